@@ -1,0 +1,44 @@
+# Two commands on a fresh clone do everything: `make demo` and `make test`. The rest is for developers.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test lint types compile bench clean
+
+demo: $(VENV)/.demo  ## train a GPT on two emulated nodes with stock DDP and with commopt; table and picture
+	$(BIN)/python -m bench.demo
+
+test: $(VENV)/.dev  ## the whole test suite
+	$(BIN)/python -m pytest -q
+
+lint: $(VENV)/.dev  ## style and common mistakes
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.dev  ## static types
+	$(BIN)/mypy
+
+compile: $(VENV)/.dev  ## every CUDA kernel for sm_80, sm_90, sm_100, by nvcc and NVRTC where present; needs no GPU
+	$(BIN)/python -m csrc.compile_check
+
+bench: $(VENV)/.demo  ## bandwidth of every aggregator on two emulated nodes
+	$(BIN)/python -m bench.cluster --nodes 2 --ranks-per-node 2 --rate 200mbit -m bench.bandwidth \
+	    -b 4K -e 16M -f 8 -n 5 -w 1 --aggregator torch,flat,hierarchical,hierarchical_bf16
+
+clean:
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(BIN)/python:
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'The tested versions (constraints.txt) need Python 3.11 or newer: make PYTHON=python3.12 ...; commopt itself installs from 3.10 with pip install .')"
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: $(BIN)/python pyproject.toml CMakeLists.txt constraints.txt $(wildcard csrc/*)
+	$(BIN)/python -m pip install --quiet --editable '.[demo]'
+	touch $@
+
+$(VENV)/.dev: $(BIN)/python pyproject.toml CMakeLists.txt constraints.txt $(wildcard csrc/*)
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@ $(VENV)/.demo
