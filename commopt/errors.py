@@ -1,0 +1,27 @@
+"""Every error a user can meet, one class per kind of mistake."""
+
+from __future__ import annotations
+
+
+class CommoptError(RuntimeError):
+    """Base of all commopt errors."""
+
+
+class ConfigurationError(CommoptError, ValueError):
+    """An argument or a combination of settings that cannot work."""
+
+
+class UnsupportedTensorError(CommoptError, TypeError):
+    """A tensor or array whose dtype, layout or memory no aggregator can handle."""
+
+
+class MismatchError(CommoptError):
+    """Ranks disagree about something they must share, or one of them never arrived."""
+
+
+class LaneError(CommoptError):
+    """A communication operation failed on some rank; the lane takes no further work."""
+
+
+class TransportError(CommoptError):
+    """A collective failed underneath us: usually the echo of an error on another rank."""

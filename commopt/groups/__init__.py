@@ -1,0 +1,20 @@
+"""Process groups of commopt's own: who is on which node, and teams of ranks for each level of the network."""
+
+from commopt.groups.build import join, resolve_group
+from commopt.groups.membership import Membership, Place, checking, joined
+from commopt.groups.team import Team, all_gather_single, reduce_scatter_single
+from commopt.groups.wire import WireBytes, WireModel
+
+__all__ = [
+    "Membership",
+    "Place",
+    "Team",
+    "WireBytes",
+    "WireModel",
+    "all_gather_single",
+    "checking",
+    "join",
+    "joined",
+    "reduce_scatter_single",
+    "resolve_group",
+]

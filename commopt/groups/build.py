@@ -1,0 +1,217 @@
+"""From a process group to a Team: who is on which node, and commopt's own groups for every level."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from commopt.errors import ConfigurationError
+from commopt.groups.agreement import exchange_facts, require_equal
+from commopt.groups.membership import Membership, checking
+from commopt.groups.team import Team, is_alive
+from commopt.version import __version__
+from topology import Cluster, HostIdentity, read_host_identity
+
+ENVIRONMENT_VARIABLE = "COMMOPT_RANKS_PER_NODE"
+DEFAULT_TIMEOUT_S = 600.0
+_LONGEST_TIMEOUT_S = 365 * 24 * 3600.0
+
+_log = logging.getLogger("commopt")
+
+
+# Keyed weakly: a Membership must not keep a process group alive that its user destroyed.
+_memberships: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int | None, float], Membership]] = WeakKeyDictionary()
+
+
+def resolve_group(group: Any) -> dist.ProcessGroup:
+    """Return the process group meant by None (the world), a ProcessGroup or a one-dimensional DeviceMesh.
+
+    Raises ConfigurationError when there is none, when it was destroyed, or when this rank is not in it.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise ConfigurationError(
+            "torch.distributed is not initialized; call torch.distributed.init_process_group() before commopt"
+        )
+    if group is None:
+        return _world()
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ConfigurationError(
+            f"rank {dist.get_rank()} is not a member of the process group it was given; "
+            f"create the HookState or Communicator only on the group's own ranks"
+        )
+    if not isinstance(group, dist.ProcessGroup) and hasattr(group, "get_group"):
+        group = group.get_group()  # a DeviceMesh: raises its own clear error when it has several dimensions
+    if not isinstance(group, dist.ProcessGroup):
+        raise ConfigurationError(
+            f"process group {group!r} is a {type(group).__name__}; pass a ProcessGroup or a one-dimensional DeviceMesh"
+        )
+    if not is_alive(group):
+        raise ConfigurationError("the process group was destroyed; initialize it again and pass the new one")
+    return group
+
+
+def join(group: Any = None, ranks_per_node: int | None = None, timeout_s: float | None = None) -> Membership:
+    """Return the membership of `group`, building it on the first call: collective over the group's ranks.
+
+    Calls with equal arguments share one set of process groups: all of them use one lane, in one order, anyway.
+    `ranks_per_node` declares blocks of the group's ranks to be nodes instead of asking the hosts, as
+    COMMOPT_RANKS_PER_NODE does with blocks of global ranks.
+    Raises ConfigurationError for a shape that cannot be, MismatchError when ranks disagree.
+    """
+    parent = resolve_group(group)
+    timeout_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
+    if not 0 < timeout_s <= _LONGEST_TIMEOUT_S:
+        raise ConfigurationError(
+            f"timeout {timeout_s} is not between 0 and {_LONGEST_TIMEOUT_S:.0f} seconds; pass for example timeout=60"
+        )
+    known = _memberships.setdefault(parent, {})
+    key = (ranks_per_node, timeout_s)
+    if key not in known or not known[key].alive:
+        known[key] = _build(parent, ranks_per_node, timeout_s)
+    return known[key]
+
+
+def _build(parent: dist.ProcessGroup, ranks_per_node: int | None, timeout_s: float) -> Membership:
+    emulated = _ranks_per_node_from_environment() if ranks_per_node is None else None
+    facts = {
+        "commopt version": __version__,
+        "torch version": torch.__version__,
+        "ranks_per_node": ranks_per_node,
+        ENVIRONMENT_VARIABLE: emulated,
+        "timeout in seconds": timeout_s,
+        "COMMOPT_CHECK": checking(),
+    }
+    own = {"host": _host(emulated).as_dict(), "token": secrets.token_hex(4)}
+    ranks = dist.get_process_group_ranks(parent)
+    store = c10d._get_process_group_store(parent)
+    answers = exchange_facts(store, ranks, parent.rank(), "commopt group setup", facts | own, timeout_s)
+    require_equal(ranks, answers, facts)
+    if ranks_per_node is None:
+        hosts = [HostIdentity(**answer["host"]) for answer in answers]
+        cluster = Cluster.from_hosts(hosts, emulated=emulated is not None)
+    else:
+        cluster = _blocks(len(answers), ranks_per_node)
+    if parent.rank() == 0 and not cluster.node_contiguous:
+        _log.warning(
+            "ranks are not numbered node by node (%s): commopt orders its own groups by node, but other collectives "
+            "may cross the network once per rank instead of once per node; launch the ranks of a node together",
+            cluster.nodes,
+        )
+    name = f"commopt/{parent.group_name}/{answers[0]['token']}"
+    team = _build_team(parent, cluster, name, timeout_s)
+    # A rank that went on and destroyed its groups would break the connections others are still making.
+    exchange_facts(store, ranks, parent.rank(), "the end of commopt group setup", {}, timeout_s)
+    return Membership(name, ref(parent), cluster, team, timeout_s, _private_store(name))
+
+
+def _host(ranks_per_node: int | None) -> HostIdentity:
+    """Return this process's host; an emulated one when the environment declares blocks of global ranks to be nodes."""
+    if ranks_per_node is None:
+        return read_host_identity()
+    rank = dist.get_rank()
+    node = _blocks(dist.get_world_size(), ranks_per_node).node_of(rank)
+    return HostIdentity(f"node{node}", boot_id="", nccl_hostid=None, local_rank=rank % ranks_per_node)
+
+
+def _blocks(world_size: int, ranks_per_node: int) -> Cluster:
+    try:
+        return Cluster.from_ranks_per_node(world_size, ranks_per_node)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from None
+
+
+def _build_team(parent: dist.ProcessGroup, cluster: Cluster, name: str, timeout_s: float) -> Team:
+    """Create the groups in one fixed order: world, intra, inter."""
+    global_ranks = dist.get_process_group_ranks(parent)
+    me = parent.rank()
+    my_node = cluster.node_of(me)
+    my_place = cluster.nodes[my_node].index(me)
+    backends = dict(part.split(":") for part in str(dist.get_backend_config(parent)).split(","))
+
+    def team(label: str, positions: tuple[int, ...], **levels: Team | None) -> Team:
+        ranks = tuple(global_ranks[position] for position in positions)
+        nodes = tuple(cluster.node_of(position) for position in positions)
+        return Team(ranks, nodes, _new_group(parent, ranks, f"{name}/{label}", timeout_s), backends, **levels)
+
+    world_group = team("world", cluster.order)
+    if len(cluster.nodes) == 1 or all(len(node) == 1 for node in cluster.nodes):
+        return world_group
+    intra = team(f"intra{my_node}", cluster.nodes[my_node])
+    # Unequal nodes have no same place on every node but the first: only leaders talk across.
+    has_inter = cluster.uniform or my_place == 0
+    inter = team(f"inter{my_place}", tuple(node[my_place] for node in cluster.nodes)) if has_inter else None
+    world_group.intra, world_group.inter = intra, inter
+    return world_group
+
+
+def _new_group(
+    parent: dist.ProcessGroup, ranks: tuple[int, ...], name: str, timeout_s: float
+) -> dist.ProcessGroup | None:
+    """Create a process group of exactly `ranks` in exactly this order; only they take part.
+
+    `dist.new_group` sorts the ranks, which would make a ring alternate between nodes, and derives the group's name
+    from counters that differ between ranks that belong to different other groups.
+    """
+    if len(ranks) == 1:
+        return None
+    create: Any = c10d._new_process_group_helper  # not public, hence typed differently from one torch to the next
+    group: dist.ProcessGroup
+    with _unbound():
+        group, _ = create(
+            len(ranks),
+            ranks.index(dist.get_rank()),
+            list(ranks),
+            dist.Backend(str(dist.get_backend_config(parent))),
+            c10d._get_default_store(),
+            name,
+            timeout=timedelta(seconds=timeout_s),
+            group_desc=name,
+        )
+    c10d._world.pg_group_ranks[group] = {global_rank: position for position, global_rank in enumerate(ranks)}
+    return group
+
+
+@contextmanager
+def _unbound() -> Iterator[None]:
+    """Hide the device that init_process_group(device_id=...) bound to the world.
+
+    With one, torch makes NCCL groups by splitting the world's communicator, in which every rank of the world must take
+    part; here only the group's own ranks do.
+    """
+    world = _world()
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
+
+
+def _private_store(name: str) -> dist.Store:
+    """Return a store client for the lane's thread, so that it never waits behind a call of the main thread."""
+    store = c10d._get_default_store()
+    return dist.PrefixStore(name, store.clone() if hasattr(store, "clone") else store)
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None  # is_initialized() said so
+    return world
+
+
+def _ranks_per_node_from_environment() -> int | None:
+    text = os.environ.get(ENVIRONMENT_VARIABLE, "")
+    if not text:
+        return None
+    if not text.isdigit() or int(text) < 1:
+        raise ConfigurationError(f"{ENVIRONMENT_VARIABLE}={text!r} is not a positive whole number; set it or unset it")
+    return int(text)

@@ -1,0 +1,61 @@
+"""Where communication runs: one lane per device and process, shared by every hook and every standalone call."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+
+from commopt.lanes.base import Lane
+from commopt.lanes.operation import Operation, Ticket
+from commopt.lanes.stream import StreamLane
+from commopt.lanes.worker import WorkerLane
+
+__all__ = ["Lane", "Operation", "StreamLane", "Ticket", "WorkerLane", "lane_for", "require_healthy"]
+
+_lanes: dict[torch.device, Lane] = {}
+_lock = threading.Lock()
+_world: ref[dist.ProcessGroup] | None = None
+
+
+def lane_for(device: torch.device) -> Lane:
+    """Return the device's lane, new after every init_process_group()."""
+    with _lock:
+        _forget_old_world()
+        if device not in _lanes:
+            _lanes[device] = StreamLane(device) if device.type == "cuda" else WorkerLane(device)
+        return _lanes[device]
+
+
+def require_healthy() -> None:
+    """Raise the LaneError of a lane that failed since init_process_group(), if there is one."""
+    with _lock:
+        _forget_old_world()
+        lanes = list(_lanes.values())
+    for lane in lanes:
+        lane.require_healthy()
+
+
+def _forget_old_world() -> None:
+    """Drop the lanes of a world that was destroyed: their groups, and their errors, are gone with it."""
+    global _world
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if _world is None or _world() is not world:
+        _close_all()
+        _world = None if world is None else ref(world)
+
+
+def _close_all() -> None:
+    lanes = list(_lanes.values())
+    _lanes.clear()
+    for lane in lanes:
+        lane.close()
+
+
+atexit.register(_close_all)
+# A forked child (a DataLoader worker) has the dictionary but not the threads.
+os.register_at_fork(after_in_child=_lanes.clear)

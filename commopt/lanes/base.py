@@ -1,0 +1,85 @@
+"""A lane runs all communication of one device in one total order."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from commopt.errors import CommoptError, LaneError
+from commopt.groups import checking
+from commopt.lanes.failure import fail
+from commopt.lanes.operation import Operation, Ticket
+from commopt.lanes.order_check import check_order
+
+Work = Callable[[], None]
+
+
+class Lane(ABC):
+    """One per device and process; the first failure poisons it for good."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._error: LaneError | None = None
+        self._own = threading.local()  # `busy`: whether this thread is at work for the lane
+
+    @abstractmethod
+    def submit(
+        self,
+        operation: Operation,
+        work: Work,
+        result: Tensor,
+        inputs: Sequence[Tensor] = (),
+        reserved: Sequence[Ticket] = (),
+    ) -> Ticket:
+        """Queue `work`, which communicates, reads `inputs` and leaves its outcome in `result`.
+
+        `work` sees both as the submitting thread (on CUDA: its current stream) left it. `reserved` are tickets handed
+        out earlier for tensors among `inputs` that `work` completes too. Raises LaneError when
+        the lane is poisoned, ConfigurationError when the process group was destroyed, CommoptError when called from
+        `work` itself: it would wait for its own end.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish what was submitted and stop."""
+
+    def require_healthy(self) -> None:
+        """Raise the error that poisoned the lane, if any."""
+        if self._error is not None:
+            raise LaneError(*self._error.args)  # anew: a traceback would keep the frames of every caller alive
+
+    def _require_usable(self, operation: Operation) -> None:
+        if getattr(self._own, "busy", False):
+            raise CommoptError(
+                f"{operation} was called inside lane work, by an aggregator or by a callback of a pending future, and "
+                f"would wait for its own end; call it after the outer operation's wait()"
+            )
+        self.require_healthy()
+        operation.membership.require_alive()
+        operation.membership.submitted[operation.device_type] += 1
+
+    def _run(self, operation: Operation, work: Work, result: Tensor) -> LaneError | None:
+        """Run `work` in the calling thread; return the error that now poisons the lane, if any.
+
+        Ctrl-C poisons it too, and goes on.
+        """
+        if self._error is not None:
+            return self._error
+        try:
+            if checking():
+                check_order(operation)
+            # Grad mode belongs to a thread; a tensor made in inference mode can be written in no other.
+            with torch.no_grad(), torch.inference_mode(result.is_inference()):
+                work()
+        except BaseException as error:
+            try:
+                self._error = fail(operation, error)
+            except Exception as trouble:  # poisoned all the same
+                self._error = LaneError(f"{operation} failed: {error}; reporting it failed too: {trouble}")
+            if isinstance(error, KeyboardInterrupt):
+                raise
+        return self._error

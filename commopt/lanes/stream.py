@@ -1,0 +1,99 @@
+"""The CUDA lane: one side stream, filled by the thread that submits, so that backward's kernels run beside it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from commopt.errors import LaneError
+from commopt.groups import Membership, joined
+from commopt.lanes.base import Lane, Work
+from commopt.lanes.operation import Operation, Ticket
+
+_WATCH_PERIOD_S = 0.5
+_CLOSE_TIMEOUT_S = 5.0
+_CLOSE_POLL_S = 0.01
+
+
+class StreamLane(Lane):
+    """All collectives are launched with async_op=False on one stream: one order, no deadlock between communicators."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        # High priority: the few blocks of a communication kernel should not queue behind backward's thousands.
+        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._order = threading.Lock()
+        self._warmed: WeakSet[Membership] = WeakSet()
+        self._closed = threading.Event()
+        threading.Thread(target=self._watch, name="commopt-watch", daemon=True).start()
+
+    def submit(
+        self,
+        operation: Operation,
+        work: Work,
+        result: Tensor,
+        inputs: Sequence[Tensor] = (),
+        reserved: Sequence[Ticket] = (),
+    ) -> Ticket:
+        """See Lane.submit; a failure of the launch raises here, in the submitting thread."""
+        self._require_usable(operation)
+        with self._order:
+            self._own.busy = True
+            try:
+                return self._launch(operation, work, result, inputs, reserved)
+            finally:
+                self._own.busy = False
+
+    def _launch(
+        self,
+        operation: Operation,
+        work: Work,
+        result: Tensor,
+        inputs: Sequence[Tensor],
+        reserved: Sequence[Ticket],
+    ) -> Ticket:
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        for tensor in (result, *inputs):
+            tensor.record_stream(self._stream)  # its memory may be freed by a stream that is ahead of the lane
+        ticket = Ticket(result)
+        with torch.cuda.stream(self._stream):
+            error = self._run(operation, lambda: self._warm_and_run(operation.membership, work), result)
+            for pending in (*reserved, ticket):
+                pending.settle(error)
+        if error is not None:
+            raise LaneError(*error.args)
+        return ticket
+
+    def _warm_and_run(self, membership: Membership, work: Work) -> None:
+        if membership not in self._warmed:
+            membership.team.warm(self.device)
+            self._warmed.add(membership)
+        work()
+
+    def close(self) -> None:
+        """See Lane.close; gives up on work that does not end within a few seconds."""
+        deadline = time.monotonic() + _CLOSE_TIMEOUT_S
+        try:
+            while not self._stream.query() and time.monotonic() < deadline:
+                time.sleep(_CLOSE_POLL_S)
+        except RuntimeError:  # a CUDA error, which its own caller has seen
+            pass
+        self._closed.set()
+
+    def _watch(self) -> None:
+        """Abort this rank's communicators when another rank reports a failure.
+
+        A NCCL kernel that waits for a failed peer would spin until the watchdog of torch kills the process.
+        """
+        while not self._closed.wait(_WATCH_PERIOD_S):
+            reports = [report for membership in joined() if (report := membership.failure()) is not None]
+            if reports and self._error is None:
+                self._error = LaneError(reports[0])
+                for membership in joined():
+                    membership.team.close()
+                return

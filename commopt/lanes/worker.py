@@ -1,0 +1,55 @@
+"""The CPU lane: one thread that takes operations first in, first out, while backward goes on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from queue import SimpleQueue
+
+import torch
+from torch import Tensor
+
+from commopt.lanes.base import Lane, Work
+from commopt.lanes.operation import Operation, Ticket
+
+_CLOSE_TIMEOUT_S = 5.0
+
+
+class WorkerLane(Lane):
+    """Gloo's collectives block their caller, so they get a thread of their own; gloo releases the GIL."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._queue: SimpleQueue[tuple[Operation, Work, Tensor, Sequence[Ticket]] | None] = SimpleQueue()
+        # A daemon: a peer that never answers must not keep this process from exiting.
+        self._thread = threading.Thread(target=self._serve, name="commopt-lane", daemon=True)
+        self._thread.start()
+
+    def submit(
+        self,
+        operation: Operation,
+        work: Work,
+        result: Tensor,
+        inputs: Sequence[Tensor] = (),
+        reserved: Sequence[Ticket] = (),
+    ) -> Ticket:
+        """See Lane.submit; `work` itself keeps `inputs` alive."""
+        self._require_usable(operation)
+        ticket = Ticket(result)
+        self._queue.put((operation, work, result, [*reserved, ticket]))
+        return ticket
+
+    def close(self) -> None:
+        """See Lane.close; gives up on work that does not end within a few seconds."""
+        self._queue.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_CLOSE_TIMEOUT_S)
+
+    def _serve(self) -> None:
+        self._own.busy = True
+        while (item := self._queue.get()) is not None:
+            operation, work, result, tickets = item
+            error = self._run(operation, work, result)
+            for ticket in tickets:
+                ticket.settle(error)
+            del item, operation, work, result, tickets, ticket, error  # keep no tensor alive while idle

@@ -1,0 +1,86 @@
+"""Which ranks share a machine: the two-level shape that hierarchical collectives are built on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from topology.host import HostIdentity
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Ranks 0..world_size-1 of one group, sorted into nodes.
+
+    Nodes are ordered by their smallest rank; inside a node ranks are ordered by local rank, so that equal
+    positions on different nodes are equal GPUs (and rails).
+    """
+
+    nodes: tuple[tuple[int, ...], ...]
+    names: tuple[str, ...]
+    emulated: bool = False
+
+    @classmethod
+    def from_hosts(cls, hosts: Sequence[HostIdentity], emulated: bool = False) -> Cluster:
+        """Group ranks by the machine they reported; `hosts[rank]` is rank's identity."""
+        members: dict[tuple[str, ...], list[int]] = {}
+        for rank, host in enumerate(hosts):
+            members.setdefault(host.node_key, []).append(rank)
+        nodes = tuple(tuple(sorted(ranks, key=lambda r: _local_order(hosts[r], r))) for ranks in members.values())
+        names = tuple(hosts[node[0]].nccl_hostid or hosts[node[0]].hostname for node in nodes)
+        return cls(nodes, names, emulated)
+
+    @classmethod
+    def from_ranks_per_node(cls, world_size: int, ranks_per_node: int) -> Cluster:
+        """Declare consecutive blocks of ranks to be nodes, whatever machine they run on.
+
+        Raises ValueError when the blocks do not fill the world exactly.
+        """
+        if ranks_per_node < 1:
+            raise ValueError(f"ranks_per_node {ranks_per_node} is not a positive number; pass at least 1")
+        if world_size % ranks_per_node:
+            best = max(d for d in range(1, min(ranks_per_node, world_size) + 1) if world_size % d == 0)
+            raise ValueError(
+                f"world_size {world_size} is not a multiple of ranks_per_node {ranks_per_node}; "
+                f"pass ranks_per_node={best}, or leave it out to ask the hosts"
+            )
+        starts = range(0, world_size, ranks_per_node)
+        nodes = tuple(tuple(range(start, start + ranks_per_node)) for start in starts)
+        return cls(nodes, tuple(f"node{i}" for i in range(len(nodes))), emulated=True)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return sum(len(node) for node in self.nodes)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """All ranks, node after node: the order in which a ring crosses each node boundary once."""
+        return tuple(rank for node in self.nodes for rank in node)
+
+    @property
+    def uniform(self) -> bool:
+        """Whether every node has the same number of ranks."""
+        return len({len(node) for node in self.nodes}) == 1
+
+    @property
+    def node_contiguous(self) -> bool:
+        """Whether the launcher numbered the ranks node by node."""
+        return all(max(node) - min(node) + 1 == len(node) for node in self.nodes)
+
+    def node_of(self, rank: int) -> int:
+        """Return the index of the node that holds `rank`."""
+        for index, node in enumerate(self.nodes):
+            if rank in node:
+                return index
+        raise ValueError(f"rank {rank} is not in this cluster of {self.world_size} ranks")
+
+    def __str__(self) -> str:
+        counts = [len(node) for node in self.nodes]
+        per_node = f"{counts[0]}" if self.uniform else "+".join(map(str, counts))
+        shape = f"{len(self.nodes)} node{'s' if len(self.nodes) > 1 else ''} x {per_node} rank(s)"
+        return shape + (" (emulated)" if self.emulated else "")
+
+
+def _local_order(host: HostIdentity, rank: int) -> tuple[int, int]:
+    return (rank if host.local_rank is None else host.local_rank, rank)
