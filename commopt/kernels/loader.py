@@ -1,0 +1,114 @@
+"""Pick what runs the kernels: compiled at install time, compiled at first use, or plain torch."""
+
+from __future__ import annotations
+
+import logging
+import os
+from abc import ABC, abstractmethod
+from functools import cache, lru_cache
+from importlib import import_module
+from typing import Any, ClassVar, TypeAlias
+
+import torch
+
+from commopt.errors import ConfigurationError
+from commopt.kernels import sources
+
+VARIABLE = "COMMOPT_KERNELS"
+
+Arguments: TypeAlias = tuple[int | float, ...]
+
+_log = logging.getLogger("commopt")
+
+
+class Loader(ABC):
+    """A way to launch a kernel by its name; construction raises `ImportError` where it cannot work."""
+
+    fix: ClassVar[str]  # what to do when the user asked for this loader and it is absent
+
+    @abstractmethod
+    def launch(self, kernel: str, grid: int, block: int, stream: int, arguments: Arguments) -> None:
+        """Launch on the current device; `stream` is the address of a CUDA stream."""
+
+
+class Native(Loader):
+    """The module `commopt._C`, built by nvcc during installation."""
+
+    fix = "install commopt from source with nvcc on PATH (COMMOPT_REQUIRE_CUDA=ON makes a failure visible)"
+
+    def __init__(self) -> None:
+        self._module = import_module("commopt._C")
+
+    def launch(self, kernel: str, grid: int, block: int, stream: int, arguments: Arguments) -> None:
+        self._module.launch(kernel, grid, block, stream, arguments)
+
+
+class Nvrtc(Loader):
+    """CuPy's run-time compiler: one file at a time, on first use, kept on disk by CuPy."""
+
+    fix = "install commopt[cuda12] or commopt[cuda13], whichever matches torch.version.cuda"
+
+    def __init__(self) -> None:
+        self._cupy: Any = import_module("cupy")
+        try:
+            self._cupy.cuda.nvrtc.getVersion()  # CuPy loads the library on the first call only
+        except RuntimeError as error:
+            raise ImportError(f"CuPy finds no NVRTC library: {error}") from error
+        self._module = cache(self._compile)
+        self._function = cache(self._find)
+
+    def launch(self, kernel: str, grid: int, block: int, stream: int, arguments: Arguments) -> None:
+        function = self._function(kernel)
+        with self._cupy.cuda.ExternalStream(stream):
+            function((grid,), (block,), arguments)
+
+    def _compile(self, file: str) -> Any:
+        return self._cupy.RawModule(code=sources.translation_unit(file), options=("--std=c++17",))
+
+    def _find(self, kernel: str) -> Any:
+        return self._module(sources.file_of_kernel()[kernel]).get_function(kernel)
+
+
+_LOADERS: dict[str, type[Loader]] = {"native": Native, "nvrtc": Nvrtc}
+
+
+def loader_for(device: torch.device) -> Loader | None:
+    """Return the loader for a CUDA device, None for plain torch; `COMMOPT_KERNELS` forces one.
+
+    Raises `ConfigurationError` when the forced one is unknown or cannot work here.
+    """
+    return _choose(os.environ.get(VARIABLE, ""), device)
+
+
+@lru_cache
+def _choose(wanted: str, device: torch.device) -> Loader | None:
+    if wanted and wanted not in (*_LOADERS, "torch"):
+        raise ConfigurationError(f"{VARIABLE}={wanted} is unknown; set native, nvrtc or torch, or unset it")
+    if wanted == "torch":
+        return None
+    failures = _obstacles(device)
+    if not failures:
+        for name in [wanted] if wanted else _LOADERS:
+            try:
+                return _load(name)
+            except ImportError as error:
+                failures.append(f"{name}: {error}; {_LOADERS[name].fix}")
+    if wanted:
+        raise ConfigurationError(f"{VARIABLE}={wanted} cannot work on {device}: {failures[0]}, or unset {VARIABLE}")
+    _log.warning("kernels on %s run as slower plain torch operations (%s)", device, "; ".join(failures))
+    return None
+
+
+def _obstacles(device: torch.device) -> list[str]:
+    """Tell why no compiled kernel can run on a device: ROCm, or a GPU older than the instructions used."""
+    if torch.version.hip is not None:
+        return ["the kernels are CUDA and this torch is built for ROCm; use a CUDA build"]
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return [f"compute capability {major}.{minor} is below 8.0; use a newer GPU"]
+    return []
+
+
+@cache
+def _load(name: str) -> Loader:
+    return _LOADERS[name]()

@@ -1,0 +1,59 @@
+// Decode payload rows, or the sum of several, into values.
+#pragma once
+
+#include "decode_block.cuh"
+
+template <typename Codec>
+__device__ __forceinline__ void decode(const Rows& rows, long long peers, void* values, long long dtype,
+                                       long long numel) {
+    const Team team = form_team(rows.block_numel);
+    if (!rows.holds(team)) return;
+    Tile tile;
+    decode_block<Codec>(team, rows, peers, tile);
+    const long long begin = rows.first_element(team);
+    const int present = rows.present(team, numel);
+    switch (dtype) {
+        case FLOAT32: return store(team, tile, static_cast<float*>(values) + begin, present);
+        case FLOAT16: return store(team, tile, static_cast<Half*>(values) + begin, present);
+        default: return store(team, tile, static_cast<Bfloat16*>(values) + begin, present);
+    }
+}
+
+// decode_CODEC: row r of the values is the sum of rows r to r + peers - 1 of the payload. So peers is 1 to decode every
+// row, and rows is 1 to add up all of them.
+
+extern "C" __global__ void decode_uniform8(unsigned char* payload, long long row_stride, long long rows,
+                                           long long row_blocks, long long block_numel, long long peers, void* values,
+                                           long long dtype, long long numel) {
+    decode<Uniform<8>>({payload, row_stride, rows, row_blocks, block_numel}, peers, values, dtype, numel);
+}
+
+extern "C" __global__ void decode_uniform4(unsigned char* payload, long long row_stride, long long rows,
+                                           long long row_blocks, long long block_numel, long long peers, void* values,
+                                           long long dtype, long long numel) {
+    decode<Uniform<4>>({payload, row_stride, rows, row_blocks, block_numel}, peers, values, dtype, numel);
+}
+
+extern "C" __global__ void decode_uniform2(unsigned char* payload, long long row_stride, long long rows,
+                                           long long row_blocks, long long block_numel, long long peers, void* values,
+                                           long long dtype, long long numel) {
+    decode<Uniform<2>>({payload, row_stride, rows, row_blocks, block_numel}, peers, values, dtype, numel);
+}
+
+extern "C" __global__ void decode_companded4(unsigned char* payload, long long row_stride, long long rows,
+                                             long long row_blocks, long long block_numel, long long peers, void* values,
+                                             long long dtype, long long numel) {
+    decode<Companded>({payload, row_stride, rows, row_blocks, block_numel}, peers, values, dtype, numel);
+}
+
+extern "C" __global__ void decode_centroids2(unsigned char* payload, long long row_stride, long long rows,
+                                             long long row_blocks, long long block_numel, long long peers, void* values,
+                                             long long dtype, long long numel) {
+    decode<Centroids>({payload, row_stride, rows, row_blocks, block_numel}, peers, values, dtype, numel);
+}
+
+extern "C" __global__ void decode_sign(unsigned char* payload, long long row_stride, long long rows,
+                                       long long row_blocks, long long block_numel, long long peers, void* values,
+                                       long long dtype, long long numel) {
+    decode<Sign<Mean>>({payload, row_stride, rows, row_blocks, block_numel}, peers, values, dtype, numel);
+}

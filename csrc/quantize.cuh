@@ -1,0 +1,120 @@
+// Encode values into payload rows. Values and residuals are read and written once.
+#pragma once
+
+#include "encode_block.cuh"
+
+// A flat buffer of any dtype that the kernels know.
+struct Values {
+    const void* first;
+    long long dtype;
+    long long numel;
+    double scale;
+
+    __device__ __forceinline__ void load_block(const Team& team, long long begin, int present, Tile& tile) const {
+        switch (dtype) {   // equal in all threads, and decided before the loads, which then leave together
+            case FLOAT32: return load_as<float>(team, begin, present, tile);
+            case FLOAT16: return load_as<Half>(team, begin, present, tile);
+            default: return load_as<Bfloat16>(team, begin, present, tile);
+        }
+    }
+
+    template <typename T>
+    __device__ __forceinline__ void load_as(const Team& team, long long begin, int present, Tile& tile) const {
+        load(team, static_cast<const T*>(first) + begin, present, static_cast<float>(scale), tile);
+    }
+};
+
+template <typename Codec, typename Rounding>
+__device__ __forceinline__ void encode(const Values& values, const Rows& rows, const Carry& carry, Rounding rounding) {
+    const Team team = form_team(rows.block_numel);
+    if (!rows.holds(team)) return;
+    const int present = rows.present(team, values.numel);
+    Tile tile;
+    values.load_block(team, rows.first_element(team), present, tile);
+    encode_block<Codec>(team, rows, carry, rounding, present, tile);
+}
+
+// encode_CODEC: p = values * scale + old * decay * loss_scale, fresh = (p - decoded p) / loss_scale.
+
+extern "C" __global__ void encode_uniform8(const void* values, long long dtype, long long numel, double scale,
+                                           unsigned char* payload, long long row_stride, long long rows,
+                                           long long row_blocks, long long block_numel, const float* old, float* fresh,
+                                           const float* loss_scale, double decay) {
+    encode<Uniform<8>>({values, dtype, numel, scale}, {payload, row_stride, rows, row_blocks, block_numel},
+                       {old, fresh, loss_scale, decay}, Nearest{});
+}
+
+extern "C" __global__ void encode_uniform4(const void* values, long long dtype, long long numel, double scale,
+                                           unsigned char* payload, long long row_stride, long long rows,
+                                           long long row_blocks, long long block_numel, const float* old, float* fresh,
+                                           const float* loss_scale, double decay) {
+    encode<Uniform<4>>({values, dtype, numel, scale}, {payload, row_stride, rows, row_blocks, block_numel},
+                       {old, fresh, loss_scale, decay}, Nearest{});
+}
+
+extern "C" __global__ void encode_uniform2(const void* values, long long dtype, long long numel, double scale,
+                                           unsigned char* payload, long long row_stride, long long rows,
+                                           long long row_blocks, long long block_numel, const float* old, float* fresh,
+                                           const float* loss_scale, double decay) {
+    encode<Uniform<2>>({values, dtype, numel, scale}, {payload, row_stride, rows, row_blocks, block_numel},
+                       {old, fresh, loss_scale, decay}, Nearest{});
+}
+
+extern "C" __global__ void encode_companded4(const void* values, long long dtype, long long numel, double scale,
+                                             unsigned char* payload, long long row_stride, long long rows,
+                                             long long row_blocks, long long block_numel, const float* old,
+                                             float* fresh, const float* loss_scale, double decay) {
+    encode<Companded>({values, dtype, numel, scale}, {payload, row_stride, rows, row_blocks, block_numel},
+                      {old, fresh, loss_scale, decay}, Nearest{});
+}
+
+extern "C" __global__ void encode_centroids2(const void* values, long long dtype, long long numel, double scale,
+                                             unsigned char* payload, long long row_stride, long long rows,
+                                             long long row_blocks, long long block_numel, const float* old,
+                                             float* fresh, const float* loss_scale, double decay) {
+    encode<Centroids>({values, dtype, numel, scale}, {payload, row_stride, rows, row_blocks, block_numel},
+                      {old, fresh, loss_scale, decay}, Nearest{});
+}
+
+extern "C" __global__ void encode_sign_mean(const void* values, long long dtype, long long numel, double scale,
+                                            unsigned char* payload, long long row_stride, long long rows,
+                                            long long row_blocks, long long block_numel, const float* old, float* fresh,
+                                            const float* loss_scale, double decay) {
+    encode<Sign<Mean>>({values, dtype, numel, scale}, {payload, row_stride, rows, row_blocks, block_numel},
+                       {old, fresh, loss_scale, decay}, Nearest{});
+}
+
+extern "C" __global__ void encode_sign_rms(const void* values, long long dtype, long long numel, double scale,
+                                           unsigned char* payload, long long row_stride, long long rows,
+                                           long long row_blocks, long long block_numel, const float* old, float* fresh,
+                                           const float* loss_scale, double decay) {
+    encode<Sign<RootMeanSquare>>({values, dtype, numel, scale}, {payload, row_stride, rows, row_blocks, block_numel},
+                                 {old, fresh, loss_scale, decay}, Nearest{});
+}
+
+extern "C" __global__ void encode_uniform8_stochastic(const void* values, long long dtype, long long numel,
+                                                      double scale, unsigned char* payload, long long row_stride,
+                                                      long long rows, long long row_blocks, long long block_numel,
+                                                      const float* old, float* fresh, const float* loss_scale,
+                                                      double decay, long long seed, long long step, long long stream) {
+    encode<Uniform<8>>({values, dtype, numel, scale}, {payload, row_stride, rows, row_blocks, block_numel},
+                       {old, fresh, loss_scale, decay}, Stochastic(seed, step, stream));
+}
+
+extern "C" __global__ void encode_uniform4_stochastic(const void* values, long long dtype, long long numel,
+                                                      double scale, unsigned char* payload, long long row_stride,
+                                                      long long rows, long long row_blocks, long long block_numel,
+                                                      const float* old, float* fresh, const float* loss_scale,
+                                                      double decay, long long seed, long long step, long long stream) {
+    encode<Uniform<4>>({values, dtype, numel, scale}, {payload, row_stride, rows, row_blocks, block_numel},
+                       {old, fresh, loss_scale, decay}, Stochastic(seed, step, stream));
+}
+
+extern "C" __global__ void encode_uniform2_stochastic(const void* values, long long dtype, long long numel,
+                                                      double scale, unsigned char* payload, long long row_stride,
+                                                      long long rows, long long row_blocks, long long block_numel,
+                                                      const float* old, float* fresh, const float* loss_scale,
+                                                      double decay, long long seed, long long step, long long stream) {
+    encode<Uniform<2>>({values, dtype, numel, scale}, {payload, row_stride, rows, row_blocks, block_numel},
+                       {old, fresh, loss_scale, decay}, Stochastic(seed, step, stream));
+}
