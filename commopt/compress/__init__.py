@@ -1,0 +1,12 @@
+"""Compressors, one file each; a new one is one file and one line in COMPRESSORS."""
+
+from commopt.compress.base import Compressor
+from commopt.compress.cast import Cast
+from commopt.compress.exact import Exact
+from commopt.compress.onebit import OneBit
+from commopt.compress.quantize import Quantize
+from commopt.kernels.codec import Carry, Dice
+
+COMPRESSORS: dict[str, type[Compressor]] = {"cast": Cast, "quantize": Quantize, "onebit": OneBit}
+
+__all__ = ["COMPRESSORS", "Carry", "Cast", "Compressor", "Dice", "Exact", "OneBit", "Quantize"]

@@ -1,0 +1,84 @@
+"""The contract of a compressor: values in, payload of fixed shape out, and back. It never communicates."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from commopt.brief import Brief
+from commopt.kernels.codec import Carry, Dice
+
+
+class Compressor(Brief, ABC):
+    """Turns chunks of values into payload rows that can be exchanged, summed and decoded.
+
+    A payload is uint8 [rows, payload_nbytes(chunk_numel)]: one row per chunk, so that each row can travel to its own
+    rank in one message. Rows start at multiples of 16 bytes but need not be adjacent. Implementations are frozen
+    dataclasses: the object is its configuration.
+    """
+
+    @property
+    @abstractmethod
+    def granularity(self) -> int:
+        """Chunks must be a multiple of this many elements."""
+
+    @property
+    def start_step(self) -> int:
+        """The first step whose gradients are compressed; before, they travel dense."""
+        return 0
+
+    @property
+    def error_bound(self) -> float:
+        """The largest error of one encoding of an element, as a share of the largest element near it."""
+        return 1.0
+
+    @abstractmethod
+    def payload_nbytes(self, chunk_numel: int) -> int:
+        """Return the exact bytes of one row, a multiple of 16."""
+
+    @abstractmethod
+    def compress(
+        self,
+        values: Tensor,
+        payload: Tensor,
+        chunk_numel: int,
+        scale: float,
+        carry: Carry | None = None,
+        dice: Dice = Dice(),
+    ) -> None:
+        """Encode p = `scale * values` (1-D, floating) into the rows of `payload`; elements past the end count as zero.
+
+        With a carry (of as many elements as values), p = scale * values + decay * loss_scale * old, and
+        new = (p - decoded p) / loss_scale. A non-finite p makes its decoded block non-finite, and `finite` false.
+        """
+
+    @abstractmethod
+    def decompress(self, payload: Tensor, values: Tensor, chunk_numel: int) -> None:
+        """Decode the rows of `payload` into `values` (1-D, any floating dtype, at most rows * chunk_numel)."""
+
+    @abstractmethod
+    def accumulate(self, payloads: Tensor, total: Tensor) -> None:
+        """Set `total` (float32 [chunk_numel]) to the sum of the decoded rows, added in row order.
+
+        The fixed order makes the bits of the sum equal wherever it is computed.
+        """
+
+    @abstractmethod
+    def finite(self, payload: Tensor) -> Tensor:
+        """Return whether everything in `payload` decodes to finite values: bool, 0-d, on its device."""
+
+    def recompress(
+        self,
+        payloads: Tensor,
+        payload: Tensor,
+        chunk_numel: int,
+        numel: int,
+        carry: Carry | None = None,
+        dice: Dice = Dice(),
+    ) -> None:
+        """Encode the sum of the rows of `payloads`, whose first `numel` elements are real, into the row `payload`."""
+        total = torch.empty(chunk_numel, dtype=torch.float32, device=payload.device)
+        self.accumulate(payloads, total)
+        self.compress(total[:numel], payload, chunk_numel, 1.0, carry, dice)

@@ -1,0 +1,34 @@
+"""One bit per element: signs, and one magnitude per block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from commopt.compress.blockwise import Blockwise, check, check_choice
+from commopt.kernels.codec import Codec
+
+
+@dataclass(frozen=True, repr=False)
+class OneBit(Blockwise):
+    """Send signs and a magnitude per block, as 1-bit SGD and 1-bit Adam do (arXiv 2102.02888).
+
+    Two thirds of a gradient's norm are lost in one step, so feedback is not optional, and a dense start is advised.
+
+    block: elements that share a magnitude of 4 bytes; a multiple of 64.
+    scale: the magnitude: "mean" of |x|, which has the least square error, or "rms", which keeps the norm.
+    start_step: steps before travel dense.
+    """
+
+    block: int = 512
+    scale: Literal["mean", "rms"] = "mean"
+    start_step: int = 0
+
+    def __post_init__(self) -> None:
+        check("OneBit", self.block, self.start_step)
+        check_choice("OneBit", "scale", self.scale, ("mean", "rms"))
+
+    @property
+    def codec(self) -> Codec:
+        """See Blockwise."""
+        return Codec("sign_mean" if self.scale == "mean" else "sign_rms", 1, self.block)

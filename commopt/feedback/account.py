@@ -1,0 +1,101 @@
+"""What an aggregator may know and remember about the one buffer it is given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from commopt.compress import Carry, Dice
+from commopt.feedback.config import Feedback
+from commopt.feedback.layout import Layout
+from commopt.feedback.ledger import Kind, Ledger
+from commopt.feedback.scratch import Scratch
+
+_SAMPLE_EVERY_STEPS = 8
+_SAMPLE_NUMEL = 16384
+
+
+@dataclass(frozen=True)
+class Account:
+    """A buffer's layout, the step it belongs to, and the ledger with its residuals (None: nothing is remembered).
+
+    number: tells the buffers of one step apart. rank: global. path: the level of the aggregator that asks.
+    loss_scale: what the gradients were multiplied by, 0-d float32 on their device; None for 1.
+    result_dtype: what the buffer's values will be rounded to in the end, None for its own dtype.
+    replicas: how many teams do the same with the same values, as nodes that each gather the sum inside.
+    """
+
+    layout: Layout
+    step: int = 0
+    number: int = 0
+    rank: int = 0
+    ledger: Ledger | None = None
+    loss_scale: Tensor | None = None
+    path: str = ""
+    result_dtype: torch.dtype | None = None
+    replicas: int = 1
+
+    @classmethod
+    def unremembered(cls, numel: int, step: int = 0, rank: int = 0) -> Account:
+        """Describe a tensor that belongs to no model; `step` makes the dice fall anew."""
+        return cls(Layout.anonymous(numel), step, rank=rank)
+
+    def within(self, level: str, layout: Layout, result_dtype: torch.dtype | None = None, replicas: int = 1) -> Account:
+        """Return the account of a part of the buffer at a level below."""
+        path = f"{self.path}.{level}" if self.path else level
+        return replace(self, layout=layout, path=path, result_dtype=result_dtype, replicas=replicas)
+
+    @property
+    def scratch(self) -> Scratch:
+        """Where to take buffers from."""
+        return Scratch() if self.ledger is None else self.ledger.scratch
+
+    def dice(self, kind: Kind, place: int) -> Dice:
+        """Return the dice for one encoding: others for each buffer, step, level, kind and rank.
+
+        An owner's depend on its `place` in the team only: owners of the same sum in other teams must throw the same.
+        """
+        rank = self.rank if kind == "worker" else place
+        return Dice(crc32(f"{self.path} {kind}".encode()) | rank << 32, self.step, self.number)
+
+    def leftover(self, layout: Layout, device: torch.device) -> Carry | None:
+        """Return what was left out of earlier, inexact encodings of `layout`, if anything was."""
+        slot = None if self.ledger is None else self.ledger.leftover(self.path, layout, device)
+        if self.ledger is None or slot is None:
+            return None
+        return Carry(slot.values, self.ledger.stage(slot), self.loss_scale)
+
+    def carry(self, kind: Kind, layout: Layout, feedback: Feedback | None, device: torch.device) -> Carry | None:
+        """Return the residual that goes into an encoding of `layout` and the place for the one that comes out."""
+        if self.ledger is None or feedback is None:
+            return None
+        slot = self.ledger.slot(self.path, kind, layout, device, feedback.dtype)
+        old, new = slot.values.float(), self.ledger.stage(slot)
+        if kind == "worker":
+            return Carry(old, new, self.loss_scale, feedback.decay)
+        # Each replica of an owner keeps its part, so that the sum over ranks counts what is missing once. Decay is
+        # for what grows old while it waits; a sum is sent to all at once.
+        return Carry(old, new, self._scale_of_replicas(device))
+
+    def _scale_of_replicas(self, device: torch.device) -> Tensor | None:
+        if self.replicas == 1:
+            return self.loss_scale
+        if self.loss_scale is None:
+            return torch.full((), self.replicas, dtype=torch.float32, device=device)
+        return self.loss_scale * self.replicas
+
+    def report(self, finite: Tensor) -> None:
+        """Tell whether a part of the result is finite (bool, 0-d): else nothing staged is committed."""
+        if self.ledger is not None:
+            self.ledger.report(finite)
+
+    def sample(self, values: Tensor, scale: float, carry: Carry) -> None:
+        """Measure now and then, on some of the elements, how much an encoding left out."""
+        if self.ledger is None or self.step % _SAMPLE_EVERY_STEPS:
+            return
+        unscale = scale if self.loss_scale is None else scale / self.loss_scale
+        sent = values[:_SAMPLE_NUMEL].float() * unscale + carry.decay * carry.old[:_SAMPLE_NUMEL]
+        self.ledger.error.add(carry.new[:_SAMPLE_NUMEL], sent)

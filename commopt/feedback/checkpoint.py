@@ -1,0 +1,88 @@
+"""Residuals as plain dictionaries: for torch.save, for a rank-0-only checkpoint, for other worlds and buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commopt.errors import ConfigurationError
+from commopt.feedback.layout import Layout, Piece
+from commopt.feedback.ledger import Kind, Ledger, Slot
+
+_Pieces = list[list[Any]]  # [name, begin, end] each
+
+
+def save(ledger: Ledger) -> dict[str, Any]:
+    """Return copies, in host memory, of all residuals by level and kind, then by parameter name and element range."""
+    residuals: dict[str, dict[str, Tensor]] = {}
+    layouts: dict[str, list[_Pieces]] = {}
+    for slot in ledger.slots():
+        role = f"{slot.path}/{slot.kind}"
+        layouts.setdefault(role, []).append(pieces_of(slot.layout))
+        by_range = residuals.setdefault(role, {})
+        for offset, piece in zip(slot.layout.offsets, slot.layout.pieces, strict=True):
+            values = slot.values[offset : offset + piece.numel].detach().to("cpu", copy=True)
+            # Pieces nobody has asked for yet may lie on top of each other; they add up.
+            by_range[str(piece)] = by_range[str(piece)] + values if str(piece) in by_range else values
+    placed = {
+        path: [[pieces_of(layout), division] for layout, division in known.items()]
+        for path, known in ledger.placed().items()
+    }
+    return {"residuals": residuals, "layouts": layouts, "placed": placed}
+
+
+def restore(ledger: Ledger, saved: Mapping[str, Any]) -> None:
+    """Put a rank's residuals where they were: nothing is rounded, added or moved."""
+    for role, layouts in saved["layouts"].items():
+        path, kind = _role(role)
+        taken: set[str] = set()
+        for pieces in layouts:
+            layout = layout_of(pieces)
+            fresh = [piece for piece in layout.pieces if str(piece) not in taken]
+            taken |= {str(piece) for piece in fresh}
+            if fresh:
+                values = torch.cat([saved["residuals"][role][str(piece)] for piece in fresh])
+                ledger.install(Slot(path, kind, Layout(tuple(fresh)), values))
+    for path, known in saved["placed"].items():
+        for pieces, division in known:
+            ledger.place(path, layout_of(pieces), division)
+    ledger.warm = True
+
+
+def spread(ledger: Ledger, ranks: Sequence[Mapping[str, Any]], numels: Mapping[str, int], world_size: int) -> None:
+    """Give this rank of a new world its part of what all old ranks held: the sum over all ranks stays what it was."""
+    sums: dict[str, dict[str, Tensor]] = {}
+    for saved in ranks:
+        for role, layouts in saved["layouts"].items():
+            path, _ = _role(role)
+            for piece in {str(piece): piece for pieces in layouts for piece in layout_of(pieces).pieces}.values():
+                values = saved["residuals"][role][str(piece)]
+                zero = torch.zeros(numels[piece.name], dtype=torch.float64, device=values.device)
+                sums.setdefault(path, {}).setdefault(piece.name, zero)[piece.begin : piece.end] += values
+    for path, by_name in sums.items():
+        for name, total in by_name.items():
+            layout = Layout.of_parameters([(name, total.numel())])
+            ledger.deposit(path, layout, (total / world_size).float())
+    ledger.warm = True
+
+
+def pieces_of(layout: Layout) -> _Pieces:
+    """Return a layout as plain lists."""
+    return [[piece.name, piece.begin, piece.end] for piece in layout.pieces]
+
+
+def layout_of(pieces: _Pieces) -> Layout:
+    """Return the layout that `pieces_of` took apart."""
+    return Layout(tuple(Piece(*piece) for piece in pieces))
+
+
+def _role(role: str) -> tuple[str, Kind]:
+    path, _, kind = role.rpartition("/")
+    if kind == "worker":
+        return path, "worker"
+    if kind == "owner":
+        return path, "owner"
+    raise ConfigurationError(f"residuals of kind {role!r} are unknown; this checkpoint is from another version")

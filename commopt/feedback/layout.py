@@ -1,0 +1,88 @@
+"""What lies where in a buffer: parameters by name, cut anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements [begin, end) of the parameter `name`."""
+
+    name: str
+    begin: int
+    end: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.end - self.begin
+
+    def __str__(self) -> str:
+        return f"{self.name}[{self.begin}:{self.end}]"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Pieces, one after the other, without gaps; no name occurs twice."""
+
+    pieces: tuple[Piece, ...]
+
+    @classmethod
+    def of_parameters(cls, parameters: Iterable[tuple[str, int]]) -> Layout:
+        """Lay out whole parameters, given as (name, numel)."""
+        return cls(tuple(Piece(name, 0, numel) for name, numel in parameters))
+
+    @classmethod
+    def anonymous(cls, numel: int) -> Layout:
+        """Describe a tensor that belongs to no model."""
+        return cls((Piece("", 0, numel),))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # a bucket may hold hundreds of pieces and is looked up at every step
+        return hash(self.pieces)
+
+    @cached_property
+    def numel(self) -> int:
+        """Number of elements."""
+        return sum(piece.numel for piece in self.pieces)
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Parameters that occur."""
+        return frozenset(piece.name for piece in self.pieces)
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each piece begins."""
+        return (0, *accumulate(piece.numel for piece in self.pieces))[:-1]
+
+    def cut(self, begin: int, end: int) -> Layout:
+        """Return what lies in elements [begin, end) of the buffer; there is nothing behind its end."""
+        return self.select([(begin, end)])
+
+    def select(self, spans: Sequence[tuple[int, int]]) -> Layout:
+        """Return what lies in the spans [begin, end), joined in their order."""
+        chosen = []
+        for begin, end in spans:
+            for offset, piece in zip(self.offsets, self.pieces, strict=True):
+                first, last = max(begin, offset), min(end, offset + piece.numel)
+                if first < last:
+                    chosen.append(Piece(piece.name, piece.begin + first - offset, piece.begin + last - offset))
+        return Layout(tuple(chosen))
+
+    def spans_of(self, part: Layout) -> list[tuple[int, int]]:
+        """Return where the pieces of `part`, each lying within one of these, are in the buffer."""
+        homes = {piece.name: (offset, piece) for offset, piece in zip(self.offsets, self.pieces, strict=True)}
+        spans = []
+        for piece in part.pieces:
+            offset, home = homes[piece.name]
+            begin = offset + piece.begin - home.begin
+            spans.append((begin, begin + piece.numel))
+        return spans

@@ -1,0 +1,243 @@
+"""All residuals of one registration: found by what they are for, moved when buckets change, committed or dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from commopt.feedback.layout import Layout, Piece
+from commopt.feedback.rounding import round_stochastically
+from commopt.feedback.sample import SampledError
+from commopt.feedback.scratch import Scratch
+
+Kind = Literal["worker", "owner"]
+
+
+@dataclass(eq=False)
+class Slot:
+    """One residual: of what this rank sent ("worker"), or of the sum it encoded for all ("owner").
+
+    `path` tells the level of the aggregator ("", "inter", "intra"). Values are unscaled and in units of the average:
+    their sum over all ranks is what the model has not been told yet.
+    """
+
+    path: str
+    kind: Kind
+    layout: Layout
+    values: Tensor  # [layout.numel], float32 or bfloat16
+    spare: Tensor | None = None  # float32 [layout.numel]: the next values, while a whole step may yet be dropped
+    once: bool = False  # sent exactly, hence gone once it is sent
+
+
+@dataclass(eq=False)
+class Ledger:
+    """Residuals of one rank; used by one thread at a time: the lane's in backward, the caller's between steps.
+
+    per_step: commit all buckets of a step or none, as a GradScaler drops whole steps; else each bucket by itself.
+    """
+
+    per_step: bool = False
+    scratch: Scratch = field(default_factory=Scratch)
+    error: SampledError = field(default_factory=SampledError)
+    steps: int = 0
+    warm: bool = False  # whether any residual can be other than zero; alike on every rank
+    dropped: Tensor | int = 0  # commits that a non-finite value prevented
+    _slots: dict[tuple[str, Kind, Layout], Slot] = field(default_factory=dict)
+    _loose: dict[str, dict[str, list[tuple[Piece, Tensor]]]] = field(default_factory=dict)  # by path and name
+    _placed: dict[str, dict[Layout, str]] = field(default_factory=dict)  # by path: how buffers were divided last
+    _additions: int = 0  # to slots and loose pieces
+    _nothing: dict[tuple[str, Layout], int] = field(default_factory=dict)  # nothing was there after so many additions
+    _staged: list[tuple[Slot, Tensor]] = field(default_factory=list)
+    _flags: list[Tensor] = field(default_factory=list)
+
+    # ------------------------------------------------------------------------------------- finding
+
+    def slot(self, path: str, kind: Kind, layout: Layout, device: torch.device, dtype: torch.dtype) -> Slot:
+        """Return the residual for `layout`: what is known about its pieces, else zero."""
+        key = (path, kind, layout)
+        if key not in self._slots:
+            # A worker's is asked for first, so that what an owner kept is sent next.
+            self.dissolve(path, layout, None if kind == "worker" else kind)
+            values = torch.zeros(layout.numel, device=device)
+            self.install(Slot(path, kind, layout, values.to(dtype)))
+        slot = self._slots[key]
+        slot.values = slot.values.to(device, dtype)  # a checkpoint may have come from another device
+        if kind == "worker" and self._has_loose(path, layout):
+            slot.values = (slot.values + self.collect(path, layout, device)).to(dtype)
+        return slot
+
+    def leftover(self, path: str, layout: Layout, device: torch.device) -> Slot | None:
+        """Return the residual of a buffer that is sent exactly and needs none, if there is one from before."""
+        if not self.holds(path, layout):
+            return None
+        slot = self.slot(path, "worker", layout, device, torch.float32)
+        slot.once = True
+        return slot
+
+    def holds(self, path: str, layout: Layout) -> bool:
+        """Return whether anything is kept for the parameters of `layout`."""
+        if self._nothing.get((path, layout)) == self._additions:  # asked in every step, and nothing has come since
+            return False
+        found = self._has_loose(path, layout) or any(
+            slot.path == path and not slot.layout.names.isdisjoint(layout.names) for slot in self._slots.values()
+        )
+        if not found:
+            self._nothing[path, layout] = self._additions
+        return found
+
+    def _has_loose(self, path: str, layout: Layout) -> bool:
+        return not self._loose.get(path, {}).keys().isdisjoint(layout.names)
+
+    def slots(self) -> Iterator[Slot]:
+        """Iterate over all residuals, also over those that no buffer has asked for yet."""
+        yield from self._slots.values()
+        for path, by_name in self._loose.items():
+            for entries in by_name.values():
+                for piece, values in entries:
+                    yield Slot(path, "worker", Layout((piece,)), values)
+
+    def install(self, slot: Slot) -> None:
+        """Put a residual in its place."""
+        self._slots[slot.path, slot.kind, slot.layout] = slot
+        self._additions += 1
+
+    def placed(self) -> dict[str, dict[Layout, str]]:
+        """Return, by path, the buffers whose residuals lie where they are used, and how they were divided."""
+        return self._placed
+
+    # -------------------------------------------------------------------------------------- moving
+
+    def place(self, path: str, layout: Layout, division: str) -> bool:
+        """Note how a buffer is divided over the ranks; return whether its residuals may lie on other ranks of the node.
+
+        Ranks that see the same buffers get the same answers.
+        """
+        placed = self._placed.setdefault(path, {})
+        if placed.get(layout) == division:
+            return False
+        self._placed[path] = {other: how for other, how in placed.items() if other.names.isdisjoint(layout.names)}
+        self._placed[path][layout] = division
+        return self.warm
+
+    def dissolve(self, path: str, layout: Layout, kind: Kind | None = None) -> None:
+        """Take apart the residuals (of one kind) of the parameters of `layout`; an owner's joins what the rank sends.
+
+        Both are in units of the average, so the sum stays what it is, and nothing needs to be sent.
+        """
+        for key, slot in list(self._slots.items()):
+            if slot.path == path and kind in (None, slot.kind) and not slot.layout.names.isdisjoint(layout.names):
+                del self._slots[key]
+                self.deposit(path, slot.layout, slot.values.float())
+
+    def redirect(self, path: str, to: str, layout: Layout, device: torch.device) -> None:
+        """Let another level send what is kept for the parameters of `layout`."""
+        self.dissolve(path, layout)
+        self.deposit(to, layout, self.collect(path, layout, device))
+
+    def deposit(self, path: str, layout: Layout, values: Tensor) -> None:
+        """Keep float32 `values` until the pieces of `layout` are asked for, beside what is kept for them already."""
+        self._additions += 1
+        by_name = self._loose.setdefault(path, {})
+        for offset, piece in zip(layout.offsets, layout.pieces, strict=True):
+            by_name.setdefault(piece.name, []).append((piece, values[offset : offset + piece.numel]))
+
+    def collect(self, path: str, layout: Layout, device: torch.device) -> Tensor:
+        """Return the float32 sum of what is kept for each element of `layout`, and keep it no longer."""
+        values = torch.zeros(layout.numel, device=device)
+        by_name = self._loose.get(path, {})
+        for offset, wanted in zip(layout.offsets, layout.pieces, strict=True):
+            rest: list[tuple[Piece, Tensor]] = []
+            for kept, part in by_name.pop(wanted.name, []):
+                begin, end = max(kept.begin, wanted.begin), min(kept.end, wanted.end)
+                if begin < end:
+                    target = values[offset + begin - wanted.begin : offset + end - wanted.begin]
+                    target.add_(part[begin - kept.begin : end - kept.begin].to(device))
+                else:
+                    begin = end = kept.end
+                for first, last in ((kept.begin, begin), (end, kept.end)):
+                    if first < last:
+                        cut = part[first - kept.begin : last - kept.begin].clone()  # not all that it was cut from
+                        rest.append((Piece(kept.name, first, last), cut))
+            if rest:
+                by_name[wanted.name] = rest
+        return values
+
+    # ---------------------------------------------------------------------------------- committing
+
+    def stage(self, slot: Slot) -> Tensor:
+        """Return where to write the slot's next values, float32, which count only once they are committed."""
+        if self.per_step:
+            if slot.spare is None:
+                slot.spare = torch.empty(slot.layout.numel, device=slot.values.device)
+            staged = slot.spare
+        else:
+            tag = f"{len(self._staged)} staged"
+            staged = self.scratch.take(tag, slot.layout.numel, torch.float32, slot.values.device)
+        self._staged.append((slot, staged))
+        return staged
+
+    def report(self, finite: Tensor) -> None:
+        """Add to the verdict on what is staged: bool, 0-d."""
+        self._flags.append(finite)
+
+    def begin_step(self) -> None:
+        """Drop what a backward that raised has left staged."""
+        self._staged.clear()
+        self._flags.clear()
+
+    def end_bucket(self, *, last: bool) -> None:
+        """Commit what is staged if all of it is finite: now, or with a GradScaler at the last bucket of the step."""
+        if last or not self.per_step:
+            self._commit()
+        if last:
+            self.steps += 1
+            self.warm = True
+
+    def _commit(self) -> None:
+        if not self._staged:
+            self._flags.clear()
+            return
+        finite = torch.stack(self._flags).all()
+        # No host sync, but for what is sent once and then gone: a few steps after a load or a change of buckets.
+        if finite.device.type == "cpu" or any(slot.once for slot, _ in self._staged):
+            if finite:
+                for number, (slot, staged) in enumerate(self._staged):
+                    self._replace(slot, staged, number)
+        else:
+            for number, (slot, staged) in enumerate(self._staged):
+                torch.where(finite, self._rounded(slot, staged, number), slot.values, out=slot.values)
+        self.dropped = self.dropped + (~finite).long()
+        self.begin_step()
+
+    def _replace(self, slot: Slot, staged: Tensor, number: int) -> None:
+        if slot.once:
+            del self._slots[slot.path, slot.kind, slot.layout]
+        elif slot.spare is staged and slot.values.dtype == torch.float32:
+            slot.values, slot.spare = staged, slot.values
+        else:
+            slot.values.copy_(self._rounded(slot, staged, number))
+
+    def _rounded(self, slot: Slot, staged: Tensor, number: int) -> Tensor:
+        if slot.values.dtype == torch.float32:
+            return staged
+        seed = crc32(f"{slot.path} {slot.kind} {number} {self.steps}".encode())
+        return round_stochastically(staged, seed)
+
+    # ----------------------------------------------------------------------------------------- facts
+
+    def stats(self) -> dict[str, Any]:
+        """Return the L2 norm of all residuals, the sampled error, bytes kept and dropped commits; waits for devices."""
+        slots = list(self.slots())
+        squares = sum(float(slot.values.double().square().sum()) for slot in slots)
+        kept = [tensor for slot in slots for tensor in (slot.values, slot.spare) if tensor is not None]
+        return {
+            "residual_norm": squares**0.5,
+            "compression_error": self.error.value(),
+            "residual_bytes": sum(tensor.numel() * tensor.element_size() for tensor in kept),
+            "dropped_commits": int(self.dropped),
+        }
