@@ -1,0 +1,10 @@
+"""Aggregators, one file each; a new one is one file and one line in AGGREGATORS."""
+
+from commopt.aggregate.base import Aggregator
+from commopt.aggregate.compressed import Compressed
+from commopt.aggregate.flat import Flat
+from commopt.aggregate.hierarchical import Hierarchical
+
+AGGREGATORS: dict[str, type[Aggregator]] = {"flat": Flat, "hierarchical": Hierarchical, "compressed": Compressed}
+
+__all__ = ["AGGREGATORS", "Aggregator", "Compressed", "Flat", "Hierarchical"]

@@ -1,0 +1,99 @@
+"""How a buffer becomes rows of payload: one row per chunk, in which compressed and dense elements travel together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil
+
+import torch
+from torch import Tensor
+
+from commopt.compress import Cast, Compressor, Exact
+from commopt.feedback import Layout, Spans, split
+from commopt.feedback.scratch import Scratch
+
+
+@dataclass(frozen=True)
+class Region:
+    """The elements of a buffer that one compressor encodes, cut into chunks of `chunk_numel`, the last ones shorter.
+
+    In a row they take `nbytes` bytes from `offset` on.
+    """
+
+    compressor: Compressor
+    spans: Spans
+    layout: Layout
+    chunk_numel: int
+    offset: int
+    nbytes: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.layout.numel
+
+    def payload(self, rows: Tensor) -> Tensor:
+        """Return the region's columns of `rows`."""
+        return rows[:, self.offset : self.offset + self.nbytes]
+
+    def chunk(self, place: int) -> tuple[int, int]:
+        """Return where chunk `place` begins and ends in the region."""
+        return min(place * self.chunk_numel, self.numel), min((place + 1) * self.chunk_numel, self.numel)
+
+    def read(self, buffer: Tensor, scratch: Scratch) -> Tensor:
+        """Return the region's elements of `buffer` in one piece: itself where that will do."""
+        if len(self.spans) == 1:
+            begin, end = self.spans[0]
+            return buffer[begin:end]
+        joined = scratch.take(f"region at {self.offset}", self.numel, buffer.dtype, buffer.device)
+        return torch.cat([buffer[begin:end] for begin, end in self.spans], out=joined)
+
+    def target(self, buffer: Tensor, dtype: torch.dtype, numel: int, scratch: Scratch) -> Tensor:
+        """Return where to decode `numel` elements as `dtype`: the buffer itself where it fits."""
+        if buffer.dtype == dtype and buffer.numel() == self.numel == numel:
+            return buffer
+        return scratch.take("decoded", numel, dtype, buffer.device)
+
+    def write(self, buffer: Tensor, values: Tensor) -> None:
+        """Put `values` where `read` found them, unless `target` has put them there already."""
+        if values.data_ptr() == buffer.data_ptr():
+            return
+        targets = [buffer[begin:end] for begin, end in self.spans]
+        torch._foreach_copy_(targets, list(values.split([target.numel() for target in targets])))
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """The regions of a buffer, side by side in rows of `nbytes` bytes; the values end as `dtype`."""
+
+    regions: tuple[Region, ...]
+    nbytes: int
+    dtype: torch.dtype
+
+    @property
+    def rounds(self) -> bool:
+        """Whether float32 sums have to be rounded in the end."""
+        return self.dtype.itemsize < torch.float32.itemsize
+
+    def take(self, count: int, tag: str, scratch: Scratch, device: torch.device) -> Tensor:
+        """Return memory for `count` rows."""
+        return scratch.take(tag, (count, self.nbytes), torch.uint8, device)
+
+
+@lru_cache(maxsize=1024)
+def row_format(
+    layout: Layout, chunks: int, compressor: Compressor, dense: tuple[str, ...], dtype: torch.dtype
+) -> RowFormat:
+    """Cut a buffer, whose values end as `dtype`, into `chunks` rows; what travels dense does so in float32 or less."""
+    plain = Cast(dtype) if dtype.itemsize < torch.float32.itemsize else Exact()
+    regions: list[Region] = []
+    offset = 0
+    for encoder, spans in zip((compressor, plain), split(layout, compressor, dtype, dense), strict=True):
+        if spans:
+            part = layout.select(spans)
+            chunk_numel = ceil(part.numel / (chunks * encoder.granularity)) * encoder.granularity
+            nbytes = encoder.payload_nbytes(chunk_numel)
+            regions.append(Region(encoder, spans, part, chunk_numel, offset, nbytes))
+            offset += nbytes
+    return RowFormat(tuple(regions), offset, dtype)

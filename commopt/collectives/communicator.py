@@ -1,0 +1,243 @@
+"""The standalone API: five collectives over a group, hierarchical where that saves messages between nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+from itertools import count
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from commopt import lanes
+from commopt.aggregate import Aggregator, Hierarchical
+from commopt.collectives import levels
+from commopt.collectives.arrays import Operand, readable, require_reducible, writable
+from commopt.collectives.work import Work
+from commopt.errors import ConfigurationError, UnsupportedTensorError
+from commopt.feedback import Account, Layout
+from commopt.groups import WireBytes, join
+from topology import Cluster
+
+Op = Literal["avg", "sum"]
+
+_CALLS_COMPARED = 512
+
+
+class Communicator:
+    """Collectives over `group` (default: the world) on commopt's lane; creating one is collective over the group.
+
+    Arrays may be torch tensors, NumPy or CuPy arrays of any shape, contiguous or not; results are written in place.
+    Ranks and block orders are those of `group`, whatever order commopt uses inside. Every method must be called by all
+    ranks, in the same order and with equal shapes and dtypes; the first time a call is made with some shape, ranks
+    compare it before they start. With async_op=True a method returns a Work at once. CuPy arrays are read and written
+    in the order of torch's current stream: make it CuPy's with torch.cuda.ExternalStream where they differ.
+
+    `ranks_per_node` declares blocks of ranks to be nodes; by default the hosts are asked. `timeout` is in seconds,
+    for a collective or a rank that never arrives; default 600.
+    """
+
+    def __init__(self, group: Any = None, ranks_per_node: int | None = None, timeout: float | None = None) -> None:
+        lanes.require_healthy()
+        self._membership = join(group, ranks_per_node, timeout)
+        self._owner = f"Communicator {next(self._membership.owners)}"
+        self._sequence = count()
+
+    @property
+    def cluster(self) -> Cluster:
+        """Which ranks of the group share a node."""
+        return self._membership.cluster
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the group."""
+        return self._membership.team.size
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the group."""
+        return self.cluster.order[self._membership.team.rank]
+
+    def all_reduce(self, x: Any, op: Op = "avg", aggregator: Aggregator | None = None, async_op: bool = False) -> Any:
+        """Replace `x` on every rank by the average (or sum) over ranks; return `x`, or a Work.
+
+        Raises UnsupportedTensorError for dtypes that cannot be reduced, ConfigurationError for a bad op or aggregator.
+        """
+        aggregator = self._require_aggregator(aggregator)
+        operand = writable(x)
+        scale = self._scale(op, operand)
+        if not aggregator.lossless and not operand.tensor.is_floating_point():
+            raise UnsupportedTensorError(
+                f"{aggregator} would round {operand.tensor.dtype}; use Flat() or Hierarchical()"
+            )
+
+        # Compression forgets here: to remember, it would have to know that two tensors are the same gradient.
+        step = aggregator.start_step + next(self._membership.rounds)
+        account = Account.unremembered(operand.tensor.numel(), step, self._membership.global_rank)
+
+        def work() -> None:
+            flat = operand.flat()
+            aggregator.all_reduce(flat, self._membership.team, scale, account)
+            operand.store(flat)
+
+        return self._submit(f"all_reduce ({op})", operand, work, async_op, aggregator=aggregator)
+
+    def reduce_scatter(self, output: Any, input: Any, op: Op = "avg", async_op: bool = False) -> Any:
+        """Set `output` to this rank's block of the average (or sum) of all inputs; return `output`, or a Work.
+
+        `input` holds world_size blocks of output.numel() elements: rank i gets block i.
+        """
+        target, source = writable(output), readable(input)
+        self._require_blocks("reduce_scatter", large=source, small=target)
+        scale = self._scale(op, source)
+
+        def work() -> None:
+            blocks = source.flat().view(self.world_size, -1)
+            blocks = blocks * scale if scale != 1.0 else blocks
+            target.store(levels.reduce_scatter(blocks, self._membership))
+
+        return self._submit(f"reduce_scatter ({op})", target, work, async_op, [source])
+
+    def all_gather(self, output: Any, input: Any, async_op: bool = False) -> Any:
+        """Fill block i of `output` (world_size * input.numel() elements) with rank i's `input`.
+
+        Returns `output`, or a Work.
+        """
+        target, source = writable(output), readable(input)
+        self._require_blocks("all_gather", large=target, small=source)
+
+        def work() -> None:
+            gathered = levels.all_gather(_as_bytes(source.flat()), self._membership)
+            target.store(_from_bytes(gathered, target.tensor.dtype))
+
+        return self._submit("all_gather", target, work, async_op, [source])
+
+    def broadcast(self, x: Any, src: int = 0, async_op: bool = False) -> Any:
+        """Copy `x` of the group's rank `src` to all ranks, in place; return `x`, or a Work."""
+        if not 0 <= src < self.world_size:
+            raise ConfigurationError(f"src {src} is not a rank of this group; use 0 to {self.world_size - 1}")
+        operand = writable(x)
+
+        def work() -> None:
+            flat = operand.flat()
+            levels.broadcast(_as_bytes(flat), src, self._membership)
+            operand.store(flat)
+
+        return self._submit(f"broadcast from {src}", operand, work, async_op)
+
+    def all_to_all(self, output: Any, input: Any, async_op: bool = False) -> Any:
+        """Send block j of `input` to rank j; block i of `output` comes from rank i. Return `output`, or a Work.
+
+        Both hold world_size equal blocks. Blocks for another node are gathered within this node first, so that one
+        message per rank and remote node crosses the network instead of one per pair of ranks.
+        """
+        target, source = writable(output), readable(input)
+        if source.tensor.numel() != target.tensor.numel() or source.tensor.numel() % self.world_size:
+            raise ConfigurationError(
+                f"all_to_all of {source.tensor.numel()} into {target.tensor.numel()} elements; both must hold "
+                f"world_size={self.world_size} blocks of one length"
+            )
+        _require_same_kind("all_to_all", target, source)
+
+        def work() -> None:
+            blocks = _as_bytes(source.flat()).view(self.world_size, -1)
+            exchanged = levels.all_to_all(blocks, self._membership)
+            target.store(_from_bytes(exchanged, target.tensor.dtype))
+
+        return self._submit("all_to_all", target, work, async_op, [source])
+
+    def wire_bytes(self, numel: int, dtype: torch.dtype, aggregator: Aggregator | None = None) -> WireBytes:
+        """Return the payload bytes this rank sends for one all_reduce of `numel` elements."""
+        layout = Layout.anonymous(numel)
+        return self._require_aggregator(aggregator).wire_bytes(layout, dtype, self._membership.team)
+
+    def _submit(
+        self,
+        what: str,
+        operand: Operand,
+        work: Callable[[], None],
+        async_op: bool,
+        inputs: Sequence[Operand] = (),
+        aggregator: Aggregator | None = None,
+    ) -> Any:
+        tensor = operand.tensor
+        arguments = {"operation": what, "aggregator": repr(aggregator)}
+        arguments |= {"dtype": str(tensor.dtype), "numel": str(tensor.numel())}
+        self._compare(arguments, tensor.device)
+        if aggregator is not None:
+            what += f" by {aggregator}"
+        sources = [source.tensor for source in inputs]
+        handle = Work(self._run(what, work, tensor, sources), operand.array)
+        return handle if async_op else handle.wait()
+
+    def _run(self, what: str, work: Callable[[], None], result: Tensor, inputs: Sequence[Tensor] = ()) -> lanes.Ticket:
+        operation = lanes.Operation(
+            self._membership, self._owner, next(self._sequence), what, result.numel(), result.device.type
+        )
+        return lanes.lane_for(result.device).submit(operation, work, result, inputs)
+
+    def _compare(self, arguments: dict[str, str], device: torch.device) -> None:
+        """Raise MismatchError on every rank when ranks disagree about the arguments of a call made for the first time.
+
+        Digests travel over the team itself, where a dead peer is noticed at once; only when they differ do the
+        arguments follow, through the store. After many different calls the rest is taken on trust, so that a program
+        whose shapes never repeat does not pay at every call.
+        """
+        text, known, team = repr(arguments), self._membership.compared, self._membership.team
+        if text in known or len(known) >= _CALLS_COMPARED:
+            return
+        mine = torch.tensor([int.from_bytes(sha256(text.encode()).digest()[:7], "big")], device=device)
+        digests = mine.new_empty(team.size)
+        self._run("comparison of a new call", lambda: team.all_gather(digests, mine), digests, [mine]).wait()
+        if len(set(digests.tolist())) > 1:
+            self._membership.agree("a commopt collective", **arguments)
+        known.add(text)
+
+    def _require_aggregator(self, aggregator: Aggregator | None) -> Aggregator:
+        if aggregator is None:
+            aggregator = Hierarchical()
+        if not isinstance(aggregator, Aggregator):
+            raise ConfigurationError(f"{aggregator!r} is not an aggregator; pass for example commopt.Flat()")
+        aggregator.check(self._membership.team)
+        return aggregator
+
+    def _scale(self, op: Op, operand: Operand) -> float:
+        require_reducible(operand.tensor)
+        if op not in ("avg", "sum"):
+            raise ConfigurationError(f"op {op!r} is unknown; use 'avg' or 'sum'")
+        if op == "avg" and not operand.tensor.is_floating_point():
+            raise UnsupportedTensorError(f"op 'avg' of {operand.tensor.dtype} is no integer; use op='sum' and divide")
+        return 1.0 / self.world_size if op == "avg" else 1.0
+
+    def _require_blocks(self, name: str, large: Operand, small: Operand) -> None:
+        if large.tensor.numel() != self.world_size * small.tensor.numel():
+            raise ConfigurationError(
+                f"{name}: {large.tensor.numel()} elements are not world_size={self.world_size} blocks of "
+                f"{small.tensor.numel()}; make the larger array {self.world_size * small.tensor.numel()} elements long"
+            )
+        _require_same_kind(name, large, small)
+
+
+def all_reduce(
+    x: Any, op: Op = "avg", aggregator: Aggregator | None = None, group: Any = None, async_op: bool = False
+) -> Any:
+    """Replace `x` on every rank of `group` by the average (or sum); see Communicator.all_reduce.
+
+    The first call on a group sets up commopt's process groups: all its ranks must make it.
+    """
+    return Communicator(group).all_reduce(x, op=op, aggregator=aggregator, async_op=async_op)
+
+
+def _require_same_kind(name: str, one: Operand, other: Operand) -> None:
+    kinds = [(str(operand.tensor.dtype), str(operand.tensor.device)) for operand in (one, other)]
+    if kinds[0] != kinds[1]:
+        raise ConfigurationError(f"{name} between {' on '.join(kinds[0])} and {' on '.join(kinds[1])}; make them alike")
+
+
+def _as_bytes(flat: Tensor) -> Tensor:
+    return flat.view(torch.uint8)
+
+
+def _from_bytes(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    return rows.reshape(-1).view(dtype)

@@ -1,0 +1,111 @@
+"""Put a hook on a DDP model: `attach` for torch's class, a subclass of it for the one-argument form."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from commopt.aggregate import Aggregator
+from commopt.errors import ConfigurationError
+from commopt.hooks.presets import Preset, build_preset, hook
+from commopt.hooks.state import HookState
+
+Choice = Aggregator | Preset | str
+
+_STATE_OPTIONS = frozenset(inspect.signature(HookState).parameters) - {"aggregator", "module"}
+
+
+def attach(ddp: TorchDDP, choice: Choice, **options: Any) -> HookState:
+    """Average the gradients of `ddp` with an aggregator, a preset or a preset's name; return the hook's state.
+
+    A name may carry options of its own: "hierarchical_quantized:bits=4". Other options are HookState's (process_group,
+    ranks_per_node, scaler, timeout) and those of the preset. Collective over DDP's process group. Raises
+    ConfigurationError when `ddp` is no DDP model, has a hook already, or an option or a name is unknown,
+    UnsupportedTensorError when a parameter's gradient could not be averaged.
+    """
+    _require_free(ddp)
+    for_state = {name: value for name, value in options.items() if name in _STATE_OPTIONS}
+    for_preset = {name: value for name, value in options.items() if name not in _STATE_OPTIONS}
+    aggregator = _aggregator_from(choice, for_preset)
+    state = HookState(aggregator, **{"process_group": ddp.process_group} | for_state, module=ddp.module)
+    _require_same_ranks(ddp, state)
+    ddp._comm_hooks.clear()
+    TorchDDP.register_comm_hook(ddp, state, hook)
+    return state
+
+
+class DistributedDataParallel(TorchDDP):
+    """torch's DistributedDataParallel whose register_comm_hook also takes a preset alone."""
+
+    def register_comm_hook(self, state: object, hook: Any = None) -> None:
+        """Register a preset, an aggregator or a preset's name alone, or (state, hook) as torch's method does.
+
+        Raises ConfigurationError for a second registration, or for a preset with a state that is no HookState.
+        """
+        if hook is None and isinstance(state, (Aggregator, Preset, str)):
+            attach(self, state)
+            return
+        _require_free(self)
+        if hook is None:
+            raise ConfigurationError(
+                f"register_comm_hook({state!r}) names no hook; pass a preset alone, "
+                f"ddp.register_comm_hook(commopt.hierarchical), or a state and a hook"
+            )
+        if isinstance(hook, Preset) and not isinstance(state, HookState):
+            raise ConfigurationError(
+                f"register_comm_hook({state!r}, {hook!r}) has no HookState; call ddp.register_comm_hook({hook!r}) or "
+                f"ddp.register_comm_hook(commopt.HookState(), {hook!r})"
+            )
+        if isinstance(state, HookState):
+            _require_same_ranks(self, state)
+        super().register_comm_hook(state, hook)
+
+    def __setstate__(self, saved: dict[str, Any]) -> None:
+        """Unpickle with the hook in place: torch keeps it in the pickle and then forgets to register it."""
+        super().__setstate__(saved)  # type: ignore[no-untyped-call]
+        pickled, self._comm_hooks = self._comm_hooks, []
+        for registered, state in pickled:
+            if isinstance(state, HookState):
+                state.know(self.module)
+            super().register_comm_hook(state, registered)
+
+
+def _require_free(ddp: object) -> None:
+    if not isinstance(ddp, TorchDDP):
+        raise ConfigurationError(
+            f"attach got a {type(ddp).__name__}, not a DistributedDataParallel model; wrap it first: "
+            f"commopt.attach(commopt.DistributedDataParallel(model), ...)"
+        )
+    # Not `ddp._comm_hooks`: torch.load fills it in again, though the model it returns has no hook.
+    if name := ddp._get_ddp_logging_data().get("comm_hook"):
+        raise ConfigurationError(
+            f"this DDP model already has the communication hook {name}, and DDP takes one only; "
+            f"wrap the module in a new DistributedDataParallel to change it"
+        )
+
+
+def _require_same_ranks(ddp: TorchDDP, state: HookState) -> None:
+    """Refuse a state over other ranks than DDP's: it would mix the gradients of different shards."""
+    ranks = dist.get_process_group_ranks(ddp.process_group)
+    if sorted(state.membership.ranks) != sorted(ranks):
+        raise ConfigurationError(
+            f"the HookState spans ranks {sorted(state.membership.ranks)} and the DDP model ranks {sorted(ranks)}; make "
+            f"it with HookState(process_group=ddp.process_group)"
+        )
+
+
+def _aggregator_from(choice: Choice, options: dict[str, Any]) -> Aggregator:
+    if isinstance(choice, str):
+        return build_preset(choice, **options)
+    if isinstance(choice, Preset):
+        return choice.build(**options)
+    if not isinstance(choice, Aggregator):
+        raise ConfigurationError(
+            f"{choice!r} is neither an aggregator, a preset nor a preset's name; pass for example commopt.hierarchical"
+        )
+    if options:
+        raise ConfigurationError(f"{choice} is complete already and takes no options, got {', '.join(options)}")
+    return choice

@@ -1,0 +1,64 @@
+"""Which parameters lie in a bucket, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import count
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from commopt.errors import CommoptError
+from commopt.feedback import Layout
+from commopt.hooks.saving import require_same_parameters
+
+
+class Layouts:
+    """Layouts of DDP's buckets; parameters are called as in `module`, or "parameter N" in the order they come by."""
+
+    def __init__(self, module: nn.Module | None) -> None:
+        self.numels: dict[str, int] = {}
+        self._names: dict[int, str] = {}
+        self._parameters: list[Tensor] = []  # keeps the ids unique
+        self._numbers = count()
+        self._known: dict[tuple[int, ...], Layout] = {}
+        self._expected: Mapping[str, int] | None = None
+        if module is not None:
+            for name, parameter in module.named_parameters():
+                if parameter.requires_grad:
+                    self._name(parameter, name)
+
+    def of(self, bucket: dist.GradBucket) -> Layout:
+        """Return the layout of `bucket`."""
+        parameters = bucket.parameters()
+        key = tuple(map(id, parameters))
+        if key not in self._known:
+            self._known[key] = self._describe(bucket, parameters)
+        return self._known[key]
+
+    def expect(self, numels: Mapping[str, int]) -> None:
+        """Note the parameters of a checkpoint, for when the model shows its own."""
+        self._expected = numels
+
+    def require_expected(self) -> None:
+        """Raise ConfigurationError if a checkpoint was of other parameters; asked when all have been seen."""
+        if self._expected is not None:
+            expected, self._expected = self._expected, None
+            require_same_parameters(expected, self.numels)
+
+    def _describe(self, bucket: dist.GradBucket, parameters: Sequence[Tensor]) -> Layout:
+        for parameter in parameters:
+            if id(parameter) not in self._names:
+                self._name(parameter, f"parameter {next(self._numbers)}")
+        layout = Layout.of_parameters((self._names[id(parameter)], parameter.numel()) for parameter in parameters)
+        if layout.numel != bucket.buffer().numel():
+            raise CommoptError(
+                f"DDP's bucket {bucket.index()} holds {bucket.buffer().numel()} elements, its parameters "
+                f"{layout.numel}; report this torch version"
+            )
+        return layout
+
+    def _name(self, parameter: Tensor, name: str) -> None:
+        self._parameters.append(parameter)
+        self._names[id(parameter)] = name
+        self.numels[name] = parameter.numel()

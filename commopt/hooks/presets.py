@@ -1,0 +1,182 @@
+"""The names users type: each is a DDP communication hook and a recipe for an aggregator at once."""
+
+# No `from __future__ import annotations` here: DDP compares a hook's annotations with the types themselves.
+
+import inspect
+from ast import literal_eval
+from collections.abc import Callable
+from functools import update_wrapper
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from commopt.aggregate import Aggregator, Compressed, Flat, Hierarchical
+from commopt.compress import Cast, OneBit, Quantize
+from commopt.errors import ConfigurationError
+from commopt.feedback import Feedback
+from commopt.hooks.state import HookState
+
+
+class Preset:
+    """A hook that torch's DDP accepts as it is, made from a function that builds its aggregator.
+
+    Pickled by name, so that a saved DDP model finds it again.
+    """
+
+    def __init__(self, recipe: Callable[..., Aggregator]) -> None:
+        # DDP reads a hook's __name__, __qualname__ and signature; the latter must stay that of __call__.
+        update_wrapper(self, recipe)
+        vars(self).pop("__wrapped__")
+        self._recipe = recipe
+        self.name = recipe.__name__
+
+    def __call__(self, state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Average `bucket` with this preset's aggregator, unless DDP's `state` says otherwise."""
+        _require_call(state, bucket, f"commopt.{self.name}")
+        if state.decided_by != self.name:
+            state.decide(self.build(), self.name)
+        return state.reduce(bucket)
+
+    def build(self, **options: Any) -> Aggregator:
+        """Return the aggregator, with the preset's own options.
+
+        Raises ConfigurationError for an option it does not have.
+        """
+        known = inspect.signature(self._recipe).parameters
+        for name, value in options.items():
+            if name not in known:
+                accepted = f"it takes {', '.join(known)}" if known else "it takes none"
+                raise ConfigurationError(f"preset {self.name} has no option {name}={value!r}; {accepted}")
+        return self._recipe(**options)
+
+    def __reduce__(self) -> str:
+        return self.name
+
+    def __repr__(self) -> str:
+        return f"commopt.{self.name}"
+
+
+PRESETS: dict[str, Preset] = {}
+
+
+def preset(recipe: Callable[..., Aggregator]) -> Preset:
+    """Make a preset of `recipe` and enter it under its name."""
+    return PRESETS.setdefault(recipe.__name__, Preset(recipe))
+
+
+def build_preset(text: str, **options: Any) -> Aggregator:
+    """Return the aggregator that "name" or "name:option=value:option=value" describes, as a command line can.
+
+    Raises ConfigurationError that lists the known presets or the preset's options.
+    """
+    name, *settings = text.split(":")
+    if name not in PRESETS:
+        raise ConfigurationError(f"preset {name!r} is unknown; known presets: {', '.join(sorted(PRESETS))}")
+    for setting in settings:
+        option, equals, value = setting.partition("=")
+        if not equals:
+            raise ConfigurationError(f"{setting!r} in {text!r} is no option=value, for example {name}:block=256")
+        options[option] = _value(value)
+    return PRESETS[name].build(**options)
+
+
+def _value(text: str) -> Any:
+    try:
+        return literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average `bucket` with the aggregator of `state`, Hierarchical() when it has none."""
+    _require_call(state, bucket, "commopt.hook")
+    if state.aggregator is None:
+        state.decide(Hierarchical(), "hook")
+    return state.reduce(bucket)
+
+
+def _require_call(state: object, bucket: object, name: str) -> None:
+    if not isinstance(state, HookState):
+        raise ConfigurationError(
+            f"{name} was registered with state={state!r}; it needs a HookState: "
+            f"ddp.register_comm_hook(commopt.HookState(), {name})"
+        )
+    if not isinstance(bucket, dist.GradBucket):
+        raise ConfigurationError(
+            f"{name} got a {type(bucket).__name__} instead of a GradBucket, as torch.compile's python reducer hands "
+            f"over; set torch._dynamo.config.optimize_ddp = 'ddp_optimizer' (or False)"
+        )
+
+
+@preset
+def flat() -> Aggregator:
+    """One all_reduce over all ranks, as stock DDP does, but in node-contiguous order on commopt's lane."""
+    return Flat()
+
+
+@preset
+def hierarchical() -> Aggregator:
+    """Exact average; only 2 (N-1)/N of the gradient crosses between N nodes."""
+    return Hierarchical()
+
+
+@preset
+def hierarchical_bf16() -> Aggregator:
+    """As hierarchical, with bfloat16 between the nodes and float32 sums: half the bytes on the slow network."""
+    return Hierarchical(inter=Compressed(Cast(torch.bfloat16), feedback=None))
+
+
+@preset
+def quantized(
+    bits: Literal[8, 4, 2] = 8,
+    block: int = 512,
+    levels: Literal["uniform", "nonuniform"] | None = None,
+    rounding: Literal["nearest", "stochastic"] = "nearest",
+    start_step: int = 0,
+    dense: tuple[str, ...] = (),
+    feedback: Feedback | None = Feedback(),
+) -> Aggregator:
+    """8, 4 or 2 bits per element between all ranks, with error feedback."""
+    return Compressed(Quantize(bits, block, levels, rounding, start_step), feedback, dense)
+
+
+@preset
+def onebit(
+    block: int = 512,
+    scale: Literal["mean", "rms"] = "mean",
+    start_step: int = 0,
+    dense: tuple[str, ...] = (),
+    feedback: Feedback | None = Feedback(),
+) -> Aggregator:
+    """Signs and a scale per block between all ranks, with error feedback; advised after a dense start."""
+    return Compressed(OneBit(block, scale, start_step), feedback, dense)
+
+
+@preset
+def hierarchical_quantized(
+    bits: Literal[8, 4, 2] = 8,
+    block: int = 512,
+    levels: Literal["uniform", "nonuniform"] | None = None,
+    rounding: Literal["nearest", "stochastic"] = "nearest",
+    start_step: int = 0,
+    dense: tuple[str, ...] = (),
+    feedback: Feedback | None = Feedback(),
+    intra: Flat | Compressed = Flat(),
+) -> Aggregator:
+    """As hierarchical, with 8, 4 or 2 bits per element between the nodes and error feedback."""
+    return Hierarchical(Compressed(Quantize(bits, block, levels, rounding, start_step), feedback, dense), intra)
+
+
+@preset
+def hierarchical_onebit(
+    block: int = 512,
+    scale: Literal["mean", "rms"] = "mean",
+    start_step: int = 0,
+    dense: tuple[str, ...] = (),
+    feedback: Feedback | None = Feedback(),
+    intra: Flat | Compressed = Flat(),
+) -> Aggregator:
+    """As hierarchical, with one bit per element between the nodes and error feedback."""
+    return Hierarchical(Compressed(OneBit(block, scale, start_step), feedback, dense), intra)
