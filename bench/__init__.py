@@ -1,0 +1,1 @@
+"""Benchmarks of commopt, and the emulated cluster they run on."""

@@ -1,0 +1,171 @@
+"""Command line: `torchrun ... -m bench.bandwidth --help`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+
+from bench.bandwidth import report
+from bench.bandwidth.contenders import TORCH, Commopt, Contender, Torch, find_aggregator
+from bench.bandwidth.pattern import Pattern, count_wrong
+from bench.bandwidth.settings import Settings, parse_settings
+from bench.bandwidth.table import Measurement, Row, footer, format_row, heading
+from bench.bandwidth.timing import Progress, time_calls
+from commopt import Communicator, ConfigurationError, MismatchError, UnsupportedTensorError
+
+_WRONG_RESULTS = 1
+_UNUSABLE = 2
+
+
+class Bench:
+    """Measures rows on an initialized world; every method is collective over it."""
+
+    def __init__(self, settings: Settings, device: torch.device) -> None:
+        self.settings = settings
+        self.device = device
+        self.rank = dist.get_rank()
+        self.communicator = Communicator(ranks_per_node=settings.ranks_per_node)
+        self.contenders = [self._contender(name) for name in settings.contenders]
+        self._pattern = Pattern(settings.dtype, dist.get_world_size())
+        self._progress = Progress(self.rank)
+
+    def rows(self) -> Iterator[Row | str]:
+        """Measure and yield row after row, or a remark in its place."""
+        collective, dtype, world_size = self.settings.collective, self.settings.dtype, dist.get_world_size()
+        for nbytes in self.settings.steps_nbytes():
+            count = collective.count(nbytes, dtype, world_size)
+            if not count:
+                per_rank = f" for each of {world_size} ranks" if collective.blocks else ""
+                yield f"# {nbytes} bytes hold less than one {self.settings.type_name}{per_rank}: skipped"
+                continue
+            for contender in self.contenders:
+                row = self._measure(contender, count)
+                self._progress.clear()
+                yield row
+
+    def _measure(self, contender: Contender, count: int) -> Row:
+        settings, collective, dtype = self.settings, self.settings.collective, self.settings.dtype
+        nbytes = collective.nbytes(count, dtype, dist.get_world_size())
+        self._progress.start(f"{nbytes} B, {contender.name}")
+        wire_intra_bytes, wire_inter_bytes = self._wire_bytes(contender, count)
+        return Row(
+            collective=collective.name,
+            nbytes=nbytes,
+            count=count,
+            type=settings.type_name,
+            redop=settings.op if collective.reduces else "none",
+            root=collective.root,
+            aggregator=contender.name,
+            wire_intra_bytes=wire_intra_bytes,
+            wire_inter_bytes=wire_inter_bytes,
+            out_of_place=self._measure_side(contender, count, nbytes, in_place=False),
+            in_place=self._measure_side(contender, count, nbytes, in_place=True) if collective.has_in_place else None,
+        )
+
+    def _measure_side(self, contender: Contender, count: int, nbytes: int, in_place: bool) -> Measurement:
+        settings, collective = self.settings, self.settings.collective
+        send, recv = collective.buffers(self._pattern, self.rank, count, self.device, in_place)
+        call = collective.bind(contender, self.rank, send, recv)
+        wrong = None
+        if settings.check:
+            call()
+            wrong = self._count_wrong(recv, count, contender.error_bound)
+        timing = time_calls(call, settings.iterations, settings.warm_up_iterations, self.device, self._progress)
+        return Measurement.of(timing, nbytes, collective.bus_factor(dist.get_world_size()), wrong)
+
+    def _count_wrong(self, recv: torch.Tensor, count: int, error_bound: float) -> int:
+        collective, op = self.settings.collective, self.settings.op
+        expected = collective.expected(self._pattern, self.rank, count, op)
+        tolerance = self._pattern.tolerance(op, collective.reduces, error_bound)
+        blocks = recv.split(count)
+        own = sum(
+            count_wrong(*pair, tolerance, lossless=not error_bound) for pair in zip(blocks, expected, strict=True)
+        )
+        return _sum_over_ranks(own)[0]
+
+    def _wire_bytes(self, contender: Contender, count: int) -> tuple[int | None, int | None]:
+        own = contender.wire_bytes(self.settings.collective.name, count, self.settings.dtype)
+        if own is None:
+            return None, None
+        intra, inter = _sum_over_ranks(own.intra, own.inter)
+        return intra, inter
+
+    def _contender(self, name: str) -> Contender:
+        if name == TORCH:
+            return Torch(self.settings.op, self.device)
+        contender = Commopt(name, self.communicator, self.settings.op, find_aggregator(name))
+        # An aggregator that cannot run on this cluster says so here, before the table begins.
+        contender.wire_bytes(self.settings.collective.name, 1, self.settings.dtype)
+        return contender
+
+
+def run(settings: Settings, device: torch.device) -> int:
+    """Measure everything, print on rank 0, and return the exit status; needs an initialized world.
+
+    The world must have a backend for CPU tensors, and one for `device`. Raises ConfigurationError and MismatchError
+    on every rank for settings that cannot work.
+    """
+    report.require_same_everywhere(settings)
+    report.require_writable(settings.json)
+    bench = Bench(settings, device)
+    print_first = print if bench.rank == 0 else _discard
+    print_first(report.preamble(settings, bench.communicator.cluster, device), flush=True)
+    width = max(len("aggregator"), *map(len, settings.contenders))
+    print_first(heading(width), flush=True)
+    rows: list[Row] = []
+    for row in bench.rows():
+        print_first(row if isinstance(row, str) else format_row(row, width), flush=True)
+        if isinstance(row, Row):
+            rows.append(row)
+    print_first(footer(rows, report.notes(settings, bench.contenders, device)), flush=True)
+    if settings.json is not None and bench.rank == 0:
+        report.write_json(settings.json, report.document(settings, bench.communicator.cluster, device, rows))
+    _sum_over_ranks(0)  # torchrun ends all ranks as soon as one of them exits with 1: not before rank 0 has written
+    return _WRONG_RESULTS if any(row.wrong for row in rows) else 0
+
+
+def initialize() -> torch.device:
+    """Start the world that torchrun described, with NCCL if every rank can have a GPU of its own, else with gloo."""
+    if "RANK" not in os.environ:
+        raise ConfigurationError("no rank: start it with torchrun --nproc-per-node 2 -m bench.bandwidth ...")
+    local_rank = int(os.environ["LOCAL_RANK"])
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() and dist.is_nccl_available() else 0
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    store.set(f"bandwidth/gpu/{rank}", str(local_rank < gpus))
+    everywhere = all(store.get(f"bandwidth/gpu/{other}") == b"True" for other in range(world_size))
+    if everywhere:
+        torch.cuda.set_device(local_rank)
+    device = torch.device("cuda", local_rank) if everywhere else torch.device("cpu")
+    backend = "cpu:gloo,cuda:nccl" if everywhere else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    return device
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    try:
+        settings = parse_settings(arguments)
+        status = run(settings, initialize())
+    except (ConfigurationError, MismatchError, UnsupportedTensorError) as error:
+        print(f"bench.bandwidth: {error}", file=sys.stderr)
+        status = _UNUSABLE
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return status
+
+
+def _sum_over_ranks(*numbers: int) -> list[int]:
+    total = torch.tensor(numbers)
+    dist.all_reduce(total)
+    return [int(number) for number in total]
+
+
+def _discard(*values: object, flush: bool) -> None:
+    """Print nothing: only rank 0 reports."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""The command line: flags of nccl-tests, and ours beside them."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.bandwidth.collective import COLLECTIVES, Collective
+from bench.bandwidth.contenders import TORCH, find_aggregator, known_aggregators
+from commopt import ConfigurationError
+from commopt.collectives.communicator import Op
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "float": torch.float32,
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "double": torch.float64,
+    "int8": torch.int8,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "uint8": torch.uint8,
+}
+COMMOPT = "commopt"
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to measure; all ranks must have the same."""
+
+    min_nbytes: int
+    max_nbytes: int
+    step_factor: int
+    step_nbytes: int
+    iterations: int
+    warm_up_iterations: int
+    check: bool
+    type_name: str
+    op: Op
+    collective: Collective
+    contenders: tuple[str, ...]
+    ranks_per_node: int | None
+    json: Path | None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The elements' type."""
+        return DTYPES[self.type_name]
+
+    def steps_nbytes(self) -> Iterator[int]:
+        """Yield every size of the sweep, as nccl-tests steps: times `-f` when that is above 1, else plus `-i`."""
+        nbytes = self.min_nbytes
+        while nbytes <= self.max_nbytes:
+            yield nbytes
+            nbytes = nbytes * self.step_factor if self.step_factor > 1 else nbytes + self.step_nbytes
+
+
+def parse_nbytes(text: str) -> int:
+    """Return the bytes meant by `8`, `4K`, `1.5M` or `1G` (powers of 1024); raises ConfigurationError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", text.strip().upper())
+    if match is None:
+        raise ConfigurationError(f"{text!r} is no number of bytes; write 8, 4K, 32M or 1G")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
+    """Read the command line; ends the process for what argparse refuses, raises ConfigurationError for the rest."""
+    options = _parser().parse_args(arguments)
+    collective = COLLECTIVES[options.collective]
+    default = "hierarchical" if collective.aggregates else COMMOPT
+    settings = Settings(
+        min_nbytes=parse_nbytes(options.min_nbytes),
+        max_nbytes=parse_nbytes(options.max_nbytes),
+        step_factor=options.step_factor,
+        step_nbytes=parse_nbytes(options.step_nbytes),
+        iterations=options.iterations,
+        warm_up_iterations=options.warm_up_iterations,
+        check=bool(options.check),
+        type_name=options.datatype,
+        op=options.op,
+        collective=collective,
+        contenders=tuple(dict.fromkeys((options.aggregator or default).split(","))),
+        ranks_per_node=options.ranks_per_node,
+        json=options.json,
+    )
+    _require_sensible(settings)
+    _require_contenders(settings)
+    return settings
+
+
+def _require_sensible(settings: Settings) -> None:
+    minima = (
+        ("-b", settings.min_nbytes, 1),
+        ("-f", settings.step_factor, 1),
+        ("-i", settings.step_nbytes, 1),
+        ("-n", settings.iterations, 1),
+        ("-w", settings.warm_up_iterations, 0),
+    )
+    for flag, value, minimum in minima:
+        if value < minimum:
+            raise ConfigurationError(f"{flag} {value} is too small; the least is {minimum}")
+    if settings.min_nbytes > settings.max_nbytes:
+        raise ConfigurationError(
+            f"-b {settings.min_nbytes} is more than -e {settings.max_nbytes} bytes; raise -e or lower -b"
+        )
+    if settings.collective.reduces and settings.op == "avg" and not settings.dtype.is_floating_point:
+        raise ConfigurationError(f"-o avg of -d {settings.type_name} is no integer; use -o sum")
+
+
+def _require_contenders(settings: Settings) -> None:
+    aggregates = settings.collective.aggregates
+    known = (TORCH, *sorted(known_aggregators())) if aggregates else (TORCH, COMMOPT)
+    for name in settings.contenders:
+        aggregator = find_aggregator(name) if aggregates else None
+        if name not in known and aggregator is None:
+            raise ConfigurationError(
+                f"--aggregator {name!r} is unknown for {settings.collective.name}; known: {', '.join(known)}"
+            )
+        if aggregator is not None and not aggregator.lossless and not settings.dtype.is_floating_point:
+            raise ConfigurationError(
+                f"--aggregator {name} would round -d {settings.type_name}; use a floating-point type or a lossless "
+                f"aggregator such as flat"
+            )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="torchrun ... -m bench.bandwidth",
+        description="Time a collective over all ranks and print nccl-tests' table.",
+        epilog="Exit status: 0, 1 when a result was wrong, 2 for settings that cannot work.",
+    )
+    add: Any = parser.add_argument
+    add("-b", dest="min_nbytes", default="32M", metavar="BYTES", help="smallest size: 8, 4K, 32M, 1G (default 32M)")
+    add("-e", dest="max_nbytes", default="32M", metavar="BYTES", help="largest size (default 32M)")
+    add("-f", dest="step_factor", type=int, default=1, metavar="N", help="multiply sizes by N (default: add -i)")
+    add("-i", dest="step_nbytes", default="1M", metavar="BYTES", help="add this to each size (default 1M)")
+    add("-n", dest="iterations", type=int, default=20, metavar="N", help="timed iterations (default 20)")
+    add("-w", dest="warm_up_iterations", type=int, default=5, metavar="N", help="warm-up iterations (default 5)")
+    add("-c", dest="check", type=int, choices=(0, 1), default=1, help="check results before timing (default 1)")
+    add("-d", dest="datatype", choices=DTYPES, default="float", help="element type (default float)")
+    add("-o", dest="op", choices=("sum", "avg"), default="sum", help="reduction (default sum)")
+    add("--collective", choices=COLLECTIVES, default="all_reduce", help="what to time (default all_reduce)")
+    add(
+        "--aggregator",
+        metavar="NAME[,NAME...]",
+        help=f"what to time it with: {TORCH} (the backend's own collective) or, for all_reduce, one of "
+        f"{', '.join(sorted(known_aggregators()))} (default hierarchical); {COMMOPT} for other collectives",
+    )
+    add("--ranks-per-node", type=int, metavar="L", help="declare blocks of L ranks to be nodes (default: ask hosts)")
+    add("--json", type=Path, metavar="FILE", help="also write environment and results to FILE")
+    return parser

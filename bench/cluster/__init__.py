@@ -1,0 +1,31 @@
+"""Emulate several nodes joined by a slow network on one machine.
+
+    python -m bench.cluster --nodes 2 --ranks-per-node 2 --rate 200mbit train.py --steps 10
+
+Each node is a network namespace whose only way out is `eth0`, one end of a veth pair; the other ends meet in
+a bridge that lives in a namespace of its own. Both ends of each pair are shaped, so a node sends and receives
+at `rate`, while ranks on the same node talk over `lo` at full speed. Because even the bridge is inside a
+namespace, nothing is added to the host's interfaces, routes or firewall, and several clusters can run side by
+side.
+
+Every node runs torchrun, with its static rendezvous on node 0's address. torchrun's agents tell each other
+how many ranks they have, so the numbers may differ between nodes. Host name and boot id are the same on all
+nodes; NCCL_HOSTID tells the nodes apart.
+"""
+
+from bench.cluster.counters import Counters, Traffic, link_rate, traffic
+from bench.cluster.launch import Cluster, NodeTraffic, Result
+from bench.cluster.link import Link
+from bench.cluster.network import ClusterUnavailableError
+
+__all__ = [
+    "Cluster",
+    "ClusterUnavailableError",
+    "Counters",
+    "Link",
+    "NodeTraffic",
+    "Result",
+    "Traffic",
+    "link_rate",
+    "traffic",
+]

@@ -1,0 +1,190 @@
+"""What a compressor costs on the CPU: `python -m bench.compression --json bench/results/compression.json`.
+
+Each is timed on one gradient of normal values: encoding with a residual in and out, decoding, and encoding the sum of
+four rows of a quarter of the elements each, which is what an owner among four ranks does with its bucket. Beside it, in
+turns, four clones of the gradient are timed. All figures are per element of the gradient; GB/s count its 4 bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from math import ceil
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from commopt.compress import COMPRESSORS, Carry, Cast, Compressor, Dice, OneBit, Quantize
+
+_ROWS = 4
+_WIDTH = 150
+_CLONES = 4
+
+_CHOSEN: tuple[Compressor, ...] = (
+    Cast(torch.bfloat16),
+    Cast(torch.float16),
+    Quantize(8),
+    Quantize(4),
+    Quantize(2),
+    Quantize(8, rounding="stochastic"),
+    Quantize(4, levels="uniform"),
+    OneBit(),
+)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one operation: nanoseconds per element in the fastest and the median run, and the rate of the median."""
+
+    best_ns: float
+    median_ns: float
+    gbps: float
+    of_clones: float
+    """Its fastest run over the fastest four clones beside it."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one compressor costs."""
+
+    compressor: str
+    bits_per_element: float
+    encode: Cost
+    decode: Cost
+    recompress: Cost
+
+
+def contenders() -> list[Compressor]:
+    """Return what is timed: the choice above, and every other registered compressor as it is by default."""
+    known = {type(compressor) for compressor in _CHOSEN}
+    return [*_CHOSEN, *(kind() for kind in COMPRESSORS.values() if kind not in known)]
+
+
+class Gradient:
+    """The tensors that all compressors share."""
+
+    def __init__(self, numel: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.values = torch.randn(numel, generator=generator)
+        self.old = torch.randn(numel, generator=generator) / 8
+        self.new = torch.zeros(numel)
+        self.decoded = torch.zeros(numel)
+
+    def clone(self) -> None:
+        """Do what the compressors are compared with."""
+        for _ in range(_CLONES):
+            self.values.clone()
+
+    def measure(self, compressor: Compressor, repeats: int) -> Row:
+        """Time one compressor."""
+        values, numel, dice = self.values, self.values.numel(), Dice(seed=1)
+        chunk_numel, row = _rows(compressor, numel, 1)
+        carry = Carry(self.old, self.new)
+        part_numel, parts = _rows(compressor, numel, _ROWS)
+        compressor.compress(values, parts, part_numel, 1.0)
+        sum_numel = min(part_numel, numel)
+        part_carry = Carry(self.old[:sum_numel], self.new[:sum_numel])
+        sent = torch.zeros_like(parts[:1])
+        operations: list[Callable[[], None]] = [
+            self.clone,
+            lambda: compressor.compress(values, row, chunk_numel, 1 / _ROWS, carry, dice),
+            lambda: compressor.decompress(row, self.decoded, chunk_numel),
+            lambda: compressor.recompress(parts, sent, part_numel, sum_numel, part_carry, dice),
+        ]
+        clones, *others = _times_s(operations, repeats)
+        costs = [_cost(times, clones, numel) for times in others]
+        return Row(repr(compressor), row.numel() * 8 / chunk_numel, *costs)
+
+
+def _rows(compressor: Compressor, numel: int, count: int) -> tuple[int, Tensor]:
+    """Return the elements of a chunk, and that many rows of payload."""
+    chunk_numel = ceil(numel / (count * compressor.granularity)) * compressor.granularity
+    return chunk_numel, torch.zeros(count, compressor.payload_nbytes(chunk_numel), dtype=torch.uint8)
+
+
+def _times_s(operations: Sequence[Callable[[], None]], repeats: int) -> list[list[float]]:
+    """Time the operations in turns, after a round that counts for nothing."""
+    times: list[list[float]] = [[] for _ in operations]
+    for _ in range(repeats + 1):
+        for operation, taken in zip(operations, times, strict=True):
+            started = perf_counter()
+            operation()
+            taken.append(perf_counter() - started)
+    return [taken[1:] for taken in times]
+
+
+def _cost(times_s: list[float], clones_s: list[float], numel: int) -> Cost:
+    best_ns, median_ns = (pick(times_s) / numel * 1e9 for pick in (min, median))
+    return Cost(best_ns, median_ns, 4 / median_ns, min(times_s) / min(clones_s))
+
+
+def print_table(rows: Sequence[Row], title: str) -> None:
+    """Print a line per compressor, with rich when it is installed."""
+    headings = ["compressor", "bits per element"]
+    for operation in ("encode", "decode", "recompress"):
+        headings += [f"{operation} ns", f"{operation} GB/s", f"{operation} /clones"]
+    lines = [
+        [
+            row.compressor,
+            f"{row.bits_per_element:.3f}",
+            *(
+                figure
+                for cost in (row.encode, row.decode, row.recompress)
+                for figure in (f"{cost.best_ns:.2f}", f"{cost.gbps:.1f}", f"{cost.of_clones:.2f}")
+            ),
+        ]
+        for row in rows
+    ]
+    try:
+        from rich import box
+        from rich.console import Console
+        from rich.table import Column, Table
+    except ImportError:
+        print(title, *("\t".join(line) for line in [headings, *lines]), sep="\n", flush=True)
+        return
+    columns = [Column(heading.replace(" ", "\n", 1), justify="right") for heading in headings]
+    columns[0].justify = "left"
+    table = Table(*columns, title=title, box=box.SIMPLE, show_edge=False)
+    for line in lines:
+        table.add_row(*line)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_WIDTH)  # a file or a pipe has no width, and 80 columns are too few
+    console.print(table)
+
+
+def main() -> None:
+    """Measure every compressor, print and write the figures."""
+    parser = argparse.ArgumentParser(prog="python -m bench.compression", description=__doc__)
+    parser.add_argument("--numel", type=int, default=25_000_000, help="elements of the gradient")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    gradient = Gradient(options.numel)
+    rows = [gradient.measure(compressor, options.repeats) for compressor in contenders()]
+    print_table(rows, f"{options.numel:,} elements, {options.threads} threads; ns and clones: the fastest runs")
+    if options.json is not None:
+        environment = {
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "command": f"python -m bench.compression --numel {options.numel} --repeats {options.repeats} "
+            f"--threads {options.threads}",
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "cpu_count": os.cpu_count(),
+        }
+        records = [asdict(row) for row in rows]
+        options.json.write_text(json.dumps({"environment": environment, "rows": records}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Show in four minutes what commopt does: `python -m bench.demo`.
+
+Trains on two emulated nodes joined by a slow link where this machine can emulate them (root and network namespaces),
+else on plain local ranks. Prints a table and writes one picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from pathlib import Path
+
+from bench.cluster import Cluster
+
+_NODES = 2
+_RANKS_PER_NODE = 2
+
+
+def choose_launcher(missing: str | None, rate: str) -> tuple[list[str], dict[str, str], str]:
+    """Return how to start the ranks, what to add to the environment, and why; `missing` as Cluster.missing() has it."""
+    if missing is None:
+        shape = ["--nodes", str(_NODES), "--ranks-per-node", str(_RANKS_PER_NODE), "--rate", rate]
+        why = f"Emulating {_NODES} nodes x {_RANKS_PER_NODE} ranks joined by {rate} links."
+        return ["bench.cluster", *shape], {}, why
+    why = (
+        f"Not emulating a slow network: {missing}\n"
+        f"Running {_NODES * _RANKS_PER_NODE} local ranks instead, declared to be {_NODES} nodes: communication is "
+        f"cheap here, so expect little or no gain."
+    )
+    torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={_NODES * _RANKS_PER_NODE}"]
+    return torchrun, {"COMMOPT_RANKS_PER_NODE": str(_RANKS_PER_NODE), "OMP_NUM_THREADS": "1"}, why
+
+
+def main() -> None:
+    """Choose a launcher, say which and why, and become it."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.demo", description=__doc__, epilog="Other options go to bench.training."
+    )
+    parser.add_argument("--rate", default="200mbit", help="of each emulated node's link (default 200mbit)")
+    parser.add_argument("--output", type=Path, default=Path("build/demo"), metavar="FOLDER", help="default build/demo")
+    options, others = parser.parse_known_args()
+    try:
+        launcher, environment, why = choose_launcher(Cluster.missing(options.rate), options.rate)
+    except ValueError as error:
+        parser.error(str(error))
+    options.output.mkdir(parents=True, exist_ok=True)
+    files = ["--json", str(options.output / "training.json"), "--plot", str(options.output / "training.png")]
+    arguments = ["-m", *launcher, "-m", "bench.training", *files, *others]
+    settings = "".join(f"{name}={value} " for name, value in environment.items())
+    print(f"{why}\n\n{settings}{shlex.join(['python', *arguments])}\n", flush=True)
+    # Replaced, not started, so that Ctrl-C reaches the launcher alone and it can take everything down.
+    os.execve(sys.executable, [sys.executable, *arguments], {**os.environ, **environment})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Tutorials: each file runs by itself and is tested."""
