@@ -1,0 +1,1 @@
+"""Tests; a package so that `tests.ranks` also serves the benches."""

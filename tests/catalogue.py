@@ -1,0 +1,159 @@
+"""Every aggregator that the registries can make, how exact each must be, and on which clusters it is tried."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+import torch
+from torch import Tensor
+
+from commopt import (
+    AGGREGATORS,
+    COMPRESSORS,
+    Aggregator,
+    Cast,
+    Compressed,
+    Compressor,
+    Hierarchical,
+    OneBit,
+    Quantize,
+)
+from tests.ranks import Nodes
+
+# name: (world size, nodes); ranks are dealt to nodes in blocks unless they are listed one by one.
+LAYOUTS: dict[str, tuple[int, Nodes | None]] = {
+    "1": (1, None),
+    "2": (2, None),
+    "3": (3, None),
+    "4": (4, None),
+    "1+1": (2, (1, 1)),
+    "2x2": (4, (2, 2)),
+    "3x2": (6, (2, 2, 2)),
+    "2+1": (3, (2, 1)),
+    "2x2 interleaved": (4, ((0, 2), (1, 3))),
+    "2+1 interleaved": (3, ((0, 2), (1,))),
+}
+
+
+# All their combinations would be too many; a compressor that is not listed is tried as it is by default.
+_WORTH_TRYING: dict[type[Compressor], list[Compressor]] = {
+    Cast: [Cast(torch.bfloat16), Cast(torch.float16)],
+    Quantize: [
+        Quantize(8),
+        Quantize(4),
+        Quantize(2),
+        Quantize(8, rounding="stochastic"),
+        Quantize(4, levels="uniform"),
+    ],
+    OneBit: [OneBit()],
+}
+
+
+_COMPRESSED_INSIDE = [
+    Hierarchical(intra=Compressed(Cast(torch.bfloat16))),
+    Hierarchical(inter=Compressed(Quantize(4)), intra=Compressed(Quantize(8))),
+]
+
+
+def compressors() -> list[Compressor]:
+    """Return every registered compressor in every configuration worth trying."""
+    return [made for kind in COMPRESSORS.values() for made in _WORTH_TRYING.get(kind) or [kind()]]
+
+
+def aggregators(name: str | None = None) -> list[Aggregator]:
+    """Return every configuration of one registered aggregator, or of all; inner aggregators nest one level."""
+    kinds = AGGREGATORS.values() if name is None else [AGGREGATORS[name]]
+    leaves = [made for kind in AGGREGATORS.values() if not _nests(kind) for made in _variants(kind, inner=[])]
+    made = [aggregator for kind in kinds for aggregator in _variants(kind, inner=leaves)]
+    return made + [aggregator for aggregator in _COMPRESSED_INSIDE if type(aggregator) in kinds]
+
+
+def uses_compression(aggregator: Any) -> list[Compressor]:
+    """Return the compressors anywhere inside `aggregator`."""
+    if isinstance(aggregator, Compressor):
+        return [aggregator]
+    if not dataclasses.is_dataclass(aggregator):
+        return []
+    parts = (getattr(aggregator, part.name) for part in dataclasses.fields(aggregator))
+    return [compressor for part in parts for compressor in uses_compression(part)]
+
+
+class Mean(NamedTuple):
+    """The float64 mean of what the ranks hold, and how large the values were that went into it."""
+
+    value: Tensor
+    magnitude: Tensor
+    world_size: int
+
+    @classmethod
+    def of(cls, inputs: Sequence[Tensor]) -> Mean:
+        values = torch.stack([x.double() for x in inputs])
+        return cls(values.mean(0), values.abs().mean(0), len(inputs))
+
+
+def assert_average(got: Tensor, mean: Mean, aggregator: Aggregator, context: object = "") -> None:
+    """Compare `got` with the mean, as exactly as `aggregator` promises.
+
+    Lossless: one rounding of the buffer's dtype per addition and one for the scale. Cast: one rounding of the wire
+    dtype going out, one coming back. A compressor unknown here must at least be a contraction.
+    """
+    wires = uses_compression(aggregator)
+    error = (got.double() - mean.value).abs()
+    assert got.isfinite().all(), f"{aggregator} {context}: not finite"
+    if not all(isinstance(wire, Cast) for wire in wires):
+        if not mean.value.any():
+            assert not got.any()
+            return
+        relative_error = error.norm() / mean.value.norm()
+        assert relative_error <= 1, f"{aggregator} {context}: relative error {relative_error:.3g}"
+        return
+    info = torch.finfo(got.dtype)
+    relative, absolute = (mean.world_size + 1) * info.eps, mean.world_size * info.smallest_normal * info.eps
+    for wire in wires:
+        assert isinstance(wire, Cast)
+        wire_info = torch.finfo(wire.dtype)
+        relative += wire_info.eps + mean.world_size * torch.finfo(torch.float32).eps  # sums are float32
+        absolute += 2 * wire_info.smallest_normal * wire_info.eps
+    excess = error - (relative * mean.magnitude + absolute)
+    if got.numel() and excess.max() > 0:
+        worst = int(excess.argmax())
+        raise AssertionError(
+            f"{aggregator} {context}: element {worst} is {got.flatten()[worst]!r}, the mean is "
+            f"{mean.value.flatten()[worst]!r}; {int((excess > 0).sum())} of {got.numel()} elements are off"
+        )
+
+
+def _nests(kind: type) -> bool:
+    return any(_is_kind(hint, Aggregator) for hint in get_type_hints(kind).values())
+
+
+def _variants(kind: type, inner: list[Any]) -> Iterator[Any]:
+    """Construct `kind` with every combination of the choices that its fields' types offer."""
+    hints = get_type_hints(kind)
+    choices = {part.name: _choices(hints[part.name], inner) for part in dataclasses.fields(kind)}
+    tried = {name: values for name, values in choices.items() if values}
+    for combination in product(*tried.values()):
+        yield kind(**dict(zip(tried, combination, strict=True)))
+
+
+def _choices(hint: Any, inner: list[Any]) -> list[Any]:
+    if _is_kind(hint, Compressor):
+        return compressors()
+    if _is_kind(hint, Aggregator):
+        return inner
+    if hint is torch.dtype:
+        return [torch.bfloat16, torch.float16]
+    if get_origin(hint) is Literal:
+        return list(get_args(hint))
+    alternatives = get_args(hint)
+    if type(None) in alternatives:  # Literal[...] | None
+        rest = [choice for part in alternatives if part is not type(None) for choice in _choices(part, inner)]
+        return [None, *rest] if rest else []
+    return []
+
+
+def _is_kind(hint: Any, base: type) -> bool:
+    return isinstance(hint, type) and issubclass(hint, base)

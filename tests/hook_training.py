@@ -1,0 +1,224 @@
+"""Models, data and the reference for training with hooks: gradients equal the float64 mean, replicas stay alike."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils.checkpoint import checkpoint
+
+import commopt
+from commopt import Aggregator
+from tests.catalogue import Mean, assert_average, uses_compression
+
+Batch = tuple[Any, ...]
+STEPS = 4  # DDP rebuilds its buckets after iteration 0, or 1 with a static graph
+SMALL_BUCKET: dict[str, Any] = {"bucket_cap_mb": 0.003}
+
+
+class Tower(nn.Module):
+    """Six layers: a bucket of SMALL_BUCKET's cap holds one or two."""
+
+    def __init__(self, numel: int = 32, checkpointing: str = "") -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(numel, numel) for _ in range(6))
+        self.checkpointing = checkpointing
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            if self.checkpointing and index % 2:
+                x = checkpoint(layer, x, use_reentrant=self.checkpointing == "reentrant")
+            else:
+                x = layer(x)
+            x = torch.tanh(x)
+        return x
+
+
+class Branches(nn.Module):
+    """Uses one branch per batch, and a parameter never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(32, 32)
+        self.branches = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        self.never = nn.Parameter(torch.ones(50))
+
+    def forward(self, x: Tensor, branch: int) -> Tensor:
+        y: Tensor = self.branches[branch](torch.tanh(self.stem(x)))
+        return y
+
+
+class ManyDtypes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_float32 = nn.Linear(32, 32)
+        self.in_bfloat16 = nn.Linear(32, 32, dtype=torch.bfloat16)
+        self.in_float64 = nn.Linear(32, 33, dtype=torch.float64)
+        self.gain = nn.Parameter(torch.ones((), dtype=torch.float32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.in_float32(x)) * self.gain
+        x = torch.tanh(self.in_bfloat16(x.bfloat16()))
+        y: Tensor = self.in_float64(x.double())
+        return y
+
+
+def batch_of(rank: int, step: int, micro: int = 0) -> Batch:
+    generator = torch.Generator().manual_seed(10_000 * step + 100 * micro + rank)
+    return (torch.randn(4, 32, generator=generator) * (1 + rank),)
+
+
+def loss_of(module: nn.Module, batch: Batch) -> Tensor:
+    output: Tensor = module(*batch)
+    return output.float().square().sum()
+
+
+def seeded(kind: type[nn.Module], *args: Any) -> nn.Module:
+    torch.manual_seed(7)
+    return kind(*args)
+
+
+def expected_gradients(module: nn.Module, batches: Sequence[Sequence[Batch]]) -> dict[str, Mean]:
+    """Return the mean over the ranks' gradients, each summed over that rank's micro-batches."""
+    replica = copy.deepcopy(module)
+    per_rank: dict[str, list[Tensor]] = {name: [] for name, _ in replica.named_parameters()}
+    for micro_batches in batches:
+        replica.zero_grad(set_to_none=True)
+        for batch in micro_batches:
+            loss_of(replica, batch).backward()
+        for name, parameter in replica.named_parameters():
+            gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+            per_rank[name].append(gradient.clone())
+    return {name: Mean.of(gradients) for name, gradients in per_rank.items()}
+
+
+class Owed:
+    """What error feedback still owes each parameter: the sum of true means less the sum of what was applied."""
+
+    SHARE: ClassVar = {8: 0.1, 4: 0.4, 2: 2.0, 1: 6.0}  # of the largest gradient seen, by bits per element
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._largest: dict[str, float] = {}
+
+    def check(self, name: str, got: Tensor, mean: Mean, aggregator: Aggregator, context: object) -> None:
+        """Take in one step; what is owed must stay a share of one gradient, however many steps there were."""
+        bits = min(getattr(wire, "bits", 1) for wire in uses_compression(aggregator))
+        owed = self._sums.get(name, torch.zeros_like(mean.value)) + mean.value - got.double()
+        largest = max(self._largest.get(name, 0.0), float(mean.magnitude.norm()))
+        self._sums[name], self._largest[name] = owed, largest
+        # Blocks cross tensors, so a small gradient beside a large one is owed more: a floor for every parameter.
+        limit = self.SHARE[bits] * max(largest, *self._largest.values())
+        assert owed.norm() <= limit, f"{aggregator} {context} {name}: owes {owed.norm():.3g}, may owe {limit:.3g}"
+
+
+def assert_gradients(
+    module: nn.Module, expected: dict[str, Mean], aggregator: Aggregator, context: object, owed: Owed
+) -> None:
+    """Check every gradient against the mean, or with error feedback all of them so far; `owed` lives through a run."""
+    for name, parameter in module.named_parameters():
+        if parameter.grad is None:
+            assert expected[name].magnitude.max() == 0, f"{name} has no gradient"
+        elif aggregator.residual_paths:
+            owed.check(name, parameter.grad, expected[name], aggregator, context)
+        else:
+            assert_average(parameter.grad, expected[name], aggregator, (context, name))
+
+
+def train(
+    ddp: TorchDDP,
+    rank: int,
+    world_size: int,
+    aggregator: Aggregator,
+    *,
+    steps: int = STEPS,
+    micros: int = 1,
+    batch: Callable[..., Batch] = batch_of,
+) -> str:
+    """Train for some steps, checking every gradient; return a hash of the parameters."""
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)
+    owed = Owed()
+    for step in range(steps):
+        batches = [[batch(peer, step, micro) for micro in range(micros)] for peer in range(world_size)]
+        expected = expected_gradients(ddp.module, batches)
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        for micro in batches[rank][:-1]:
+            with ddp.no_sync():
+                loss_of(ddp, micro).backward()
+        loss_of(ddp, batches[rank][-1]).backward()
+        assert_gradients(ddp.module, expected, aggregator, f"step {step}", owed)
+        optimizer.step()
+    return digest_of(ddp.module)
+
+
+def digest_of(module: nn.Module) -> str:
+    digest = hashlib.sha256()
+    for parameter in module.parameters():
+        digest.update(parameter.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def assert_identical(digests: list[str]) -> None:
+    assert len(set(digests)) == 1, "replicas differ"
+
+
+def register_preset(module: nn.Module, preset: str, **options: Any) -> TorchDDP:
+    ddp = commopt.DistributedDataParallel(module, **options)
+    ddp.register_comm_hook(commopt.PRESETS[preset])
+    return ddp
+
+
+def register_torch_convention(module: nn.Module, preset: str, **options: Any) -> TorchDDP:
+    ddp = TorchDDP(module, **options)
+    ddp.register_comm_hook(commopt.HookState(), commopt.PRESETS[preset])
+    return ddp
+
+
+def register_two_arguments(module: nn.Module, preset: str, **options: Any) -> TorchDDP:
+    ddp = commopt.DistributedDataParallel(module, **options)
+    ddp.register_comm_hook(commopt.HookState(module=module, timeout=60), commopt.PRESETS[preset])
+    return ddp
+
+
+def register_hook_function(module: nn.Module, preset: str, **options: Any) -> TorchDDP:
+    ddp = TorchDDP(module, **options)
+    ddp.register_comm_hook(commopt.HookState(commopt.PRESETS[preset].build()), commopt.hook)
+    return ddp
+
+
+def attach_preset(module: nn.Module, preset: str, **options: Any) -> TorchDDP:
+    ddp = TorchDDP(module, **options)
+    assert isinstance(commopt.attach(ddp, commopt.PRESETS[preset]), commopt.HookState)
+    return ddp
+
+
+def attach_name(module: nn.Module, preset: str, **options: Any) -> TorchDDP:
+    ddp = TorchDDP(module, **options)
+    commopt.attach(ddp, preset, timeout=60)
+    return ddp
+
+
+def attach_aggregator(module: nn.Module, preset: str, **options: Any) -> TorchDDP:
+    ddp = commopt.DistributedDataParallel(module, **options)
+    state = commopt.attach(ddp, commopt.PRESETS[preset].build())
+    assert state.aggregator == commopt.PRESETS[preset].build()
+    return ddp
+
+
+WAYS = {
+    function.__name__: function
+    for function in (
+        register_preset,
+        register_torch_convention,
+        register_two_arguments,
+        register_hook_function,
+        attach_preset,
+        attach_name,
+        attach_aggregator,
+    )
+}

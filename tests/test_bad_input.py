@@ -1,0 +1,463 @@
+"""Mistakes end in an error on every rank that names the value, the rule and the fix; nothing hangs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import commopt
+from commopt import (
+    Cast,
+    Communicator,
+    Compressed,
+    ConfigurationError,
+    Flat,
+    Hierarchical,
+    HookState,
+    MismatchError,
+    UnsupportedTensorError,
+)
+from tests.ranks import run
+
+WORLD = 4
+
+
+@dataclass(frozen=True)
+class Raised:
+    """What one rank saw."""
+
+    kind: type
+    message: str
+    seconds: float
+
+
+def outcome(call: Callable[[], object]) -> Raised:
+    """Return the error that `call` raises; DDP may pass a hook's error on as a bare RuntimeError."""
+    started = time.monotonic()
+    try:
+        call()
+    except Exception as error:
+        return Raised(type(error), str(error), time.monotonic() - started)
+    return Raised(type(None), "was accepted", time.monotonic() - started)
+
+
+def assert_works() -> None:
+    """A call refused on all ranks leaves everything usable."""
+    assert commopt.all_reduce(torch.ones(3), op="sum").tolist() == [dist.get_world_size()] * 3
+
+
+def assert_raised(results: list[Raised], kind: type[BaseException], *parts: str, within_s: float = 5.0) -> None:
+    for rank, raised in enumerate(results):
+        assert issubclass(raised.kind, kind), f"rank {rank}: {raised}"
+        assert raised.seconds < within_s, f"rank {rank}: {raised}"
+        for part in parts:
+            assert part in raised.message, f"rank {rank} does not say {part!r}: {raised.message}"
+
+
+def linear_ddp(kind: type[TorchDDP] = TorchDDP) -> TorchDDP:
+    return kind(nn.Linear(4, 4))
+
+
+# ------------------------------------------------------------------------------ refused at once, on every rank
+
+# name: (call, error, what its message must contain)
+CALLS: dict[str, tuple[Callable[[], object], type[Exception], tuple[str, ...]]] = {
+    "unknown preset": (
+        lambda: commopt.attach(linear_ddp(), "hierarchicl"),
+        ConfigurationError,
+        ("'hierarchicl'", *commopt.PRESETS),
+    ),
+    "unknown preset, one argument": (
+        lambda: linear_ddp(commopt.DistributedDataParallel).register_comm_hook("bf16"),  # type: ignore[call-arg]
+        ConfigurationError,
+        ("'bf16'", *commopt.PRESETS),
+    ),
+    "unknown option": (
+        lambda: commopt.attach(linear_ddp(), commopt.hierarchical, matrix_rank=4),
+        ConfigurationError,
+        ("hierarchical", "matrix_rank"),
+    ),
+    "option for an aggregator": (
+        lambda: commopt.attach(linear_ddp(), Flat(), matrix_rank=4),
+        ConfigurationError,
+        ("Flat()", "matrix_rank"),
+    ),
+    "ranks_per_node does not divide": (
+        lambda: HookState(ranks_per_node=3),
+        ConfigurationError,
+        ("3", "4", "ranks_per_node"),
+    ),
+    "ranks_per_node does not divide (Communicator)": (
+        lambda: Communicator(ranks_per_node=3),
+        ConfigurationError,
+        ("3", "4", "ranks_per_node"),
+    ),
+    "ranks_per_node too large": (lambda: Communicator(ranks_per_node=8), ConfigurationError, ("8", "ranks_per_node")),
+    "ranks_per_node 0": (lambda: Communicator(ranks_per_node=0), ConfigurationError, ("0", "ranks_per_node")),
+    "ranks_per_node -2": (lambda: HookState(ranks_per_node=-2), ConfigurationError, ("-2", "ranks_per_node")),
+    "ddp as state": (lambda: HookState(linear_ddp()), ConfigurationError, ("aggregator", "attach")),  # type: ignore[arg-type]
+    "ddp as process group": (
+        lambda: HookState(process_group=linear_ddp()),
+        ConfigurationError,
+        ("DistributedDataParallel", "ProcessGroup"),
+    ),
+    "attach to a bare module": (
+        lambda: commopt.attach(nn.Linear(4, 4), "flat"),  # type: ignore[arg-type]
+        ConfigurationError,
+        ("Linear", "DistributedDataParallel"),
+    ),
+    "attach's arguments swapped": (
+        lambda: commopt.attach("flat", linear_ddp()),  # type: ignore[arg-type]
+        ConfigurationError,
+        ("str", "DistributedDataParallel"),
+    ),
+    "attach a number": (
+        lambda: commopt.attach(linear_ddp(), 8),  # type: ignore[arg-type]
+        ConfigurationError,
+        ("8", "preset"),
+    ),
+    "attach the class": (
+        lambda: commopt.attach(linear_ddp(), Hierarchical),  # type: ignore[arg-type]
+        ConfigurationError,
+        ("Hierarchical", "aggregator"),
+    ),
+    "preset name as state's aggregator": (
+        lambda: HookState("hierarchical"),  # type: ignore[arg-type]
+        ConfigurationError,
+        ("'hierarchical'", "attach"),
+    ),
+    "hook without a state": (
+        lambda: linear_ddp(commopt.DistributedDataParallel).register_comm_hook(None, commopt.hierarchical),
+        ConfigurationError,
+        ("None", "commopt.HookState()", "commopt.hierarchical"),
+    ),
+    "state without a hook": (
+        lambda: linear_ddp(commopt.DistributedDataParallel).register_comm_hook(HookState()),  # type: ignore[call-arg]
+        ConfigurationError,
+        ("hook", "commopt.hierarchical"),
+    ),
+    "scaler that is none": (lambda: HookState(scaler=1024.0), ConfigurationError, ("float", "GradScaler")),
+    "module that is none": (lambda: HookState(module="gpt"), ConfigurationError, ("str", "Module")),  # type: ignore[arg-type]
+    "negative timeout": (lambda: HookState(timeout=-1), ConfigurationError, ("timeout", "-1")),
+    "op max": (lambda: commopt.all_reduce(torch.ones(2), op="max"), ConfigurationError, ("'max'", "'avg'", "'sum'")),  # type: ignore[arg-type]
+    "integer average": (
+        lambda: commopt.all_reduce(torch.ones(2, dtype=torch.int64)),
+        UnsupportedTensorError,
+        ("avg", "int64", "sum"),
+    ),
+    "integer through a lossy aggregator": (
+        lambda: commopt.all_reduce(torch.ones(2, dtype=torch.int64), op="sum", aggregator=Compressed(Cast())),
+        UnsupportedTensorError,
+        ("int64", "Flat()"),
+    ),
+    "aggregator by name": (
+        lambda: commopt.all_reduce(torch.ones(2), aggregator="flat"),  # type: ignore[arg-type]
+        ConfigurationError,
+        ("'flat'", "commopt.Flat()"),
+    ),
+    "complex tensor": (
+        lambda: commopt.all_reduce(torch.ones(2, dtype=torch.complex64)),
+        UnsupportedTensorError,
+        ("complex64", "view_as_real"),
+    ),
+    "complex parameter": (
+        lambda: commopt.attach(TorchDDP(nn.Linear(2, 2, dtype=torch.complex64)), "flat"),
+        UnsupportedTensorError,
+        ("'weight'", "complex64", "view_as_complex"),
+    ),
+    "sparse tensor": (
+        lambda: commopt.all_reduce(torch.eye(3).to_sparse()),
+        UnsupportedTensorError,
+        ("sparse", "to_dense"),
+    ),
+    "sparse gradients": (
+        lambda: commopt.attach(TorchDDP(nn.Sequential(nn.Embedding(8, 2, sparse=True))), "flat"),
+        UnsupportedTensorError,
+        ("'0.weight'", "sparse=False"),
+    ),
+    "bool tensor": (
+        lambda: commopt.all_reduce(torch.ones(2, dtype=torch.bool), op="sum"),
+        UnsupportedTensorError,
+        ("bool", "int32"),
+    ),
+    "list": (lambda: commopt.all_reduce([1.0, 2.0]), UnsupportedTensorError, ("list", "torch", "NumPy")),
+    "strings": (lambda: commopt.all_reduce(np.array(["a"])), UnsupportedTensorError, ("NumPy",)),
+    "src out of range": (lambda: Communicator().broadcast(torch.ones(1), src=4), ConfigurationError, ("4", "0 to 3")),
+    "negative src": (lambda: Communicator().broadcast(torch.ones(1), src=-1), ConfigurationError, ("-1", "0 to 3")),
+    "reduce_scatter shapes": (
+        lambda: Communicator().reduce_scatter(torch.ones(3), torch.ones(13)),
+        ConfigurationError,
+        ("13", "3", "12"),
+    ),
+    "all_gather shapes": (
+        lambda: Communicator().all_gather(torch.ones(7), torch.ones(2)),
+        ConfigurationError,
+        ("7", "2", "8"),
+    ),
+    "all_to_all shapes": (
+        lambda: Communicator().all_to_all(torch.ones(6), torch.ones(6)),
+        ConfigurationError,
+        ("6", "world_size=4"),
+    ),
+    "dtypes differ": (
+        lambda: Communicator().all_gather(torch.ones(4, dtype=torch.float64), torch.ones(1)),
+        ConfigurationError,
+        ("float32", "float64"),
+    ),
+}
+
+
+def make_calls(rank: int, world_size: int) -> dict[str, Raised]:
+    """Make every call of CALLS; communication must work after each."""
+    results = {}
+    for name, (call, *_) in CALLS.items():
+        results[name] = outcome(call)
+        assert_works()
+    return results
+
+
+@pytest.fixture(scope="module")
+def refused() -> list[dict[str, Raised]]:
+    return run(make_calls, WORLD)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_refused(name: str, refused: list[dict[str, Raised]]) -> None:
+    _, kind, parts = CALLS[name]
+    assert_raised([mine[name] for mine in refused], kind, *parts)
+
+
+# ------------------------------------------------------------------------------ no process group needed
+
+
+@pytest.mark.parametrize(
+    ("make", "parts"),
+    [
+        (lambda: Hierarchical(form="ring"), ("'ring'", "reduce_scatter", "leader")),  # type: ignore[arg-type]
+        (lambda: Hierarchical(inter=Cast()), ("Cast", "Compressed(Cast(")),  # type: ignore[arg-type]
+        (lambda: Compressed("bf16"), ("'bf16'", "Cast(")),  # type: ignore[arg-type]
+        (lambda: Cast(torch.float32), ("float32", "bfloat16", "float16")),
+        (lambda: commopt.all_reduce(torch.ones(1)), ("init_process_group",)),
+        (lambda: HookState(), ("init_process_group",)),
+        (lambda: Communicator(), ("init_process_group",)),
+        (lambda: commopt.flat.build(form="leader"), ("flat", "form")),
+    ],
+)
+def test_refused_without_a_group(make: Callable[[], object], parts: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigurationError) as info:
+        make()
+    for part in parts:
+        assert part in str(info.value)
+
+
+# ------------------------------------------------------------------------------ environment
+
+
+def make_communicator(rank: int, world_size: int) -> Raised:
+    return outcome(Communicator)
+
+
+@pytest.mark.parametrize("value", ["3", "zwei", "0", "-2"])
+def test_bad_ranks_per_node_in_the_environment(value: str) -> None:
+    results = run(make_communicator, WORLD, env={"COMMOPT_RANKS_PER_NODE": value})
+    assert_raised(results, ConfigurationError, value)
+
+
+# ------------------------------------------------------------------------------ hooks
+
+
+def register_twice(rank: int, world_size: int) -> dict[str, Raised]:
+    one = linear_ddp(commopt.DistributedDataParallel)
+    one.register_comm_hook(commopt.flat)  # type: ignore[call-arg]
+    two = linear_ddp()
+    commopt.attach(two, "hierarchical")
+    results = {
+        "preset twice": outcome(lambda: one.register_comm_hook(commopt.hierarchical)),  # type: ignore[call-arg]
+        "two arguments": outcome(lambda: one.register_comm_hook(HookState(), commopt.hierarchical)),
+        "attach after register": outcome(lambda: commopt.attach(one, "flat")),
+        "attach twice": outcome(lambda: commopt.attach(two, "flat")),
+    }
+    two(torch.ones(1, 4)).sum().backward()  # the first registration stands
+    assert_works()
+    return results
+
+
+def test_a_second_hook_is_refused() -> None:
+    results = run(register_twice, 2)
+    for name in results[0]:
+        assert_raised([mine[name] for mine in results], ConfigurationError, "already", "new DistributedDataParallel")
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 2, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.table(x.long().clamp(0, 7))
+        return y
+
+
+def fail_in_backward(rank: int, world_size: int) -> dict[str, Raised]:
+    """Registered without `module`, so the gradients themselves are what shows the mistake."""
+    models: dict[str, tuple[nn.Module, object, torch.Tensor]] = {
+        "no state": (nn.Linear(4, 4), None, torch.ones(1, 4)),
+        "foreign state": (nn.Linear(4, 4), {"a": 1}, torch.ones(1, 4)),
+        "sparse": (Sparse(), HookState(), torch.ones(3)),
+    }
+    results = {}
+    for name, (module, state, x) in models.items():
+        ddp = TorchDDP(module)
+        ddp.register_comm_hook(state, commopt.hierarchical)
+        results[name] = outcome(ddp(x).abs().sum().backward)
+        assert_works()
+    return results
+
+
+def test_mistakes_that_only_backward_shows() -> None:
+    results = run(fail_in_backward, 2)
+    expected = {
+        "no state": ("None", "ddp.register_comm_hook(commopt.HookState(), commopt.hierarchical)"),
+        "foreign state": ("HookState", "commopt.hierarchical"),
+        "sparse": ("sparse", "sparse=False"),
+    }
+    for name, parts in expected.items():
+        assert_raised([mine[name] for mine in results], Exception, *parts)
+
+
+# ------------------------------------------------------------------------------ groups
+
+
+def stand_outside(rank: int, world_size: int) -> list[Raised]:
+    group = dist.new_group([0, 1])
+    if rank < 2:
+        assert commopt.all_reduce(torch.ones(1), op="sum", group=group).item() == 2
+        HookState(process_group=group)
+        return []
+    results = [
+        outcome(lambda: Communicator(group)),
+        outcome(lambda: commopt.all_reduce(torch.ones(1), group=group)),
+        outcome(lambda: HookState(process_group=group)),
+    ]
+    dist.barrier(dist.new_group([2, 3], use_local_synchronization=True))
+    return results
+
+
+def test_a_group_without_this_rank() -> None:
+    for rank, results in enumerate(run(stand_outside, 4)):
+        assert_raised(results, ConfigurationError, f"rank {rank}", "not a member")
+        assert len(results) == (3 if rank > 1 else 0)
+
+
+def use_after_destroy(rank: int, world_size: int, folder: str) -> list[Raised]:
+    comm, ddp, one_of_two = Communicator(), linear_ddp(), dist.new_group([0, 1])
+    state = commopt.attach(ddp, "hierarchical")
+    ddp(torch.ones(1, 4)).sum().backward()
+    sub = Communicator(one_of_two)
+    sub.all_reduce(torch.ones(1))
+    dist.destroy_process_group(one_of_two)
+    results = [outcome(lambda: sub.all_reduce(torch.ones(1))), outcome(lambda: Communicator(one_of_two))]
+    comm.all_reduce(torch.ones(1))  # the world lives on
+    dist.destroy_process_group()
+    results += [
+        outcome(lambda: comm.all_reduce(torch.ones(1))),
+        outcome(lambda: comm.broadcast(torch.ones(1), async_op=True)),
+        outcome(lambda: commopt.all_reduce(torch.ones(1))),
+        outcome(lambda: ddp(torch.ones(1, 4)).sum().backward()),
+    ]
+    dist.init_process_group("gloo", init_method=f"file://{folder}/again", rank=rank, world_size=world_size)
+    results.append(outcome(lambda: comm.all_reduce(torch.ones(1))))
+    assert_works()
+    assert state.stats()["buckets"] == 1
+    return results
+
+
+def test_a_process_group_destroyed_meanwhile(tmp_path: Any) -> None:
+    for results in run(use_after_destroy, 2, str(tmp_path)):
+        assert_raised([*results[:4], results[6]], ConfigurationError, "process group", "destroyed")
+        assert_raised([results[4]], ConfigurationError, "init_process_group")
+        assert_raised([results[5]], Exception, "destroyed")
+
+
+# ------------------------------------------------------------------------------ ranks that disagree
+
+
+# (field, on most ranks, on rank 2, what the message must contain)
+DIFFERENCES: list[tuple[str, Any, Any, tuple[str, ...]]] = [
+    ("aggregator", Hierarchical(), Flat(), ("Hierarchical(", "Flat()")),
+    ("aggregator", Compressed(Cast(torch.bfloat16)), Compressed(Cast(torch.float16)), ("bfloat16", "float16")),
+    ("aggregator", Flat(), None, ("Flat()",)),
+    ("ranks_per_node", 2, 4, ("2", "4")),
+    ("timeout", 30, 40, ("30", "40")),
+]
+
+
+def hook_states_differ(rank: int, world_size: int) -> list[Raised]:
+    results = []
+    for field, usual, odd, _ in DIFFERENCES:
+        options = {field: odd if rank == 2 else usual}
+        results.append(outcome(partial(HookState, **options)))
+        assert_works()
+    return results
+
+
+def test_another_configuration_on_one_rank() -> None:
+    results = run(hook_states_differ, WORLD)
+    for index, (field, _, _, parts) in enumerate(DIFFERENCES):
+        assert_raised([mine[index] for mine in results], MismatchError, "rank 2", field, *parts)
+
+
+def calls_differ(rank: int, world_size: int) -> list[Raised]:
+    comm = Communicator()
+    results = [outcome(lambda: comm.all_reduce(torch.ones(9), aggregator=Flat() if rank == 1 else Hierarchical()))]
+    presets = [commopt.hierarchical, commopt.flat]
+
+    def train() -> None:
+        ddp = linear_ddp()
+        ddp.register_comm_hook(HookState(), presets[rank == 1])
+        ddp(torch.ones(1, 4)).sum().backward()
+
+    results.append(outcome(train))
+    return results
+
+
+def test_another_aggregator_on_one_rank() -> None:
+    results = run(calls_differ, 3, fresh=True)
+    assert_raised([mine[0] for mine in results], MismatchError, "rank 1", "aggregator", "Flat()", "Hierarchical(")
+    assert_raised([mine[1] for mine in results], Exception, "rank 1", "Flat()", "Hierarchical(")
+
+
+def environments_differ(rank: int, world_size: int) -> Raised:
+    import os
+
+    if rank == 1:
+        os.environ["COMMOPT_RANKS_PER_NODE"] = "1"
+    return outcome(Communicator)
+
+
+def test_another_environment_on_one_rank() -> None:
+    assert_raised(run(environments_differ, 2, fresh=True), MismatchError, "rank 1", "COMMOPT_RANKS_PER_NODE", "1")
+
+
+def one_never_arrives(rank: int, world_size: int) -> Raised | None:
+    if rank == 2:
+        time.sleep(4)
+        return None
+    return outcome(lambda: HookState(timeout=2))
+
+
+def test_a_rank_that_never_arrives() -> None:
+    results = run(one_never_arrives, 3, fresh=True)
+    present = [raised for raised in results if raised is not None]
+    assert len(present) == 2
+    assert_raised(present, MismatchError, "rank 2", "2")

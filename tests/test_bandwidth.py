@@ -1,0 +1,453 @@
+"""bench.bandwidth: nccl-tests' table, its arithmetic, and that it notices wrong results and bad settings."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import commopt
+from bench.bandwidth.__main__ import main
+from bench.bandwidth.__main__ import run as run_bench
+from bench.bandwidth.collective import COLLECTIVES
+from bench.bandwidth.contenders import known_aggregators
+from bench.bandwidth.pattern import PERIOD, Pattern, count_wrong, fill
+from bench.bandwidth.settings import DTYPES, parse_nbytes, parse_settings
+from bench.bandwidth.table import Measurement, Row, footer, format_row, heading
+from bench.bandwidth.timing import Timing, percentile
+from commopt.groups import Team
+from tests.ranks import RankError, run
+
+ROOT = Path(__file__).parents[1]
+CPU = torch.device("cpu")
+
+# ------------------------------------------------------------------------------ settings
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("8", 8), ("4K", 4096), ("32m", 32 * 2**20), ("1G", 2**30), ("1.5K", 1536), (" 7 ", 7)]
+)
+def test_sizes(text: str, nbytes: int) -> None:
+    assert parse_nbytes(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "K", "4X", "-1", "1e6", "4KK"])
+def test_bad_sizes(text: str) -> None:
+    with pytest.raises(commopt.ConfigurationError, match=f"'{re.escape(text)}' is no number of bytes; write 8, 4K"):
+        parse_nbytes(text)
+
+
+@pytest.mark.parametrize(
+    ("flags", "steps"),
+    [
+        ("-b 8 -e 64 -f 2", [8, 16, 32, 64]),
+        ("-b 8 -e 63 -f 2", [8, 16, 32]),
+        ("-b 1K -e 3K -i 1K", [1024, 2048, 3072]),
+        ("-b 1M -e 3M", [2**20, 2 * 2**20, 3 * 2**20]),
+        ("", [32 * 2**20]),
+    ],
+)
+def test_steps(flags: str, steps: list[int]) -> None:
+    assert list(parse_settings(flags.split()).steps_nbytes()) == steps
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("-b 1K -e 8", "-b 1024 is more than -e 8 bytes; raise -e or lower -b"),
+        ("-b 0", "-b 0 is too small; the least is 1"),
+        ("-n 0", "-n 0 is too small; the least is 1"),
+        ("-i 0", "-i 0 is too small; the least is 1"),
+        ("-o avg -d int32", "-o avg of -d int32 is no integer; use -o sum"),
+        (
+            "--aggregator fast",
+            "'fast' is unknown for all_reduce; known: torch, .*flat, hierarchical, .*hierarchical_bf16",
+        ),
+        ("--aggregator flat --collective all_gather", "'flat' is unknown for all_gather; known: torch, commopt"),
+        ("--aggregator hierarchical_bf16 -d int64", "hierarchical_bf16 would round -d int64; use a floating-point"),
+    ],
+)
+def test_settings_that_cannot_work(flags: str, message: str) -> None:
+    with pytest.raises(commopt.ConfigurationError, match=message):
+        parse_settings(flags.split())
+
+
+def test_every_preset_and_every_form_has_a_name() -> None:
+    known = known_aggregators()
+    assert {name: known[name] for name in commopt.PRESETS} == {n: p.build() for n, p in commopt.PRESETS.items()}
+    assert known["hierarchical:leader"] == commopt.Hierarchical(form="leader")
+    assert known["hierarchical_bf16:all_reduce"] == commopt.Hierarchical(
+        commopt.Compressed(commopt.Cast(torch.bfloat16), feedback=None), form="all_reduce"
+    )
+    assert known["compressed:cast"] == commopt.Compressed(commopt.Cast())
+
+
+# ------------------------------------------------------------------------------ arithmetic
+
+
+@pytest.mark.parametrize(
+    ("name", "factor_of_4", "count", "nbytes", "has_in_place"),
+    [
+        ("all_reduce", 1.5, 17, 68, True),
+        ("reduce_scatter", 0.75, 4, 64, True),
+        ("all_gather", 0.75, 4, 64, True),
+        ("all_to_all", 0.75, 4, 64, False),
+        ("broadcast", 1.0, 17, 68, True),
+    ],
+)
+def test_conventions(name: str, factor_of_4: float, count: int, nbytes: int, has_in_place: bool) -> None:
+    collective = COLLECTIVES[name]
+    assert collective.bus_factor(4) == factor_of_4
+    assert collective.count(71, torch.float32, 4) == count  # 71 bytes: 17 elements, 4 for each of 4 ranks
+    assert collective.nbytes(count, torch.float32, 4) == nbytes
+    assert collective.has_in_place == has_in_place
+
+
+def test_bandwidths() -> None:
+    # 1 MB in 500 us is 2 GB/s; an all_reduce on 4 ranks moves 1.5 times as much over its busiest link.
+    measurement = Measurement.of(Timing(500.0, 0.0, 0.0), 1_000_000, 1.5, 0)
+    assert (measurement.algbw_gbps, measurement.busbw_gbps) == (2.0, 3.0)
+
+
+def test_iterations_add_up_to_the_loop() -> None:
+    timing = Timing.of([10.0, 30.0, 35.0, 100.0])
+    assert timing == Timing(mean_us=25.0, p50_us=10.0, p99_us=65.0)  # iterations of 10, 20, 5 and 65
+
+
+def test_percentile() -> None:
+    hundred = [float(value) for value in range(100, 0, -1)]
+    assert [percentile(hundred, fraction) for fraction in (0.0, 0.5, 0.99, 1.0)] == [1.0, 50.0, 99.0, 100.0]
+    assert percentile([3.0], 0.99) == 3.0
+
+
+# ------------------------------------------------------------------------------ known results
+
+
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8, 200, 300])
+def test_sums_are_exact_in_every_type(name: str, world_size: int) -> None:
+    dtype = DTYPES[name]
+    pattern = Pattern(dtype, world_size)
+    inputs = [pattern.of_rank(rank).to(dtype) for rank in range(world_size)]
+    total = torch.zeros(PERIOD, dtype=dtype)
+    for values in reversed(inputs):
+        total += values
+    assert count_wrong(total, pattern.total("sum"), pattern.tolerance("sum", True, 0.0), True) == 0
+    assert pattern.total("sum").min() > 0
+    # Without the last rank's share, many elements must be wrong; on 200 ranks bfloat16 leaves a rank whole ones only.
+    assert count_wrong(total - inputs[-1], pattern.total("sum"), 0.0, True) >= PERIOD // world_size
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("world_size", [2, 3, 4, 5, 6, 7, 8])
+def test_averages_stay_within_tolerance_scaled_before_or_after(dtype: torch.dtype, world_size: int) -> None:
+    pattern = Pattern(dtype, world_size)
+    tolerance = pattern.tolerance("avg", True, 0.0)
+    assert (tolerance == 0.0) == (world_size in (2, 4, 8))
+    before = torch.zeros(PERIOD, dtype=dtype)
+    after = torch.zeros(PERIOD, dtype=dtype)
+    for rank in range(world_size):
+        before += pattern.of_rank(rank).to(dtype) * (1 / world_size)
+        after += pattern.of_rank(rank).to(dtype)
+    expected = pattern.total("avg")
+    assert count_wrong(before, expected, tolerance, True) == 0
+    assert count_wrong(after / world_size, expected, tolerance, True) == 0
+
+
+def test_wrong_elements_are_counted_where_they_are() -> None:
+    period = torch.arange(1.0, PERIOD + 1).double()
+    buffer = torch.empty(5 * PERIOD + 3)
+    fill(buffer, period)
+    assert count_wrong(buffer, period, 0.0, True) == 0
+    assert count_wrong(buffer, period.roll(-1), 0.0, True) == buffer.numel()
+    buffer[0], buffer[-1] = float("nan"), 0.0
+    assert count_wrong(buffer, period, 0.0, True) == 2
+    assert count_wrong(buffer, period, 2.0**-6, lossless=False) == 1  # 3 is little beside 1021; NaN never is
+    assert count_wrong(buffer, period, 2.0**-6, lossless=True) == 2
+
+
+def _reference(name: str, sends: Sequence[Tensor], rank: int) -> Tensor:
+    """Return what `rank` must receive, straight from the definition."""
+    world_size = len(sends)
+    if name == "all_reduce":
+        return torch.stack(list(sends)).sum(0)
+    if name == "reduce_scatter":
+        return torch.stack(list(sends)).sum(0).chunk(world_size)[rank]
+    if name == "all_gather":
+        return torch.cat(list(sends))
+    if name == "broadcast":
+        return sends[0]
+    return torch.cat([send.chunk(world_size)[rank] for send in sends])
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_expected_results_follow_the_definition(name: str, in_place: bool, dtype: torch.dtype) -> None:
+    collective, world_size, count = COLLECTIVES[name], 4, 128
+    if in_place and not collective.has_in_place:
+        pytest.skip("needs two buffers")
+    pattern = Pattern(dtype, world_size)
+    pairs = [collective.buffers(pattern, rank, count, CPU, in_place) for rank in range(world_size)]
+    for rank, (send, recv) in enumerate(pairs):
+        assert (send.untyped_storage().data_ptr() == recv.untyped_storage().data_ptr()) == in_place
+        result = _reference(name, [send for send, _ in pairs], rank)
+        assert result.shape == recv.shape
+        expected = collective.expected(pattern, rank, count, "sum")
+        blocks = result.split(count)
+        assert [count_wrong(*pair, 0.0, True) for pair in zip(blocks, expected, strict=True)] == [0] * len(expected)
+        swapped = [*blocks[1:], blocks[0]]
+        if len(blocks) > 1:
+            assert all(count_wrong(*pair, 0.0, True) for pair in zip(swapped, expected, strict=True))
+
+
+# ------------------------------------------------------------------------------ table
+
+
+def _row(**changes: Any) -> Row:
+    side = Measurement(Timing(12.345, 11.0, 13.0), 1.0, 1.5, 0)
+    values: dict[str, Any] = {
+        "collective": "all_reduce",
+        "nbytes": 1048576,
+        "count": 262144,
+        "type": "float",
+        "redop": "sum",
+        "root": -1,
+        "aggregator": "flat",
+        "wire_intra_bytes": 100,
+        "wire_inter_bytes": 200,
+        "out_of_place": side,
+        "in_place": Measurement(Timing(123456.0, 123456.0, 1234.56), 2.0, 3.0, 7),
+    }
+    return Row(**(values | changes))
+
+
+def test_heading_is_that_of_nccl_tests() -> None:
+    places, names, units = heading(10).splitlines()
+    assert places == "#" + " " * 62 + "out-of-place" + " " * 23 + "in-place"
+    assert names == (
+        "#       size         count      type   redop    root     time   algbw   busbw #wrong     time   algbw   busbw "
+        "#wrong  aggregator    wire_intra    wire_inter       p50       p99"
+    )
+    assert " ".join(units.split()) == "# (B) (elements) (us) (GB/s) (GB/s) (us) (GB/s) (GB/s) (B) (B) (us) (us)"
+
+
+def test_row_is_aligned_with_the_heading() -> None:
+    assert format_row(_row(), 10) == (
+        "     1048576        262144     float     sum      -1    12.35    1.00    1.50      0   123456    2.00    3.00"
+        "      7        flat           100           200    123456    1234.6"
+    )
+    names = heading(10).splitlines()[1]
+    assert len(format_row(_row(), 10)) == len(names)
+
+
+def test_row_without_in_place_formula_or_check() -> None:
+    unchecked = Measurement(Timing(1.0, 2.0, 3.0), 1.0, 1.0, None)
+    row = _row(in_place=None, wire_intra_bytes=None, wire_inter_bytes=None, out_of_place=unchecked)
+    fields = format_row(row, 10).split()
+    assert fields[5:] == ["1.00", "1.00", "1.00", *["N/A"] * 5, "flat", "n/a", "n/a", "2.00", "3.00"]
+    assert "# Out of bounds values : N/A" in footer([row], [])
+
+
+def test_footer() -> None:
+    lines = footer([_row()], ["a note"]).splitlines()
+    assert lines == ["# a note", "# Out of bounds values : 7 FAILED", "# Avg bus bandwidth    : 2.25"]
+    right = _row(in_place=None)
+    assert "# Out of bounds values : 0 OK" in footer([right], [])
+    assert "# Average busbw of each: flat 1.5, torch 2.25" in footer([right, _row(aggregator="torch")], [])
+
+
+# ------------------------------------------------------------------------------ whole runs
+
+
+@dataclass(frozen=True)
+class FirstElementWrong(commopt.Flat):
+    """Adds one where it must not."""
+
+    def all_reduce(self, buffer: Tensor, team: Team, scale: float, account: commopt.Account) -> None:
+        super().all_reduce(buffer, team, scale, account)
+        buffer[0] += 1
+
+
+@contextmanager
+def _registered(name: str) -> Iterator[None]:
+    commopt.AGGREGATORS[name] = FirstElementWrong
+    try:
+        yield
+    finally:
+        del commopt.AGGREGATORS[name]
+
+
+def measure(rank: int, world_size: int, flags: str) -> tuple[int, str]:
+    output = io.StringIO()
+    with _registered("wrong"), redirect_stdout(output):
+        status = run_bench(parse_settings(flags.split()), CPU)
+    return status, output.getvalue()
+
+
+def measure_differently(rank: int, world_size: int) -> None:
+    run_bench(parse_settings(["-b", "8", "-e", "8", "-n", str(1 + rank)]), CPU)
+
+
+def _rows(output: str) -> list[list[str]]:
+    return [line.split() for line in output.splitlines() if not line.startswith("#")]
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+@pytest.mark.parametrize("nodes", [(2, 2), (2, 1), ((0, 2), (1, 3))])
+def test_every_collective(name: str, nodes: Any) -> None:
+    collective = COLLECTIVES[name]
+    world_size = 3 if nodes == (2, 1) else 4
+    names = ",".join(["torch", *(known_aggregators() if collective.aggregates else ["commopt"])])
+    if nodes == (2, 1):  # unequal nodes do not allow every form
+        names = "torch,flat,hierarchical,hierarchical_bf16" if collective.aggregates else "torch,commopt"
+    flags = f"-b 5 -e 4100 -f 820 -n 2 -w 0 --collective {name} --aggregator {names}"
+    results = run(measure, world_size, flags, nodes=nodes)
+    assert [status for status, _ in results] == [0] * world_size
+    assert [output for _, output in results[1:]] == [""] * (world_size - 1)
+    rows = _rows(results[0][1])
+    sizes = {int(row[0]) for row in rows}
+    assert sizes == (
+        {4, 4100} if not collective.blocks else {collective.nbytes(1025 // world_size, torch.float, world_size)}
+    )
+    assert ("bytes hold less than one float" in results[0][1]) == collective.blocks
+    assert {row[13] for row in rows} == set(names.split(","))
+    for row in rows:
+        assert row[8] == "0"
+        assert row[12] == ("0" if collective.has_in_place else "N/A")
+        assert float(row[5]) > 0.0
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "reduce_scatter"])
+@pytest.mark.parametrize("flags", ["-o avg -d half", "-o avg -d bfloat16", "-d uint8", "-d int64", "-d double"])
+def test_types_and_averages(name: str, flags: str) -> None:
+    results = run(measure, 3, f"-b 4K -e 4K -n 1 -w 0 {flags} --collective {name}", nodes=(2, 1))
+    assert [status for status, _ in results] == [0] * 3
+    assert [row[2:4] for row in _rows(results[0][1])] == [[flags.split()[-1], "avg" if "avg" in flags else "sum"]]
+
+
+def test_wire_bytes_are_the_sum_over_ranks() -> None:
+    _, output = run(measure, 4, "-b 4K -e 4K -n 1 -w 0 --aggregator flat,torch", nodes=(2, 2))[0]
+    flat, torch_row = _rows(output)
+    # Each of 4 ranks sends 1.5 x 4096 to its neighbour in the ring: two of these hops leave the node.
+    assert flat[14:16] == ["12288", "12288"]
+    assert torch_row[14:16] == ["n/a", "n/a"]
+
+
+def test_wrong_results_are_counted_and_fail_every_rank() -> None:
+    results = run(measure, 2, "-b 64 -e 64 -n 1 -w 0 --aggregator wrong")
+    assert [status for status, _ in results] == [1, 1]
+    assert [(row[8], row[12]) for row in _rows(results[0][1])] == [("2", "2")]  # one element on each of two ranks
+    assert "# Out of bounds values : 4 FAILED" in results[0][1]
+
+
+def test_unchecked_results_do_not_fail() -> None:
+    results = run(measure, 2, "-b 64 -e 64 -n 1 -w 0 -c 0 --aggregator wrong")
+    assert [status for status, _ in results] == [0, 0]
+    assert [(row[8], row[12]) for row in _rows(results[0][1])] == [("N/A", "N/A")]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--ranks-per-node 3", "world_size 2 is not a multiple of ranks_per_node 3"),
+        ("--json /nonexistent/folder/x.json", "--json /nonexistent/folder/x.json cannot be written: .*No such file"),
+    ],
+)
+def test_settings_this_world_cannot_do_raise_on_every_rank(flags: str, message: str) -> None:
+    with pytest.raises(RankError, match=f"(?s)2 of 2 ranks.*ConfigurationError: {message}"):
+        run(measure, 2, f"-b 8 -e 8 {flags}")
+
+
+def test_ranks_with_different_settings_raise_on_every_rank() -> None:
+    with pytest.raises(RankError, match=r"(?s)2 of 2 ranks.*rank 1 was started with iterations 2, rank 0 with 1"):
+        run(measure_differently, 2)
+
+
+def _torchrun(ranks: int, *command: str, **env: str) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return subprocess.run(
+        [*launcher, *command],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **env},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_under_torchrun_with_json(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    flags = f"-b 1K -e 2K -f 2 -n 3 -w 1 --aggregator torch,hierarchical_bf16 --json {path}".split()
+    done = _torchrun(4, "-m", "bench.bandwidth", *flags, COMMOPT_RANKS_PER_NODE="2")
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"# Avg bus bandwidth    : [\d.e-]+", done.stdout.splitlines()[-1])
+    document = json.loads(path.read_text())
+    environment = document["environment"]
+    assert (environment["backend"], environment["world_size"]) == ("gloo", 4)
+    assert environment["nodes"] == [[0, 1], [2, 3]]
+    assert environment["nodes_declared"] is True
+    assert environment["torch"] == torch.__version__
+    assert environment["command"].endswith(" ".join(flags))
+    assert [(row["nbytes"], row["aggregator"]) for row in document["rows"]] == [
+        (nbytes, name) for nbytes in (1024, 2048) for name in ("torch", "hierarchical_bf16")
+    ]
+    for row, printed in zip(document["rows"], _rows(done.stdout), strict=True):
+        assert printed[13] == row["aggregator"]
+        for side in (row["out_of_place"], row["in_place"]):
+            timing = side["timing"]
+            assert 0 < timing["p50_us"] <= timing["p99_us"]
+            assert side["algbw_gbps"] == pytest.approx(row["nbytes"] / timing["mean_us"] / 1e3)
+            assert side["busbw_gbps"] == pytest.approx(1.5 * side["algbw_gbps"])
+            assert side["wrong"] == 0
+    assert document["rows"][0]["wire_inter_bytes"] is None
+    assert document["rows"][1]["wire_inter_bytes"] == 1024  # half of 1024 bytes in bfloat16, from each of two nodes
+    assert document["out_of_bounds_values"] == 0
+
+
+def test_wrong_aggregator_under_torchrun_exits_with_1_on_every_rank(tmp_path: Path) -> None:
+    script = tmp_path / "wrong.py"
+    script.write_text(
+        textwrap.dedent(
+            f"""
+            import os, pathlib, sys, time
+            import commopt
+            from bench.bandwidth.__main__ import main
+            from tests.test_bandwidth import FirstElementWrong
+
+            commopt.AGGREGATORS["wrong"] = FirstElementWrong
+            status = main("-b 64 -e 64 -n 1 -w 0 --aggregator wrong".split())
+            folder = pathlib.Path({str(tmp_path)!r})
+            (folder / os.environ["RANK"]).write_text(str(status))
+            while len(list(folder.glob("[01]"))) < 2:  # torchrun ends the others when the first has failed
+                time.sleep(0.01)
+            sys.exit(status)
+            """
+        )
+    )
+    done = _torchrun(2, str(script))
+    assert done.returncode == 1
+    assert "# Out of bounds values : 4 FAILED" in done.stdout
+    assert [(tmp_path / rank).read_text() for rank in ("0", "1")] == ["1", "1"]
+
+
+def test_without_torchrun_it_says_how_to_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(["-b", "8", "-e", "8"]) == 2
+    message = "bench.bandwidth: no rank: start it with torchrun --nproc-per-node 2 -m bench.bandwidth ...\n"
+    assert capsys.readouterr().err == message

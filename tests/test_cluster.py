@@ -1,0 +1,444 @@
+"""The emulated cluster: its link really is slow, its counters are right, and it leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from bench.cluster import Cluster, ClusterUnavailableError, Counters, Link, Traffic, launch, network, traffic
+from bench.cluster.link import auto_burst_bytes
+
+ROOT = Path(__file__).parents[1]
+RATE_BPS = 100_000_000
+
+# ------------------------------------------------------------------------------ pure functions
+
+
+@pytest.mark.parametrize(
+    ("rate", "rate_bps"),
+    [("200mbit", 200_000_000), ("1.5Gbit", 1_500_000_000), ("64 kbit", 64_000), ("none", None)],
+)
+def test_rate(rate: str, rate_bps: int | None) -> None:
+    assert Link.parse(rate).rate_bps == rate_bps
+
+
+@pytest.mark.parametrize(
+    ("rate", "burst", "burst_bytes"),
+    [
+        ("50mbit", "auto", 32 * 1024),
+        ("200mbit", "auto", 50_000),
+        ("10gbit", "auto", 2_500_000),
+        ("200mbit", "64kib", 65536),
+        ("none", "auto", None),
+    ],
+)
+def test_burst(rate: str, burst: str, burst_bytes: int | None) -> None:
+    assert Link.parse(rate, burst=burst).burst_bytes == burst_bytes
+
+
+def test_delay_is_one_way_and_kept_above_the_rate() -> None:
+    link = Link.parse("200mbit", delay="1.5ms")
+    assert link.delay_us == 1500
+    netem, tbf = link.near_end()
+    assert netem[:4] == ["root", "handle", "1:", "netem"]
+    assert tbf[:3] == ["parent", "1:1", "tbf"]
+    assert [arguments[:2] for arguments in link.far_end()] == [["root", "tbf"]]
+    assert Link.parse("none").near_end() == Link.parse("none").far_end() == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"rate": "200mbps"},
+            "rate '200mbps' must be a number and one of bit, kbit, mbit, gbit; for example 200mbit",
+        ),
+        ({"rate": "0mbit"}, "rate '0mbit' must be above 0; write none"),
+        ({"rate": "-5mbit"}, "rate '-5mbit' must be a number"),
+        ({"delay": "5"}, "delay '5' must be a number and one of us, ms, s; for example 5ms"),
+        ({"rate": "200mbit", "burst": "1kib"}, "burst '1kib' is less than one packet"),
+        ({"rate": "none", "burst": "64kib"}, "burst '64kib' needs a rate"),
+    ],
+)
+def test_link_rejects(arguments: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Link.parse(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ranks_per_node", "message"),
+    [
+        (0, 2, "nodes 0 must be between 1 and 254"),
+        (3, [2, 1], r"ranks_per_node \(2, 1\) names 2 nodes, not 3"),
+        (2, [2, 0], r"ranks_per_node \(2, 0\) must be at least 1"),
+    ],
+)
+def test_cluster_rejects(nodes: int, ranks_per_node: int | list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Cluster(nodes, ranks_per_node)
+
+
+def test_automatic_burst_grows_with_the_rate() -> None:
+    assert auto_burst_bytes(1_000_000_000) == 2 * auto_burst_bytes(500_000_000)
+
+
+def test_traffic_parses_what_the_kernel_says() -> None:
+    # Wide counters touch the colon.
+    text = textwrap.dedent("""\
+        Inter-|   Receive                                               |  Transmit
+         face |bytes    packets errs drop fifo frame compressed multicast|bytes   packets errs drop fifo
+            lo:     700       7    0    0    0     0          0         0     700       7    0    0    0
+          eth0:12345678901   30    1    2    3     4          5         6    9066      11    0    0    0
+        """)
+    tcp = "Tcp: RtoMin OutSegs RetransSegs InErrs\nTcp: 200 25 3 0\nUdp: InDatagrams\nUdp: 7\n"
+    snapshot = Traffic.parse(text, tcp)
+    assert snapshot.link == Counters(tx_bytes=9066, tx_packets=11, rx_bytes=12345678901, rx_packets=30)
+    assert snapshot.link.tx_payload_bytes == 9066 - 11 * 66
+    assert (snapshot.retransmissions, snapshot.link_payload_bytes) == (3, 9066 - 11 * 66 - 3 * 1448)
+    assert snapshot - snapshot == Traffic(Counters(), Counters(), 0)
+
+
+def test_traffic_outside_a_cluster_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"not on an emulated node.*python -m bench\.cluster"):
+        traffic()
+
+
+# ------------------------------------------------------------------ machines that cannot do it
+
+
+def _as_nobody(connection: Connection, command: list[str]) -> None:
+    read, write = os.pipe()
+    os.dup2(write, 2)
+    os.setuid(65534)
+    sys.argv = ["bench.cluster", *command]
+    from bench.cluster.__main__ import main
+
+    status = main()
+    sys.stderr.flush()
+    connection.send((status, os.read(read, 65536).decode()))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user")
+def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Forked, because another user may not be allowed to read this Python.
+    monkeypatch.setattr(sys, "stderr", os.fdopen(2, "w", closefd=False))
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    child = multiprocessing.get_context("fork").Process(target=_as_nobody, args=(sender, ["script.py"]))
+    child.start()
+    assert receiver.poll(20)
+    status, message = receiver.recv()
+    child.join()
+    assert status == 2
+    assert message.count("\n") == 1
+    assert "user id 65534 may not make network namespaces" in message
+    assert "needs root (`sudo" in message
+
+
+def test_without_iproute2_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    reason = Cluster.missing()
+    assert reason is not None
+    assert reason.startswith("no ip and no tc on PATH")
+    assert "apt-get install iproute2" in reason
+
+
+# ------------------------------------------------------------------------------- real clusters
+
+
+@pytest.fixture(scope="module")
+def missing() -> str | None:
+    return Cluster.missing()
+
+
+@pytest.fixture(autouse=True)
+def _skip_without_cluster(request: pytest.FixtureRequest, missing: str | None) -> None:
+    if missing and request.node.get_closest_marker("cluster"):
+        pytest.skip(missing)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[[str], str]:
+    def write(source: str) -> str:
+        path = tmp_path / "script.py"
+        path.write_text(textwrap.dedent(source))
+        return str(path)
+
+    return write
+
+
+def _traces(pid: int) -> list[str]:
+    """Namespaces, links, files and processes of the clusters that process `pid` made."""
+    mark = f"commopt-{pid}-"
+    found = [str(path) for folder in ("/run/netns", "/etc/netns") for path in Path(folder).glob(f"{mark}*")]
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (process / "environ").read_bytes():
+                found.append((process / "cmdline").read_text().replace("\0", " "))
+        except OSError:
+            continue
+    return found
+
+
+def _links() -> str:
+    return subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.fixture
+def leaves_nothing() -> Iterator[None]:
+    links = _links()
+    yield
+    assert _traces(os.getpid()) == []
+    assert _links() == links
+
+
+def _start(*arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "bench.cluster", *arguments]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+MEASURE = """
+    import json, os, time
+    import torch, torch.distributed as dist
+    from datetime import timedelta
+    from bench.cluster import link_rate, traffic
+
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    rank = dist.get_rank()
+    groups = {"intra": dist.new_group([0, 1]), "inter": dist.new_group([0, 2])}
+    report = {name: os.environ[name] for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "NCCL_HOSTID")}
+    report["rate"] = link_rate()
+    x = torch.ones(NUMEL)
+    for name, group in groups.items():
+        member = dist.get_rank(group) >= 0
+        if member:
+            dist.all_reduce(x[:1].clone(), group=group)
+        counts = []
+        for _ in range(3):
+            dist.barrier()
+            before, start = traffic(), time.perf_counter()
+            dist.barrier()
+            y = x.clone()
+            if member:
+                dist.all_reduce(y, group=group)
+            seconds = time.perf_counter() - start
+            dist.barrier()
+            moved = traffic() - before
+            link, loopback = moved.link, moved.loopback
+            counts.append([y.sum().item(), seconds, moved.link_payload_bytes, link.rx_bytes, loopback.tx_bytes])
+        # A busy machine adds to seconds, and TCP's probes to bytes; nothing takes away.
+        report[name] = [min(column) for column in zip(*counts)]
+    reports = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, report)
+    if rank == 0:
+        print(json.dumps(reports))
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("leaves_nothing")
+def test_only_traffic_between_nodes_is_slow_and_every_byte_is_counted(script: Callable[[str], str]) -> None:
+    numel = 1 << 20
+    with Cluster(nodes=2, ranks_per_node=[2, 1], rate="100mbit") as cluster:
+        command = [script(MEASURE.replace("NUMEL", str(numel)))]
+        result = cluster.run(command, timeout_s=60, env={"PYTHONPATH": str(ROOT)})
+    assert result.returncode == 0, result.stderr
+    reports = json.loads(result.stdout)
+
+    assert [(r["WORLD_SIZE"], r["LOCAL_WORLD_SIZE"], r["rate"]) for r in reports] == [
+        ("3", "2", "100mbit"),
+        ("3", "2", "100mbit"),
+        ("3", "1", "100mbit"),
+    ]
+    assert reports[0]["NCCL_HOSTID"] == reports[1]["NCCL_HOSTID"] != reports[2]["NCCL_HOSTID"]
+
+    # Two ranks: each sends half the buffer to be reduced and half of the result.
+    nbytes = 4 * numel
+    total, inter_seconds, payload, received, _ = reports[0]["inter"]
+    assert total == 2 * numel
+    assert payload == pytest.approx(nbytes, rel=0.02)
+    assert received > nbytes
+    assert reports[2]["inter"][2] == pytest.approx(nbytes, rel=0.02)
+    wire_seconds = 8 * nbytes / RATE_BPS
+    assert 0.8 * wire_seconds < inter_seconds < 3 * wire_seconds
+
+    total, intra_seconds, payload, received, loopback = reports[0]["intra"]
+    assert total == 2 * numel
+    assert payload + received < 0.01 * nbytes
+    assert loopback > 2 * nbytes
+    assert intra_seconds < 0.5 * inter_seconds
+
+    first, second = result.nodes
+    assert (first.ranks, second.ranks) == (2, 1)
+    for sender, receiver in ((first, second), (second, first)):
+        assert sender.traffic.link.tx_bytes > nbytes
+        assert receiver.traffic.link.rx_bytes == pytest.approx(sender.traffic.link.tx_bytes, abs=1000)
+
+
+@pytest.mark.cluster
+def test_command_line_runs_a_module_and_reports(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    process = _start("--ranks-per-node", "1", "--json", str(report), "-m", "timeit", "-n", "1", "-r", "1", "pass")
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0, stderr
+    assert stdout.startswith("1 loop, best of 1")
+    assert len(stdout.splitlines()) == 1
+    assert "[node 1] 1 loop, best of 1" in stderr
+    assert "2 nodes at 200mbit" in stderr
+    written = json.loads(report.read_text())
+    assert written["command"][:2] == ["-m", "timeit"]
+    assert (written["rate_bps"], written["burst_bytes"], written["ranks_per_node"]) == (
+        200_000_000,
+        50_000,
+        [1, 1],
+    )
+    assert all(node["traffic"]["link"]["tx_bytes"] > 0 for node in written["nodes"])
+    assert _traces(process.pid) == []
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("leaves_nothing")
+def test_failing_rank_takes_the_others_down(script: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_GRACE_S", 1.0)
+    command = script("""
+        import os, sys, time
+        if "SUCCEED" in os.environ:
+            sys.exit()
+        if os.environ["RANK"] == "1":
+            print("about to fail", file=sys.stderr)
+            sys.exit(7)
+        print("waiting", flush=True)
+        time.sleep(600)
+    """)
+    with Cluster(nodes=2, ranks_per_node=1) as cluster:
+        result = cluster.run([command], timeout_s=60)
+        assert (result.returncode, result.stdout) == (7, "waiting\n")
+        assert "[node 1] about to fail\n" in result.stderr
+        assert "exitcode  : 7" in result.stderr
+        assert result.seconds < 30
+        again = cluster.run([command], timeout_s=60, env={"SUCCEED": "1"})
+        assert (again.returncode, again.stdout) == (0, "")
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("leaves_nothing")
+def test_timeout_and_then_an_exception_leave_nothing(
+    script: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "_GRACE_S", 0.5)
+    sleeper = script("import time; time.sleep(600)")
+
+    def run_then_raise() -> None:
+        with Cluster(nodes=2, ranks_per_node=1, rate="none") as cluster:
+            result = cluster.run([sleeper], timeout_s=1)
+            assert result.returncode == 124
+            assert "[cluster] still running after 1 s; stopped\n" in result.stderr  # torchrun may add its own
+            raise KeyError("from the body")
+
+    with pytest.raises(KeyError, match="from the body"):
+        run_then_raise()
+
+
+# A rank that ignores every polite signal, and a child that has left its process group and session.
+STUBBORN = """
+    import os, signal, subprocess, sys, time
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    subprocess.Popen(["sleep", "600"], start_new_session=True)
+    print("ready", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(
+    ("number", "source"),
+    [
+        pytest.param(signal.SIGINT, STUBBORN, id="ctrl-c-stubborn-rank"),
+        pytest.param(signal.SIGTERM, "import time; print('ready', flush=True); time.sleep(600)", id="sigterm"),
+    ],
+)
+def test_signal_stops_everything(script: Callable[[str], str], number: signal.Signals, source: str) -> None:
+    links = _links()
+    process = _start("--ranks-per-node", "1", script(source))
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    assert _traces(process.pid)
+    process.send_signal(number)
+    process.communicate(timeout=30)
+    assert process.returncode == 128 + number
+    assert _traces(process.pid) == []
+    assert _links() == links
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("leaves_nothing")
+def test_failed_setup_is_undone_and_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Link, "far_end", lambda link: [["root", "tbf", "rate", "nonsense"]])
+    cluster = Cluster()
+    with pytest.raises(ClusterUnavailableError, match=r"tc -n .*nonsense.* failed: .*CONFIG_NET_SCH_TBF"):
+        cluster.__enter__()
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("leaves_nothing")
+def test_delay(script: Callable[[str], str]) -> None:
+    reason = Cluster.missing(delay="20ms")
+    if reason is not None:
+        assert "netem" in reason
+        assert "CONFIG_NET_SCH_NETEM" in reason
+        pytest.skip(reason)
+    command = script("""
+        import os, socket, time
+        if os.environ["RANK"] == "0":
+            with socket.create_server(("", 5000)) as server:
+                server.accept()[0].recv(1)
+        else:
+            time.sleep(2)
+            start = time.perf_counter()
+            socket.create_connection(("node0", 5000)).close()
+            assert 0.04 <= time.perf_counter() - start < 0.2
+    """)
+    with Cluster(ranks_per_node=1, rate="none", delay="20ms") as cluster:
+        result = cluster.run([command], timeout_s=30)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.cluster
+def test_leftovers_of_dead_launchers_are_removed_and_those_of_the_living_kept() -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    dead, alive = f"commopt-{gone.pid}-0-node0", "commopt-1-0-node0"
+    for name in (dead, alive):
+        subprocess.run(["ip", "netns", "add", name], check=True)
+    orphan = subprocess.Popen(["ip", "netns", "exec", dead, "sleep", "600"])
+    try:
+        deadline = time.monotonic() + 5
+        while not network._ip("netns", "pids", dead).split() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        with Cluster():
+            assert not Path("/run/netns", dead).exists()
+            assert Path("/run/netns", alive).exists()
+        assert orphan.wait(timeout=5) == -signal.SIGKILL
+    finally:
+        subprocess.run(["ip", "netns", "delete", alive], check=True)
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("leaves_nothing")
+def test_two_clusters_side_by_side() -> None:
+    with Cluster() as first, Cluster() as second:
+        assert len(_traces(os.getpid())) >= 6
+        assert first.link == second.link
+    assert first is not second

@@ -1,0 +1,436 @@
+"""The standalone API: five collectives on torch and NumPy arrays, in place, against a naive reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import commopt
+from commopt import Communicator
+from tests.catalogue import LAYOUTS
+from tests.ranks import run
+
+SHAPES: list[tuple[int, ...]] = [(), (0,), (1,), (7,), (3, 5), (2, 0, 3), (4, 3, 2), (30_001,)]
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32]
+
+
+every_layout = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+def whole(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return small whole numbers: their sums are exact in every dtype."""
+    generator = torch.Generator().manual_seed(rank + 1)
+    return torch.randint(-8, 9, shape, generator=generator).to(dtype)
+
+
+def total(world_size: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    return sum((whole(peer, shape, dtype) for peer in range(1, world_size)), whole(0, shape, dtype))
+
+
+def run_on(layout: str, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    world_size, nodes = LAYOUTS[layout]
+    return run(fn, world_size, *args, nodes=nodes)
+
+
+# ------------------------------------------------------------------------------ the five primitives
+
+
+def all_reduce(rank: int, world_size: int) -> None:
+    comm = Communicator()
+    for shape in SHAPES:
+        for dtype in DTYPES:
+            x = whole(rank, shape, dtype)
+            data_ptr = x.data_ptr()
+            assert comm.all_reduce(x, op="sum") is x
+            assert x.data_ptr() == data_ptr
+            assert torch.equal(x, total(world_size, shape, dtype)), (shape, dtype)
+        x = whole(rank, shape) * world_size
+        comm.all_reduce(x)
+        assert torch.allclose(x, total(world_size, shape), rtol=1e-6), shape
+        x = whole(rank, shape)
+        assert commopt.all_reduce(x, op="sum") is x
+        assert torch.equal(x, total(world_size, shape))
+
+
+@every_layout
+def test_all_reduce(layout: str) -> None:
+    run_on(layout, all_reduce)
+
+
+def reduce_scatter(rank: int, world_size: int) -> None:
+    comm = Communicator()
+    for shape in SHAPES:
+        for dtype in DTYPES:
+            source, output = whole(rank, (world_size, *shape), dtype), torch.full(shape, 99, dtype=dtype)
+            before = source.clone()
+            assert comm.reduce_scatter(output, source, op="sum") is output
+            assert torch.equal(output, total(world_size, (world_size, *shape), dtype)[rank]), (shape, dtype)
+            assert torch.equal(source, before), "the input was changed"
+        source, output = whole(rank, (world_size, *shape)), torch.empty(shape)
+        comm.reduce_scatter(output, source)
+        want = total(world_size, (world_size, *shape))[rank] / world_size
+        assert torch.allclose(output, want, rtol=1e-6, atol=1e-6), shape
+
+
+@every_layout
+def test_reduce_scatter(layout: str) -> None:
+    run_on(layout, reduce_scatter)
+
+
+def all_gather(rank: int, world_size: int) -> None:
+    comm = Communicator()
+    for shape in SHAPES:
+        for dtype in [*DTYPES, torch.bool, torch.complex64, torch.uint8]:
+            source, output = whole(rank, shape, dtype), torch.empty((world_size, *shape), dtype=dtype)
+            assert comm.all_gather(output, source) is output
+            want = torch.stack([whole(peer, shape, dtype) for peer in range(world_size)])
+            assert torch.equal(output, want), (shape, dtype)
+
+
+@every_layout
+def test_all_gather(layout: str) -> None:
+    run_on(layout, all_gather)
+
+
+def broadcast(rank: int, world_size: int) -> None:
+    comm = Communicator()
+    for src in range(world_size):
+        for shape in SHAPES:
+            for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
+                x = whole(rank, shape, dtype)
+                assert comm.broadcast(x, src) is x
+                assert torch.equal(x, whole(src, shape, dtype)), (src, shape, dtype)
+    x = torch.full((3,), float(rank))
+    comm.broadcast(x)
+    assert x.tolist() == [0, 0, 0]
+
+
+@every_layout
+def test_broadcast(layout: str) -> None:
+    run_on(layout, broadcast)
+
+
+def all_to_all(rank: int, world_size: int) -> None:
+    comm = Communicator()
+    for shape in SHAPES:
+        for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
+            source, output = whole(rank, (world_size, *shape), dtype), torch.empty((world_size, *shape), dtype=dtype)
+            assert comm.all_to_all(output, source) is output
+            want = torch.stack([whole(peer, (world_size, *shape), dtype)[rank] for peer in range(world_size)])
+            assert torch.equal(output, want), (shape, dtype)
+
+
+@every_layout
+def test_all_to_all(layout: str) -> None:
+    run_on(layout, all_to_all)
+
+
+# ------------------------------------------------------------------------------ memory layouts
+
+VIEWS: dict[str, Callable[[Any], Any]] = {
+    "plain": lambda base: base,
+    "transposed": lambda base: base.T,
+    "strided": lambda base: base[::2, 1::3],
+    "column": lambda base: base[:, 3],
+    "row": lambda base: base[2],
+    "middle": lambda base: base[2:5, 4:9],
+    "element": lambda base: base[1, 1:2],
+}
+NUMPY_VIEWS: dict[str, Callable[[Any], Any]] = {
+    **VIEWS,
+    "reversed": lambda base: base[::-1],
+    "reversed both": lambda base: base[::-2, ::-1],
+    "fortran": lambda base: np.asfortranarray(base),
+    "0-dim": lambda base: base[1, 2, ...],
+}
+
+
+def reduce_views(rank: int, world_size: int) -> None:
+    """A view is reduced in place: the memory around it stays as it was."""
+    comm = Communicator()
+    for name, view in VIEWS.items():
+        base, want = whole(rank, (8, 12)), whole(rank, (8, 12))
+        view(want).copy_(view(total(world_size, (8, 12))))
+        x = view(base)
+        assert comm.all_reduce(x, op="sum") is x
+        assert torch.equal(base, want), name
+    for name, view in NUMPY_VIEWS.items():
+        array, expected = whole(rank, (8, 12)).numpy(), whole(rank, (8, 12)).numpy()
+        view_of_array = view(array)
+        if name == "fortran":
+            array, expected = view_of_array, expected.copy()
+        view(expected)[...] = view(total(world_size, (8, 12)).numpy())
+        if name == "fortran":
+            expected = total(world_size, (8, 12)).numpy()
+        assert comm.all_reduce(view_of_array, op="sum") is view_of_array, name
+        assert np.array_equal(array, expected), f"NumPy {name}"
+
+
+@pytest.mark.parametrize("layout", ["3", "2x2"])
+def test_views_are_reduced_in_place(layout: str) -> None:
+    run_on(layout, reduce_views)
+
+
+def move_views(rank: int, world_size: int) -> None:
+    """The four other collectives read and write views too, torch and NumPy mixed."""
+    comm = Communicator()
+    rows = world_size
+    every = [whole(peer, (6, rows)) for peer in range(world_size)]  # used transposed: block j is column j
+
+    base = torch.zeros(3, 12)
+    comm.reduce_scatter(base[1, ::2], every[rank].T, op="sum")
+    assert torch.equal(base[1, ::2], torch.stack(every).sum(0)[:, rank])
+    assert base.count_nonzero() == base[1, ::2].count_nonzero()
+
+    array = np.zeros((6, rows), dtype=np.float32)
+    source = whole(rank, (6, 2))
+    assert comm.all_gather(array.T, source[:, 1]) is not None
+    assert np.array_equal(array.T, torch.stack([whole(peer, (6, 2))[:, 1] for peer in range(world_size)]).numpy())
+
+    array = np.full((5, 4), rank, dtype=np.int64)
+    comm.broadcast(array[::-1, 1], src=world_size - 1)
+    assert (array[:, 1] == world_size - 1).all()
+    assert (array[:, [0, 2, 3]] == rank).all()
+
+    out = np.zeros((rows, 6), dtype=np.float32)[::-1]
+    comm.all_to_all(out, every[rank].T)
+    assert np.array_equal(out, torch.stack([matrix[:, rank] for matrix in every]).numpy())
+
+
+@pytest.mark.parametrize("layout", ["3", "2x2", "2x2 interleaved"])
+def test_views_move(layout: str) -> None:
+    run_on(layout, move_views)
+
+
+def reduce_numpy(rank: int, world_size: int) -> None:
+    comm = Communicator()
+    for shape in SHAPES:
+        for dtype in (np.float32, np.float64, np.float16, np.int64, np.int32):
+            x = np.array(whole(rank, shape).numpy(), dtype=dtype)
+            address = x.__array_interface__["data"]
+            assert comm.all_reduce(x, op="sum") is x
+            assert x.__array_interface__["data"] == address
+            assert x.dtype == dtype
+            assert np.array_equal(x, total(world_size, shape).numpy().astype(dtype)), (shape, dtype)
+    assert isinstance(commopt.all_reduce(np.ones(3)), np.ndarray)
+
+
+@pytest.mark.parametrize("layout", ["2", "2+1"])
+def test_numpy_arrays(layout: str) -> None:
+    run_on(layout, reduce_numpy)
+
+
+def reduce_special_tensors(rank: int, world_size: int) -> None:
+    comm = Communicator()
+    leaf = torch.ones(5, requires_grad=True)
+    with torch.no_grad():
+        assert comm.all_reduce(leaf, op="sum") is leaf
+    assert leaf.tolist() == [world_size] * 5
+    assert leaf.requires_grad
+    with torch.inference_mode():
+        x = torch.ones(5)
+        comm.all_reduce(x, op="sum")
+    assert x.tolist() == [world_size] * 5
+    channels_last = whole(rank, (2, 3, 4, 5)).to(memory_format=torch.channels_last)
+    comm.all_reduce(channels_last, op="sum")
+    assert torch.equal(channels_last, total(world_size, (2, 3, 4, 5)))
+    parameter = torch.nn.Parameter(torch.full((3,), float(rank)))
+    comm.broadcast(parameter.data, 1)
+    assert parameter.tolist() == [1, 1, 1]
+
+
+def test_parameters_inference_tensors_and_channels_last() -> None:
+    run(reduce_special_tensors, 2)
+
+
+# ------------------------------------------------------------------------------ asynchronous
+
+
+def keep_many_in_flight(rank: int, world_size: int) -> None:
+    comm = Communicator()
+    xs = [whole(rank, (n,)) for n in (1, 10, 100_000, 0, 1000)]
+    works = [comm.all_reduce(x, op="sum", async_op=True) for x in xs]
+    for x, work in reversed(list(zip(xs, works, strict=True))):
+        assert isinstance(work, commopt.Work)
+        assert work.wait() is x
+        assert work.is_completed()
+        assert torch.equal(x, total(world_size, tuple(x.shape)))
+        work.wait()  # again: harmless
+
+    array = np.full(4, rank, dtype=np.float32)
+    work = comm.broadcast(array, 1, async_op=True)
+    assert work.wait() is array
+    assert (array == 1).all()
+
+    x = whole(rank, (100,))
+    future = comm.all_reduce(x, op="sum", async_op=True).get_future()
+    doubled = future.then(lambda done: done.value() * 2)
+    future.wait()
+    assert torch.equal(x, total(world_size, (100,)))
+    assert torch.equal(torch.as_tensor(doubled.wait()).reshape(100), 2 * x)
+
+    # One lane, one order: each operation sees what the one before left in the tensor.
+    x = torch.full((3,), float(rank))
+    works = [
+        comm.all_reduce(x, op="sum", async_op=True),
+        comm.broadcast(x, 0, async_op=True),
+        comm.all_reduce(x, op="sum", async_op=True),
+        commopt.all_reduce(x, op="avg", async_op=True),
+    ]
+    works[-1].wait()
+    assert all(work.is_completed() for work in works)
+    assert x.tolist() == [world_size * sum(range(world_size))] * 3
+
+    everything = torch.empty(world_size, 2)
+    block = torch.full((2,), float(rank))
+    gather = comm.all_gather(everything, block, async_op=True)
+    scatter = comm.reduce_scatter(block, everything, op="sum", async_op=True)
+    exchanged = torch.empty(world_size, 2)
+    exchange = comm.all_to_all(exchanged, everything, async_op=True)
+    assert exchange.wait() is exchanged
+    assert scatter.wait() is block
+    assert gather.wait() is everything
+    assert everything[:, 0].tolist() == list(range(world_size))
+    assert block.tolist() == [world_size * rank] * 2
+    assert exchanged[:, 0].tolist() == [rank] * world_size
+
+
+@pytest.mark.parametrize("layout", ["3", "2x2"])
+def test_asynchronous_operations(layout: str) -> None:
+    run_on(layout, keep_many_in_flight)
+
+
+def abandon_handles(rank: int, world_size: int) -> None:
+    """Handles may be dropped; the lane finishes what was submitted, in order."""
+    comm = Communicator()
+    xs = [torch.ones(50_000) for _ in range(10)]
+    for x in xs:
+        comm.all_reduce(x, op="sum", async_op=True)
+    comm.all_reduce(torch.ones(1))
+    for x in xs:
+        assert (x == world_size).all()
+
+
+def test_handles_may_be_dropped() -> None:
+    run(abandon_handles, 3)
+
+
+# ------------------------------------------------------------------------------ groups
+
+
+def use_subgroups(rank: int, world_size: int) -> None:
+    odd, even = dist.new_group([1, 3]), dist.new_group([0, 2])
+    mine, members = (odd, [1, 3]) if rank % 2 else (even, [0, 2])
+    comm = Communicator(mine)
+    assert commopt.all_reduce(torch.full((3,), float(rank)), op="sum", group=mine).tolist() == [sum(members)] * 3
+    gathered = torch.empty(2)
+    comm.all_gather(gathered, torch.tensor([float(rank)]))
+    assert gathered.tolist() == members
+    x = torch.tensor([float(rank)])
+    comm.broadcast(x, src=1)  # rank 1 of the group
+    assert x.item() == members[1]
+    out = torch.empty(2)
+    comm.all_to_all(out, torch.tensor([10.0 * rank, 10.0 * rank + 1]))
+    assert out.tolist() == [10 * member + members.index(rank) for member in members]
+    shard = torch.empty(1)
+    comm.reduce_scatter(shard, torch.tensor([1.0, 2.0]), op="sum")
+    assert shard.item() == 2 * (1 + members.index(rank))
+
+    world = Communicator()  # beside the subgroups, in between their operations
+    pending = comm.all_reduce(torch.ones(1000), async_op=True)
+    assert world.all_reduce(torch.tensor([float(rank)]), op="sum").item() == 6
+    pending.wait()
+
+    alone = dist.new_group([2])
+    if rank == 2:
+        assert Communicator(alone).all_reduce(torch.tensor([5.0])).item() == 5
+    dist.barrier()
+
+
+@pytest.mark.parametrize("nodes", [None, (2, 2), ((0, 2), (1, 3))], ids=str)
+def test_subgroups(nodes: Any) -> None:
+    run(use_subgroups, 4, nodes=nodes)
+
+
+def declare_nodes(rank: int, world_size: int) -> tuple[int, str, int, int]:
+    declared = Communicator(ranks_per_node=2)
+    x = declared.all_reduce(torch.full((9,), float(rank)), op="sum")
+    assert x.tolist() == [6] * 9
+    wire = declared.wire_bytes(1000, torch.float32, commopt.Hierarchical())
+    return len(declared.cluster.nodes), str(declared.cluster), wire.intra, wire.inter
+
+
+def test_ranks_per_node_declares_nodes() -> None:
+    by_argument = run(declare_nodes, 4)
+    assert all(nodes == 2 for nodes, *_ in by_argument)
+    assert sum(inter for *_, inter in by_argument) == 2 * 4000
+
+
+def count_nodes(rank: int, world_size: int) -> int:
+    return len(Communicator().cluster.nodes)
+
+
+def test_nodes_come_from_hosts_or_environment() -> None:
+    assert run(count_nodes, 4) == [1] * 4
+    assert run(count_nodes, 4, nodes=(2, 2)) == [2] * 4
+    assert run(count_nodes, 3, nodes=((0, 2), (1,))) == [2] * 3
+    assert run(count_nodes, 4, env={"COMMOPT_RANKS_PER_NODE": "2"}) == [2] * 4
+    assert run(count_nodes, 4, env={"COMMOPT_RANKS_PER_NODE": "1"}) == [4] * 4
+
+
+def only_set_up(rank: int, world_size: int) -> None:
+    for _ in range(10):
+        Communicator()
+        commopt.HookState()
+
+
+def test_a_rank_may_leave_right_after_setup() -> None:
+    for _ in range(5):
+        run(only_set_up, 4, nodes=(2, 2))
+
+
+# ------------------------------------------------------------------------------ memory that cannot be written
+
+
+def refuse_memory(rank: int, world_size: int) -> dict[str, str]:
+    comm = Communicator()
+    readonly = np.ones(4, dtype=np.float32)
+    readonly.setflags(write=False)
+    calls: dict[str, Callable[[], object]] = {
+        "read-only array": lambda: comm.all_reduce(readonly),
+        "read-only output": lambda: comm.all_gather(np.broadcast_to(np.float32(0), (4 * world_size,)), np.ones(4)),
+        "expanded tensor": lambda: comm.all_reduce(torch.ones(1).expand(5)),
+        "expanded output": lambda: comm.all_gather(torch.ones(1).expand(world_size), torch.ones(1)),
+        "overlapping array": lambda: comm.all_reduce(
+            np.lib.stride_tricks.as_strided(np.ones(6, np.float32), (4, 3), (4, 4))
+        ),
+        "overlapping tensor": lambda: comm.broadcast(torch.ones(6).as_strided((4, 3), (1, 1))),
+    }
+    messages = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except commopt.UnsupportedTensorError as error:
+            messages[name] = str(error)
+        else:
+            messages[name] = "accepted"
+    gathered = torch.empty(world_size * 4)
+    comm.all_gather(gathered, torch.from_numpy(readonly.copy()).expand(4))  # reading is another matter
+    assert comm.all_gather(np.empty(world_size * 4, np.float32), readonly) is not None
+    return messages
+
+
+def test_memory_that_cannot_hold_a_result() -> None:
+    for messages in run(refuse_memory, 2):
+        for name in ("read-only array", "read-only output"):
+            assert "read-only" in messages[name], messages
+            assert "copy()" in messages[name], messages
+        for name in ("expanded tensor", "expanded output", "overlapping array", "overlapping tensor"):
+            assert "share memory" in messages[name], (name, messages)
+            assert "contiguous()" in messages[name], (name, messages)

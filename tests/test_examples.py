@@ -1,0 +1,123 @@
+"""The tutorials run as a newcomer runs them: under torchrun, from the command line."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples import train_gpt
+from tests.ranks import run
+
+ROOT = Path(__file__).parents[1]
+TINY = ["--layers", "1", "--width", "32", "--context", "16"]
+
+
+def test_gpt_from_the_command_line() -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*launcher, "examples/train_gpt.py", "--steps", "5", "--look-every", "2", *TINY],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COMMOPT_RANKS_PER_NODE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    looks = re.findall(r"hierarchical: step (\d+), held-out loss [\d.]+ nats per byte", done.stderr)
+    assert looks == ["2", "4", "5"]
+    assert done.stdout.startswith("hierarchical: step 5, held-out loss ")
+    assert "aggregator: Hierarchical" in done.stdout
+    assert "cluster: 2 nodes x 1 rank(s) (emulated)" in done.stdout
+    assert "steps: 5\n" in done.stdout
+
+
+def losses(rank: int, world_size: int, strategies: list[str]) -> list[float]:
+    parser = argparse.ArgumentParser()
+    train_gpt.add_model_options(parser)
+    options = parser.parse_args([*TINY, "--learning-rate", "0.01"])
+    found = []
+    for strategy in strategies:
+        training = train_gpt.Training(options, torch.device("cpu"))
+        train_gpt.choose_averaging(training.ddp, strategy)
+        for _ in range(15):
+            training.step()
+        found.append(training.held_out_loss())
+    return found
+
+
+def test_gpt_learns_alike_with_every_exact_strategy() -> None:
+    (ddp, flat, hierarchical, noop), other_rank = run(losses, 2, ["ddp", "flat", "hierarchical", "noop"], nodes=(1, 1))
+    assert other_rank == [ddp, flat, hierarchical, noop]
+    assert ddp < 4.5  # guessing costs ln 256 = 5.55
+    assert [flat, hierarchical] == pytest.approx([ddp, ddp], abs=1e-4)
+    assert noop != pytest.approx(ddp, abs=1e-4)
+
+
+def fractions(rank: int, world_size: int) -> list[float]:
+    clock = argparse.Namespace(steps=None, seconds=60.0)
+    count = argparse.Namespace(steps=8, seconds=60.0)
+    started = time.monotonic() - 30 * (rank + 1)  # the ranks' clocks disagree
+    return [train_gpt.fraction_done(budget, 2, started, torch.device("cpu")) for budget in (clock, count)]
+
+
+def test_all_ranks_stop_by_the_clock_of_rank_0() -> None:
+    first, second = run(fractions, 2)
+    assert first == second
+    assert first == [pytest.approx(0.5, abs=0.1), 0.25]
+
+
+def test_corpus_holds_out_whole_files_and_is_capped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for index in range(20):
+        (tmp_path / f"m{index:02}.py").write_bytes(bytes([index]) * 10)
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "big.py").write_bytes(b"\xff")
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    train_text, held_out = train_gpt.load_corpus()
+    assert held_out.unique().tolist() == [0, 10]
+    assert train_text.unique().tolist() == [index for index in range(20) if index % 10]
+    assert len(held_out) == 20
+    assert len(train_text) == 180
+
+    monkeypatch.setattr(train_gpt, "CORPUS_BYTES", 115)
+    assert [len(text) for text in train_gpt.load_corpus()] == [95, 20]  # the budget ends within m11
+
+
+def test_targets_are_the_next_bytes() -> None:
+    text = torch.arange(50, dtype=torch.uint8)
+    tokens, targets = train_gpt.windows_at(text, torch.tensor([0, 7]), 4, torch.device("cpu"))
+    assert tokens.tolist() == [[0, 1, 2, 3], [7, 8, 9, 10]]
+    assert targets.tolist() == [[1, 2, 3, 4], [8, 9, 10, 11]]
+
+
+def test_gpt_has_five_million_parameters_and_sees_no_future() -> None:
+    torch.manual_seed(0)
+    assert sum(p.numel() for p in train_gpt.GPT(layers=6, width=256, context=64).parameters()) == pytest.approx(
+        5e6, rel=0.05
+    )
+    model = train_gpt.GPT(layers=2, width=32, context=8)
+    tokens = torch.randint(256, (1, 8))
+    changed = tokens.clone()
+    changed[0, 5] = (tokens[0, 5] + 1) % 256
+    before, after = model(tokens), model(changed)
+    torch.testing.assert_close(before[0, :5], after[0, :5])
+    assert not torch.allclose(before[0, 5:], after[0, 5:])
+
+
+def test_unknown_strategy_lists_the_known_ones(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", "--strategy", "hierarchy"])
+    with pytest.raises(SystemExit):
+        train_gpt.main()
+    message = capsys.readouterr().err
+    assert "'hierarchy'" in message
+    assert all(name in message for name in train_gpt.STRATEGIES)

@@ -1,0 +1,172 @@
+"""Nothing is lost: the mean gradients of all steps are what was applied plus what the residuals hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from commopt import Feedback
+from tests.catalogue import LAYOUTS
+from tests.feedback_training import (
+    NUMELS,
+    SMALL_BUCKETS,
+    STRATEGIES,
+    Books,
+    Training,
+    Vectors,
+    assert_conserved,
+    assert_something_left,
+    drift,
+    flat,
+    residuals_of,
+    total,
+    zeros,
+)
+from tests.hook_training import assert_identical
+from tests.ranks import run
+
+SHORT = (1, 2, 3, 15)  # DDP makes new buckets before step 2, or 3 with a static graph
+LONG = (*SHORT, 300)
+ONE_BUCKET: dict[str, Any] = {}
+# Each strategy at least once flat and once between nodes, and each layout at least twice.
+CASES: list[tuple[str, str, str]] = [
+    ("8 bits", "2", "float32"),
+    ("4 bits", "3", "float32"),
+    ("2 bits", "4", "float32"),
+    ("4 uniform", "2", "bfloat16"),
+    ("stochastic", "3", "float32"),
+    ("onebit mean", "3", "bfloat16"),
+    ("onebit rms", "2", "float32"),
+    ("bf16", "3", "float32"),
+    ("bf16", "2", "bfloat16"),
+    ("8 bits", "2x2", "float32"),
+    ("inter 8 bits", "2+1", "float32"),
+    ("inter 4 bits", "2x2", "float32"),
+    ("inter 4 bits", "2x2 interleaved", "float32"),
+    ("inter 2 bits", "3x2", "float32"),
+    ("inter 4 uniform", "2+1 interleaved", "float32"),
+    ("inter stochastic", "2x2", "float32"),
+    ("inter onebit mean", "2+1", "float32"),
+    ("inter onebit rms", "2x2", "float32"),
+    ("inter bf16", "2x2", "float32"),
+    ("inter 4 bits", "2x2", "bfloat16"),
+    ("inter onebit mean", "2+1", "bfloat16"),
+    ("inter 4 bits, intra 8 bits", "2x2", "float32"),
+    ("inter 4 bits, intra 8 bits", "2x2", "bfloat16"),
+    ("inter 4 bits, intra 8 bits", "4", "float32"),
+    ("inter onebit mean, intra 4 bits", "3x2", "float32"),
+    ("inter stochastic, intra stochastic", "2x2", "float32"),
+]
+
+
+def keep_books(
+    rank: int,
+    world_size: int,
+    strategy: str,
+    dtype: str,
+    snapshots: Sequence[int],
+    scaling: dict[str, Any] | None = None,
+    options: dict[str, Any] = SMALL_BUCKETS,
+) -> tuple[list[Books], str]:
+    scaler = None if scaling is None else torch.amp.GradScaler("cpu", **scaling)
+    training = Training(rank, world_size, STRATEGIES[strategy], getattr(torch, dtype), scaler, options)
+    books, plans = [], []
+    for step in range(1, snapshots[-1] + 1):
+        training.step()
+        if step in snapshots:
+            plans.append(training.comm.state_dict()["buckets"])
+            books.append(training.books())
+    assert options is not SMALL_BUCKETS or (plans[0] != plans[-1] and len(plans[-1]) > 1), "buckets never changed"
+    return books, training.digest()
+
+
+def check(results: Sequence[tuple[list[Books], str]]) -> None:
+    assert_identical([digest for _, digest in results])
+    for snapshot in zip(*(books for books, _ in results), strict=True):
+        assert_conserved(snapshot)
+    assert_something_left([books[-1] for books, _ in results])
+
+
+@pytest.mark.parametrize(("strategy", "layout", "dtype"), CASES)
+def test_nothing_is_lost(strategy: str, layout: str, dtype: str) -> None:
+    world_size, nodes = LAYOUTS[layout]
+    check(run(keep_books, world_size, strategy, dtype, LONG, nodes=nodes))
+
+
+@pytest.mark.parametrize("strategy", ["4 bits", "inter onebit mean"])
+def test_static_graph_makes_its_buckets_later(strategy: str) -> None:
+    check(run(keep_books, 4, strategy, "float32", SHORT, None, {**SMALL_BUCKETS, "static_graph": True}, nodes=(2, 2)))
+
+
+@pytest.mark.parametrize("strategy", ["8 bits", "inter 4 bits"])
+@pytest.mark.parametrize("options", [ONE_BUCKET, {**SMALL_BUCKETS, "gradient_as_bucket_view": True}], ids=str)
+def test_other_buckets(strategy: str, options: dict[str, Any]) -> None:
+    check(run(keep_books, 4, strategy, "float32", SHORT, None, options, nodes=(2, 2)))
+
+
+@pytest.mark.parametrize("strategy", ["8 bits", "inter onebit mean"])
+@pytest.mark.parametrize(("dtype", "growth"), [("float32", 1.5), ("bfloat16", 2.0)])
+def test_loss_scales_that_grow(strategy: str, dtype: str, growth: float) -> None:
+    scaling = {"init_scale": 1000.0, "growth_factor": growth, "growth_interval": 3}
+    check(run(keep_books, 4, strategy, dtype, SHORT, scaling, nodes=(2, 2)))
+
+
+def tiny_beside_large(rank: int, world_size: int, step: int, dtype: torch.dtype) -> Vectors:
+    """One large element in each block makes a level so wide that the others fill it in hundreds of steps."""
+    chosen = {name: torch.full((numel,), 3e-6 * (1 + rank), dtype=dtype) for name, numel in NUMELS.items()}
+    for values in chosen.values():
+        values[::16] = 1.0
+    return chosen
+
+
+def store_in_16_bits(rank: int, world_size: int, steps: int) -> tuple[Books, Tensor]:
+    def chosen(rank: int, step: int, dtype: torch.dtype) -> Vectors:
+        return tiny_beside_large(rank, world_size, step, dtype)
+
+    aggregator = flat("8 bits", feedback=Feedback(dtype=torch.bfloat16))
+    training = Training(rank, world_size, aggregator, options=ONE_BUCKET, chosen=chosen)
+    for _ in range(steps):
+        training.step()
+    saved = training.comm.state_dict()["residuals"]["/worker"]
+    assert {values.dtype for values in saved.values()} == {torch.bfloat16}
+    return training.books(), training.owed["second.weight"]
+
+
+def test_residuals_in_16_bits_do_not_drift() -> None:
+    """A residual of 5e-4 has a last place of 4e-6 in bfloat16: truncated or rounded to nearest it would stay there."""
+    results = run(store_in_16_bits, 2, 400)
+    tiny = torch.arange(NUMELS["second.weight"]) % 16 != 0
+    lost = drift([books for books, _ in results])["second.weight"][tiny]
+    owed = torch.stack([owed for _, owed in results]).sum(0)[tiny]
+    truncation = float(owed.mean()) - 2.0**-11
+    assert truncation > 0.5 * float(owed.mean()), "the test must be able to fail"
+    assert abs(float(lost.mean())) < truncation / 8 / 8
+    assert float(lost.square().mean().sqrt()) < truncation / 8
+
+
+def fade(rank: int, world_size: int, decay: float) -> tuple[Books, Books, Vectors, float]:
+    """Return the books before and after, what decay took in between, and the norm of what is left."""
+    training = Training(rank, world_size, flat("onebit mean", feedback=Feedback(decay=decay)), options=ONE_BUCKET)
+    for _ in range(3):
+        training.step()  # an owner's residuals do not decay, unless new buckets make them a worker's
+    before, faded = training.books(), zeros()
+    for _ in range(20):
+        for name, values in residuals_of(training.comm.state_dict())["/worker"].items():
+            faded[name] += (1 - decay) * values.double()
+        training.step()
+    return before, training.books(), faded, training.comm.stats()["residual_norm"]
+
+
+def test_decay_takes_its_share_and_no_more() -> None:
+    kept, faded = run(fade, 3, 1.0), run(fade, 3, 0.5)
+    before, after = drift([before for before, _, _, _ in faded]), drift([after for _, after, _, _ in faded])
+    taken = total([result[2] for result in faded])
+    assert float(taken["first.weight"].abs().max()) > 1
+    for name in NUMELS:
+        assert float((after[name] - before[name] - taken[name]).abs().max()) < 1e-4, name
+    for result, faded_result in zip(kept, faded, strict=True):
+        assert faded_result[-1] < 0.8 * result[-1]

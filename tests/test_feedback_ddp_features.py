@@ -1,0 +1,214 @@
+"""Error feedback under DDP's features: every gradient counts once, and misuse is noticed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import commopt
+from commopt import Compressed, Hierarchical
+from tests.feedback_training import (
+    SMALL_BUCKETS,
+    STRATEGIES,
+    Books,
+    Controlled,
+    Tied,
+    Training,
+    Vectors,
+    assert_conserved,
+    assert_something_left,
+    gradients,
+)
+from tests.hook_training import assert_identical
+from tests.ranks import run
+
+STEPS = 12
+FIND_UNUSED = {**SMALL_BUCKETS, "find_unused_parameters": True}
+
+
+def without(chosen: Vectors, *names: str) -> Vectors:
+    return {name: values for name, values in chosen.items() if name not in names}
+
+
+def frozen_model(dtype: torch.dtype) -> Controlled:
+    module = Controlled(dtype)
+    module.first.weight.requires_grad_(False)
+    module.second.bias.requires_grad_(False)
+    return module
+
+
+def frozen(rank: int, world_size: int, strategy: str) -> Training:
+    def chosen(rank: int, step: int, dtype: torch.dtype) -> Vectors:
+        return without(gradients(rank, step, dtype), "first.weight", "second.bias")
+
+    return Training(rank, world_size, STRATEGIES[strategy], chosen=chosen, make=frozen_model)
+
+
+def unused_on_a_rank(rank: int, world_size: int, strategy: str) -> Training:
+    def chosen(rank: int, step: int, dtype: torch.dtype) -> Vectors:
+        return without(gradients(rank, step, dtype), *(["second.weight"] if (rank + step) % 2 else []))
+
+    return Training(rank, world_size, STRATEGIES[strategy], options=FIND_UNUSED, chosen=chosen)
+
+
+def unused_for_ever(rank: int, world_size: int, strategy: str) -> Training:
+    def chosen(rank: int, step: int, dtype: torch.dtype) -> Vectors:
+        return without(gradients(rank, step, dtype), "third.weight")
+
+    return Training(rank, world_size, STRATEGIES[strategy], options=FIND_UNUSED, chosen=chosen)
+
+
+def densely(aggregator: Any, name: str) -> Any:
+    """Return `aggregator` with a parameter that travels dense at every level."""
+    if isinstance(aggregator, Compressed):
+        return replace(aggregator, dense=(name,))
+    if isinstance(aggregator, Hierarchical):
+        return replace(aggregator, inter=densely(aggregator.inter, name), intra=densely(aggregator.intra, name))
+    return aggregator
+
+
+def unused_in_some_steps(rank: int, world_size: int, strategy: str) -> Training:
+    """No rank uses the parameter in every third step; DDP drops what the hook returns for it then, so it is dense."""
+
+    def chosen(rank: int, step: int, dtype: torch.dtype) -> Vectors:
+        return without(gradients(rank, step, dtype), *(["second.weight"] if step % 3 == 1 else []))
+
+    return Training(
+        rank, world_size, densely(STRATEGIES[strategy], "second.weight"), options=FIND_UNUSED, chosen=chosen
+    )
+
+
+def tied(rank: int, world_size: int, strategy: str) -> Training:
+    def chosen(rank: int, step: int, dtype: torch.dtype) -> Vectors:
+        values = gradients(rank, step, dtype)
+        return {**values, "tied.weight": values["third.weight"].flip(0)}
+
+    return Training(rank, world_size, STRATEGIES[strategy], chosen=chosen, make=Tied)
+
+
+def accumulated(rank: int, world_size: int, strategy: str) -> Training:
+    return Training(rank, world_size, STRATEGIES[strategy], micros=2)
+
+
+FEATURES = {
+    function.__name__: function
+    for function in (frozen, unused_on_a_rank, unused_for_ever, unused_in_some_steps, tied, accumulated)
+}
+
+
+def use(rank: int, world_size: int, feature: str, strategy: str) -> tuple[Books, str]:
+    training = FEATURES[feature](rank, world_size, strategy)
+    for _ in range(STEPS):
+        training.step()
+    return training.books(), training.digest()
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("strategy", ["8 bits", "inter onebit mean", "inter 4 bits, intra 8 bits"])
+def test_every_gradient_counts_once(feature: str, strategy: str) -> None:
+    results = run(use, 4, feature, strategy, nodes=(2, 2))
+    assert_identical([digest for _, digest in results])
+    assert_conserved([books for books, _ in results], feature)
+    assert_something_left([books for books, _ in results])
+
+
+class Records(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno >= logging.WARNING:
+            self.messages.append(record.getMessage())
+
+
+def attached(aggregator: commopt.Aggregator, scaler: torch.amp.GradScaler | None = None) -> TorchDDP:
+    ddp = TorchDDP(Controlled(), **SMALL_BUCKETS)
+    commopt.attach(ddp, aggregator, scaler=scaler)
+    return ddp
+
+
+def accumulate_wrongly(rank: int) -> None:
+    ddp = attached(STRATEGIES["8 bits"])
+    for step in range(2):
+        ddp.zero_grad()
+        ddp(gradients(rank, 2 * step)).backward()
+        ddp(gradients(rank, 2 * step + 1)).backward()
+
+
+def accumulate_rightly(rank: int) -> None:
+    ddp = attached(STRATEGIES["8 bits"])
+    for step in range(3):
+        ddp.zero_grad(set_to_none=step != 1)
+        with ddp.no_sync():
+            ddp(gradients(rank, 2 * step)).backward()
+        ddp(gradients(rank, 2 * step + 1)).backward()
+
+
+def accumulate_losslessly(rank: int) -> None:
+    ddp = attached(commopt.Hierarchical())
+    for step in range(3):
+        ddp(gradients(rank, step)).backward()
+
+
+def scale(ddp: TorchDDP, scaler: torch.amp.GradScaler, rank: int) -> None:
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    for step in range(3):
+        optimizer.zero_grad()
+        scaler.scale(ddp(gradients(rank, step))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def forget_the_scaler(rank: int) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scale(attached(STRATEGIES["inter 4 bits"]), scaler, rank)
+
+
+def forget_a_later_scaler(rank: int) -> None:
+    ddp = attached(STRATEGIES["8 bits"])
+    scale(ddp, torch.amp.GradScaler("cpu", init_scale=8.0), rank)
+
+
+def pass_the_scaler(rank: int) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scale(attached(STRATEGIES["8 bits"], scaler), scaler, rank)
+
+
+def scaler_without_feedback(rank: int) -> None:
+    scale(attached(commopt.Hierarchical()), torch.amp.GradScaler("cpu", init_scale=8.0), rank)
+
+
+def disabled_scaler(rank: int) -> None:
+    scale(attached(STRATEGIES["8 bits"]), torch.amp.GradScaler("cpu", enabled=False), rank)
+
+
+def messages_of(rank: int, world_size: int, training: Callable[[int], None]) -> list[str]:
+    records = Records()
+    logging.getLogger("commopt").addHandler(records)
+    training(rank)
+    return records.messages
+
+
+@pytest.mark.parametrize(
+    ("training", "fix"),
+    [(accumulate_wrongly, "no_sync"), (forget_the_scaler, "scaler="), (forget_a_later_scaler, "scaler=")],
+)
+def test_misuse_is_logged_with_the_fix(training: Callable[[int], None], fix: str) -> None:
+    # New processes: a warning comes once per process, and a GradScaler of an earlier job may still exist.
+    for messages in run(messages_of, 2, training, fresh=True):
+        assert len([message for message in messages if fix in message]) == 1, messages
+
+
+@pytest.mark.parametrize(
+    "training",
+    [accumulate_rightly, accumulate_losslessly, pass_the_scaler, scaler_without_feedback, disabled_scaler],
+)
+def test_right_use_is_silent(training: Callable[[int], None]) -> None:
+    assert run(messages_of, 2, training, fresh=True) == [[], []]

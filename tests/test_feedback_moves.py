@@ -1,0 +1,112 @@
+"""Whatever else changes with a checkpoint's world or recipe, what it had not sent yet is sent: nothing gets stuck."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import commopt
+from commopt import Aggregator, Compressed, Feedback, Hierarchical, Quantize
+from tests.catalogue import LAYOUTS
+from tests.feedback_training import Training, Vectors, residual_of, zero_gradients, zeros
+from tests.ranks import run
+
+STEPS = 14  # of zero gradients: at 4 bits little is left of a residual after each
+
+FOUR = Compressed(Quantize(4, 64))
+INTER = Hierarchical(inter=FOUR)
+BOTH = Hierarchical(inter=FOUR, intra=Compressed(Quantize(8, 64)))
+LATE = replace(FOUR, compressor=Quantize(4, 64, start_step=100))
+
+
+def save(rank: int, world_size: int, aggregator: Aggregator) -> dict[str, Any] | None:
+    training = Training(rank, world_size, aggregator)
+    for _ in range(4):
+        training.step()
+    return training.comm.gathered_state_dict()
+
+
+def drain(rank: int, world_size: int, aggregator: Aggregator, saved: dict[str, Any]) -> tuple[Vectors, float]:
+    """Return what was sent without any gradient, and the residual left on this rank."""
+    training = Training(rank, world_size, aggregator, chosen=zero_gradients)
+    training.comm.load_state_dict(saved)
+    for _ in range(STEPS):
+        training.step()
+    return training.told, training.comm.stats()["residual_norm"]
+
+
+@pytest.mark.parametrize(
+    ("old", "old_layout", "new", "new_layout"),
+    [
+        pytest.param(INTER, "2x2", INTER, "3", id="one node has no inter level"),
+        pytest.param(INTER, "2x2", BOTH, "3", id="one node with compression inside"),
+        pytest.param(BOTH, "2x2", BOTH, "1+1", id="one rank per node has no intra level"),
+        pytest.param(Hierarchical(inter=FOUR, form="leader"), "2x2", INTER, "2x2", id="leader to shards"),
+        pytest.param(INTER, "2x2", Hierarchical(inter=FOUR, form="leader"), "2x2", id="shards to leader"),
+        pytest.param(INTER, "2x2", Hierarchical(inter=replace(FOUR, dense=("*",))), "2x2", id="all dense now"),
+        pytest.param(FOUR, "3", replace(FOUR, dense=("first.*", "gain")), "3", id="some dense now"),
+        pytest.param(FOUR, "3", LATE, "3", id="a later start"),
+        pytest.param(INTER, "2x2", replace(BOTH, inter=FOUR), "2x2", id="compression inside now"),
+    ],
+)
+def test_residuals_are_sent_in_the_end(old: Aggregator, old_layout: str, new: Aggregator, new_layout: str) -> None:
+    world_size, nodes = LAYOUTS[old_layout]
+    saved = next(state for state in run(save, world_size, old, nodes=nodes) if state is not None)
+    owed: dict[str, Tensor] = zeros()
+    for part in saved["ranks"]:
+        for name, values in residual_of(part).items():
+            owed[name] += values
+    largest = max(float(values.abs().max()) for values in owed.values())
+    assert largest > 0.01
+
+    world_size, nodes = LAYOUTS[new_layout]
+    for told, left in run(drain, world_size, new, saved, nodes=nodes):
+        assert left < 1e-4 * largest
+        for name, values in owed.items():
+            torch.testing.assert_close(told[name], values, rtol=0, atol=1e-5)
+
+
+def resume_twice(rank: int, world_size: int, aggregator: Aggregator) -> list[str]:
+    """Return the digests of going on, of a resumed run, and of one resumed from a checkpoint of a checkpoint."""
+    training = Training(rank, world_size, aggregator)
+    for _ in range(4):
+        training.step()
+    saved = training.comm.state_dict()
+    digests = []
+    for again in (False, True, True):
+        if again:
+            training = Training(rank, world_size, aggregator)
+            training.comm.load_state_dict(saved)
+            saved = training.comm.state_dict()
+            training.steps = 4
+        training.forget()
+        for _ in range(4):
+            training.step()
+        digests.append("".join(str(values.sum().item()) for values in training.results().values()))
+    return digests
+
+
+@pytest.mark.parametrize("layout", ["3", "2x2"])
+def test_16_bit_residuals_resume_exactly_too(layout: str) -> None:
+    aggregator = Hierarchical(inter=Compressed(Quantize(4, 64), Feedback(dtype=torch.bfloat16)))
+    world_size, nodes = LAYOUTS[layout]
+    for digests in run(resume_twice, world_size, aggregator if nodes else aggregator.inter, nodes=nodes):
+        assert len(set(digests)) == 1
+
+
+def load_nothing(rank: int, world_size: int) -> str:
+    training = Training(rank, world_size, FOUR)
+    training.step()
+    with pytest.raises(commopt.MismatchError) as caught:
+        training.comm.load_state_dict(training.comm.gathered_state_dict())  # type: ignore[arg-type]  # None on rank 1
+    return str(caught.value)
+
+
+def test_the_gathered_state_must_be_given_to_all() -> None:
+    for message in run(load_nothing, 2):
+        assert "NoneType" in message
+        assert "gathered_state_dict" in message

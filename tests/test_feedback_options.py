@@ -1,0 +1,229 @@
+"""What the presets' options promise: warm-up, dense parameters, memory, and errors that say what to write instead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import commopt
+from commopt import Cast, Compressed, ConfigurationError, Feedback, Flat, Hierarchical, OneBit, Quantize
+from tests.catalogue import LAYOUTS
+from tests.feedback_training import (
+    NUMELS,
+    SMALL_BUCKETS,
+    Books,
+    Controlled,
+    Training,
+    assert_conserved,
+    gradients,
+)
+from tests.hook_training import assert_identical
+from tests.ranks import run
+
+EPS = torch.finfo(torch.float32).eps
+
+
+def test_presets_are_these_aggregators() -> None:
+    quantize = Quantize(4, 128, "uniform", "stochastic", 3)
+    options = {"bits": 4, "block": 128, "levels": "uniform", "rounding": "stochastic", "start_step": 3}
+    bf16 = Feedback(0.9, torch.bfloat16)
+    assert commopt.quantized.build() == Compressed(Quantize(8), Feedback())
+    assert commopt.quantized.build(**options, dense=("*.bias",), feedback=bf16) == Compressed(
+        quantize, bf16, ("*.bias",)
+    )
+    assert commopt.hierarchical_quantized.build(**options, intra=Compressed(Quantize(8))) == Hierarchical(
+        Compressed(quantize), Compressed(Quantize(8))
+    )
+    assert commopt.onebit.build(scale="rms", feedback=None) == Compressed(OneBit(scale="rms"), None)
+    assert commopt.hierarchical_onebit.build(start_step=2, block=64) == Hierarchical(
+        Compressed(OneBit(64, start_step=2)), Flat()
+    )
+
+
+def errors_per_step(
+    rank: int, world_size: int, preset: str, options: dict[str, Any], steps: int
+) -> tuple[list[dict[str, float]], list[float], Books, str]:
+    """Return each step's errors, relative to the mean magnitude, by parameter, and this rank's residual norms."""
+    aggregator = commopt.PRESETS[preset].build(**options)
+    training = Training(rank, world_size, aggregator)
+    errors, norms = [], []
+    for step in range(steps):
+        training.step()
+        peers = [gradients(peer, step) for peer in range(world_size)]
+        means = {name: torch.stack([peer[name].double() for peer in peers]).mean(0) for name in NUMELS}
+        magnitudes = {name: torch.stack([peer[name].double().abs() for peer in peers]).mean(0) for name in NUMELS}
+        results = training.results()
+        errors.append({name: float(((results[name] - means[name]).abs() / magnitudes[name]).max()) for name in NUMELS})
+        norms.append(training.comm.stats()["residual_norm"])
+    return errors, norms, training.books(), training.digest()
+
+
+WARMING: list[tuple[str, str, dict[str, Any]]] = [
+    ("quantized", "3", {"bits": 8}),
+    ("onebit", "2", {}),
+    ("hierarchical_quantized", "2x2", {"bits": 4}),
+    ("hierarchical_quantized", "2x2", {"bits": 4, "intra": Compressed(Quantize(8, 64, start_step=3))}),
+    ("hierarchical_onebit", "2+1", {"scale": "rms"}),
+]
+
+
+@pytest.mark.parametrize(("preset", "layout", "options"), WARMING, ids=str)
+def test_steps_before_start_step_are_exact(preset: str, layout: str, options: dict[str, Any]) -> None:
+    world_size, nodes = LAYOUTS[layout]
+    results = run(errors_per_step, world_size, preset, {"block": 64, "start_step": 3, **options}, 6, nodes=nodes)
+    assert_identical([digest for *_, digest in results])
+    assert_conserved([books for _, _, books, _ in results])
+    for errors, norms, _, _ in results:
+        for step in range(3):
+            assert max(errors[step].values()) <= (world_size + 1) * EPS, f"step {step} is not dense"
+            assert norms[step] == 0
+        assert all(errors[step]["first.weight"] > 1e-3 for step in range(3, 6)), "never compressed"
+    assert all(sum(norms[step] for _, norms, _, _ in results) > 0 for step in range(3, 6))
+
+
+DENSE: list[tuple[str, str, dict[str, Any]]] = [
+    ("quantized", "3", {"bits": 4}),
+    ("onebit", "2", {}),
+    ("hierarchical_quantized", "2x2", {"bits": 2}),
+    ("hierarchical_onebit", "2+1", {}),
+]
+
+
+@pytest.mark.parametrize(("preset", "layout", "options"), DENSE, ids=str)
+def test_dense_and_tiny_parameters_are_exact(preset: str, layout: str, options: dict[str, Any]) -> None:
+    world_size, nodes = LAYOUTS[layout]
+    options = {"block": 64, "dense": ("*.bias", "third.*"), **options}
+    results = run(errors_per_step, world_size, preset, options, 4, nodes=nodes)
+    assert_identical([digest for *_, digest in results])
+    assert_conserved([books for _, _, books, _ in results])
+    for errors, _, books, _ in results:
+        for name in ("first.bias", "second.bias", "third.bias", "third.weight", "gain"):
+            assert max(error[name] for error in errors) <= (world_size + 1) * EPS, name
+            assert not books.residual[name].any(), name
+        for name in ("first.weight", "second.weight"):
+            assert min(error[name] for error in errors) > 1e-3, name
+
+
+@pytest.mark.parametrize("preset", ["quantized", "onebit"])
+def test_tiny_parameters_are_exact_unasked(preset: str) -> None:
+    """A block of 512 costs more than these parameters."""
+    results = run(errors_per_step, 3, preset, {}, 4)
+    for errors, _, _, _ in results:
+        for name in ("second.bias", "gain"):
+            assert max(error[name] for error in errors) <= 4 * EPS, name
+
+
+def count_residual_bytes(rank: int, world_size: int, preset: str, options: dict[str, Any], scaled: bool) -> int:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if scaled else None
+    training = Training(rank, world_size, commopt.PRESETS[preset].build(**options), scaler=scaler)
+    for _ in range(3):
+        training.step()
+    nbytes: int = training.comm.stats()["residual_bytes"]
+    return nbytes
+
+
+BF16 = {"feedback": Feedback(dtype=torch.bfloat16)}
+
+
+@pytest.mark.parametrize(
+    ("preset", "options", "layout", "scaled", "nbytes"),
+    [
+        ("quantized", {"bits": 8}, "2", False, 4),
+        ("quantized", {"bits": 8}, "2", True, 8),
+        ("onebit", {}, "2", False, 4),
+        ("quantized", {"bits": 4, **BF16}, "2", False, 2),
+        ("hierarchical_quantized", {"bits": 4}, "2x2", False, 2),
+        ("hierarchical_onebit", {}, "2x2", True, 4),
+        ("hierarchical_quantized", BF16, "2x2", False, 1),
+    ],
+    ids=str,
+)
+def test_residual_bytes_per_parameter(
+    preset: str, options: dict[str, Any], layout: str, scaled: bool, nbytes: float
+) -> None:
+    world_size, nodes = LAYOUTS[layout]
+    numel = sum(NUMELS.values())
+    for got in run(count_residual_bytes, world_size, preset, {"block": 64, **options}, scaled, nodes=nodes):
+        assert got == pytest.approx(nbytes * numel, rel=0.15 if nodes else 0.01)
+
+
+def collect_errors(rank: int, world_size: int, attempts: Sequence[tuple[str, dict[str, Any]]]) -> list[str | None]:
+    messages: list[str | None] = []
+    for preset, options in attempts:
+        try:
+            commopt.attach(TorchDDP(Controlled(), **SMALL_BUCKETS), commopt.PRESETS[preset], **options)
+            messages.append(None)
+        except ConfigurationError as error:
+            messages.append(str(error))
+    return messages
+
+
+# What is wrong, and what the message must name: the value and something that works.
+BAD: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
+    ("quantized", {"bits": 3}, ("bits", "3", "8", "4", "2")),
+    ("quantized", {"bits": "8"}, ("bits", "'8'", "4")),
+    ("quantized", {"bits": 1}, ("bits", "1", "8")),
+    ("hierarchical_quantized", {"bits": 16}, ("bits", "16", "8")),
+    ("quantized", {"block": 100}, ("block", "100", "64")),
+    ("quantized", {"block": 0}, ("block", "0", "64")),
+    ("onebit", {"block": 8192}, ("block", "8192", "4096")),
+    ("onebit", {"block": 512.0}, ("block", "512.0", "64")),
+    ("quantized", {"levels": "log"}, ("levels", "log", "uniform")),
+    ("quantized", {"rounding": "up"}, ("rounding", "up", "nearest", "stochastic")),
+    ("quantized", {"levels": "nonuniform"}, ("nonuniform", "uniform")),
+    (
+        "quantized",
+        {"bits": 4, "levels": "nonuniform", "rounding": "stochastic"},
+        ("nonuniform", "stochastic", "uniform"),
+    ),
+    ("onebit", {"scale": "median"}, ("scale", "median", "mean", "rms")),
+    ("onebit", {"bits": 1}, ("bits", "block", "scale")),
+    ("quantized", {"start_step": -1}, ("start_step", "-1", "0")),
+    ("onebit", {"start_step": 2.5}, ("start_step", "2.5")),
+    ("quantized", {"dense": "*.bias"}, ("dense", "*.bias", "(")),
+    ("quantized", {"feedback": True}, ("feedback", "True", "Feedback")),
+    ("onebit", {"feedback": "float32"}, ("feedback", "float32", "Feedback")),
+    ("hierarchical_quantized", {"intra": Quantize(8)}, ("intra", "Quantize", "Compressed")),
+    ("hierarchical_quantized", {"intra": Hierarchical()}, ("intra", "Hierarchical", "Compressed")),
+    ("quantized", {"scaler": 1024.0}, ("scaler", "float", "GradScaler")),
+]
+
+
+def test_bad_options_name_value_and_fix() -> None:
+    attempts = [(preset, options) for preset, options, _ in BAD]
+    failures = []
+    for messages in run(collect_errors, 2, attempts):
+        for (preset, options, words), message in zip(BAD, messages, strict=True):
+            if message is None or any(word not in message for word in words):
+                failures.append(f"{preset}({options}): {message!r} should name {words}")
+    assert not failures, "\n".join(sorted(set(failures)))
+
+
+@pytest.mark.parametrize("decay", [0.0, -0.5, 1.5, float("nan")])
+def test_feedback_refuses_a_decay(decay: float) -> None:
+    with pytest.raises(ConfigurationError, match=rf"decay={decay}.*1"):
+        Feedback(decay=decay)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int32])
+def test_feedback_refuses_a_dtype(dtype: torch.dtype) -> None:
+    with pytest.raises(ConfigurationError, match=rf"{dtype}.*torch\.float32.*torch\.bfloat16"):
+        Feedback(dtype=dtype)
+
+
+def refuse_unequal_nodes(rank: int, world_size: int) -> str:
+    aggregator = Hierarchical(Compressed(Quantize(4)), Compressed(Cast(torch.bfloat16)))
+    with pytest.raises(ConfigurationError) as caught:
+        commopt.attach(TorchDDP(Controlled()), aggregator)
+    return str(caught.value)
+
+
+def test_compression_in_unequal_nodes_is_refused_on_every_rank() -> None:
+    for message in run(refuse_unequal_nodes, 3, nodes=(2, 1)):
+        assert "intra" in message
+        assert "2" in message
+        assert "1" in message

@@ -1,0 +1,321 @@
+"""Checkpoints of residuals: exact in the same world, complete in another one, refused where they do not fit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from commopt import CommoptError, ConfigurationError
+from tests.catalogue import LAYOUTS
+from tests.feedback_training import (
+    NUMELS,
+    SMALL_BUCKETS,
+    STRATEGIES,
+    Books,
+    Controlled,
+    Layer,
+    Training,
+    Vectors,
+    residual_of,
+    residuals_of,
+    total,
+)
+from tests.ranks import run
+
+Saved = Callable[[str, str, int, bool], str]
+STEPS = 8
+
+
+def start(rank: int, world_size: int, strategy: str, option: str = "") -> Training:
+    """Make a training; `option` is "scaler", or one of DDP's that is to be true."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1000.0, growth_interval=3) if option == "scaler" else None
+    options = {**SMALL_BUCKETS, option: True} if option not in ("", "scaler") else SMALL_BUCKETS
+    return Training(rank, world_size, STRATEGIES[strategy], scaler=scaler, options=options)
+
+
+def save(training: Training, folder: str, gathered: bool) -> None:
+    state = training.comm.gathered_state_dict() if gathered else training.comm.state_dict()
+    assert (state is None) == (gathered and training.rank > 0)
+    scaling = training.scaler.state_dict() if training.scaler else {}
+    everything = {"model": training.module.state_dict(), "scaler": scaling, "step": training.steps}
+    torch.save(everything, os.path.join(folder, f"training-{training.rank}.pt"))
+    if state is not None:
+        torch.save(state, os.path.join(folder, f"comm-{training.rank}.pt"))
+
+
+def saved_state(folder: str, rank: int) -> dict[str, Any]:
+    state: dict[str, Any] = torch.load(os.path.join(folder, f"comm-{rank}.pt"), weights_only=True)
+    return state
+
+
+def load(training: Training, folder: str, gathered: bool) -> None:
+    everything = torch.load(os.path.join(folder, f"training-{training.rank}.pt"), weights_only=True)
+    training.module.load_state_dict(everything["model"])
+    training.steps = everything["step"]
+    if training.scaler:
+        training.scaler.load_state_dict(everything["scaler"])
+    training.comm.load_state_dict(saved_state(folder, 0 if gathered else training.rank))
+
+
+def finish(training: Training) -> tuple[str, dict[str, Vectors]]:
+    training.forget()
+    while training.steps < STEPS:
+        training.step()
+    return training.digest(), residuals_of(training.comm.state_dict())
+
+
+def uninterrupted(
+    rank: int, world_size: int, strategy: str, folder: str, saved_after: int, gathered: bool, option: str
+) -> tuple[str, dict[str, Vectors]]:
+    training = start(rank, world_size, strategy, option)
+    while training.steps < saved_after:
+        training.step()
+    save(training, folder, gathered)
+    return finish(training)
+
+
+def resumed(
+    rank: int, world_size: int, strategy: str, folder: str, gathered: bool, option: str
+) -> tuple[str, dict[str, Vectors]]:
+    training = start(rank, world_size, strategy, option)
+    load(training, folder, gathered)
+    return finish(training)
+
+
+def rolled_back(
+    rank: int, world_size: int, strategy: str, folder: str, gathered: bool, option: str
+) -> tuple[str, dict[str, Vectors]]:
+    """Load in the middle of a training that has gone on."""
+    training = start(rank, world_size, strategy, option)
+    for _ in range(STEPS):
+        training.step()
+    load(training, folder, gathered)
+    return finish(training)
+
+
+def assert_same(first: list[tuple[str, dict[str, Vectors]]], second: list[tuple[str, dict[str, Vectors]]]) -> None:
+    for rank, ((digest, residuals), (again, residuals_again)) in enumerate(zip(first, second, strict=True)):
+        assert digest == again, f"rank {rank}: results differ"
+        assert residuals.keys() == residuals_again.keys()
+        for role in residuals:
+            for name in residuals[role]:
+                assert torch.equal(residuals[role][name], residuals_again[role][name]), (rank, role, name)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "layout", "gathered", "option"),
+    [
+        ("8 bits", "3", False, ""),
+        ("8 bits", "2", False, "static_graph"),
+        ("stochastic", "3", True, "find_unused_parameters"),
+        ("onebit mean", "2", False, "scaler"),
+        ("late 4 bits", "2", False, ""),
+        ("inter 4 bits", "2x2", False, ""),
+        ("inter stochastic", "2x2", True, "scaler"),
+        ("inter onebit rms", "2+1", False, ""),
+        ("inter 4 bits, intra 8 bits", "2x2", True, ""),
+        ("inter stochastic, intra stochastic", "2x2", False, "static_graph"),
+    ],
+)
+def test_resuming_changes_no_bit(tmp_path: Path, strategy: str, layout: str, gathered: bool, option: str) -> None:
+    world_size, nodes = LAYOUTS[layout]
+    folder = str(tmp_path)
+    whole = run(uninterrupted, world_size, strategy, folder, 4, gathered, option, nodes=nodes)
+    assert len({digest for digest, _ in whole}) == 1
+    assert_same(whole, run(resumed, world_size, strategy, folder, gathered, option, nodes=nodes, fresh=gathered))
+    assert_same(whole, run(rolled_back, world_size, strategy, folder, gathered, option, nodes=nodes))
+
+
+def books_after(rank: int, world_size: int, strategy: str, folder: str) -> Books:
+    training = start(rank, world_size, strategy)
+    for _ in range(4):
+        training.step()
+    save(training, folder, gathered=True)
+    return training.books()
+
+
+def move(rank: int, world_size: int, strategy: str, folder: str) -> tuple[Vectors, Books, Books]:
+    training = start(rank, world_size, strategy)
+    training.comm.load_state_dict(saved_state(folder, 0))
+    at_once = residual_of(training.comm.state_dict())
+    training.step()
+    first = training.books()
+    for _ in range(3):
+        training.step()
+    return at_once, first, training.books()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "old", "new"),
+    [
+        ("8 bits", "4", "2"),
+        ("onebit mean", "2", "3"),
+        ("inter 4 bits", "2x2", "3x2"),
+        ("inter 4 bits", "2x2", "2x2 interleaved"),
+        ("inter onebit mean", "2+1", "2x2"),
+        ("inter 8 bits", "3x2", "2+1"),
+        ("inter 8 bits", "2x2", "3"),
+        ("inter 4 bits, intra 8 bits", "2x2", "3x2"),
+    ],
+)
+def test_another_world_takes_over_every_residual(tmp_path: Path, strategy: str, old: str, new: str) -> None:
+    world_size, nodes = LAYOUTS[old]
+    left = total([books.residual for books in run(books_after, world_size, strategy, str(tmp_path), nodes=nodes)])
+    assert max(float(values.abs().max()) for values in left.values()) > 1e-3
+    world_size, nodes = LAYOUTS[new]
+    results = run(move, world_size, strategy, str(tmp_path), nodes=nodes)
+    loaded = total([at_once for at_once, _, _ in results])
+    for name in NUMELS:
+        torch.testing.assert_close(loaded[name], left[name], rtol=1e-5, atol=1e-5)
+    for books in ([first for _, first, _ in results], [last for _, _, last in results]):
+        owed, residual = total([each.owed for each in books]), total([each.residual for each in books])
+        for name in NUMELS:
+            torch.testing.assert_close(
+                left[name] + owed[name], books[0].told[name] + residual[name], rtol=1e-5, atol=5e-5
+            )
+
+
+class Wider(Controlled):
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(dtype)
+        self.third.weight = nn.Parameter(torch.ones(7, 101, dtype=dtype))
+
+
+class Longer(Controlled):
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(dtype)
+        self.fourth = Layer((100, 10), 10, dtype)
+
+
+class Shorter(Controlled):
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(dtype)
+        del self.third
+
+
+def error_of(training: Training, state: dict[str, Any]) -> tuple[str, str]:
+    with pytest.raises(CommoptError) as caught:
+        training.comm.load_state_dict(state)
+    return type(caught.value).__name__, str(caught.value)
+
+
+def load_into_model(rank: int, world_size: int, make: type[Controlled], folder: str, gathered: bool) -> tuple[str, str]:
+    training = Training(rank, world_size, STRATEGIES["8 bits"], make=make)
+    return error_of(training, saved_state(folder, 0 if gathered else rank))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """Return a function that gives the folder of a checkpoint of (strategy, layout, steps, gathered), made once."""
+    folders: dict[tuple[str, str, int, bool], str] = {}
+
+    def folder_of(strategy: str, layout: str, steps: int, gathered: bool) -> str:
+        wanted = (strategy, layout, steps, gathered)
+        if wanted not in folders:
+            folders[wanted] = str(tmp_path_factory.mktemp("saved"))
+            world_size, nodes = LAYOUTS[layout]
+            run(uninterrupted, world_size, strategy, folders[wanted], steps, gathered, "", nodes=nodes)
+        return folders[wanted]
+
+    return folder_of
+
+
+@pytest.mark.parametrize("gathered", [True, False])
+@pytest.mark.parametrize(
+    ("make", "name"), [(Wider, "third.weight"), (Longer, "fourth.weight"), (Shorter, "third.bias")]
+)
+def test_a_changed_model_is_refused(saved: Saved, make: type[Controlled], name: str, gathered: bool) -> None:
+    for kind, message in run(load_into_model, 2, make, saved("8 bits", "2", 4, gathered), gathered):
+        assert kind == ConfigurationError.__name__
+        assert name in message
+
+
+def load_wrongly(rank: int, world_size: int, strategy: str, folder: str, later: str) -> dict[str, str]:
+    """Return the error that each mistake leads to."""
+    one = rank == 1
+    swapped = saved_state(folder, 1 - rank if rank < 2 else rank)
+    own, other = saved_state(folder, rank), saved_state(folder, rank)
+    other["parameters"]["gain"] = 2
+    mistakes = {
+        "later on one rank": saved_state(later, rank) if one else own,
+        "rank 0's everywhere": saved_state(folder, 0),
+        "ranks swapped": swapped,
+        "another model on one rank": other if one else own,
+        "empty on one rank": {} if one else own,
+        "another format": {**own, "format": 999},
+    }
+    training = start(rank, world_size, strategy)
+    errors = {}
+    for mistake, state in mistakes.items():
+        _, errors[mistake] = error_of(training, state)
+        left = residual_of(training.comm.state_dict())
+        assert not any(values.any() for values in left.values()), f"{mistake}: half a state was loaded"
+    return errors
+
+
+@pytest.mark.parametrize(("strategy", "layout"), [("8 bits", "3"), ("inter 4 bits", "2x2")])
+def test_a_mistake_of_one_rank_is_an_error_on_all(saved: Saved, strategy: str, layout: str) -> None:
+    world_size, nodes = LAYOUTS[layout]
+    folder, later = saved(strategy, layout, 3, False), saved(strategy, layout, 4, False)
+    for errors in run(load_wrongly, world_size, strategy, folder, later, nodes=nodes, timeout_s=30):
+        assert len(errors) == 6
+        assert "steps" in errors["later on one rank"]
+        assert "place" in errors["rank 0's everywhere"]
+        assert "gain" in errors["another model on one rank"]
+        assert "999" in errors["another format"]
+
+
+def load_as(rank: int, world_size: int, strategy: str, folder: str) -> tuple[str, str]:
+    return error_of(start(rank, world_size, strategy), saved_state(folder, rank))
+
+
+@pytest.mark.parametrize(("old", "new"), [("8 bits", "inter 8 bits"), ("inter 8 bits", "8 bits")])
+def test_another_aggregators_checkpoint_is_refused(saved: Saved, old: str, new: str) -> None:
+    for kind, message in run(load_as, 4, new, saved(old, "2x2", 4, False), nodes=(2, 2)):
+        assert kind == ConfigurationError.__name__
+        assert "inter" in message
+
+
+def load_alone(rank: int, world_size: int, folder: str) -> tuple[str, str]:
+    return error_of(start(rank, world_size, "8 bits"), saved_state(folder, rank))
+
+
+def test_one_ranks_part_does_not_do_for_another_world(saved: Saved) -> None:
+    for kind, message in run(load_alone, 2, saved("8 bits", "3", 4, False)):
+        assert kind == ConfigurationError.__name__
+        assert "gathered_state_dict" in message
+
+
+def describe(rank: int, world_size: int) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    training = start(rank, world_size, "8 bits")
+    for _ in range(3):
+        training.step()
+    state = training.comm.state_dict()
+    copy = {key: values.clone() for key, values in state["residuals"]["/worker"].items()}
+    training.step()
+    for key, values in copy.items():
+        assert torch.equal(values, state["residuals"]["/worker"][key]), "a saved state changed later"
+    return state, training.comm.gathered_state_dict()
+
+
+def test_what_a_state_holds() -> None:
+    results = run(describe, 2)
+    for state, _ in results:
+        assert state["steps"] == 3
+        assert state["parameters"] == NUMELS
+        assert {piece[0] for bucket in state["buckets"] for piece in bucket} == set(NUMELS)
+        assert set(state["residuals"]) == {"/worker"}
+        assert set(state) == {
+            *("format", "aggregator", "steps", "nodes", "place", "parameters", "buckets", "residuals", "layouts"),
+            "placed",
+        }
+    gathered, none = (gathered for _, gathered in results)
+    assert none is None
+    assert gathered is not None
+    assert len(gathered["ranks"]) == 2

@@ -1,0 +1,171 @@
+"""The spawn helper itself: results, tracebacks, timeouts, environment, emulated nodes, worker replacement."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import NoReturn
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import RankError, run
+
+
+def add_up(rank: int, world_size: int, start: int, *, step: int = 1) -> tuple[int, float]:
+    total = torch.tensor(float(start + step * rank))
+    dist.all_reduce(total)
+    return rank, total.item()
+
+
+def process_id(rank: int, world_size: int) -> int:
+    return os.getpid()
+
+
+def fail_on(rank: int, world_size: int, culprits: tuple[int, ...]) -> None:
+    if rank in culprits:
+        raise ZeroDivisionError(f"rank {rank} cannot divide" if len(culprits) == 1 else "cannot divide")
+
+
+def fail_while_peers_wait(rank: int, world_size: int) -> None:
+    if rank == 0:
+        raise ZeroDivisionError("rank 0 leaves")
+    dist.barrier()
+
+
+def sleep_soundly(rank: int, world_size: int) -> int:
+    if rank == 1:
+        time.sleep(600)
+    return rank
+
+
+def read_env(rank: int, world_size: int, *names: str) -> list[str | None]:
+    return [os.environ.get(name) for name in names]
+
+
+def leave_settings(rank: int, world_size: int) -> None:
+    os.environ.update(COMMOPT_RANKS_PER_NODE="7", NCCL_HOSTID="elsewhere")
+
+
+def die(rank: int, world_size: int, victim: int) -> int:
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return rank
+
+
+def unpicklable(rank: int, world_size: int) -> object:
+    return lambda: rank
+
+
+def tensors(rank: int, world_size: int) -> torch.Tensor:
+    return torch.full((1000,), rank)
+
+
+def destroys_group_itself(rank: int, world_size: int) -> None:
+    dist.destroy_process_group()
+
+
+def raise_keyboard_interrupt(rank: int, world_size: int) -> NoReturn:
+    raise KeyboardInterrupt("inside a rank")
+
+
+def test_results_come_in_rank_order() -> None:
+    assert run(add_up, 3, 10, step=2) == [(rank, 36.0) for rank in range(3)]
+
+
+def test_tensors_come_back() -> None:
+    for rank, tensor in enumerate(run(tensors, 2)):
+        assert torch.equal(tensor, torch.full((1000,), rank))
+
+
+def test_workers_are_reused_and_keep_their_rank() -> None:
+    assert run(process_id, 2) == run(process_id, 2)
+    assert run(process_id, 3)[:2] == run(process_id, 2)
+    assert os.getpid() not in run(process_id, 2)
+
+
+def test_fresh_processes_are_new_and_not_kept() -> None:
+    before = run(process_id, 2)
+    fresh = run(process_id, 2, fresh=True)
+    assert not set(fresh) & set(before)
+    assert run(process_id, 2) == before
+
+
+def test_exception_shows_traceback_and_rank_and_replaces_workers() -> None:
+    before = run(process_id, 2)
+    with pytest.raises(RankError, match=r"(?s)1 of 2 ranks.*rank 1 raised.*fail_on.*rank 1 cannot divide") as info:
+        run(fail_on, 2, (1,))
+    assert list(info.value.errors) == [1]
+    assert not set(run(process_id, 2)) & set(before)
+
+
+def test_equal_tracebacks_are_shown_once() -> None:
+    with pytest.raises(RankError, match=r"(?s)2 of 2 ranks.*rank (0, 1|1, 0) raised") as info:
+        run(fail_on, 2, (0, 1))
+    assert str(info.value).count("ZeroDivisionError: ") == 1
+
+
+def test_peers_of_a_failed_rank_do_not_cost_the_timeout() -> None:
+    started = time.monotonic()
+    with pytest.raises(RankError, match="rank 0 leaves") as info:
+        run(fail_while_peers_wait, 2, timeout_s=120)
+    assert time.monotonic() - started < 30
+    assert list(info.value.errors)[0] == 0, "the cause comes first"  # noqa: RUF015
+
+
+def test_timeout_names_the_hung_rank_and_where_it_is() -> None:
+    pids = run(process_id, 2)
+    with pytest.raises(RankError, match=r"(?s)rank 1 was still running after 1 s.*sleep_soundly") as info:
+        run(sleep_soundly, 2, timeout_s=1)
+    assert list(info.value.errors) == [1]
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_env_is_set_unset_and_restored() -> None:
+    assert run(read_env, 2, "COLOUR", env={"COLOUR": "red"}) == [["red"], ["red"]]
+    assert run(read_env, 2, "COLOUR", "OMP_NUM_THREADS") == [[None, "1"]] * 2
+    assert run(read_env, 2, "OMP_NUM_THREADS", env={"OMP_NUM_THREADS": None}) == [[None]] * 2
+
+
+def test_settings_that_a_job_leaves_behind_do_not_reach_the_next() -> None:
+    before = run(process_id, 1)
+    run(leave_settings, 1)
+    assert run(read_env, 1, "COMMOPT_RANKS_PER_NODE", "NCCL_HOSTID") == [[None, None]]
+    assert run(process_id, 1) == before, "the very same process"
+
+
+def test_nodes_set_nccl_hostid() -> None:
+    (a,), (b,), (c,) = run(read_env, 3, "NCCL_HOSTID", nodes=(2, 1))
+    assert a == b != c
+    (a,), (b,), (c,) = run(read_env, 3, "NCCL_HOSTID", nodes=((0, 2), (1,)))
+    assert a == c != b
+    assert run(read_env, 2, "NCCL_HOSTID") == [[None]] * 2
+
+
+@pytest.mark.parametrize("nodes", [(1, 1), ((0, 1), (1, 2)), ((0, 1), (3,))])
+def test_nodes_must_cover_the_world(nodes: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="each of the 3 ranks once"):
+        run(process_id, 3, nodes=nodes)
+
+
+def test_a_dead_rank_is_an_error_unless_expected() -> None:
+    with pytest.raises(RankError, match=r"rank 1 died \(exit code -9\)"):
+        run(die, 2, 1)
+    assert run(die, 2, 1, dies=(1,)) == [0, None]
+    with pytest.raises(RankError, match="expected to die"):
+        run(die, 2, 5, dies=(1,))
+
+
+def test_a_function_may_destroy_the_group() -> None:
+    assert run(destroys_group_itself, 2) == [None, None]
+
+
+def test_odd_failures_are_reported() -> None:
+    with pytest.raises(RankError, match="rank 0 raised"):
+        run(unpicklable, 1)
+    with pytest.raises(RankError, match="KeyboardInterrupt: inside a rank"):
+        run(raise_keyboard_interrupt, 1)

@@ -1,0 +1,264 @@
+"""The training benchmark, its file, its picture and the demo around it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.colors import to_rgb
+from matplotlib.image import imread
+
+import commopt
+from bench import demo, plot, report, training
+from bench.cluster import Cluster
+from bench.report import Environment, Look, Outcome
+
+ROOT = Path(__file__).parents[1]
+
+ENVIRONMENT = Environment(
+    date="2030-01-01T00:00:00+00:00",
+    command="python -m bench.training",
+    torch="2.13.0",
+    python="3.11.7",
+    cpu_count=2,
+    device="cpu",
+    backend="gloo",
+    nodes=2,
+    ranks_per_node=[2, 2],
+    emulated_rate="200mbit",
+    parameters=4_880_640,
+    seconds=40.0,
+    seed=0,
+    compute_ms=200.0,
+    evaluation="64 windows",
+)
+
+
+def outcome(strategy: str, steps: int, exposed_ms: float) -> Outcome:
+    curve = [Look(step, step * 40 / steps, 5.5 - 3 * (step / 80) ** 0.5) for step in range(1, steps + 1, 4)]
+    return Outcome(strategy, steps, 40.0, 200 + exposed_ms, 230 + exposed_ms, exposed_ms, 58.6, 55.9, None, curve)
+
+
+OUTCOMES = [outcome("ddp", 30, 1200.0), outcome("hierarchical", 40, 800.0), outcome("hierarchical_bf16", 65, 400.0)]
+
+
+# --------------------------------------------------------------------------------------- the clock
+
+
+@pytest.mark.parametrize(
+    ("step_s", "steps"),
+    [
+        ([], 3),  # nothing known yet
+        ([2.0, 0.5, 0.5], 10),  # 5 s between looks
+        ([2.0, *[0.5] * 73], 3),  # 1.5 s left
+        ([10.0, 10.0, 10.0], 1),  # a step longer than the time between looks
+        ([12.0, 12.0, 12.0], 0),  # a third of a step left: 36 s are nearer to 40 than 48 s
+        ([20.0, 20.0, 20.0], 0),  # over
+    ],
+)
+def test_steps_until_look(step_s: list[float], steps: int) -> None:
+    assert training.steps_until_look(step_s, budget_s=40.0, look_every_s=5.0) == steps
+
+
+# ------------------------------------------------------------------------------ file and table
+
+
+def test_file_round_trip(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    report.write(path, ENVIRONMENT, OUTCOMES)
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [record["record"] for record in records] == ["environment", "strategy", "strategy", "strategy"]
+    assert report.read(path) == (ENVIRONMENT, OUTCOMES)
+
+
+@pytest.mark.parametrize("text", ["", "not json\n", "[]\n", '{"record": "strategy"}\n', '{"record": "environment"}\n'])
+def test_reading_something_else_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"other\.json is not a file that bench\.training --json wrote"):
+        report.read(path)
+
+
+def test_fraction_of_stock() -> None:
+    assert report.fraction_of_stock(OUTCOMES[1], OUTCOMES) == pytest.approx(800 / 1200)
+    assert report.fraction_of_stock(OUTCOMES[1], OUTCOMES[1:]) is None
+    assert report.fraction_of_stock(OUTCOMES[1], [outcome("ddp", 30, -5.0)]) is None
+
+
+def test_table_fits_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    report.print_table(ENVIRONMENT, [*OUTCOMES, replace(OUTCOMES[0], strategy="torch_fp16", inter_mib_per_step=None)])
+    printed = capsys.readouterr().out
+    assert "…" not in printed  # nothing is cut off
+    rows = {line.split()[0]: line.split()[1:] for line in printed.splitlines() if line.strip()}
+    assert rows["hierarchical_bf16"] == ["600", "400", "0.33", "58.6", "65", f"{OUTCOMES[2].held_out_loss:.3f}"]
+    assert rows["torch_fp16"][3] == "-"
+
+
+# ------------------------------------------------------------------------------------ the picture
+
+
+def test_headline() -> None:
+    assert plot.headline(ENVIRONMENT, OUTCOMES) == (
+        "In the same 40 s hierarchical_bf16 takes 2.2x as many steps as stock DDP"
+    )
+    assert plot.headline(ENVIRONMENT, OUTCOMES[1:]) == "40 s of training with each strategy"
+    assert plot.headline(ENVIRONMENT, [OUTCOMES[2], outcome("ddp", 70, 300.0)]) == "40 s of training with each strategy"
+
+
+@pytest.mark.parametrize(
+    ("rate", "network"), [("200mbit", "200mbit links"), ("none", "unshaped links"), (None, "network not emulated")]
+)
+def test_circumstances_name_the_network(rate: str | None, network: str) -> None:
+    text = plot.circumstances(replace(ENVIRONMENT, emulated_rate=rate))
+    assert text.startswith(f"4.9M-parameter GPT, 2 nodes x 2 ranks, {network}, gloo on 2 CPU cores")
+
+
+def pixels(path: Path, colour: str) -> float:
+    """Return the fraction of `path`'s pixels that have `colour`."""
+    return float(np.isclose(imread(path)[..., :3], to_rgb(colour), atol=1 / 255).all(axis=-1).mean())
+
+
+def test_picture_is_redrawn_from_the_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report.write(tmp_path / "out.json", ENVIRONMENT, OUTCOMES)
+    picture = tmp_path / "out.png"
+    monkeypatch.setattr(sys, "argv", ["bench.plot", str(tmp_path / "out.json"), "-o", str(picture)])
+    plot.main()
+    height, width, _ = imread(picture).shape
+    assert width > 1000
+    assert height > 400
+    colours = [colour for colour, _ in plot._styles(OUTCOMES)]
+    assert len(set(colours)) == 3
+    # Bars dominate each colour: they must be there, and in the order of the exposed times.
+    shares = [pixels(picture, colour) for colour in colours]
+    assert shares == sorted(shares, reverse=True)
+    assert min(shares) > 0.005
+
+
+def test_plot_refuses_another_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench.plot", str(tmp_path / "none.json"), "-o", str(tmp_path / "out.png")])
+    with pytest.raises(SystemExit):
+        plot.main()
+    assert "none.json" in capsys.readouterr().err
+
+
+# ----------------------------------------------------------------------------------- the real thing
+
+TINY = ["--layers", "1", "--width", "64", "--context", "16", "--noop-steps", "5", "--look-every", "0.5"]
+
+
+def test_benchmark_on_local_ranks(tmp_path: Path) -> None:
+    strategies = ["ddp", "hierarchical_bf16", "torch_bf16"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    files = ["--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")]
+    done = subprocess.run(
+        [*launcher, "-m", "bench.training", "--strategies", ",".join(strategies), "--seconds", "1.5", *files, *TINY],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COMMOPT_RANKS_PER_NODE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "not on bench.cluster, so the bytes between nodes are unknown" in done.stderr
+    assert f"picture: {tmp_path / 'out.png'}" in done.stdout
+    assert imread(tmp_path / "out.png").std() > 0.05
+
+    environment, outcomes = report.read(tmp_path / "out.json")
+    assert environment.nodes == 2
+    assert environment.ranks_per_node == [1, 1]
+    assert environment.emulated_rate is None
+    assert environment.command.startswith("python -m bench.training --strategies ddp,")
+    assert [outcome.strategy for outcome in outcomes] == strategies
+    for outcome in outcomes:
+        assert outcome.inter_mib_per_step is outcome.inter_payload_mib_per_step is None
+        assert outcome.seconds == pytest.approx(1.5, rel=0.5)
+        assert outcome.curve[-1].step == outcome.steps
+        assert outcome.step_ms == pytest.approx(environment.compute_ms + outcome.exposed_ms)
+        assert outcome.curve[0].held_out_loss == pytest.approx(outcomes[0].curve[0].held_out_loss, abs=0.01)
+        assert outcome.held_out_loss < outcome.curve[0].held_out_loss
+    # Two nodes of one rank: each sends the whole gradient once, in bfloat16.
+    predicted = [outcome.inter_predicted_mib_per_step for outcome in outcomes]
+    assert predicted == [None, pytest.approx(2 * 2 * environment.parameters / 2**20, rel=0.01), None]
+
+
+@pytest.mark.cluster
+def test_benchmark_counts_bytes_between_nodes(tmp_path: Path) -> None:
+    if missing := Cluster.missing("1gbit"):
+        pytest.skip(missing)
+    options = ["--strategies", "ddp,hierarchical", "--seconds", "1", "--json", str(tmp_path / "out.json")]
+    larger = [*TINY, "--layers", "4", "--width", "128"]  # so that gradients outweigh the messages around them
+    with Cluster(nodes=2, ranks_per_node=2, rate="1gbit") as cluster:
+        result = cluster.run(["-m", "bench.training", *options, *larger], timeout_s=120)
+    assert result.returncode == 0, result.stderr
+    environment, (stock, hierarchical) = report.read(tmp_path / "out.json")
+    assert environment.emulated_rate == "1gbit"
+    assert environment.ranks_per_node == [2, 2]
+    gradient_mib = 4 * environment.parameters / 2**20
+    assert stock.inter_payload_mib_per_step == pytest.approx(2 * 1.5 * gradient_mib, rel=0.05)
+    assert hierarchical.inter_payload_mib_per_step == pytest.approx(2 * gradient_mib, rel=0.05)
+    assert hierarchical.inter_predicted_mib_per_step == pytest.approx(2 * gradient_mib, rel=0.02)
+
+
+def test_unknown_strategy_lists_the_known_ones(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench.training", "--strategies", "ddp,hierarchy"])
+    with pytest.raises(SystemExit):
+        training.parse_options()
+    message = capsys.readouterr().err
+    assert "strategy 'hierarchy' is unknown" in message
+    assert all(name in message for name in ("ddp", "noop", "torch_fp16", *commopt.PRESETS))
+
+
+# ---------------------------------------------------------------------------------------- the demo
+
+
+class Became(Exception):
+    """Stands for the process that the demo turns into."""
+
+
+def run_demo(missing: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], dict[str, str]]:
+    def execve(path: str, arguments: list[str], environment: dict[str, str]) -> None:
+        raise Became(arguments[1:], environment)
+
+    monkeypatch.setattr(os, "execve", execve)
+    monkeypatch.setattr(Cluster, "missing", staticmethod(lambda rate: missing))
+    monkeypatch.setattr(sys, "argv", ["bench.demo", "--output", str(folder), "--seconds", "7"])
+    with pytest.raises(Became) as became:
+        demo.main()
+    arguments, environment = became.value.args
+    assert folder.is_dir()
+    assert arguments[-2:] == ["--seconds", "7"]
+    return arguments, environment
+
+
+def test_demo_emulates_nodes_where_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("COMMOPT_RANKS_PER_NODE", raising=False)
+    arguments, environment = run_demo(None, tmp_path / "demo", monkeypatch)
+    assert " ".join(arguments).startswith(
+        "-m bench.cluster --nodes 2 --ranks-per-node 2 --rate 200mbit -m bench.training --json"
+    )
+    assert "COMMOPT_RANKS_PER_NODE" not in environment
+    assert "Emulating 2 nodes x 2 ranks joined by 200mbit links" in capsys.readouterr().out
+
+
+def test_demo_without_root_says_why_and_uses_local_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments, environment = run_demo("user id 1000 may not", tmp_path / "demo", monkeypatch)
+    assert arguments[:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "-m"]
+    assert environment["COMMOPT_RANKS_PER_NODE"] == "2"
+    printed = capsys.readouterr().out
+    assert "Not emulating a slow network: user id 1000 may not" in printed
+    assert "COMMOPT_RANKS_PER_NODE=2 OMP_NUM_THREADS=1 python -m torch.distributed.run" in printed
