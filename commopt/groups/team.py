@@ -155,6 +155,11 @@ class Team:
         else:
             dist.destroy_process_group(group)
 
+    def release(self) -> None:
+        """Close when nothing but gloo is behind it, whose threads are then joined; of NCCL nothing is aborted."""
+        if "nccl" not in self._backends.values():
+            self.close()
+
     @property
     def closed(self) -> bool:
         """Whether the team can no longer communicate: it was closed, or its process group destroyed."""

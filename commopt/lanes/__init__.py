@@ -10,6 +10,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
+from commopt.groups import joined
 from commopt.lanes.base import Lane
 from commopt.lanes.operation import Operation, Ticket
 from commopt.lanes.stream import StreamLane
@@ -49,13 +50,25 @@ def _forget_old_world() -> None:
         _world = None if world is None else ref(world)
 
 
-def _close_all() -> None:
+def _close_all() -> bool:
+    """Stop every lane; return whether all of them had done their work."""
     lanes = list(_lanes.values())
     _lanes.clear()
-    for lane in lanes:
-        lane.close()
+    return all([lane.close() for lane in lanes])
 
 
-atexit.register(_close_all)
+def _leave() -> None:
+    """Finish, and end gloo's threads, before the interpreter goes.
+
+    They free the tensors of an operation a moment after it has ended, and need the GIL for that: taking it from a
+    finalizing interpreter ends in std::terminate. A group that still waits for its peers is left alone; so is NCCL,
+    whose threads hold no Python objects.
+    """
+    if _close_all():
+        for membership in joined():
+            membership.team.release()
+
+
+atexit.register(_leave)
 # A forked child (a DataLoader worker) has the dictionary but not the threads.
 os.register_at_fork(after_in_child=_lanes.clear)

@@ -44,8 +44,8 @@ class Lane(ABC):
         """
 
     @abstractmethod
-    def close(self) -> None:
-        """Finish what was submitted and stop."""
+    def close(self) -> bool:
+        """Finish what was submitted and stop; return False after a few seconds in which it did not end."""
 
     def require_healthy(self) -> None:
         """Raise the error that poisoned the lane, if any."""

@@ -75,15 +75,17 @@ class StreamLane(Lane):
             self._warmed.add(membership)
         work()
 
-    def close(self) -> None:
-        """See Lane.close; gives up on work that does not end within a few seconds."""
+    def close(self) -> bool:
+        """See Lane.close."""
         deadline = time.monotonic() + _CLOSE_TIMEOUT_S
+        ended = False
         try:
-            while not self._stream.query() and time.monotonic() < deadline:
+            while not (ended := self._stream.query()) and time.monotonic() < deadline:
                 time.sleep(_CLOSE_POLL_S)
         except RuntimeError:  # a CUDA error, which its own caller has seen
             pass
         self._closed.set()
+        return ended
 
     def _watch(self) -> None:
         """Abort this rank's communicators when another rank reports a failure.

@@ -39,11 +39,12 @@ class WorkerLane(Lane):
         self._queue.put((operation, work, result, [*reserved, ticket]))
         return ticket
 
-    def close(self) -> None:
-        """See Lane.close; gives up on work that does not end within a few seconds."""
+    def close(self) -> bool:
+        """See Lane.close."""
         self._queue.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(_CLOSE_TIMEOUT_S)
+        return not self._thread.is_alive()
 
     def _serve(self) -> None:
         self._own.busy = True
