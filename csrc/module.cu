@@ -13,9 +13,15 @@
 #include <vector>
 
 #include "dequantize.cuh"
+#include "factors.cuh"
+#include "lowrank.cuh"
 #include "pack.cuh"
 #include "quantize.cuh"
 #include "requantize.cuh"
+#include "sparse_accumulate.cuh"
+#include "sparse_decode.cuh"
+#include "sparse_select.cuh"
+#include "sparse_write.cuh"
 
 namespace py = pybind11;
 
@@ -48,6 +54,10 @@ const std::map<std::string, Kernel>& kernels() {
         KERNEL(recode_uniform8), KERNEL(recode_uniform4), KERNEL(recode_uniform2), KERNEL(recode_companded4),
         KERNEL(recode_centroids2), KERNEL(recode_sign_mean), KERNEL(recode_sign_rms),
         KERNEL(recode_uniform8_stochastic), KERNEL(recode_uniform4_stochastic), KERNEL(recode_uniform2_stochastic),
+        KERNEL(sparse_accumulate), KERNEL(sparse_histogram), KERNEL(sparse_threshold), KERNEL(sparse_count),
+        KERNEL(sparse_offsets), KERNEL(sparse_write), KERNEL(sparse_decode),
+        KERNEL(factor_absmax), KERNEL(factor_gram), KERNEL(factor_solve),
+        KERNEL(lowrank_decode), KERNEL(lowrank_subtract),
     };
     return table;
 }

@@ -23,17 +23,39 @@ CodecName = Literal["uniform", "companded", "centroids", "sign_mean", "sign_rms"
 
 
 @dataclass(frozen=True)
+class Momentum:
+    """How a velocity u follows the gradients g: u <- factor u + g, or factor (u + g) with Nesterov's momentum.
+
+    masking: where an element was sent its velocity starts from zero (arXiv 1712.01887, section 3.2).
+    """
+
+    factor: float
+    nesterov: bool = False
+    masking: bool = True
+
+
+@dataclass(frozen=True)
+class Velocity:
+    """The velocity before and after an encoding: float32 [numel], never the same memory, unscaled as a Carry is."""
+
+    old: Tensor
+    new: Tensor
+    momentum: Momentum
+
+
+@dataclass(frozen=True)
 class Carry:
     """What an encoding takes over from the last one, and what it leaves to the next.
 
     `old` and `new` are float32 [numel], never the same memory. Both are held unscaled: `loss_scale` (0-d float32 on
-    their device, None for 1) is what the values were multiplied by.
+    their device, None for 1) is what the values were multiplied by. A `velocity` is for compressors with a momentum.
     """
 
     old: Tensor
     new: Tensor
     loss_scale: Tensor | None = None
     decay: float = 1.0
+    velocity: Velocity | None = None
 
 
 @dataclass(frozen=True)
@@ -65,11 +87,6 @@ class Codec:
         """Return the bytes of a row."""
         nbytes = self.codes_nbytes(chunk_numel) + _SCALE_NBYTES * (chunk_numel // self.block)
         return -(-nbytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
-
-    @property
-    def block_nbytes(self) -> int:
-        """Bytes of the codes and the scale of one block."""
-        return self.codes_nbytes(self.block) + _SCALE_NBYTES
 
     @property
     def error_bound(self) -> float:

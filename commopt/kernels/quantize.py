@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from commopt.errors import ConfigurationError, UnsupportedTensorError
+from commopt.errors import ConfigurationError
 from commopt.kernels import quantize_cuda, reference
-from commopt.kernels.codec import ROW_ALIGNMENT, Carry, Codec, Dice
+from commopt.kernels.checks import check_carry, check_rows, check_total, check_values
+from commopt.kernels.codec import Carry, Codec, Dice
 from commopt.kernels.loader import Loader, loader_for
-
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def encode(
@@ -18,8 +17,8 @@ def encode(
 ) -> None:
     """Encode p = `scale * values` (+ the carry) into the rows of `payload`; see Compressor.compress."""
     _check_rows(codec, payload, chunk_numel)
-    _check_values(values, payload, chunk_numel)
-    _check_carry(carry, values.numel(), payload)
+    check_values(values, payload, chunk_numel)
+    check_carry(carry, values.numel(), payload)
     loader = _loader(payload, values.dtype)
     if loader is None:
         reference.encode(codec, values, payload, chunk_numel, scale, carry, dice)
@@ -30,7 +29,7 @@ def encode(
 def decode(codec: Codec, payload: Tensor, values: Tensor, chunk_numel: int) -> None:
     """Decode the rows of `payload` into `values`; see Compressor.decompress."""
     _check_rows(codec, payload, chunk_numel)
-    _check_values(values, payload, chunk_numel)
+    check_values(values, payload, chunk_numel)
     loader = _loader(payload, values.dtype)
     if loader is None:
         reference.decode(codec, payload, values, chunk_numel)
@@ -41,9 +40,8 @@ def decode(codec: Codec, payload: Tensor, values: Tensor, chunk_numel: int) -> N
 def accumulate(codec: Codec, payloads: Tensor, total: Tensor) -> None:
     """Set `total` (float32 [chunk_numel]) to the sum of the decoded rows, in row order."""
     _check_rows(codec, payloads, total.numel())
-    _check_values(total, payloads, total.numel())
-    if total.dtype != torch.float32:
-        raise UnsupportedTensorError(f"total is {total.dtype}; sums are float32: allocate it as torch.float32")
+    check_values(total, payloads, total.numel())
+    check_total(total)
     loader = _loader(payloads, total.dtype)
     if loader is None:
         reference.accumulate(codec, payloads, total)
@@ -67,7 +65,7 @@ def recode(
         raise ConfigurationError(
             f"{numel} elements in {payload.shape[0]} rows of {chunk_numel}; a sum has one row and fits into it"
         )
-    _check_carry(carry, numel, payload)
+    check_carry(carry, numel, payload)
     loader = _loader(payload, torch.float32)
     if loader is None:
         reference.recode(codec, payloads, payload, chunk_numel, numel, carry, dice)
@@ -93,42 +91,4 @@ def _check_rows(codec: Codec, payload: Tensor, chunk_numel: int) -> None:
         raise ConfigurationError(
             f"a chunk of {chunk_numel} elements is no multiple of the block, {codec.block}; pad it"
         )
-    nbytes = codec.payload_nbytes(chunk_numel)
-    if payload.dtype != torch.uint8 or payload.dim() != 2 or payload.shape[1] != nbytes:
-        raise ConfigurationError(
-            f"payload is {payload.dtype} {tuple(payload.shape)}; rows of {chunk_numel} elements are uint8 "
-            f"[rows, {nbytes}]"
-        )
-    gaps = nbytes > 1 and payload.stride(1) != 1
-    if gaps or (payload.shape[0] > 1 and payload.stride(0) % ROW_ALIGNMENT) or payload.data_ptr() % ROW_ALIGNMENT:
-        raise ConfigurationError(
-            f"payload has strides {payload.stride()} from byte {payload.storage_offset()}; its rows must be gapless "
-            f"and start at multiples of {ROW_ALIGNMENT} bytes"
-        )
-
-
-def _check_values(values: Tensor, payload: Tensor, chunk_numel: int) -> None:
-    if values.dtype not in _DTYPES:
-        raise UnsupportedTensorError(f"values are {values.dtype}; only {', '.join(map(str, _DTYPES))} can be encoded")
-    if values.dim() != 1 or not values.is_contiguous():
-        raise ConfigurationError(
-            f"values have shape {tuple(values.shape)} and stride {values.stride()}; they must be 1-D and contiguous: "
-            "pass values.view(-1) of a contiguous tensor"
-        )
-    if values.numel() > payload.shape[0] * chunk_numel:
-        raise ConfigurationError(
-            f"{values.numel()} values do not fit into {payload.shape[0]} rows of {chunk_numel}; add rows"
-        )
-    if values.device != payload.device:
-        raise ConfigurationError(f"values are on {values.device} and payload on {payload.device}; move one of them")
-
-
-def _check_carry(carry: Carry | None, numel: int, payload: Tensor) -> None:
-    if carry is None:
-        return
-    for name, part in (("old", carry.old), ("new", carry.new)):
-        if part.dtype != torch.float32 or part.shape != (numel,) or part.device != payload.device:
-            raise ConfigurationError(
-                f"the carry's {name} is {part.dtype} {tuple(part.shape)} on {part.device}; it must be float32 "
-                f"({numel},) on {payload.device}, one element per value"
-            )
+    check_rows(payload, chunk_numel, codec.payload_nbytes(chunk_numel))

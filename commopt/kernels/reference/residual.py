@@ -48,6 +48,11 @@ class Residual:
         if self._inverse is not None:
             new.mul_(self._inverse)
 
+    def unscale_new(self) -> None:
+        """Take the loss scale out of all that was left, where p itself was left."""
+        if self._inverse is not None:
+            self._new.mul_(self._inverse)
+
 
 @torch.no_grad()
 def round_with_carry(values: Tensor, rounded: Tensor, scale: float, carry: Carry) -> None:

@@ -1,0 +1,121 @@
+"""Low-rank factors of stacked matrices: orthogonalize them, multiply them into and out of the matrices.
+
+Everything is float32 and contiguous. A stack of matrices is [count, rows, cols]; a factor is [count, rows, r] (left)
+or [count, cols, r] (right), its r columns being what PowerSGD (arXiv 1905.13727) calls P or Q.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from commopt.errors import ConfigurationError, UnsupportedTensorError
+from commopt.kernels import lowrank_cuda
+from commopt.kernels.factor import MAX_KERNEL_RANK
+from commopt.kernels.loader import Loader, loader_for
+from commopt.kernels.reference import lowrank as reference
+
+
+def orthogonalize(factors: Tensor, out: Tensor | None = None, initial: Tensor | None = None) -> Tensor:
+    """Return factors [count, rows, r] with (nearly) orthonormal columns that span the same space.
+
+    Each matrix is divided by its largest magnitude, then twice by the Cholesky factor of its Gram matrix with a ridge
+    (Cholesky-QR): no singular value of the result exceeds 1 + 1e-5, whatever the scale; directions far smaller than
+    the largest end below 1; all-zero gives zero. Equal input gives equal bits, whatever the number of threads and,
+    between CPUs, the machine: replicas that do it for themselves stay alike. A NaN or an infinity gives NaN in that
+    matrix. Nothing waits for the device.
+
+    initial: orthonormal factors of the same shape that keep a direction from getting lost: times NOISE * sqrt(rows)
+        they are added to the divided matrices, and where a matrix is all zero they replace it.
+    out: where to write, which may be `factors` itself; None allocates.
+    """
+    out = torch.empty_like(factors) if out is None else out
+    orthogonalize_each([factors], [out], None if initial is None else [initial])
+    return out
+
+
+def orthogonalize_each(factors: Sequence[Tensor], outs: Sequence[Tensor], initial: Sequence[Tensor] | None) -> None:
+    """Do what `orthogonalize` does with several stacks, each of another height, of one r and on one device."""
+    for stack, out, known in zip(factors, outs, factors if initial is None else initial, strict=True):
+        _check(factors=stack, out=out, initial=known)
+        _check_shape("out", out, tuple(stack.shape))
+        _check_shape("initial", known, tuple(stack.shape))
+    beginnings: list[Tensor | None] = [None] * len(factors) if initial is None else list(initial)
+    work = [each for each in zip(factors, outs, beginnings, strict=True) if each[0].numel()]
+    if not work:
+        return
+    loader = _loader(work[0][0]) if work[0][0].shape[2] <= MAX_KERNEL_RANK else None
+    if loader is None:
+        reference.orthogonalize_each(work)
+    else:
+        for stack, out, begin in work:
+            lowrank_cuda.orthogonalize(loader, stack, out, begin)
+
+
+def project(matrices: Tensor, factors: Tensor, out: Tensor, *, transposed: bool = False) -> None:
+    """Set `out` to M F for each matrix M [rows, cols] and factor F [cols, r]; transposed: M^T F with F [rows, r].
+
+    Anything not finite in M makes an element of its product not finite, whatever F (finite) holds.
+    """
+    _check(matrices=matrices, factors=factors, out=out)
+    count, rows, cols = matrices.shape
+    inner, outer = (rows, cols) if transposed else (cols, rows)
+    _check_shape("factors", factors, (count, inner, factors.shape[2]))
+    _check_shape("out", out, (count, outer, factors.shape[2]))
+    reference.project(matrices, factors, out, transposed=transposed)
+
+
+def decode(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """Set `out` [count, rows, cols] to left right^T, in float32 arithmetic and with k = 0 .. r-1 in this order.
+
+    Equal input gives equal bits, whatever the number of threads: replicas decode for themselves.
+    """
+    _check_product(left, right, "out", out)
+    loader = _loader(out)
+    if loader is None:
+        reference.decode(left, right, out)
+    else:
+        lowrank_cuda.decode(loader, left, right, out)
+
+
+def subtract(matrices: Tensor, left: Tensor, right: Tensor) -> None:
+    """Subtract left right^T from `matrices` [count, rows, cols], in place, in float32 arithmetic."""
+    _check_product(left, right, "matrices", matrices)
+    loader = _loader(matrices)
+    if loader is None:
+        reference.subtract(matrices, left, right)
+    else:
+        lowrank_cuda.subtract(loader, matrices, left, right)
+
+
+def _loader(tensor: Tensor) -> Loader | None:
+    """Return what launches the kernels, None where the reference must run."""
+    return loader_for(tensor.device) if tensor.device.type == "cuda" else None
+
+
+def _check_product(left: Tensor, right: Tensor, name: str, matrices: Tensor) -> None:
+    _check(left=left, right=right, **{name: matrices})
+    count, rows, matrix_rank = left.shape
+    _check_shape("right", right, (count, right.shape[1], matrix_rank))
+    _check_shape(name, matrices, (count, rows, right.shape[1]))
+
+
+def _check(**tensors: Tensor) -> None:
+    first = next(iter(tensors.values()))
+    for name, tensor in tensors.items():
+        if tensor.dtype != torch.float32:
+            raise UnsupportedTensorError(f"{name} is {tensor.dtype}; factors and matrices are float32: convert it")
+        if tensor.dim() != 3 or not tensor.is_contiguous():
+            raise ConfigurationError(
+                f"{name} has shape {tuple(tensor.shape)} and stride {tensor.stride()}; it must be a contiguous stack "
+                f"[count, rows, cols]: pass a view of that shape"
+            )
+        if tensor.device != first.device:
+            raise ConfigurationError(f"{name} is on {tensor.device}, not on {first.device}; move one of them")
+
+
+def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != shape:
+        raise ConfigurationError(f"{name} has shape {tuple(tensor.shape)}; here it must be {shape}")

@@ -1,0 +1,47 @@
+// Sparse payload rows, or the sum of several, back to values.
+#pragma once
+
+#include "sparse_rows.cuh"
+
+template <typename T>
+__device__ __forceinline__ void add_entries(unsigned char* payload, long long row_stride, long long row,
+                                            long long chunk_numel, long long entries, long long value_dtype,
+                                            long long peers, T* values, long long region, int present) {
+    for (int element = threadIdx.x; element < present; element += blockDim.x) values[element] = from_float<T>(0.0f);
+    for (long long peer = 0; peer < peers; ++peer) {
+        __syncthreads();   // the zeros, or the last row, are in place
+        const SparseRow source(payload, row_stride, row + peer, chunk_numel, entries, value_dtype);
+        const int begin = region == 0 ? 0 : source.ends()[region - 1];
+        const int end = source.ends()[region];
+        for (int entry = begin + threadIdx.x; entry < end; entry += blockDim.x) {
+            const int element = source.indices()[entry];
+            if (element >= present) continue;   // a zero from behind the end
+            values[element] = from_float<T>(__fadd_rn(to_float(values[element]), source.value(entry)));
+        }
+    }
+}
+
+// sparse_decode: one CUDA block per region of each row of the values. Row r of them is the sum of rows r to
+// r + peers - 1 of the payload, in this order; no element occurs twice in a row. Only float32 may have several peers.
+extern "C" __global__ void sparse_decode(unsigned char* payload, long long row_stride, long long chunk_numel,
+                                         long long entries, long long value_dtype, long long peers, void* values,
+                                         long long dtype, long long numel) {
+    const long long regions = (chunk_numel + REGION_NUMEL - 1) / REGION_NUMEL;
+    const long long row = blockIdx.x / regions;
+    const long long region = blockIdx.x % regions;
+    const long long first = region * REGION_NUMEL;
+    const long long begin = row * chunk_numel + first;
+    const long long inside = min(chunk_numel - first, static_cast<long long>(REGION_NUMEL));
+    const int present = static_cast<int>(max(0ll, min(numel - begin, inside)));
+    switch (dtype) {
+        case FLOAT32:
+            return add_entries(payload, row_stride, row, chunk_numel, entries, value_dtype, peers,
+                               static_cast<float*>(values) + begin, region, present);
+        case FLOAT16:
+            return add_entries(payload, row_stride, row, chunk_numel, entries, value_dtype, peers,
+                               static_cast<Half*>(values) + begin, region, present);
+        default:
+            return add_entries(payload, row_stride, row, chunk_numel, entries, value_dtype, peers,
+                               static_cast<Bfloat16*>(values) + begin, region, present);
+    }
+}
