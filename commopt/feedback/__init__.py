@@ -2,22 +2,30 @@
 
 from commopt.feedback.account import Account
 from commopt.feedback.checkpoint import layout_of, pieces_of, restore, save, spread
-from commopt.feedback.config import Feedback
+from commopt.feedback.config import Feedback, checked_patterns, require_feedback
+from commopt.feedback.factors import Factors, FactorStore, Shapes, Side
 from commopt.feedback.layout import Layout, Piece
 from commopt.feedback.ledger import Kind, Ledger, Slot
-from commopt.feedback.policy import Spans, split
+from commopt.feedback.policy import Spans, matches, split
 
 __all__ = [
     "Account",
+    "FactorStore",
+    "Factors",
     "Feedback",
     "Kind",
     "Layout",
     "Ledger",
     "Piece",
+    "Shapes",
+    "Side",
     "Slot",
     "Spans",
+    "checked_patterns",
     "layout_of",
+    "matches",
     "pieces_of",
+    "require_feedback",
     "restore",
     "save",
     "split",

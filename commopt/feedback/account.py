@@ -8,11 +8,13 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from commopt.compress import Carry, Dice
+from commopt.compress import Carry, Dice, Momentum, Velocity
 from commopt.feedback.config import Feedback
+from commopt.feedback.factors import Factors, FactorStore, Make
 from commopt.feedback.layout import Layout
-from commopt.feedback.ledger import Kind, Ledger
+from commopt.feedback.ledger import Kind, Ledger, momentum_path
 from commopt.feedback.scratch import Scratch
+from commopt.kernels.reference import advance
 
 _SAMPLE_EVERY_STEPS = 8
 _SAMPLE_NUMEL = 16384
@@ -68,17 +70,51 @@ class Account:
             return None
         return Carry(slot.values, self.ledger.stage(slot), self.loss_scale)
 
-    def carry(self, kind: Kind, layout: Layout, feedback: Feedback | None, device: torch.device) -> Carry | None:
-        """Return the residual that goes into an encoding of `layout` and the place for the one that comes out."""
+    def carry(
+        self,
+        kind: Kind,
+        layout: Layout,
+        feedback: Feedback | None,
+        device: torch.device,
+        momentum: Momentum | None = None,
+    ) -> Carry | None:
+        """Return the residual that goes into an encoding of `layout` and the place for the one that comes out.
+
+        A worker's with a `momentum` has velocities too.
+        """
         if self.ledger is None or feedback is None:
             return None
         slot = self.ledger.slot(self.path, kind, layout, device, feedback.dtype)
         old, new = slot.values.float(), self.ledger.stage(slot)
         if kind == "worker":
-            return Carry(old, new, self.loss_scale, feedback.decay)
+            velocity = self.velocity(layout, feedback, device, momentum)
+            return Carry(old, new, self.loss_scale, feedback.decay, velocity)
         # Each replica of an owner keeps its part, so that the sum over ranks counts what is missing once. Decay is
         # for what grows old while it waits; a sum is sent to all at once.
         return Carry(old, new, self._scale_of_replicas(device))
+
+    def velocity(
+        self, layout: Layout, feedback: Feedback | None, device: torch.device, momentum: Momentum | None
+    ) -> Velocity | None:
+        """Return the velocity of what this rank sends of `layout`, and the place for the next one."""
+        if self.ledger is None or feedback is None or momentum is None:
+            return None
+        slot = self.ledger.slot(momentum_path(self.path), "worker", layout, device, feedback.dtype)
+        return Velocity(slot.values.float(), self.ledger.stage(slot), momentum)
+
+    def retire_owners(self) -> None:
+        """Let what an owner kept of the buffer join what this rank sends: sums are not encoded any more."""
+        if self.ledger is not None:
+            self.ledger.dissolve(self.path, self.layout, "owner")
+
+    def factors(self, layout: Layout, shapes: tuple[tuple[int, int], ...], make: Make) -> Factors:
+        """Return what the last step left of the factors of the matrices in `layout`; see FactorStore.take."""
+        store = FactorStore() if self.ledger is None else self.ledger.factors
+        return store.take(self.path, layout, shapes, make)
+
+    def stage_factors(self, factors: Tensor) -> Tensor | None:
+        """Return where to write the next values of `factors`, None where nothing is remembered."""
+        return None if self.ledger is None else self.ledger.stage_factors(factors)
 
     def _scale_of_replicas(self, device: torch.device) -> Tensor | None:
         if self.replicas == 1:
@@ -97,5 +133,10 @@ class Account:
         if self.ledger is None or self.step % _SAMPLE_EVERY_STEPS:
             return
         unscale = scale if self.loss_scale is None else scale / self.loss_scale
-        sent = values[:_SAMPLE_NUMEL].float() * unscale + carry.decay * carry.old[:_SAMPLE_NUMEL]
+        gradient = values[:_SAMPLE_NUMEL].float() * unscale
+        if carry.velocity is not None:
+            old = carry.velocity.old[:_SAMPLE_NUMEL]
+            at_hand = Velocity(old, torch.empty_like(old), carry.velocity.momentum)
+            advance(gradient.clone(), 1.0, at_hand, None, gradient)
+        sent = gradient + carry.decay * carry.old[:_SAMPLE_NUMEL]
         self.ledger.error.add(carry.new[:_SAMPLE_NUMEL], sent)

@@ -1,4 +1,4 @@
-"""Residuals as plain dictionaries: for torch.save, for a rank-0-only checkpoint, for other worlds and buckets."""
+"""Residuals and factors as plain dictionaries: for torch.save, rank-0-only checkpoints, other worlds and buckets."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from commopt.errors import ConfigurationError
 from commopt.feedback.layout import Layout, Piece
 from commopt.feedback.ledger import Kind, Ledger, Slot
 
-_Pieces = list[list[Any]]  # [name, begin, end] each
+_Pieces = list[list[Any]]  # [name, begin, end, shape] each
 
 
 def save(ledger: Ledger) -> dict[str, Any]:
-    """Return copies, in host memory, of all residuals by level and kind, then by parameter name and element range."""
+    """Return copies in host memory: residuals by level and kind, then by name and element range, and all factors."""
     residuals: dict[str, dict[str, Tensor]] = {}
     layouts: dict[str, list[_Pieces]] = {}
     for slot in ledger.slots():
@@ -31,11 +31,11 @@ def save(ledger: Ledger) -> dict[str, Any]:
         path: [[pieces_of(layout), division] for layout, division in known.items()]
         for path, known in ledger.placed().items()
     }
-    return {"residuals": residuals, "layouts": layouts, "placed": placed}
+    return {"residuals": residuals, "layouts": layouts, "placed": placed, "factors": ledger.factors.save()}
 
 
 def restore(ledger: Ledger, saved: Mapping[str, Any]) -> None:
-    """Put a rank's residuals where they were: nothing is rounded, added or moved."""
+    """Put a rank's residuals and factors where they were: nothing is rounded, added or moved."""
     for role, layouts in saved["layouts"].items():
         path, kind = _role(role)
         taken: set[str] = set()
@@ -49,6 +49,7 @@ def restore(ledger: Ledger, saved: Mapping[str, Any]) -> None:
     for path, known in saved["placed"].items():
         for pieces, division in known:
             ledger.place(path, layout_of(pieces), division)
+    ledger.factors.restore(saved["factors"])
     ledger.warm = True
 
 
@@ -66,17 +67,18 @@ def spread(ledger: Ledger, ranks: Sequence[Mapping[str, Any]], numels: Mapping[s
         for name, total in by_name.items():
             layout = Layout.of_parameters([(name, total.numel())])
             ledger.deposit(path, layout, (total / world_size).float())
+    ledger.factors.spread(saved["factors"] for saved in ranks)
     ledger.warm = True
 
 
 def pieces_of(layout: Layout) -> _Pieces:
     """Return a layout as plain lists."""
-    return [[piece.name, piece.begin, piece.end] for piece in layout.pieces]
+    return [[piece.name, piece.begin, piece.end, list(piece.shape)] for piece in layout.pieces]
 
 
 def layout_of(pieces: _Pieces) -> Layout:
     """Return the layout that `pieces_of` took apart."""
-    return Layout(tuple(Piece(*piece) for piece in pieces))
+    return Layout(tuple(Piece(name, begin, end, tuple(shape)) for name, begin, end, shape in pieces))
 
 
 def _role(role: str) -> tuple[str, Kind]:

@@ -10,6 +10,22 @@ from commopt.brief import Brief
 from commopt.errors import ConfigurationError
 
 
+def require_feedback(owner: str, feedback: object) -> None:
+    """Raise ConfigurationError unless `feedback`, an option of `owner`, is a Feedback or None."""
+    if not (feedback is None or isinstance(feedback, Feedback)):
+        raise ConfigurationError(f"{owner}(feedback={feedback!r}) must be a Feedback(), or None for none")
+
+
+def checked_patterns(owner: str, dense: object) -> tuple[str, ...]:
+    """Return the patterns of parameter names that `owner` was given, as a tuple: a list could not be hashed.
+
+    Raises ConfigurationError when they are none.
+    """
+    if not isinstance(dense, (tuple, list)) or not all(isinstance(pattern, str) for pattern in dense):
+        raise ConfigurationError(f"{owner}(dense={dense!r}) must be a tuple of patterns, for example dense=('*.bias',)")
+    return tuple(dense)
+
+
 @dataclass(frozen=True, repr=False)
 class Feedback(Brief):
     """Add to each gradient what compression left out of the last one (Karimireddy et al., arXiv 1901.09847).

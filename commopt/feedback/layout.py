@@ -6,15 +6,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from math import prod
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [begin, end) of the parameter `name`."""
+    """Elements [begin, end) of the parameter `name`, whose whole `shape` is () when nobody told."""
 
     name: str
     begin: int
     end: int
+    shape: tuple[int, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -27,14 +29,18 @@ class Piece:
 
 @dataclass(frozen=True)
 class Layout:
-    """Pieces, one after the other, without gaps; no name occurs twice."""
+    """Pieces, one after the other, without gaps; in a whole buffer no name occurs twice."""
 
     pieces: tuple[Piece, ...]
 
     @classmethod
-    def of_parameters(cls, parameters: Iterable[tuple[str, int]]) -> Layout:
-        """Lay out whole parameters, given as (name, numel)."""
-        return cls(tuple(Piece(name, 0, numel) for name, numel in parameters))
+    def of_parameters(cls, parameters: Iterable[tuple[str, int | Sequence[int]]]) -> Layout:
+        """Lay out whole parameters, given as (name, shape), or (name, numel) where the shape does not matter."""
+        pieces = []
+        for name, extent in parameters:
+            numel, shape = (extent, ()) if isinstance(extent, int) else (prod(extent), tuple(extent))
+            pieces.append(Piece(name, 0, numel, shape))
+        return cls(tuple(pieces))
 
     @classmethod
     def anonymous(cls, numel: int) -> Layout:
@@ -74,7 +80,8 @@ class Layout:
             for offset, piece in zip(self.offsets, self.pieces, strict=True):
                 first, last = max(begin, offset), min(end, offset + piece.numel)
                 if first < last:
-                    chosen.append(Piece(piece.name, piece.begin + first - offset, piece.begin + last - offset))
+                    begin_here, end_here = piece.begin + first - offset, piece.begin + last - offset
+                    chosen.append(Piece(piece.name, begin_here, end_here, piece.shape))
         return Layout(tuple(chosen))
 
     def spans_of(self, part: Layout) -> list[tuple[int, int]]:

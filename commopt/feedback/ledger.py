@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from math import sqrt
 from typing import Any, Literal
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
+from commopt.feedback.factors import FactorStore
 from commopt.feedback.layout import Layout, Piece
 from commopt.feedback.rounding import round_stochastically
 from commopt.feedback.sample import SampledError
@@ -17,13 +19,15 @@ from commopt.feedback.scratch import Scratch
 
 Kind = Literal["worker", "owner"]
 
+_MOMENTUM = "momentum"
+
 
 @dataclass(eq=False)
 class Slot:
     """One residual: of what this rank sent ("worker"), or of the sum it encoded for all ("owner").
 
     `path` tells the level of the aggregator ("", "inter", "intra"). Values are unscaled and in units of the average:
-    their sum over all ranks is what the model has not been told yet.
+    their sum over all ranks is what the model has not been told yet, or its momentum at the path of that name.
     """
 
     path: str
@@ -32,6 +36,15 @@ class Slot:
     values: Tensor  # [layout.numel], float32 or bfloat16
     spare: Tensor | None = None  # float32 [layout.numel]: the next values, while a whole step may yet be dropped
     once: bool = False  # sent exactly, hence gone once it is sent
+
+
+def momentum_path(path: str) -> str:
+    """Return where a level keeps the momentum of what its ranks send."""
+    return f"{path}.{_MOMENTUM}" if path else _MOMENTUM
+
+
+def _is_momentum(slot: Slot) -> bool:
+    return slot.path.rpartition(".")[2] == _MOMENTUM
 
 
 @dataclass(eq=False)
@@ -44,6 +57,7 @@ class Ledger:
     per_step: bool = False
     scratch: Scratch = field(default_factory=Scratch)
     error: SampledError = field(default_factory=SampledError)
+    factors: FactorStore = field(default_factory=FactorStore)
     steps: int = 0
     warm: bool = False  # whether any residual can be other than zero; alike on every rank
     dropped: Tensor | int = 0  # commits that a non-finite value prevented
@@ -53,6 +67,7 @@ class Ledger:
     _additions: int = 0  # to slots and loose pieces
     _nothing: dict[tuple[str, Layout], int] = field(default_factory=dict)  # nothing was there after so many additions
     _staged: list[tuple[Slot, Tensor]] = field(default_factory=list)
+    _staged_factors: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     _flags: list[Tensor] = field(default_factory=list)
 
     # ------------------------------------------------------------------------------------- finding
@@ -162,7 +177,7 @@ class Ledger:
                 for first, last in ((kept.begin, begin), (end, kept.end)):
                     if first < last:
                         cut = part[first - kept.begin : last - kept.begin].clone()  # not all that it was cut from
-                        rest.append((Piece(kept.name, first, last), cut))
+                        rest.append((Piece(kept.name, first, last, kept.shape), cut))
             if rest:
                 by_name[wanted.name] = rest
         return values
@@ -181,6 +196,13 @@ class Ledger:
         self._staged.append((slot, staged))
         return staged
 
+    def stage_factors(self, factors: Tensor) -> Tensor:
+        """Return where to write the next values of `factors`, which are small and count once they are committed."""
+        tag = f"{len(self._staged_factors)} staged factors"
+        staged = self.scratch.take(tag, tuple(factors.shape), factors.dtype, factors.device)
+        self._staged_factors.append((factors, staged))
+        return staged
+
     def report(self, finite: Tensor) -> None:
         """Add to the verdict on what is staged: bool, 0-d."""
         self._flags.append(finite)
@@ -188,6 +210,7 @@ class Ledger:
     def begin_step(self) -> None:
         """Drop what a backward that raised has left staged."""
         self._staged.clear()
+        self._staged_factors.clear()
         self._flags.clear()
 
     def end_bucket(self, *, last: bool) -> None:
@@ -199,7 +222,7 @@ class Ledger:
             self.warm = True
 
     def _commit(self) -> None:
-        if not self._staged:
+        if not (self._staged or self._staged_factors):
             self._flags.clear()
             return
         finite = torch.stack(self._flags).all()
@@ -211,6 +234,8 @@ class Ledger:
         else:
             for number, (slot, staged) in enumerate(self._staged):
                 torch.where(finite, self._rounded(slot, staged, number), slot.values, out=slot.values)
+        for factors, staged in self._staged_factors:
+            torch.where(finite, staged, factors, out=factors)
         self.dropped = self.dropped + (~finite).long()
         self.begin_step()
 
@@ -233,11 +258,17 @@ class Ledger:
     def stats(self) -> dict[str, Any]:
         """Return the L2 norm of all residuals, the sampled error, bytes kept and dropped commits; waits for devices."""
         slots = list(self.slots())
-        squares = sum(float(slot.values.double().square().sum()) for slot in slots)
+        momentum = [slot for slot in slots if _is_momentum(slot)]
         kept = [tensor for slot in slots for tensor in (slot.values, slot.spare) if tensor is not None]
         return {
-            "residual_norm": squares**0.5,
+            "residual_norm": _norm(slot for slot in slots if not _is_momentum(slot)),
+            **({"momentum_norm": _norm(momentum)} if momentum else {}),
             "compression_error": self.error.value(),
             "residual_bytes": sum(tensor.numel() * tensor.element_size() for tensor in kept),
             "dropped_commits": int(self.dropped),
+            "factor_bytes": self.factors.nbytes,
         }
+
+
+def _norm(slots: Iterable[Slot]) -> float:
+    return sqrt(sum(float(slot.values.double().square().sum()) for slot in slots))

@@ -50,7 +50,8 @@ class Layouts:
         for parameter in parameters:
             if id(parameter) not in self._names:
                 self._name(parameter, f"parameter {next(self._numbers)}")
-        layout = Layout.of_parameters((self._names[id(parameter)], parameter.numel()) for parameter in parameters)
+        shapes = [(self._names[id(parameter)], _stored_shape(parameter)) for parameter in parameters]
+        layout = Layout.of_parameters(shapes)
         if layout.numel != bucket.buffer().numel():
             raise CommoptError(
                 f"DDP's bucket {bucket.index()} holds {bucket.buffer().numel()} elements, its parameters "
@@ -62,3 +63,10 @@ class Layouts:
         self._parameters.append(parameter)
         self._names[id(parameter)] = name
         self.numels[name] = parameter.numel()
+
+
+def _stored_shape(parameter: Tensor) -> tuple[int, ...]:
+    """Return the shape in the order of the strides, which is how DDP lays out a gradient that is dense in memory."""
+    strides = parameter.stride()
+    order = sorted(range(parameter.dim()), key=lambda dim: strides[dim], reverse=True)
+    return tuple(parameter.shape[dim] for dim in order)

@@ -137,9 +137,9 @@ class HookState:
         if buffer.storage_offset() != 0 or not buffer.is_contiguous():
             # DDP would read the result from the start of its storage, whatever the tensor says.
             raise CommoptError(f"DDP's bucket {bucket.index()} does not fill its storage; report this torch version")
-        layout = Layout.anonymous(buffer.numel())
+        # What is exact treats all elements alike; the rest may go by names and shapes, with or without a memory.
+        layout = Layout.anonymous(buffer.numel()) if aggregator.lossless else self._layouts.of(bucket)
         if aggregator.residual_paths:
-            layout = self._layouts.of(bucket)
             self._prepare(bucket, layout, buffer.device)
         if self._rebucketing is not None and bucket.index() == 0 and self._rebucketing.ends():
             self._rebucketing = None
@@ -211,7 +211,7 @@ class HookState:
         inputs = [held for _, held in gradients.held]
         ticket = lanes.lane_for(buffer.device).submit(operation, work, buffer, inputs, waiting)
         for layout, dtype in zip(gradients.layouts, gradients.dtypes(), strict=True):
-            self._buckets[layout, dtype, buffer.device, min(step, aggregator.start_step)] += 1
+            self._buckets[layout, dtype, buffer.device, aggregator.phase(step)] += 1
         return ticket.future
 
     def stats(self) -> dict[str, Any]:
