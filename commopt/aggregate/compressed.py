@@ -3,8 +3,9 @@
 A ring that carries a 16-bit or quantized sum rounds it again at every hop, so its error grows with the ranks. Here
 each rank owns one chunk: scatter the encoded chunks to their owners, add them in float32 in rank order, encode the
 sum, gather. Between two ranks a single exchange of everything moves the same bytes in one message less and spares
-the second rounding. With feedback every rounding is kept and sent later: a rank's own ("worker"), that of the sum
-("owner", as in DoubleSqueeze, arXiv 1905.05957) and that of the final cast to a 16-bit buffer.
+the second rounding; more ranks do so with sparse payloads, while that is affordable. With feedback every rounding is
+kept and sent later: a rank's own ("worker"), that of the sum ("owner", as in DoubleSqueeze, arXiv 1905.05957) and that
+of the final cast to a 16-bit buffer.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ import torch
 from torch import Tensor
 
 from commopt.aggregate.base import Aggregator, apply_scale, mark_non_finite
+from commopt.aggregate.clipping import clip
 from commopt.aggregate.rows import Region, RowFormat, row_format
-from commopt.compress import Carry, Compressor, Exact
+from commopt.compress import Carry, Compressor, Exact, Velocity
 from commopt.errors import ConfigurationError
-from commopt.feedback import Account, Feedback, Kind, Layout
+from commopt.feedback import Account, Feedback, Kind, Layout, checked_patterns, require_feedback
+from commopt.feedback.ledger import momentum_path
 from commopt.groups import Team, WireBytes
+from commopt.kernels.reference import advance
 
 _EVERYTHING = ("*",)
 
@@ -42,13 +46,13 @@ class Compressed(Aggregator):
             raise ConfigurationError(
                 f"Compressed({self.compressor!r}) needs a Compressor, for example Compressed(Cast(torch.bfloat16))"
             )
-        if not (self.feedback is None or isinstance(self.feedback, Feedback)):
-            raise ConfigurationError(f"Compressed(feedback={self.feedback!r}) must be a Feedback(), or None for none")
-        if isinstance(self.dense, str) or not all(isinstance(pattern, str) for pattern in self.dense):
+        require_feedback("Compressed", self.feedback)
+        object.__setattr__(self, "dense", checked_patterns("Compressed", self.dense))
+        if self.feedback is None and self.compressor.inertia is not None:
             raise ConfigurationError(
-                f"Compressed(dense={self.dense!r}) must be a tuple of patterns, for example dense=('*.bias',)"
+                f"Compressed({self.compressor!r}, feedback=None) has nowhere to keep momentum; use "
+                f"feedback=Feedback(), or momentum=0"
             )
-        object.__setattr__(self, "dense", tuple(self.dense))  # a list could not be hashed
 
     # --------------------------------------------------------------------------------- all at once
 
@@ -57,27 +61,38 @@ class Compressed(Aggregator):
         if buffer.numel() == 0:
             return
         if team.size == 1:
-            apply_scale(buffer, scale)
-        elif team.size == 2:
+            self._alone(buffer, team, scale, account)
+        elif self._exchanges(account.layout, account.result_dtype or buffer.dtype, team, account.step):
             self._exchange(buffer, team, scale, account)
         else:
             self._scatter_gather(buffer, team, scale, account)
 
+    def _alone(self, buffer: Tensor, team: Team, scale: float, account: Account) -> None:
+        self._clip(buffer, team, scale, account)
+        velocity = account.velocity(account.layout, self.feedback, buffer.device, self.compressor.inertia)
+        if velocity is None:
+            apply_scale(buffer, scale)
+            return
+        buffer.copy_(_advanced(buffer, scale, velocity, account))
+        finite = buffer.isfinite().all()
+        mark_non_finite(buffer, finite)
+        account.report(finite)
+
     def _exchange(self, buffer: Tensor, team: Team, scale: float, account: Account) -> None:
         rows = self._rows(account.layout, account.result_dtype or buffer.dtype, 1, account.step)
+        account.retire_owners()
         mine = rows.take(1, "sent", account.scratch, buffer.device)
         carries = self._encode(rows, buffer, mine, team, scale, account)
-        both = rows.take(2, "received", account.scratch, buffer.device)
-        team.all_gather(both.view(-1), mine.view(-1))
+        received = rows.take(team.size, "received", account.scratch, buffer.device)
+        team.all_gather(received.view(-1), mine.view(-1))
         for region, carry in zip(rows.regions, carries, strict=True):
             total = region.target(buffer, torch.float32, region.chunk_numel, account.scratch)
-            region.compressor.accumulate(region.payload(both), total)
-            half = region.numel // 2
-            own = slice(0, half) if team.rank == 0 else slice(half, region.numel)
+            region.compressor.accumulate(region.payload(received), total)
+            own = slice(region.numel * team.rank // team.size, region.numel * (team.rank + 1) // team.size)
             if carry is not None:
                 _keep_rounding(total[own], rows.dtype, carry.new[own], carry)
             region.write(buffer, total[: region.numel])
-        self._judge(rows, both, buffer, account)
+        self._judge(rows, received, buffer, account)
 
     def _scatter_gather(self, buffer: Tensor, team: Team, scale: float, account: Account) -> None:
         rows, received = self._send_chunks(buffer, team, scale, account)
@@ -136,16 +151,25 @@ class Compressed(Aggregator):
     def _encode(
         self, rows: RowFormat, buffer: Tensor, payload: Tensor, team: Team, scale: float, account: Account
     ) -> list[Carry | None]:
+        self._clip(buffer, team, scale, account)
         carries = []
         for region in rows.regions:
-            values = region.read(buffer, account.scratch)
+            values, factor = region.read(buffer, account.scratch), scale
             carry = self._carry(region, "worker", region.layout, account, buffer.device)
             carries.append(carry)
+            if region.dense:  # of the compressed, the compressor sees to it
+                velocity = account.velocity(region.layout, self.feedback, buffer.device, self.compressor.inertia)
+                if velocity is not None:
+                    values, factor = _advanced(values, scale, velocity, account), 1.0
             target, dice = region.payload(payload), account.dice("worker", team.rank)
-            region.compressor.compress(values, target, region.chunk_numel, scale, carry, dice)
-            if carry is not None and region.compressor == self.compressor:
+            region.compressor.compress(values, target, region.chunk_numel, factor, carry, dice)
+            if carry is not None and not region.dense:
                 account.sample(values, scale, carry)
         return carries
+
+    def _clip(self, buffer: Tensor, team: Team, scale: float, account: Account) -> None:
+        if self.compressor.norm_limit is not None:
+            clip(buffer, self.compressor.norm_limit, scale, account.loss_scale, team.size)
 
     def _send_sums(
         self,
@@ -175,7 +199,7 @@ class Compressed(Aggregator):
         """Tell the account whether the result is finite, and show it in the buffer's first element."""
         if self.feedback is None or account.ledger is None:
             return
-        flags = [region.compressor.finite(region.payload(payloads)) for region in rows.regions]
+        flags = [region.compressor.finite(region.payload(payloads), region.chunk_numel) for region in rows.regions]
         if rows.rounds:  # the cast may overflow what was finite
             flags.append(buffer.to(rows.dtype).isfinite().all())
         finite = torch.stack(flags).all()
@@ -187,11 +211,21 @@ class Compressed(Aggregator):
     ) -> Carry | None:
         if isinstance(region.compressor, Exact):
             return account.leftover(layout, device) if kind == "worker" and self.feedback is not None else None
-        return account.carry(kind, layout, self.feedback, device)
+        return account.carry(kind, layout, self.feedback, device, region.compressor.inertia)
 
     def _rows(self, layout: Layout, dtype: torch.dtype, chunks: int, step: int | None) -> RowFormat:
-        dense = self.dense if step is None or step >= self.start_step else _EVERYTHING
-        return row_format(layout, chunks, self.compressor, dense, dtype)
+        compressor = self.compressor.at(step)
+        if compressor is None:
+            return row_format(layout, chunks, self.compressor, _EVERYTHING, dtype)
+        return row_format(layout, chunks, compressor, self.dense, dtype)
+
+    def _exchanges(self, layout: Layout, dtype: torch.dtype, team: Team, step: int | None) -> bool:
+        """Return whether every rank sends one row to all others, rather than a chunk to each owner."""
+        if team.size == 2:
+            return True
+        rows = self._rows(layout, dtype, 1, step)
+        sparse = any(region.compressor.sparse for region in rows.regions)
+        return sparse and affordable_to_all(rows.nbytes, layout.numel, team.size)
 
     # -------------------------------------------------------------------------------------- facts
 
@@ -206,7 +240,7 @@ class Compressed(Aggregator):
         """See Aggregator."""
         if layout.numel == 0 or team.size == 1:
             return WireBytes()
-        if team.size == 2:
+        if self._exchanges(layout, dtype, team, step):
             return team.wire.all_gather(self._rows(layout, dtype, 1, step).nbytes)
         return self.halves_wire_bytes(layout, dtype, team, step)
 
@@ -236,10 +270,32 @@ class Compressed(Aggregator):
         """See Aggregator."""
         return self.compressor.start_step
 
+    def phase(self, step: int) -> int:
+        """See Aggregator."""
+        return self.compressor.stage(step)
+
     @property
     def residual_paths(self) -> tuple[str, ...]:
-        """See Aggregator."""
-        return () if self.feedback is None else ("",)
+        """See Aggregator; momentum is kept beside the residuals."""
+        if self.feedback is None:
+            return ()
+        return ("",) if self.compressor.inertia is None else ("", momentum_path(""))
+
+
+def affordable_to_all(row_nbytes: int, numel: int, ranks: int) -> bool:
+    """Return whether to send a sparse row to all: while that takes no more bytes than a dense float32 all_reduce.
+
+    (ranks - 1) row_nbytes <= 2 (ranks - 1) / ranks * 4 numel. Beyond, chunks go to owners, which encode the sum once
+    more: less than two rows sent by each rank, however many there are (as in Ok-Topk, arXiv 2201.07598).
+    """
+    return row_nbytes * ranks <= 8 * numel
+
+
+def _advanced(values: Tensor, scale: float, velocity: Velocity, account: Account) -> Tensor:
+    """Return what momentum makes of `scale * values`: float32."""
+    moved = account.scratch.take("moved", values.numel(), torch.float32, values.device)
+    advance(values, scale, velocity, account.loss_scale, moved)
+    return moved
 
 
 def _keep_rounding(exact: Tensor, dtype: torch.dtype, residual: Tensor, carry: Carry) -> None:

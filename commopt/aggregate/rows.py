@@ -18,7 +18,7 @@ from commopt.feedback.scratch import Scratch
 class Region:
     """The elements of a buffer that one compressor encodes, cut into chunks of `chunk_numel`, the last ones shorter.
 
-    In a row they take `nbytes` bytes from `offset` on.
+    In a row they take `nbytes` bytes from `offset` on. `dense`: they are not compressed, just rounded as the buffer is.
     """
 
     compressor: Compressor
@@ -27,6 +27,7 @@ class Region:
     chunk_numel: int
     offset: int
     nbytes: int
+    dense: bool
 
     @property
     def numel(self) -> int:
@@ -94,6 +95,6 @@ def row_format(
             part = layout.select(spans)
             chunk_numel = ceil(part.numel / (chunks * encoder.granularity)) * encoder.granularity
             nbytes = encoder.payload_nbytes(chunk_numel)
-            regions.append(Region(encoder, spans, part, chunk_numel, offset, nbytes))
+            regions.append(Region(encoder, spans, part, chunk_numel, offset, nbytes, encoder is plain))
             offset += nbytes
     return RowFormat(tuple(regions), offset, dtype)

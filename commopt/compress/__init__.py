@@ -2,11 +2,24 @@
 
 from commopt.compress.base import Compressor
 from commopt.compress.cast import Cast
+from commopt.compress.dgc import DGC
 from commopt.compress.exact import Exact
 from commopt.compress.onebit import OneBit
 from commopt.compress.quantize import Quantize
-from commopt.kernels.codec import Carry, Dice
+from commopt.kernels.codec import Carry, Dice, Momentum, Velocity
 
-COMPRESSORS: dict[str, type[Compressor]] = {"cast": Cast, "quantize": Quantize, "onebit": OneBit}
+COMPRESSORS: dict[str, type[Compressor]] = {"cast": Cast, "quantize": Quantize, "onebit": OneBit, "dgc": DGC}
 
-__all__ = ["COMPRESSORS", "Carry", "Cast", "Compressor", "Dice", "Exact", "OneBit", "Quantize"]
+__all__ = [
+    "COMPRESSORS",
+    "DGC",
+    "Carry",
+    "Cast",
+    "Compressor",
+    "Dice",
+    "Exact",
+    "Momentum",
+    "OneBit",
+    "Quantize",
+    "Velocity",
+]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from commopt.brief import Brief
-from commopt.kernels.codec import Carry, Dice
+from commopt.kernels.codec import Carry, Dice, Momentum
 
 
 class Compressor(Brief, ABC):
@@ -26,8 +26,35 @@ class Compressor(Brief, ABC):
 
     @property
     def start_step(self) -> int:
-        """The first step whose gradients are compressed; before, they travel dense."""
+        """The first step at which warm-up is over; before, gradients travel dense, or less compressed."""
         return 0
+
+    def at(self, step: int | None) -> Compressor | None:
+        """Return the compressor in force at a step (None: after all warm-up), None when everything travels dense."""
+        return self if step is None or step >= self.start_step else None
+
+    def stage(self, step: int) -> int:
+        """Return the first of the neighbouring steps at which the same compressor is in force as at `step`."""
+        return self.start_step if step >= self.start_step else 0
+
+    def suits(self, shape: tuple[int, ...]) -> bool:
+        """Return whether parameters of this shape (() when unknown) are worth compressing at all."""
+        return True
+
+    @property
+    def sparse(self) -> bool:
+        """Whether rows are short enough for every rank to send its own to all, which spares encoding the sum."""
+        return False
+
+    @property
+    def inertia(self) -> Momentum | None:
+        """The momentum that is applied before compression, in place of the optimizer's."""
+        return None
+
+    @property
+    def norm_limit(self) -> float | None:
+        """What the L2 norm of a buffer is clipped to before it is compressed, over the root of the ranks."""
+        return None
 
     @property
     def error_bound(self) -> float:
@@ -66,8 +93,8 @@ class Compressor(Brief, ABC):
         """
 
     @abstractmethod
-    def finite(self, payload: Tensor) -> Tensor:
-        """Return whether everything in `payload` decodes to finite values: bool, 0-d, on its device."""
+    def finite(self, payload: Tensor, chunk_numel: int) -> Tensor:
+        """Return whether everything in the rows of `payload` decodes to finite values: bool, 0-d, on its device."""
 
     def recompress(
         self,

@@ -9,7 +9,7 @@ from torch import Tensor
 from commopt.compress.base import Compressor
 from commopt.errors import ConfigurationError
 from commopt.kernels import quantize
-from commopt.kernels.codec import ROW_ALIGNMENT, Carry, Codec, Dice
+from commopt.kernels.codec import Carry, Codec, Dice
 
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 64, 4096
 
@@ -24,8 +24,8 @@ class Blockwise(Compressor):
 
     @property
     def granularity(self) -> int:
-        """See Compressor; blocks of fewer bytes than rows are aligned to come in pairs, so that bytes tell elements."""
-        return self.codec.block * (1 if self.codec.block_nbytes >= ROW_ALIGNMENT else 2)
+        """See Compressor."""
+        return self.codec.block
 
     @property
     def error_bound(self) -> float:
@@ -68,10 +68,9 @@ class Blockwise(Compressor):
         """See Compressor; the sum never leaves the kernel."""
         quantize.recode(self.codec, payloads, payload, chunk_numel, numel, carry, dice)
 
-    def finite(self, payload: Tensor) -> Tensor:
+    def finite(self, payload: Tensor, chunk_numel: int) -> Tensor:
         """See Compressor; the scales tell."""
-        codec = self.codec
-        return quantize.finite(codec, payload, payload.shape[1] // codec.block_nbytes * codec.block)
+        return quantize.finite(self.codec, payload, chunk_numel)
 
 
 def check(owner: str, block: int, start_step: int) -> None:

@@ -74,7 +74,7 @@ class Plain(Compressor):
         for row in rows[1:]:
             total.add_(row)
 
-    def finite(self, payload: Tensor) -> Tensor:
+    def finite(self, payload: Tensor, chunk_numel: int) -> Tensor:
         """See Compressor; minimum and maximum are NaN where a value is."""
         if payload.numel() == 0:
             return torch.ones((), dtype=torch.bool, device=payload.device)

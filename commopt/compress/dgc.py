@@ -1,0 +1,176 @@
+"""Deep Gradient Compression: the largest elements only, with momentum on each rank's side of the wire."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import isfinite
+
+import torch
+from torch import Tensor
+
+from commopt.compress.base import Compressor
+from commopt.errors import ConfigurationError
+from commopt.kernels import sparse
+from commopt.kernels.codec import Carry, Dice, Momentum
+from commopt.kernels.sparse_row import SparseRow
+
+
+@dataclass(frozen=True, repr=False)
+class DGC(Compressor):
+    """Send the largest elements of each gradient, and keep the others for later (arXiv 1712.01887).
+
+    By default this is top-k with error feedback, which goes with any optimizer. With `momentum` the optimizer must
+    have none of its own (SGD(momentum=0)): nobody can see here whether it does, and twice is far too much. Momentum and
+    residual add up on each rank before elements are chosen (section 3.1); what travels dense gets the same momentum.
+    It lives where residuals do; a standalone all_reduce has neither.
+
+    density: the share of elements that is sent, in (0, 1]; of a chunk of n elements exactly ceil(density n).
+    momentum: in [0, 1); nesterov: Nesterov's.
+    momentum_masking: the velocity of an element starts from zero once it is sent (section 3.2).
+    clip_norm: each of W ranks clips its part of the average, its gradient over W, before anything is added to it, to an
+        L2 norm of clip_norm / sqrt(W) (section 3.2): independent parts then add up to clip_norm. Per buffer, since the
+        model's norm is unknown when its first bucket is due.
+        What clipping takes away is not kept.
+    warmup: (steps, density) one after the other before `density` is in force; ((100, 0.25), (100, 0.0625)) for 200.
+    value_dtype: how values travel: torch.bfloat16, torch.float16 (more exact, but inf above 65504, loss scale
+        included), or torch.float32. What rounding takes away is kept for later too.
+
+    Tensors of one dimension travel dense. Raises ConfigurationError.
+    """
+
+    density: float = 0.001
+    momentum: float = 0.0
+    nesterov: bool = False
+    momentum_masking: bool = True
+    clip_norm: float | None = None
+    warmup: tuple[tuple[int, float], ...] = ()
+    value_dtype: torch.dtype = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        _check_density("density", self.density)
+        if not _is_number(self.momentum) or not 0 <= self.momentum < 1:
+            raise ConfigurationError(f"DGC(momentum={self.momentum!r}) must be at least 0 and below 1, for example 0.9")
+        for name in ("nesterov", "momentum_masking"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigurationError(f"DGC({name}={getattr(self, name)!r}) must be True or False")
+        if self.nesterov and self.momentum == 0:
+            raise ConfigurationError("DGC(nesterov=True) needs a momentum above 0; add for example momentum=0.9")
+        clip_norm = self.clip_norm
+        if clip_norm is not None and not (_is_number(clip_norm) and clip_norm > 0 and isfinite(clip_norm)):
+            raise ConfigurationError(f"DGC(clip_norm={clip_norm!r}) must be a norm above 0, or None for no clipping")
+        if self.value_dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ConfigurationError(
+                f"DGC(value_dtype={self.value_dtype}) cannot travel; use torch.bfloat16, torch.float16 or torch.float32"
+            )
+        object.__setattr__(self, "warmup", _checked_warmup(self.warmup))
+
+    # ---------------------------------------------------------------------------------- what is done when
+
+    @property
+    def granularity(self) -> int:
+        """See Compressor."""
+        return 1
+
+    @property
+    def start_step(self) -> int:
+        """See Compressor: the first step of the final density."""
+        return sum(steps for steps, _ in self.warmup)
+
+    def at(self, step: int | None) -> Compressor | None:
+        """See Compressor; always some density."""
+        if self.warmup and step is not None:
+            end = 0
+            for steps, density in self.warmup:
+                end += steps
+                if step < end:
+                    return replace(self, density=density, warmup=())
+        return self
+
+    def stage(self, step: int) -> int:
+        """See Compressor."""
+        begin = 0
+        for steps, _ in self.warmup:
+            if step < begin + steps:
+                break
+            begin += steps
+        return begin
+
+    def suits(self, shape: tuple[int, ...]) -> bool:
+        """See Compressor; biases and the weights of norms are few and matter at once."""
+        return len(shape) != 1
+
+    @property
+    def sparse(self) -> bool:
+        """See Compressor."""
+        return True
+
+    @property
+    def inertia(self) -> Momentum | None:
+        """See Compressor."""
+        return Momentum(self.momentum, self.nesterov, self.momentum_masking) if self.momentum else None
+
+    @property
+    def norm_limit(self) -> float | None:
+        """See Compressor."""
+        return self.clip_norm
+
+    # ------------------------------------------------------------------------------------------ payloads
+
+    def payload_nbytes(self, chunk_numel: int) -> int:
+        """See Compressor."""
+        return self._row(chunk_numel).nbytes
+
+    def compress(
+        self,
+        values: Tensor,
+        payload: Tensor,
+        chunk_numel: int,
+        scale: float,
+        carry: Carry | None = None,
+        dice: Dice = Dice(),
+    ) -> None:
+        """See Compressor; with a velocity in the carry, p has it added as kernels.sparse.select says."""
+        sparse.select(self._row(chunk_numel), values, payload, scale, carry)
+
+    def decompress(self, payload: Tensor, values: Tensor, chunk_numel: int) -> None:
+        """See Compressor."""
+        sparse.scatter(self._row(chunk_numel), payload, values)
+
+    def accumulate(self, payloads: Tensor, total: Tensor) -> None:
+        """See Compressor."""
+        sparse.accumulate(self._row(total.numel()), payloads, total)
+
+    def finite(self, payload: Tensor, chunk_numel: int) -> Tensor:
+        """See Compressor."""
+        return sparse.finite(self._row(chunk_numel), payload)
+
+    def _row(self, chunk_numel: int) -> SparseRow:
+        return SparseRow.of(chunk_numel, self.density, self.value_dtype)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _check_density(name: str, density: object) -> None:
+    if not _is_number(density) or not 0 < density <= 1:  # type: ignore[operator]  # _is_number
+        raise ConfigurationError(
+            f"DGC({name}={density!r}) must be above 0 and at most 1, the share of elements to send, for example 0.001"
+        )
+
+
+def _checked_warmup(warmup: object) -> tuple[tuple[int, float], ...]:
+    """Return it as tuples, which can be hashed."""
+    try:
+        stages = tuple((steps, density) for steps, density in warmup)  # type: ignore[attr-defined]  # caught
+    except (TypeError, ValueError):
+        raise ConfigurationError(
+            f"DGC(warmup={warmup!r}) must be pairs of steps and density, for example ((100, 0.25), (100, 0.0625))"
+        ) from None
+    for steps, density in stages:
+        if type(steps) is not int or steps < 1:
+            raise ConfigurationError(
+                f"DGC(warmup={warmup!r}) has a stage of {steps!r} steps; give each a whole number from 1 on"
+            )
+        _check_density("warmup density", density)
+    return stages
