@@ -1,8 +1,8 @@
 """Data-parallel training that stays fast on slow networks: DDP communication hooks and a standalone allreduce."""
 
-from commopt.aggregate import AGGREGATORS, Aggregator, Compressed, Flat, Hierarchical
+from commopt.aggregate import AGGREGATORS, Aggregator, Compressed, Flat, Hierarchical, PowerSGD
 from commopt.collectives import Communicator, Work, all_reduce
-from commopt.compress import COMPRESSORS, Cast, Compressor, OneBit, Quantize
+from commopt.compress import COMPRESSORS, DGC, Cast, Compressor, OneBit, Quantize
 from commopt.errors import CommoptError, ConfigurationError, LaneError, MismatchError, UnsupportedTensorError
 from commopt.feedback import Account, Feedback, Layout
 from commopt.groups import WireBytes
@@ -14,13 +14,17 @@ from commopt.hooks import (
     Preset,
     attach,
     build_preset,
+    dgc,
     flat,
     hierarchical,
     hierarchical_bf16,
+    hierarchical_dgc,
     hierarchical_onebit,
+    hierarchical_powersgd,
     hierarchical_quantized,
     hook,
     onebit,
+    powersgd,
     quantized,
 )
 from commopt.version import __version__
@@ -28,6 +32,7 @@ from commopt.version import __version__
 __all__ = [
     "AGGREGATORS",
     "COMPRESSORS",
+    "DGC",
     "PRESETS",
     "Account",
     "Aggregator",
@@ -47,6 +52,7 @@ __all__ = [
     "Layout",
     "MismatchError",
     "OneBit",
+    "PowerSGD",
     "Preset",
     "Quantize",
     "UnsupportedTensorError",
@@ -56,12 +62,16 @@ __all__ = [
     "all_reduce",
     "attach",
     "build_preset",
+    "dgc",
     "flat",
     "hierarchical",
     "hierarchical_bf16",
+    "hierarchical_dgc",
     "hierarchical_onebit",
+    "hierarchical_powersgd",
     "hierarchical_quantized",
     "hook",
     "onebit",
+    "powersgd",
     "quantized",
 ]

@@ -4,7 +4,13 @@ from commopt.aggregate.base import Aggregator
 from commopt.aggregate.compressed import Compressed
 from commopt.aggregate.flat import Flat
 from commopt.aggregate.hierarchical import Hierarchical
+from commopt.aggregate.powersgd import PowerSGD
 
-AGGREGATORS: dict[str, type[Aggregator]] = {"flat": Flat, "hierarchical": Hierarchical, "compressed": Compressed}
+AGGREGATORS: dict[str, type[Aggregator]] = {
+    "flat": Flat,
+    "hierarchical": Hierarchical,
+    "compressed": Compressed,
+    "powersgd": PowerSGD,
+}
 
-__all__ = ["AGGREGATORS", "Aggregator", "Compressed", "Flat", "Hierarchical"]
+__all__ = ["AGGREGATORS", "Aggregator", "Compressed", "Flat", "Hierarchical", "PowerSGD"]

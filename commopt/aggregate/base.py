@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from commopt.brief import Brief
-from commopt.feedback import Account, Layout
+from commopt.feedback import Account, Layout, Shapes, Spans
 from commopt.groups import Team, WireBytes
 
 
@@ -55,8 +55,24 @@ class Aggregator(Brief, ABC):
 
     @property
     def start_step(self) -> int:
-        """The first step at which it does what it will do ever after."""
+        """The first step at which warm-up is over."""
         return 0
+
+    def phase(self, step: int) -> int:
+        """Return the earliest step whose messages are as long as those of `step`."""
+        return min(step, self.start_step)
+
+    def divide(self, layout: Layout, dtype: torch.dtype, parts: int) -> tuple[Spans, ...] | None:
+        """Return what of a buffer each of `parts` ranks should be given, None when equal pieces will do.
+
+        `dtype` is what the values will be rounded to in the end. Together the spans are all elements, each once. The
+        same on every rank.
+        """
+        return None
+
+    def shared_factors(self, layout: Layout) -> Shapes:
+        """Return which factors are alike for all parts of a parameter, so that they may follow it to other ranks."""
+        return ()
 
     @property
     def residual_paths(self) -> tuple[str, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from math import ceil
 from typing import Literal, get_args
 
 import torch
@@ -11,7 +10,9 @@ from torch import Tensor
 
 from commopt.aggregate.base import Aggregator, apply_scale
 from commopt.aggregate.compressed import Compressed
+from commopt.aggregate.division import division
 from commopt.aggregate.flat import Flat
+from commopt.aggregate.powersgd import PowerSGD
 from commopt.errors import ConfigurationError
 from commopt.feedback import Account, Layout
 from commopt.groups import Team, WireBytes
@@ -47,6 +48,11 @@ class Hierarchical(Aggregator):
         if not isinstance(self.intra, (Flat, Compressed)):
             raise ConfigurationError(
                 f"Hierarchical(intra={self.intra!r}) cannot be split in two halves; use Flat() or Compressed(...)"
+            )
+        if isinstance(self.intra, Compressed) and self.intra.compressor.inertia is not None:
+            raise ConfigurationError(
+                f"Hierarchical(intra={self.intra!r}) would lose its momentum where a node has one rank; give "
+                f"the momentum to inter"
             )
         if isinstance(self.inter, Hierarchical):
             raise ConfigurationError(
@@ -104,16 +110,13 @@ class Hierarchical(Aggregator):
 
     def _through_shards(self, buffer: Tensor, team: Team, scale: float, account: Account) -> None:
         intra, inter = _levels(team)
-        shard_numel = ceil(buffer.numel() / intra.size)
-        whole_numel = shard_numel * intra.size
+        divided = division(self.inter, account.layout, buffer.dtype, intra.size)
+        shard_numel, layout = divided.shard_numel, divided.layouts[intra.rank]
         begin = intra.rank * shard_numel
-        layout = account.layout.cut(begin, begin + shard_numel)
-        self._bring_home("shards", layout, intra, account, buffer.device)
+        self._bring_home(divided.name, layout, intra, account, buffer.device)
 
         # The bucket cannot be padded; where it does not divide, a padded copy goes round instead.
-        fits = whole_numel == buffer.numel()
-        scaled = self._scaled(buffer, scale)
-        work = scaled if fits else _padded(scaled, whole_numel)
+        work = divided.laid_out(self._scaled(buffer, scale), account.scratch)
         if self._form_on(team, buffer.numel() * buffer.element_size(), buffer.device) == "reduce_scatter":
             shard = account.scratch.take("shard", shard_numel, work.dtype, buffer.device)
             intra.reduce_scatter(shard, work)
@@ -124,11 +127,10 @@ class Hierarchical(Aggregator):
             inner = account.within("inter", layout, buffer.dtype)
             self.inter.all_reduce(shard[: layout.numel], inter, 1.0, inner)
 
-        whole = buffer if fits else buffer.new_empty(whole_numel)
+        whole = divided.target(buffer, account.scratch)
         intra.all_gather(whole, shard.to(buffer.dtype))
-        if not fits:
-            buffer.copy_(whole[: buffer.numel()])
-        self._judge(buffer[::shard_numel], account)
+        divided.put_back(whole, buffer)
+        self._judge(whole[::shard_numel], account)
 
     def _through_shares(
         self, intra_aggregator: Compressed, buffer: Tensor, team: Team, scale: float, account: Account
@@ -136,8 +138,8 @@ class Hierarchical(Aggregator):
         intra, inter = _levels(team)
         account_intra = account.within("intra", account.layout, replicas=team.node_count)
         share, layout = intra_aggregator.reduce_scatter(buffer, intra, scale, account_intra)
-        warm = "compressed" if account.step >= intra_aggregator.start_step else "dense"
-        self._bring_home(f"{warm} shares of {intra_aggregator}", layout, intra, account, buffer.device)
+        stage = f"from step {intra_aggregator.phase(account.step)}"
+        self._bring_home(f"shares of {intra_aggregator} {stage}", layout, intra, account, buffer.device)
         if layout.numel:
             self.inter.all_reduce(share, inter, 1.0, account.within("inter", layout))
         intra_aggregator.all_gather(share, buffer, intra, account_intra)
@@ -162,12 +164,21 @@ class Hierarchical(Aggregator):
         ledger, path = account.ledger, account.within("inter", account.layout).path
         if ledger is None or not self.inter.residual_paths or not ledger.place(path, account.layout, division):
             return
-        ledger.dissolve(path, account.layout)
-        held = ledger.collect(path, account.layout, device)
-        intra.all_reduce(held)
+        paths = [f"{path}.{part}".rstrip(".") for part in self.inter.residual_paths]
+        numel = account.layout.numel
+        for each in paths:
+            ledger.dissolve(each, account.layout)
+        held = [ledger.collect(each, account.layout, device) for each in paths]
+        factors = self.inter.shared_factors(account.layout)
+        moving = torch.cat([*held, ledger.factors.first_rights(path, factors, device)])
+        intra.all_reduce(moving)
         if mine is not None:
-            parts = [held[begin:end] for begin, end in account.layout.spans_of(mine)]
-            ledger.deposit(path, mine, torch.cat(parts) if parts else held[:0])
+            spans = account.layout.spans_of(mine)
+            for begin, each in zip(range(0, numel * len(paths), numel), paths, strict=True):
+                parts = [moving[begin + first : begin + last] for first, last in spans]
+                ledger.deposit(each, mine, torch.cat(parts) if parts else moving[:0])
+        rights = moving[numel * len(paths) :]
+        ledger.factors.keep_rights(path, factors, rights, mine.names if mine is not None else ())
 
     def _judge(self, marks: Tensor, account: Account) -> None:
         """Report whether the shards whose first elements are `marks` are finite: all ranks commit, or none does."""
@@ -203,12 +214,11 @@ class Hierarchical(Aggregator):
             up = intra.wire.reduce(layout.numel * up_dtype.itemsize, 0)
             return up + across + intra.wire.broadcast(layout.numel * dtype.itemsize, 0)
         assert inter is not None  # check() refused unequal nodes
-        shard_numel = ceil(layout.numel / intra.size)
-        up_nbytes = shard_numel * intra.size * up_dtype.itemsize
+        divided = division(self.inter, layout, dtype, intra.size)
+        up_nbytes = divided.whole_numel * up_dtype.itemsize
         up = intra.wire.reduce_scatter(up_nbytes) if form == "reduce_scatter" else intra.wire.all_reduce(up_nbytes)
-        shard = layout.cut(intra.rank * shard_numel, (intra.rank + 1) * shard_numel)
-        across = self.inter.wire_bytes(shard, dtype, inter, device, step)
-        return up + across + intra.wire.all_gather(shard_numel * dtype.itemsize)
+        across = self.inter.wire_bytes(divided.layouts[intra.rank], dtype, inter, device, step)
+        return up + across + intra.wire.all_gather(divided.shard_numel * dtype.itemsize)
 
     @property
     def lossless(self) -> bool:
@@ -225,6 +235,15 @@ class Hierarchical(Aggregator):
         """See Aggregator."""
         return max(self.inter.start_step, self.intra.start_step)
 
+    def phase(self, step: int) -> int:
+        """See Aggregator: no level's messages may differ in length."""
+        parts = (self.inter, self.intra)
+        phases = [part.phase(step) for part in parts]
+        earliest = max(phases)
+        # Levels may take turns: then some step soon after has what each of them does now.
+        alike = (at for at in range(earliest, min(step, earliest + 2)) if [part.phase(at) for part in parts] == phases)
+        return next(alike, step)
+
     @property
     def residual_paths(self) -> tuple[str, ...]:
         """See Aggregator."""
@@ -237,7 +256,9 @@ class Hierarchical(Aggregator):
         idle_level, idle = ("intra", self.intra) if level == "inter" else ("inter", self.inter)
         path, idle_path = (account.within(name, account.layout).path for name in (level, idle_level))
         ledger = account.ledger
-        if ledger is None or not isinstance(idle, Compressed) or not ledger.holds(idle_path, account.layout):
+        if ledger is None or not isinstance(idle, (Compressed, PowerSGD)):
+            return level, aggregator
+        if not ledger.holds(idle_path, account.layout):
             return level, aggregator
         if aggregator.residual_paths:
             ledger.redirect(idle_path, path, account.layout, device)
@@ -245,7 +266,12 @@ class Hierarchical(Aggregator):
         return idle_level, replace(idle, dense=("*",))  # exact, and takes along what is kept
 
     def _single_level(self, team: Team) -> tuple[str, Aggregator]:
-        return ("inter", self.inter) if team.node_count > 1 else ("intra", self.intra)
+        if team.node_count > 1:
+            return "inter", self.inter
+        inter = self.inter
+        if isinstance(inter, Compressed) and inter.compressor.inertia is not None:
+            return "inter", replace(inter, dense=("*",))  # one node needs the momentum too
+        return "intra", self.intra
 
     def _form_on(self, team: Team, nbytes: int, device: torch.device) -> Form:
         if self.form is not None:
@@ -273,12 +299,6 @@ def _levels(team: Team) -> tuple[Team, Team]:
     assert team.intra is not None
     assert team.inter is not None
     return team.intra, team.inter
-
-
-def _padded(values: Tensor, numel: int) -> Tensor:
-    whole = values.new_zeros(numel)
-    whole[: values.numel()] = values
-    return whole
 
 
 def _counts(team: Team) -> str:

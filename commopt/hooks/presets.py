@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commopt.aggregate import Aggregator, Compressed, Flat, Hierarchical
-from commopt.compress import Cast, OneBit, Quantize
+from commopt.aggregate import Aggregator, Compressed, Flat, Hierarchical, PowerSGD
+from commopt.compress import DGC, Cast, OneBit, Quantize
 from commopt.errors import ConfigurationError
 from commopt.feedback import Feedback
 from commopt.hooks.state import HookState
@@ -180,3 +180,68 @@ def hierarchical_onebit(
 ) -> Aggregator:
     """As hierarchical, with one bit per element between the nodes and error feedback."""
     return Hierarchical(Compressed(OneBit(block, scale, start_step), feedback, dense), intra)
+
+
+@preset
+def powersgd(
+    matrix_rank: int = 4,
+    min_compression_rate: float = 2,
+    start_step: int = 2,
+    warm_start: bool = True,
+    alternating: bool = True,
+    feedback: Feedback | None = Feedback(),
+    dense: tuple[str, ...] = (),
+) -> Aggregator:
+    """Low-rank factors of the gradients' matrices between all ranks, with error feedback."""
+    return PowerSGD(matrix_rank, min_compression_rate, start_step, warm_start, alternating, feedback, dense)
+
+
+@preset
+def hierarchical_powersgd(
+    matrix_rank: int = 4,
+    min_compression_rate: float = 2,
+    start_step: int = 2,
+    warm_start: bool = True,
+    alternating: bool = True,
+    feedback: Feedback | None = Feedback(),
+    dense: tuple[str, ...] = (),
+    intra: Flat | Compressed = Flat(),
+) -> Aggregator:
+    """As hierarchical, with low-rank factors of the gradients' matrices between the nodes and error feedback."""
+    inter = PowerSGD(matrix_rank, min_compression_rate, start_step, warm_start, alternating, feedback, dense)
+    return Hierarchical(inter, intra)
+
+
+@preset
+def dgc(
+    density: float = 0.001,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    momentum_masking: bool = True,
+    clip_norm: float | None = None,
+    warmup: tuple[tuple[int, float], ...] = (),
+    value_dtype: torch.dtype = torch.bfloat16,
+    dense: tuple[str, ...] = (),
+    feedback: Feedback | None = Feedback(),
+) -> Aggregator:
+    """The largest elements between all ranks, with error feedback; `momentum` replaces the optimizer's."""
+    compressor = DGC(density, momentum, nesterov, momentum_masking, clip_norm, warmup, value_dtype)
+    return Compressed(compressor, feedback, dense)
+
+
+@preset
+def hierarchical_dgc(
+    density: float = 0.001,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    momentum_masking: bool = True,
+    clip_norm: float | None = None,
+    warmup: tuple[tuple[int, float], ...] = (),
+    value_dtype: torch.dtype = torch.bfloat16,
+    dense: tuple[str, ...] = (),
+    feedback: Feedback | None = Feedback(),
+    intra: Flat | Compressed = Flat(),
+) -> Aggregator:
+    """As hierarchical, with the largest elements between the nodes and error feedback."""
+    compressor = DGC(density, momentum, nesterov, momentum_masking, clip_norm, warmup, value_dtype)
+    return Hierarchical(Compressed(compressor, feedback, dense), intra)

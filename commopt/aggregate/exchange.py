@@ -1,0 +1,220 @@
+"""One exchange of the low-rank factors of a buffer's matrices: from gradients to messages and back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from commopt.aggregate.base import mark_non_finite
+from commopt.aggregate.matrices import Group, Plan
+from commopt.compress import Carry
+from commopt.feedback import Account, Factors, Feedback, Side, Spans
+from commopt.groups import Team
+from commopt.kernels import lowrank
+from commopt.kernels.reference.residual import piece_numel
+
+_WORDS = 4  # uniform numbers that make one that is nearly normal
+
+
+class Exchange:
+    """The matrices of one buffer in one step, stacked by shape in the memory of the next residual.
+
+    All is float32, unscaled and in units of the average, until `write` multiplies by the loss scale.
+    dtype: what the values will be rounded to in the end.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        matrix_rank: int,
+        feedback: Feedback | None,
+        buffer: Tensor,
+        dtype: torch.dtype,
+        scale: float,
+        account: Account,
+    ) -> None:
+        self._plan, self._matrix_rank, self._account = plan, matrix_rank, account
+        self._buffer, self._device, self._dtype, self._scale = buffer, buffer.device, dtype, scale
+        self._factor: Tensor | float = scale
+        if account.loss_scale is not None:
+            factor = scale / account.loss_scale
+            self._factor = float(factor) if self._device.type == "cpu" else factor  # a device waits for no host
+        self._rounds = dtype.itemsize < torch.float32.itemsize
+        # All residuals of a parameter are in one slot: with part of one in the matrices, what is dense has a place too.
+        self._all_kept = self._rounds or not plan.stacked.names.isdisjoint(plan.dense.names)
+        kept = plan.everything if self._all_kept else plan.stacked
+        self._carry = account.carry("worker", kept, feedback, self._device)
+        self._leftover: Carry | None = None
+        if self._carry is not None:
+            self._kept = self._carry.new
+            if not self._all_kept and plan.dense_spans:
+                self._leftover = account.leftover(plan.dense, self._device)
+        else:
+            self._kept = account.scratch.take("matrices", plan.stacked.numel, torch.float32, self._device)
+
+    # ------------------------------------------------------------------------------------- factors
+
+    def remembered(self) -> Factors:
+        """Return the factors that the last step left."""
+        return self._account.factors(self._plan.stacked, self._plan.shapes, self.random)
+
+    def random(self, side: Side, step: int | None = None) -> Tensor:
+        """Return orthonormal factors [rows of all, r] that are random, but the same on every rank and machine."""
+        drawn = torch.empty(self._plan.rows[side], self._matrix_rank)
+        heights = [rows if side == "left" else cols for rows, cols in self._plan.shapes]
+        for piece, part in zip(self._plan.stacked.pieces, drawn.split(heights), strict=True):
+            # Not by name: who registers without a module has no names, and trains alike.
+            text = f"{piece.shape} {piece.begin}:{piece.end} {side} {step}"
+            generator = torch.Generator().manual_seed(crc32(text.encode()))
+            words = torch.randint(1 << 16, (_WORDS, *part.shape), generator=generator)
+            torch.sub(words.sum(0), (_WORDS * 0xFFFF) // 2, out=part)  # integers: every machine draws the same
+        factors = drawn.to(self._device)
+        self.orthogonalize(side, factors, factors, None)
+        return factors
+
+    def orthogonalize(self, side: Side, factors: Tensor, out: Tensor, initial: Tensor | None) -> None:
+        """Set `out` to the orthogonalized factors [rows of all, r] of one side; all matrices of a height at once."""
+        by_height = self._plan.by_height[side]
+        stacks = self._by_height(factors, by_height)
+        found = [torch.empty_like(stack) for stack in stacks]
+        lowrank.orthogonalize_each(stacks, found, None if initial is None else self._by_height(initial, by_height))
+        for (_, spans), stack in zip(by_height, found, strict=True):
+            parts = stack.view(-1, self._matrix_rank).split([last - first for first, last in spans])
+            for (first, last), part in zip(spans, parts, strict=True):
+                out[first:last] = part
+
+    def _by_height(self, factors: Tensor, by_height: tuple[tuple[int, Spans], ...]) -> list[Tensor]:
+        """Return factors [rows of all, r] as stacks [count, height, r]."""
+        return [
+            torch.cat([factors[first:last] for first, last in spans]).view(-1, height, self._matrix_rank)
+            for height, spans in by_height
+        ]
+
+    def remember(self, factors: Factors, side: Side, total: Tensor) -> None:
+        """Let the next step start from `total`, the sum of what all ranks sent."""
+        staged = self._account.stage_factors(factors.now[side])
+        if staged is not None:
+            self.orthogonalize(side, total, staged, factors.initial[side])
+
+    # ------------------------------------------------------------------------------------- sending
+
+    def message(self, side: Side) -> tuple[Tensor, Tensor, Tensor]:
+        """Return memory for a message, and what is in it: factors of one side [rows of all, r], the dense elements."""
+        factor_numel = self._plan.rows[side] * self._matrix_rank
+        numel = factor_numel + self._plan.dense.numel
+        whole = self._account.scratch.take("message", numel, torch.float32, self._device)
+        return whole, whole[:factor_numel].view(-1, self._matrix_rank), whole[factor_numel:]
+
+    def second_message(self, side: Side) -> Tensor:
+        """Return memory for a message of nothing but factors: [rows of all, r]."""
+        shape = (self._plan.rows[side], self._matrix_rank)
+        return self._account.scratch.take("second message", shape, torch.float32, self._device)
+
+    def encode(self, side: Side, other: Tensor, own: Tensor, *, fill: bool, leave_out: bool) -> None:
+        """Set `own`, the factors of one side, to the products of the matrices with those of the `other` side.
+
+        fill: make the matrices first, of gradients and residuals. leave_out: subtract what the factors stand for.
+        """
+        for group in self._plan.parts(piece_numel(self._device)):  # a cache still holds what was just written
+            stack = group.stack(self._kept)
+            if fill:
+                self._fill(group)
+            mine, theirs = group.factors(side, own), group.factors(_other(side), other)
+            lowrank.project(stack, theirs, mine, transposed=side == "right")
+            if leave_out:
+                left, right = (mine, theirs) if side == "left" else (theirs, mine)
+                lowrank.subtract(stack, left, right)
+        if leave_out:
+            self._sample()
+
+    def fill_dense(self, target: Tensor) -> None:
+        """Put the dense elements into their part of a message, with what is kept for them from before."""
+        carry, first = self._leftover, 0
+        if self._carry is not None and self._all_kept:
+            carry, first = self._carry, self._plan.stacked.numel
+            self._kept[first:].zero_()
+        done = 0
+        for begin, end in self._plan.dense_spans:
+            self._add(self._buffer[begin:end], carry, first + done, target[done : done + end - begin])
+            done += end - begin
+
+    def _fill(self, group: Group) -> None:
+        numel = group.rows * group.cols
+        for number, matrix in enumerate(group.matrices):
+            first = group.offset + number * numel
+            self._add(self._buffer[matrix.begin : matrix.end], self._carry, first, self._kept[first : first + numel])
+
+    def _add(self, values: Tensor, carry: Carry | None, first: int, out: Tensor) -> None:
+        """Set `out` to the unscaled `values` plus the old residual from element `first` on: in one pass if possible."""
+        if carry is None:
+            out.copy_(values).mul_(self._factor)
+            return
+        old = carry.old[first : first + out.numel()]
+        if carry.decay != 1.0 or values.dtype != torch.float32:
+            out.copy_(values).mul_(self._factor).add_(old, alpha=carry.decay)
+        elif isinstance(self._factor, Tensor):
+            torch.addcmul(old, values, self._factor, out=out)
+        else:
+            torch.add(old, values, alpha=self._factor, out=out)
+
+    def _sample(self) -> None:
+        """Let the account measure how much is left out of the first matrix."""
+        if self._carry is None or not self._plan.groups:
+            return
+        matrix = self._plan.matrices[0]
+        first = slice(0, matrix.rows * matrix.cols)
+        carry = replace(self._carry, old=self._carry.old[first], new=self._carry.new[first])
+        self._account.sample(self._buffer[matrix.begin : matrix.end], self._scale, carry)
+
+    # ----------------------------------------------------------------------------------- receiving
+
+    def write(self, side: Side, total: Tensor, other: Tensor, dense: Tensor, team: Team) -> None:
+        """Put the products of the factors, and the dense elements, into the buffer, and report whether all is finite.
+
+        total: the sum of the factors of one side, which is changed, as is `dense`. other: those of the other side.
+        """
+        if self._account.loss_scale is not None:
+            total.mul_(self._account.loss_scale)
+            dense.mul_(self._account.loss_scale)
+        finite = total.isfinite().all() & dense.isfinite().all()
+        left, right = (total, other) if side == "left" else (other, total)
+        direct = self._buffer.dtype == torch.float32
+        for group in self._plan.groups:
+            lefts, rights = group.factors("left", left), group.factors("right", right)
+            numel = group.rows * group.cols
+            for number, matrix in enumerate(group.matrices):
+                target = self._buffer[matrix.begin : matrix.end]
+                values = target if direct else self._account.scratch.take("decoded", numel, torch.float32, self._device)
+                one = slice(number, number + 1)
+                lowrank.decode(lefts[one], rights[one], values.view(1, group.rows, group.cols))
+                self._keep_rounding(group.offset + number * numel, values, team)
+                if not direct:
+                    target.copy_(values)
+        self._keep_rounding(self._plan.stacked.numel, dense, team)
+        done = 0
+        for begin, end in self._plan.dense_spans:
+            self._buffer[begin:end] = dense[done : done + end - begin]
+            done += end - begin
+        if self._rounds:  # the cast may overflow what was finite
+            finite = finite & self._buffer.to(self._dtype).isfinite().all()
+        mark_non_finite(self._buffer, finite)
+        self._account.report(finite)
+
+    def _keep_rounding(self, offset: int, values: Tensor, team: Team) -> None:
+        """Add to the residual from element `offset` on what rounding takes away, where that is this rank's to keep."""
+        if not self._rounds or self._carry is None:
+            return
+        numel = self._plan.layout.numel
+        begin, end = (max(place * numel // team.size - offset, 0) for place in (team.rank, team.rank + 1))
+        exact = values[begin:end]
+        lost = exact - exact.to(self._dtype)
+        if self._account.loss_scale is not None:
+            lost /= self._account.loss_scale
+        self._kept[offset + begin : offset + begin + exact.numel()] += lost
+
+
+def _other(side: Side) -> Side:
+    return "right" if side == "left" else "left"

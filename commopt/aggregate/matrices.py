@@ -1,0 +1,241 @@
+"""Which elements of a buffer are matrices worth a low-rank approximation, and how they are spread over ranks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import ceil, prod
+
+from torch import Tensor
+
+from commopt.feedback import Layout, Piece, Side, Spans, matches
+
+
+@dataclass(frozen=True)
+class Rule:
+    """When a matrix is compressed: its factors have fewer than 1/rate of its elements and no pattern has its name."""
+
+    matrix_rank: int
+    min_compression_rate: float
+    dense: tuple[str, ...]
+
+    def compresses(self, name: str, rows: int, cols: int) -> bool:
+        """Return whether a matrix of the parameter `name` is worth it."""
+        cost = (rows + cols) * self.matrix_rank * self.min_compression_rate
+        return cost < rows * cols and not matches(name, self.dense)
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Whole rows of a parameter: elements [begin, end) of the buffer."""
+
+    piece: Piece
+    begin: int
+    rows: int
+    cols: int
+
+    @property
+    def end(self) -> int:
+        """Where in the buffer it ends."""
+        return self.begin + self.rows * self.cols
+
+
+@dataclass(frozen=True)
+class Group:
+    """Matrices of one shape, stacked: from element `offset` of what is kept, from these rows of all factors."""
+
+    matrices: tuple[Matrix, ...]
+    rows: int
+    cols: int
+    offset: int
+    left_row: int
+    right_row: int
+
+    @property
+    def count(self) -> int:
+        """Number of matrices."""
+        return len(self.matrices)
+
+    def cut(self, numel: int) -> Iterator[Group]:
+        """Iterate over parts of about `numel` elements, each of whole matrices."""
+        at_once = max(numel // (self.rows * self.cols), 1)
+        for first in range(0, self.count, at_once):
+            yield Group(
+                self.matrices[first : first + at_once],
+                self.rows,
+                self.cols,
+                self.offset + first * self.rows * self.cols,
+                self.left_row + first * self.rows,
+                self.right_row + first * self.cols,
+            )
+
+    def stack(self, kept: Tensor) -> Tensor:
+        """Return the matrices in `kept`: [count, rows, cols]."""
+        numel = self.count * self.rows * self.cols
+        return kept[self.offset : self.offset + numel].view(self.count, self.rows, self.cols)
+
+    def factors(self, side: Side, factors: Tensor) -> Tensor:
+        """Return the group's of all the plan's left or right factors [rows of all, r]: [count, rows or cols, r]."""
+        begin, height = (self.left_row, self.rows) if side == "left" else (self.right_row, self.cols)
+        return factors[begin : begin + self.count * height].view(self.count, height, -1)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The matrices of a buffer, grouped by shape, and the spans of everything else."""
+
+    layout: Layout
+    groups: tuple[Group, ...]
+    dense_spans: Spans
+
+    @cached_property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """All of them, in the order in which they are stacked."""
+        return tuple(matrix for group in self.groups for matrix in group.matrices)
+
+    @cached_property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """Rows and columns of each matrix."""
+        return tuple((matrix.rows, matrix.cols) for matrix in self.matrices)
+
+    @cached_property
+    def stacked(self) -> Layout:
+        """What lies where once the matrices are stacked."""
+        return Layout(tuple(matrix.piece for matrix in self.matrices))
+
+    @cached_property
+    def everything(self) -> Layout:
+        """What lies where when the dense elements follow the stacked matrices."""
+        return Layout(self.stacked.pieces + self.dense.pieces)
+
+    @cached_property
+    def dense(self) -> Layout:
+        """What lies in the dense spans."""
+        return self.layout.select(self.dense_spans)
+
+    def parts(self, numel: int) -> Iterator[Group]:
+        """Iterate over the groups in parts of about `numel` elements."""
+        for group in self.groups:
+            yield from group.cut(numel)
+
+    @cached_property
+    def rows(self) -> dict[Side, int]:
+        """Rows of all left, and of all right factors together."""
+        return {"left": sum(rows for rows, _ in self.shapes), "right": sum(cols for _, cols in self.shapes)}
+
+    @cached_property
+    def by_height(self) -> dict[Side, tuple[tuple[int, Spans], ...]]:
+        """Where, among the rows of all left or right factors, those of one height are: (height, spans)."""
+        spans: dict[Side, dict[int, list[tuple[int, int]]]] = {"left": defaultdict(list), "right": defaultdict(list)}
+        for group in self.groups:
+            spans["left"][group.rows].append((group.left_row, group.left_row + group.count * group.rows))
+            spans["right"][group.cols].append((group.right_row, group.right_row + group.count * group.cols))
+        return {
+            side: tuple((height, tuple(_joined(found))) for height, found in by_height.items())
+            for side, by_height in spans.items()
+        }
+
+
+@lru_cache(maxsize=1024)
+def plan(layout: Layout, rule: Rule) -> Plan:
+    """Find the matrices in a buffer: whole rows of parameters with two dimensions or more, where `rule` says so.
+
+    A parameter's columns are those of the split of its shape that has the fewest rows and columns together. What is
+    left of a row that a buffer holds in part, like everything else, travels dense.
+    """
+    by_shape: dict[tuple[int, int], list[Matrix]] = defaultdict(list)
+    for offset, piece in zip(layout.offsets, layout.pieces, strict=True):
+        matrix = _matrix(piece, offset)
+        if matrix is not None and rule.compresses(piece.name, matrix.rows, matrix.cols):
+            by_shape[matrix.rows, matrix.cols].append(matrix)
+    groups = []
+    numel = left_row = right_row = 0
+    for (rows, cols), matrices in sorted(by_shape.items()):
+        groups.append(Group(tuple(matrices), rows, cols, numel, left_row, right_row))
+        numel += len(matrices) * rows * cols
+        left_row += len(matrices) * rows
+        right_row += len(matrices) * cols
+    taken = sorted((matrix.begin, matrix.end) for group in groups for matrix in group.matrices)
+    return Plan(layout, tuple(groups), tuple(_gaps(taken, layout.numel)))
+
+
+@lru_cache(maxsize=1024)
+def divide(layout: Layout, rule: Rule, parts: int) -> tuple[Spans, ...]:
+    """Spread a buffer over `parts` ranks: whole matrices, the largest first, each to the rank that has the least.
+
+    A matrix larger than an equal share is cut by rows, as far as `rule` still compresses the blocks. Dense elements
+    fill up, cut anywhere. The same everywhere.
+    """
+    whole = plan(layout, rule)
+    share = ceil(layout.numel / parts)
+    blocks = sorted(
+        (block for matrix in whole.matrices for block in _row_blocks(matrix, rule, share)),
+        key=lambda block: (block[0] - block[1], block[0]),
+    )
+    segments: list[list[tuple[int, int]]] = [[] for _ in range(parts)]
+    filled = [0] * parts
+    for begin, end in blocks:
+        emptiest = filled.index(min(filled))
+        segments[emptiest].append((begin, end))
+        filled[emptiest] += end - begin
+    room = max(share, *filled)
+    place = 0
+    for begin, end in whole.dense_spans:
+        while begin < end:
+            taken = min(end - begin, room - filled[place])
+            if taken:
+                segments[place].append((begin, begin + taken))
+                filled[place] += taken
+                begin += taken
+            else:
+                place += 1
+    return tuple(tuple(_joined(sorted(spans))) for spans in segments)
+
+
+def column_count(shape: tuple[int, ...]) -> int:
+    """Return the columns of a parameter's matrix, 0 for a shape that is unknown or has fewer than two dimensions."""
+    if len(shape) < 2:
+        return 0
+    splits = [(prod(shape[:dim]), prod(shape[dim:])) for dim in range(1, len(shape))]
+    return min(splits, key=sum)[1]
+
+
+def _matrix(piece: Piece, offset: int) -> Matrix | None:
+    """Return the whole rows of a piece that begins at element `offset` of the buffer."""
+    cols = column_count(piece.shape)
+    if cols == 0:
+        return None
+    first, last = ceil(piece.begin / cols), piece.end // cols
+    if first >= last:
+        return None
+    rows = Piece(piece.name, first * cols, last * cols, piece.shape)
+    return Matrix(rows, offset + first * cols - piece.begin, last - first, cols)
+
+
+def _row_blocks(matrix: Matrix, rule: Rule, share: int) -> Iterator[tuple[int, int]]:
+    """Cut a matrix by rows into equal blocks of about `share` elements or less, or into larger ones."""
+    count = ceil((matrix.end - matrix.begin) / share)
+    while count > 1 and not rule.compresses(matrix.piece.name, matrix.rows // count, matrix.cols):
+        count -= 1
+    for number in range(count):
+        first, last = number * matrix.rows // count, (number + 1) * matrix.rows // count
+        yield matrix.begin + first * matrix.cols, matrix.begin + last * matrix.cols
+
+
+def _gaps(taken: list[tuple[int, int]], numel: int) -> Iterator[tuple[int, int]]:
+    done = 0
+    for begin, end in [*taken, (numel, numel)]:
+        if done < begin:
+            yield done, begin
+        done = end
+
+
+def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    joined: list[tuple[int, int]] = []
+    for begin, end in spans:
+        if joined and joined[-1][1] == begin:
+            begin = joined.pop()[0]
+        joined.append((begin, end))
+    return joined

@@ -1,0 +1,218 @@
+"""PowerSGD (Vogels et al., arXiv 1905.13727): matrices travel as products of two factors with few columns.
+
+A gradient M [rows, cols] is multiplied by a factor Q [cols, r], the results P = M Q are added up over the ranks, and
+everybody takes P Q^T for the average. What that leaves out of a rank's own M stays there for the next step, and the
+next step starts from the factors of this one, which is what makes them good: repeated, it is a power iteration.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from commopt.aggregate.base import Aggregator, apply_scale, mark_non_finite
+from commopt.aggregate.exchange import Exchange
+from commopt.aggregate.matrices import Rule, divide, plan
+from commopt.compress import Carry
+from commopt.errors import ConfigurationError
+from commopt.feedback import Account, Factors, Feedback, Layout, Shapes, Side, Spans, checked_patterns, require_feedback
+from commopt.groups import Team, WireBytes
+from commopt.kernels.reference import round_with_carry
+
+_NBYTES = torch.float32.itemsize
+
+
+@dataclass(frozen=True, repr=False)
+class PowerSGD(Aggregator):
+    """Exchange low-rank factors of the matrices in a buffer; everything else travels dense, in the same message.
+
+    A parameter of two dimensions or more is a matrix; (out, in, height, width) becomes (out, in * height * width) or
+    whatever split of the shape has the fewest rows and columns together. Standalone tensors have no shapes here:
+    they are averaged exactly.
+
+    matrix_rank: r, the columns of a factor; 1 to 4 for vision, 4 to 32 for transformers.
+    min_compression_rate: matrices that would shrink by less travel dense.
+    start_step: the first step to compress; everything travels dense before. Advised: 10 % of all steps, and no less
+        than the learning rate takes to warm up.
+    warm_start: start from the last step's factors rather than from random ones.
+    alternating: refresh one factor per step, P in even and Q in odd ones (arXiv 2008.01425): half the bytes and one
+        message per step. False is the original: both in every step, in two messages.
+    feedback: how what the product leaves out is kept for the next step; None forgets it, which is for experiments.
+    dense: patterns of parameter names that travel uncompressed ("*.bias").
+    """
+
+    matrix_rank: int = 4
+    min_compression_rate: float = 2
+    start_step: int = 2
+    warm_start: bool = True
+    alternating: bool = True
+    feedback: Feedback | None = Feedback()
+    dense: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, least in (("matrix_rank", 1), ("start_step", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigurationError(f"PowerSGD({name}={value!r}) must be a whole number, {least} or more")
+        rate = self.min_compression_rate
+        if not isinstance(rate, (int, float)) or isinstance(rate, bool) or not 1 <= rate < float("inf"):
+            raise ConfigurationError(
+                f"PowerSGD(min_compression_rate={rate!r}) must be a number from 1 on; at 1 everything that shrinks at "
+                f"all is compressed"
+            )
+        for name in ("warm_start", "alternating"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigurationError(f"PowerSGD({name}={getattr(self, name)!r}) must be True or False")
+        require_feedback("PowerSGD", self.feedback)
+        object.__setattr__(self, "dense", checked_patterns("PowerSGD", self.dense))
+
+    # --------------------------------------------------------------------------------- all_reduce
+
+    def all_reduce(self, buffer: Tensor, team: Team, scale: float, account: Account) -> None:
+        """See Aggregator; one rank alone has nothing to send, hence nothing to lose."""
+        if buffer.numel() == 0:
+            return
+        dtype = account.result_dtype or buffer.dtype
+        if team.size == 1:
+            apply_scale(buffer, scale)
+        elif self._as_it_is(account.layout, dtype, account.step):
+            self._reduce_as_it_is(buffer, dtype, team, scale, account)
+        else:
+            self._reduce_factors(buffer, dtype, team, scale, account)
+
+    def _reduce_as_it_is(self, buffer: Tensor, dtype: torch.dtype, team: Team, scale: float, account: Account) -> None:
+        """Do as Flat does, in the dtype of the result, but send along what is kept from before."""
+        carry = self._leftover(dtype, account, buffer.device)
+        work = buffer
+        if buffer.dtype != dtype:
+            work = account.scratch.take("rounded", buffer.numel(), dtype, buffer.device)
+        if carry is not None:
+            round_with_carry(buffer, work, scale, carry)
+        else:
+            apply_scale(buffer, scale)
+            work.copy_(buffer)
+        team.all_reduce(work)
+        buffer.copy_(work)
+        if account.ledger is not None:
+            finite = work.isfinite().all()
+            mark_non_finite(buffer, finite)
+            account.report(finite)
+
+    def _leftover(self, dtype: torch.dtype, account: Account, device: torch.device) -> Carry | None:
+        """Return what is kept of a buffer that is not compressed now: sent once, or rounded to `dtype` again."""
+        if self.feedback is None or account.ledger is None or not account.ledger.holds(account.path, account.layout):
+            return None
+        if dtype.itemsize < torch.float32.itemsize:
+            return account.carry("worker", account.layout, self.feedback, device)
+        return account.leftover(account.layout, device)
+
+    def _reduce_factors(self, buffer: Tensor, dtype: torch.dtype, team: Team, scale: float, account: Account) -> None:
+        found = plan(account.layout, self._rule)
+        exchange = Exchange(found, self.matrix_rank, self.feedback, buffer, dtype, scale, account)
+        factors = exchange.remembered() if self.warm_start else None
+        if self.alternating:
+            self._refresh_one(exchange, factors, team, account.step)
+        else:
+            self._refresh_both(exchange, factors, team, account.step)
+
+    def _refresh_one(self, exchange: Exchange, factors: Factors | None, team: Team, step: int) -> None:
+        """P = M Q and the update P Q^T, where Q has orthonormal columns; in odd steps all of it transposed."""
+        side, other = self._sides(step)
+        basis = exchange.random(other, step) if factors is None else factors.now[other]
+        message, product, dense = exchange.message(side)
+        exchange.fill_dense(dense)
+        exchange.encode(side, basis, product, fill=True, leave_out=True)
+        team.all_reduce(message)
+        if factors is not None:
+            exchange.remember(factors, side, product)
+        exchange.write(side, product, basis, dense, team)
+
+    def _refresh_both(self, exchange: Exchange, factors: Factors | None, team: Team, step: int) -> None:
+        """P = orth(sum of M Q), then Q = sum of M^T P and the update P Q^T."""
+        start = exchange.random("right", step) if factors is None else factors.now["right"]
+        message, basis, dense = exchange.message("left")
+        exchange.fill_dense(dense)
+        exchange.encode("left", start, basis, fill=True, leave_out=False)
+        team.all_reduce(message)
+        exchange.orthogonalize("left", basis, basis, None if factors is None else factors.initial["left"])
+        product = exchange.second_message("right")
+        exchange.encode("right", basis, product, fill=False, leave_out=True)
+        team.all_reduce(product.view(-1))
+        if factors is not None:
+            exchange.remember(factors, "right", product)
+        exchange.write("right", product, basis, dense, team)
+
+    # -------------------------------------------------------------------------------------- facts
+
+    def wire_bytes(
+        self,
+        layout: Layout,
+        dtype: torch.dtype,
+        team: Team,
+        device: torch.device | None = None,
+        step: int | None = None,
+    ) -> WireBytes:
+        """See Aggregator; None means an even step after all warm-up, when left factors travel."""
+        if self._as_it_is(layout, dtype, step):
+            return team.wire.all_reduce(layout.numel * dtype.itemsize)
+        found = plan(layout, self._rule)
+        side = "left" if step is None or not self.alternating else self._sides(step)[0]
+        first = team.wire.all_reduce(_NBYTES * (found.rows[side] * self.matrix_rank + found.dense.numel))
+        if self.alternating:
+            return first
+        return first + team.wire.all_reduce(_NBYTES * found.rows["right"] * self.matrix_rank)
+
+    def phase(self, step: int) -> int:
+        """See Aggregator: left and right factors are not equally long."""
+        if step < self.start_step:
+            return 0
+        return self.start_step + ((step - self.start_step) % 2 if self.alternating else 0)
+
+    def divide(self, layout: Layout, dtype: torch.dtype, parts: int) -> tuple[Spans, ...] | None:
+        """See Aggregator: whole matrices, or blocks of rows."""
+        return divide(layout, self._rule, parts) if plan(layout, self._rule).groups else None
+
+    def shared_factors(self, layout: Layout) -> Shapes:
+        """See Aggregator: right factors suit all rows of a parameter."""
+        if not self.warm_start:
+            return ()
+        matrices = plan(layout, self._rule).matrices
+        return tuple((matrix.piece.name, matrix.cols, self.matrix_rank) for matrix in matrices)
+
+    @property
+    def lossless(self) -> bool:
+        """See Aggregator."""
+        return False
+
+    @property
+    def error_bound(self) -> float:
+        """See Aggregator: a product of orthonormal factors may leave everything out."""
+        return 1.0
+
+    @property
+    def residual_paths(self) -> tuple[str, ...]:
+        """See Aggregator: even without feedback it has to be told names and shapes."""
+        return ("",)
+
+    @property
+    def _rule(self) -> Rule:
+        return Rule(self.matrix_rank, self.min_compression_rate, self.dense)
+
+    def _as_it_is(self, layout: Layout, dtype: torch.dtype, step: int | None) -> bool:
+        """Return whether a buffer travels dense and in its own dtype.
+
+        With feedback the parameters of a 16-bit buffer do not, even without a matrix among them: what rounding takes
+        from their average is kept. A tensor that belongs to no model has no name.
+        """
+        if step is not None and step < self.start_step:
+            return True
+        if plan(layout, self._rule).groups:
+            return False
+        keeps_rounding = self.feedback is not None and dtype.itemsize < _NBYTES
+        return not keeps_rounding or layout.names == {""}
+
+    def _sides(self, step: int) -> tuple[Side, Side]:
+        """Return which factors a step refreshes, and which ones it starts from."""
+        return ("left", "right") if (step - self.start_step) % 2 == 0 else ("right", "left")
