@@ -22,10 +22,11 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from bench.table import print_rows
 from commopt.compress import COMPRESSORS, Carry, Cast, Compressor, Dice, OneBit, Quantize
 
 _ROWS = 4
-_WIDTH = 150
+_WIDTH = 150  # 80 columns are too few
 _CLONES = 4
 
 _CHOSEN: tuple[Compressor, ...] = (
@@ -127,7 +128,7 @@ def _cost(times_s: list[float], clones_s: list[float], numel: int) -> Cost:
 
 
 def print_table(rows: Sequence[Row], title: str) -> None:
-    """Print a line per compressor, with rich when it is installed."""
+    """Print a line per compressor."""
     headings = ["compressor", "bits per element"]
     for operation in ("encode", "decode", "recompress"):
         headings += [f"{operation} ns", f"{operation} GB/s", f"{operation} /clones"]
@@ -143,22 +144,7 @@ def print_table(rows: Sequence[Row], title: str) -> None:
         ]
         for row in rows
     ]
-    try:
-        from rich import box
-        from rich.console import Console
-        from rich.table import Column, Table
-    except ImportError:
-        print(title, *("\t".join(line) for line in [headings, *lines]), sep="\n", flush=True)
-        return
-    columns = [Column(heading.replace(" ", "\n", 1), justify="right") for heading in headings]
-    columns[0].justify = "left"
-    table = Table(*columns, title=title, box=box.SIMPLE, show_edge=False)
-    for line in lines:
-        table.add_row(*line)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_WIDTH)  # a file or a pipe has no width, and 80 columns are too few
-    console.print(table)
+    print_rows(title, headings, lines, width=_WIDTH)
 
 
 def main() -> None:

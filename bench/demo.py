@@ -29,8 +29,13 @@ def choose_launcher(missing: str | None, rate: str) -> tuple[list[str], dict[str
         f"Running {_NODES * _RANKS_PER_NODE} local ranks instead, declared to be {_NODES} nodes: communication is "
         f"cheap here, so expect little or no gain."
     )
-    torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={_NODES * _RANKS_PER_NODE}"]
-    return torchrun, {"COMMOPT_RANKS_PER_NODE": str(_RANKS_PER_NODE), "OMP_NUM_THREADS": "1"}, why
+    return *local_ranks(_NODES, _RANKS_PER_NODE), why
+
+
+def local_ranks(nodes: int, ranks_per_node: int) -> tuple[list[str], dict[str, str]]:
+    """Return how to start plain local ranks that pass for several nodes, and what to add to the environment."""
+    torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={nodes * ranks_per_node}"]
+    return torchrun, {"COMMOPT_RANKS_PER_NODE": str(ranks_per_node), "OMP_NUM_THREADS": "1"}
 
 
 def main() -> None:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from bench.table import print_rows
+
 STOCK = "ddp"
 
 
@@ -104,7 +106,7 @@ def read(path: Path) -> tuple[Environment, list[Outcome]]:
 
 
 def print_table(environment: Environment, outcomes: Sequence[Outcome]) -> None:
-    """Print one row per strategy to stdout, with rich when it is installed."""
+    """Print one row per strategy to stdout."""
     title = (
         f"{environment.nodes} nodes x {max(environment.ranks_per_node)} ranks, {environment.network}; "
         f"no-op step {environment.compute_ms:.0f} ms; {environment.seconds:g} s each"
@@ -117,19 +119,7 @@ def print_table(environment: Environment, outcomes: Sequence[Outcome]) -> None:
         for outcome in outcomes
         if outcome.inter_payload_mib_per_step is not None and outcome.inter_predicted_mib_per_step is not None
     )
-    try:
-        from rich import box
-        from rich.console import Console
-        from rich.table import Column, Table
-    except ImportError:
-        print(title, *("\t".join(row) for row in [headings, *rows]), caption, sep="\n", flush=True)
-        return
-    columns = [Column(heading.replace(" ", "\n", 1), justify="right") for heading in headings]  # 80 characters in all
-    columns[0].justify = "left"
-    table = Table(*columns, title=title, caption=caption, caption_justify="left", box=box.SIMPLE, show_edge=False)
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
+    print_rows(title, headings, rows, caption)
 
 
 def _row(outcome: Outcome, outcomes: Sequence[Outcome]) -> list[str]:

@@ -1,12 +1,12 @@
-"""Train the example's GPT for the same time with each strategy, and compare speed, traffic and held-out loss.
+"""Train a model for the same time with each strategy, and compare speed, traffic and held-out loss.
 
     python -m bench.cluster --nodes 2 --ranks-per-node 2 --rate 200mbit \\
         -m bench.training --strategies ddp,flat,hierarchical,hierarchical_bf16 --seconds 40 --json out.json
 
-All strategies run in one launch, from the same seed and with a fresh model each. A run with a hook that returns
-every bucket unchanged comes first: what a step takes beyond it is exposed communication. Under plain torchrun (or on
-real machines) everything works too, but the bytes between nodes are unknown and reported as null; there
-COMMOPT_RANKS_PER_NODE says which ranks to treat as one node.
+The model is the example's GPT, or ResNet-50 (--model resnet50). All strategies run in one launch, from the same seed
+and with a fresh model each. A run with a hook that returns every bucket unchanged comes first: what a step takes
+beyond it is exposed communication. Under plain torchrun (or on real machines) everything works too, but the bytes
+between nodes are unknown and reported as null; there COMMOPT_RANKS_PER_NODE says which ranks to treat as one node.
 """
 
 # No `from __future__ import annotations`: DDP compares a hook's annotations with the types themselves.
@@ -22,7 +22,7 @@ from datetime import datetime, timezone
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median, quantiles
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,9 +31,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 import commopt
 from bench import report
 from bench.cluster import Traffic, link_rate, traffic
+from bench.images import ImageTraining
 from bench.report import Environment, Look, Outcome
 from examples.train_gpt import (
-    HELD_OUT_WINDOWS,
     STRATEGIES,
     Training,
     add_model_options,
@@ -58,8 +58,11 @@ DEFAULT_STRATEGIES = (
     "hierarchical_quantized",
     "hierarchical_quantized:bits=4",
     "hierarchical_onebit",
+    "hierarchical_dgc:density=0.01",
+    "hierarchical_powersgd",
 )
 KNOWN_STRATEGIES = (*STRATEGIES, *TORCH_HOOKS)
+MODELS: dict[str, type[Training | ImageTraining]] = {"gpt": Training, "resnet50": ImageTraining}
 
 # Steps before the first look and before the no-op steps that count: DDP rebuilds its buckets in the first ones.
 _FIRST_STEPS = 3
@@ -104,7 +107,7 @@ class Run:
 
     def __init__(self, strategy: str, options: argparse.Namespace, device: torch.device) -> None:
         self.strategy = strategy
-        self.training = Training(options, device)
+        self.training = MODELS[options.model](options, device)
         self.state: commopt.HookState | None = None
         if strategy in TORCH_HOOKS:
             self.training.ddp.register_comm_hook(None, TORCH_HOOKS[strategy])
@@ -176,7 +179,19 @@ def _mib(nbytes: float | None) -> float | None:
     return None if nbytes is None else nbytes / 2**20
 
 
-def describe(options: argparse.Namespace, cluster: Cluster, training: Training, compute_ms: float) -> Environment:
+def machine() -> dict[str, Any]:
+    """Return when and with what numbers are made, as records of an environment have it."""
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cpu_count": os.cpu_count() or 0,
+    }
+
+
+def describe(
+    options: argparse.Namespace, cluster: Cluster, training: Training | ImageTraining, compute_ms: float
+) -> Environment:
     """Say where and how the numbers are made; `training` is any of those compared."""
     device, rate = training.device, link_rate()
     ranks_per_node = [len(node) for node in cluster.nodes]
@@ -186,11 +201,8 @@ def describe(options: argparse.Namespace, cluster: Cluster, training: Training, 
         shape = ["--nodes", str(len(cluster.nodes)), "--ranks-per-node", counts, "--rate", rate]
         command = ["python", "-m", "bench.cluster", *shape, *command[1:]]
     return Environment(
-        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        **machine(),
         command=shlex.join(command),
-        torch=torch.__version__,
-        python=platform.python_version(),
-        cpu_count=os.cpu_count() or 0,
         device=torch.cuda.get_device_name() if device.type == "cuda" else device.type,
         backend=dist.get_backend(),
         nodes=len(cluster.nodes),
@@ -200,7 +212,7 @@ def describe(options: argparse.Namespace, cluster: Cluster, training: Training, 
         seconds=options.seconds,
         seed=options.seed,
         compute_ms=compute_ms,
-        evaluation=f"{HELD_OUT_WINDOWS} fixed held-out windows of {options.context} bytes, shared out over all ranks",
+        evaluation=f"{training.evaluation}, shared out over all ranks",
     )
 
 
@@ -214,8 +226,10 @@ def parse_options() -> argparse.Namespace:
         metavar="NAME[:OPTION=VALUE][,NAME...]",
         help=f"of {', '.join(KNOWN_STRATEGIES)} (default: {','.join(DEFAULT_STRATEGIES)})",
     )
-    parser.add_argument("--seconds", type=float, default=30.0, help="for each strategy (default 30)")
+    parser.add_argument("--seconds", type=float, default=25.0, help="for each strategy (default 25)")
     parser.add_argument("--look-every", type=float, default=5.0, metavar="S", help="evaluate so often (default 5 s)")
+    parser.add_argument("--model", choices=MODELS, default="gpt", help="what to train (default gpt)")
+    parser.add_argument("--pixels", type=int, default=32, help="resnet50's images are so high and wide (default 32)")
     parser.add_argument("--noop-steps", type=int, default=30, help="steps without communication (default 30)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write JSON lines: the environment, then strategies")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a picture (PNG, SVG, PDF)")

@@ -37,6 +37,7 @@ CORPUS_BYTES = 8 * 2**20
 HELD_OUT_EVERY = 10  # files
 HELD_OUT_WINDOWS = 64
 WARM_UP_STEPS = 10
+LEARNING_RATES = {"adamw": 1e-3, "sgd": 0.1}
 
 
 # ------------------------------------------------------------------------------------ 1. the data
@@ -135,12 +136,22 @@ class Training:
         torch.manual_seed(options.seed)
         model = GPT(options.layers, options.width, options.context).to(device)
         self.ddp = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
-        self.optimizer = torch.optim.AdamW(
-            self.ddp.parameters(), options.learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True
-        )
-        self.warm_up = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1 / WARM_UP_STEPS, total_iters=WARM_UP_STEPS)
+        learning_rate = options.learning_rate or LEARNING_RATES[options.optimizer]
+        self.optimizer: torch.optim.Optimizer
+        if options.optimizer == "sgd":
+            self.optimizer = torch.optim.SGD(self.ddp.parameters(), learning_rate, options.momentum, fused=True)
+        else:
+            self.optimizer = torch.optim.AdamW(
+                self.ddp.parameters(), learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+            )
+        linear = torch.optim.lr_scheduler.LinearLR
+        schedules = [linear(self.optimizer, 1 / WARM_UP_STEPS, total_iters=WARM_UP_STEPS)]
+        if options.decay_steps:
+            schedules.append(linear(self.optimizer, 1.0, 0.0, options.decay_steps))
+        self.schedule = torch.optim.lr_scheduler.ChainedScheduler(schedules)
         self.device, self.batch, self.context = device, options.batch, options.context
         self.train, self.held_out = load_corpus()
+        self.evaluation = f"{HELD_OUT_WINDOWS} fixed held-out windows of {options.context} bytes"
         # Every rank draws its own batches; they depend on the seed and the rank, not on the strategy.
         self.draws = torch.Generator().manual_seed(options.seed * dist.get_world_size() + dist.get_rank())
 
@@ -152,7 +163,7 @@ class Training:
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()  # gradients are averaged in here, while it runs
         self.optimizer.step()
-        self.warm_up.step()
+        self.schedule.step()
         return loss.detach()
 
     @torch.no_grad()
@@ -176,7 +187,10 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--context", type=int, default=64, help="bytes the model sees (default 64)")
     parser.add_argument("--batch", type=int, default=2, help="windows per rank and step (default 2)")
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--optimizer", choices=LEARNING_RATES, default="adamw")
+    parser.add_argument("--momentum", type=float, default=0.9, help="of SGD; 0 when the hook has its own (default 0.9)")
+    parser.add_argument("--learning-rate", type=float, help=f"default: {LEARNING_RATES}")
+    parser.add_argument("--decay-steps", type=int, metavar="STEPS", help="lower it to zero in so many (default: never)")
 
 
 def start_process_group() -> torch.device:

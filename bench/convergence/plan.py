@@ -1,0 +1,175 @@
+"""What is compared: the two examples under two optimizers, with every preset, at several strengths."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from examples import train_digits, train_gpt
+
+RANKS_PER_NODE = (2, 2)
+RATE = "50mbit"
+SEEDS = (0, 1, 2)
+OPTIMIZERS = ("sgd", "adamw")
+STOCK = "ddp"
+NO_FEEDBACK = ":feedback=None"
+
+_QUICK_STEPS = 20
+_QUICK_LOOK_EVERY = 10
+
+Training = train_digits.Training | train_gpt.Training
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A strategy, and what it is tried on."""
+
+    strategy: str
+    tasks: tuple[str, ...] = ("digits", "gpt")
+    optimizers: tuple[str, ...] = OPTIMIZERS
+    momentum: float = 0.9
+    """Of SGD; 0 where the strategy has momentum of its own."""
+    on_link: bool = False
+    """Whether its step is also timed where the network is slow."""
+
+
+# Flat presets compress what four ranks exchange; the GPT is for what nodes exchange, and timed on their links as well.
+_flat = partial(Contender, tasks=("digits",))
+_on_link = partial(Contender, on_link=True)
+_own_momentum = partial(Contender, optimizers=("sgd",), momentum=0.0)
+
+CONTENDERS = (
+    _on_link(STOCK),
+    _flat("flat"),
+    _on_link("hierarchical"),
+    _on_link("hierarchical_bf16"),
+    _flat("quantized"),
+    _on_link("hierarchical_quantized"),
+    _on_link("hierarchical_quantized:bits=4"),
+    _on_link("hierarchical_quantized:bits=2"),
+    _flat("onebit"),
+    _on_link("hierarchical_onebit"),
+    Contender("hierarchical_onebit" + NO_FEEDBACK),
+    Contender("hierarchical_onebit:start_step=100"),
+    _flat("dgc"),
+    _on_link("hierarchical_dgc"),
+    _on_link("hierarchical_dgc:density=0.01"),
+    Contender("hierarchical_dgc:density=0.01" + NO_FEEDBACK),
+    Contender("hierarchical_dgc:density=0.01:warmup=((40,0.25),(40,0.0625))"),
+    _own_momentum("hierarchical_dgc:density=0.01:momentum=0.9"),
+    _own_momentum("hierarchical_dgc:density=0.01:momentum=0.9:momentum_masking=False"),
+    _flat("powersgd"),
+    _on_link("hierarchical_powersgd"),
+    Contender("hierarchical_powersgd" + NO_FEEDBACK),
+    Contender("hierarchical_powersgd:start_step=50"),
+    _on_link("hierarchical_powersgd:matrix_rank=1"),
+)
+
+
+@dataclass(frozen=True)
+class Task:
+    """An example's model and data, and how long it learns; the learning rate falls to zero over `steps`."""
+
+    name: str
+    steps: int
+    look_every: int
+    model: tuple[str, ...]
+    """Options of the example's command line."""
+    learning_rates: tuple[tuple[str, float], ...]
+
+    @property
+    def example(self) -> ModuleType:
+        """The module that trains it."""
+        return {"digits": train_digits, "gpt": train_gpt}[self.name]
+
+    def start(self, optimizer: str, momentum: float, seed: int, device: torch.device) -> Training:
+        """Return the example's fresh model and data. Collective."""
+        parser = argparse.ArgumentParser()
+        self.example.add_model_options(parser)
+        chosen = {"optimizer": optimizer, "momentum": momentum, "seed": seed, self._decay: self.steps}
+        chosen["learning-rate"] = dict(self.learning_rates)[optimizer]
+        options = [word for name, value in chosen.items() for word in (f"--{name}", str(value))]
+        training: Training = self.example.Training(parser.parse_args([*self.model, *options]), device)
+        return training
+
+    @property
+    def _decay(self) -> str:
+        return {"digits": "steps", "gpt": "decay-steps"}[self.name]
+
+
+DIGITS = Task("digits", 350, 35, (), (("sgd", 0.04), ("adamw", 3e-3)))
+GPT = Task(
+    name="gpt",
+    steps=400,
+    look_every=40,
+    model=("--layers", "2", "--width", "64", "--context", "32", "--batch", "4"),
+    learning_rates=(("sgd", 0.05), ("adamw", 3e-3)),
+)
+TASKS = (DIGITS, GPT)
+
+
+def quick(tasks: Sequence[Task]) -> tuple[Task, ...]:
+    """Return tasks that end after a few steps: enough to see that everything runs."""
+    return tuple(replace(task, steps=_QUICK_STEPS, look_every=_QUICK_LOOK_EVERY) for task in tasks)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training."""
+
+    task: Task
+    optimizer: str
+    contender: Contender
+    seed: int
+
+    @property
+    def key(self) -> tuple[str, str, str, int]:
+        """What tells it from the others in a file."""
+        return self.task.name, self.optimizer, self.contender.strategy, self.seed
+
+
+def cases(tasks: Sequence[Task], contenders: Sequence[Contender], seeds: Sequence[int]) -> list[Case]:
+    """Return every training, seed after seed, so that an interrupted run has compared as much as it could."""
+    return [
+        Case(task, optimizer, contender, seed)
+        for seed in seeds
+        for task in tasks
+        for optimizer in OPTIMIZERS
+        for contender in contenders
+        if task.name in contender.tasks and optimizer in contender.optimizers
+    ]
+
+
+def chosen(patterns: Sequence[str]) -> tuple[Contender, ...]:
+    """Return stock DDP, which all are compared with, and the contenders whose name has one of `patterns` in it.
+
+    Raises ValueError when a pattern is in none.
+    """
+    for pattern in patterns:
+        if not any(pattern in contender.strategy for contender in CONTENDERS):
+            known = ", ".join(contender.strategy for contender in CONTENDERS)
+            raise ValueError(f"{pattern!r} is in no strategy's name; known: {known}")
+    return tuple(
+        contender
+        for contender in CONTENDERS
+        if not patterns or contender.strategy == STOCK or any(pattern in contender.strategy for pattern in patterns)
+    )
+
+
+def settings(tasks: Sequence[Task]) -> dict[str, Any]:
+    """Return what must be equal for trainings to be comparable, as JSON has it."""
+    return {
+        task.name: {
+            "steps": task.steps,
+            "look_every": task.look_every,
+            "model": " ".join(task.model),
+            "learning_rates": dict(task.learning_rates),
+        }
+        for task in tasks
+    }
