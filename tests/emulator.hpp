@@ -131,20 +131,42 @@ static int to_int(double rounded) {   // as the GPU: NaN is 0, the rest is clamp
     return static_cast<int>(std::fmin(std::fmax(rounded, -2147483648.0), 2147483647.0));
 }
 
+// Give a value to the warp and take that of another of its threads.
+template <typename T>
+T exchange(T value, unsigned source) {
+    Fiber& fiber = current();
+    const int turn = fiber.turn;
+    fiber.turn = 1 - turn;
+    fiber.given[turn] = bits_as<unsigned>(value);
+    wait(AT_SHUFFLE);
+    return bits_as<T>(fibers[source]->given[turn]);
+}
+
 }   // namespace emulator
 
 template <typename T>
 T __shfl_xor_sync(unsigned, T value, int distance) {
-    using namespace emulator;
-    const unsigned thread = threadIdx.x;
-    const int turn = current().turn;
-    current().turn = 1 - turn;
-    current().given[turn] = bits_as<unsigned>(value);
-    wait(AT_SHUFFLE);
-    return bits_as<T>(fibers[thread ^ distance]->given[turn]);
+    return emulator::exchange(value, threadIdx.x ^ distance);
+}
+
+template <typename T>
+T __shfl_up_sync(unsigned, T value, int distance) {
+    const bool inside = static_cast<int>(threadIdx.x % emulator::WARP) >= distance;
+    return emulator::exchange(value, inside ? threadIdx.x - distance : threadIdx.x);
+}
+
+template <typename T>
+T __shfl_sync(unsigned, T value, int lane) {
+    return emulator::exchange(value, threadIdx.x / emulator::WARP * emulator::WARP + lane);
 }
 
 static inline void __syncthreads() { emulator::wait(emulator::AT_BARRIER); }
+
+static inline unsigned atomicAdd(unsigned* address, unsigned value) {   // one thread runs at a time
+    const unsigned old = *address;
+    *address += value;
+    return old;
+}
 
 template <typename T>
 T min(T a, T b) {
@@ -156,12 +178,14 @@ T max(T a, T b) {
     return a > b ? a : b;
 }
 
+static inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 static inline float __uint_as_float(unsigned bits) { return emulator::bits_as<float>(bits); }
 static inline unsigned __float_as_uint(float value) { return emulator::bits_as<unsigned>(value); }
 static inline float __fadd_rn(float a, float b) { return a + b; }
 static inline float __fsub_rn(float a, float b) { return a - b; }
 static inline float __fmul_rn(float a, float b) { return a * b; }
 static inline float __fdiv_rn(float a, float b) { return a / b; }
+static inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 static inline float __fsqrt_rn(float a) { return std::sqrt(a); }
 static inline int __float2int_rn(float a) { return emulator::to_int(std::nearbyint(a)); }
 static inline int __float2int_rd(float a) { return emulator::to_int(std::floor(a)); }

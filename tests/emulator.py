@@ -88,6 +88,7 @@ def _kernels(file: str) -> list[str]:
 def _run(kernel: str) -> str:
     parameters = signature(kernel)
     names = [parameter.split()[-1].lstrip("*") for parameter in parameters]
-    together = "_sync(" in sources.translation_unit(sources.file_of_kernel()[kernel])
+    unit = sources.translation_unit(sources.file_of_kernel()[kernel])
+    together = "_sync(" in unit or "__syncthreads(" in unit
     launch = "launch" if together else "launch_in_turn"
     return _RUN.format(kernel=kernel, parameters=", ".join(parameters), names=", ".join(names), launch=launch)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
-from commopt import Aggregator, Cast, Compressed, Hierarchical, HookState, OneBit, Quantize
+from commopt import DGC, Aggregator, Cast, Compressed, Hierarchical, HookState, OneBit, PowerSGD, Quantize
 
+K = TypeVar("K")
 Vectors = dict[str, Tensor]  # by parameter name, 1-D
 SMALL_BUCKETS: dict[str, Any] = {"bucket_cap_mb": 0.002}  # three buckets of Controlled after the first step
 BLOCK = 64  # many blocks in a small model
@@ -28,6 +29,8 @@ COMPRESSORS: dict[str, commopt.Compressor] = {
     "onebit mean": OneBit(BLOCK),
     "onebit rms": OneBit(BLOCK, "rms"),
     "bf16": Cast(torch.bfloat16),
+    "top 25%": DGC(0.25),
+    "top 5%": DGC(0.05),
 }
 
 
@@ -42,7 +45,18 @@ STRATEGIES: dict[str, Aggregator] = {
     "inter onebit mean, intra 4 bits": Hierarchical(flat("onebit mean"), flat("4 bits")),
     "late 4 bits": Compressed(Quantize(4, BLOCK, start_step=6)),
     "inter stochastic, intra stochastic": Hierarchical(flat("stochastic"), flat("stochastic")),
+    "top 60%": Compressed(DGC(0.6)),  # more than dense float32 if four ranks sent it to all: through owners
+    "inter 4 bits, intra top 25%": Hierarchical(flat("4 bits"), flat("top 25%")),
+    "momentum": Compressed(DGC(0.05, momentum=0.9)),
+    "inter momentum": Hierarchical(Compressed(DGC(0.05, momentum=0.9))),
+    "rank 2": PowerSGD(2, start_step=0),
+    "rank 2 both ways": PowerSGD(2, start_step=0, alternating=False),
+    "inter rank 2": Hierarchical(PowerSGD(2, start_step=0)),
+    "inter rank 1 both ways": Hierarchical(PowerSGD(1, start_step=0, alternating=False)),
+    "inter rank 2, intra 8 bits": Hierarchical(PowerSGD(2, start_step=0), flat("8 bits")),
+    "late rank 2": PowerSGD(2, start_step=6),
 }
+MATRICES = ("first.weight", "third.weight")  # of Controlled: all that DGC and PowerSGD compress
 
 
 class Layer(nn.Module):
@@ -122,22 +136,54 @@ def residuals_of(state: Mapping[str, Any]) -> dict[str, Vectors]:
     return roles
 
 
+def is_momentum(role: str) -> bool:
+    """Return whether a role of a saved state is momentum, which nobody is owed."""
+    return role.partition("/")[0].split(".")[-1] == "momentum"
+
+
 def residual_of(state: Mapping[str, Any]) -> Vectors:
-    """Return the sum of all residuals of one rank, float64."""
+    """Return the sum of all residuals of one rank, float64; momentum is none."""
+    return _sum_of(vectors for role, vectors in residuals_of(state).items() if not is_momentum(role))
+
+
+def momentum_of(state: Mapping[str, Any]) -> Vectors:
+    """Return the sum of all momentum of one rank, float64."""
+    return _sum_of(vectors for role, vectors in residuals_of(state).items() if is_momentum(role))
+
+
+def _sum_of(roles: Iterable[Vectors]) -> Vectors:
     total = zeros()
-    for vectors in residuals_of(state).values():
+    for vectors in roles:
         for name, values in vectors.items():
             total[name] += values.double()
     return total
 
 
+def factors_of(state: Mapping[str, Any], *, in_use: bool = False) -> dict[tuple[str, str], Tensor]:
+    """Return PowerSGD's factors by parameter, and by level, range and side; or those of present blocks only."""
+    factors = {}
+    for block in state["factors"]:
+        if in_use and not block["held"]:
+            continue
+        name, begin, end = block["piece"][:3]
+        for side in ("left", "right"):
+            if isinstance(block[side], Tensor):
+                factors[name, f"{block['path']}[{begin}:{end}] {side}"] = block[side]
+    return factors
+
+
 def same_residuals(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
-    """Return whether two saved states of a rank hold the same bits."""
+    """Return whether two saved states of a rank hold the same bits: of residuals, momentum and factors."""
     a, b = residuals_of(first), residuals_of(second)
-    return a.keys() == b.keys() and all(
-        a[role].keys() == b[role].keys() and all(torch.equal(a[role][name], b[role][name]) for name in a[role])
-        for role in a
+    return (
+        a.keys() == b.keys()
+        and all(_same(a[role], b[role]) for role in a)
+        and _same(factors_of(first), factors_of(second))
     )
+
+
+def _same(first: Mapping[K, Tensor], second: Mapping[K, Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
 
 
 @dataclass

@@ -17,6 +17,8 @@ from commopt import Aggregator
 from tests.catalogue import Mean, assert_average, uses_compression
 
 Batch = tuple[Any, ...]
+# Presets that stand for all where the hook is tried rather than the aggregator, in which alone flat ones differ.
+HOOKS = [name for name in commopt.PRESETS if name == "flat" or name.startswith("hierarchical")]
 STEPS = 4  # DDP rebuilds its buckets after iteration 0, or 1 with a static graph
 SMALL_BUCKET: dict[str, Any] = {"bucket_cap_mb": 0.003}
 
@@ -108,7 +110,7 @@ class Owed:
 
     def check(self, name: str, got: Tensor, mean: Mean, aggregator: Aggregator, context: object) -> None:
         """Take in one step; what is owed must stay a share of one gradient, however many steps there were."""
-        bits = min(getattr(wire, "bits", 1) for wire in uses_compression(aggregator))
+        bits = min((getattr(wire, "bits", 1) for wire in uses_compression(aggregator)), default=1)
         owed = self._sums.get(name, torch.zeros_like(mean.value)) + mean.value - got.double()
         largest = max(self._largest.get(name, 0.0), float(mean.magnitude.norm()))
         self._sums[name], self._largest[name] = owed, largest

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
 from commopt import (
+    DGC,
     Cast,
     Communicator,
     Compressed,
@@ -25,6 +26,7 @@ from commopt import (
     Hierarchical,
     HookState,
     MismatchError,
+    PowerSGD,
     UnsupportedTensorError,
 )
 from tests.ranks import run
@@ -185,6 +187,11 @@ CALLS: dict[str, tuple[Callable[[], object], type[Exception], tuple[str, ...]]] 
         UnsupportedTensorError,
         ("'0.weight'", "sparse=False"),
     ),
+    "integer through PowerSGD": (
+        lambda: commopt.all_reduce(torch.ones(2, dtype=torch.int64), op="sum", aggregator=PowerSGD()),
+        UnsupportedTensorError,
+        ("int64", "Flat()"),
+    ),
     "bool tensor": (
         lambda: commopt.all_reduce(torch.ones(2, dtype=torch.bool), op="sum"),
         UnsupportedTensorError,
@@ -247,6 +254,12 @@ def test_refused(name: str, refused: list[dict[str, Raised]]) -> None:
         (lambda: Hierarchical(inter=Cast()), ("Cast", "Compressed(Cast(")),  # type: ignore[arg-type]
         (lambda: Compressed("bf16"), ("'bf16'", "Cast(")),  # type: ignore[arg-type]
         (lambda: Cast(torch.float32), ("float32", "bfloat16", "float16")),
+        (lambda: DGC(2), ("density", "2", "1")),
+        (lambda: Hierarchical(inter=DGC()), ("DGC", "Compressed(Cast(")),  # type: ignore[arg-type]
+        (lambda: Compressed(DGC(momentum=0.9), feedback=None), ("momentum", "feedback")),
+        (lambda: Compressed(PowerSGD()), ("PowerSGD", "Compressor")),  # type: ignore[arg-type]
+        (lambda: PowerSGD(0), ("matrix_rank", "0")),
+        (lambda: Hierarchical(intra=PowerSGD()), ("PowerSGD", "Flat()")),  # type: ignore[arg-type]
         (lambda: commopt.all_reduce(torch.ones(1)), ("init_process_group",)),
         (lambda: HookState(), ("init_process_group",)),
         (lambda: Communicator(), ("init_process_group",)),
@@ -396,6 +409,8 @@ def test_a_process_group_destroyed_meanwhile(tmp_path: Any) -> None:
 DIFFERENCES: list[tuple[str, Any, Any, tuple[str, ...]]] = [
     ("aggregator", Hierarchical(), Flat(), ("Hierarchical(", "Flat()")),
     ("aggregator", Compressed(Cast(torch.bfloat16)), Compressed(Cast(torch.float16)), ("bfloat16", "float16")),
+    ("aggregator", Compressed(DGC(0.1)), Compressed(DGC(0.1, momentum=0.9)), ("momentum=0.9",)),
+    ("aggregator", PowerSGD(2), PowerSGD(2, alternating=False), ("PowerSGD(matrix_rank=2)", "alternating=False")),
     ("aggregator", Flat(), None, ("Flat()",)),
     ("ranks_per_node", 2, 4, ("2", "4")),
     ("timeout", 30, 40, ("30", "40")),

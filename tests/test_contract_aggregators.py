@@ -15,7 +15,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commopt
 from bench.cluster import Cluster
-from commopt import Aggregator, Cast, Communicator, Compressed, ConfigurationError, Flat, Hierarchical
+from commopt import (
+    DGC,
+    Aggregator,
+    Cast,
+    Communicator,
+    Compressed,
+    ConfigurationError,
+    Flat,
+    Hierarchical,
+    PowerSGD,
+)
 from tests.catalogue import LAYOUTS, Mean, aggregators, assert_average, compressors, uses_compression
 from tests.ranks import run
 
@@ -123,7 +133,7 @@ def sum_integers(rank: int, world_size: int) -> None:
     """Lossless aggregators on small integers are exact, whatever the order of additions."""
     comm = Communicator()
     for aggregator in aggregators():
-        if uses_compression(aggregator) or not usable(comm, aggregator):
+        if not aggregator.lossless or not usable(comm, aggregator):
             continue
         for numel in (1, 5, 1000):
             x = torch.arange(numel, dtype=torch.float32) * world_size + rank
@@ -159,7 +169,8 @@ def spread_non_finite(rank: int, world_size: int) -> None:
             got = comm.all_reduce(values, aggregator=aggregator)
             seen = f"{value} of rank {culprit}, {dtype} element {index}"
             assert not got.isfinite().all(), f"{aggregator}: {seen} vanished"
-            if all(isinstance(wire, Cast) for wire in uses_compression(aggregator)):
+            wires = uses_compression(aggregator)
+            if aggregator.lossless or (wires and all(isinstance(wire, Cast) for wire in wires)):
                 assert str(got[index].item()) == value, f"{aggregator}: {seen} became {got[index]}"
                 assert got.isfinite().sum() == numel - 1, f"{aggregator}: {seen} spread to other elements"
         both = random_input(rank, numel, torch.float32)
@@ -191,6 +202,9 @@ def compression_errors(rank: int, world_size: int) -> list[float]:
 def test_error_of_compression_does_not_grow_with_the_world() -> None:
     at = {world_size: run(compression_errors, world_size)[0] for world_size in (2, 4, 8)}
     for compressor, two, four, eight in zip(compressors(), at[2], at[4], at[8], strict=True):
+        if isinstance(compressor, DGC) and compressor.density > 0.2:
+            assert eight < 1
+            continue  # so much from eight ranks goes through owners, who choose a second time
         # A second, independent rounding on the way back may come in between 2 and 4 ranks; a 16-bit ring at 8 ranks
         # is at 2.4 times the error of one rounding.
         assert eight <= 1.05 * four, f"{compressor}: {two:.2e} {four:.2e} {eight:.2e}"
@@ -248,6 +262,20 @@ def wire_ratio(aggregator: Hierarchical) -> float:
     return 1.01 * uses_compression(aggregator.intra)[0].payload_nbytes(8192) / 8192 / 4
 
 
+def exchanged_nbytes(aggregator: Aggregator, ranks: int, numel: int, dtype: torch.dtype) -> float:
+    """Return what all of `ranks` ranks send together to average `numel` values that belong to no model."""
+    dense = 2 * (ranks - 1) * numel
+    if not isinstance(aggregator, Compressed):  # for PowerSGD, nothing is a matrix
+        return dense * dtype.itemsize
+    compressor = aggregator.compressor
+    if not isinstance(compressor, DGC):
+        return dense * compressor.payload_nbytes(8192) / 8192
+    row_nbytes = compressor.payload_nbytes(numel)
+    if ranks == 2 or row_nbytes * ranks <= 2 * 4 * numel:  # all rows to everyone cost no more than dense float32
+        return ranks * (ranks - 1) * row_nbytes
+    return 2 * ranks * (ranks - 1) * compressor.payload_nbytes(numel // ranks)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", ["2x2", "3x2", "2x2 interleaved", "1+1", "4"])
 def test_wire_bytes_follow_the_formulas(layout: str, dtype: torch.dtype) -> None:
@@ -260,22 +288,21 @@ def test_wire_bytes_follow_the_formulas(layout: str, dtype: torch.dtype) -> None
     total_intra = {name: sum(mine[name][0] for mine in counts) for name in counts[0]}
     nbytes = numel * dtype.itemsize
     ring = 2 * (world_size - 1) * nbytes // world_size  # each rank to its successor
-    across = 2 * (node_count - 1) * nbytes  # 2 (N-1)/N per node, N nodes
     for aggregator in aggregators():
         name = repr(aggregator)
-        wires = uses_compression(aggregator.inter if isinstance(aggregator, Hierarchical) else aggregator)
         shares = isinstance(aggregator, Hierarchical) and aggregator.intra != Flat()  # float32, whatever the buffer is
-        wire_itemsize = 4.0 if shares and node_count > 1 and per_node > 1 else dtype.itemsize
-        if wires:
-            wire_itemsize = wires[0].payload_nbytes(8192) / 8192
         if isinstance(aggregator, Flat):
             leaving = node_count if node_count > 1 else 0
             assert total_inter[name] == leaving * ring
             assert total_intra[name] == (world_size - leaving) * ring
-        elif isinstance(aggregator, Compressed):
-            assert total_inter[name] + total_intra[name] == 2 * (world_size - 1) * numel * wire_itemsize, name
+        elif isinstance(aggregator, Compressed | PowerSGD):
+            total = total_inter[name] + total_intra[name]
+            assert total == exchanged_nbytes(aggregator, world_size, numel, dtype), name
         elif isinstance(aggregator, Hierarchical):
-            assert total_inter[name] == across * wire_itemsize / dtype.itemsize, name
+            shards = 1 if aggregator.form == "leader" else per_node
+            wire_dtype = torch.float32 if shares and per_node > 1 else dtype
+            across = shards * exchanged_nbytes(aggregator.inter, node_count, numel // shards, wire_dtype)
+            assert total_inter[name] == across, name
             if aggregator.form == "leader" and node_count > 1:
                 assert total_intra[name] >= 2 * (per_node - 1) * nbytes * node_count, name
             if node_count == 1 and not shares:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from examples import train_gpt
+from examples import train_digits, train_gpt
 from tests.ranks import run
 
 ROOT = Path(__file__).parents[1]
@@ -110,6 +110,75 @@ def test_gpt_has_five_million_parameters_and_sees_no_future() -> None:
     before, after = model(tokens), model(changed)
     torch.testing.assert_close(before[0, :5], after[0, :5])
     assert not torch.allclose(before[0, 5:], after[0, 5:])
+
+
+def test_digits_from_the_command_line() -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*launcher, "examples/train_digits.py", "--hook", "hierarchical_quantized:bits=4", "--steps", "60"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COMMOPT_RANKS_PER_NODE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    looks = re.findall(r"hierarchical_quantized:bits=4: step (\d+), ([\d.]+) % right, loss [\d.]+", done.stdout)
+    assert [step for step, _ in looks] == ["50", "60"]
+    assert float(looks[-1][1]) > 70  # guessing gives 10
+
+
+def digits_learned(rank: int, world_size: int) -> tuple[list[list[int]], dict[str, tuple[float, float]]]:
+    parser = argparse.ArgumentParser()
+    train_digits.add_model_options(parser)
+    options = parser.parse_args(["--steps", "20", "--batch", "8"])
+    found = {}
+    for optimizer in ("sgd", "adamw"):
+        options.optimizer = optimizer
+        training = train_digits.Training(options, torch.device("cpu"))
+        for _ in range(20):
+            training.step()
+        found[optimizer] = training.held_out_accuracy()
+        assert training.optimizer.param_groups[0]["lr"] == 0.0
+    fresh = train_digits.Training(options, torch.device("cpu"))
+    return [next(fresh.batches).tolist() for _ in range(80)], found
+
+
+def test_digits_ranks_share_every_epoch_and_the_evaluation() -> None:
+    (first, found), (second, other) = run(digits_learned, 2)
+    assert found == other  # one model, one held-out set
+    assert all(accuracy > 0.2 for accuracy, _ in found.values())
+    per_epoch = 1198 // 16
+    epoch = [index for rank in (first, second) for batch in rank[:per_epoch] for index in batch]
+    assert len(set(epoch)) == len(epoch) == 16 * per_epoch  # no image twice
+
+
+def test_digits_hold_out_a_third() -> None:
+    (images, labels), (held_out, held_out_labels) = train_digits.load_images()
+    assert images.shape == (1198, 1, 8, 8)
+    assert held_out.shape == (599, 1, 8, 8)
+    assert images.dtype == torch.float32
+    assert (float(images.min()), float(images.max())) == (0.0, 1.0)
+    assert len(labels) + len(held_out_labels) == 1797
+    assert sum(parameter.numel() for parameter in train_digits.build_model().parameters()) == 151_306
+
+
+def test_gpt_decays_its_learning_rate() -> None:
+    assert run(learning_rates, 1) == [
+        pytest.approx([0.00361, 0.00504, 0.01, 0.0, 0.0], abs=1e-9)
+    ]  # 10 steps up, 20 down
+
+
+def learning_rates(rank: int, world_size: int) -> list[float]:
+    parser = argparse.ArgumentParser()
+    train_gpt.add_model_options(parser)
+    options = ["--optimizer", "sgd", "--learning-rate", "0.02", "--decay-steps", "20", *TINY]
+    training = train_gpt.Training(parser.parse_args(options), torch.device("cpu"))
+    rates = []
+    for _ in range(22):
+        training.step()
+        rates.append(training.optimizer.param_groups[0]["lr"])
+    return [rates[0], rates[1], rates[9], rates[19], rates[21]]
 
 
 def test_unknown_strategy_lists_the_known_ones(

@@ -30,7 +30,8 @@ from tests.hook_training import assert_identical
 from tests.ranks import run
 
 SHORT = (1, 2, 3, 15)  # DDP makes new buckets before step 2, or 3 with a static graph
-LONG = (*SHORT, 300)
+MIDDLE = (*SHORT, 40)
+LONG = (*SHORT, 200)
 ONE_BUCKET: dict[str, Any] = {}
 # Each strategy at least once flat and once between nodes, and each layout at least twice.
 CASES: list[tuple[str, str, str]] = [
@@ -60,6 +61,21 @@ CASES: list[tuple[str, str, str]] = [
     ("inter 4 bits, intra 8 bits", "4", "float32"),
     ("inter onebit mean, intra 4 bits", "3x2", "float32"),
     ("inter stochastic, intra stochastic", "2x2", "float32"),
+    ("top 5%", "2", "bfloat16"),
+    ("rank 2", "2", "float32"),
+]
+MORE_CASES: list[tuple[str, str, str]] = [
+    ("top 25%", "3", "float32"),
+    ("top 60%", "4", "bfloat16"),
+    ("inter top 5%", "2+1", "float32"),
+    ("inter top 25%", "2x2 interleaved", "bfloat16"),
+    ("inter 4 bits, intra top 25%", "2x2", "float32"),
+    ("rank 2", "3", "bfloat16"),
+    ("rank 2 both ways", "2", "float32"),
+    ("inter rank 2", "2x2", "bfloat16"),
+    ("inter rank 2", "3x2", "float32"),
+    ("inter rank 1 both ways", "2+1", "bfloat16"),
+    ("inter rank 2, intra 8 bits", "2x2", "float32"),
 ]
 
 
@@ -97,18 +113,24 @@ def test_nothing_is_lost(strategy: str, layout: str, dtype: str) -> None:
     check(run(keep_books, world_size, strategy, dtype, LONG, nodes=nodes))
 
 
-@pytest.mark.parametrize("strategy", ["4 bits", "inter onebit mean"])
+@pytest.mark.parametrize(("strategy", "layout", "dtype"), MORE_CASES)
+def test_nothing_is_lost_of_sparse_and_low_rank_sums(strategy: str, layout: str, dtype: str) -> None:
+    world_size, nodes = LAYOUTS[layout]
+    check(run(keep_books, world_size, strategy, dtype, MIDDLE, nodes=nodes))
+
+
+@pytest.mark.parametrize("strategy", ["4 bits", "inter onebit mean", "inter top 5%", "inter rank 2"])
 def test_static_graph_makes_its_buckets_later(strategy: str) -> None:
     check(run(keep_books, 4, strategy, "float32", SHORT, None, {**SMALL_BUCKETS, "static_graph": True}, nodes=(2, 2)))
 
 
-@pytest.mark.parametrize("strategy", ["8 bits", "inter 4 bits"])
+@pytest.mark.parametrize("strategy", ["8 bits", "inter 4 bits", "inter rank 2"])
 @pytest.mark.parametrize("options", [ONE_BUCKET, {**SMALL_BUCKETS, "gradient_as_bucket_view": True}], ids=str)
 def test_other_buckets(strategy: str, options: dict[str, Any]) -> None:
     check(run(keep_books, 4, strategy, "float32", SHORT, None, options, nodes=(2, 2)))
 
 
-@pytest.mark.parametrize("strategy", ["8 bits", "inter onebit mean"])
+@pytest.mark.parametrize("strategy", ["8 bits", "inter onebit mean", "inter top 5%", "rank 2"])
 @pytest.mark.parametrize(("dtype", "growth"), [("float32", 1.5), ("bfloat16", 2.0)])
 def test_loss_scales_that_grow(strategy: str, dtype: str, growth: float) -> None:
     scaling = {"init_scale": 1000.0, "growth_factor": growth, "growth_interval": 3}

@@ -10,15 +10,21 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
-from commopt import Aggregator, Flat
+from commopt import Aggregator, Flat, PowerSGD
 from tests.catalogue import LAYOUTS
 from tests.feedback_training import COMPRESSORS, STRATEGIES, flat
 from tests.hook_training import assert_identical, digest_of
 from tests.ranks import run
 
 NUMEL = 512
+SHAPE = (16, 32)  # for PowerSGD a matrix
 RATES = [0.1] * 30 + [0.03] * 30 + [0.005] * 30  # feedback arrives late by some steps: the last must be small
-WITHOUT = [flat("onebit mean", feedback=None), flat("2 bits", feedback=None)]
+WITHOUT = [
+    flat("onebit mean", feedback=None),
+    flat("2 bits", feedback=None),
+    flat("top 5%", feedback=None),
+    PowerSGD(1, start_step=0, warm_start=False, feedback=None),
+]
 
 
 class Quadratic(nn.Module):
@@ -26,10 +32,10 @@ class Quadratic(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.x = nn.Parameter(torch.zeros(NUMEL))
+        self.x = nn.Parameter(torch.zeros(SHAPE))
 
     def forward(self, target: Tensor) -> Tensor:
-        return (self.x - target).square().sum()
+        return (self.x.flatten() - target).square().sum()
 
 
 def target_of(rank: int) -> Tensor:
@@ -52,7 +58,7 @@ def descend(rank: int, world_size: int, aggregators: Sequence[Aggregator]) -> li
             optimizer.zero_grad()
             ddp(target_of(rank)).backward()
             optimizer.step()
-        loss = (module.x.detach().double() - targets).square().sum(1).mean()
+        loss = (module.x.detach().flatten().double() - targets).square().sum(1).mean()
         ends.append((float(loss), digest_of(module)))
     return ends
 
@@ -65,10 +71,11 @@ def losses(layout: str, aggregators: Sequence[Aggregator]) -> list[float]:
     return [loss for loss, _ in results[0]]
 
 
-BETWEEN_NODES = ["inter 2 bits", "inter onebit mean", "inter 4 bits, intra 8 bits"]
+EVERYWHERE = [*COMPRESSORS, "rank 2", "rank 2 both ways"]
+BETWEEN_NODES = ["inter 2 bits", "inter onebit mean", "inter 4 bits, intra 8 bits", "inter top 5%", "inter rank 2"]
 
 
-@pytest.mark.parametrize(("layout", "names"), [("3", list(COMPRESSORS)), ("2x2", BETWEEN_NODES)])
+@pytest.mark.parametrize(("layout", "names"), [("3", EVERYWHERE), ("2x2", BETWEEN_NODES)])
 def test_feedback_reaches_the_loss_of_dense_training(layout: str, names: Sequence[str]) -> None:
     dense, *compressed = losses(layout, [Flat(), *(STRATEGIES[name] for name in names)])
     ratios = {name: loss / dense for name, loss in zip(names, compressed, strict=True)}

@@ -12,7 +12,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
-from commopt import Compressed, Hierarchical
+from commopt import Compressed, Hierarchical, PowerSGD
 from tests.feedback_training import (
     SMALL_BUCKETS,
     STRATEGIES,
@@ -52,7 +52,8 @@ def frozen(rank: int, world_size: int, strategy: str) -> Training:
 
 def unused_on_a_rank(rank: int, world_size: int, strategy: str) -> Training:
     def chosen(rank: int, step: int, dtype: torch.dtype) -> Vectors:
-        return without(gradients(rank, step, dtype), *(["second.weight"] if (rank + step) % 2 else []))
+        unused = ["second.weight", "third.weight"] if (rank + step) % 2 else []
+        return without(gradients(rank, step, dtype), *unused)
 
     return Training(rank, world_size, STRATEGIES[strategy], options=FIND_UNUSED, chosen=chosen)
 
@@ -66,7 +67,7 @@ def unused_for_ever(rank: int, world_size: int, strategy: str) -> Training:
 
 def densely(aggregator: Any, name: str) -> Any:
     """Return `aggregator` with a parameter that travels dense at every level."""
-    if isinstance(aggregator, Compressed):
+    if isinstance(aggregator, Compressed | PowerSGD):
         return replace(aggregator, dense=(name,))
     if isinstance(aggregator, Hierarchical):
         return replace(aggregator, inter=densely(aggregator.inter, name), intra=densely(aggregator.intra, name))
@@ -77,11 +78,9 @@ def unused_in_some_steps(rank: int, world_size: int, strategy: str) -> Training:
     """No rank uses the parameter in every third step; DDP drops what the hook returns for it then, so it is dense."""
 
     def chosen(rank: int, step: int, dtype: torch.dtype) -> Vectors:
-        return without(gradients(rank, step, dtype), *(["second.weight"] if step % 3 == 1 else []))
+        return without(gradients(rank, step, dtype), *(["third.weight"] if step % 3 == 1 else []))
 
-    return Training(
-        rank, world_size, densely(STRATEGIES[strategy], "second.weight"), options=FIND_UNUSED, chosen=chosen
-    )
+    return Training(rank, world_size, densely(STRATEGIES[strategy], "third.weight"), options=FIND_UNUSED, chosen=chosen)
 
 
 def tied(rank: int, world_size: int, strategy: str) -> Training:
@@ -110,7 +109,9 @@ def use(rank: int, world_size: int, feature: str, strategy: str) -> tuple[Books,
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize("strategy", ["8 bits", "inter onebit mean", "inter 4 bits, intra 8 bits"])
+@pytest.mark.parametrize(
+    "strategy", ["8 bits", "inter onebit mean", "inter 4 bits, intra 8 bits", "inter top 5%", "inter rank 2"]
+)
 def test_every_gradient_counts_once(feature: str, strategy: str) -> None:
     results = run(use, 4, feature, strategy, nodes=(2, 2))
     assert_identical([digest for _, digest in results])

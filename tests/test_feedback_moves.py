@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import commopt
-from commopt import Aggregator, Compressed, Feedback, Hierarchical, Quantize
+from commopt import DGC, Aggregator, Compressed, Feedback, Hierarchical, PowerSGD, Quantize
 from tests.catalogue import LAYOUTS
 from tests.feedback_training import Training, Vectors, residual_of, zero_gradients, zeros
 from tests.ranks import run
@@ -20,6 +20,10 @@ STEPS = 14  # of zero gradients: at 4 bits little is left of a residual after ea
 FOUR = Compressed(Quantize(4, 64))
 INTER = Hierarchical(inter=FOUR)
 BOTH = Hierarchical(inter=FOUR, intra=Compressed(Quantize(8, 64)))
+TOP = Compressed(DGC(0.25))
+INTER_TOP = Hierarchical(inter=TOP)
+RANK = PowerSGD(16, min_compression_rate=1, start_step=0)  # removes 16 directions of a residual in each step
+INTER_RANK = Hierarchical(inter=RANK)
 LATE = replace(FOUR, compressor=Quantize(4, 64, start_step=100))
 
 
@@ -51,6 +55,18 @@ def drain(rank: int, world_size: int, aggregator: Aggregator, saved: dict[str, A
         pytest.param(FOUR, "3", replace(FOUR, dense=("first.*", "gain")), "3", id="some dense now"),
         pytest.param(FOUR, "3", LATE, "3", id="a later start"),
         pytest.param(INTER, "2x2", replace(BOTH, inter=FOUR), "2x2", id="compression inside now"),
+        pytest.param(INTER_TOP, "2x2", INTER_TOP, "3", id="sparse, one node has no inter level"),
+        pytest.param(INTER_TOP, "2x2", INTER, "2x2", id="sparse to 4 bits"),
+        pytest.param(TOP, "3", replace(TOP, dense=("*",)), "2", id="sparse, all dense now"),
+        pytest.param(INTER_RANK, "2x2", INTER_RANK, "3", id="low rank, one node has no inter level"),
+        pytest.param(INTER_RANK, "2x2", INTER_RANK, "1+1", id="low rank, whole matrices again"),
+        pytest.param(
+            INTER_RANK, "2x2", Hierarchical(inter=RANK, form="leader"), "2x2", id="low rank, shards to leader"
+        ),
+        pytest.param(RANK, "3", replace(RANK, dense=("first.*",)), "3", id="low rank, dense now"),
+        pytest.param(RANK, "3", replace(RANK, start_step=100), "2", id="low rank, a later start"),
+        pytest.param(RANK, "2", FOUR, "2", id="low rank to 4 bits"),
+        pytest.param(FOUR, "2", RANK, "2", id="4 bits to low rank"),
     ],
 )
 def test_residuals_are_sent_in_the_end(old: Aggregator, old_layout: str, new: Aggregator, new_layout: str) -> None:

@@ -121,6 +121,12 @@ def assert_same(first: list[tuple[str, dict[str, Vectors]]], second: list[tuple[
         ("inter onebit rms", "2+1", False, ""),
         ("inter 4 bits, intra 8 bits", "2x2", True, ""),
         ("inter stochastic, intra stochastic", "2x2", False, "static_graph"),
+        ("momentum", "3", True, "scaler"),
+        ("inter momentum", "2x2", False, ""),
+        ("rank 2", "3", False, "scaler"),
+        ("late rank 2", "2", False, ""),
+        ("inter rank 2", "2x2", True, ""),
+        ("inter rank 1 both ways", "2+1", False, "static_graph"),
     ],
 )
 def test_resuming_changes_no_bit(tmp_path: Path, strategy: str, layout: str, gathered: bool, option: str) -> None:
@@ -162,6 +168,11 @@ def move(rank: int, world_size: int, strategy: str, folder: str) -> tuple[Vector
         ("inter 8 bits", "3x2", "2+1"),
         ("inter 8 bits", "2x2", "3"),
         ("inter 4 bits, intra 8 bits", "2x2", "3x2"),
+        ("top 5%", "4", "2"),
+        ("inter top 5%", "2x2", "3x2"),
+        ("rank 2", "2", "3"),
+        ("inter rank 2", "2x2", "3x2"),
+        ("inter rank 2", "3x2", "2+1"),
     ],
 )
 def test_another_world_takes_over_every_residual(tmp_path: Path, strategy: str, old: str, new: str) -> None:
@@ -311,9 +322,10 @@ def test_what_a_state_holds() -> None:
         assert state["parameters"] == NUMELS
         assert {piece[0] for bucket in state["buckets"] for piece in bucket} == set(NUMELS)
         assert set(state["residuals"]) == {"/worker"}
+        assert not state["factors"]
         assert set(state) == {
             *("format", "aggregator", "steps", "nodes", "place", "parameters", "buckets", "residuals", "layouts"),
-            "placed",
+            *("placed", "factors"),
         }
     gathered, none = (gathered for _, gathered in results)
     assert none is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
 from tests.hook_training import (
+    HOOKS,
     SMALL_BUCKET,
     STEPS,
     Batch,
@@ -169,15 +171,21 @@ def all_features(rank: int, world_size: int, preset: str) -> dict[str, str]:
     return {name: feature(rank, world_size, preset) for name, feature in FEATURES.items()}
 
 
-@pytest.mark.parametrize("preset", commopt.PRESETS)
+@pytest.mark.parametrize("preset", HOOKS)
 @pytest.mark.parametrize("feature", FEATURES)
 def test_feature_of_ddp(feature: str, preset: str) -> None:
     assert_identical(run(FEATURES[feature], 4, preset, nodes=(2, 2)))
 
 
-@pytest.mark.parametrize("preset", commopt.PRESETS)
-@pytest.mark.parametrize(("world_size", "nodes"), [(2, None), (3, (2, 1)), (4, ((0, 2), (1, 3)))], ids=str)
-def test_other_clusters(world_size: int, nodes: Any, preset: str) -> None:
+def other_clusters() -> Iterator[tuple[str, int, Any]]:
+    for preset in commopt.PRESETS:
+        yield (preset, 3, (2, 1)) if preset in HOOKS else (preset, 2, None)
+    for preset in ("hierarchical", "hierarchical_quantized"):
+        yield preset, 4, ((0, 2), (1, 3))
+
+
+@pytest.mark.parametrize(("preset", "world_size", "nodes"), list(other_clusters()), ids=str)
+def test_other_clusters(preset: str, world_size: int, nodes: Any) -> None:
     results = run(all_features, world_size, preset, nodes=nodes)
     for name in FEATURES:
         assert_identical([digests[name] for digests in results])

@@ -8,7 +8,7 @@ import pytest
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
-from tests.hook_training import SMALL_BUCKET, WAYS, Tower, seeded, train
+from tests.hook_training import HOOKS, SMALL_BUCKET, WAYS, Tower, seeded, train
 from tests.ranks import run
 
 
@@ -21,7 +21,7 @@ def train_each_way(rank: int, world_size: int, preset: str) -> dict[str, str]:
     return digests
 
 
-@pytest.mark.parametrize("preset", commopt.PRESETS)
+@pytest.mark.parametrize("preset", HOOKS)
 def test_every_way_to_register_trains_alike(preset: str) -> None:
     digests = run(train_each_way, 4, preset, nodes=(2, 2))
     assert len({digest for mine in digests for digest in mine.values()}) == 1, digests

@@ -1,0 +1,176 @@
+"""What the CUDA kernels of sparse rows must do, wherever they run: bit for bit what the reference does on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from commopt.kernels import sparse_cuda
+from commopt.kernels.codec import Carry, Momentum, Velocity
+from commopt.kernels.loader import Loader
+from commopt.kernels.reference import sparse as reference
+from commopt.kernels.sparse_row import SparseRow
+
+VALUE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _normal(numel: int) -> Tensor:
+    return torch.randn(numel)
+
+
+def _ties(numel: int) -> Tensor:
+    """Return few magnitudes, so that whichever is the threshold, there are many of it."""
+    return torch.randint(-3, 4, (numel,)).mul(0.25)
+
+
+def _mostly_zero(numel: int) -> Tensor:
+    return torch.randn(numel) * (torch.rand(numel) < 0.02)
+
+
+def _negative_zeros(numel: int) -> Tensor:
+    return torch.full((numel,), -0.0)
+
+
+def _close(numel: int) -> Tensor:
+    """Return magnitudes that differ in their lowest bits only: the last level of the selection decides."""
+    bits = torch.full((numel,), 0x3F812345, dtype=torch.int32) + torch.randint(0, 64, (numel,), dtype=torch.int32)
+    return bits.view(torch.float32) * torch.randint(0, 2, (numel,)).mul(2).sub(1)
+
+
+def _every_magnitude(numel: int) -> Tensor:
+    """Return magnitudes from the smallest subnormal on."""
+    exponents = torch.randint(-149, 10, (numel,))
+    return (torch.randn(numel).double() * 2.0 ** exponents.double()).float()
+
+
+CONTENTS: dict[str, Callable[[int], Tensor]] = {
+    "normal": _normal,
+    "ties": _ties,
+    "mostly zero": _mostly_zero,
+    "negative zeros": _negative_zeros,
+    "close": _close,
+    "every magnitude": _every_magnitude,
+}
+
+
+@dataclass(frozen=True)
+class Carrying:
+    """How a residual and a velocity take part."""
+
+    loss_scale: float | None = None
+    decay: float = 1.0
+    momentum: Momentum | None = None
+    old_offset: int = 0
+    new_offset: int = 0
+
+
+CARRYING = (
+    None,
+    Carrying(),
+    Carrying(decay=0.9, new_offset=1),
+    Carrying(1024.0),
+    Carrying(3.0, 0.7, old_offset=1, new_offset=2),
+    Carrying(momentum=Momentum(0.9)),
+    Carrying(momentum=Momentum(0.9, nesterov=True, masking=False), old_offset=3),
+    Carrying(3.0, 0.7, Momentum(0.5, masking=False), new_offset=3),
+    Carrying(3.0, momentum=Momentum(0.9, nesterov=True), old_offset=2),
+)
+
+
+class _Kept:
+    """A carry in memory of its own, amid guards."""
+
+    def __init__(self, carrying: Carrying, old: Tensor, old_velocity: Tensor, device: str) -> None:
+        self.arenas = [torch.full((old.numel() + 9,), 7.0, device=device) for _ in range(2)]
+        new, new_velocity = (arena[carrying.new_offset :][: old.numel()] for arena in self.arenas)
+        old, old_velocity = (_moved(part, device, carrying.old_offset) for part in (old, old_velocity))
+        loss_scale = None if carrying.loss_scale is None else torch.tensor(carrying.loss_scale, device=device)
+        velocity = None if carrying.momentum is None else Velocity(old_velocity, new_velocity, carrying.momentum)
+        self.carry = Carry(old, new, loss_scale, carrying.decay, velocity)
+
+
+class Rows:
+    """Payload rows amid guard bytes."""
+
+    def __init__(self, row: SparseRow, rows: int, device: str) -> None:
+        self.arena = torch.full((rows, row.nbytes + 48), 0xAB, dtype=torch.uint8, device=device)
+        self.payload = self.arena[:, 16 : 16 + row.nbytes]
+
+
+class Check:
+    """Runs kernels with one loader on one device."""
+
+    def __init__(self, loader: Loader, device: str) -> None:
+        self._loader = loader
+        self._device = device
+
+    def select(
+        self,
+        row: SparseRow,
+        values: Tensor,
+        rows: int,
+        *,
+        scale: float = 1.0,
+        carrying: Carrying | None = None,
+        offset: int = 0,
+        spoilt: int | None = None,
+    ) -> None:
+        """Select from values `offset` elements behind a boundary; all bits count, except in the row called `spoilt`."""
+        past = values.float().nan_to_num(0.0, 0.0, 0.0)
+        old, old_velocity = past.roll(1) * 0.5, past.roll(3) * 0.25
+        wanted, got = Rows(row, rows, "cpu"), Rows(row, rows, self._device)
+        wanted_kept, got_kept = (
+            None if carrying is None else _Kept(carrying, old, old_velocity, device) for device in ("cpu", self._device)
+        )
+        reference.select(row, values, wanted.payload, scale, None if wanted_kept is None else wanted_kept.carry)
+        moved = _moved(values, self._device, offset)
+        carry = None if got_kept is None else got_kept.carry
+        sparse_cuda.select(self._loader, row, moved, got.payload, scale, carry)
+        assert torch.equal(moved.cpu().nan_to_num(), values.nan_to_num())
+        for number in range(rows):
+            payload = got.payload[number].cpu()
+            assert reference.finite(row, payload[None]) == (number != spoilt)
+            if number == spoilt:
+                assert payload[row.values_begin : row.values_end].view(row.value_dtype)[0].isnan()
+            else:
+                assert torch.equal(got.arena[number].cpu(), wanted.arena[number])
+        if got_kept is not None and wanted_kept is not None and spoilt is None:
+            for got_arena, wanted_arena in zip(got_kept.arenas, wanted_kept.arenas, strict=True):
+                assert torch.equal(got_arena.cpu(), wanted_arena)
+
+    def scatter(self, row: SparseRow, rows: int, numel: int, dtype: torch.dtype, offset: int = 0) -> None:
+        """Decode every row."""
+        sources = selected(row, rows)
+        wanted = torch.full((numel + 9,), 7.0, dtype=dtype)
+        got = wanted.to(self._device)
+        reference.scatter(row, sources.payload, wanted[offset:][:numel])
+        sparse_cuda.scatter(self._loader, row, self._payload(sources, row), got[offset:][:numel])
+        assert torch.equal(got.cpu(), wanted)
+
+    def accumulate(self, row: SparseRow, peers: int) -> None:
+        """Sum rows."""
+        sources = selected(row, peers)
+        wanted = torch.full((row.chunk_numel + 8,), 7.0)
+        got = wanted.to(self._device)
+        reference.accumulate(row, sources.payload, wanted[4:-4])
+        sparse_cuda.accumulate(self._loader, row, self._payload(sources, row), got[4:-4])
+        assert torch.equal(got.cpu(), wanted)
+
+    def _payload(self, rows: Rows, row: SparseRow) -> Tensor:
+        """Return the payload where the kernels run, between the same guards."""
+        return rows.arena.to(self._device)[:, 16 : 16 + row.nbytes]
+
+
+def selected(row: SparseRow, rows: int) -> Rows:
+    """Return rows that hold random values."""
+    result = Rows(row, rows, "cpu")
+    reference.select(row, torch.randn(rows * row.chunk_numel), result.payload, 1.0, None)
+    return result
+
+
+def _moved(values: Tensor, device: str, offset: int) -> Tensor:
+    """Return a copy on a device, `offset` elements behind a boundary."""
+    return torch.empty(values.numel() + 9, dtype=values.dtype, device=device)[offset:][: values.numel()].copy_(values)

@@ -1,0 +1,310 @@
+"""The convergence benchmark: what it compares, its file, its tables and picture, and one short real run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+
+import pytest
+import torch
+from matplotlib.image import imread
+
+import commopt
+from bench.convergence import plan, plot, report, tables
+from bench.convergence.__main__ import main
+from bench.convergence.options import parse_options
+from bench.convergence.report import Environment, Point, Run
+from bench.report import Look, Outcome
+from examples import train_digits, train_gpt
+
+ROOT = Path(__file__).parents[1]
+ENVIRONMENT = Environment(
+    date="2030-01-01T00:00:00+00:00",
+    torch="2.13.0",
+    python="3.11.7",
+    cpu_count=2,
+    command="python -m bench.convergence",
+    ranks_per_node=[2, 2],
+    settings=plan.settings(plan.TASKS),
+)
+
+
+def made(
+    task: str,
+    strategy: str,
+    losses: list[float | None],
+    accuracy: float | None = None,
+    seed: int = 0,
+    inter_bytes: float | None = None,
+) -> Run:
+    curve = [Point(10 * (index + 1), loss, accuracy) for index, loss in enumerate(losses)]
+    return Run(task, "sgd", strategy, seed, 1000, 12.5, inter_bytes, curve)
+
+
+RUNS = [
+    made("gpt", "ddp", [4.0, 3.0, 2.0]),
+    made("gpt", "hierarchical", [4.0, 3.0, 2.0], inter_bytes=800.0),
+    made("gpt", "hierarchical_onebit", [5.0, 3.0, 2.02], inter_bytes=25.0),
+    made("gpt", "hierarchical_onebit:feedback=None", [5.0, 4.0, 2.5], inter_bytes=25.0),
+    made("gpt", "hierarchical_dgc", [5.0, None, None], inter_bytes=8.0),
+    made("digits", "ddp", [2.0, 0.2], accuracy=0.98),
+    made("digits", "ddp", [2.0, 0.2], accuracy=0.96, seed=1),
+    made("digits", "hierarchical_onebit", [2.0, 0.2], accuracy=0.976),
+    made("digits", "hierarchical_onebit", [2.0, 0.2], accuracy=0.96, seed=1),
+    made("digits", "hierarchical_onebit:feedback=None", [2.0, 0.3], accuracy=0.9),
+]
+OUTCOMES = [
+    Outcome(strategy, 10, 6.0, step_ms, step_ms, 0.0, None, None, None, [Look(10, 6.0, 3.0)])
+    for strategy, step_ms in (("ddp", 2000.0), ("hierarchical_onebit", 100.0))
+]
+
+
+# ----------------------------------------------------------------------------------------- the plan
+
+
+def test_every_preset_is_compared_and_every_strategy_exists() -> None:
+    strategies = [contender.strategy for contender in plan.CONTENDERS]
+    assert len(set(strategies)) == len(strategies)
+    assert set(commopt.PRESETS) <= set(strategies)  # each as it is by default
+    for strategy in strategies[1:]:
+        commopt.build_preset(strategy)
+    assert strategies[0] == plan.STOCK
+    without_feedback = [strategy for strategy in strategies if strategy.endswith(plan.NO_FEEDBACK)]
+    assert {strategy.removesuffix(plan.NO_FEEDBACK) for strategy in without_feedback} <= set(strategies)
+    for family in ("onebit", "dgc", "powersgd"):
+        assert any(family in strategy for strategy in without_feedback)
+
+
+def test_cases_go_seed_by_seed_and_start_with_stock_ddp() -> None:
+    cases = plan.cases(plan.TASKS, plan.CONTENDERS, (0, 1))
+    assert len({case.key for case in cases}) == len(cases)
+    half = len(cases) // 2
+    assert [case.seed for case in cases] == [0] * half + [1] * half
+    for index, case in enumerate(cases):
+        if index == 0 or (case.task, case.optimizer) != (cases[index - 1].task, cases[index - 1].optimizer):
+            assert case.contender.strategy == plan.STOCK
+    inside = [case for case in cases if "momentum" in case.contender.strategy]
+    assert {(case.optimizer, case.contender.momentum) for case in inside} == {("sgd", 0.0)}
+
+
+def test_only_takes_a_part_of_a_name_and_keeps_stock_ddp() -> None:
+    assert [c.strategy for c in plan.chosen(["bf16"])] == ["ddp", "hierarchical_bf16"]
+    assert plan.chosen([]) == plan.CONTENDERS
+    with pytest.raises(ValueError, match="'sparse' is in no strategy's name; known: ddp, flat"):
+        plan.chosen(["bf16", "sparse"])
+
+
+def test_options_of_the_ranks_are_those_of_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    arguments = ["--quick", "--task", "gpt", "--only", "onebit", "--json", str(tmp_path / "a.json")]
+    monkeypatch.setattr(sys, "argv", ["bench.convergence", *arguments])
+    options = parse_options()
+    assert [(task.name, task.steps) for task in options.tasks] == [("gpt", 20)]
+    assert set(options.settings) == {"digits", "gpt"}  # one task now, the other later, in one file
+    assert list(options.seeds) == [0]
+    assert options.link_json == tmp_path / "a_50mbit.json"
+    assert options.command == f"python -m bench.convergence {' '.join(arguments)}"
+
+
+def test_a_task_hands_its_settings_to_the_example(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[argparse.Namespace] = []
+    for example in (train_digits, train_gpt):
+        monkeypatch.setattr(example, "Training", lambda options, device: seen.append(options))
+    for task in plan.TASKS:
+        task.start("sgd", 0.0, 7, None)  # type: ignore[arg-type]  # no device is needed
+    digits, gpt = seen
+    assert (digits.optimizer, digits.momentum, digits.seed, digits.steps) == ("sgd", 0.0, 7, plan.DIGITS.steps)
+    assert (gpt.optimizer, gpt.momentum, gpt.seed, gpt.decay_steps) == ("sgd", 0.0, 7, plan.GPT.steps)
+    assert digits.learning_rate == dict(plan.DIGITS.learning_rates)["sgd"]
+    assert gpt.width == int(plan.GPT.model[plan.GPT.model.index("--width") + 1])
+
+
+# ------------------------------------------------------------------------------ the file
+
+
+def test_file_round_trip(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "out.json"
+    report.write(path, ENVIRONMENT, RUNS)
+    for line in path.read_text().splitlines():
+        json.loads(line, parse_constant=pytest.fail)  # no NaN: any reader of JSON can read it
+    assert report.read(path) == (ENVIRONMENT, RUNS)
+    assert [entry.name for entry in path.parent.iterdir()] == ["out.json"]
+
+
+@pytest.mark.parametrize("text", ["", "not json\n", "[]\n", '{"record": "run"}\n', '{"record": "environment"}\n'])
+def test_reading_something_else_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"other\.json is not a file that bench\.convergence --json wrote"):
+        report.read(path)
+
+
+def test_a_file_is_gone_on_with_only_when_it_was_made_alike(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    assert report.resume(path, ENVIRONMENT) == (ENVIRONMENT, [])
+    report.write(path, ENVIRONMENT, RUNS)
+    assert report.resume(path, replace(ENVIRONMENT, date="later", cpu_count=8)) == (ENVIRONMENT, RUNS)
+    other = replace(ENVIRONMENT, settings=plan.settings(plan.quick(plan.TASKS)))
+    with pytest.raises(ValueError, match=r"was made with settings .* so nothing can be added to it; remove it"):
+        report.resume(path, other)
+
+
+# ----------------------------------------------------------------------------------- what follows
+
+
+def test_steps_to_a_loss_lie_between_two_looks() -> None:
+    stock = RUNS[0]
+    assert stock.steps_to(3.0) == 20
+    assert stock.steps_to(3.5) == 15
+    assert stock.steps_to(4.5) == 10  # before the first look nothing is known
+    assert stock.steps_to(1.9) is None
+    assert made("gpt", "x", [None, 2.0]).steps_to(2.5) == 20
+    assert made("gpt", "x", [3.0, None]).steps_to(2.5) is None
+    assert made("gpt", "x", [3.0, None]).loss == inf
+
+
+def test_summaries_compare_with_stock_ddp_seed_by_seed() -> None:
+    summaries = {(summary.task, summary.strategy): summary for summary in report.summarize(RUNS)}
+    onebit = summaries["gpt", "hierarchical_onebit"]
+    assert onebit.percent_of_loss == pytest.approx(1.0)
+    assert onebit.points is onebit.accuracy is None
+    assert onebit.acceptable == (onebit.percent_of_loss <= 1.0)
+    assert onebit.steps_to_target == pytest.approx(20 + 10 * (3.0 - 2.1) / (3.0 - 2.02))
+    assert not summaries["gpt", "hierarchical_onebit:feedback=None"].acceptable
+    diverged = summaries["gpt", "hierarchical_dgc"]
+    assert diverged.loss == inf
+    assert not diverged.acceptable
+    assert diverged.steps_to_target is None
+    digits = summaries["digits", "hierarchical_onebit"]
+    assert digits.each == pytest.approx((-0.4, 0.0))
+    assert digits.points == pytest.approx(-0.2)
+    assert digits.acceptable
+    alone = summaries["digits", "hierarchical_onebit:feedback=None"]
+    assert alone.points == pytest.approx(-8.0)  # against the one seed it was run with
+    assert report.summarize([made("gpt", "flat", [2.0])]) == []  # nothing to compare with
+
+
+def table() -> dict[str, dict[str, str]]:
+    return {row[0]: dict(zip(tables.headings(), row, strict=True)) for row in tables.rows(RUNS, OUTCOMES)}
+
+
+def test_table() -> None:
+    found = table()
+    assert list(found) == [c.strategy for c in plan.CONTENDERS if c.strategy in {r.strategy for r in RUNS}]
+    onebit = found["hierarchical_onebit"]
+    assert onebit["digits SGD"] == "96.8 (-0.2 ±0.3)"
+    assert onebit["digits AdamW"] == "-"
+    assert onebit["bytes of hierarchical's"] == "0.031"
+    assert onebit["step ms"] == "100"
+    assert onebit["s to loss, SGD"] == "2.9"
+    assert found["hierarchical_onebit:feedback=None"]["gpt SGD"] == "2.500 (+25.0 %) !"
+    assert found["hierarchical_dgc"]["gpt SGD"] == "diverged !"
+    assert found["hierarchical_dgc"]["s to loss, SGD"] == "-"
+
+
+def test_document_gets_the_table_between_its_marks(tmp_path: Path) -> None:
+    document = tmp_path / "text.md"
+    document.write_text(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n")
+    for _ in range(2):
+        tables.fill_in(document, ENVIRONMENT, RUNS, OUTCOMES)
+    text = document.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "old" not in text
+    assert text.count("| `hierarchical_onebit` | 96.8 (-0.2 ±0.3) | - |") == 1
+    document.write_text("no marks\n")
+    with pytest.raises(ValueError, match=r"text\.md has no place for the results"):
+        tables.fill_in(document, ENVIRONMENT, RUNS, OUTCOMES)
+
+
+def test_the_committed_document_has_the_marks() -> None:
+    text = (ROOT / "docs" / "convergence.md").read_text()
+    assert tables.BEGIN in text
+    assert tables.END in text
+
+
+@pytest.mark.parametrize("outcomes", [OUTCOMES, []])
+def test_picture(outcomes: list[Outcome], tmp_path: Path) -> None:
+    picture = tmp_path / "out.png"
+    plot.draw(ENVIRONMENT, RUNS, outcomes, picture)
+    assert imread(picture).shape[1] > 1000
+    assert imread(picture).std() > 0.05
+
+
+# ----------------------------------------------------------------------------------- the real thing
+
+
+def test_a_short_run_goes_on_with_a_file(tmp_path: Path) -> None:
+    file, picture = tmp_path / "out.json", tmp_path / "out.png"
+    settings = plan.settings(plan.quick(plan.TASKS))
+    known = made("digits", "ddp", [2.0, 1.9], accuracy=0.2)
+    report.write(file, replace(ENVIRONMENT, torch=torch.__version__, settings=settings), [known])
+    arguments = [
+        "--quick",
+        "--no-link",
+        "--task",
+        "digits",
+        "--only",
+        "bf16",
+        "--json",
+        str(file),
+        "--plot",
+        str(picture),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.convergence", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "3 trainings, 1 done before" in done.stderr
+    assert "Does it still learn?" in done.stdout
+    assert picture.exists()
+    first, *added = report.read(file)[1]
+    assert first == known
+    assert [(run.optimizer, run.strategy) for run in added] == [
+        ("sgd", "hierarchical_bf16"),
+        ("adamw", "ddp"),
+        ("adamw", "hierarchical_bf16"),
+    ]
+    for run in added:
+        assert [point.step for point in run.curve] == [10, 20]
+        assert run.parameters == 151_306
+    _, stock, bf16 = added
+    assert stock.inter_bytes_per_step is None
+    assert bf16.inter_bytes_per_step == pytest.approx(2 * 2 * bf16.parameters, rel=0.01)  # two nodes, two bytes each
+    assert bf16.loss == pytest.approx(stock.loss, rel=0.05)
+
+
+def test_another_benchmarks_file_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "out.json"
+    report.write(file, ENVIRONMENT, RUNS)
+    monkeypatch.setattr(sys, "argv", ["bench.convergence", "--quick", "--json", str(file)])
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    assert main() == 2
+    assert "was made with settings" in capsys.readouterr().err
+    assert report.read(file) == (ENVIRONMENT, RUNS)
+
+
+def test_report_alone_trains_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, document = tmp_path / "out.json", tmp_path / "text.md"
+    report.write(file, ENVIRONMENT, RUNS)
+    document.write_text("no marks\n")
+    monkeypatch.setattr(
+        sys, "argv", ["bench.convergence", "--report", "--json", str(file), "--document", str(document)]
+    )
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    with pytest.raises(SystemExit):  # before anything long is begun
+        main()
+    assert "has no place for the results" in capsys.readouterr().err
+    document.write_text(f"{tables.BEGIN}\n{tables.END}\n")
+    assert main() == 0
+    assert "hierarchical_onebit" in capsys.readouterr().out
+    assert "96.8 (-0.2 ±0.3)" in document.read_text()

@@ -1,0 +1,83 @@
+"""What wire_bytes and stats promise is what the collectives carry, step by step, with matrices and with 16 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from commopt import WireBytes
+from commopt.groups import Team
+from tests.catalogue import LAYOUTS
+from tests.feedback_training import STRATEGIES, Training
+from tests.ranks import run
+
+SETTLED = 4  # steps: then buckets change no more, and no residual moves to another rank
+STEPS = 6  # one of each kind
+ALONE = ["top 5%", "momentum", "rank 2", "rank 2 both ways", "late rank 2"]
+BETWEEN = ["inter 4 bits", "inter top 5%", "inter momentum", "inter rank 2", "inter rank 1 both ways"]
+INSIDE = ["inter 4 bits, intra 8 bits", "inter 4 bits, intra top 25%", "inter rank 2, intra 8 bits"]
+
+
+def carried(team: Team, primitive: str, tensors: Sequence[Tensor], others: Sequence[int]) -> WireBytes:
+    """Return what one collective makes this rank send; the last tensor is what it reads."""
+    price: Callable[..., WireBytes] = getattr(team.wire, primitive)
+    return price(tensors[-1].numel() * tensors[-1].element_size(), *others)
+
+
+@contextmanager
+def counting() -> Iterator[list[WireBytes]]:
+    """Record what every collective of this process sends."""
+    sent: list[WireBytes] = []
+    with ExitStack() as stack:
+        for primitive in ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather", "all_to_all"):
+            original = getattr(Team, primitive)
+
+            def spy(team: Team, *arguments: Any, _what: str = primitive, _do: Any = original, **named: Any) -> None:
+                tensors = [each for each in arguments if isinstance(each, Tensor)]
+                others = [each for each in arguments if not isinstance(each, Tensor)]
+                sent.append(carried(team, _what, tensors, [*others, *named.values()]))
+                _do(team, *arguments, **named)
+
+            stack.enter_context(patch.object(Team, primitive, spy))
+        yield sent
+
+
+def compare(rank: int, world_size: int, names: Sequence[str], dtype: str) -> list[str]:
+    differences = []
+    for name in names:
+        with counting() as sent:
+            training = Training(rank, world_size, STRATEGIES[name], getattr(torch, dtype))
+            for step in range(STEPS):
+                stats = training.comm.stats()
+                sent.clear()
+                training.step()
+                if step < SETTLED:
+                    continue
+                later = training.comm.stats()
+                promised = tuple(later[key] - stats[key] for key in ("intra_bytes", "inter_bytes"))
+                counted = (sum(each.intra for each in sent), sum(each.inter for each in sent))
+                if promised != counted:
+                    differences.append(f"{name} in {dtype}, step {step}: promised {promised}, sent {counted}")
+    return differences
+
+
+@pytest.mark.parametrize(
+    ("layout", "names", "dtype"),
+    [
+        ("3", ALONE, "bfloat16"),
+        ("4", ["top 60%"], "float32"),
+        ("2x2", BETWEEN, "bfloat16"),
+        ("2x2", INSIDE, "float32"),
+        ("2+1", BETWEEN[2:], "float32"),
+    ],
+)
+def test_promised_bytes_are_sent(layout: str, names: Sequence[str], dtype: str) -> None:
+    world_size, nodes = LAYOUTS[layout]
+    differences = [each for mine in run(compare, world_size, names, dtype, nodes=nodes) for each in mine]
+    assert not differences, "\n".join(differences)
