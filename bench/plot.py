@@ -14,8 +14,8 @@ from bench.report import STOCK, Environment, Outcome, fraction_of_stock, read
 
 # Okabe and Ito's colours, which the colour-blind can tell apart; stock DDP is grey, the rest stand against it.
 _STOCK_STYLE = ("#555555", "X")
-_COLOURS = ("#E69F00", "#0072B2", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
-_MARKERS = ("s", "D", "o", "^", "v", "P")
+_COLOURS = ("#E69F00", "#0072B2", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#6A3D9A", "#8C6D31")
+_MARKERS = ("s", "D", "o", "^", "v", "P", "*", "p")
 _COMPUTE_COLOUR = "#D9D9D9"
 
 
