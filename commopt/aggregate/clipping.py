@@ -7,10 +7,11 @@ from torch import Tensor
 
 
 def clip(buffer: Tensor, norm_limit: float, scale: float, loss_scale: Tensor | None, ranks: int) -> None:
-    """Scale `buffer` down, in place, so that this rank's part of the average has at most the L2 norm
-    norm_limit / sqrt(ranks): parts that are independent then add up to the norm_limit (arXiv 1712.01887, section 3.2).
+    """Scale `buffer` down, in place, so that this rank's part of the average has at most its share of the norm.
 
-    `scale * buffer` is that part, times `loss_scale`. What is not finite stays so; no host waits for a device.
+    That is norm_limit / sqrt(ranks), L2: parts that are independent then add up to norm_limit (arXiv 1712.01887,
+    section 3.2). `scale * buffer` is the part, times `loss_scale`. What is not finite stays so; no host waits for a
+    device.
     """
     norm = torch.linalg.vector_norm(buffer, dtype=torch.float64) * scale  # float32 would overflow where values do not
     if loss_scale is not None:
