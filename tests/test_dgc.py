@@ -119,6 +119,15 @@ def test_the_largest_elements_are_sent(kind: str, numel: int, density: float, dt
     assert torch.equal(decode(compressor, made, numel), by_hand)
 
 
+@pytest.mark.parametrize(("numel", "count"), [(1, 1), (49, 49), (50, 50), (4999, 50), (5001, 51)])
+def test_small_chunks_send_more_than_their_density(numel: int, count: int) -> None:
+    compressor, values = DGC(0.01, min_elements=50, value_dtype=torch.float32), random_values(numel)
+    made = encode(compressor, values)
+    sent = decode(compressor, made, numel)
+    assert sent.count_nonzero() == count
+    assert sent[selection(values, count)].count_nonzero() == count
+
+
 @pytest.mark.parametrize("numel", [1, 2, 99, 70_001, 131_073])
 @pytest.mark.parametrize("density", [1.0, 0.6, 0.02])
 def test_short_rows_stay_inside_their_chunk(numel: int, density: float) -> None:
@@ -223,7 +232,7 @@ def test_selection_is_faster_than_sorting(kind: str) -> None:
 
 
 def test_defaults() -> None:
-    assert DGC() == DGC(0.001, 0.0, False, True, None, (), torch.bfloat16)
+    assert DGC() == DGC(0.001, 0.0, False, True, None, (), torch.bfloat16, 1)
     assert repr(DGC()) == "DGC(density=0.001)"
     assert DGC().start_step == 0
     assert hash(DGC(warmup=((2, 0.5),))) != hash(DGC())
@@ -271,6 +280,8 @@ def test_the_base_compressor_starts_dense() -> None:
         ({"warmup": ((1, 0.1, 0.2),)}, ("warmup", "0.2")),
         ({"value_dtype": torch.float64}, ("value_dtype", "float64", "float32", "bfloat16", "float16")),
         ({"value_dtype": "bfloat16"}, ("value_dtype", "bfloat16")),
+        ({"min_elements": 0}, ("min_elements", "0", "1")),
+        ({"min_elements": 2.0}, ("min_elements", "2.0")),
     ],
     ids=str,
 )

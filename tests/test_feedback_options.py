@@ -24,6 +24,7 @@ from commopt import (
 )
 from tests.catalogue import LAYOUTS
 from tests.feedback_training import (
+    MATRICES,
     NUMELS,
     SMALL_BUCKETS,
     Books,
@@ -54,8 +55,8 @@ def test_presets_are_these_aggregators() -> None:
         Compressed(OneBit(64, start_step=2)), Flat()
     )
     sparse: dict[str, Any] = {"density": 0.01, "momentum": 0.9, "nesterov": True, "momentum_masking": False}
-    sparse |= {"clip_norm": 2.0, "warmup": ((10, 0.25), (5, 0.1)), "value_dtype": torch.float32}
-    assert commopt.dgc.build() == Compressed(DGC(0.001), Feedback())
+    sparse |= {"clip_norm": 2.0, "warmup": ((10, 0.25), (5, 0.1)), "value_dtype": torch.float32, "min_elements": 7}
+    assert commopt.dgc.build() == Compressed(DGC(0.001, min_elements=1024), Feedback())
     assert commopt.dgc.build(**sparse, dense=("*.bias",), feedback=bf16) == Compressed(DGC(**sparse), bf16, ("*.bias",))
     assert commopt.hierarchical_dgc.build(**sparse, intra=Compressed(Quantize(8))) == Hierarchical(
         Compressed(DGC(**sparse)), Compressed(Quantize(8))
@@ -128,7 +129,7 @@ DENSE: list[tuple[str, str, dict[str, Any]]] = [
 def test_dense_and_tiny_parameters_are_exact(preset: str, layout: str, options: dict[str, Any]) -> None:
     world_size, nodes = LAYOUTS[layout]
     options = {"dense": ("*.bias", "third.*"), **options}
-    vectors_too = "block" in options
+    vectors_too = "bits" in options
     results = run(errors_per_step, world_size, preset, options, 4, nodes=nodes)
     assert_identical([digest for *_, digest in results])
     assert_conserved([books for _, _, books, _ in results])
@@ -147,6 +148,15 @@ def test_tiny_parameters_are_exact_unasked(preset: str) -> None:
     for errors, _, _, _ in results:
         for name in ("second.bias", "gain"):
             assert max(error[name] for error in errors) <= 4 * EPS, name
+
+
+@pytest.mark.parametrize("preset", ["onebit", "dgc"])
+def test_vectors_are_exact_unasked(preset: str) -> None:
+    results = run(errors_per_step, 2, preset, {"onebit": BLOCKS, "dgc": {"min_elements": 1}}[preset], 4)
+    for errors, _, _, _ in results:
+        for name in ("first.bias", "second.weight", "third.bias"):
+            assert max(error[name] for error in errors) <= 3 * EPS, name
+        assert min(error["first.weight"] for error in errors) > 1e-3
 
 
 def count_residual_bytes(rank: int, world_size: int, preset: str, options: dict[str, Any], scaled: bool) -> int:
@@ -178,7 +188,8 @@ def test_residual_bytes_per_parameter(
     preset: str, options: dict[str, Any], layout: str, scaled: bool, nbytes: float
 ) -> None:
     world_size, nodes = LAYOUTS[layout]
-    numel = sum(NUMELS.values())
+    compressed = MATRICES if "onebit" in preset else tuple(NUMELS)
+    numel = sum(NUMELS[name] for name in compressed)
     for got in run(count_residual_bytes, world_size, preset, {"block": 64, **options}, scaled, nodes=nodes):
         assert got == pytest.approx(nbytes * numel, rel=0.15 if nodes else 0.01)
 
@@ -236,6 +247,7 @@ BAD: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("dgc", {"warmup": ((100, 2.0),)}, ("warmup", "2.0")),
     ("dgc", {"warmup": ((2.5, 0.25),)}, ("warmup", "2.5")),
     ("dgc", {"value_dtype": torch.int8}, ("value_dtype", "int8", "bfloat16")),
+    ("dgc", {"min_elements": 0}, ("min_elements", "0", "1")),
     ("dgc", {"momentum": 0.9, "feedback": None}, ("momentum", "feedback")),
     ("hierarchical_dgc", {"momentum": 0.9, "feedback": None}, ("momentum", "feedback")),
     ("hierarchical_dgc", {"intra": DGC(0.1)}, ("intra", "DGC", "Compressed")),

@@ -24,7 +24,8 @@ class DGC(Compressor):
     residual add up on each rank before elements are chosen (section 3.1); what travels dense gets the same momentum.
     It lives where residuals do; a standalone all_reduce has neither.
 
-    density: the share of elements that is sent, in (0, 1]; of a chunk of n elements exactly ceil(density n).
+    density: the share of elements that is sent, in (0, 1]; of a chunk of n elements exactly ceil(density n),
+    min_elements: but no fewer than this, which is for chunks so small that a message takes as long as an empty one.
     momentum: in [0, 1); nesterov: Nesterov's.
     momentum_masking: the velocity of an element starts from zero once it is sent (section 3.2).
     clip_norm: each of W ranks clips its part of the average, its gradient over W, before anything is added to it, to an
@@ -45,6 +46,7 @@ class DGC(Compressor):
     clip_norm: float | None = None
     warmup: tuple[tuple[int, float], ...] = ()
     value_dtype: torch.dtype = torch.bfloat16
+    min_elements: int = 1
 
     def __post_init__(self) -> None:
         _check_density("density", self.density)
@@ -62,6 +64,8 @@ class DGC(Compressor):
             raise ConfigurationError(
                 f"DGC(value_dtype={self.value_dtype}) cannot travel; use torch.bfloat16, torch.float16 or torch.float32"
             )
+        if type(self.min_elements) is not int or self.min_elements < 1:
+            raise ConfigurationError(f"DGC(min_elements={self.min_elements!r}) must be a whole number from 1 on")
         object.__setattr__(self, "warmup", _checked_warmup(self.warmup))
 
     # ---------------------------------------------------------------------------------- what is done when
@@ -145,7 +149,7 @@ class DGC(Compressor):
         return sparse.finite(self._row(chunk_numel), payload)
 
     def _row(self, chunk_numel: int) -> SparseRow:
-        return SparseRow.of(chunk_numel, self.density, self.value_dtype)
+        return SparseRow.of(chunk_numel, self.density, self.value_dtype, self.min_elements)
 
 
 def _is_number(value: object) -> bool:

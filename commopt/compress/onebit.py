@@ -14,6 +14,7 @@ class OneBit(Blockwise):
     """Send signs and a magnitude per block, as 1-bit SGD and 1-bit Adam do (arXiv 2102.02888).
 
     Two thirds of a gradient's norm are lost in one step, so feedback is not optional, and a dense start is advised.
+    Tensors of one dimension travel dense: a bias is not of the magnitude of the weights beside it, which shows.
 
     block: elements that share a magnitude of 4 bytes; a multiple of 64.
     scale: the magnitude: "mean" of |x|, which has the least square error, or "rms", which keeps the norm.
@@ -27,6 +28,10 @@ class OneBit(Blockwise):
     def __post_init__(self) -> None:
         check("OneBit", self.block, self.start_step)
         check_choice("OneBit", "scale", self.scale, ("mean", "rms"))
+
+    def suits(self, shape: tuple[int, ...]) -> bool:
+        """See Compressor; biases and the weights of norms are few, and rarely of their neighbours' magnitude."""
+        return len(shape) != 1
 
     @property
     def codec(self) -> Codec:

@@ -18,6 +18,9 @@ from commopt.errors import ConfigurationError
 from commopt.feedback import Feedback
 from commopt.hooks.state import HookState
 
+# 4 KiB with bfloat16 values: on 10 Gb/s 3 us, less than a message takes that has nothing in it.
+_FREE_ELEMENTS = 1024
+
 
 class Preset:
     """A hook that torch's DDP accepts as it is, made from a function that builds its aggregator.
@@ -221,11 +224,12 @@ def dgc(
     clip_norm: float | None = None,
     warmup: tuple[tuple[int, float], ...] = (),
     value_dtype: torch.dtype = torch.bfloat16,
+    min_elements: int = _FREE_ELEMENTS,
     dense: tuple[str, ...] = (),
     feedback: Feedback | None = Feedback(),
 ) -> Aggregator:
     """The largest elements between all ranks, with error feedback; `momentum` replaces the optimizer's."""
-    compressor = DGC(density, momentum, nesterov, momentum_masking, clip_norm, warmup, value_dtype)
+    compressor = DGC(density, momentum, nesterov, momentum_masking, clip_norm, warmup, value_dtype, min_elements)
     return Compressed(compressor, feedback, dense)
 
 
@@ -238,10 +242,11 @@ def hierarchical_dgc(
     clip_norm: float | None = None,
     warmup: tuple[tuple[int, float], ...] = (),
     value_dtype: torch.dtype = torch.bfloat16,
+    min_elements: int = _FREE_ELEMENTS,
     dense: tuple[str, ...] = (),
     feedback: Feedback | None = Feedback(),
     intra: Flat | Compressed = Flat(),
 ) -> Aggregator:
     """As hierarchical, with the largest elements between the nodes and error feedback."""
-    compressor = DGC(density, momentum, nesterov, momentum_masking, clip_norm, warmup, value_dtype)
+    compressor = DGC(density, momentum, nesterov, momentum_masking, clip_norm, warmup, value_dtype, min_elements)
     return Hierarchical(Compressed(compressor, feedback, dense), intra)

@@ -31,9 +31,9 @@ class SparseRow:
     value_dtype: torch.dtype
 
     @classmethod
-    def of(cls, chunk_numel: int, density: float, value_dtype: torch.dtype) -> SparseRow:
-        """Return the row that holds the share `density` of its chunk, rounded up."""
-        return cls(chunk_numel, ceil(density * chunk_numel), value_dtype)
+    def of(cls, chunk_numel: int, density: float, value_dtype: torch.dtype, least: int = 1) -> SparseRow:
+        """Return the row that holds the share `density` of its chunk, rounded up, or `least` elements, or all."""
+        return cls(chunk_numel, min(chunk_numel, max(least, ceil(density * chunk_numel))), value_dtype)
 
     @property
     def blocks(self) -> int:
