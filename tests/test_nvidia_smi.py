@@ -1,0 +1,340 @@
+"""Reading the matrix of `nvidia-smi topo -m`, whole, quoted and damaged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.matrices import CUBE_MESH, LEGEND, all_pairs, matrix, wired
+from topology.errors import TopologyError
+from topology.facts.paths import gpu_distance, nearest_nics, nic_distance
+from topology.files import MAX_BYTES, read
+from topology.model import Distance, NvLinks, Topology
+from topology.nvidia_smi.reader import read_matrix
+
+FIXTURES = Path(__file__).parent / "topologies"
+AFFINITY = {"CPU Affinity": ["0-7", "8-15"], "NUMA Affinity": ["0", "1"]}
+
+
+def read_text(text: str) -> Topology:
+    return read_matrix(text, "m.txt")
+
+
+def refusal(text: str) -> str:
+    with pytest.raises(TopologyError) as caught:
+        read_text(text)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.startswith("m.txt:")
+    return message
+
+
+def nearest(topology: Topology, gpu: int) -> tuple[list[str], Distance] | None:
+    found = nearest_nics(topology, gpu)
+    return found and ([topology.nics[place].name for place in found[0]], found[1])
+
+
+def test_colours_tabs_and_legend() -> None:
+    topology = read(FIXTURES / "matrix_switch_colours.txt")
+    assert [gpu.index for gpu in topology.gpus] == [0, 1, 2, 3]
+    assert [gpu.numa for gpu in topology.gpus] == [0, 0, 1, 1]
+    assert topology.gpus[2].affinity == "32-63,96-127"
+    assert [nic.name for nic in topology.nics] == ["mlx5_0", "mlx5_3", "mlx5_4", "mlx5_5", "bnxt_re0"]
+    assert all(nic.speed_gbps is None and nic.busid is None and nic.numa is None for nic in topology.nics)
+    assert topology.nvlinks == tuple(NvLinks(gpu, None, 18, kind="switch") for gpu in range(4))
+    assert gpu_distance(topology, 0, 3) is Distance.NVL
+    assert [nearest(topology, gpu) for gpu in range(4)] == [
+        ([name], Distance.PIX) for name in ("mlx5_0", "mlx5_3", "mlx5_4", "mlx5_5")
+    ]
+    assert nic_distance(topology, 3, 4) is Distance.NODE
+    assert [(cpu.numa, len(cpu.affinity or ())) for cpu in topology.cpus] == [(0, 64), (1, 64)]
+    assert topology.warnings == ()
+    assert topology.source.startswith("nvidia-smi matrix ")
+
+
+def test_old_driver_with_blanks_and_windows_line_ends() -> None:
+    topology = read(FIXTURES / "matrix_cube_mesh_old_driver.txt")
+    assert [nic.name for nic in topology.nics] == ["mlx5_2", "mlx5_0"]
+    assert gpu_distance(topology, 0, 5) is Distance.SYS, "SOC was the word for SYS"
+    assert nearest(topology, 1) == (["mlx5_0"], Distance.PIX)
+    assert nearest(topology, 4) == (["mlx5_2"], Distance.PHB)
+    assert [gpu.numa for gpu in topology.gpus] == [None] * 8
+    assert topology.gpus[7].affinity == "20-39,60-79"
+    assert topology.warnings == ()
+
+
+def test_comment_in_a_script() -> None:
+    topology = read(FIXTURES / "matrix_mesh_in_a_script.txt")
+    assert [gpu.numa for gpu in topology.gpus] == [3, 1, 7, 5]
+    assert nearest(topology, 1) == (["mlx5_1"], Distance.PIX)
+    assert nearest(topology, 2) == (["mlx5_0", "mlx5_1"], Distance.SYS)
+    assert topology.nvlinks is not None
+    assert NvLinks(0, 3, 4, kind="gpu") in topology.nvlinks
+    assert topology.warnings == ()
+
+
+def test_container_with_literal_colours_and_a_gap_in_the_legend() -> None:
+    topology = read(FIXTURES / "matrix_container.txt")
+    assert [nic.name for nic in topology.nics] == ["rocep1s0f0", "NIC1"]
+    assert [(gpu.numa, gpu.affinity) for gpu in topology.gpus] == [(None, None)] * 2
+    assert nearest(topology, 0) == (["rocep1s0f0"], Distance.PHB)
+    assert topology.nvlinks == ()
+    assert topology.warnings == ("the NIC legend names no NIC1: called by their columns",)
+
+
+@pytest.mark.parametrize("colour", ["\x1b[4m", "[4m", "^[[1;4m", "\\x1b[4m", "\\033[4m"])
+def test_every_spelling_of_a_colour_code(colour: str) -> None:
+    text = matrix(2, all_pairs("PIX")).replace("GPU", colour + "GPU")
+    assert read_text(text).stated == (("GPU0", "GPU1", Distance.PIX),)
+
+
+@pytest.mark.parametrize(
+    "quote",
+    [
+        lambda number, line: f"# {line}",
+        lambda number, line: f"> {line}",
+        lambda number, line: f"node07: {line}",
+        lambda number, line: f"2026-01-02T03:04:{number % 60:02}Z {line}",
+        lambda number, line: f"{line}\n",
+        lambda number, line: line.expandtabs(8),
+        lambda number, line: "  " + " ".join(line.split()),
+        lambda number, line: f"{line}\r",
+    ],
+)
+def test_ways_in_which_a_matrix_is_quoted(quote) -> None:
+    plain = matrix(2, wired({(0, 1): 4}, "NODE"), ["NIC0", "NIC1"], AFFINITY)
+    plain += "NIC Legend:\n\n  NIC0: mlx5_0\n  NIC1: mlx5_bond_0\n"
+    quoted = "\n".join(quote(number, line) for number, line in enumerate(plain.split("\n")))
+    assert read_text("Title\n\n" + quoted) == read_text(plain)
+    assert [nic.name for nic in read_text(quoted).nics] == ["mlx5_0", "mlx5_bond_0"]
+
+
+def test_columns_after_the_devices_are_found_by_their_place_where_values_are_missing() -> None:
+    text = "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\nGPU0\t X \tPHB\t\t\t1\t\tN/A\nGPU1\tPHB\t X \t0-7\n"
+    first, second = read_text(text).gpus
+    assert (first.affinity, first.numa) == (None, 1)
+    assert (second.affinity, second.numa) == ("0-7", None)
+
+
+def test_a_list_of_cpus_with_blanks_is_one_value() -> None:
+    text = matrix(2, all_pairs("SYS"), affinity={"CPU Affinity": ["0-3, 8-11", "4-7"], "NUMA Affinity": ["0", "1"]})
+    assert [(gpu.affinity, gpu.numa) for gpu in read_text(text).gpus] == [("0-3,8-11", 0), ("4-7", 1)]
+
+
+def test_a_list_of_numa_nodes_is_no_node() -> None:
+    affinity = {"CPU Affinity": ["0-71", "72-143"], "NUMA Affinity": ["0,2-9", "1"], "GPU NUMA ID": ["2", "N/A"]}
+    topology = read_text(matrix(2, all_pairs("NV18"), affinity=affinity))
+    assert [gpu.numa for gpu in topology.gpus] == [None, 1]
+    assert [gpu.affinity for gpu in topology.gpus] == ["0-71", "72-143"]
+    assert any("GPU0 0,2-9" in warning for warning in topology.warnings)
+
+
+def test_damaged_and_different_cpu_lists_are_reported_and_kept_as_text() -> None:
+    affinity = {"CPU Affinity": ["-31", "2-31", "0-31"], "NUMA Affinity": ["0", "1", "1"]}
+    topology = read_text(matrix(3, all_pairs("SYS"), affinity=affinity))
+    assert [gpu.affinity for gpu in topology.gpus] == ["-31", "2-31", "0-31"]
+    assert [cpu.affinity for cpu in topology.cpus] == [None, None]
+    assert topology.warnings == (
+        "CPU Affinity '-31' of GPU0 is damaged",
+        "CPU Affinity differs on NUMA node 1: 2-31 (GPU1) and 0-31 (GPU2)",
+    )
+
+
+def test_fused_labels_and_cells() -> None:
+    text = matrix(2, all_pairs("NODE"), ["NIC0", "NIC10", "NIC11"]).replace("NIC10\tNIC11\n", "NIC10NIC11\n", 1)
+    text = text.replace("GPU0\t X \tNODE\tNODE", "GPU0\t X NODENODE", 1)
+    topology = read_text(text)
+    assert [nic.name for nic in topology.nics] == ["NIC0", "NIC10", "NIC11"]
+    assert nic_distance(topology, 0, 2) is Distance.NODE
+    assert topology.warnings == ("line 1: fused header labels were split",)
+
+
+def test_a_cut_matrix_uses_symmetry_and_says_what_is_missing() -> None:
+    whole = matrix(8, wired(CUBE_MESH)).splitlines()
+    topology = read_text("\n".join(whole[:4]))
+    assert len(topology.gpus) == 8
+    assert gpu_distance(topology, 7, 1) is Distance.SYS
+    assert gpu_distance(topology, 2, 6) is Distance.NVL
+    assert gpu_distance(topology, 3, 7) is None
+    assert topology.nvlinks is None
+    assert topology.warnings == (
+        "only 3 of 8 GPU rows present: the text is cut",
+        "NVLinks are unknown: the connections of some GPUs are missing",
+    )
+
+
+def test_one_row_is_enough_to_know_a_switch() -> None:
+    topology = read_text("\n".join(matrix(8, all_pairs("NV18")).splitlines()[:2]))
+    assert topology.nvlinks == tuple(NvLinks(gpu, None, 18, kind="switch") for gpu in range(8))
+
+
+def test_a_row_cut_in_the_middle() -> None:
+    text = matrix(3, all_pairs("NODE"), ["NIC0"]).replace("GPU1\tNODE\t X \tNODE\tNODE", "GPU1\tNODE\t X ")
+    text = "\n".join(line for line in text.splitlines() if not line.startswith("NIC0"))
+    topology = read_text(text)
+    assert gpu_distance(topology, 1, 2) is Distance.NODE, "the other row has it"
+    assert nic_distance(topology, 1, 0) is None
+    assert topology.warnings == ("line 3: GPU1 has 2 of 4 cells",)
+
+
+def test_a_shifted_row_is_not_believed() -> None:
+    text = matrix(3, wired({(0, 1): 2}, "PIX")).replace("GPU2\tPIX\tPIX\t X ", "GPU2\tPIX\t X ")
+    topology = read_text(text)
+    assert gpu_distance(topology, 1, 2) is Distance.PIX
+    assert topology.warnings[0] == "line 4: X is not in the column of GPU2, so cells are missing: left out"
+
+
+def test_an_empty_cell_between_tabs_is_unknown() -> None:
+    text = (
+        matrix(3, all_pairs("PIX"))
+        .replace("GPU2\tPIX\tPIX", "GPU2\tPIX\t")
+        .replace("GPU1\tPIX\t X \tPIX", "GPU1\tPIX\t X \t")
+    )
+    topology = read_text(text)
+    assert gpu_distance(topology, 0, 2) is Distance.PIX
+    assert gpu_distance(topology, 1, 2) is None
+    assert topology.warnings[0] == "line 3: GPU1 has 2 of 3 cells"
+    assert not any("X is not in" in warning for warning in topology.warnings)
+
+
+def test_rows_that_contradict_each_other_leave_the_pair_unknown() -> None:
+    text = matrix(3, all_pairs("PIX")).replace("GPU0\t X \tPIX", "GPU0\t X \tSYS")
+    topology = read_text(text)
+    assert gpu_distance(topology, 0, 1) is None
+    assert gpu_distance(topology, 0, 2) is Distance.PIX
+    assert "rows contradict each other, taken as unknown: GPU0-GPU1 PIX or SYS" in topology.warnings
+
+
+def test_a_second_row_of_one_device_is_left_out() -> None:
+    text = matrix(2, all_pairs("PIX"), legend="")
+    topology = read_text(text + "GPU1\tSYS\t X \n")
+    assert gpu_distance(topology, 0, 1) is Distance.PIX
+    assert topology.warnings == ("line 4: another row for GPU1: left out",)
+
+
+def test_an_unknown_word_in_a_cell_is_unknown() -> None:
+    topology = read_text(matrix(3, all_pairs("PIX")).replace("GPU0\t X \tPIX\tPIX", "GPU0\t X \tWEB\tPIX"))
+    assert gpu_distance(topology, 0, 1) is Distance.PIX, "the other row has it"
+    assert topology.warnings == ("line 2: 'WEB' is no connection: taken as unknown",)
+
+
+def test_words_about_a_device_are_no_row() -> None:
+    text = matrix(2, all_pairs("PIX")) + "GPU0 is slow\nGPU1 and GPU0 share a switch\nNIC0 NIC1 are down\n"
+    assert read_text(text).warnings == ()
+
+
+def test_a_p2p_matrix_below_does_not_count() -> None:
+    text = matrix(2, all_pairs("PIX"), legend="") + matrix(2, all_pairs("OK"), legend="  X    = Self\n")
+    assert read_text(text).warnings == ()
+
+
+def test_rows_without_a_column_are_named() -> None:
+    text = matrix(2, all_pairs("NODE"), ["NIC0", "NIC1"]).replace("\tNIC0\tNIC1\n", "\n", 1)
+    text = text.replace("NODE\tNODE\tNODE\nGPU1", "NODE\nGPU1").replace("X \tNODE\tNODE\nNIC0", "X \nNIC0")
+    topology = read_text(text)
+    assert topology.nics == ()
+    assert topology.warnings == ("line 4: no column in the header for NIC0, NIC1: left out",)
+
+
+def test_a_header_that_is_too_short_for_its_rows() -> None:
+    topology = read_text(matrix(2, all_pairs("NODE"), ["NIC0"]).replace("\tNIC0\n", "\n", 1))
+    assert gpu_distance(topology, 0, 1) is Distance.NODE
+    assert "line 2: 1 more cell(s) than the header has columns: left out" in topology.warnings
+
+
+def test_nics_that_nvidia_smi_leaves_out() -> None:
+    text = "76 NICs found in the topology, only displaying 56 in the matrix.\n" + matrix(1, all_pairs("NODE"), ["NIC0"])
+    assert read_text(text).warnings == ("nvidia-smi found 76 NICs but shows 56: the others are missing here",)
+
+
+def test_one_name_for_two_nics_names_none() -> None:
+    text = matrix(1, all_pairs("NODE"), ["NIC0", "NIC1"]) + "NIC Legend:\n  NIC0: mlx5_0\n  NIC1: mlx5_0\n"
+    topology = read_text(text)
+    assert [nic.name for nic in topology.nics] == ["NIC0", "NIC1"]
+    assert len(topology.warnings) == 1
+
+
+def test_the_first_of_several_matrices_is_read() -> None:
+    p2p = matrix(2, all_pairs("OK"))
+    topology = read_text(p2p + matrix(2, all_pairs("PIX")) + matrix(2, all_pairs("SYS")))
+    assert topology.stated == (("GPU0", "GPU1", Distance.PIX),)
+    first, second = p2p.count("\n") + 1, 2 * p2p.count("\n") + 1
+    assert topology.warnings == (f"another matrix begins at line {second}: only the one at line {first} is read",)
+
+
+def test_a_legend_without_nvlink_is_suspicious() -> None:
+    legend = LEGEND.replace("  NV#  = Connection traversing a bonded set of # NVLinks\n", "")
+    assert "topo -mp" in " ".join(read_text(matrix(2, all_pairs("SYS"), legend=legend)).warnings)
+    assert read_text(matrix(2, all_pairs("SYS"), legend="")).warnings == ()
+
+
+def test_two_gpus_with_many_links_may_be_on_a_switch() -> None:
+    assert read_text(matrix(2, all_pairs("NV4"))).warnings == ()
+    assert "bridge" in " ".join(read_text(matrix(2, all_pairs("NV12"))).warnings)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (matrix(2, all_pairs("CNS")), "m.txt:2: 'CNS' is no connection (NV#, PIX, PXB, PHB, NODE, SYS): this is `nvid"),
+        (matrix(2, all_pairs("XGMI")), "m.txt:2: 'XGMI' is no connection"),
+        ("\tGPU0\tGPU1\n\nLegend:\n", "m.txt:1: the header of a matrix without rows below it"),
+        ("GPU0\t X \tNV4\nGPU1\tNV4\t X \n", "m.txt:1: rows of a matrix, but no header line"),
+        ("\n| | GPU0 | GPU1 |\n|--|--|--|\n| GPU0 | X | PIX |\n", "m.txt:2: a table drawn with |"),
+        ("\tGPU0\tGPU1\tNIC0\nNIC0\tSYS\tSYS\t X \n", "m.txt:1: a header for 2 GPU(s), but no row of a GPU"),
+        ("No devices were found\n", "m.txt:1: nvidia-smi found no GPU"),
+        ("NVIDIA-SMI has failed because it couldn't\n", "m.txt:1: nvidia-smi could not reach the driver"),
+        ("+---+\n| NVIDIA-SMI 570.1   CUDA |\n", "m.txt:2: this is the overview"),
+        ("GPU0 GPU1x\nGPU0 X NV1\n", "m.txt:2: rows of a matrix, but no header"),
+        ("GPU0 GPU1\nGPU0 GPU1\n", "m.txt:1: the header of a matrix without rows below it"),
+        ("hello\n", "m.txt: no header line with GPU0 GPU1"),
+        ("\t" + "\t".join(f"GPU{n}" for n in range(65)) + "\nGPU0\tX\n", "m.txt:2: rows of a matrix, but no header"),
+    ],
+)
+def test_other_texts_are_refused_with_what_they_are(text: str, message: str) -> None:
+    refused = refusal(text)
+    assert refused.startswith(message)
+    assert refused.endswith("`nvidia-smi topo -m`")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty"),
+        (b" \n\t", "is empty"),
+        (b"\x7fELF\x00\x01", "is a binary file"),
+        (b"{}", "no header line"),
+        (b"<html></html>", "root element is <html>"),
+        (b"x" * (MAX_BYTES + 1), "is larger than 16 MiB"),
+    ],
+)
+def test_files_that_are_no_topology(tmp_path: Path, content: bytes, message: str) -> None:
+    file = tmp_path / "f"
+    file.write_bytes(content)
+    with pytest.raises(TopologyError, match=message) as caught:
+        read(file)
+    assert str(file) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_paths_that_are_no_files(tmp_path: Path) -> None:
+    with pytest.raises(TopologyError, match=r"cannot be read \(No such file or directory\); check the path"):
+        read(tmp_path / "absent")
+    with pytest.raises(TopologyError, match="is not a plain file"):
+        read(tmp_path)
+    with pytest.raises(TopologyError, match="is not a plain file"):
+        read("/dev/zero")
+    with pytest.raises(TopologyError, match="cannot be read"):
+        read("a\0b")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_windows_encodings(tmp_path: Path, encoding: str) -> None:
+    file = tmp_path / "matrix.txt"
+    file.write_bytes(matrix(2, all_pairs("NV4")).encode(encoding))
+    assert read(file).nvlinks == (NvLinks(0, 1, 4, kind="gpu"), NvLinks(1, 0, 4, kind="gpu"))
+
+
+def test_a_file_of_xml_is_read_as_such() -> None:
+    assert read(FIXTURES / "switched_4gpu.xml").source.startswith("NCCL XML ")

@@ -1,0 +1,183 @@
+"""NVIDIA's driver as a source, played by a module that answers like pynvml."""
+
+from __future__ import annotations
+
+import builtins
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.machines import plain, server
+from topology.facts.nvlink import nvlink_kind
+from topology.facts.paths import gpu_distance
+from topology.live.nvml import add_nvml
+from topology.live.sysfs import read_sysfs
+from topology.model import Distance, NvLinks
+
+MASKED = "FFFFFFF:FF:FF.0"  # an NVSwitch that a virtual machine hides
+
+
+class NVMLError(Exception):
+    """As in pynvml."""
+
+
+class NotSupported(NVMLError):
+    """As in pynvml."""
+
+
+class Driver:
+    """The functions of pynvml that are asked, for GPUs given as (bus id, links); a link is (bus id, kind)."""
+
+    NVMLError = NVMLError
+    NVMLError_NotSupported = NVMLError_InvalidArgument = NVMLError_FunctionNotFound = NotSupported
+    NVML_NVLINK_DEVICE_TYPE_GPU, NVML_NVLINK_DEVICE_TYPE_IBMNPU, NVML_NVLINK_DEVICE_TYPE_SWITCH = 0, 1, 2
+    NVML_NVLINK_MAX_LINKS = 18
+    NVML_FEATURE_ENABLED = 1
+
+    def __init__(self, gpus: list[tuple[str, list[tuple[str, int]]]], level: int = 50, as_bytes: bool = False) -> None:
+        self.gpus, self.level, self.as_bytes = gpus, level, as_bytes
+        self.open = 0
+
+    def _text(self, text: str) -> Any:
+        return text.encode() if self.as_bytes else text
+
+    def nvmlInit(self) -> None:
+        self.open += 1
+
+    def nvmlShutdown(self) -> None:
+        self.open -= 1
+
+    def nvmlDeviceGetCount(self) -> int:
+        return len(self.gpus)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetPciInfo(self, gpu: int) -> Any:
+        return SimpleNamespace(busId=self._text(self.gpus[gpu][0]))
+
+    def nvmlDeviceGetCudaComputeCapability(self, gpu: int) -> tuple[int, int]:
+        return (9, 0)
+
+    def nvmlDeviceGetName(self, gpu: int) -> Any:
+        return self._text("NVIDIA H200")
+
+    def nvmlDeviceGetUUID(self, gpu: int) -> Any:
+        raise NotSupported
+
+    def nvmlDeviceGetNvLinkState(self, gpu: int, link: int) -> int:
+        if link >= len(self.gpus[gpu][1]):
+            raise NotSupported
+        return int(self.gpus[gpu][1][link][0] != "")
+
+    def nvmlDeviceGetNvLinkRemotePciInfo(self, gpu: int, link: int) -> Any:
+        return SimpleNamespace(busId=self._text(self.gpus[gpu][1][link][0]))
+
+    def nvmlDeviceGetNvLinkRemoteDeviceType(self, gpu: int, link: int) -> int:
+        return self.gpus[gpu][1][link][1]
+
+    def nvmlDeviceGetTopologyCommonAncestor(self, a: int, b: int) -> int:
+        return self.level
+
+
+Installer = Callable[[Driver], Driver]
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Installer:
+    def install(driver: Driver) -> Driver:
+        monkeypatch.setitem(sys.modules, "pynvml", driver)
+        return driver
+
+    return install
+
+
+def test_the_real_module_has_every_name() -> None:
+    pynvml = pytest.importorskip("pynvml")
+    asked = {name for name in vars(Driver) if name.lower().startswith("nvml")}
+    assert {name for name in asked if not hasattr(pynvml, name)} == set()
+    assert all(
+        getattr(pynvml, name) == getattr(Driver, name) for name in asked if name.startswith("NVML_NVLINK_DEVICE")
+    )
+
+
+@pytest.mark.parametrize("as_bytes", [False, True])
+def test_nvswitches(tmp_path: Path, install: Installer, as_bytes: bool) -> None:
+    links = [("0000:F1:00.0", 2)] * 2 + [("0000:F2:00.0", 2), ("", 2)]
+    driver = install(Driver([("00000000:19:00.0", links), ("00000000:1A:00.0", links)], as_bytes=as_bytes))
+    found = add_nvml(read_sysfs(server(tmp_path, gpus=2).root))
+    assert found.nvlinks == tuple(
+        NvLinks(gpu, None, count, target, "switch")
+        for gpu in range(2)
+        for target, count in (("0000:f1:00.0", 2), ("0000:f2:00.0", 1))
+    )
+    assert [(gpu.sm, gpu.name, gpu.numa) for gpu in found.gpus] == [(90, "NVIDIA H200", 0)] * 2
+    assert found.gpus[0].uuid is not None  # from the files, since the driver has none
+    assert nvlink_kind(found) == "switch"
+    assert found.warnings == ()
+    assert driver.open == 0
+
+
+def test_direct_links_and_masked_switches(tmp_path: Path, install: Installer) -> None:
+    install(Driver([("0000:19:00.0", [("0000:1a:00.0", 255), (MASKED, 255)]), ("0000:1a:00.0", [("0000:19:00.0", 0)])]))
+    found = add_nvml(read_sysfs(server(tmp_path, gpus=2).root))
+    assert found.nvlinks == (
+        NvLinks(0, 1, 1, "0000:1a:00.0", "gpu"),
+        NvLinks(0, None, 1, "fffffff:ff:ff.0", "switch"),
+        NvLinks(1, 0, 1, "0000:19:00.0", "gpu"),
+    )
+
+
+def test_gpus_that_the_process_may_not_use_are_left_out(tmp_path: Path, install: Installer) -> None:
+    install(Driver([("0000:3a:00.0", []), ("0000:19:00.0", [])]))
+    found = add_nvml(read_sysfs(server(tmp_path, gpus=4).root))
+    assert [(gpu.index, gpu.busid, gpu.numa) for gpu in found.gpus] == [(0, "0000:3a:00.0", 1), (1, "0000:19:00.0", 0)]
+    assert {device.busid for device in found.pci if device.kind == "gpu"} == {"0000:3a:00.0", "0000:19:00.0"}
+    assert found.stated is not None
+    assert ("GPU0", "NIC2", Distance.PIX) in found.stated
+    assert ("GPU1", "NIC0", Distance.PIX) in found.stated
+    assert gpu_distance(found, 0, 1) is Distance.SYS
+    assert any("2 more on the PCI bus are left out" in warning for warning in found.warnings)
+    assert nvlink_kind(found) == "none"
+
+
+def test_gpus_that_are_not_on_the_bus(tmp_path: Path, install: Installer) -> None:
+    install(Driver([("0000:01:00.0", []), ("0000:02:00.0", [])], level=40))
+    found = add_nvml(read_sysfs(plain(tmp_path).root))
+    assert [gpu.busid for gpu in found.gpus] == ["0000:01:00.0", "0000:02:00.0"]
+    assert gpu_distance(found, 0, 1) is Distance.NODE
+
+
+@pytest.mark.parametrize("method", ["nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetNvLinkState"])
+def test_a_driver_in_trouble_is_a_warning(
+    tmp_path: Path, install: Installer, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise NVMLError("Driver/library version mismatch")
+
+    driver = install(Driver([("0000:19:00.0", []), ("0000:1a:00.0", [])]))
+    monkeypatch.setattr(driver, method, fail)
+    seen = read_sysfs(server(tmp_path, gpus=2).root)
+    found = add_nvml(seen)
+    assert found.gpus == seen.gpus
+    assert found.nvlinks is None
+    assert found.warnings == ("NVLinks and compute capability unknown; NVML says: Driver/library version mismatch",)
+    assert driver.open == 0
+
+
+def test_without_pynvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *arguments: Any) -> Any:
+        if name == "pynvml":
+            raise ImportError(name)
+        return real(name, *arguments)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    [warning] = add_nvml(read_sysfs(server(tmp_path / "gpus", gpus=2).root)).warnings
+    assert "pip install 'commopt[nvml]'" in warning
+    assert not any("nvml" in text for text in add_nvml(read_sysfs(plain(tmp_path / "plain").root)).warnings)

@@ -1,0 +1,174 @@
+"""`python -m topology` from end to end: tree, matrix, JSON, XML, and refused input."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.machines import plain, server
+from topology.__main__ import main
+
+MATRIX = """\
+        GPU0    GPU1    GPU2    NIC0    CPU Affinity    NUMA Affinity
+GPU0     X      NV4     NODE    PIX     0-15    0
+GPU1    NV4      X      NODE    NODE    0-15    0
+GPU2    NODE    NODE     X      NODE    0-15    0
+NIC0    PIX     NODE    NODE     X
+
+NIC Legend:
+
+  NIC0: mlx5_7
+"""
+
+
+@pytest.fixture
+def matrix(tmp_path: Path) -> str:
+    file = tmp_path / "matrix.txt"
+    file.write_text(MATRIX)
+    return str(file)
+
+
+def test_json_has_the_promised_shape(matrix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", matrix, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    warnings = found.pop("warnings")
+    assert isinstance(warnings, list)
+    assert found == {
+        "gpus": [
+            {
+                "index": index,
+                "busid": None,
+                "numa": 0,
+                "nvlinks": links,
+                "nearest_nics": ["mlx5_7"],
+                "nearest_distance": distance,
+            }
+            for index, links, distance in ((0, 4, "PIX"), (1, 4, "NODE"), (2, 0, "NODE"))
+        ],
+        "nics": [{"name": "mlx5_7", "busid": None, "port": None, "numa": None, "speed_gbps": None}],
+        "nvlink": "pairs",
+        "node_nic_gbps": None,
+    }
+
+
+def test_json_of_a_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tree = server(tmp_path, gpus=2)
+    tree.write("sys/module/nvidia_peermem/version", "1")
+    assert main(["--json", "--root", str(tmp_path)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["gpus"][0] == {
+        "index": 0,
+        "busid": "0000:19:00.0",
+        "numa": 0,
+        "nvlinks": None,
+        "nearest_nics": ["mlx5_0", "mlx5_1"],
+        "nearest_distance": "PIX",
+    }
+    assert found["nics"][0] == {
+        "name": "mlx5_0",
+        "busid": "0000:1b:00.0",
+        "port": 1,
+        "numa": 0,
+        "speed_gbps": 400.0,
+    }
+    assert (found["nvlink"], found["node_nic_gbps"]) == ("unknown", 800.0)
+
+
+def test_no_network_ports_and_unknown_distances_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bare = tmp_path / "bare.txt"
+    bare.write_text("\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\nGPU0\t X \tPHB\t0-3\t0\nGPU1\tPHB\t X \t0-3\t0\n")
+    cut = tmp_path / "cut.txt"
+    cut.write_text("\n".join(MATRIX.splitlines()[:2]))
+    main(["show", str(bare), "--json"])
+    assert [gpu["nearest_nics"] for gpu in json.loads(capsys.readouterr().out)["gpus"]] == [[], []]
+    main(["show", str(cut), "--json"])
+    assert [gpu["nearest_nics"] for gpu in json.loads(capsys.readouterr().out)["gpus"]] == [["NIC0"], None, None]
+
+
+def test_the_text_has_tree_matrix_and_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tree = server(tmp_path, gpus=4)
+    for name, value in (("width", 8), ("speed", "2.5 GT/s PCIe")):  # idle and narrow
+        tree.write(f"sys/bus/pci/devices/0000:19:00.0/current_link_{name}", value)
+    assert main(["--root", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "4 GPUs (H100 80GB HBM3) · NVLinks unknown · 5 network ports" in text
+    assert "NUMA 1 · 64 CPUs (32-63,96-127) · GenuineIntel\n└─ switch 0000:37:00.0 · Gen5 x16\n   ├─ GPU 2" in text
+    assert "   ├─ GPU 0 · 0000:19:00.0 · H100 80GB HBM3 · Gen5 x8 (of x16) · nearest mlx5_0, mlx5_1 (PIX)\n" in text
+    assert "GPU0  X     PIX   SYS   SYS   PIX     PIX     SYS     SYS     NODE\n" in text
+
+
+def test_the_matrix_counts_nvlinks(matrix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", matrix]) == 0
+    text = capsys.readouterr().out
+    assert "GPU0  X     NV4   NODE  PIX\n" in text
+    assert "├─ switches\n│  ├─ GPU 0 · nearest mlx5_7 (PIX)\n│  └─ mlx5_7\n" in text
+
+
+def test_a_machine_without_gpu_from_the_shell(tmp_path: Path) -> None:
+    plain(tmp_path)
+    command = [sys.executable, "-m", "topology", "--root", str(tmp_path)]
+    done = subprocess.run(
+        command, capture_output=True, encoding="ascii", env={"PYTHONIOENCODING": "ascii"}, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "no GPUs" in done.stdout
+    assert "eth0" in done.stdout
+
+
+def test_write_xml_and_read_it_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    server(tmp_path / "machine", gpus=4)
+    file = tmp_path / "topo.xml"
+    assert main(["--root", str(tmp_path / "machine"), "--write-xml", str(file), "--json"]) == 0
+    live = json.loads(capsys.readouterr().out)
+    assert main(["show", str(file), "--json"]) == 0
+    read = json.loads(capsys.readouterr().out)
+    assert sorted(read["nics"], key=str) == sorted(live["nics"], key=str)
+    assert [(gpu["busid"], gpu["nearest_nics"]) for gpu in read["gpus"]] == [
+        (gpu["busid"], gpu["nearest_nics"]) for gpu in live["gpus"]
+    ]
+
+
+@pytest.mark.skipif("COMMOPT_TOPOLOGIES" not in os.environ, reason="COMMOPT_TOPOLOGIES names no recorded topologies")
+def test_every_recorded_file_is_shown_or_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    index = json.loads((Path(os.environ["COMMOPT_TOPOLOGIES"]) / "INDEX.json").read_text())
+    for name in (name for name in index if not name.startswith("_")):
+        file = str(Path(os.environ["COMMOPT_TOPOLOGIES"]) / name)
+        for options in ([], ["--json"]):
+            status = main(["show", file, *options])
+            out, err = capsys.readouterr()
+            assert (status, bool(out), err.count("\n")) in ((0, True, 0), (2, False, 1)), name
+            assert status == 0 or "negative" in name or "partial" in name, name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["show", "{folder}/absent.xml"], "absent.xml"),
+        (["show", "{folder}/noise"], "noise"),
+        (["show", "{folder}"], "not a plain file"),
+        (["show"], "show needs a file"),
+        (["show", "x", "--root", "/y"], "give one of them"),
+        (["look"], "invalid choice"),
+        (["--root", "{folder}/absent"], "is no folder"),
+        (["--root", "{folder}", "--plot", "{folder}/machine.doc"], ".svg, .png, .pdf"),
+        (["--root", "{folder}", "--plot", "{folder}/absent/machine.svg"], "No such file"),
+        (["--root", "{folder}", "--write-xml", "{folder}/absent/topo.xml"], "No such file"),
+    ],
+)
+def test_refused_input_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str
+) -> None:
+    (tmp_path / "noise").write_bytes(b"\x00\x01GPU\n" * 50)
+    try:
+        status: object = main([argument.format(folder=tmp_path) for argument in arguments])
+    except SystemExit as error:
+        status = error.code
+    out, err = capsys.readouterr()
+    assert (status, out) == (2, "")
+    assert err.count("\n") == 1
+    assert expected in err

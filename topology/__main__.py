@@ -1,0 +1,109 @@
+"""`python -m topology`: what this machine is, or what a recorded topology says."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from topology.errors import TopologyError
+from topology.files import read
+from topology.live.machine import discover
+from topology.model import Topology
+from topology.nccl_xml.writer import write_nccl_xml
+from topology.show.report import as_json, as_text
+
+_STYLES = {"title": "bold", "node": "bold", "switch": "dim", "gpu": "green", "nic": "cyan", "warning": "yellow"}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line, as for every other refused input."""
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m topology",
+        description="Show GPUs, network cards and how they are connected: of this machine, or of a recorded topology.",
+        epilog="Exit status: 0, or 2 with one line on stderr when the input is refused.",
+    )
+    parser.add_argument("command", nargs="?", choices=["show"], help="show a file instead of this machine")
+    parser.add_argument("file", nargs="?", help="NCCL topology XML, or the output of nvidia-smi topo -m")
+    parser.add_argument("--json", action="store_true", help="print JSON: null for unknown, speeds in Gb/s")
+    parser.add_argument("--plot", metavar="FILE", help="draw a picture: .svg, .png or .pdf (needs matplotlib)")
+    parser.add_argument("--root", metavar="DIR", default="/", help="read a copy of another machine's /sys and /proc")
+    parser.add_argument("--write-xml", metavar="FILE", help="write XML that NCCL accepts as NCCL_TOPO_FILE")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+    parser = _parser()
+    options = parser.parse_intermixed_args(arguments)
+    if options.command and options.file is None:
+        parser.error("show needs a file")
+    if options.command and options.root != "/":
+        parser.error("--root is for a machine, show for a file; give one of them")
+    try:
+        _run(options)
+    except TopologyError as error:
+        return _refused(str(error))
+    except OSError as error:
+        return _refused(f"{error.filename}: {error.strerror}" if error.strerror else str(error))
+    return 0
+
+
+def _refused(why: str) -> int:
+    print(f"topology: {' '.join(why.splitlines())}", file=sys.stderr)
+    return 2
+
+
+def _run(options: argparse.Namespace) -> None:
+    topology = read(options.file) if options.command else _machine(Path(options.root))
+    if options.write_xml:
+        Path(options.write_xml).write_text(write_nccl_xml(topology), encoding="utf-8")
+    if options.plot:
+        from topology.show.picture import draw
+
+        draw(topology, Path(options.plot))
+    if options.json:
+        print(json.dumps(as_json(topology), indent=2))
+    else:
+        _print(topology)
+
+
+def _machine(root: Path) -> Topology:
+    if not root.is_dir():
+        raise TopologyError(f"{root}: is no folder; pass the folder that holds the machine's sys and proc")
+    return discover(root)
+
+
+def _print(topology: Topology) -> None:
+    """In colours on a terminal when rich is there; file names and lines may hold what a terminal's encoding cannot."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    lines = as_text(topology)
+    console = _console() if sys.stdout.isatty() else None
+    for line in lines:
+        if console is None:
+            print(line.text)
+        else:
+            console.print(line.text, style=_STYLES.get(line.about), markup=False, highlight=False, soft_wrap=True)
+
+
+def _console() -> Any:
+    """rich's console, None without rich."""
+    try:
+        from rich.console import Console
+    except ImportError:
+        return None
+    return Console()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

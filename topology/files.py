@@ -1,0 +1,55 @@
+"""One door for files: recognises what kind of topology a file holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from topology.errors import TopologyError
+from topology.model import Topology
+from topology.nccl_xml.reader import read_nccl_xml
+from topology.nvidia_smi.reader import read_matrix
+
+MAX_BYTES = 16 << 20
+
+
+def read(path: str | Path) -> Topology:
+    """Read NCCL topology XML (dump or template) or the output of `nvidia-smi topo -m`.
+
+    Raises TopologyError, with one line for a person, for everything else: also for a file that is absent, not a plain
+    file, larger than 16 MiB, or binary.
+    """
+    source = str(path)
+    data = _content(Path(path), source)
+    text = _decoded(data)
+    if text.lstrip().startswith("<"):
+        return read_nccl_xml(text, source)
+    if not text.strip():
+        raise TopologyError(f"{source}: is empty; expected NCCL topology XML or the output of `nvidia-smi topo -m`")
+    if "\0" in text:
+        raise TopologyError(
+            f"{source}: is a binary file; expected NCCL topology XML or the output of `nvidia-smi topo -m`"
+        )
+    return read_matrix(text, source)
+
+
+def _content(path: Path, source: str) -> bytes:
+    try:
+        if path.exists() and not path.is_file():
+            raise TopologyError(f"{source}: is not a plain file; name a file with NCCL topology XML or a matrix")
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        raise TopologyError(f"{source}: cannot be read ({_reason(error)}); check the path") from None
+    if len(data) > MAX_BYTES:
+        raise TopologyError(f"{source}: is larger than {MAX_BYTES >> 20} MiB; a topology file is far below 1 MiB")
+    return data
+
+
+def _reason(error: OSError | ValueError) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+def _decoded(data: bytes) -> str:
+    """UTF-8, or UTF-16 with its mark, as Windows writes a redirected output."""
+    utf16 = data.startswith((b"\xff\xfe", b"\xfe\xff"))
+    return data.decode("utf-16" if utf16 else "utf-8-sig", errors="replace")
