@@ -1,0 +1,1 @@
+"""The checks, one file per group; diagnosis has them in the order of repair."""

@@ -1,0 +1,63 @@
+"""Error counters: two readings, because only growth says that something is wrong now."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from commopt.doctor.facts.machine import Machine
+from commopt.doctor.facts.network import candidates, ports
+from commopt.doctor.finding import Check, Finding
+
+COUNTERS = Check("counters", "Error counters")
+
+LINK = ("symbol_error", "link_error_recovery", "link_downed", "port_rcv_errors")
+TRAFFIC = ("out_of_sequence", "packet_seq_err", "local_ack_timeout_err", "rnr_nak_retry_err")
+ETHERNET = ("rx_crc_errors", "rx_missed_errors", "rx_fifo_errors", "tx_carrier_errors")
+
+
+def read_counters(machine: Machine) -> Mapping[str, int]:
+    """Return the error counters of every RDMA port and of the interfaces to other nodes, by path."""
+    paths = [f"{port.path}/counters/{name}" for port in ports(machine) for name in LINK]
+    paths += [f"{port.path}/hw_counters/{name}" for port in ports(machine) for name in TRAFFIC]
+    paths += [
+        f"sys/class/net/{interface.name}/statistics/{name}" for interface in candidates(machine) for name in ETHERNET
+    ]
+    values = {path: machine.number(path) for path in paths}
+    return {path: value for path, value in values.items() if value is not None}
+
+
+def counters(machine: Machine) -> list[Finding]:
+    """Compare the counters with what they were when the machine was first looked at."""
+    now = read_counters(machine)
+    read = "/sys/class/infiniband/*/ports/*/{counters,hw_counters}, /sys/class/net/*/statistics"
+    if not now:
+        return [COUNTERS.unread(read, "no port has counters that this user can read", "ethtool -S INTERFACE")]
+    found = []
+    for path, value in now.items():
+        grown = value - machine.counters.get(path, value)
+        if grown <= 0:
+            continue
+        name = path.rsplit("/", 1)[1]
+        expected = "no growth: errors now, every one costs a retransmission"
+        remedy = "check cable and module (ibdiagnet, mlxlink)"
+        if name in TRAFFIC:
+            remedy = "check flow control: PFC and ECN on adapters and switches (mlnx_qos, cma_roce_tos)"
+        elif name in ("rx_missed_errors", "rx_fifo_errors"):
+            remedy = "sudo ethtool -G INTERFACE rx 8192 (more receive buffers)"
+        found.append(COUNTERS.error(f"/{path}", f"+{grown} while the doctor looked (now {value})", expected, remedy))
+    if found:
+        return found
+    old = {path: value for path, value in now.items() if value}
+    if old:
+        shown = ", ".join(
+            f"{_short(path)} {value}" for path, value in sorted(old.items(), key=lambda item: -item[1])[:4]
+        )
+        expected = "0; these did not grow now, so run the doctor again during training"
+        return [COUNTERS.info(read, shown, expected, "python -m commopt doctor, while the job runs", "low")]
+    return [COUNTERS.ok(read, f"{len(now)} counters at 0", "0")]
+
+
+def _short(path: str) -> str:
+    """Name the device and the counter: "mlx5_0 symbol_error"."""
+    parts = path.split("/")
+    return f"{parts[3]} {parts[-1]}"

@@ -1,0 +1,1 @@
+"""What the checks ask about the machine, read once."""

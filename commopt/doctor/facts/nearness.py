@@ -1,0 +1,37 @@
+"""How far every GPU is from the nearest RDMA port that works."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from commopt.doctor.facts.machine import Machine
+from commopt.doctor.facts.network import active_ports
+from topology.facts.nics import usable_nics
+from topology.facts.paths import Paths
+from topology.model import Distance
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """One GPU's nearest ports."""
+
+    gpu: str
+    """ "GPU0"."""
+    distance: Distance | None
+    """None when no path is known."""
+    nics: tuple[str, ...]
+
+
+def nearest_ports(machine: Machine) -> list[Nearest]:
+    """Answer for every GPU, among the ports that are active (other ports where none of these is in the topology)."""
+    topology, paths = machine.topology, Paths(machine.topology)
+    active = {port.device for port in active_ports(machine)}
+    places = usable_nics(topology)
+    places = tuple(place for place in places if topology.nics[place].name in active) or places
+    found = []
+    for gpu_place, gpu in enumerate(topology.gpus):
+        known = [(place, distance) for place in places if (distance := paths.nic(gpu_place, place)) is not None]
+        least = min((distance for _, distance in known), key=lambda distance: distance.rank, default=None)
+        names = tuple(topology.nics[place].name for place, distance in known if distance is least)
+        found.append(Nearest(f"GPU{gpu.index}", least, names))
+    return found

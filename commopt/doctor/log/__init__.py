@@ -1,0 +1,1 @@
+"""What an NCCL_DEBUG=INFO log says was really used."""

@@ -1,0 +1,1 @@
+"""The same facts of all nodes, side by side."""

@@ -1,0 +1,654 @@
+"""Every check of the doctor, once on a healthy machine and once with its own trouble, which only it may report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from commopt.doctor.checks.diagnosis import diagnose
+from commopt.doctor.facts.machine import Machine, Software
+from commopt.doctor.facts.nvml import NvmlFacts
+from commopt.doctor.finding import Finding, Severity
+from tests.doctor_machine import (
+    LIMITS,
+    NVML,
+    ROUTES,
+    SOCKETS,
+    SOFTWARE,
+    STATUS,
+    config,
+    look,
+    rdma_server,
+    roce_server,
+    tcp_server,
+    troubles,
+)
+from tests.machines import Tree, plain
+
+Change = Callable[[Tree], object]
+Base = Callable[[Path], Tree]
+FIRST_PORT = "sys/class/infiniband/mlx5_0/ports/1"
+BRIDGE = "sys/bus/pci/devices/0000:17:00.0/config"
+GPU, NIC = "sys/bus/pci/devices/0000:19:00.0", "sys/bus/pci/devices/0000:1b:00.0"
+PROPRIETARY = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15"
+
+
+def write(path: str, text: object) -> Change:
+    return lambda tree: tree.write(path, text)
+
+
+def remove(path: str) -> Change:
+    return lambda tree: tree.remove(path)
+
+
+def limits(old: str, new: str) -> Change:
+    assert old in LIMITS
+    return write("proc/self/limits", LIMITS.replace(old, new))
+
+
+def status(*pairs: tuple[str, str]) -> Change:
+    text = STATUS
+    for old, new in pairs:
+        assert old in text
+        text = text.replace(old, new)
+    return write("proc/self/status", text)
+
+
+def every_port(name: str, text: str) -> Change:
+    return lambda tree: [
+        tree.write(f"{port.relative_to(tree.root)}/{name}", text)
+        for port in tree.root.glob("sys/class/infiniband/*/ports/1")
+    ]
+
+
+def both(*changes: Change) -> Change:
+    return lambda tree: [change(tree) for change in changes]
+
+
+def second_interface(name: str = "eth1", mbps: int = 100_000, operstate: str = "up") -> Change:
+    def change(tree: Tree) -> None:
+        tree.ethernet(name, "0000:1c:00.0", "0000:17:00.0", numa=0, mbps=mbps, mtu=9000, operstate=operstate)
+        tree.write("proc/net/route", f"{ROUTES}\n{name}\t0001A8C0\t00000000\t0001\t0\t0\t0\t00FFFFFF\t0\t0\t0")
+
+    return change
+
+
+def gpus(**changes: object) -> NvmlFacts:
+    """NVML's answers with something else about the first GPU."""
+    return replace(NVML, gpus=(replace(NVML.gpus[0], **changes), *NVML.gpus[1:]))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One trouble: what changes, who must report it how, and words of the value and the remedy."""
+
+    check: str
+    severity: str
+    value: str
+    remedy: str
+    change: Change = lambda tree: None
+    environ: Mapping[str, str] = field(default_factory=dict)
+    base: Base = rdma_server
+    nvml: NvmlFacts = NVML
+    software: Software = SOFTWARE
+    also: frozenset[tuple[str, str]] = frozenset()
+    """What the same trouble makes others report."""
+
+
+NO_MODULE = remove("sys/module/nvidia_peermem/version")
+CLOSED = write("proc/driver/nvidia/version", PROPRIETARY)
+NO_DMABUF = frozenset({("gdr-dmabuf", "info")})
+CONTAINER = write(".dockerenv", "")
+SLOW_TCP = frozenset({("sockets", "warning")})
+
+CASES = {
+    # GPUDirect RDMA
+    "no way to GPU memory": Case(
+        "gdr-module", "error", "open kernel driver", "modprobe nvidia-peermem", both(NO_MODULE, CLOSED), also=NO_DMABUF
+    ),
+    "kernel too old for DMA-BUF": Case(
+        "gdr-dmabuf", "info", "Linux 5.12", "nvidia-open", write("proc/sys/kernel/osrelease", "5.4.0-1")
+    ),
+    "CUDA too old for DMA-BUF": Case(
+        "gdr-dmabuf", "info", "CUDA 11.7", "nvidia-open", software=replace(SOFTWARE, cuda=(11, 6))
+    ),
+    "DMA-BUF switched off": Case(
+        "gdr-dmabuf", "warning", "0", "unset NCCL_DMABUF_ENABLE", environ={"NCCL_DMABUF_ENABLE": "0"}
+    ),
+    "driver version hidden": Case("gdr-dmabuf", "unread", "", "", remove("proc/driver/nvidia/version")),
+    "level LOC": Case("gdr-level", "error", "LOC", "unset", environ={"NCCL_NET_GDR_LEVEL": "LOC"}),
+    "level 0": Case("gdr-level", "error", "0", "unset", environ={"NCCL_NET_GDR_LEVEL": "0"}),
+    "level as a number": Case("gdr-level", "warning", "2", "=PXB", environ={"NCCL_NET_GDR_LEVEL": "2"}),
+    "level misspelt": Case("gdr-level", "warning", "PBX", "unset", environ={"NCCL_NET_GDR_LEVEL": "PBX"}),
+    "level under its old name": Case(
+        "gdr-level", "warning", "PXB", "NCCL_NET_GDR_LEVEL=PXB", environ={"NCCL_IB_GDR_LEVEL": "PXB"}
+    ),
+    # Transport
+    "RDMA switched off": Case(
+        "transport",
+        "error",
+        "1",
+        "unset NCCL_IB_DISABLE",
+        environ={"NCCL_IB_DISABLE": "1"} | SOCKETS,
+        also=frozenset({("mtu", "warning")}),
+    ),
+    "NET is Socket": Case(
+        "transport",
+        "error",
+        "Socket",
+        "unset NCCL_NET",
+        environ={"NCCL_NET": "Socket"} | SOCKETS,
+        also=frozenset({("mtu", "warning")}),
+    ),
+    "NET is IB without IB": Case(
+        "transport", "error", "IB", "unset NCCL_NET", environ={"NCCL_NET": "IB"} | SOCKETS, base=tcp_server
+    ),
+    "no device files in the container": Case(
+        "transport", "error", "", "--device=/dev/infiniband", remove("dev/infiniband/uverbs0")
+    ),
+    "no libibverbs": Case("transport", "warning", "usr/lib64", "libibverbs1", remove("usr/lib64/libibverbs.so.1")),
+    # PCIe
+    "ACS on": Case(
+        "acs",
+        "warning",
+        "0000:17:00.0",
+        "setpci -s $b ECAP_ACS",
+        lambda tree: (tree.root / BRIDGE).write_bytes(config(0x1D)),
+    ),
+    "configuration space hidden": Case(
+        "acs", "unread", "", "lspci", lambda tree: (tree.root / BRIDGE).write_bytes(config()[:64])
+    ),
+    "IOMMU translates": Case(
+        "iommu",
+        "warning",
+        "DMA-FQ",
+        "iommu=pt",
+        both(
+            write("sys/class/iommu/dmar0/x", ""),
+            write("sys/kernel/iommu_groups/7/type", "DMA-FQ"),
+            write("sys/kernel/iommu_groups/7/devices/0000:19:00.0", ""),
+        ),
+    ),
+    "IOMMU of unknown type": Case("iommu", "unread", "", "dmesg", write("sys/class/iommu/dmar0/x", "")),
+    "GPU at half width": Case("pcie-link", "warning", "x8 (gpu)", "reseat", write(f"{GPU}/current_link_width", 8)),
+    "adapter at half speed": Case(
+        "pcie-link", "warning", "16 GT/s", "BIOS", write(f"{NIC}/current_link_speed", "16.0 GT/s PCIe")
+    ),
+    "GPU link slow when idle": Case(
+        "pcie-link", "info", "2.5 GT/s", "nvidia-smi -q -d PCIE", write(f"{GPU}/current_link_speed", "2.5 GT/s PCIe")
+    ),
+    "link unknown": Case("pcie-link", "unread", "", "LnkSta", write(f"{NIC}/current_link_speed", "Unknown")),
+    # Limits
+    "locked memory limited": Case(
+        "memlock",
+        "error",
+        "64 KiB",
+        "limits.d",
+        limits("Max locked memory         unlimited", "Max locked memory         65536"),
+    ),
+    "locked memory limited in a container": Case(
+        "memlock",
+        "error",
+        "8192 KiB",
+        "--ulimit memlock=-1",
+        both(CONTAINER, limits("Max locked memory         unlimited", "Max locked memory         8388608")),
+    ),
+    "limits hidden": Case(
+        "memlock", "unread", "", "ulimit -l", remove("proc/self/limits"), also=frozenset({("stack", "unread")})
+    ),
+    "shared memory of Docker": Case(
+        "shm",
+        "error",
+        "64 MiB for 8 rank(s)",
+        "--shm-size",
+        both(CONTAINER, write("proc/self/mounts", "shm /dev/shm tmpfs rw,size=65536k 0 0")),
+        {"LOCAL_WORLD_SIZE": "8"},
+    ),
+    "shared memory scarce": Case(
+        "shm", "warning", "512 MiB", "remount", write("proc/self/mounts", "shm /dev/shm tmpfs rw,size=512m 0 0")
+    ),
+    "shared memory not mounted": Case("shm", "unread", "", "df", write("proc/self/mounts", "proc /proc proc rw 0 0")),
+    "stack unlimited, old NCCL": Case(
+        "stack",
+        "warning",
+        "unlimited",
+        "ulimit -s 8192",
+        limits("8388608  ", "unlimited"),
+        software=replace(SOFTWARE, nccl=(2, 27, 3)),
+    ),
+    "NUMA calls filtered": Case(
+        "numa-container",
+        "warning",
+        "NCCL 2.25.1",
+        "SYS_NICE",
+        both(CONTAINER, status(("Seccomp:\t0", "Seccomp:\t2"))),
+        software=replace(SOFTWARE, nccl=(2, 25, 1)),
+        also=frozenset({("versions", "info")}),
+    ),
+    "process status hidden": Case(
+        "numa-container", "unread", "", "", remove("proc/self/status"), also=frozenset({("cpu-affinity", "unread")})
+    ),
+    # Ethernet
+    "interface absent": Case(
+        "interface", "error", "eth7", "=eth0", environ={"NCCL_SOCKET_IFNAME": "eth7"} | SOCKETS, base=tcp_server
+    ),
+    "interface down": Case(
+        "interface",
+        "error",
+        "eth1",
+        "GLOO_SOCKET_IFNAME=eth0",
+        second_interface(operstate="down"),
+        {"GLOO_SOCKET_IFNAME": "eth1", **SOCKETS},
+        tcp_server,
+    ),
+    "gloo takes no prefixes": Case(
+        "interface",
+        "error",
+        "eth",
+        "GLOO_SOCKET_IFNAME=eth0",
+        environ={"GLOO_SOCKET_IFNAME": "eth", **SOCKETS},
+        base=tcp_server,
+    ),
+    "interface leads nowhere": Case(
+        "interface",
+        "warning",
+        "lo",
+        "=eth0",
+        write("proc/net/if_inet6", "00000000000000000000000000000001 01 80 00 80       lo"),
+        {"NCCL_SOCKET_IFNAME": "lo", **SOCKETS},
+        tcp_server,
+    ),
+    "two interfaces, none named": Case(
+        "interface", "warning", "eth0, eth1", "export", second_interface(), SOCKETS, tcp_server
+    ),
+    "name begins another": Case(
+        "interface",
+        "warning",
+        "eth0, eth01",
+        "==eth0",
+        second_interface("eth01"),
+        {"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "eth0", **SOCKETS},
+        tcp_server,
+    ),
+    "no interface": Case(
+        "interface",
+        "info",
+        "no such",
+        "ip route",
+        write("proc/net/route", "Iface"),
+        base=tcp_server,
+        also=frozenset({("counters", "unread")}),
+    ),
+    "slower than its sibling": Case(
+        "nic-speed",
+        "warning",
+        "25 Gb/s",
+        "ethtool eth1",
+        second_interface(mbps=25_000),
+        {"NCCL_SOCKET_IFNAME": "=eth1", "GLOO_SOCKET_IFNAME": "eth1", **SOCKETS},
+        tcp_server,
+    ),
+    "speed not stated": Case(
+        "nic-speed", "info", "not stated", "NCCL_TOPO_FILE", write("sys/class/net/eth0/speed", -1), base=tcp_server
+    ),
+    "half duplex": Case(
+        "nic-speed", "error", "half", "autoneg", write("sys/class/net/eth0/duplex", "half"), SOCKETS, tcp_server
+    ),
+    "small frames": Case(
+        "mtu", "warning", "1500", "mtu 9000", write("sys/class/net/eth0/mtu", 1500), SOCKETS, tcp_server
+    ),
+    "TCP buffers": Case(
+        "tcp-buffers",
+        "warning",
+        "net.core.rmem_max=212992",
+        "net.core.rmem_max='67108864'",
+        write("proc/sys/net/core/rmem_max", 212992),
+        SOCKETS,
+        tcp_server,
+    ),
+    "TCP buffers hidden": Case(
+        "tcp-buffers", "unread", "", "sysctl", remove("proc/sys/net/core/wmem_max"), SOCKETS, tcp_server
+    ),
+    "few ports": Case(
+        "tcp-buffers",
+        "warning",
+        "60000 to 60999",
+        "ip_local_port_range",
+        write("proc/sys/net/ipv4/ip_local_port_range", "60000\t60999"),
+    ),
+    "one socket": Case("sockets", "warning", "unset, unset", "NTHREADS=4", base=tcp_server),
+    "too many sockets": Case(
+        "sockets",
+        "warning",
+        "16, 8",
+        "NTHREADS=4",
+        environ={"NCCL_SOCKET_NTHREADS": "16", "NCCL_NSOCKS_PERTHREAD": "8"},
+    ),
+    # InfiniBand and RoCE
+    "one port down": Case(
+        "ib-port",
+        "warning",
+        "1: DOWN",
+        "ibstat mlx5_0",
+        both(write(f"{FIRST_PORT}/state", "1: DOWN"), write(f"{FIRST_PORT}/phys_state", "3: Disabled")),
+    ),
+    "no subnet manager": Case(
+        "ib-port",
+        "error",
+        "2: INIT",
+        "sminfo",
+        every_port("state", "2: INIT"),
+        environ=SOCKETS,
+        also=frozenset({("mtu", "warning")}),
+    ),
+    "one port slow": Case(
+        "ib-port",
+        "warning",
+        "mlx5_0:1 100 Gb/s",
+        "NCCL_IB_HCA==mlx5_1:1",
+        write(f"{FIRST_PORT}/rate", "100 Gb/sec (4X EDR)"),
+    ),
+    "adapter list fits nothing": Case("ib-hca", "error", "mlx4", "unset NCCL_IB_HCA", environ={"NCCL_IB_HCA": "mlx4"}),
+    "adapter list leaves some out": Case(
+        "ib-hca", "warning", "=mlx5_0", "unset NCCL_IB_HCA", environ={"NCCL_IB_HCA": "=mlx5_0"}
+    ),
+    "adapter list names an unknown one": Case(
+        "ib-hca",
+        "warning",
+        "mlx6_0",
+        "ibstat",
+        environ={"NCCL_IB_HCA": "mlx5,mlx6_0"},
+    ),
+    "InfiniBand and Ethernet mixed": Case(
+        "ib-hca",
+        "warning",
+        "mlx5_0:1 Ethernet",
+        "mlx5_1:1",
+        both(write(f"{FIRST_PORT}/link_layer", "Ethernet"), write(f"{FIRST_PORT}/rate", "100 Gb/sec (4X EDR)")),
+        also=frozenset({("roce-gid", "unread")}),
+    ),
+    "adapter name begins another": Case(
+        "ib-hca",
+        "warning",
+        "mlx5_0:1, mlx5_01:1",
+        "NCCL_IB_HCA==mlx5_0",
+        lambda tree: tree.rdma("mlx5_01", "0000:1c:00.0"),
+        {"NCCL_IB_HCA": "mlx5_0,mlx5_1"},
+    ),
+    "GID index set": Case(
+        "roce-gid",
+        "warning",
+        "1",
+        "unset",
+        environ={"NCCL_IB_GID_INDEX": "1"},
+        base=roce_server,
+    ),
+    "GID index of version 1": Case(
+        "roce-gid",
+        "error",
+        "0 is IB/RoCE v1",
+        "unset",
+        environ={"NCCL_IB_GID_INDEX": "0"},
+        base=roce_server,
+        software=replace(SOFTWARE, nccl=(2, 20, 5)),
+        also=frozenset({("versions", "info")}),
+    ),
+    "no RoCE v2": Case(
+        "roce-gid",
+        "error",
+        "IB/RoCE v1",
+        "cma_roce_mode",
+        remove(f"{FIRST_PORT}/gid_attrs/types/1"),
+        base=roce_server,
+    ),
+    "small RoCE frames": Case(
+        "roce-gid", "warning", "1500", "ens0 mtu 9000", write("sys/class/net/ens0/mtu", 1500), base=roce_server
+    ),
+    "strict ordering on AMD": Case(
+        "ib-ordering",
+        "warning",
+        "0",
+        "unset",
+        write("proc/cpuinfo", "vendor_id\t: AuthenticAMD\nflags\t\t: fpu"),
+        {"NCCL_IB_PCI_RELAXED_ORDERING": "0"},
+    ),
+    "strict ordering": Case("ib-ordering", "info", "0", "unset", environ={"NCCL_IB_PCI_RELAXED_ORDERING": "0"}),
+    # GPUs
+    "pinned to the other processor": Case(
+        "cpu-affinity", "warning", "32-63", "0-31,64-95", status(("0-127", "32-63")), {"LOCAL_RANK": "0"}
+    ),
+    "pinned to one CPU": Case("cpu-affinity", "warning", "5 of 128", "cpus-per-task", status(("0-127", "5"))),
+    "peer access off": Case("peer-access", "error", "1", "unset", environ={"NCCL_P2P_DISABLE": "1"}),
+    "shared memory off": Case("peer-access", "error", "1", "unset", environ={"NCCL_SHM_DISABLE": "1"}),
+    "peer level LOC": Case("peer-access", "error", "LOC", "unset", environ={"NCCL_P2P_LEVEL": "LOC"}),
+    "peer level set": Case("peer-access", "warning", "NVL", "unset", environ={"NCCL_P2P_LEVEL": "NVL"}),
+    "no peer access": Case(
+        "peer-access",
+        "warning",
+        "GPU0-GPU1: chipset",
+        "topo -p2p",
+        nvml=replace(NVML, no_peer_access=((0, 1, "chipset not supported"),)),
+    ),
+    "NVLinks down": Case("peer-access", "warning", "GPU0: 12 NVLinks", "nvlink -s", nvml=gpus(nvlinks_up=12)),
+    "fabric not started": Case(
+        "nvswitch", "error", "GPU0: in progress", "nvidia-fabricmanager", nvml=gpus(fabric="in progress")
+    ),
+    "fabric failed": Case("nvswitch", "error", "status 15", "nvidia-fabricmanager", nvml=gpus(fabric_status=15)),
+    "no channel to other nodes": Case("nvswitch", "warning", "absent", "nvidia-imex", nvml=gpus(multi_node=True)),
+    "no NVML": Case(
+        "nvswitch",
+        "unread",
+        "",
+        "fabricmanager",
+        nvml=NvmlFacts(missing="not installed"),
+        also=frozenset({("peer-access", "unread"), ("tenants", "unread")}),
+    ),
+    "MIG": Case("tenants", "info", "on for GPU0", "-mig 0", nvml=gpus(mig=True)),
+    "another process": Case("tenants", "info", "GPU0: 2", "nvidia-smi", nvml=gpus(tenants=2)),
+    "MPS": Case("tenants", "info", "/tmp/mps", "quit", environ={"CUDA_MPS_PIPE_DIRECTORY": "/tmp/mps"}),
+    # Settings and versions
+    "kernels one by one": Case("leftovers", "error", "1", "unset", environ={"CUDA_LAUNCH_BLOCKING": "1"}),
+    "checked collectives": Case("leftovers", "error", "DETAIL", "unset", environ={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}),
+    "settings in a file": Case(
+        "nccl-conf",
+        "info",
+        "NCCL_IB_HCA=mlx5",
+        "/etc/nccl.conf",
+        write("etc/nccl.conf", "# for all\nNCCL_IB_HCA = mlx5"),
+    ),
+    "leftover in the user's file": Case(
+        "leftovers",
+        "warning",
+        "Ring",
+        "unset NCCL_ALGO",
+        write("home/u/.nccl.conf", "NCCL_ALGO=Ring\nNCCL_DEBUG=INFO"),
+        {"HOME": "/home/u", "NCCL_DEBUG": "WARN"},
+        also=frozenset({("nccl-conf", "info")}),
+    ),
+    "tracing": Case("leftovers", "warning", "TRACE", "unset", environ={"NCCL_DEBUG": "TRACE"}),
+    "debugging": Case("leftovers", "info", "INFO", "unset", environ={"NCCL_DEBUG": "INFO"}),
+    "one algorithm": Case("leftovers", "warning", "Tree", "unset NCCL_ALGO", environ={"NCCL_ALGO": "Tree"}),
+    "one queue": Case("overlap", "warning", "1", "unset", environ={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+    "topology file is none": Case(
+        "topology-file",
+        "error",
+        "topo.xml",
+        "unset NCCL_TOPO_FILE",
+        write("topo.xml", "<html/>"),
+        {"NCCL_TOPO_FILE": "/topo.xml"},
+    ),
+    "topology file absent": Case(
+        "topology-file", "error", "cannot be read", "unset NCCL_TOPO_FILE", environ={"NCCL_TOPO_FILE": "/none.xml"}
+    ),
+    "torch without CUDA": Case(
+        "versions",
+        "error",
+        "CUDA unknown",
+        "pip install torch",
+        software=Software("2.13.0"),
+    ),
+    "driver too old": Case(
+        "versions", "error", "driver for CUDA 11.8", "update the driver", nvml=replace(NVML, cuda=(11, 8))
+    ),
+    "NCCL old": Case("versions", "info", "2.25.1", "upgrade", software=replace(SOFTWARE, nccl=(2, 25, 1))),
+    "implicit order too early": Case(
+        "versions",
+        "warning",
+        "CUDA 12.2",
+        "unset",
+        environ={"NCCL_LAUNCH_ORDER_IMPLICIT": "1"},
+        software=replace(SOFTWARE, cuda=(12, 2)),
+    ),
+    "versions unknown": Case("versions", "unread", "", "pip", software=Software()),
+}
+
+
+HEALTHY: dict[Base, tuple[dict[str, str], set[tuple[str, str]]]] = {
+    # What cannot be read there: the configuration space needs root, the RoCE ports have no counters.
+    rdma_server: ({}, set()),
+    roce_server: ({}, {("acs", "unread"), ("counters", "unread")}),
+    tcp_server: (SOCKETS, {("acs", "unread")}),
+}
+
+
+@pytest.mark.parametrize("base", HEALTHY, ids=["InfiniBand", "RoCE", "TCP"])
+def test_a_healthy_machine_has_nothing_to_mend(base: Base, tmp_path: Path) -> None:
+    environ, unread = HEALTHY[base]
+    assert troubles(diagnose(look(base(tmp_path), environ))) == unread
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+def test_a_trouble_is_reported_by_its_own_check_only(case: Case, tmp_path: Path) -> None:
+    usual, unread = HEALTHY[case.base]
+    tree = case.base(tmp_path)
+    case.change(tree)
+    environ = case.environ or (usual if case.check != "sockets" else {})
+    found = diagnose(look(tree, environ, case.nvml, case.software))
+    assert troubles(found) - unread == {(case.check, case.severity)} | case.also
+    mine = [finding for finding in found if finding.check == case.check]
+    assert any(case.value in (finding.value or "") and case.remedy in (finding.remedy or "") for finding in mine), mine
+    for finding in found:
+        assert finding.read, finding
+        assert finding.expected, finding
+        assert finding.remedy or finding.severity not in (Severity.ERROR, Severity.WARNING), finding
+        assert "\n" not in "".join((finding.read, finding.value or "", finding.expected, finding.remedy or ""))
+
+
+def findings(machine: Machine, check: str) -> list[Finding]:
+    return [finding for finding in diagnose(machine) if finding.check == check]
+
+
+def test_the_adapter_of_another_processor_is_reported(tmp_path: Path) -> None:
+    tree = rdma_server(tmp_path, gpus=4)
+    for number in (2, 3):
+        tree.write(f"sys/class/infiniband/mlx5_{number}/ports/1/state", "1: DOWN")
+    machine = look(tree)
+    (found,) = findings(machine, "gpu-nic")
+    assert (found.severity, found.value) == (Severity.WARNING, "SYS for GPU2, GPU3")
+    (found,) = findings(machine, "gdr-level")
+    assert found.value == "GPU2-mlx5_0,mlx5_1 SYS; GPU3-mlx5_0,mlx5_1 SYS"
+
+
+def test_counters_that_grow_are_errors_and_old_errors_are_a_note(tmp_path: Path) -> None:
+    tree = rdma_server(tmp_path)
+    tree.write(f"{FIRST_PORT}/counters/symbol_error", 7)
+    machine = look(tree)
+    (old,) = findings(machine, "counters")
+    assert (old.severity, old.value) == (Severity.INFO, "mlx5_0 symbol_error 7")
+    tree.write(f"{FIRST_PORT}/counters/symbol_error", 9)
+    tree.write(f"{FIRST_PORT}/hw_counters/out_of_sequence", 100)
+    grown = findings(machine, "counters")
+    assert [finding.severity for finding in grown] == [Severity.ERROR, Severity.ERROR]
+    assert ["+2" in (finding.value or "") for finding in grown] == [True, False]
+    assert "PFC" in (grown[1].remedy or "")
+
+
+def test_a_slave_of_a_bond_that_is_down_is_reported(tmp_path: Path) -> None:
+    tree = tcp_server(tmp_path)
+    tree.ethernet("bond0", mbps=100_000, mtu=9000)
+    tree.write("sys/class/net/bond0/bonding/slaves", "eth0 eth1")
+    second_interface(operstate="down")(tree)
+    tree.write("proc/net/route", ROUTES.replace("eth0", "bond0"))
+    (found,) = findings(look(tree, SOCKETS), "nic-speed")
+    assert (found.severity, found.read, found.value) == (Severity.WARNING, "/sys/class/net/eth1/speed", "down")
+
+
+def test_a_virtual_machine_is_not_blamed_for_what_its_host_decides(tmp_path: Path) -> None:
+    tree = rdma_server(tmp_path)
+    tree.write("sys/class/dmi/id/sys_vendor", "QEMU")
+    (tree.root / BRIDGE).write_bytes(config(0x1D))
+    tree.write("sys/class/iommu/dmar0/x", "")
+    assert troubles(diagnose(look(tree))) == set()
+
+
+def test_a_limit_on_locked_memory_does_not_hold_for_a_privileged_process(tmp_path: Path) -> None:
+    tree = rdma_server(tmp_path)
+    limits("Max locked memory         unlimited", "Max locked memory         65536")(tree)
+    status(("CapEff:\t0000000000000000", "CapEff:\t0000000000004000"))(tree)
+    assert troubles(diagnose(look(tree))) == set()
+
+
+def test_a_small_machine_without_gpus_is_examined_without_noise(tmp_path: Path) -> None:
+    found = diagnose(look(plain(tmp_path), nvml=NvmlFacts(missing="no driver"), software=Software("2.13.0")))
+    assert not {finding.check for finding in found if finding.severity in (Severity.ERROR, Severity.WARNING)}
+    # Nothing below proc/self is there: that is said, not passed over.
+    unread = {finding.check for finding in found if finding.value is None}
+    assert {"memlock", "shm", "stack", "cpu-affinity", "numa-container"} <= unread
+
+
+def test_an_empty_root_says_what_is_missing(tmp_path: Path) -> None:
+    found = diagnose(look(Tree(tmp_path), nvml=NvmlFacts(missing="no driver"), software=Software()))
+    assert {finding.severity for finding in found} <= {Severity.INFO, Severity.OK}
+    assert "interface" in {finding.check for finding in found if finding.value is None}
+
+
+def test_errors_come_first_and_checks_keep_the_order_of_repair(tmp_path: Path) -> None:
+    tree = rdma_server(tmp_path)
+    NO_MODULE(tree)
+    CLOSED(tree)
+    environ = {"NCCL_IB_DISABLE": "1", "NCCL_ALGO": "Ring", "NCCL_P2P_DISABLE": "1"}
+    found = [finding for finding in diagnose(look(tree, environ)) if finding.severity is not Severity.OK]
+    assert [finding.severity.rank for finding in found] == sorted(finding.severity.rank for finding in found)
+    errors = [finding.check for finding in found if finding.severity is Severity.ERROR]
+    assert errors == ["transport", "peer-access", "gdr-module"]
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Tree:
+    """A machine with everything: InfiniBand, RoCE, a bond, an IOMMU."""
+    tree = roce_server(tmp_path_factory.mktemp("wide"))
+    tree.rdma("mlx5_2", "0000:1d:00.0", "0000:17:00.0", numa=0)
+    tree.ethernet("bond0", mbps=100_000)
+    tree.write("sys/class/net/bond0/bonding/slaves", "eth0 ens0")
+    tree.write("sys/class/iommu/dmar0/x", "")
+    tree.write("sys/kernel/iommu_groups/7/type", "DMA")
+    tree.write("proc/net/if_inet6", "fe80 01 40 20 80 eth0")
+    tree.write("etc/nccl.conf", "NCCL_IB_HCA=mlx5")
+    return tree
+
+
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_no_file_is_so_broken_that_a_check_fails(wide: Tree, data: st.DataObject) -> None:
+    files = sorted(path for path in wide.root.rglob("*") if path.is_file() and not path.is_symlink())
+    junk = st.one_of(
+        st.binary(max_size=40),
+        st.sampled_from(
+            [b"", b"-1", b"99999999999999999999", b"Unknown", b"1-99999999", b"=, ,^", b"a:b:c", b"\xff\xfe"]
+        ),
+    )
+    broken = data.draw(st.lists(st.sampled_from(files), min_size=1, max_size=6, unique=True))
+    before = {path: path.read_bytes() for path in broken}
+    try:
+        for path in broken:
+            path.write_bytes(data.draw(junk))
+        found = diagnose(look(wide, {"LOCAL_RANK": "0", "NCCL_IB_GID_INDEX": "1"}))
+    finally:
+        for path, content in before.items():
+            path.write_bytes(content)
+    assert not [finding for finding in found if finding.expected.startswith("this check failed")]

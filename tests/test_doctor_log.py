@@ -1,0 +1,266 @@
+"""The doctor reads NCCL's own log: transports, adapters, algorithms, and why the fast way was not taken."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commopt.__main__ import main
+from commopt.doctor.finding import Finding, Severity
+from commopt.doctor.log.findings import examine
+from commopt.doctor.log.reader import Log, parse_log
+
+
+def lines(*texts: str) -> list[str]:
+    """Lines as NCCL writes them, rank after rank."""
+    return [f"host-a:4100:41{place:02} [{place % 2}] NCCL INFO {text}\n" for place, text in enumerate(texts)]
+
+
+def read(*texts: str, more: tuple[str, ...] = ()) -> Log:
+    log = parse_log([*lines(*texts), *more], "test.log")
+    assert log is not None
+    return log
+
+
+def found(log: Log, check: str) -> Finding:
+    (finding,) = [finding for finding in examine(log) if finding.check == check]
+    return finding
+
+
+START = (
+    "Bootstrap: Using ens1:10.1.0.1<0>",
+    "NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB [RO]; OOB ens1:10.1.0.1<0>",
+    "Using network IB",
+    "comm 0x55 rank 0 nRanks 4 nNodes 2 localRanks 2 localRank 0 MNNVL 0",
+    "Pattern 4, crossNic 0, nChannels 4, bw 20.000000/12.500000, type NVL/PIX, sameChannels 1",
+)
+RDMA = (
+    *START,
+    "Channel 00/0 : 1[1] -> 2[0] [send] via NET/IB/0/GDRDMA",
+    "Channel 01/0 : 1[1] -> 2[0] [send] via NET/IB/1/GDRDMA",
+    "Channel 00/0 : 3[1] -> 0[0] [receive] via NET/IB/0/GDRDMA",
+    "Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM/read",
+    "Connected all rings",
+)
+VERSION = "NCCL version 2.28.9+cuda12.8\n"
+CHOICE = "AllReduce: 33554432 Bytes -> Algo RING proto SIMPLE channel{Lo..Hi}={0..3}"
+NO_RDMA = tuple(text for text in START if "NET/IB" not in text and "network IB" not in text)
+SOCKET = (
+    *NO_RDMA,
+    "NET/Socket : Using [0]ens1:10.1.0.1<0>",
+    "Using network Socket",
+    "Channel 00/0 : 1[1] -> 2[0] [send] via NET/Socket/0",
+)
+
+
+def test_the_facts_of_a_fast_run() -> None:
+    log = read(*RDMA, CHOICE, "NCCL_IB_HCA set by environment to mlx5.", more=(VERSION,))
+    assert log.version == (2, 28, 9)
+    assert (log.ranks, log.nodes) == (4, 2)
+    assert log.devices == {"IB": ["mlx5_0:1/IB", "mlx5_1:1/IB"]}
+    assert dict(log.bootstrap) == {"ens1": 1}
+    assert dict(log.networks) == {"IB": 1}
+    # Each end counts: it has an adapter of its own, with or without GPUDirect RDMA.
+    assert dict(log.channels) == {"NET/IB/GDRDMA": 3, "P2P/CUMEM/read": 1}
+    assert dict(log.adapters) == {"IB 0": 2, "IB 1": 1}
+    assert dict(log.choices) == {("AllReduce", "RING", "SIMPLE"): 1}
+    assert log.environment == {"NCCL_IB_HCA": "mlx5"}
+    (ring,) = log.patterns
+    assert (ring.name, ring.channels, ring.intra_gbs, ring.inter_gbs, ring.inter) == ("ring", 4, 20, 12.5, "PIX")
+
+
+@pytest.mark.parametrize(
+    ("text", "transport", "adapter"),
+    [
+        ("Channel 00 : 0[1a000] -> 1[1b000] [send] via NET/IB/0/GDRDMA comm 0x7f nRanks 02", "NET/IB/GDRDMA", "IB 0"),
+        ("Channel 04/1 : 1[1] -> 8[0] [send] via NET/IB/3(0)/GDRDMA/Shared", "NET/IB/GDRDMA", "IB 3"),
+        ("Channel 00/0 : 0[0] -> 1[0] [send] via NET/AWS Libfabric/2", "NET/AWS Libfabric", "AWS Libfabric 2"),
+        ("Ring 01 : 3 -> 4 [send] via NET/Socket/1", "NET/Socket", "Socket 1"),
+        ("Channel 00 : 0[19000] -> 1[1a000] via P2P/direct pointer", "P2P/direct pointer", None),
+        ("Channel 00 : 0[19000] -> 1[1a000] via direct shared memory", "SHM", None),
+        ("Channel 00/0 : 0[0] -> 3[3] via P2P/indirect/1[1]", "P2P/indirect", None),
+    ],
+)
+def test_the_ways_in_which_versions_write_connections(text: str, transport: str, adapter: str | None) -> None:
+    log = read(text)
+    assert dict(log.channels) == {transport: 1}
+    assert dict(log.adapters) == ({adapter: 1} if adapter else {})
+
+
+def test_the_names_of_interfaces_come_without_their_addresses() -> None:
+    log = read("NET/Socket : Using [0]ens1:10.1.0.1<0> [1]bond0.526:fe80::1%bond0<0>")
+    assert log.devices == {"Socket": ["ens1", "bond0.526"]}
+
+
+def test_a_fast_run_has_nothing_to_mend() -> None:
+    findings = examine(read(*RDMA, CHOICE, more=(VERSION,)))
+    assert {finding.severity for finding in findings} <= {Severity.OK, Severity.INFO}
+    assert all(finding.value is not None for finding in findings)
+    assert "80 GB/s inside a node, 50 GB/s between nodes" in (found(read(*RDMA), "log-plan").value or "")
+
+
+@pytest.mark.parametrize(
+    ("texts", "check", "severity", "value", "remedy"),
+    [
+        (
+            (*SOCKET, "NCCL_IB_DISABLE set by environment to 1."),
+            "log-network", "error", "NCCL_IB_DISABLE", "unset NCCL_IB_DISABLE",
+        ),
+        ((*SOCKET, "NCCL_NET set by environment to Socket."), "log-network", "error", "NCCL_NET", "unset NCCL_NET"),
+        ((*SOCKET, "Failed to open libibverbs.so[.1]"), "log-network", "error", "libibverbs", "apt-get install"),
+        (
+            (*SOCKET, "NET/IB : No device found.", "NCCL_IB_HCA set by environment to mlx9."),
+            "log-network", "error", "NCCL_IB_HCA=mlx9", "unset NCCL_IB_HCA",
+        ),
+        (SOCKET, "log-network", "warning", "NET/Socket 1 times", "NCCL_SOCKET_NTHREADS=4"),
+        (
+            (*START, "Channel 00/0 : 1[1] -> 2[0] [send] via NET/IB/0"),
+            "log-gdr", "error", "0 of 1 times", "modprobe nvidia-peermem",
+        ),
+        (
+            (*RDMA, "Channel 02/0 : 0[0] -> 2[0] [send] via NET/IB/0/Shared"),
+            "log-gdr", "warning", "3 of 4 times", "doctor",
+        ),
+        (
+            (
+                *START,
+                "GPU Direct RDMA Disabled for GPU 0 / HCA 1 (distance 7 > 5)",
+                "Channel 00/0 : 1[1] -> 2[0] [send] via NET/IB/1",
+            ),
+            "log-gdr", "error", "distance 7", "NCCL_NET_GDR_LEVEL",
+        ),
+        (
+            (
+                *START,
+                "NET/IB : GPU Direct RDMA Disabled for HCA 0 'mlx5_0' (no module)",
+                "Channel 00 : 1[1b000] -> 2[3d000] [send] via NET/IB/0",
+            ),
+            "log-gdr", "error", "no module", "modprobe nvidia-peermem",
+        ),
+        (
+            (*RDMA, "P2P is disabled between connected GPUs", "Channel 00 : 0[0] -> 1[1] via SHM/direct/direct"),
+            "log-inside", "warning", "SHM/direct/direct 1 times", "topo -p2p",
+        ),
+        (
+            (
+                "NCCL_P2P_DISABLE set by environment to 1.",
+                "Channel 00 : 0[0] -> 1[1] via SHM/direct/direct",
+            ),
+            "log-inside", "error", "NCCL_P2P_DISABLE=1", "unset NCCL_P2P_DISABLE",
+        ),
+        (
+            (*RDMA, "Pattern 4, crossNic 0, nChannels 1, bw 6.0/6.0, type PHB/SYS, sameChannels 1"),
+            "log-plan", "warning", "paths PHB and SYS", "NCCL_TOPO_FILE",
+        ),
+        (
+            ("AllReduce: 67108864 Bytes -> Algo TREE proto LL channel{Lo..Hi}={0..1}",),
+            "log-algorithms", "warning", "TREE/LL", "unset NCCL_PROTO",
+        ),
+        (("8388608 Bytes -> Algo 1 proto 2 time 331.5",), "log-algorithms", "info", "Ring/Simple 1 times", ""),
+        (
+            (*RDMA, "NCCL_ALGO set by environment to Tree"),
+            "log-environment", "warning", "NCCL_ALGO=Tree", "unset NCCL_ALGO",
+        ),
+        (
+            (*START, "Channel 00/0 : 1[1] -> 2[0] [send] via NET/IB/0/GDRDMA"),
+            "log-adapters", "info", "IB 0 x1", "NCCL_IB_HCA",
+        ),
+        (
+            (
+                "NET/IB : Using [0]={[0] mlx5_2:1/RoCE, [1] mlx5_3:1/RoCE} [RO]; OOB bond0:10.0.0.9<0>",
+                "Channel 00/0 : 1[0] -> 0[0] [send] via NET/IBext_v8/0/GDRDMA",
+            ),
+            "log-adapters", "info", "mlx5_2:1/RoCE, mlx5_3:1/RoCE", "",
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_line_means(texts: tuple[str, ...], check: str, severity: str, value: str, remedy: str) -> None:
+    log = read(*texts)
+    findings = [finding for finding in examine(log) if finding.check == check]
+    assert any(
+        (finding.severity.value, value in (finding.value or ""), remedy in (finding.remedy or ""))
+        == (severity, True, True)
+        for finding in findings
+    ), findings
+
+
+def test_warnings_of_nccl_come_with_a_remedy_where_one_is_known() -> None:
+    warnings = (
+        "host-a:1:2 [0] misc/ibvwrap.cc:262 NCCL WARN Call to ibv_reg_mr failed\n",
+        "host-a:1:2 [0] NCCL WARN something nobody has seen\n",
+    )
+    first, second = [finding for finding in examine(read(*RDMA, more=warnings)) if finding.check == "log-warnings"]
+    assert (first.severity, "memlock" in (first.remedy or "")) == (Severity.ERROR, True)
+    assert (second.severity, second.confidence) == (Severity.WARNING, "low")
+
+
+def test_a_log_without_connections_says_so() -> None:
+    log = read("Using network IB")
+    assert found(log, "log-network").value is None
+    assert found(log, "log-algorithms").value is None
+    assert found(log, "log-version").value is None
+
+
+def test_one_node_needs_no_network() -> None:
+    log = read("comm 0x1 rank 0 nRanks 2 nNodes 1 localRanks 2", "Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM")
+    assert found(log, "log-network").severity is Severity.OK
+
+
+def test_the_command_reads_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "nccl.log"
+    file.write_text("".join([VERSION, *lines(*SOCKET, "NCCL_IB_DISABLE set by environment to 1.")]))
+    assert main(["doctor", "--log", str(file), "--json"]) == 2
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["findings"][0]["check"] == "log-network"
+    assert answer["findings"][0]["read"] == str(file)
+    file.write_text("".join([VERSION, *lines(*RDMA)]))
+    assert main(["doctor", "--log", str(file)]) == 0
+
+
+@pytest.mark.parametrize("content", [b"", b"Epoch 1: loss 2.5\n", bytes(range(256)) * 4000])
+def test_what_is_no_log_is_refused_in_one_line(
+    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "train.log"
+    file.write_bytes(content)
+    assert main(["doctor", "--log", str(file)]) == 64
+    assert main(["doctor", "--log", str(tmp_path / "absent")]) == 64
+    output = capsys.readouterr()
+    assert output.out == ""
+    first, second = output.err.splitlines()
+    assert str(file) in first
+    assert "NCCL_DEBUG=INFO" in first
+    assert "absent" in second
+
+
+PIECES = st.sampled_from(
+    [
+        "NCCL INFO ",
+        "NCCL WARN ",
+        "Channel 00/0 : 0[0] -> 1[1] via ",
+        "NET/IB/0",
+        "/GDRDMA",
+        "Pattern 4, crossNic 0, nChannels 2, bw 1.2.3/., type A/B",
+        "99999999999999999999",
+        ": Using [0]",
+        "[1]={",
+        " Bytes -> Algo 9 proto 9",
+        "comm x rank 1 nranks ",
+        "NCCL_NET set to ",
+        "\n",
+        "\x00",
+        "via SHM",
+    ]
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.lists(st.one_of(PIECES, st.text(max_size=12)), max_size=12).map("".join))
+def test_no_log_is_so_broken_that_reading_it_fails(text: str) -> None:
+    log = parse_log(["NCCL INFO x", *text.splitlines()], "fuzz")
+    assert log is not None
+    examine(log)

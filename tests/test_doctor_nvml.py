@@ -1,0 +1,102 @@
+"""What the doctor asks the driver, with a binding that answers as real ones do, and as old ones do not."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from commopt.doctor.facts.nvml import NvmlFacts, NvmlGpu, read_nvml
+
+
+class Refused(Exception):
+    """The binding's own error."""
+
+
+class FabricInfo:
+    """Filled in by the call, like the C structure."""
+
+    state = 3
+    status = 0
+    clusterUuid = bytes(16)  # the structure's name for it
+
+
+def binding(**changes: Any) -> ModuleType:
+    """A machine of two GPUs: the second has a process, MIG, and only one NVLink; they cannot read each other."""
+    answers: dict[str, Any] = {
+        "NVMLError": Refused,
+        "c_nvmlGpuFabricInfoV_t": FabricInfo,
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: None,
+        "nvmlDeviceGetCount": lambda: 2,
+        "nvmlDeviceGetHandleByIndex": lambda index: index,
+        "nvmlSystemGetCudaDriverVersion_v2": lambda: 12080,
+        "nvmlDeviceGetPciInfo": lambda gpu: SimpleNamespace(busId=f"0000{gpu:04x}:19:00.0".encode()),
+        "nvmlDeviceGetMigMode": lambda gpu: (gpu, gpu),
+        "nvmlDeviceGetComputeRunningProcesses": lambda gpu: [SimpleNamespace(pid=1)] * gpu,
+        "nvmlDeviceGetGpuFabricInfoV": lambda gpu, info: 0,
+        "nvmlDeviceGetNvLinkState": _links,
+        "nvmlDeviceGetP2PStatus": lambda a, b, kind: 1,
+    }
+    module = ModuleType("pynvml")
+    for name, answer in {**answers, **changes}.items():
+        if answer is not None:
+            setattr(module, name, answer)
+    return module
+
+
+def _links(gpu: int, link: int) -> int:
+    if link >= 4:
+        raise Refused("not supported")
+    return int(gpu == 0 or link == 0)
+
+
+def refuse(*arguments: object) -> None:
+    raise Refused("not supported")
+
+
+@pytest.fixture(autouse=True)
+def _plain_pointers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("commopt.doctor.facts.nvml.byref", lambda structure: structure)
+
+
+def facts(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> NvmlFacts:
+    monkeypatch.setitem(sys.modules, "pynvml", binding(**changes))
+    return read_nvml()
+
+
+def test_everything_that_the_driver_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert facts(monkeypatch) == NvmlFacts(
+        (
+            NvmlGpu(0, "00000000:19:00.0", False, 0, "completed", 0, False, 4),
+            NvmlGpu(1, "00000001:19:00.0", True, 1, "completed", 0, False, 1),
+        ),
+        ((0, 1, "chipset not supported"), (1, 0, "chipset not supported")),
+        (12, 8),
+    )
+
+
+def test_a_driver_that_tells_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = facts(
+        monkeypatch,
+        nvmlDeviceGetGpuFabricInfoV=None,
+        nvmlDeviceGetMigMode=refuse,
+        nvmlDeviceGetComputeRunningProcesses=refuse,
+        nvmlDeviceGetNvLinkState=refuse,
+        nvmlDeviceGetP2PStatus=refuse,
+        nvmlSystemGetCudaDriverVersion_v2=refuse,
+    )
+    assert found.gpus[1] == NvmlGpu(1, "00000001:19:00.0")
+    assert (found.no_peer_access, found.cuda, found.missing) == ((), None, None)
+
+
+def test_peers_that_reach_each_other_are_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert facts(monkeypatch, nvmlDeviceGetP2PStatus=lambda a, b, kind: 0).no_peer_access == ()
+
+
+def test_without_the_binding_or_the_driver_it_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "does not start: not supported" in (facts(monkeypatch, nvmlInit=refuse).missing or "")
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert "pip install 'commopt[nvml]'" in (read_nvml().missing or "")
