@@ -59,16 +59,18 @@ CONTENDERS = (
     Contender("hierarchical_onebit:start_step=100"),
     _flat("dgc"),
     _on_link("hierarchical_dgc"),
-    _on_link("hierarchical_dgc:density=0.01"),
-    Contender("hierarchical_dgc:density=0.01" + NO_FEEDBACK),
-    Contender("hierarchical_dgc:density=0.01:warmup=((40,0.25),(40,0.0625))"),
-    _own_momentum("hierarchical_dgc:density=0.01:momentum=0.9"),
-    _own_momentum("hierarchical_dgc:density=0.01:momentum=0.9:momentum_masking=False"),
+    Contender("hierarchical_dgc" + NO_FEEDBACK),
+    Contender("hierarchical_dgc:warmup=((40,0.25),(40,0.0625))"),
+    _on_link("hierarchical_dgc:density=0.05"),
+    _on_link("hierarchical_dgc:min_elements=1"),
+    _own_momentum("hierarchical_dgc:momentum=0.9"),
+    _own_momentum("hierarchical_dgc:momentum=0.9:momentum_masking=False"),
     _flat("powersgd"),
     _on_link("hierarchical_powersgd"),
     Contender("hierarchical_powersgd" + NO_FEEDBACK),
     Contender("hierarchical_powersgd:start_step=50"),
     _on_link("hierarchical_powersgd:matrix_rank=1"),
+    _on_link("hierarchical_powersgd:matrix_rank=16"),
 )
 
 
@@ -103,7 +105,7 @@ class Task:
         return {"digits": "steps", "gpt": "decay-steps"}[self.name]
 
 
-DIGITS = Task("digits", 350, 35, (), (("sgd", 0.04), ("adamw", 3e-3)))
+DIGITS = Task("digits", 600, 60, (), (("sgd", 0.04), ("adamw", 3e-3)))
 GPT = Task(
     name="gpt",
     steps=400,

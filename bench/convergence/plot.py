@@ -85,8 +85,9 @@ def _seen(values: Sequence[float], worst: float) -> list[float]:
 def _wrapped(strategy: str) -> str:
     if len(strategy) < _LONG:
         return strategy
-    name, option, *others = strategy.split(":")
-    return "\n:".join([f"{name}:{option}", ":".join(others)])
+    name, *options = strategy.split(":")
+    shared, last = [name, *options[:-1]], options[-1]
+    return ":".join(shared) + f"\n:{last}"
 
 
 def _draw_curves(axes: Axes, runs: Sequence[Run], outcomes: Sequence[Outcome]) -> None:
