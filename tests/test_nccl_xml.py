@@ -11,6 +11,7 @@ from tests.nccl_xml_machines import rail_machine
 from topology.busid import normalise_busid
 from topology.errors import TopologyError, shown
 from topology.facts.nics import node_nic_gbps
+from topology.facts.nvlink import links_per_gpu, nvlink_kind
 from topology.facts.paths import gpu_distance, nearest_nics
 from topology.model import Cpu, Distance, Gpu, Nic, NvLinks, PciDevice, PciLink, Topology
 from topology.nccl_xml.reader import read_nccl_xml
@@ -143,6 +144,33 @@ def test_ports_that_nccl_fused_count_once() -> None:
     ]
     assert node_nic_gbps(topology) == 400.0
     assert topology.nics[0].busid == "ffff:ff:01.0"
+
+
+def test_fused_ports_count_once_whatever_the_flags_say() -> None:
+    nets = "".join(f'<net name="{name}" speed="200000" gdr="1"/>' for name in ("a", "b", "a+b"))
+    topology = read_nccl_xml(in_cpu(f'<pci busid="0000:01:00.0"><nic>{nets}</nic></pci>'), "x")
+    assert [nic.virtual for nic in topology.nics] == [False, False, True]
+    assert node_nic_gbps(topology) == 400.0
+
+
+def test_what_joins_the_gpus_of_amd_is_unknown() -> None:
+    link = '<xgmi target="0000:02:00.0" count="1" tclass="0x038000"/>'
+    gpus = f'<pci busid="0000:01:00.0"><gpu>{link}</gpu></pci><pci busid="0000:02:00.0"><gpu/></pci>'
+    topology = read_nccl_xml(in_cpu(gpus), "x")
+    assert (topology.nvlinks, nvlink_kind(topology)) == (None, "unknown")
+    assert any(warning.startswith("<xgmi> is AMD's") for warning in topology.warnings)
+
+
+def test_a_gpu_that_is_not_on_the_switch_is_named() -> None:
+    link = '<nvlink target="0000:09:00.0" count="18" tclass="0x068000"/>'
+    gpus = f'<pci busid="0000:01:00.0"><gpu>{link}</gpu></pci><pci busid="0000:02:00.0"><gpu/></pci>'
+    topology = read_nccl_xml(in_cpu(gpus), "x")
+    assert links_per_gpu(topology) == (18, 0)
+    assert gpu_distance(topology, 0, 1) is Distance.PHB
+    assert (
+        "no NVLink at GPU 0000:02:00.0, though others are on an NVSwitch: see `nvidia-smi nvlink -s`"
+        in topology.warnings
+    )
 
 
 def test_a_switch_id_used_twice_is_two_switches() -> None:

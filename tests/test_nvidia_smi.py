@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -95,11 +96,14 @@ def test_every_spelling_of_a_colour_code(colour: str) -> None:
         lambda number, line: f"# {line}",
         lambda number, line: f"> {line}",
         lambda number, line: f"node07: {line}",
+        lambda number, line: f"worker-1  | {line}",
         lambda number, line: f"2026-01-02T03:04:{number % 60:02}Z {line}",
         lambda number, line: f"{line}\n",
         lambda number, line: line.expandtabs(8),
         lambda number, line: "  " + " ".join(line.split()),
         lambda number, line: f"{line}\r",
+        lambda number, line: '   "' + line.replace("\t", "\\t") + '\\n",',
+        lambda number, line: line.replace("\t", "\\t") + "\\n\\",
     ],
 )
 def test_ways_in_which_a_matrix_is_quoted(quote) -> None:
@@ -108,6 +112,11 @@ def test_ways_in_which_a_matrix_is_quoted(quote) -> None:
     quoted = "\n".join(quote(number, line) for number, line in enumerate(plain.split("\n")))
     assert read_text("Title\n\n" + quoted) == read_text(plain)
     assert [nic.name for nic in read_text(quoted).nics] == ["mlx5_0", "mlx5_bond_0"]
+
+
+def test_a_matrix_in_one_line_of_json() -> None:
+    plain = matrix(2, wired({(0, 1): 4}, "NODE"), ["NIC0"], AFFINITY) + "NIC Legend:\n\n  NIC0: mlx5_0\n"
+    assert read_text(json.dumps({"topo": plain})) == read_text(plain)
 
 
 def test_columns_after_the_devices_are_found_by_their_place_where_values_are_missing() -> None:
@@ -338,3 +347,44 @@ def test_windows_encodings(tmp_path: Path, encoding: str) -> None:
 
 def test_a_file_of_xml_is_read_as_such() -> None:
     assert read(FIXTURES / "switched_4gpu.xml").source.startswith("NCCL XML ")
+
+
+XML = '<system version="1">\n <cpu numaid="3">\n  <pci busid="0000:01:00.0"><gpu dev="0"/></pci>\n </cpu>\n</system>\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        (f"```xml\n{XML}```\n", "2-6"),
+        (f"user@node:~$ cat topo.xml\n{XML}user@node:~$\n", "2-6"),
+        (f"#!/bin/sh\ncat > topo.xml <<'EOF'\n{XML}EOF\n", "3-7"),
+        (f"<details>\n<summary>topology</summary>\n\n{XML}</details>\n", "4-8"),
+        (f"{XML}user@node:~$\n", "1-5"),
+        (XML + XML, "1-5"),
+    ],
+)
+def test_xml_with_other_text_around_it(tmp_path: Path, text: str, lines: str) -> None:
+    file = tmp_path / "pasted"
+    file.write_text(text)
+    topology = read(file)
+    assert [(gpu.busid, gpu.numa) for gpu in topology.gpus] == [("0000:01:00.0", 3)]
+    assert topology.warnings[-1] == f"only lines {lines} are read: NCCL refuses a file with anything around its XML"
+
+
+def test_errors_in_pasted_xml_name_the_line_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "pasted"
+    file.write_text("```xml\n" + XML.replace("</pci>", ""))
+    with pytest.raises(TopologyError, match=r"pasted:5: XML error"):
+        read(file)
+
+
+def test_a_comment_below_the_xml_is_nothing_to_say(tmp_path: Path) -> None:
+    file = tmp_path / "topo.xml"
+    file.write_text(f"<!-- a machine -->\n{XML}<!-- end -->\n")
+    assert not any("are read" in warning for warning in read(file).warnings)
+
+
+def test_a_matrix_in_a_web_page(tmp_path: Path) -> None:
+    file = tmp_path / "page"
+    file.write_text(f"<details><summary>topo</summary>\n\n```\n{matrix(2, all_pairs('NV4'))}```\n</details>\n")
+    assert read(file).nvlinks == (NvLinks(0, 1, 4, kind="gpu"), NvLinks(1, 0, 4, kind="gpu"))

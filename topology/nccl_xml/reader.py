@@ -43,7 +43,8 @@ def read_nccl_xml(text: str | bytes, source: str) -> Topology:
     walk = Walk(source)
     walk.read_system(root)
     gpus = _numbered(tuple(walk.gpus) or _class_gpus(walk))
-    nics = tuple(_unfused(nic, walk.fused) for nic in walk.nics) or _class_nics(walk)
+    names = {nic.name for nic in walk.nics}
+    nics = tuple(_unfused(nic, names) for nic in walk.nics) or _class_nics(walk)
     if len(gpus) > MOST_GPUS or len(nics) > MOST_NICS:
         raise TopologyError(
             f"{source}:{root.line}: {len(gpus)} GPUs and {len(nics)} network ports; "
@@ -55,7 +56,7 @@ def read_nccl_xml(text: str | bytes, source: str) -> Topology:
         nics=nics,
         cpus=tuple(walk.cpus),
         pci=tuple(walk.pci.values()),
-        nvlinks=_joined(walk.links, gpus, walk.notes) if walk.gpus else None,
+        nvlinks=_joined(walk.links, gpus, walk.notes) if walk.gpus and walk.knows_links else None,
     )
     _note_what_is_missing(topology, walk)
     return replace(topology, warnings=walk.notes.sentences())
@@ -87,9 +88,9 @@ def _class_nics(walk: Walk) -> tuple[Nic, ...]:
     )
 
 
-def _unfused(nic: Nic, parts: set[str]) -> Nic:
-    """A NIC that NCCL made of several counts as virtual: the several are listed too."""
-    return replace(nic, virtual=True) if "+" in nic.name and parts.issuperset(nic.name.split("+")) else nic
+def _unfused(nic: Nic, listed: set[str]) -> Nic:
+    """A NIC that NCCL made of several counts as virtual where the several are listed too."""
+    return replace(nic, virtual=True) if "+" in nic.name and listed.issuperset(nic.name.split("+")) else nic
 
 
 def _numbered(gpus: tuple[Gpu, ...]) -> tuple[Gpu, ...]:
@@ -123,6 +124,10 @@ def _note_what_is_missing(topology: Topology, walk: Walk) -> None:
         add("no GPU found" + (f": {classless} PCI devices do not say what they are (no class)" if classless else ""))
     if not topology.nics:
         add("no network card found")
+    if any(link.kind == "switch" for link in topology.nvlinks or ()):
+        for place in sorted(set(range(len(topology.gpus))) - {link.gpu for link in topology.nvlinks or ()}):
+            busid = topology.gpus[place].busid
+            add(f"no NVLink at GPU {busid}, though others are on an NVSwitch: see `nvidia-smi nvlink -s`")
     if topology.gpus and not walk.gpus:
         add("a template without <gpu>: NVLinks, compute capability and GPUDirect are unknown")
     if topology.nics and not walk.nics:

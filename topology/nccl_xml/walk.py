@@ -33,9 +33,10 @@ class Walk:
         self.lines: dict[str, int] = {}
         self.gpus: list[Gpu] = []
         self.nics: list[Nic] = []
-        self.fused: set[str] = set()
         self.free_busids = (f"ffff:{n >> 8:02x}:{n & 255:02x}.0" for n in range(0x10000))
         self.links: list[NvLinks] = []
+        self.knows_links = True
+        """Whether `links` are all that join GPUs: not so on AMD's machines."""
 
     def read_system(self, root: Element) -> None:
         """Read the CPUs of the first host: a dump of a multi-node NVLink job has several."""
@@ -146,6 +147,9 @@ class Walk:
         for child in element.children:
             if child.tag == "nvlink":
                 self.read_nvlink(child, place)
+            elif child.tag == "xgmi":
+                self.knows_links = False
+                self.notes.add("<xgmi> is AMD's: this is RCCL's file, and what joins its GPUs is taken as unknown")
             elif child.tag == "c2c":
                 self.notes.add(f"GPU {busid} has a C2C link to its CPU, which is not kept", child.line)
             else:
@@ -171,8 +175,6 @@ class Walk:
             name = attributes.text("name") or busid or ("net" if index is None else f"net{index}")
             if speed is None or speed <= 0:
                 self.notes.add(f"no speed for {shown(name)} (NCCL then assumes 10 Gb/s)", net.line)
-            if attributes.flag("net") is False:
-                self.fused.add(name)  # now a part of a NIC that NCCL made of several
             self.nics.append(
                 Nic(
                     name=name,

@@ -64,9 +64,11 @@ class Row:
 def parse_header(number: int, line: str) -> Header | None:
     """The header in a line of the text, counted from 1; None when it is none."""
     start = re.search(r"GPU[0-9]", line)
-    if start is None or "|" in line or len(line) > LONGEST_LINE:
+    if start is None or len(line) > LONGEST_LINE:
         return None
     devices = line[start.start() :]
+    if "|" in devices:
+        return None
     first_affinity = _AFFINITY_COLUMN.search(devices)
     if first_affinity is not None:
         devices = devices[: first_affinity.start()]

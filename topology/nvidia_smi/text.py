@@ -14,6 +14,8 @@ from topology.nvidia_smi.lines import LONGEST_LINE, Header, Row, parse_header, p
 
 _COLOUR = re.compile(r"(?:\x1b|\\x1b|\\u001b|\\033|\\e|\^\[|\u241b)?\[[0-9;]{0,8}m")
 _INVISIBLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\u200b\u200c\u200d\ufeff]")
+# Notebooks, JSON and programs write tabs and line ends as \t and \n, with quotation marks before the real line end.
+_LINE_END = re.compile(r"""(?:\\n[\\"', ]{0,4})?(?:\r\n|\r|\n)|\\n""")
 _NIC_LEGEND = re.compile(r"(?<!\S)(NIC[0-9]{1,4}) {0,4}[:=]\s{0,8}([\w.:-]{1,80})\s*$")
 _NICS_LEFT_OUT = re.compile(r"([0-9]{1,6}) NICs? found.{0,60}displaying ([0-9]{1,6})")
 _MOST_CHARACTERS = 4_000_000
@@ -50,7 +52,7 @@ def find_matrix(text: str, source: str) -> MatrixText:
     text = text[:_MOST_CHARACTERS]
     if not re.search("GPU[0-9]", text):
         raise _refusal(source, text[:_MOST_LINES].splitlines(), [], [])
-    lines = re.split(r"\r\n|\r|\n", _INVISIBLE.sub("", _COLOUR.sub("", text)))
+    lines = _LINE_END.split(_INVISIBLE.sub("", _COLOUR.sub("", text)).replace("\\t", "\t"))
     mentions = islice(((number, line) for number, line in enumerate(lines, 1) if "GPU" in line), _MOST_MENTIONS)
     headers = list(islice(filter(None, (parse_header(number, line) for number, line in mentions)), _MOST_HEADERS))
     found = [
