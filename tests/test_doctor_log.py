@@ -83,6 +83,20 @@ def test_the_facts_of_a_fast_run() -> None:
         ("Channel 00 : 0[19000] -> 1[1a000] via P2P/direct pointer", "P2P/direct pointer", None),
         ("Channel 00 : 0[19000] -> 1[1a000] via direct shared memory", "SHM", None),
         ("Channel 00/0 : 0[0] -> 3[3] via P2P/indirect/1[1]", "P2P/indirect", None),
+        (
+            "Channel 00/0 : 1[0] -> 0[0] [receive] via NET/Libfabric/0/GDRDMA/flush=None",
+            "NET/Libfabric/GDRDMA",
+            "Libfabric 0",
+        ),
+        (
+            "Channel 00/0 : 1[0] -> 0[0] [receive] via NET/NCCL RDMA Plugin v10/0",
+            "NET/NCCL RDMA Plugin v10",
+            "NCCL RDMA Plugin v10 0",
+        ),
+        ("CollNet 00/0 : 2 [send] via COLLNET/SHARP/1/GDRDMA(PCI)", "COLLNET/SHARP/GDRDMA", "SHARP 1"),
+        ("Coll 00 : 2 [receive] via COLLNET/IBext/0", "COLLNET/IBext", "IBext 0"),
+        ("Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM/read/CE comm 0x1 nRanks 32", "P2P/CUMEM/read/CE", None),
+        ("Channel 00/0 : 0[0] -> 1[1] via P2P/IPC\x1b[0m", "P2P/IPC", None),
     ],
 )
 def test_the_ways_in_which_versions_write_connections(text: str, transport: str, adapter: str | None) -> None:
@@ -111,7 +125,99 @@ def test_a_fast_run_has_nothing_to_mend() -> None:
             "log-network", "error", "NCCL_IB_DISABLE", "unset NCCL_IB_DISABLE",
         ),
         ((*SOCKET, "NCCL_NET set by environment to Socket."), "log-network", "error", "NCCL_NET", "unset NCCL_NET"),
-        ((*SOCKET, "Failed to open libibverbs.so[.1]"), "log-network", "error", "libibverbs", "apt-get install"),
+        # Normal on a machine without an adapter, which the log does not tell.
+        ((*SOCKET, "Failed to open libibverbs.so[.1]"), "log-network", "warning", "libibverbs", "apt-get install"),
+        (
+            (*SOCKET, "NET/Socket: Using 4 threads and 2 sockets per thread"),
+            "log-network", "warning", "8 sockets each", "compress between nodes",
+        ),
+        (
+            (
+                "comm 0x1 rank 0 nRanks 2 nNodes 1 localRanks 2",
+                "Channel 00/0 : 0[0] -> 1[1] [send] via NET/Socket/0",
+            ),
+            "log-network", "warning", "inside one node", "unset NCCL_P2P_DISABLE",
+        ),
+        (
+            (*NO_RDMA, "Using network FastSocket", "Channel 00/0 : 1[1] -> 2[0] [send] via NET/FastSocket/0"),
+            "log-network", "info", "NET/FastSocket 1 times", "",
+        ),
+        (
+            (*NO_RDMA[:2], "Channel 00/0 : 4[0] -> 3[3] via P2P/MNNVL"),
+            "log-network", "ok", "MNNVL", "",
+        ),
+        (
+            (
+                *NO_RDMA,
+                "NET/OFI Selected provider is tcp, fabric is 10.0.0.0/24 (found 1 nics)",
+                "Channel 00/0 : 1[1] -> 2[0] [send] via NET/Libfabric/0",
+            ),
+            "log-network", "error", "provider tcp", "FI_PROVIDER=efa",
+        ),
+        (
+            (
+                *NO_RDMA,
+                "NET/OFI Selected Provider is efa (found 4 nics)",
+                "Channel 00/0 : 1[1] -> 2[0] [send] via NET/AWS Libfabric/0",
+            ),
+            "log-gdr", "warning", "0 of 1 times", "P4d, P5",
+        ),
+        (
+            (*NO_RDMA, "NET/OFI Selected provider is efa, fabric is efa (found 16 nics)"),
+            "log-adapters", "info", "libfabric over efa, 16 adapters", "",
+        ),
+        (
+            (*NO_RDMA, 'NET/OFI Setting NCCL_PROTO to "simple"', "NCCL_PROTO set by environment to simple"),
+            "log-environment", "info", "NCCL_PROTO=simple", "",
+        ),
+        (
+            (
+                *START,
+                "Channel 00 : 1[1b000] -> 2[3d000] [receive] via NET/IB/0/GDRDMA",
+                "Channel 00 : 2[3d000] -> 1[1b000] [send] via NET/IB/0",
+            ),
+            "log-gdr", "info", "on receiving only", "NCCL_NET_GDR_READ=1",
+        ),
+        (
+            (*START, "NET/IB : GPU Direct RDMA Disabled for HCA 0 'mlx5_0'"),
+            "log-gdr", "warning", "HCA 0 'mlx5_0'", "modprobe nvidia-peermem",
+        ),
+        (
+            (
+                *START,
+                "NCCL_NET_GDR_LEVEL set by environment to LOC",
+                "Channel 00/0 : 1[1] -> 2[0] [send] via NET/IB/0",
+            ),
+            "log-gdr", "error", "0 of 1", "unset NCCL_NET_GDR_LEVEL",
+        ),
+        (
+            (
+                "NET/IB : Using [0]mlx5_8:1/IB [1]mlx5_16:1/RoCE ; OOB ib8:192.168.1.8<0>",
+                "Channel 00 : 2[c7000] -> 0[87000] [receive] via NET/IB/0/GDRDMA",
+                "Channel 01 : 2[c7000] -> 0[87000] [receive] via NET/IB/1/GDRDMA",
+            ),
+            "log-adapters", "warning", "mlx5_16:1/RoCE", "NCCL_IB_HCA",
+        ),
+        (
+            (*RDMA, "16 coll channels, 0 collnet channels, 16 nvls channels, 16 p2p channels"),
+            "log-plan", "info", "NVLS: 16 channels", "",
+        ),
+        (
+            (
+                *RDMA,
+                "NCCL_NVLS_ENABLE set by environment to 0.",
+                "8 coll channels, 0 collnet channels, 0 nvls channels",
+            ),
+            "log-plan", "warning", "NCCL_NVLS_ENABLE=0", "unset",
+        ),
+        (
+            ("NCCL_P2P_LEVEL set by environment to SYS", "Channel 00 : 0[0] -> 1[1] via SHM/direct/direct"),
+            "log-inside", "warning", "SHM/direct/direct", "topo -p2p",
+        ),
+        (
+            ("NCCL_P2P_LEVEL set by environment to LOC", "Channel 00 : 0[0] -> 1[1] via SHM/direct/direct"),
+            "log-inside", "error", "NCCL_P2P_LEVEL=LOC", "unset NCCL_P2P_LEVEL",
+        ),
         (
             (*SOCKET, "NET/IB : No device found.", "NCCL_IB_HCA set by environment to mlx9."),
             "log-network", "error", "NCCL_IB_HCA=mlx9", "unset NCCL_IB_HCA",
@@ -188,6 +294,48 @@ def test_what_a_line_means(texts: tuple[str, ...], check: str, severity: str, va
     ), findings
 
 
+def test_lines_of_ranks_that_ran_into_each_other_are_told_apart() -> None:
+    first = "(Worker pid=7, ip=10.0.0.1) host-a:7:9 [3] NCCL INFO Channel 05/0 : 3[3] -> 0[0] via P2P/IPC"
+    second = "host-b:8:9 [3] NCCL INFO Channel 07/0 : 3[3] -> 8[0] [send] via NET/gIB/2/GDRDMA"
+    third = "host-b:8:9 [1] misc/socket.cc:49 NCCL WARN socketProgress: Connection closed by remote peer"
+    log = parse_log([f"[1,0]<stdout>:{first}{second}{third}\n"], "test.log")
+    assert log is not None
+    assert dict(log.channels) == {"P2P/IPC": 1, "NET/gIB/GDRDMA": 1}
+    assert list(log.warnings) == ["socketProgress: Connection closed by remote peer"]
+
+
+def test_nodes_are_counted_by_name_where_nccl_does_not_say() -> None:
+    prefixes = ("0: host-a:1:2 [0]", "[rank1]:host-b:1:2 [0]", "host-b: host-b:3:4 [1]")
+    log = parse_log([f"{prefix} NCCL INFO Channel 00 : 0[0] -> 1[1] via P2P/IPC" for prefix in prefixes], "test.log")
+    assert log is not None
+    assert log.machines == 2
+    assert found(log, "log-network").value is None  # two nodes, and no word about what is between them
+    torn = "host-a:1:2 [0] NCCL INFO threadThresholds 8/8/64 | 512host-a:1:3 [1] NCCL INFO Connected all rings"
+    log = parse_log([torn, "NCCL INFO Channel 00 : 0[0] -> 1[1] via P2P/IPC"], "test.log")
+    assert log is not None
+    assert log.machines is None
+
+
+def test_nodes_with_different_adapters_under_one_number_use_all_of_them() -> None:
+    devices = "NET/IB : Using [0]mlx5_{}:1/IB [1]mlx5_{}:1/IB [RO]; OOB ib0:10.1.0.1<0>"
+    ends = tuple(f"Channel 0{place}/0 : 0[0] -> 1[1] [send] via NET/IB/{place}/GDRDMA" for place in range(2))
+    log = read(devices.format(0, 1), devices.format(4, 5), *ends)
+    assert log.devices == {"IB": ["mlx5_0:1/IB", "mlx5_1:1/IB", "mlx5_4:1/IB", "mlx5_5:1/IB"]}
+    assert found(log, "log-adapters").expected == "all fast adapters"
+    pairs = "NET/IB : Using [0]={[0] mlx5_0:1/IB, [1] mlx5_1:1/IB} [1]={[2] mlx5_2:1/IB, [3] mlx5_3:1/IB} [RO]"
+    assert found(read(pairs, *ends), "log-adapters").expected == "all fast adapters"
+    assert "mlx5_2:1/IB+mlx5_3:1/IB" in found(read(pairs, ends[0]), "log-adapters").expected
+    merged = "NET/IB : Made virtual device [2] name=mlx5_0+mlx5_1 speed=80000 ndevs=2"
+    log = read(devices.format(0, 1), merged, "Channel 00/0 : 0[0] -> 1[1] [send] via NET/IB/2")
+    assert found(log, "log-adapters").expected == "all fast adapters"
+
+
+def test_a_library_that_old_versions_miss_loudly_is_no_warning_of_its_own() -> None:
+    log = read(*SOCKET, more=("host-a:1:2 [0] misc/ibvwrap.cc:63 NCCL WARN Failed to open libibverbs.so[.1]\n",))
+    assert log.no_verbs
+    assert not log.warnings
+
+
 def test_warnings_of_nccl_come_with_a_remedy_where_one_is_known() -> None:
     warnings = (
         "host-a:1:2 [0] misc/ibvwrap.cc:262 NCCL WARN Call to ibv_reg_mr failed\n",
@@ -251,6 +399,8 @@ PIECES = st.sampled_from(
         " Bytes -> Algo 9 proto 9",
         "comm x rank 1 nranks ",
         "NCCL_NET set to ",
+        "CollNet 00/0 : 0 [send] via COLLNET/",
+        "NET/OFI Selected provider is ",
         "\n",
         "\x00",
         "via SHM",

@@ -93,10 +93,12 @@ def test_a_driver_that_tells_little(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_peers_that_reach_each_other_are_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert facts(monkeypatch, nvmlDeviceGetP2PStatus=lambda a, b, kind: 0).no_peer_access == ()
+    for status in (0, 6):  # fine, and unknown
+        assert facts(monkeypatch, nvmlDeviceGetP2PStatus=lambda a, b, kind, status=status: status).no_peer_access == ()
 
 
 def test_without_the_binding_or_the_driver_it_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "does not start: not supported" in (facts(monkeypatch, nvmlInit=refuse).missing or "")
+    assert "stopped answering" in (facts(monkeypatch, nvmlDeviceGetHandleByIndex=refuse).missing or "")
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert "pip install 'commopt[nvml]'" in (read_nvml().missing or "")

@@ -91,7 +91,7 @@ def _summary(findings: Sequence[Finding]) -> str:
         f"{count(Severity.OK)} fine",
         f"{unread} not read",
     ]
-    return ", ".join(parts) + ("" if exit_status(findings) else ": nothing here makes communication slow")
+    return ", ".join(parts) + ("" if exit_status(findings) else ": nothing that was read makes communication slow")
 
 
 def _print(lines: Sequence[tuple[str, str]], stream: TextIO) -> None:

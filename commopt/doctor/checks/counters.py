@@ -37,13 +37,17 @@ def counters(machine: Machine) -> list[Finding]:
         grown = value - machine.counters.get(path, value)
         if grown <= 0:
             continue
-        name = path.rsplit("/", 1)[1]
+        device, name = path.split("/")[3], path.rsplit("/", 1)[1]
         expected = "no growth: errors now, every one costs a retransmission"
-        remedy = "check cable and module (ibdiagnet, mlxlink)"
+        remedy = f"sudo mlxlink -d {device} -c; then cable, module, switch port"
         if name in TRAFFIC:
-            remedy = "check flow control: PFC and ECN on adapters and switches (mlnx_qos, cma_roce_tos)"
+            remedy = (
+                f"cma_roce_tos -d {device}; PFC and ECN must agree on adapters (mlnx_qos -i INTERFACE) and switches"
+            )
+        elif name in ETHERNET[:1] + ETHERNET[3:]:
+            remedy = f"sudo ethtool -m {device}; then cable, module, switch port"
         elif name in ("rx_missed_errors", "rx_fifo_errors"):
-            remedy = "sudo ethtool -G INTERFACE rx 8192 (more receive buffers)"
+            remedy = f"sudo ethtool -g {device}; sudo ethtool -G {device} rx 8192 (at most its maximum)"
         found.append(COUNTERS.error(f"/{path}", f"+{grown} while the doctor looked (now {value})", expected, remedy))
     if found:
         return found

@@ -11,6 +11,7 @@ from commopt.doctor.facts.network import (
     tcp_interfaces,
 )
 from commopt.doctor.facts.pattern import Pattern
+from commopt.doctor.facts.surroundings import virtual_machine
 from commopt.doctor.finding import Check, Finding
 
 CHOICE = Check("interface", "Network interface")
@@ -40,13 +41,14 @@ def choice(machine: Machine) -> list[Finding]:
         value = machine.variable(variable)
         if value is not None:
             found += _chosen(machine, variable, value, possible)
-        elif len(possible) > 1:
+        elif len(possible) > 1 and (machine.hardware.gpus or variable.startswith("GLOO")):
             best = max(possible, key=lambda interface: (interface.gbps or 0, interface.default_route))
             prefix = "=" if variable.startswith("NCCL") else ""
             expected = "set: the nodes may choose different networks, or a slow one"
             remedy = f"export {variable}={prefix}{best.name}"
             read = f"{variable}, /sys/class/net, /proc/net/route"
-            found.append(CHOICE.warning(read, f"unset, with {names} to choose from", expected, remedy, "medium"))
+            kind = CHOICE.warning if machine.hardware.gpus or machine.several_nodes else CHOICE.info
+            found.append(kind(read, f"unset, with {names} to choose from", expected, remedy, "medium"))
     if not possible:
         expected = "one with an address that other nodes can reach"
         found.append(CHOICE.info("/sys/class/net", "no such interface", expected, "ip address; ip route", "medium"))
@@ -94,7 +96,7 @@ def speed(machine: Machine) -> list[Finding]:
             found += _members(machine, interface, (machine.text(bond) or "").split())
         if interface.gbps is None:
             expected = "a speed: NCCL assumes 10 Gb/s without one"
-            remedy = "driver or hypervisor; else: python -m topology --write-xml topo.xml, correct speed= there, "
+            remedy = "python -m topology --write-xml topo.xml; correct speed= there; "
             remedy += "export NCCL_TOPO_FILE=$PWD/topo.xml"
             # Normal for virtio, and harmless where there is only one way anyway.
             found.append(SPEED.info(read, "not stated", expected, remedy, "low"))
@@ -136,8 +138,15 @@ def mtu(machine: Machine) -> list[Finding]:
     for interface in tcp_interfaces(machine):
         if interface.internal or (interface.gbps or 0) < FAST_GBPS or (interface.mtu or 9000) > 1500:
             continue
-        private = bool(interface.networks) and all(network.is_private for network in interface.networks)
         read = f"/sys/class/net/{interface.name}/mtu"
+        if virtual_machine(machine):  # a larger frame than the provider's network carries is lost
+            expected = "up to 9000, where the provider's network carries that"
+            remedy = (
+                "change the network first (Google: gcloud compute networks update NETWORK --mtu=8896), then the nodes"
+            )
+            found.append(MTU.info(read, str(interface.mtu), expected, remedy, "low"))
+            continue
+        private = bool(interface.networks) and all(network.is_private for network in interface.networks)
         expected = "9000 on a private network this fast, on every node and switch between them"
         remedy = f"sudo ip link set {interface.name} mtu 9000; then: ping -M do -s 8972 OTHER_NODE"
         kind = MTU.warning if private else MTU.info

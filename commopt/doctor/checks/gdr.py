@@ -6,7 +6,8 @@ import re
 
 from commopt.doctor.facts.machine import Machine, version_text
 from commopt.doctor.facts.nearness import nearest_ports
-from commopt.doctor.facts.network import active_ports
+from commopt.doctor.facts.network import active_ports, before
+from commopt.doctor.facts.surroundings import container
 from commopt.doctor.finding import Check, Finding
 from topology.live.sysfs_nics import GDR_FILES
 from topology.model import Distance
@@ -16,13 +17,14 @@ DMABUF = Check("gdr-dmabuf", "GPUDirect RDMA through DMA-BUF")
 LEVEL = Check("gdr-level", "GPUDirect RDMA distance limit")
 
 LOAD = "sudo modprobe nvidia-peermem && echo nvidia-peermem | sudo tee /etc/modules-load.d/nvidia-peermem.conf"
+PEERMEM = GDR_FILES[0]
 # NCCL's words, and the numbers that old versions took.
 LEVELS = {"0": "LOC", "1": "PIX", "2": "PXB", "3": "PHB", "4": "SYS", "5": "SYS"}
 
 
 def needed(machine: Machine) -> bool:
     """Whether there are GPUs and RDMA ports, so that data could go from one to the other directly."""
-    return bool(machine.hardware.gpus) and bool(active_ports(machine))
+    return bool(machine.hardware.gpus) and any(not port.elastic for port in active_ports(machine))
 
 
 def module(machine: Machine) -> list[Finding]:
@@ -31,9 +33,13 @@ def module(machine: Machine) -> list[Finding]:
     if not needed(machine):
         return [MODULE.ok(where, "not needed", "GPUs and an active RDMA port, which this machine does not have")]
     loaded = [path for path in GDR_FILES if machine.exists(path)]
+    lacking = lacking_for_dmabuf(machine)
+    if loaded == [PEERMEM] and before(machine.software.nccl, (2, 23)) and lacking:
+        value = f"NCCL {version_text(machine.software.nccl)} does not look at /{PEERMEM}; DMA-BUF lacks {lacking[0]}"
+        expected = f"/{GDR_FILES[1]}, or NCCL 2.23: data is copied through CPU memory, although the module is loaded"
+        return [MODULE.warning(where, value, expected, "pip install --upgrade torch (NCCL 2.23 or newer)", "medium")]
     if loaded:
         return [MODULE.ok(f"/{loaded[0]}", machine.text(loaded[0]) or "loaded", "loaded")]
-    lacking = lacking_for_dmabuf(machine)
     if not lacking:
         return [MODULE.ok(where, "absent", "not needed: DMA-BUF takes its place")]
     expected = (
@@ -41,7 +47,7 @@ def module(machine: Machine) -> list[Finding]:
     )
     value = f"absent, and DMA-BUF lacks {' and '.join(lacking)}"
     # In a container the host's modules show as well; they are loaded on the host.
-    return [MODULE.error(where, value, expected, LOAD)]
+    return [MODULE.error(where, value, expected, LOAD + ("  # on the host" if container(machine) else ""))]
 
 
 def dmabuf(machine: Machine) -> list[Finding]:

@@ -80,7 +80,9 @@ def peers(machine: Machine) -> list[Finding]:
         remedy = "nvidia-smi topo -p2p r; check ACS and IOMMU; with NVSwitch: sudo systemctl start nvidia-fabricmanager"
         found.append(PEERS.warning("NVML: peer access", shown, expected, remedy, "medium"))
     up = {gpu.index: gpu.nvlinks_up for gpu in machine.nvml.gpus if gpu.nvlinks_up is not None}
-    fewer = [index for index, count in up.items() if count < max(up.values())]
+    # A GPU beside a bridged pair has none by design.
+    least = 0 if any(device.kind == "nvswitch" for device in machine.hardware.pci) else 1
+    fewer = [index for index, count in up.items() if least <= count < max(up.values())]
     if fewer:
         shown = ", ".join(f"GPU{index}: {up[index]} NVLinks" for index in fewer)
         expected = f"{max(up.values())} like the other GPUs"
@@ -122,7 +124,11 @@ def tenants(machine: Machine) -> list[Finding]:
     if machine.variable("CUDA_MPS_PIPE_DIRECTORY") or machine.exists("tmp/nvidia-mps/control"):
         value = machine.variable("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps"
         expected = "no MPS, unless several processes share a GPU on purpose"
-        found.append(TENANTS.info("CUDA_MPS_PIPE_DIRECTORY", value, expected, "echo quit | nvidia-cuda-mps-control"))
+        found.append(
+            TENANTS.info(
+                "CUDA_MPS_PIPE_DIRECTORY", value, expected, "echo quit | nvidia-cuda-mps-control (ends its clients)"
+            )
+        )
     if not machine.hardware.gpus and not machine.nvml.gpus:
         return found or [TENANTS.ok("NVML", NO_GPU, "nothing to check")]
     if machine.nvml.missing is not None:
@@ -130,7 +136,7 @@ def tenants(machine: Machine) -> list[Finding]:
     sliced = [f"GPU{gpu.index}" for gpu in machine.nvml.gpus if gpu.mig]
     if sliced:
         expected = "off: MIG slices have no peer access, NCCL takes one slice of a GPU only"
-        remedy = "sudo nvidia-smi -mig 0"
+        remedy = "nvidia-smi mig -lgi; sudo nvidia-smi -mig 0 (ends all slices)"
         found.append(TENANTS.info("NVML: MIG mode", f"on for {', '.join(sliced)}", expected, remedy))
     busy = [f"GPU{gpu.index}: {gpu.tenants}" for gpu in machine.nvml.gpus if gpu.tenants]
     if busy:

@@ -30,8 +30,9 @@ def port(machine: Machine) -> list[Finding]:
             if one.link_layer == "InfiniBand" and (one.state or "").startswith("2"):
                 remedy = "sudo sminfo (is a subnet manager running?)"
             state = f"{one.state or 'state unreadable'}, {one.phys_state or 'physical state unreadable'}"
-            # A port nobody cabled is common; none at all is not.
-            kind = PORT.warning if active else PORT.error
+            # A port nobody cabled is common, a second one even usual; none at all is not.
+            spare = one.device in {other.device for other in active} or not _selected(machine, one)
+            kind = PORT.error if not active else PORT.info if spare else PORT.warning
             found.append(kind(f"/{one.path}/state", state, expected, remedy, "medium" if active else "high"))
         elif one.gbps is None:
             found.append(PORT.unread(f"/{one.path}/rate", machine.why_not(f"{one.path}/rate"), f"ibstat {one.device}"))

@@ -14,6 +14,7 @@ STACK = Check("stack", "Stack size")
 NUMA = Check("numa-container", "NUMA calls in a container")
 
 MIB = 1 << 20
+MEMLOCK_COMFORT = 4096 * MIB
 SHM_PER_RANK = 32 * MIB
 SHM_COMFORT = 1024 * MIB
 
@@ -34,6 +35,8 @@ def memlock(machine: Machine) -> list[Finding]:
     remedy = (
         "printf '* soft memlock unlimited\\n* hard memlock unlimited\\n' | sudo tee /etc/security/limits.d/rdma.conf"
     )
+    if value >= MEMLOCK_COMFORT:  # newer systems allow a part of the memory; NCCL pins some hundred MiB
+        return [MEMLOCK.info(read, shown, "unlimited, as a rule for RDMA; this much is enough for NCCL", remedy, "low")]
     if container(machine):
         remedy = "docker run --ulimit memlock=-1 ... (Kubernetes: add the capability IPC_LOCK)"
     return [MEMLOCK.error(read, shown, "unlimited: ibv_reg_mr fails otherwise", remedy)]
@@ -51,6 +54,8 @@ def shm(machine: Machine) -> list[Finding]:
     remedy = "sudo mount -o remount,size=8G /dev/shm"
     if container(machine):
         remedy = "docker run --shm-size=8g ... (or --ipc=host; Kubernetes: an emptyDir of medium Memory on /dev/shm)"
+    if size < SHM_COMFORT and not machine.hardware.gpus:
+        return [SHM.info(read, shown, expected, remedy, "low")]
     if size < needed:
         return [SHM.error(read, shown, expected, remedy)]
     if size < SHM_COMFORT:

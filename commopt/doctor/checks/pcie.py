@@ -46,8 +46,8 @@ def acs(machine: Machine) -> list[Finding]:
 
 
 def _of_interest(machine: Machine) -> list[str]:
-    """Bus ids of GPUs, and of adapters with RDMA."""
-    rdma = {nic.busid for nic in machine.hardware.nics if not nic.virtual}
+    """Bus ids of GPUs, and of adapters with RDMA: what exchanges data without the CPU."""
+    rdma = {nic.busid for nic in machine.hardware.nics if not nic.virtual and nic.port is not None}
     gpus = [gpu.busid for gpu in machine.hardware.gpus if gpu.busid is not None]
     return gpus + [busid for busid in sorted(busid for busid in rdma if busid) if gpus]
 
@@ -68,8 +68,8 @@ def iommu(machine: Machine) -> list[Finding]:
     """An IOMMU that translates sends direct transfers through the CPU; one that passes through does not."""
     read = "/sys/kernel/iommu_groups/*/type, /proc/cmdline"
     gpus = {gpu.busid for gpu in machine.hardware.gpus}
-    if not gpus:
-        return [IOMMU.ok(read, "not needed", "GPUs, which this machine does not have")]
+    if len(_of_interest(machine)) < 2:
+        return [IOMMU.ok(read, "not needed", "two devices that exchange data directly")]
     if virtual_machine(machine):
         return [IOMMU.ok(read, "virtual machine", "up to the provider")]
     if not machine.listing("sys/class/iommu"):
@@ -89,7 +89,8 @@ def iommu(machine: Machine) -> list[Finding]:
         return [IOMMU.ok(read, "identity", "off, or passing through")]
     value = f"on, type {kinds[translated[0]]} for {', '.join(translated)}"
     expected = "identity on bare metal: direct transfers between GPUs and adapters go through the CPU, or fail"
-    remedy = "add iommu=pt to GRUB_CMDLINE_LINUX in /etc/default/grub; sudo update-grub; reboot"
+    remedy = """sudo sed -i 's/^GRUB_CMDLINE_LINUX="/&iommu=pt /' /etc/default/grub && sudo update-grub"""
+    remedy += " (Red Hat: sudo grubby --update-kernel=ALL --args=iommu=pt); then reboot"
     return [IOMMU.warning(read, value, expected, remedy)]
 
 
@@ -99,7 +100,9 @@ def links(machine: Machine) -> list[Finding]:
     devices = [device for device in machine.hardware.pci if device.kind in ("gpu", "nic")]
     if not devices:
         return [LINKS.ok(read, "no GPU or network adapter on PCIe", "nothing to check")]
-    found, unknown = [], []
+    found, unknown, idle = [], [], []
+    # A single GPU exchanges data with nothing but the CPU; laptops have half the lanes by design.
+    narrow = LINKS.warning if len(_of_interest(machine)) > 1 else LINKS.info
     for device in devices:
         now, best = device.link, device.link_max
         if now.width is None or best.width is None or now.gts is None or best.gts is None:
@@ -107,15 +110,20 @@ def links(machine: Machine) -> list[Finding]:
         elif now.width < best.width:
             expected = f"{_link(best)}: bandwidth is {_share(now, best)} of that"
             remedy = f"reseat the card, or move it to a wider slot; sudo lspci -vv -s {device.busid} | grep LnkSta"
-            found.append(LINKS.warning(_place(device), f"{_link(now)} ({device.kind})", expected, remedy))
+            kind = LINKS.warning if device.kind == "nic" else narrow
+            found.append(kind(_place(device), f"{_link(now)} ({device.kind})", expected, remedy))
         elif now.gts < best.gts and device.kind == "nic":
+            if (now.gbps or 0) >= (_carried_gbps(machine, device) or float("inf")):
+                continue  # an older slot, still faster than the network
             expected = f"{_link(best)}: bandwidth is {_share(now, best)} of that"
             remedy = f"BIOS: PCIe generation of the slot; sudo lspci -vv -s {device.busid} | grep LnkSta"
             found.append(LINKS.warning(_place(device), _link(now), expected, remedy, "medium"))
         elif now.gts < best.gts:
-            expected = f"{_link(best)} under load; GPUs slow their link down when idle"
-            remedy = "look again while the GPU works: nvidia-smi -q -d PCIE"
-            found.append(LINKS.info(_place(device), _link(now), expected, remedy, "low"))
+            idle.append(f"{device.busid} {_link(now)} of {_link(best)}")
+    if idle:
+        expected = "full speed under load; GPUs slow their link down when idle"
+        remedy = "nvidia-smi -q -d PCIE, while the GPUs work"
+        found.append(LINKS.info(read, ", ".join(idle), expected, remedy, "low"))
     if unknown:
         shown = f"not stated for {', '.join(unknown)} (normal in virtual machines)"
         found.append(LINKS.unread(read, shown, "sudo lspci -vv | grep LnkSta"))
@@ -124,6 +132,12 @@ def links(machine: Machine) -> list[Finding]:
 
 def _place(device: PciDevice) -> str:
     return f"/sys/bus/pci/devices/{device.busid}/current_link_*"
+
+
+def _carried_gbps(machine: Machine, device: PciDevice) -> float | None:
+    """Return what the ports of an adapter can send together; None where one does not say."""
+    speeds = [nic.speed_gbps for nic in machine.hardware.nics if nic.busid == device.busid and not nic.virtual]
+    return sum(speed or 0 for speed in speeds) if speeds and None not in speeds else None
 
 
 def _link(link: PciLink) -> str:
@@ -145,7 +159,8 @@ def gpu_nic(machine: Machine) -> list[Finding]:
     found = []
     if far:
         expected = "an adapter on the GPU's own processor"
-        remedy = "move an adapter; or let one rank near it send (PXN): export NCCL_CROSS_NIC=0; unset NCCL_PXN_DISABLE"
+        remedy = "python -m topology; unset NCCL_PXN_DISABLE (GPUs near an adapter then send for others); "
+        remedy += "or move an adapter"
         found.append(AFFINITY.warning(read, f"SYS for {', '.join(far)}", expected, remedy, "medium"))
     if unknown:
         found.append(AFFINITY.unread(read, f"no path known for {', '.join(unknown)}", "nvidia-smi topo -m"))

@@ -23,7 +23,7 @@ def transport(machine: Machine) -> list[Finding]:
         return found or [TRANSPORT.ok(read, "no RDMA device", "TCP is all there is")]
     active = active_ports(machine)
     if active:
-        found += _switched_off(machine)
+        found += _switched_off(machine) if any(not port.elastic for port in active) else _plugin(machine)
         if not machine.listing("dev/infiniband"):
             expected = "the device files: without them NCCL silently falls back to TCP"
             remedy = "docker run --device=/dev/infiniband ... (on the host: sudo modprobe ib_uverbs)"
@@ -48,6 +48,20 @@ def _switched_off(machine: Machine) -> list[Finding]:
         expected = "unset: RDMA devices are there and TCP is several times slower"
         found.append(TRANSPORT.error("NCCL_NET", "Socket", expected, "unset NCCL_NET"))
     return found
+
+
+def _plugin(machine: Machine) -> list[Finding]:
+    """NCCL itself cannot use Amazon's adapters."""
+    named = (machine.variable("LD_LIBRARY_PATH") or "").split(":")
+    folders = [folder.strip("/") for folder in (*named, *LIBRARIES, "opt/amazon/ofi-nccl/lib", "opt/aws-ofi-nccl/lib")]
+    folders += [f"opt/amazon/ofi-nccl/lib/{arch}-linux-gnu" for arch in ("x86_64", "aarch64")]
+    if machine.variable("NCCL_NET_PLUGIN") or any(
+        name.startswith("libnccl-net") for folder in folders if folder for name in machine.listing(folder)
+    ):
+        return []
+    expected = "installed: without the plugin of EFA NCCL falls back to TCP"
+    remedy = "install aws-ofi-nccl; export LD_LIBRARY_PATH=/opt/amazon/ofi-nccl/lib:$LD_LIBRARY_PATH"
+    return [TRANSPORT.warning("libnccl-net*.so", "not found", expected, remedy, "medium")]
 
 
 def _has_verbs(machine: Machine, folder: str) -> bool:

@@ -13,8 +13,13 @@ from commopt.doctor.facts.machine import Machine, Version
 from commopt.doctor.facts.pattern import Pattern
 
 # Made by software on the host side: they lead to containers and virtual machines, not to other nodes.
-INTERNAL = ("lo", "docker", "virbr", "br-", "veth", "cni", "cali", "flannel", "lxc", "podman", "dummy", "ifb", "tunl")
-VENDORS = {0x1D0F: "AWS", 0x1AE0: "Google"}
+INTERNAL = (
+    *("lo", "docker", "virbr", "br-", "veth", "cni", "cali", "flannel", "lxc", "podman", "dummy", "ifb", "tunl"),
+    *("vnet", "tap", "vmnet", "vboxnet", "lxdbr", "cilium", "kube-", "nodelocaldns", "nerdctl", "vxlan", "genev"),
+    *("ovs-", "antrea", "weave", "eni", "azv", "gke"),
+)
+AMAZON = 0x1D0F
+VENDORS = {AMAZON: "AWS", 0x1AE0: "Google"}
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,12 @@ class Port:
     """ "5: LinkUp"."""
     gbps: float | None
     link_layer: Literal["InfiniBand", "Ethernet"] | None
+    vendor: int | None = None
+
+    @property
+    def elastic(self) -> bool:
+        """Whether it is Amazon's EFA: only a plugin reaches it, and its own driver does GPUDirect RDMA."""
+        return self.vendor == AMAZON
 
     @property
     def name(self) -> str:
@@ -139,6 +150,7 @@ def ports(machine: Machine) -> list[Port]:
                     machine.text(f"{folder}/phys_state"),
                     float(rate[0]) if rate else None,
                     "InfiniBand" if layer == "InfiniBand" else "Ethernet" if layer == "Ethernet" else None,
+                    machine.number(f"sys/class/infiniband/{device}/device/vendor"),
                 )
             )
     return found

@@ -23,6 +23,8 @@ P2P_STATES = {
     4: "disabled by a driver key",
     5: "not supported",
 }
+P2P_UNTOLD = (0, 6)
+"""Fine, and unknown."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,8 @@ def read_nvml() -> NvmlFacts:
         return NvmlFacts(missing=f"NVML does not start: {error}")
     try:
         return _ask(pynvml)
+    except pynvml.NVMLError as error:  # a GPU that fell off the bus, or that this user may not open
+        return NvmlFacts(missing=f"NVML stopped answering: {error}")
     finally:
         pynvml.nvmlShutdown()
 
@@ -117,6 +121,6 @@ def _pairs_apart(nvml: Any, ask: Callable[[Callable[[], Any]], Any], handles: li
     apart = []
     for a, b in permutations(range(len(handles)), 2):
         state = ask(partial(nvml.nvmlDeviceGetP2PStatus, handles[a], handles[b], P2P_READ))
-        if state:
+        if state is not None and state not in P2P_UNTOLD:
             apart.append((a, b, P2P_STATES.get(int(state), f"state {state}")))
     return apart

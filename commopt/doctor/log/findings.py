@@ -5,7 +5,7 @@ from __future__ import annotations
 from commopt.doctor.checks.gdr import LOAD
 from commopt.doctor.facts.machine import version_text
 from commopt.doctor.finding import Check, Finding, in_order
-from commopt.doctor.log.reader import HOW, Log
+from commopt.doctor.log.reader import HOW, TCP, Log
 
 VERSION = Check("log-version", "NCCL")
 FAILED = Check("log-warnings", "Warnings of NCCL")
@@ -22,6 +22,14 @@ KNOWN_WARNINGS = (
     ("ibv_reg_mr", "ulimit -l unlimited (limits.conf; docker run --ulimit memlock=-1)"),
     ("ibv_create_qp", "ulimit -l unlimited; ibstat"),
     ("ibv_modify_qp", "NCCL_IB_GID_INDEX and NCCL_IB_HCA: unset, or the same network on both ends; ibstat"),
+    ("ibv_open_device", "docker run --device=/dev/infiniband ...; ibv_devinfo"),
+    ("async event", "ibstat: a port went down or up while the job ran; check cable and switch"),
+    ("merge incompatible", "export NCCL_IB_HCA to the adapters of one kind of network"),
+    ("optimal provider", "fi_info -p efa, in the container (--device=/dev/infiniband); LD_LIBRARY_PATH of libfabric"),
+    ("system not yet initialized", "sudo systemctl enable --now nvidia-fabricmanager"),
+    ("out of memory", "nvidia-smi: another process on the GPU, or two ranks on one"),
+    ("timed out", "look for the first error of all ranks; a firewall, or NCCL_SOCKET_IFNAME on another network"),
+    ("No route to host", "export NCCL_SOCKET_IFNAME to the network that the nodes share; a firewall in between"),
     ("Got completion", "cable, switch or flow control: python -m commopt doctor on both nodes, during the job"),
     ("shared memory", "docker run --shm-size=8g ... (or --ipc=host)"),
     ("No space left", "docker run --shm-size=8g ... (or --ipc=host)"),
@@ -32,9 +40,17 @@ KNOWN_WARNINGS = (
         "the peer's process is gone, or a firewall is between: look for the first error of all ranks",
     ),
     ("Connection closed", "the peer's process is gone: look for the first error of all ranks"),
+    ("Connection reset", "the peer's process is gone: look for the first error of all ranks"),
+    ("connection abort", "the peer is gone, or: export NCCL_SOCKET_IFNAME to the network that the nodes share"),
     ("Mismatched NCCL version", "install the same torch on every node"),
     ("libnccl-net", "LD_LIBRARY_PATH of the provider's plugin, or: unset NCCL_NET_PLUGIN"),
 )
+# Of a plugin of Google, in runs that are well.
+HARMLESS = ("Cannot get incoming CPU", "Maximum retry reached")
+
+
+# Plugins for InfiniBand and RoCE: NCCL's own, NVIDIA's under its names, Google's.
+INFINIBAND = ("IB", "NCCL RDMA", "gIB", "SHARP", "UCX")
 
 
 def examine(log: Log) -> list[Finding]:
@@ -57,7 +73,7 @@ def _version(log: Log) -> list[Finding]:
     if log.version is None:
         return [VERSION.unread(log.source, "no line with NCCL's version", HOW)]
     shown = f"{version_text(log.version)}, {log.ranks or 'unknown number of'} ranks"
-    shown += f" on {log.nodes} node(s)" if log.nodes else ""
+    shown += f" on {log.machines} node(s)" if log.machines else ""
     return [VERSION.info(log.source, shown, "for reference")]
 
 
@@ -66,7 +82,9 @@ def _failed(log: Log) -> list[Finding]:
     for text, count in log.warnings.most_common(8):
         remedy = next((what for part, what in KNOWN_WARNINGS if part.lower() in text.lower()), None)
         shown = text[:160] + (f" ({count} times)" if count > 1 else "")
-        if remedy is not None:
+        if any(part in text for part in HARMLESS):
+            found.append(FAILED.info(log.source, shown, "no warning, but this one does no harm", confidence="medium"))
+        elif remedy is not None:
             found.append(FAILED.error(log.source, shown, "no warning", remedy, "medium"))
         else:
             found.append(FAILED.warning(log.source, shown, "no warning", "read the lines before it", "low"))
@@ -75,19 +93,34 @@ def _failed(log: Log) -> list[Finding]:
 
 def _network(log: Log) -> list[Finding]:
     used = log.network_channels
-    sockets = sum(count for name, count in used.items() if name.startswith("NET/Socket"))
     names = ", ".join(f"{name} {count} times" for name, count in sorted(used.items()))
     if not used:
-        if log.nodes == 1 or (log.channels and log.nodes is None):
-            return [NETWORK.ok(log.source, "no connection over a network", "one node")]
-        network = ", ".join(log.networks)
-        if network == "Socket" and _why_sockets(log) is not None:
-            return [_sockets(log, "Using network Socket")]
-        why = "no line `Channel ... via`: " + (f"only `Using network {network}`" if network else "not in this log")
-        return [NETWORK.unread(log.source, why, HOW)]
-    if sockets:
+        return [_no_network(log)]
+    if log.nodes == 1:
+        expected = "P2P or shared memory: one node needs no network"
+        remedy = "unset NCCL_P2P_DISABLE NCCL_SHM_DISABLE; ranks in different containers: --ipc=host on all"
+        return [NETWORK.warning(log.source, f"{names}, inside one node", expected, remedy, "medium")]
+    if any(name.endswith("NET/Socket") for name in used):
         return [_sockets(log, names)]
+    if log.provider in ("tcp", "sockets", "udp", "net"):
+        expected = "efa: libfabric goes over TCP although its plugin is there"
+        remedy = "fi_info -p efa; export FI_PROVIDER=efa; container: --device=/dev/infiniband"
+        return [NETWORK.error(log.source, f"{names}; provider {log.provider}", expected, remedy)]
+    if all(name.split("/")[1] in TCP for name in used):
+        return [NETWORK.info(log.source, names, "TCP, as fast as the provider's plugin makes it")]
     return [NETWORK.info(log.source, names, "the fast network")]
+
+
+def _no_network(log: Log) -> Finding:
+    if "P2P/MNNVL" in {name.removesuffix("/CE").removesuffix("/read") for name in log.channels}:
+        return NETWORK.ok(log.source, "NVLink between the nodes (MNNVL)", "the fast network")
+    if log.machines == 1 or (log.channels and log.machines is None):
+        return NETWORK.ok(log.source, "no connection over a network", "one node")
+    network = ", ".join(log.networks)
+    if network == "Socket" and _why_sockets(log) is not None:
+        return _sockets(log, "Using network Socket")
+    why = "no line `Channel ... via NET`: " + (f"only `Using network {network}`" if network else "not in this log")
+    return NETWORK.unread(log.source, why, HOW)
 
 
 def _sockets(log: Log, names: str) -> Finding:
@@ -97,8 +130,12 @@ def _sockets(log: Log, names: str) -> Finding:
     because = _why_sockets(log)
     if because is None:
         remedy = "no RDMA adapter? then: NCCL_SOCKET_NTHREADS=4 NCCL_NSOCKS_PERTHREAD=4, and compress between nodes"
+        if (log.sockets or 1) > 1:
+            names, remedy = f"{names}, {log.sockets} sockets each", "no RDMA adapter? then: compress between nodes"
         return NETWORK.warning(log.source, names, cost, remedy, "medium")
     why, remedy = because
+    if log.no_verbs and "libibverbs" in why:  # normal where there is no adapter, which the log does not tell
+        return NETWORK.warning(log.source, f"{names}; {why}", cost, remedy, "medium")
     return NETWORK.error(log.source, f"{names}; {why}", cost, remedy)
 
 
@@ -109,7 +146,10 @@ def _why_sockets(log: Log) -> tuple[str, str] | None:
     if log.environment.get("NCCL_NET", "").lower() == "socket":
         return "NCCL_NET is Socket", "unset NCCL_NET"
     if log.no_verbs:
-        return "libibverbs is not installed", "apt-get install libibverbs1 ibverbs-providers, in the container"
+        return (
+            "libibverbs is not installed",
+            "apt-get install libibverbs1 ibverbs-providers, where ls /sys/class/infiniband lists adapters",
+        )
     if log.no_ib_device and "NCCL_IB_HCA" in log.environment:
         return f"NCCL_IB_HCA={log.environment['NCCL_IB_HCA']} fits no adapter", "unset NCCL_IB_HCA; ibstat"
     if log.devices.get("IB"):
@@ -118,33 +158,59 @@ def _why_sockets(log: Log) -> tuple[str, str] | None:
 
 
 def _gdr(log: Log) -> list[Finding]:
-    direct = sum(count for name, count in log.network_channels.items() if name.endswith("/GDRDMA"))
-    rdma = sum(count for name, count in log.network_channels.items() if not name.startswith("NET/Socket"))
+    rdma = sum(log.ends.values())
+    direct = sum(count for (_, is_direct), count in log.ends.items() if is_direct)
     if not rdma:
-        return []
+        return _gdr_foretold(log)
     if direct == rdma:
         return [GDR.ok(log.source, f"all {rdma} times", "on all")]
     reasons = [text for text, _ in log.no_gdr.most_common(3)]
     value = f"{direct} of {rdma} times" + (f"; disabled for {'; '.join(reasons)}" if reasons else "")
     expected = "on all: every message is copied through CPU memory otherwise, which can halve the bandwidth"
-    remedy = LOAD
-    if any("distance" in reason for reason in reasons):
-        remedy = "a nearer adapter (NCCL_IB_HCA), or try: export NCCL_NET_GDR_LEVEL=PHB (or SYS)"
-    elif not any("no module" in reason for reason in reasons):
-        remedy += "; then: python -m commopt doctor (ACS, NCCL_NET_GDR_LEVEL)"
+    if direct and not log.ends["send", True] and not log.ends["receive", False]:
+        shown = f"{value}: on receiving only"
+        usual = "on sending too; NCCL does not read GPU memory directly by default where GPUs have no NVLink"
+        return [GDR.info(log.source, shown, usual, "try: export NCCL_NET_GDR_READ=1", "medium")]
+    plugins = {name.split("/")[1] for name in log.network_channels} - {*TCP}
+    if not any(name.startswith(INFINIBAND) for name in plugins):
+        remedy = "the plugin's own lines in the log: does this kind of machine have it?"
+        if any("Libfabric" in name for name in plugins) and log.provider in (None, "efa"):
+            remedy = "on AWS P4d, P5 and later: export FI_EFA_USE_DEVICE_RDMA=1; other types have no GPUDirect RDMA"
+        return [GDR.warning(log.source, value, expected, remedy, "medium")]
     kind = GDR.warning if direct else GDR.error
-    return [kind(log.source, value, expected, remedy)]
+    return [kind(log.source, value, expected, _mend_gdr(log, reasons))]
+
+
+def _gdr_foretold(log: Log) -> list[Finding]:
+    """Before the first connection: adapters without it are named; pairs that are too far apart need not be used."""
+    without = [text for text in log.no_gdr if "distance" not in text]
+    if not without or log.machines == 1:
+        return []
+    value = f"disabled for {'; '.join(without[:3])}"
+    expected = "enabled: messages between nodes are copied through CPU memory otherwise"
+    return [GDR.warning(log.source, value, expected, _mend_gdr(log, without), "medium")]
+
+
+def _mend_gdr(log: Log, reasons: list[str]) -> str:
+    for name in ("NCCL_NET_GDR_LEVEL", "NCCL_IB_GDR_LEVEL"):
+        if log.environment.get(name, "").upper() in ("LOC", "0"):
+            return f"unset {name}"
+    if any("distance" in reason for reason in reasons):
+        return "a nearer adapter (NCCL_IB_HCA), or try: export NCCL_NET_GDR_LEVEL=PHB (or SYS)"
+    if any("no module" in reason for reason in reasons):
+        return LOAD
+    return f"{LOAD}; then: python -m commopt doctor (ACS, NCCL_NET_GDR_LEVEL)"
 
 
 def _inside(log: Log) -> list[Finding]:
-    inside = {name: count for name, count in log.channels.items() if not name.startswith("NET/")}
+    inside = {name: count for name, count in log.channels.items() if name not in log.network_channels}
     shown = ", ".join(f"{name} {count} times" for name, count in sorted(inside.items()))
     shared = sum(count for name, count in inside.items() if name.startswith("SHM"))
     if not inside:
         return []
-    for name in ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL"):
-        value = log.environment.get(name, "0")
-        if shared and value != "0":
+    for name, off in (("NCCL_P2P_DISABLE", ("1",)), ("NCCL_P2P_LEVEL", ("LOC", "0"))):
+        value = log.environment.get(name, "")
+        if shared and value.upper() in off:
             return [INSIDE.error(log.source, f"{shown}; {name}={value}", "peer access between GPUs", f"unset {name}")]
     if shared:
         expected = "P2P: through shared memory every byte is written and read once more by way of the CPU"
@@ -159,30 +225,49 @@ def _inside(log: Log) -> list[Finding]:
 
 def _adapters(log: Log) -> list[Finding]:
     listed = {name: devices for name, devices in log.devices.items() if devices}
-    if not listed and not log.adapters:
+    if not listed and not log.adapters and log.provider is None:
         return []
     shown = "; ".join(f"{name}: {', '.join(devices)}" for name, devices in listed.items()) or "not listed"
     if log.adapters:
         shown += "; used: " + ", ".join(f"{name} x{count}" for name, count in sorted(log.adapters.items()))
+    shown += f"; libfabric over {log.provider}" if log.provider else ""
+    shown += f", {log.provider_nics} adapters" if log.provider_nics else ""
     idle = [
-        f"{devices[place]}"
-        for plugin, devices in listed.items()
-        for place in range(len(devices))
-        if log.adapters
-        and any(name.startswith(f"{plugin} ") for name in log.adapters)
+        "/".join(names)
+        for plugin, places in log.places.items()
+        for place, names in places.items()
+        if any(name.startswith(f"{plugin} ") for name in log.adapters)
         and f"{plugin} {place}" not in log.adapters
+        and not log.merged
     ]
+    kinds = {
+        name.split("/")[1].split("+")[0]
+        for plugin, places in log.places.items()
+        for place, names in places.items()
+        for name in names
+        if f"{plugin} {place}" in log.adapters and "/" in name
+    }
+    if len(kinds) > 1:
+        expected = "one kind of network: NCCL cannot connect InfiniBand with Ethernet"
+        remedy = "export NCCL_IB_HCA to the adapters of one kind: ibstat | grep -e CA -e layer"
+        return [ADAPTERS.warning(log.source, shown, expected, remedy, "medium")]
     bootstrap = ", ".join(log.bootstrap)
     shown += f"; first contact over {bootstrap}" if bootstrap else ""
     if idle:
         expected = f"all of them; no connection uses {', '.join(idle)}"
-        remedy = "normal with few ranks; otherwise export NCCL_IB_HCA to the wanted list, or NCCL_CROSS_NIC=1"
+        choice = "NCCL_SOCKET_IFNAME" if set(listed) <= {*TCP} else "NCCL_IB_HCA"
+        remedy = f"normal with few ranks; otherwise export {choice} to the wanted list, or NCCL_CROSS_NIC=1"
         return [ADAPTERS.info(log.source, shown, expected, remedy, "low")]
     return [ADAPTERS.info(log.source, shown, "all fast adapters")]
 
 
 def _plan(log: Log) -> list[Finding]:
     found = []
+    if log.nvls == 0 and log.environment.get("NCCL_NVLS_ENABLE") == "0":
+        expected = "unset: NVSwitch adds in the network, without it traffic doubles"
+        found.append(PLAN.warning(log.source, "NCCL_NVLS_ENABLE=0", expected, "unset NCCL_NVLS_ENABLE", "medium"))
+    elif log.nvls:
+        found.append(PLAN.info(log.source, f"NVLS: {log.nvls} channels", "NVSwitch adds in the network"))
     for plan in log.patterns:
         if plan.name != "ring":
             continue
@@ -215,7 +300,9 @@ def _choices(log: Log) -> list[Finding]:
 
 def _environment(log: Log) -> list[Finding]:
     forced = [
-        name for name in ("NCCL_ALGO", "NCCL_PROTO", "NCCL_BUFFSIZE", "NCCL_MAX_NCHANNELS") if name in log.environment
+        name
+        for name in ("NCCL_ALGO", "NCCL_PROTO", "NCCL_BUFFSIZE", "NCCL_MAX_NCHANNELS")
+        if name in log.environment and name not in log.by_plugin
     ]
     shown = ", ".join(f"{name}={value}" for name, value in sorted(log.environment.items()))
     if forced:

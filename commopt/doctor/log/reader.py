@@ -16,6 +16,8 @@ LONGEST = 4000  # characters of a line that are looked at: rings of large jobs a
 MOST = 200  # different lines of one kind that are kept
 
 ALGORITHMS = ("Tree", "Ring", "CollNetDirect", "CollNetChain", "NVLS", "NVLSTree", "PAT")
+TCP = ("Socket", "FastSocket")
+"""Plugins that send through the kernel; all others do RDMA, or what a provider has in its place."""
 PROTOCOLS = ("LL", "LL128", "Simple")
 PATTERNS = {"1": "balanced tree", "2": "split tree", "3": "tree", "4": "ring", "5": "NVLS", "6": "CollNet"}
 
@@ -23,18 +25,30 @@ _VERSION = re.compile(r"NCCL version (\d+)\.(\d+)\.(\d+)")
 _COMM = re.compile(r"comm \S+ rank (\d+) n[rR]anks (\d+)")
 _NODES = re.compile(r"nNodes (\d+)")
 _USING = re.compile(r"NET/(\S+?) ?: Using (.*)")
-_DEVICE = re.compile(r"\[\d+\] ?([\w.\-]+:\d+/\w+|[\w.\-]+)")
-_NETWORK = re.compile(r"Using network (\S+(?: \S+)?)")
+_DEVICE = re.compile(r"\[(\d+)\](?:=\{([^}]*)\}| ?([\w.\-]+:\d+/\w+|[\w.\-]+))")
+_MERGED = re.compile(r"Made virtual device \[\d+\] name=\S+\+")
+_NETWORK = re.compile(r"Using network ([\w.\-]+(?: [\w.\-]+)*)")
+_PROVIDER = re.compile(r"NET/OFI Selected [Pp]rovider is ([\w;\-]+)(?:.*\(found (\d+) nics\))?")
+_THREADS = re.compile(r"NET/Socket ?: Using (\d+) threads and (\d+) sockets per thread")
 _BOOTSTRAP = re.compile(r"Bootstrap ?: Using (?:\[\d+\])?([\w.\-]+):")
 _CHANNEL = re.compile(
-    r"(?:Channel|Ring) \d+(?:/\d+)? : \d+(?:\[\w+\])? -> \d+(?:\[\w+\])? (?:\[(?:send|receive)\] )?via (.+)"
+    r"(?:(?:Channel|Ring) \d+(?:/\d+)? : \d+(?:\[\w+\])? -> \d+(?:\[\w+\])?|Coll(?:Net)? \d+(?:/\d+)? : \d+) "
+    r"(?:\[(send|receive)\] )?via (.+)"
 )
+# Ranks that share an output run into each other, so only what is known to belong to a name is taken.
+_OVER_NETWORK = re.compile(r"(NET|COLLNET)/([^/]+)/(\d+)(?:\(\d+\))?(/GDRDMA)?")
+_INSIDE = re.compile(r"P2P/(?:direct pointer|indirect|IPC|CUMEM|MNNVL|\w+)(?:/read)?(?:/CE)?|SHM(?:/(?:direct|CE))*")
 _NO_GDR = re.compile(r"GPU Direct RDMA Disabled for (.*)")
-_ENVIRONMENT = re.compile(r"(NCCL_\w+) set (?:by environment )?to (\S.*)")
+_ENVIRONMENT = re.compile(r"(NCCL_\w+) set (?:by environment )?to (\S+)")
+_BY_PLUGIN = re.compile(r"NET/\S+ .*\b[Ss]etting (NCCL_\w+)")
+_NVLS = re.compile(r"(\d+) nvls channels")
 _PATTERN = re.compile(r"Pattern (\d+), crossNic \d+, nChannels (\d+), (?:bw|speed) ([\d.]+)/([\d.]+), type (\w+)/(\w+)")
 _NAMED = re.compile(r"(\w+): (\d+) Bytes -> Algo (\w+) proto (\w+)(?: channel\S*)?")
 _NUMBERED = re.compile(r"(\d+) Bytes -> Algo (\d+) proto (\d+)")
-_WARNING = re.compile(r"NCCL WARN (.*)")
+_MESSAGE = re.compile(r"NCCL (INFO|WARN)\b")
+_HOST = re.compile(r"([\w.\-]+):\d+:\d+ \[")
+_COLOUR = re.compile(r"\x1b\[[\d;]*m")
+NO_VERBS = "Failed to open libibverbs"  # a warning in old versions, although a machine without RDMA needs none
 
 
 @dataclass(frozen=True)
@@ -61,16 +75,33 @@ class Log:
     version: Version | None = None
     ranks: int | None = None
     nodes: int | None = None
+    hosts: set[str] = field(default_factory=set)
+    """Names at the beginning of lines; not every log holds those of all nodes."""
     networks: Counter[str] = field(default_factory=Counter)
     devices: dict[str, list[str]] = field(default_factory=dict)
     """Names of adapters and interfaces by NET plugin ("IB", "Socket")."""
+    places: dict[str, dict[int, list[str]]] = field(default_factory=dict)
+    """The same by number: nodes can have different adapters under one number."""
+    merged: bool = False
+    """Whether NCCL made one adapter of several, under a number of its own."""
+    provider: str | None = None
+    """What libfabric goes over: "efa", "tcp"."""
+    provider_nics: int | None = None
+    sockets: int | None = None
+    """Sockets per connection, where NCCL opens more than one."""
     bootstrap: Counter[str] = field(default_factory=Counter)
     channels: Counter[str] = field(default_factory=Counter)
     """Ends of connections by transport: "NET/IB/GDRDMA", "NET/Socket", "P2P/CUMEM", "SHM/direct/direct"."""
+    ends: Counter[tuple[str, bool]] = field(default_factory=Counter)
+    """"send" or "receive" and whether directly to GPU memory, of those over RDMA."""
     adapters: Counter[str] = field(default_factory=Counter)
     """Ends of connections by "IB 0": plugin and device number."""
     no_gdr: Counter[str] = field(default_factory=Counter)
     environment: dict[str, str] = field(default_factory=dict)
+    by_plugin: set[str] = field(default_factory=set)
+    """Variables that a network plugin set, not a person."""
+    nvls: int | None = None
+    """Channels that add in NVSwitches."""
     patterns: list[Pattern] = field(default_factory=list)
     choices: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     """Collective, algorithm, protocol, and how often."""
@@ -84,7 +115,14 @@ class Log:
     @property
     def network_channels(self) -> dict[str, int]:
         """Those that leave the machine (or that NCCL sends over the network inside it)."""
-        return {name: count for name, count in self.channels.items() if name.startswith("NET/")}
+        return {name: count for name, count in self.channels.items() if name.startswith(("NET/", "COLLNET/"))}
+
+    @property
+    def machines(self) -> int | None:
+        """Nodes: as NCCL counts them, else by the names in the log where there are several."""
+        # Where two lines ran into each other, the end of one sticks to the name.
+        names = [name for name in self.hosts if not any(name != end and name.endswith(end) for end in self.hosts)]
+        return self.nodes or (len(names) if len(names) > 1 else None)
 
 
 def read_log(path: Path) -> Log:
@@ -106,17 +144,28 @@ def parse_log(lines: Iterable[str], source: str) -> Log | None:
         line = line[:LONGEST]
         if "NCCL" not in line:
             continue
+        line = _COLOUR.sub("", line)
         if version := _VERSION.search(line):
             log.version = tuple(map(int, version.groups()))
             any_line = True
-        if "NCCL INFO" in line:
+        before, *rest = _MESSAGE.split(line)
+        for kind, text in zip(rest[::2], rest[1::2], strict=True):
             any_line = True
-            _info(log, line.split("NCCL INFO", 1)[1].strip())
-        elif warning := _WARNING.search(line):
-            any_line = True
-            if len(log.warnings) < MOST:
-                log.warnings[re.sub(r"^\S+:\d+ ", "", warning[1].strip())] += 1
+            if (hosts := _HOST.findall(before)) and len(log.hosts) < MOST:
+                log.hosts.add(hosts[-1])
+            before = text
+            if kind == "INFO":
+                _info(log, text.strip())
+            else:
+                _warning(log, text.strip())
     return log if any_line else None
+
+
+def _warning(log: Log, text: str) -> None:
+    if NO_VERBS in text:
+        log.no_verbs = True
+    elif text and len(log.warnings) < MOST:
+        log.warnings[re.sub(r"^\S+:\d+ ", "", text)] += 1
 
 
 def _info(log: Log, text: str) -> None:
@@ -140,16 +189,27 @@ def _info(log: Log, text: str) -> None:
         if plan not in log.patterns and len(log.patterns) < MOST:
             log.patterns.append(plan)
     elif off := _NO_GDR.search(text):
-        if len(log.no_gdr) < MOST:
+        if len(log.no_gdr) < MOST and "NET/Socket" not in text:  # sockets never do
             log.no_gdr[off[1].strip()] += 1
+    elif provider := _PROVIDER.search(text):
+        log.provider, log.provider_nics = provider[1], int(provider[2]) if provider[2] else log.provider_nics
+    elif threads := _THREADS.search(text):
+        log.sockets = int(threads[1]) * int(threads[2])
     elif network := _NETWORK.search(text):
         log.networks[network[1]] += 1
     elif using := _USING.search(text):
-        names = _DEVICE.findall(using[2].split("; OOB")[0].replace("{", " ").replace("=", " "))
-        known = log.devices.setdefault(using[1], [])
-        known += [name for name in dict.fromkeys(names) if name not in known]
+        _devices(log, using[1], using[2].split("; OOB")[0])
     else:
         _rest(log, text)
+
+
+def _devices(log: Log, plugin: str, text: str) -> None:
+    known, places = log.devices.setdefault(plugin, []), log.places.setdefault(plugin, {})
+    for place, group, single in _DEVICE.findall(text):
+        names = [name for _, _, name in _DEVICE.findall(group)] or [single]
+        known += [name for name in names if name not in known]
+        if (shown := "+".join(names)) not in places.setdefault(int(place), []):
+            places[int(place)].append(shown)
 
 
 def _rest(log: Log, text: str) -> None:
@@ -157,7 +217,13 @@ def _rest(log: Log, text: str) -> None:
         log.bootstrap[bootstrap[1]] += 1
     elif variable := _ENVIRONMENT.search(text):
         log.environment[variable[1]] = variable[2].rstrip(". ")
-    elif "Failed to open libibverbs" in text:
+    elif plugin := _BY_PLUGIN.search(text):
+        log.by_plugin.add(plugin[1])
+    elif nvls := _NVLS.search(text):
+        log.nvls = max(log.nvls or 0, int(nvls[1]))
+    elif _MERGED.search(text):
+        log.merged = True
+    elif NO_VERBS in text:
         log.no_verbs = True
     elif "NET/IB : No device found" in text:
         log.no_ib_device = True
@@ -170,16 +236,17 @@ def _rest(log: Log, text: str) -> None:
 
 
 def _channel(log: Log, channel: re.Match[str]) -> None:
-    way = channel[1].split(" comm ")[0].strip()
-    parts = way.split("/")
-    if parts[0] == "NET" and len(parts) > 2:
-        log.adapters[f"{parts[1]} {parts[2].split('(')[0]}"] += 1
-        direct = "/GDRDMA" if any(part.startswith("GDRDMA") for part in parts[3:]) else ""
-        log.channels[f"NET/{parts[1]}{direct}"] += 1
+    way = channel[2].split(" comm ")[0].strip()
+    if network := _OVER_NETWORK.match(way):
+        kind, plugin, place, direct = network.groups(default="")
+        log.channels[f"{kind}/{plugin}{direct}"] += 1
+        log.adapters[f"{plugin} {place}"] += 1
+        if plugin not in TCP:
+            log.ends[channel[1] or "", bool(direct)] += 1
     elif way.startswith("direct shared memory"):  # before NCCL 2.12
         log.channels["SHM"] += 1
-    else:
-        log.channels["P2P/indirect" if way.startswith("P2P/indirect") else way] += 1
+    elif inside := _INSIDE.match(way):
+        log.channels[inside[0]] += 1
 
 
 def _choice(log: Log, key: tuple[str, str, str], nbytes: int) -> None:
