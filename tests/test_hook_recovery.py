@@ -162,6 +162,7 @@ def start_again(rank: int, world_size: int, preset: str, folder: str) -> str:
         del ddp
         dist.destroy_process_group()
         dist.init_process_group("gloo", init_method=f"file://{folder}/{attempt}", rank=rank, world_size=world_size)
+        dist.barrier()  # after the last, a rank that is done would close the connections its peers are still making
     assert len(set(digests)) == 1
     return digests[0]
 
