@@ -20,13 +20,14 @@ Batch = tuple[Any, ...]
 # Presets that stand for all where the hook is tried rather than the aggregator, in which alone flat ones differ.
 HOOKS = [name for name in commopt.PRESETS if name == "flat" or name.startswith("hierarchical")]
 STEPS = 4  # DDP rebuilds its buckets after iteration 0, or 1 with a static graph
-SMALL_BUCKET: dict[str, Any] = {"bucket_cap_mb": 0.003}
+WIDTH = 64  # so wide that a layer has more elements than the DGC presets send at least
+SMALL_BUCKET: dict[str, Any] = {"bucket_cap_mb": 0.012}
 
 
 class Tower(nn.Module):
     """Six layers: a bucket of SMALL_BUCKET's cap holds one or two."""
 
-    def __init__(self, numel: int = 32, checkpointing: str = "") -> None:
+    def __init__(self, numel: int = WIDTH, checkpointing: str = "") -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(numel, numel) for _ in range(6))
         self.checkpointing = checkpointing
@@ -46,8 +47,8 @@ class Branches(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Linear(32, 32)
-        self.branches = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.branches = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.never = nn.Parameter(torch.ones(50))
 
     def forward(self, x: Tensor, branch: int) -> Tensor:
@@ -58,9 +59,9 @@ class Branches(nn.Module):
 class ManyDtypes(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.in_float32 = nn.Linear(32, 32)
-        self.in_bfloat16 = nn.Linear(32, 32, dtype=torch.bfloat16)
-        self.in_float64 = nn.Linear(32, 33, dtype=torch.float64)
+        self.in_float32 = nn.Linear(WIDTH, WIDTH)
+        self.in_bfloat16 = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16)
+        self.in_float64 = nn.Linear(WIDTH, WIDTH + 1, dtype=torch.float64)
         self.gain = nn.Parameter(torch.ones((), dtype=torch.float32))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -72,7 +73,7 @@ class ManyDtypes(nn.Module):
 
 def batch_of(rank: int, step: int, micro: int = 0) -> Batch:
     generator = torch.Generator().manual_seed(10_000 * step + 100 * micro + rank)
-    return (torch.randn(4, 32, generator=generator) * (1 + rank),)
+    return (torch.randn(4, WIDTH, generator=generator) * (1 + rank),)
 
 
 def loss_of(module: nn.Module, batch: Batch) -> Tensor:

@@ -14,6 +14,7 @@ from tests.hook_training import (
     HOOKS,
     SMALL_BUCKET,
     STEPS,
+    WIDTH,
     Batch,
     Branches,
     ManyDtypes,
@@ -69,9 +70,9 @@ def bucket_view(rank: int, world_size: int, preset: str) -> str:
 
 
 def checkpointing(rank: int, world_size: int, preset: str) -> str:
-    ddp = attach_preset(seeded(Tower, 32, "non-reentrant"), preset, **SMALL_BUCKET)
+    ddp = attach_preset(seeded(Tower, WIDTH, "non-reentrant"), preset, **SMALL_BUCKET)
     train(ddp, rank, world_size, commopt.PRESETS[preset].build())
-    ddp = attach_preset(seeded(Tower, 32, "reentrant"), preset, static_graph=True, **SMALL_BUCKET)
+    ddp = attach_preset(seeded(Tower, WIDTH, "reentrant"), preset, static_graph=True, **SMALL_BUCKET)
     return train(ddp, rank, world_size, commopt.PRESETS[preset].build())
 
 
@@ -100,7 +101,7 @@ def uneven_inputs(rank: int, world_size: int, preset: str) -> str:
 def two_models(rank: int, world_size: int, preset: str) -> str:
     aggregator = commopt.PRESETS[preset].build()
     first = attach_preset(seeded(Tower), preset, **SMALL_BUCKET)
-    second = attach_preset(seeded(Tower, 32), preset)
+    second = attach_preset(seeded(Tower, WIDTH), preset)
     owes = (Owed(), Owed())
     for step in range(STEPS):
         batches = [[batch_of(peer, step)] for peer in range(world_size)]
@@ -135,7 +136,7 @@ def loss_scaling(rank: int, world_size: int, preset: str) -> str:
         before = digest_of(module)
         poisoned = step == 2
         if poisoned and rank == 1:
-            batches[rank] = [(torch.full((4, 32), float("nan")),)]
+            batches[rank] = [(torch.full((4, WIDTH), float("nan")),)]
         optimizer.zero_grad()
         scaler.scale(loss_of(ddp, batches[rank][0])).backward()
         scaler.unscale_(optimizer)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import pytest
+import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
+from commopt.feedback import Layout
+from commopt.feedback.policy import split
 from tests.hook_training import HOOKS, SMALL_BUCKET, WAYS, Tower, seeded, train
 from tests.ranks import run
 
@@ -25,6 +29,15 @@ def train_each_way(rank: int, world_size: int, preset: str) -> dict[str, str]:
 def test_every_way_to_register_trains_alike(preset: str) -> None:
     digests = run(train_each_way, 4, preset, nodes=(2, 2))
     assert len({digest for mine in digests for digest in mine.values()}) == 1, digests
+
+
+@pytest.mark.parametrize("preset", ["quantized", "onebit", "dgc"])
+def test_the_model_of_these_tests_is_large_enough_to_be_compressed(preset: str) -> None:
+    aggregator = commopt.PRESETS[preset].build()
+    assert isinstance(aggregator, commopt.Compressed)
+    parameters = {name: tuple(parameter.shape) for name, parameter in Tower().named_parameters()}
+    spans, _ = split(Layout.of_parameters(list(parameters.items())), aggregator.compressor, torch.float32, ())
+    assert sum(end - begin for begin, end in spans) >= sum(prod(s) for s in parameters.values() if len(s) == 2)
 
 
 def look_at_statistics(rank: int, world_size: int) -> dict[str, Any]:
