@@ -1,0 +1,276 @@
+"""What one rank records: the marks, the ring, what it costs, and CUDA events without a GPU."""
+
+from __future__ import annotations
+
+import gc
+import json
+import threading
+import tracemalloc
+from dataclasses import asdict
+from time import perf_counter_ns
+from typing import Any
+
+import pytest
+import torch
+
+from commopt import recording
+from commopt.recording import BucketRecord, Message, Recorder, StepRecord
+
+CPU = torch.device("cpu")
+
+
+class Ticks:
+    """A clock that shows one microsecond more at each look."""
+
+    def __init__(self) -> None:
+        self.ns = 0
+
+    def __call__(self) -> int:
+        self.ns += 1000
+        return self.ns
+
+
+@pytest.fixture
+def ticks(monkeypatch: pytest.MonkeyPatch) -> Ticks:
+    ticks = Ticks()
+    monkeypatch.setattr("commopt.recording.clock.perf_counter_ns", ticks)
+    monkeypatch.setattr("commopt.recording.recorder.perf_counter_ns", ticks)
+    return ticks
+
+
+def recorder(keep_steps: int = 64) -> Recorder:
+    recorder = Recorder(keep_steps)
+    recorder.enabled = True
+    return recorder
+
+
+def record(recorder: Recorder, step: int, buckets: int = 2, device: torch.device = CPU) -> None:
+    """One step as a hook and a lane would report it, in one thread."""
+    recorder.forward_begins()
+    recorder.begin_step(step, device)
+    for number in range(buckets):
+        recorder.bucket(number, f"layer{number}", 100)
+        if number == buckets - 1:
+            recorder.compute_ends()
+        work(recorder.message([number], f"layer{number}", 100))
+
+
+def work(message: Message | None) -> None:
+    with recording.running(message), recording.primitive("inter", "all_reduce", 50):
+        pass
+
+
+def test_a_step_has_the_times_at_which_things_were_told(ticks: Ticks) -> None:
+    told = recorder()
+    record(told, 7, buckets=1)
+    (step,) = told.steps()
+    # forward 1, ready 2, compute end 3, queued 4, started 5, span 6 to 7, finished 8
+    assert step.step == 7
+    assert step.forward_us == 1
+    assert step.buckets == (BucketRecord(0, "layer0", 100, 2.0),)
+    assert step.compute_end_us == 3
+    (message,) = step.messages
+    assert (message.buckets, message.label, message.nbytes) == ((0,), "layer0", 100)
+    assert (message.queued_us, message.started_us, message.finished_us) == (4, 5, 8)
+    assert message.spans == (recording.Span("inter", "all_reduce", 50, 6.0, 7.0),)
+    assert step.completed_us == 8
+
+
+def test_records_survive_json_and_change_clocks(ticks: Ticks) -> None:
+    told = recorder()
+    record(told, 0)
+    (step,) = told.steps()
+    assert StepRecord.from_lists(json.loads(json.dumps(step.to_lists()))) == step
+    assert step.shifted(0.0) == step
+    later = step.shifted(2.5)
+    assert [late - early for late, early in zip(numbers_in(later), numbers_in(step), strict=True)] == [2.5] * 14
+    assert later.layout == step.layout
+
+
+def numbers_in(step: StepRecord) -> list[float]:
+    found: list[float] = []
+
+    def walk(value: Any, name: str = "") -> None:
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                walk(inner, key)
+        elif isinstance(value, tuple | list):
+            for inner in value:
+                walk(inner)
+        elif name.endswith("_us") and value is not None:
+            found.append(value)
+
+    walk(asdict(step))
+    return found
+
+
+def test_nothing_is_recorded_while_off() -> None:
+    off = Recorder()
+    record(off, 0)
+    assert off.steps() == []
+    assert off.message([0], "", 1) is None
+
+
+def test_a_message_may_finish_after_the_next_step_began() -> None:
+    told = recorder()
+    told.begin_step(0, CPU)
+    told.bucket(0, "a", 1)
+    told.compute_ends()
+    slow = told.message([0], "a", 1)
+    told.begin_step(1, CPU)
+    assert told.steps() == []
+    work(slow)
+    assert [step.step for step in told.steps()] == [0]
+
+
+def test_a_step_is_not_complete_while_a_bucket_waits_to_be_sent() -> None:
+    told = recorder()
+    told.begin_step(0, CPU)
+    told.bucket(0, "a", 1)
+    work(told.message([0], "a", 1))
+    told.bucket(1, "b", 1)
+    told.compute_ends()
+    assert told.steps() == []
+    work(told.message([1], "b", 1))
+    assert len(told.steps()) == 1
+
+
+def test_a_backward_that_raised_is_forgotten() -> None:
+    told = recorder()
+    record(told, 0)
+    told.begin_step(1, CPU)
+    told.bucket(0, "a", 1)
+    work(told.message([0], "a", 1))  # and no more of it
+    record(told, 2)
+    assert [step.step for step in told.steps()] == [0, 2]
+
+
+def test_a_message_whose_work_raised_never_finishes() -> None:
+    told = recorder()
+    record(told, 0)
+    told.begin_step(1, CPU)
+    told.bucket(0, "a", 1)
+    told.compute_ends()
+    with pytest.raises(ZeroDivisionError), recording.running(told.message([0], "a", 1)):
+        raise ZeroDivisionError
+    assert recording.current() is None
+    record(told, 2)
+    assert [step.step for step in told.steps()] == [0, 2]
+
+
+def test_the_ring_keeps_the_last_steps() -> None:
+    told = recorder(keep_steps=3)
+    for step in range(10):
+        record(told, step)
+    assert [step.step for step in told.steps()] == [7, 8, 9]
+    told.clear()
+    assert told.steps() == []
+
+
+def test_of_several_forwards_the_first_counts(ticks: Ticks) -> None:
+    told = recorder()
+    told.forward_begins()
+    told.forward_begins()
+    record(told, 0)
+    record(told, 1)
+    told.begin_step(2, CPU)
+    told.begin_step(3, CPU)
+    first, second = told.steps()
+    assert first.forward_us == 1
+    assert second.forward_us is not None
+    assert second.forward_us > first.completed_us
+
+
+def test_a_step_without_a_forward_says_so() -> None:
+    told = recorder()
+    told.begin_step(0, CPU)
+    told.bucket(0, "a", 1)
+    told.compute_ends()
+    work(told.message([0], "a", 1))
+    assert told.steps()[0].forward_us is None
+
+
+def test_the_current_message_belongs_to_a_thread() -> None:
+    told = recorder()
+    told.begin_step(0, CPU)
+    told.bucket(0, "a", 1)
+    told.compute_ends()
+    message = told.message([0], "a", 1)
+    seen: list[Message | None] = []
+
+    def help_out() -> None:
+        seen.append(recording.current())
+        with recording.helping(message), recording.primitive("intra", "reduce", 1):
+            seen.append(recording.current())
+        seen.append(recording.current())
+
+    with recording.running(message):
+        assert recording.current() is message
+        thread = threading.Thread(target=help_out)
+        thread.start()
+        thread.join()
+        with recording.running(None), recording.primitive("inter", "all_reduce", 1):
+            pass
+    assert seen == [None, message, None]
+    assert [span.level for span in told.steps()[0].messages[0].spans] == ["intra", "inter"]
+
+
+def test_a_collective_outside_of_messages_goes_unrecorded() -> None:
+    with recording.primitive("world", "all_reduce", 1), recording.helping(None):
+        assert recording.current() is None
+
+
+# ------------------------------------------------------------------------------------------ what it costs
+
+
+def bucket_us(told: Recorder, buckets: int = 200) -> float:
+    """The least host time of a bucket with five collectives, over a few steps."""
+    best = float("inf")
+    for step in range(7):
+        told.begin_step(step, CPU)
+        began = perf_counter_ns()
+        for number in range(buckets):
+            told.bucket(number, "layer", 100)
+            with recording.running(told.message([number], "layer", 100)):
+                for _ in range(5):
+                    with recording.primitive("inter", "all_reduce", 50):
+                        pass
+        best = min(best, (perf_counter_ns() - began) / 1000 / buckets)
+        told.compute_ends()
+    return best
+
+
+def test_a_recorded_bucket_costs_less_than_15_us() -> None:
+    assert bucket_us(recorder()) < 15
+
+
+def test_a_bucket_that_is_not_recorded_costs_next_to_nothing() -> None:
+    assert bucket_us(Recorder()) < 5
+
+
+def memory_of(told: Recorder) -> int:
+    """Bytes in use with all steps of the ring in the same state."""
+    told.steps()
+    gc.collect()
+    return tracemalloc.get_traced_memory()[0]
+
+
+def test_memory_and_threads_do_not_grow_over_500_steps() -> None:
+    told = recorder(keep_steps=8)
+    for step in range(20):
+        record(told, step, buckets=5)
+    threads = threading.active_count()
+    tracemalloc.start()
+    try:
+        for step in range(20, 40):
+            record(told, step, buckets=5)
+        before = memory_of(told)
+        for step in range(40, 540):
+            record(told, step, buckets=5)
+            if step % 100 == 0:
+                told.steps()
+        after = memory_of(told)
+    finally:
+        tracemalloc.stop()
+    assert after - before < 4000  # bytes: less than two steps
+    assert threading.active_count() == threads
