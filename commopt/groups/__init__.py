@@ -2,6 +2,7 @@
 
 from commopt.groups.build import join, resolve_group
 from commopt.groups.membership import Membership, Place, checking, joined
+from commopt.groups.shape import TeamShape
 from commopt.groups.team import Team, all_gather_single, reduce_scatter_single
 from commopt.groups.wire import WireBytes, WireModel
 
@@ -9,6 +10,7 @@ __all__ = [
     "Membership",
     "Place",
     "Team",
+    "TeamShape",
     "WireBytes",
     "WireModel",
     "all_gather_single",

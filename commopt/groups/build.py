@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 from commopt.errors import ConfigurationError
 from commopt.groups.agreement import exchange_facts, require_equal
 from commopt.groups.membership import Membership, checking
+from commopt.groups.shape import levels_of
 from commopt.groups.team import Team, is_alive
 from commopt.version import __version__
 from topology import Cluster, HostIdentity, read_host_identity
@@ -132,26 +133,25 @@ def _blocks(world_size: int, ranks_per_node: int) -> Cluster:
 
 def _build_team(parent: dist.ProcessGroup, cluster: Cluster, name: str, timeout_s: float) -> Team:
     """Create the groups in one fixed order: world, intra, inter."""
-    global_ranks = dist.get_process_group_ranks(parent)
-    me = parent.rank()
-    my_node = cluster.node_of(me)
-    my_place = cluster.nodes[my_node].index(me)
+    global_ranks = [dist.get_process_group_ranks(parent)[position] for position in cluster.order]
+    node_of = [cluster.node_of(position) for position in cluster.order]
     backends = dict(part.split(":") for part in str(dist.get_backend_config(parent)).split(","))
 
-    def team(label: str, positions: tuple[int, ...], **levels: Team | None) -> Team:
-        ranks = tuple(global_ranks[position] for position in positions)
-        nodes = tuple(cluster.node_of(position) for position in positions)
-        return Team(ranks, nodes, _new_group(parent, ranks, f"{name}/{label}", timeout_s), backends, **levels)
+    def created(label: str, members: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...], Any]:
+        ranks = tuple(global_ranks[member] for member in members)
+        nodes = tuple(node_of[member] for member in members)
+        return ranks, nodes, _new_group(parent, ranks, f"{name}/{label}", timeout_s)
 
-    world_group = team("world", cluster.order)
-    if len(cluster.nodes) == 1 or all(len(node) == 1 for node in cluster.nodes):
-        return world_group
-    intra = team(f"intra{my_node}", cluster.nodes[my_node])
-    # Unequal nodes have no same place on every node but the first: only leaders talk across.
-    has_inter = cluster.uniform or my_place == 0
-    inter = team(f"inter{my_place}", tuple(node[my_place] for node in cluster.nodes)) if has_inter else None
-    world_group.intra, world_group.inter = intra, inter
-    return world_group
+    me = cluster.order.index(parent.rank())
+    world = created("world", range(len(node_of)))
+    levels = levels_of(node_of, me)
+    if levels is None:
+        return Team(*world, backends)
+    intra = Team(*created(f"intra{node_of[me]}", levels.intra), backends, "intra")
+    inter = None
+    if levels.inter is not None:
+        inter = Team(*created(f"inter{levels.intra.index(me)}", levels.inter), backends, "inter")
+    return Team(*world, backends, "world", intra, inter)
 
 
 def _new_group(

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+_SEGMENT_NBYTES = 1024 * 1024
+
 
 def all_gather(output: Tensor, source: Tensor, group: dist.ProcessGroup) -> None:
     """Fill the blocks of `output` with every rank's `source`: a ring, so that each link carries each block once."""
@@ -46,36 +48,65 @@ def all_to_all(output: Tensor, source: Tensor, group: dist.ProcessGroup) -> None
 
 def reduce_scatter(output: Tensor, source: Tensor, group: dist.ProcessGroup) -> None:
     """Sum `source` over the ranks in rank order and keep this rank's block: half the bytes of gloo's own."""
-    _sum_own(output, list(source.view(group.size(), -1)), group)
+    blocks = source.view(group.size(), -1)
+    for arrivals, rows, segment in _exchange(list(blocks), group):
+        _wait(arrivals)
+        _sum_in_order(rows, output[segment])
 
 
 def all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> None:
     """Sum `tensor` (1-D) in place: every rank adds up one part of it, in rank order, and sends the sum to the others.
 
     16-bit floats are added in float32 and rounded once. Moves as many bytes per rank as a ring, in two steps instead
-    of 2 (P-1), but to every peer: meant for ranks that all lie on different nodes.
+    of 2 (P-1), but to every peer: meant for ranks that all lie on different nodes. Long parts go in segments, so that
+    the network is busy while others are added up.
     """
     rank, world_size = group.rank(), group.size()
     bounds = [place * tensor.numel() // world_size for place in range(world_size + 1)]
     parts = [tensor[begin:end] for begin, end in pairwise(bounds)]
     peers = _peers(group)
-    # A peer sends its sum only when this rank's share has reached it, so the share is not overwritten too early.
-    works = [dist.irecv(parts[peer], group=group, group_src=peer, tag=1) for peer in reversed(peers)]
-    _sum_own(parts[rank], parts, group)
-    works += [dist.isend(parts[rank], group=group, group_dst=peer, tag=1) for peer in peers]
+    # A peer sends a sum only when this rank's share has reached it, so the share is not overwritten too early.
+    works = [
+        dist.irecv(parts[peer][segment], group=group, group_src=peer, tag=2 * number + 1)
+        for peer in reversed(peers)
+        for number, segment in enumerate(_segments(parts[peer]))
+    ]
+    for number, (arrivals, rows, segment) in enumerate(_exchange(parts, group)):
+        _wait(arrivals)
+        own = parts[rank][segment]
+        _sum_in_order(rows, own)
+        works += [dist.isend(own, group=group, group_dst=peer, tag=2 * number + 1) for peer in peers]
     _wait(works)
 
 
-def _sum_own(output: Tensor, parts: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Set `output` to the sum of all ranks' versions of this rank's part."""
+_Arrival = tuple[list[dist.Work | None], list[Tensor], slice]
+
+
+def _exchange(parts: Sequence[Tensor], group: dist.ProcessGroup) -> list[_Arrival]:
+    """Send each rank its part of this rank's values; return what arrives of one's own part, segment by segment.
+
+    Each with the works to wait for and all ranks' values, in rank order, this rank's own in their place.
+    """
     rank, peers = group.rank(), _peers(group)
-    received = output.new_empty(group.size() - 1, output.numel())
-    # In rank order, this rank's own part in its place.
+    received = parts[rank].new_empty(group.size() - 1, parts[rank].numel())
     rows = [*received[:rank], parts[rank], *received[rank:]]
-    works = [dist.irecv(rows[peer], group=group, group_src=peer, tag=0) for peer in reversed(peers)]
-    works += [dist.isend(parts[peer], group=group, group_dst=peer, tag=0) for peer in peers]
-    _wait(works)
-    _sum_in_order(rows, output)
+    arrivals: list[_Arrival] = []
+    for number, segment in enumerate(_segments(parts[rank])):
+        pieces = [row[segment] for row in rows]
+        works = [dist.irecv(pieces[peer], group=group, group_src=peer, tag=2 * number) for peer in reversed(peers)]
+        arrivals.append((works, pieces, segment))
+    for peer in peers:
+        for number, segment in enumerate(_segments(parts[peer])):
+            leaving = dist.isend(parts[peer][segment], group=group, group_dst=peer, tag=2 * number)
+            arrivals[-1][0].append(leaving)
+    return arrivals
+
+
+def _segments(part: Tensor) -> list[slice]:
+    """Cut a part into pieces of a MiB or more; at least one, which may be empty."""
+    count = max(1, part.numel() * part.element_size() // _SEGMENT_NBYTES)
+    bounds = [place * part.numel() // count for place in range(count + 1)]
+    return [slice(begin, end) for begin, end in pairwise(bounds)]
 
 
 def _peers(group: dist.ProcessGroup) -> list[int]:

@@ -13,7 +13,7 @@ from weakref import WeakSet, ref
 import torch.distributed as dist
 
 from commopt.errors import ConfigurationError, LaneError
-from commopt.groups.agreement import exchange_facts, require_equal
+from commopt.groups.agreement import Facts, exchange_facts, require_equal
 from commopt.groups.team import Team, is_alive
 from topology import Cluster
 
@@ -83,15 +83,19 @@ class Membership:
             return
         self._agreed.add(statement)
         try:
-            if checking():
-                self.announce(statement, f"{purpose} with {facts}")
-            answers = exchange_facts(
-                self.store, self.ranks, self.team.rank, purpose, facts, self.timeout_s, self._raise_failure
-            )
-            require_equal(self.ranks, answers, facts)
+            require_equal(self.ranks, self.exchange(purpose, **facts), facts)
         except BaseException:
             self._agreed.discard(statement)
             raise
+
+    def exchange(self, purpose: str, **facts: str) -> list[Facts]:
+        """Return the facts of every rank, in their order; collective. Raises as `agree` does, but for differences."""
+        self.require_alive()
+        if checking():
+            self.announce(repr((purpose, facts)), f"{purpose} with {facts}")
+        return exchange_facts(
+            self.store, self.ranks, self.team.rank, purpose, facts, self.timeout_s, self._raise_failure
+        )
 
     def publish_failure(self, report: str) -> None:
         """Tell all ranks that this one failed; the first report stays."""

@@ -11,21 +11,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from commopt.errors import CommoptError, ConfigurationError, LaneError, TransportError
+from commopt import recording
+from commopt.errors import CommoptError, LaneError, TransportError
 from commopt.groups import gloo
-from commopt.groups.wire import WireModel
+from commopt.groups.shape import TeamShape
 
 # torch 2.13 renamed these and warns about the old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class Team:
-    """Ranks in node-contiguous order; `dst` and `src` below are positions in that order.
+class Team(TeamShape):
+    """A TeamShape that communicates; `dst` and `src` below are positions in its order.
 
     Every primitive is synchronous: on the CPU it returns when done, on CUDA it is ordered on the current stream.
-    `intra` holds this rank's node, `inter` the ranks at the same place on the other nodes; both are None in a team
-    that has no further levels, and `inter` is None on a rank that is not a leader when nodes are unequal.
     """
 
     def __init__(
@@ -34,52 +33,31 @@ class Team:
         nodes: tuple[int, ...],
         group: dist.ProcessGroup | None,
         backends: Mapping[str, str],
+        level: str = "world",
         intra: Team | None = None,
         inter: Team | None = None,
     ) -> None:
+        super().__init__(nodes, ranks.index(dist.get_rank()), backends, level)
         self.ranks = ranks
-        self.rank = ranks.index(dist.get_rank())
-        self.wire = WireModel(self.rank, nodes)
-        self.intra = intra
-        self.inter = inter
+        self._parts = (intra, inter)
         # torch's registry owns the group. Weak here, so that destroy_process_group() really closes its connections.
         self._group = None if group is None else ref(group)
-        self._backends = dict(backends)
         self._closed = False
 
     @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return len(self.ranks)
+    def intra(self) -> Team | None:
+        """See TeamShape."""
+        return self._parts[0]
 
     @property
-    def node_count(self) -> int:
-        """Number of different nodes among the ranks."""
-        return len(set(self.wire.nodes))
-
-    @property
-    def uniform(self) -> bool:
-        """Whether all nodes have equally many of the ranks."""
-        nodes = self.wire.nodes
-        return len({nodes.count(node) for node in set(nodes)}) == 1
+    def inter(self) -> Team | None:
+        """See TeamShape."""
+        return self._parts[1]
 
     @property
     def default_device(self) -> torch.device:
-        """The kind of device whose tensors this team is meant for: the GPU where NCCL is there."""
-        on_gpu = torch.cuda.is_available() and self._backends.get("cuda") == "nccl"
-        return torch.device("cuda" if on_gpu else "cpu")
-
-    def backend(self, device: torch.device) -> str:
-        """Return the name of the backend that moves tensors of `device` (gloo, nccl, ...).
-
-        Raises ConfigurationError when there is none, as in an NCCL group for CPU tensors.
-        """
-        if device.type not in self._backends:
-            raise ConfigurationError(
-                f"a {device.type} tensor cannot travel over a process group with backends {self._backends}; move the "
-                f"tensor, or start with init_process_group('cpu:gloo,cuda:nccl')"
-            )
-        return self._backends[device.type]
+        """See TeamShape; this machine may have no GPU for NCCL."""
+        return super().default_device if torch.cuda.is_available() else torch.device("cpu")
 
     def warm(self, device: torch.device) -> None:
         """Open the connections of every level, in one fixed order: NCCL makes them in the first collective."""
@@ -90,7 +68,7 @@ class Team:
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum `tensor` over the team, in place."""
         if self.size > 1:
-            with self._transport("all_reduce") as group:
+            with self._transport("all_reduce", tensor) as group:
                 if self._on_gloo(tensor) and self.node_count == self.size:
                     gloo.all_reduce(tensor, group)
                 else:
@@ -99,19 +77,19 @@ class Team:
     def reduce(self, tensor: Tensor, dst: int) -> None:
         """Sum into `tensor` of rank `dst`; the other ranks' tensors are left undefined."""
         if self.size > 1:
-            with self._transport("reduce") as group:
+            with self._transport("reduce", tensor) as group:
                 dist.reduce(tensor, group=group, group_dst=dst)
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Copy `tensor` of rank `src` to every rank."""
         if self.size > 1:
-            with self._transport("broadcast") as group:
+            with self._transport("broadcast", tensor) as group:
                 dist.broadcast(tensor, group=group, group_src=src)
 
     def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
         """Sum `source` over the team and keep this rank's block of output.numel() elements."""
         if self.size > 1:
-            with self._transport("reduce_scatter") as group:
+            with self._transport("reduce_scatter", source) as group:
                 if self._on_gloo(source):
                     gloo.reduce_scatter(output, source, group)
                 else:
@@ -122,7 +100,7 @@ class Team:
     def all_gather(self, output: Tensor, source: Tensor) -> None:
         """Fill `output` with every rank's `source`, in rank order."""
         if self.size > 1:
-            with self._transport("all_gather") as group:
+            with self._transport("all_gather", source) as group:
                 if self._on_gloo(source):
                     gloo.all_gather(output, source, group)
                 else:
@@ -133,7 +111,7 @@ class Team:
     def all_to_all(self, output: Tensor, source: Tensor) -> None:
         """Send block j of `source` to rank j; block i of `output` comes from rank i."""
         if self.size > 1:
-            with self._transport("all_to_all") as group:
+            with self._transport("all_to_all", source) as group:
                 if self._on_gloo(source):
                     gloo.all_to_all(output, source, group)
                 else:
@@ -173,7 +151,8 @@ class Team:
         return self.backend(tensor.device) == "gloo"
 
     @contextmanager
-    def _transport(self, primitive: str) -> Iterator[dist.ProcessGroup]:
+    def _transport(self, primitive: str, source: Tensor) -> Iterator[dist.ProcessGroup]:
+        """Give the group for a collective that reads `source`: recorded, and with its errors made understandable."""
         group = self._live_group()
         if group is None:
             raise LaneError(
@@ -181,7 +160,8 @@ class Team:
                 f"init_process_group() make a new HookState or Communicator"
             )
         try:
-            yield group
+            with recording.primitive(self.level, primitive, source.numel() * source.element_size()):
+                yield group
         except CommoptError:
             raise
         except RuntimeError as error:

@@ -1,0 +1,139 @@
+"""What is known of a team without a process group: its ranks, their nodes, and the levels these make."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from commopt.errors import ConfigurationError
+from commopt.groups.wire import WireModel
+
+
+class TeamShape:
+    """Ranks 0..size-1 in node-contiguous order, `nodes[rank]` being the node of each; `rank` is this one.
+
+    level: "world", or for a part of it "intra" (one node) or "inter" (one rank of each node). backends: which moves the
+    tensors of which type of device. `intra` holds this rank's node, `inter` the ranks at the same place on the other
+    nodes; both are None where there are no further levels, and `inter` is None on a rank that is not a leader when
+    nodes are unequal.
+    """
+
+    def __init__(
+        self,
+        nodes: Sequence[int],
+        rank: int,
+        backends: Mapping[str, str],
+        level: str = "world",
+        intra: TeamShape | None = None,
+        inter: TeamShape | None = None,
+    ) -> None:
+        self.rank = rank
+        self.level = level
+        self.wire = WireModel(rank, tuple(nodes))
+        self._backends = dict(backends)
+        self._intra = intra
+        self._inter = inter
+
+    @classmethod
+    def of(cls, nodes: Sequence[int], rank: int = 0, backends: Mapping[str, str] | None = None) -> TeamShape:
+        """Return the shape of any cluster, with its levels; `nodes` is the number of ranks on each node.
+
+        Without backends, gloo moves the tensors of the CPU. Raises ConfigurationError for a shape that cannot be.
+        """
+        if not nodes or any(count < 1 for count in nodes) or not 0 <= rank < sum(nodes):
+            raise ConfigurationError(
+                f"rank {rank} of nodes with {tuple(nodes)} ranks: every node needs a rank or more, and the rank must "
+                f"be one of them"
+            )
+        backends = {"cpu": "gloo"} if backends is None else backends
+        node_of = tuple(node for node, count in enumerate(nodes) for _ in range(count))
+
+        def part(level: str, members: tuple[int, ...] | None) -> TeamShape | None:
+            if members is None:
+                return None
+            return cls([node_of[member] for member in members], members.index(rank), backends, level)
+
+        found = levels_of(node_of, rank)
+        if found is None:
+            return cls(node_of, rank, backends)
+        return cls(node_of, rank, backends, "world", part("intra", found.intra), part("inter", found.inter))
+
+    @property
+    def intra(self) -> TeamShape | None:
+        """This rank's node."""
+        return self._intra
+
+    @property
+    def inter(self) -> TeamShape | None:
+        """The ranks at this one's place on all nodes."""
+        return self._inter
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.wire.size
+
+    @property
+    def node_count(self) -> int:
+        """Number of different nodes among the ranks."""
+        return len(set(self.wire.nodes))
+
+    @property
+    def ranks_per_node(self) -> tuple[int, ...]:
+        """Number of ranks on each node, in node order."""
+        return tuple(Counter(self.wire.nodes).values())
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all nodes have equally many of the ranks."""
+        return len(set(self.ranks_per_node)) == 1
+
+    @property
+    def default_device(self) -> torch.device:
+        """The kind of device whose tensors this team is meant for: the GPU where NCCL is there."""
+        return torch.device("cuda" if self._backends.get("cuda") == "nccl" else "cpu")
+
+    def backend(self, device: torch.device) -> str:
+        """Return the name of the backend that moves tensors of `device` (gloo, nccl, ...).
+
+        Raises ConfigurationError when there is none, as in an NCCL group for CPU tensors.
+        """
+        if device.type not in self._backends:
+            raise ConfigurationError(
+                f"a {device.type} tensor cannot travel over a process group with backends {self._backends}; move the "
+                f"tensor, or start with init_process_group('cpu:gloo,cuda:nccl')"
+            )
+        return self._backends[device.type]
+
+    def at(self, level: str) -> TeamShape:
+        """Return this team or the part of it at a level. Raises ConfigurationError when there is none."""
+        for team in (self, self.intra, self.inter):
+            if team is not None and team.level == level:
+                return team
+        raise ConfigurationError(f"rank {self.rank} of nodes with {self.ranks_per_node} ranks has no level {level!r}")
+
+    def seen_from(self, rank: int) -> TeamShape:
+        """Return the shape of the same whole cluster as another of its ranks has it."""
+        return TeamShape.of(self.ranks_per_node, rank, self._backends)
+
+
+class Levels(NamedTuple):
+    """Ranks of this rank's node, and of its place on every node: None where it takes no part in that."""
+
+    intra: tuple[int, ...]
+    inter: tuple[int, ...] | None
+
+
+def levels_of(node_of: Sequence[int], rank: int) -> Levels | None:
+    """Return the levels below ranks of these nodes, as `rank` sees them; None where one level is all there is."""
+    members = [[other for other, node in enumerate(node_of) if node == mine] for mine in dict.fromkeys(node_of)]
+    if len(members) == 1 or all(len(node) == 1 for node in members):
+        return None
+    own = next(node for node in members if rank in node)
+    place = own.index(rank)
+    # Unequal nodes have no same place on every node but the first: only leaders talk across.
+    has_inter = place == 0 or len({len(node) for node in members}) == 1
+    return Levels(tuple(own), tuple(node[place] for node in members) if has_inter else None)
