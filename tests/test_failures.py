@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
-from commopt import Account, Aggregator, Communicator, Flat, Hierarchical, Layout, WireBytes
+from commopt import Account, Aggregator, Communicator, Flat, Hierarchical, Layout
+from commopt.aggregate.calls import Step
 from tests.ranks import run
 
 WITHIN_S = 5.0
@@ -41,15 +42,15 @@ class Failing(Aggregator):
             raise OSError(CAUSE)
         self.inner.all_reduce(buffer, team, scale, account)
 
-    def wire_bytes(
+    def calls(
         self,
         layout: Layout,
         dtype: torch.dtype,
         team: Any,
         device: torch.device | None = None,
         step: int | None = None,
-    ) -> WireBytes:
-        return self.inner.wire_bytes(layout, dtype, team, device, step)
+    ) -> tuple[Step, ...]:
+        return self.inner.calls(layout, dtype, team, device, step)
 
     @property
     def lossless(self) -> bool:

@@ -7,16 +7,18 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from commopt.aggregate.calls import Call, Stages, Step
 from commopt.brief import Brief
 from commopt.feedback import Account, Layout, Shapes, Spans
-from commopt.groups import Team, WireBytes
+from commopt.groups import Team, TeamShape, WireBytes
 
 
 class Aggregator(Brief, ABC):
     """Replaces a buffer by its scaled sum over a team.
 
     Implementations are frozen dataclasses: the object is its configuration, and its repr is what ranks compare.
-    All ranks end with the same bits, and a non-finite value on one rank makes the result non-finite on all.
+    All ranks (with `node_local` those of each node) end with the same bits, and a non-finite value on one of them makes
+    the result non-finite on all.
     """
 
     @abstractmethod
@@ -29,24 +31,52 @@ class Aggregator(Brief, ABC):
         """
 
     @abstractmethod
+    def calls(
+        self,
+        layout: Layout,
+        dtype: torch.dtype,
+        team: TeamShape,
+        device: torch.device | None = None,
+        step: int | None = None,
+    ) -> tuple[Step, ...]:
+        """Return, in order, what this rank does in one all_reduce of a buffer of `layout` on `device`: pure.
+
+        None means the device the team is for (the GPU where NCCL is there), and the step after all warm-up. Work that
+        takes no more than a pass over the buffer in place is left out.
+        """
+
+    def stages(
+        self,
+        layout: Layout,
+        dtype: torch.dtype,
+        team: TeamShape,
+        device: torch.device | None = None,
+        step: int | None = None,
+    ) -> tuple[Stages, ...]:
+        """Return the same as `calls`, by chunks that follow each other through the levels of the network."""
+        return (Stages((), self.calls(layout, dtype, team, device, step), ()),)
+
     def wire_bytes(
         self,
         layout: Layout,
         dtype: torch.dtype,
-        team: Team,
+        team: TeamShape,
         device: torch.device | None = None,
         step: int | None = None,
     ) -> WireBytes:
-        """Return the payload bytes this rank sends for one all_reduce of a buffer of `layout` on `device`.
-
-        None means the device the team is for (the GPU where NCCL is there), and the step after all warm-up. Sums over
-        the ranks are exact.
-        """
+        """Return the payload bytes this rank sends in what `calls` describes. Sums over the ranks are exact."""
+        steps = self.calls(layout, dtype, team, device, step)
+        return sum((each.wire_bytes(team) for each in steps if isinstance(each, Call)), WireBytes())
 
     @property
     @abstractmethod
     def lossless(self) -> bool:
         """Whether the result is the exact average up to floating-point rounding of the buffer's own dtype."""
+
+    @property
+    def node_local(self) -> bool:
+        """Whether nodes may end with results of their own, so that only a DDP model can use it, and as a whole."""
+        return False
 
     @property
     def error_bound(self) -> float:
@@ -79,7 +109,7 @@ class Aggregator(Brief, ABC):
         """The levels that keep residuals, outermost first: none when it remembers nothing between steps."""
         return ()
 
-    def check(self, team: Team) -> None:
+    def check(self, team: TeamShape) -> None:
         """Raise ConfigurationError when this aggregator cannot run on `team`."""
 
 

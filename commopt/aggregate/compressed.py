@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from commopt.aggregate.base import Aggregator, apply_scale, mark_non_finite
+from commopt.aggregate.calls import Step, WorkKind, call, work
 from commopt.aggregate.clipping import clip
 from commopt.aggregate.rows import Region, RowFormat, row_format
 from commopt.compress import Carry, Compressor, Exact, Velocity
 from commopt.errors import ConfigurationError
 from commopt.feedback import Account, Feedback, Kind, Layout, checked_patterns, require_feedback
 from commopt.feedback.ledger import momentum_path
-from commopt.groups import Team, WireBytes
+from commopt.groups import Team, TeamShape
 from commopt.kernels.reference import advance
 
 _EVERYTHING = ("*",)
@@ -211,7 +212,7 @@ class Compressed(Aggregator):
     ) -> Carry | None:
         if isinstance(region.compressor, Exact):
             return account.leftover(layout, device) if kind == "worker" and self.feedback is not None else None
-        return account.carry(kind, layout, self.feedback, device, region.compressor.inertia)
+        return account.carry(kind, layout, self.feedback, device, region.compressor.inertia, region.layout)
 
     def _rows(self, layout: Layout, dtype: torch.dtype, chunks: int, step: int | None) -> RowFormat:
         compressor = self.compressor.at(step)
@@ -219,7 +220,7 @@ class Compressed(Aggregator):
             return row_format(layout, chunks, self.compressor, _EVERYTHING, dtype)
         return row_format(layout, chunks, compressor, self.dense, dtype)
 
-    def _exchanges(self, layout: Layout, dtype: torch.dtype, team: Team, step: int | None) -> bool:
+    def _exchanges(self, layout: Layout, dtype: torch.dtype, team: TeamShape, step: int | None) -> bool:
         """Return whether every rank sends one row to all others, rather than a chunk to each owner."""
         if team.size == 2:
             return True
@@ -229,27 +230,46 @@ class Compressed(Aggregator):
 
     # -------------------------------------------------------------------------------------- facts
 
-    def wire_bytes(
+    def calls(
         self,
         layout: Layout,
         dtype: torch.dtype,
-        team: Team,
+        team: TeamShape,
         device: torch.device | None = None,
         step: int | None = None,
-    ) -> WireBytes:
+    ) -> tuple[Step, ...]:
         """See Aggregator."""
         if layout.numel == 0 or team.size == 1:
-            return WireBytes()
+            return ()
         if self._exchanges(layout, dtype, team, step):
-            return team.wire.all_gather(self._rows(layout, dtype, 1, step).nbytes)
-        return self.halves_wire_bytes(layout, dtype, team, step)
+            rows = self._rows(layout, dtype, 1, step)
+            gathered = call(team, "all_gather", rows.nbytes)
+            return (*_work("encode", rows), *gathered, *_work("decode", rows, team.size))
+        rows = self._rows(layout, dtype, team.size, step)
+        summed = _work("recode", rows)
+        return self._scatter_calls(rows, team) + summed + self._gather_calls(rows, team)
 
-    def halves_wire_bytes(self, layout: Layout, dtype: torch.dtype, team: Team, step: int | None) -> WireBytes:
-        """Return what `reduce_scatter` and `all_gather` together send."""
-        row_nbytes = self._rows(layout, dtype, team.size, step).nbytes
-        return team.wire.all_to_all(row_nbytes * team.size) + team.wire.all_gather(row_nbytes)
+    def reduce_scatter_calls(
+        self, layout: Layout, dtype: torch.dtype, team: TeamShape, step: int | None
+    ) -> tuple[Step, ...]:
+        """Return what `reduce_scatter` does, in the form of `calls`."""
+        rows = self._rows(layout, dtype, team.size, step)
+        return self._scatter_calls(rows, team) + _work("decode", rows)
 
-    def share_layout(self, layout: Layout, dtype: torch.dtype, team: Team, step: int | None) -> Layout:
+    def all_gather_calls(
+        self, layout: Layout, dtype: torch.dtype, team: TeamShape, step: int | None
+    ) -> tuple[Step, ...]:
+        """Return what `all_gather` does, in the form of `calls`."""
+        rows = self._rows(layout, dtype, team.size, step)
+        return _work("encode", rows, 1 / team.size) + self._gather_calls(rows, team)
+
+    def _scatter_calls(self, rows: RowFormat, team: TeamShape) -> tuple[Step, ...]:
+        return _work("encode", rows) + call(team, "all_to_all", rows.nbytes * team.size)
+
+    def _gather_calls(self, rows: RowFormat, team: TeamShape) -> tuple[Step, ...]:
+        return call(team, "all_gather", rows.nbytes) + _work("decode", rows)
+
+    def share_layout(self, layout: Layout, dtype: torch.dtype, team: TeamShape, step: int | None) -> Layout:
         """Return what lies in this rank's share after `reduce_scatter`."""
         regions = self._rows(layout, dtype, team.size, step).regions
         shares = (region.layout.cut(*region.chunk(team.rank)) for region in regions)
@@ -289,6 +309,11 @@ def affordable_to_all(row_nbytes: int, numel: int, ranks: int) -> bool:
     more: less than two rows sent by each rank, however many there are (as in Ok-Topk, arXiv 2201.07598).
     """
     return row_nbytes * ranks <= 8 * numel
+
+
+def _work(kind: WorkKind, rows: RowFormat, times: float = 1) -> tuple[Step, ...]:
+    """Return the work on all elements of a buffer, or on `times` as many."""
+    return tuple(work(kind, region.compressor, round(region.numel * times)) for region in rows.regions)
 
 
 def _advanced(values: Tensor, scale: float, velocity: Velocity, account: Account) -> Tensor:

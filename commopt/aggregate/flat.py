@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from commopt.aggregate.base import Aggregator, apply_scale
+from commopt.aggregate.calls import Step, call
 from commopt.feedback import Account, Layout
-from commopt.groups import Team, WireBytes
+from commopt.groups import Team, TeamShape
 
 
 @dataclass(frozen=True, repr=False)
@@ -22,16 +23,16 @@ class Flat(Aggregator):
             apply_scale(buffer, scale)
             team.all_reduce(buffer)
 
-    def wire_bytes(
+    def calls(
         self,
         layout: Layout,
         dtype: torch.dtype,
-        team: Team,
+        team: TeamShape,
         device: torch.device | None = None,
         step: int | None = None,
-    ) -> WireBytes:
+    ) -> tuple[Step, ...]:
         """See Aggregator."""
-        return team.wire.all_reduce(layout.numel * dtype.itemsize)
+        return call(team, "all_reduce", layout.numel * dtype.itemsize) if layout.numel else ()
 
     @property
     def lossless(self) -> bool:

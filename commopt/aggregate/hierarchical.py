@@ -8,14 +8,20 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from commopt.aggregate.base import Aggregator, apply_scale
+from commopt.aggregate.base import Aggregator
+from commopt.aggregate.calls import Stages, Step, call, in_one_line, work
+from commopt.aggregate.chunks import Chunk, cut
 from commopt.aggregate.compressed import Compressed
 from commopt.aggregate.division import division
 from commopt.aggregate.flat import Flat
+from commopt.aggregate.moving import bring_home, on_the_move
+from commopt.aggregate.pipeline import follow
 from commopt.aggregate.powersgd import PowerSGD
+from commopt.aggregate.routes import Route, ThroughLeader, ThroughShards, ThroughShares
 from commopt.errors import ConfigurationError
 from commopt.feedback import Account, Layout
-from commopt.groups import Team, WireBytes
+from commopt.groups import Team, TeamShape
+from commopt.lanes import Second, second_lane
 
 Form = Literal["reduce_scatter", "all_reduce", "leader"]
 
@@ -33,11 +39,16 @@ class Hierarchical(Aggregator):
 
     intra: Flat(), or a Compressed(...) that carries the reduce_scatter and the all_gather in the node, where its
     ranks are joined by PCIe rather than NVLink; it has that one form and needs equally many ranks on every node.
+
+    chunks: how many parts a buffer is cut into, fewer where they would be shorter than 64 KiB: while one is on its way
+    across, the next goes up in its node and the last comes down. That needs two lanes (see lanes_available); with one
+    they take turns, and nothing is gained. It pays where both levels take about as long, on large buffers.
     """
 
     inter: Aggregator = field(default_factory=Flat)
     intra: Flat | Compressed = field(default_factory=Flat)
     form: Form | None = None
+    chunks: int = 1
 
     def __post_init__(self) -> None:
         if not isinstance(self.inter, Aggregator):
@@ -54,6 +65,11 @@ class Hierarchical(Aggregator):
                 f"Hierarchical(intra={self.intra!r}) would lose its momentum where a node has one rank; give "
                 f"the momentum to inter"
             )
+        if self.inter.node_local:
+            raise ConfigurationError(
+                f"Hierarchical(inter={self.inter!r}) would keep between nodes what belongs inside them; attach "
+                f"{self.inter!r} itself, with gradients=Hierarchical(...)"
+            )
         if isinstance(self.inter, Hierarchical):
             raise ConfigurationError(
                 f"Hierarchical(inter={self.inter!r}) nests two levels, and between nodes there is one; pass the inner "
@@ -61,12 +77,14 @@ class Hierarchical(Aggregator):
             )
         if self.form not in (None, *get_args(Form)):
             raise ConfigurationError(f"form {self.form!r} is unknown; use None or one of {', '.join(get_args(Form))}")
+        if not isinstance(self.chunks, int) or isinstance(self.chunks, bool) or self.chunks < 1:
+            raise ConfigurationError(f"Hierarchical(chunks={self.chunks!r}) must be a whole number, 1 or more")
         if isinstance(self.intra, Compressed) and self.form not in (None, "reduce_scatter"):
             raise ConfigurationError(
                 f"form {self.form!r} cannot be had with intra={self.intra}; use form=None or intra=Flat()"
             )
 
-    def check(self, team: Team) -> None:
+    def check(self, team: TeamShape) -> None:
         """See Aggregator."""
         sharded = self.form in ("reduce_scatter", "all_reduce") or isinstance(self.intra, Compressed)
         if sharded and not team.uniform:
@@ -88,97 +106,50 @@ class Hierarchical(Aggregator):
         if team.intra is None:
             level, aggregator = self._with_residuals_of_both(team, account, buffer.device)
             aggregator.all_reduce(buffer, team, scale, account.within(level, account.layout, account.result_dtype))
-        elif isinstance(self.intra, Compressed):
-            self._through_shares(self.intra, buffer, team, scale, account)
-        elif self._form_on(team, buffer.numel() * buffer.element_size(), buffer.device) == "leader":
-            self._through_leader(buffer, team.intra, team.inter, scale, account)
         else:
-            self._through_shards(buffer, team, scale, account)
+            self._over_both_levels(buffer, team, scale, account)
 
-    def _through_leader(self, buffer: Tensor, intra: Team, inter: Team | None, scale: float, account: Account) -> None:
-        leads = intra.rank == 0 and inter is not None
-        self._bring_home("leader", account.layout if leads else None, intra, account, buffer.device)
-        work = self._scaled(buffer, scale)
-        intra.reduce(work, dst=0)
-        if leads:
-            assert inter is not None
-            self.inter.all_reduce(work, inter, 1.0, account.within("inter", account.layout, buffer.dtype))
-        if work is not buffer and intra.rank == 0:
-            buffer.copy_(work)
-        intra.broadcast(buffer, src=0)
-        self._judge(buffer[:1], account)
-
-    def _through_shards(self, buffer: Tensor, team: Team, scale: float, account: Account) -> None:
-        intra, inter = _levels(team)
-        divided = division(self.inter, account.layout, buffer.dtype, intra.size)
-        shard_numel, layout = divided.shard_numel, divided.layouts[intra.rank]
-        begin = intra.rank * shard_numel
-        self._bring_home(divided.name, layout, intra, account, buffer.device)
-
-        # The bucket cannot be padded; where it does not divide, a padded copy goes round instead.
-        work = divided.laid_out(self._scaled(buffer, scale), account.scratch)
-        if self._form_on(team, buffer.numel() * buffer.element_size(), buffer.device) == "reduce_scatter":
-            shard = account.scratch.take("shard", shard_numel, work.dtype, buffer.device)
-            intra.reduce_scatter(shard, work)
+    def _over_both_levels(self, buffer: Tensor, team: Team, scale: float, account: Account) -> None:
+        assert team.intra is not None
+        parts = self._cut(account.layout, buffer.dtype, team)
+        form = self._form_on(team, buffer.numel() * buffer.element_size(), buffer.device)
+        if len(parts) == 1:
+            routes = [self._route(form, buffer, team, scale, account)]
         else:
-            intra.all_reduce(work)
-            shard = work[begin : begin + shard_numel]
-        if layout.numel:  # the last ranks may have nothing but padding, on every node alike
-            inner = account.within("inter", layout, buffer.dtype)
-            self.inter.all_reduce(shard[: layout.numel], inter, 1.0, inner)
+            routes = [
+                self._route(form, buffer[part.begin : part.end], team, scale, account.of_chunk(number, part.layout))
+                for number, part in enumerate(parts, 1)
+            ]
+        if self.inter.residual_paths:
+            ways = routes[0].name if len(routes) == 1 else f"{self.chunks} chunks of {routes[0].name}"
+            bring_home(self.inter, ways, routes, team.intra, account, buffer.device)
+        for marks in follow(routes, self._second(routes, team, account, buffer.device)):
+            self._judge(marks, account)
 
-        whole = divided.target(buffer, account.scratch)
-        intra.all_gather(whole, shard.to(buffer.dtype))
-        divided.put_back(whole, buffer)
-        self._judge(whole[::shard_numel], account)
+    def _cut(self, layout: Layout, dtype: torch.dtype, team: TeamShape) -> tuple[Chunk, ...]:
+        """Return the chunks of a buffer, cut between parameters if `inter` needs them whole."""
+        if self.chunks == 1:
+            return (Chunk(0, layout.numel, layout),)
+        whole = self.inter.divide(layout, dtype, 1) is not None
+        return cut(layout, dtype, self.chunks, max(team.ranks_per_node), between_pieces=whole)
 
-    def _through_shares(
-        self, intra_aggregator: Compressed, buffer: Tensor, team: Team, scale: float, account: Account
-    ) -> None:
-        intra, inter = _levels(team)
-        account_intra = account.within("intra", account.layout, replicas=team.node_count)
-        share, layout = intra_aggregator.reduce_scatter(buffer, intra, scale, account_intra)
-        stage = f"from step {intra_aggregator.phase(account.step)}"
-        self._bring_home(f"shares of {intra_aggregator} {stage}", layout, intra, account, buffer.device)
-        if layout.numel:
-            self.inter.all_reduce(share, inter, 1.0, account.within("inter", layout))
-        intra_aggregator.all_gather(share, buffer, intra, account_intra)
-        self._judge(buffer, account)
+    def _route(self, form: Form, buffer: Tensor, team: Team, scale: float, account: Account) -> Route:
+        if isinstance(self.intra, Compressed):
+            return ThroughShares(buffer, *_levels(team), self.intra, self.inter, scale, account, team.node_count)
+        if form == "leader":
+            assert team.intra is not None
+            return ThroughLeader(buffer, team.intra, team.inter, self.inter, scale, account)
+        keep_all = form == "all_reduce"
+        return ThroughShards(buffer, *_levels(team), self.inter, scale, account, keep_all=keep_all)
+
+    def _second(self, routes: list[Route], team: Team, account: Account, device: torch.device) -> Second | None:
+        """Return the lane to go across on, where there are chunks to go up meanwhile and it is safe."""
+        if len(routes) == 1 or not routes[0].crosses:
+            return None
+        # Residuals that are put together would be freed on another lane than they were made on.
+        return None if on_the_move(self.inter, account) else second_lane(team.backend(device))
 
     # ----------------------------------------------------------------------------------- residuals
-
-    def _scaled(self, buffer: Tensor, scale: float) -> Tensor:
-        """Return `scale * buffer`: in place, or in float32 where feedback has to know of every rounding."""
-        if self.inter.residual_paths and buffer.dtype.itemsize < torch.float32.itemsize:
-            return buffer.float().mul_(scale)
-        apply_scale(buffer, scale)
-        return buffer
-
-    def _bring_home(
-        self, division: str, mine: Layout | None, intra: Team, account: Account, device: torch.device
-    ) -> None:
-        """Move residuals inside the node when a buffer is new, or divided anew: this rank will need those of `mine`.
-
-        Each rank adds what it holds of the buffer's parameters to zeros, so that adding up moves it exactly.
-        """
-        ledger, path = account.ledger, account.within("inter", account.layout).path
-        if ledger is None or not self.inter.residual_paths or not ledger.place(path, account.layout, division):
-            return
-        paths = [f"{path}.{part}".rstrip(".") for part in self.inter.residual_paths]
-        numel = account.layout.numel
-        for each in paths:
-            ledger.dissolve(each, account.layout)
-        held = [ledger.collect(each, account.layout, device) for each in paths]
-        factors = self.inter.shared_factors(account.layout)
-        moving = torch.cat([*held, ledger.factors.first_rights(path, factors, device)])
-        intra.all_reduce(moving)
-        if mine is not None:
-            spans = account.layout.spans_of(mine)
-            for begin, each in zip(range(0, numel * len(paths), numel), paths, strict=True):
-                parts = [moving[begin + first : begin + last] for first, last in spans]
-                ledger.deposit(each, mine, torch.cat(parts) if parts else moving[:0])
-        rights = moving[numel * len(paths) :]
-        ledger.factors.keep_rights(path, factors, rights, mine.names if mine is not None else ())
 
     def _judge(self, marks: Tensor, account: Account) -> None:
         """Report whether the shards whose first elements are `marks` are finite: all ranks commit, or none does."""
@@ -187,38 +158,64 @@ class Hierarchical(Aggregator):
 
     # --------------------------------------------------------------------------------------- facts
 
-    def wire_bytes(
+    def calls(
         self,
         layout: Layout,
         dtype: torch.dtype,
-        team: Team,
+        team: TeamShape,
         device: torch.device | None = None,
         step: int | None = None,
-    ) -> WireBytes:
+    ) -> tuple[Step, ...]:
         """See Aggregator; the rare move of residuals to other ranks of the node is not counted."""
+        return in_one_line(self.stages(layout, dtype, team, device, step))
+
+    def stages(
+        self,
+        layout: Layout,
+        dtype: torch.dtype,
+        team: TeamShape,
+        device: torch.device | None = None,
+        step: int | None = None,
+    ) -> tuple[Stages, ...]:
+        """See Aggregator: chunks go up, across and down."""
         if layout.numel == 0:
-            return WireBytes()
-        intra, inter = team.intra, team.inter
-        if intra is None:
-            return self._single_level(team)[1].wire_bytes(layout, dtype, team, device, step)
-        if isinstance(self.intra, Compressed):
-            shares = self.intra.share_layout(layout, dtype, intra, step)
-            across = self.inter.wire_bytes(shares, torch.float32, _levels(team)[1], device, step)
-            return self.intra.halves_wire_bytes(layout, dtype, intra, step) + across
+            return ()
+        if team.intra is None:
+            return self._single_level(team)[1].stages(layout, dtype, team, device, step)
         form = self._form_on(team, layout.numel * dtype.itemsize, device or team.default_device)
+        parts = self._cut(layout, dtype, team)
+        return tuple(self._stages_of(part.layout, form, dtype, team, device, step) for part in parts)
+
+    def _stages_of(
+        self,
+        layout: Layout,
+        form: Form,
+        dtype: torch.dtype,
+        team: TeamShape,
+        device: torch.device | None,
+        step: int | None,
+    ) -> Stages:
+        intra, inter = team.intra, team.inter
+        assert intra is not None
         # Feedback makes the way to the slow network float32.
         up_dtype = torch.promote_types(dtype, torch.float32) if self.inter.residual_paths else dtype
-        if form == "leader":
+        if form == "leader" and not isinstance(self.intra, Compressed):
             leads = intra.rank == 0 and inter is not None
-            across = self.inter.wire_bytes(layout, dtype, inter, device, step) if leads and inter else WireBytes()
-            up = intra.wire.reduce(layout.numel * up_dtype.itemsize, 0)
-            return up + across + intra.wire.broadcast(layout.numel * dtype.itemsize, 0)
+            across = self.inter.calls(layout, dtype, inter, device, step) if leads and inter else ()
+            up = call(intra, "reduce", layout.numel * up_dtype.itemsize, 0)
+            return Stages(up, across, call(intra, "broadcast", layout.numel * dtype.itemsize, 0))
         assert inter is not None  # check() refused unequal nodes
+        if isinstance(self.intra, Compressed):
+            shares = self.intra.share_layout(layout, dtype, intra, step)
+            up_steps = self.intra.reduce_scatter_calls(layout, dtype, intra, step)
+            across = self.inter.calls(shares, torch.float32, inter, device, step)
+            return Stages(up_steps, across, self.intra.all_gather_calls(layout, dtype, intra, step))
         divided = division(self.inter, layout, dtype, intra.size)
-        up_nbytes = divided.whole_numel * up_dtype.itemsize
-        up = intra.wire.reduce_scatter(up_nbytes) if form == "reduce_scatter" else intra.wire.all_reduce(up_nbytes)
-        across = self.inter.wire_bytes(divided.layouts[intra.rank], dtype, inter, device, step)
-        return up + across + intra.wire.all_gather(divided.shard_numel * dtype.itemsize)
+        moved = () if divided.in_place else (work("copy", "", layout.numel),)
+        primitive = "reduce_scatter" if form == "reduce_scatter" else "all_reduce"
+        up = call(intra, primitive, divided.whole_numel * up_dtype.itemsize)
+        across = self.inter.calls(divided.layouts[intra.rank], dtype, inter, device, step)
+        return Stages(moved + up, across, call(intra, "all_gather", divided.shard_numel * dtype.itemsize) + moved)
 
     @property
     def lossless(self) -> bool:
@@ -265,7 +262,7 @@ class Hierarchical(Aggregator):
             return level, aggregator
         return idle_level, replace(idle, dense=("*",))  # exact, and takes along what is kept
 
-    def _single_level(self, team: Team) -> tuple[str, Aggregator]:
+    def _single_level(self, team: TeamShape) -> tuple[str, Aggregator]:
         if team.node_count > 1:
             return "inter", self.inter
         inter = self.inter
@@ -273,7 +270,7 @@ class Hierarchical(Aggregator):
             return "inter", replace(inter, dense=("*",))  # one node needs the momentum too
         return "intra", self.intra
 
-    def _form_on(self, team: Team, nbytes: int, device: torch.device) -> Form:
+    def _form_on(self, team: TeamShape, nbytes: int, device: torch.device) -> Form:
         if self.form is not None:
             return self.form
         return choose_form(team.backend(device), nbytes, uniform=team.uniform, lossless=self.inter.lossless)
@@ -301,6 +298,6 @@ def _levels(team: Team) -> tuple[Team, Team]:
     return team.intra, team.inter
 
 
-def _counts(team: Team) -> str:
+def _counts(team: TeamShape) -> str:
     nodes = team.wire.nodes
     return "+".join(str(nodes.count(node)) for node in dict.fromkeys(nodes)) + " ranks"

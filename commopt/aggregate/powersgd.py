@@ -8,17 +8,19 @@ next step starts from the factors of this one, which is what makes them good: re
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from commopt.aggregate.base import Aggregator, apply_scale, mark_non_finite
+from commopt.aggregate.calls import Step, call, work
 from commopt.aggregate.exchange import Exchange
 from commopt.aggregate.matrices import Rule, divide, plan
 from commopt.compress import Carry
 from commopt.errors import ConfigurationError
 from commopt.feedback import Account, Factors, Feedback, Layout, Shapes, Side, Spans, checked_patterns, require_feedback
-from commopt.groups import Team, WireBytes
+from commopt.groups import Team, TeamShape
 from commopt.kernels.reference import round_with_carry
 
 _NBYTES = torch.float32.itemsize
@@ -146,23 +148,28 @@ class PowerSGD(Aggregator):
 
     # -------------------------------------------------------------------------------------- facts
 
-    def wire_bytes(
+    def calls(
         self,
         layout: Layout,
         dtype: torch.dtype,
-        team: Team,
+        team: TeamShape,
         device: torch.device | None = None,
         step: int | None = None,
-    ) -> WireBytes:
+    ) -> tuple[Step, ...]:
         """See Aggregator; None means an even step after all warm-up, when left factors travel."""
+        if layout.numel == 0 or team.size == 1:
+            return ()
         if self._as_it_is(layout, dtype, step):
-            return team.wire.all_reduce(layout.numel * dtype.itemsize)
+            return call(team, "all_reduce", layout.numel * dtype.itemsize)
         found = plan(layout, self._rule)
         side = "left" if step is None or not self.alternating else self._sides(step)[0]
-        first = team.wire.all_reduce(_NBYTES * (found.rows[side] * self.matrix_rank + found.dense.numel))
-        if self.alternating:
-            return first
-        return first + team.wire.all_reduce(_NBYTES * found.rows["right"] * self.matrix_rank)
+        nbytes = _NBYTES * (found.rows[side] * self.matrix_rank + found.dense.numel)
+        what, numel = f"PowerSGD({self.matrix_rank})", found.stacked.numel
+        messages = [nbytes] if self.alternating else [nbytes, _NBYTES * found.rows["right"] * self.matrix_rank]
+        exchanges: list[tuple[Step, ...]] = [
+            (work("factor", what, numel), *call(team, "all_reduce", sent)) for sent in messages
+        ]
+        return tuple(chain.from_iterable(exchanges))
 
     def phase(self, step: int) -> int:
         """See Aggregator: left and right factors are not equally long."""

@@ -28,6 +28,7 @@ class Account:
     loss_scale: what the gradients were multiplied by, 0-d float32 on their device; None for 1.
     result_dtype: what the buffer's values will be rounded to in the end, None for its own dtype.
     replicas: how many teams do the same with the same values, as nodes that each gather the sum inside.
+    chunk: 0 for a whole buffer; the chunks of one that is cut count from 1.
     """
 
     layout: Layout
@@ -39,6 +40,7 @@ class Account:
     path: str = ""
     result_dtype: torch.dtype | None = None
     replicas: int = 1
+    chunk: int = 0
 
     @classmethod
     def unremembered(cls, numel: int, step: int = 0, rank: int = 0) -> Account:
@@ -50,25 +52,32 @@ class Account:
         path = f"{self.path}.{level}" if self.path else level
         return replace(self, layout=layout, path=path, result_dtype=result_dtype, replicas=replicas)
 
+    def of_chunk(self, number: int, layout: Layout) -> Account:
+        """Return the account of chunk `number` of the buffer, from 1 on; two may be in use at once, by two threads."""
+        return replace(self, layout=layout, chunk=number)
+
     @property
     def scratch(self) -> Scratch:
         """Where to take buffers from."""
-        return Scratch() if self.ledger is None else self.ledger.scratch
+        if self.ledger is None:
+            return Scratch()
+        return self.ledger.scratch.half(self.chunk) if self.chunk else self.ledger.scratch
 
     def dice(self, kind: Kind, place: int) -> Dice:
-        """Return the dice for one encoding: others for each buffer, step, level, kind and rank.
+        """Return the dice for one encoding: others for each buffer, chunk, step, level, kind and rank.
 
         An owner's depend on its `place` in the team only: owners of the same sum in other teams must throw the same.
         """
         rank = self.rank if kind == "worker" else place
-        return Dice(crc32(f"{self.path} {kind}".encode()) | rank << 32, self.step, self.number)
+        what = f"{self.path} {kind} {self.chunk}" if self.chunk else f"{self.path} {kind}"
+        return Dice(crc32(what.encode()) | rank << 32, self.step, self.number)
 
     def leftover(self, layout: Layout, device: torch.device) -> Carry | None:
         """Return what was left out of earlier, inexact encodings of `layout`, if anything was."""
         slot = None if self.ledger is None else self.ledger.leftover(self.path, layout, device)
         if self.ledger is None or slot is None:
             return None
-        return Carry(slot.values, self.ledger.stage(slot), self.loss_scale)
+        return Carry(slot.values, self.ledger.stage(slot, self.chunk), self.loss_scale)
 
     def carry(
         self,
@@ -77,15 +86,16 @@ class Account:
         feedback: Feedback | None,
         device: torch.device,
         momentum: Momentum | None = None,
+        whole: Layout | None = None,
     ) -> Carry | None:
         """Return the residual that goes into an encoding of `layout` and the place for the one that comes out.
 
-        A worker's with a `momentum` has velocities too.
+        A worker's with a `momentum` has velocities too. An owner's `layout` is its part of `whole`.
         """
         if self.ledger is None or feedback is None:
             return None
-        slot = self.ledger.slot(self.path, kind, layout, device, feedback.dtype)
-        old, new = slot.values.float(), self.ledger.stage(slot)
+        slot = self.ledger.slot(self.path, kind, layout, device, feedback.dtype, whole or layout)
+        old, new = slot.values.float(), self.ledger.stage(slot, self.chunk)
         if kind == "worker":
             velocity = self.velocity(layout, feedback, device, momentum)
             return Carry(old, new, self.loss_scale, feedback.decay, velocity)
@@ -99,8 +109,8 @@ class Account:
         """Return the velocity of what this rank sends of `layout`, and the place for the next one."""
         if self.ledger is None or feedback is None or momentum is None:
             return None
-        slot = self.ledger.slot(momentum_path(self.path), "worker", layout, device, feedback.dtype)
-        return Velocity(slot.values.float(), self.ledger.stage(slot), momentum)
+        slot = self.ledger.slot(momentum_path(self.path), "worker", layout, device, feedback.dtype, layout)
+        return Velocity(slot.values.float(), self.ledger.stage(slot, self.chunk), momentum)
 
     def retire_owners(self) -> None:
         """Let what an owner kept of the buffer join what this rank sends: sums are not encoded any more."""
@@ -130,7 +140,7 @@ class Account:
 
     def sample(self, values: Tensor, scale: float, carry: Carry) -> None:
         """Measure now and then, on some of the elements, how much an encoding left out."""
-        if self.ledger is None or self.step % _SAMPLE_EVERY_STEPS:
+        if self.ledger is None or self.step % _SAMPLE_EVERY_STEPS or self.chunk > 1:  # later ones in no fixed order
             return
         unscale = scale if self.loss_scale is None else scale / self.loss_scale
         gradient = values[:_SAMPLE_NUMEL].float() * unscale

@@ -65,9 +65,29 @@ class Layout:
         return frozenset(piece.name for piece in self.pieces)
 
     @cached_property
+    def title(self) -> str:
+        """The first and the last parameter in it."""
+        return " .. ".join(dict.fromkeys((self.pieces[0].name, self.pieces[-1].name))) if self.pieces else ""
+
+    @cached_property
     def offsets(self) -> tuple[int, ...]:
         """Where each piece begins."""
         return (0, *accumulate(piece.numel for piece in self.pieces))[:-1]
+
+    @cached_property
+    def _ranges(self) -> dict[str, list[tuple[int, int]]]:
+        ranges: dict[str, list[tuple[int, int]]] = {}
+        for piece in self.pieces:
+            ranges.setdefault(piece.name, []).append((piece.begin, piece.end))
+        return ranges
+
+    def has_part_of(self, piece: Piece) -> bool:
+        """Return whether any element of `piece` is among these."""
+        return any(max(begin, piece.begin) < min(end, piece.end) for begin, end in self._ranges.get(piece.name, ()))
+
+    def overlaps(self, other: Layout) -> bool:
+        """Return whether any element is in both."""
+        return not self.names.isdisjoint(other.names) and any(self.has_part_of(piece) for piece in other.pieces)
 
     def cut(self, begin: int, end: int) -> Layout:
         """Return what lies in elements [begin, end) of the buffer; there is nothing behind its end."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from math import sqrt
+from threading import RLock
 from typing import Any, Literal
 from zlib import crc32
 
@@ -51,6 +53,9 @@ def _is_momentum(slot: Slot) -> bool:
 class Ledger:
     """Residuals of one rank; used by one thread at a time: the lane's in backward, the caller's between steps.
 
+    Chunks of a buffer may look up and stage theirs in two threads, which is what the lock is for: what is committed
+    does not depend on who comes first.
+
     per_step: commit all buckets of a step or none, as a GradScaler drops whole steps; else each bucket by itself.
     """
 
@@ -66,47 +71,60 @@ class Ledger:
     _placed: dict[str, dict[Layout, str]] = field(default_factory=dict)  # by path: how buffers were divided last
     _additions: int = 0  # to slots and loose pieces
     _nothing: dict[tuple[str, Layout], int] = field(default_factory=dict)  # nothing was there after so many additions
-    _staged: list[tuple[Slot, Tensor]] = field(default_factory=list)
+    _staged: list[tuple[Slot, Tensor, str]] = field(default_factory=list)  # each with a name of its own
+    _staged_of: Counter[tuple[int, str]] = field(default_factory=Counter)  # by chunk and path
     _staged_factors: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     _flags: list[Tensor] = field(default_factory=list)
+    _lock: RLock = field(default_factory=RLock, repr=False)
 
     # ------------------------------------------------------------------------------------- finding
 
-    def slot(self, path: str, kind: Kind, layout: Layout, device: torch.device, dtype: torch.dtype) -> Slot:
-        """Return the residual for `layout`: what is known about its pieces, else zero."""
+    def slot(
+        self, path: str, kind: Kind, layout: Layout, device: torch.device, dtype: torch.dtype, whole: Layout
+    ) -> Slot:
+        """Return the residual for `layout`: what is known about its pieces, else zero.
+
+        whole: what is encoded; an owner's `layout` is its part of that, where it may have had another part before.
+        """
         key = (path, kind, layout)
-        if key not in self._slots:
-            # A worker's is asked for first, so that what an owner kept is sent next.
-            self.dissolve(path, layout, None if kind == "worker" else kind)
-            values = torch.zeros(layout.numel, device=device)
-            self.install(Slot(path, kind, layout, values.to(dtype)))
-        slot = self._slots[key]
-        slot.values = slot.values.to(device, dtype)  # a checkpoint may have come from another device
-        if kind == "worker" and self._has_loose(path, layout):
-            slot.values = (slot.values + self.collect(path, layout, device)).to(dtype)
-        return slot
+        with self._lock:
+            if key not in self._slots:
+                # A worker's is asked for first, so that what an owner kept is sent next.
+                self.dissolve(path, whole, None if kind == "worker" else kind)
+                values = torch.zeros(layout.numel, device=device)
+                self.install(Slot(path, kind, layout, values.to(dtype)))
+            slot = self._slots[key]
+            slot.values = slot.values.to(device, dtype)  # a checkpoint may have come from another device
+            if kind == "worker" and self.has_loose(path, layout):
+                slot.values = (slot.values + self.collect(path, layout, device)).to(dtype)
+            return slot
 
     def leftover(self, path: str, layout: Layout, device: torch.device) -> Slot | None:
         """Return the residual of a buffer that is sent exactly and needs none, if there is one from before."""
         if not self.holds(path, layout):
             return None
-        slot = self.slot(path, "worker", layout, device, torch.float32)
+        slot = self.slot(path, "worker", layout, device, torch.float32, layout)
         slot.once = True
         return slot
 
     def holds(self, path: str, layout: Layout) -> bool:
-        """Return whether anything is kept for the parameters of `layout`."""
-        if self._nothing.get((path, layout)) == self._additions:  # asked in every step, and nothing has come since
-            return False
-        found = self._has_loose(path, layout) or any(
-            slot.path == path and not slot.layout.names.isdisjoint(layout.names) for slot in self._slots.values()
-        )
-        if not found:
-            self._nothing[path, layout] = self._additions
-        return found
+        """Return whether anything is kept for the elements of `layout`."""
+        with self._lock:
+            if self._nothing.get((path, layout)) == self._additions:  # asked in every step, and nothing has come since
+                return False
+            found = self.has_loose(path, layout) or any(
+                slot.path == path and slot.layout.overlaps(layout) for slot in self._slots.values()
+            )
+            if not found:
+                self._nothing[path, layout] = self._additions
+            return found
 
-    def _has_loose(self, path: str, layout: Layout) -> bool:
-        return not self._loose.get(path, {}).keys().isdisjoint(layout.names)
+    def has_loose(self, path: str, layout: Layout) -> bool:
+        """Return whether anything kept for the elements of `layout` lies in no residual yet, or not any more."""
+        by_name = self._loose.get(path, {})
+        if by_name.keys().isdisjoint(layout.names):
+            return False
+        return any(layout.has_part_of(piece) for name in layout.names for piece, _ in by_name.get(name, ()))
 
     def slots(self) -> Iterator[Slot]:
         """Iterate over all residuals, also over those that no buffer has asked for yet."""
@@ -140,14 +158,15 @@ class Ledger:
         return self.warm
 
     def dissolve(self, path: str, layout: Layout, kind: Kind | None = None) -> None:
-        """Take apart the residuals (of one kind) of the parameters of `layout`; an owner's joins what the rank sends.
+        """Take apart the residuals (of one kind) with elements of `layout`; an owner's joins what the rank sends.
 
         Both are in units of the average, so the sum stays what it is, and nothing needs to be sent.
         """
-        for key, slot in list(self._slots.items()):
-            if slot.path == path and kind in (None, slot.kind) and not slot.layout.names.isdisjoint(layout.names):
-                del self._slots[key]
-                self.deposit(path, slot.layout, slot.values.float())
+        with self._lock:
+            for key, slot in list(self._slots.items()):
+                if slot.path == path and kind in (None, slot.kind) and slot.layout.overlaps(layout):
+                    del self._slots[key]
+                    self.deposit(path, slot.layout, slot.values.float())
 
     def redirect(self, path: str, to: str, layout: Layout, device: torch.device) -> None:
         """Let another level send what is kept for the parameters of `layout`."""
@@ -184,24 +203,29 @@ class Ledger:
 
     # ---------------------------------------------------------------------------------- committing
 
-    def stage(self, slot: Slot) -> Tensor:
+    def stage(self, slot: Slot, chunk: int = 0) -> Tensor:
         """Return where to write the slot's next values, float32, which count only once they are committed."""
-        if self.per_step:
-            if slot.spare is None:
-                slot.spare = torch.empty(slot.layout.numel, device=slot.values.device)
-            staged = slot.spare
-        else:
-            tag = f"{len(self._staged)} staged"
-            staged = self.scratch.take(tag, slot.layout.numel, torch.float32, slot.values.device)
-        self._staged.append((slot, staged))
-        return staged
+        with self._lock:
+            name = str(len(self._staged))
+            if chunk:  # in the order of one level's work, which is one thread's
+                name = f"{chunk} {slot.path} {self._staged_of[chunk, slot.path]}"
+                self._staged_of[chunk, slot.path] += 1
+            if self.per_step:
+                if slot.spare is None:
+                    slot.spare = torch.empty(slot.layout.numel, device=slot.values.device)
+                staged = slot.spare
+            else:
+                staged = self.scratch.take(f"{name} staged", slot.layout.numel, torch.float32, slot.values.device)
+            self._staged.append((slot, staged, name))
+            return staged
 
     def stage_factors(self, factors: Tensor) -> Tensor:
         """Return where to write the next values of `factors`, which are small and count once they are committed."""
-        tag = f"{len(self._staged_factors)} staged factors"
-        staged = self.scratch.take(tag, tuple(factors.shape), factors.dtype, factors.device)
-        self._staged_factors.append((factors, staged))
-        return staged
+        with self._lock:
+            tag = f"{len(self._staged_factors)} staged factors"
+            staged = self.scratch.take(tag, tuple(factors.shape), factors.dtype, factors.device)
+            self._staged_factors.append((factors, staged))
+            return staged
 
     def report(self, finite: Tensor) -> None:
         """Add to the verdict on what is staged: bool, 0-d."""
@@ -210,6 +234,7 @@ class Ledger:
     def begin_step(self) -> None:
         """Drop what a backward that raised has left staged."""
         self._staged.clear()
+        self._staged_of.clear()
         self._staged_factors.clear()
         self._flags.clear()
 
@@ -227,30 +252,30 @@ class Ledger:
             return
         finite = torch.stack(self._flags).all()
         # No host sync, but for what is sent once and then gone: a few steps after a load or a change of buckets.
-        if finite.device.type == "cpu" or any(slot.once for slot, _ in self._staged):
+        if finite.device.type == "cpu" or any(slot.once for slot, _, _ in self._staged):
             if finite:
-                for number, (slot, staged) in enumerate(self._staged):
-                    self._replace(slot, staged, number)
+                for slot, staged, name in self._staged:
+                    self._replace(slot, staged, name)
         else:
-            for number, (slot, staged) in enumerate(self._staged):
-                torch.where(finite, self._rounded(slot, staged, number), slot.values, out=slot.values)
+            for slot, staged, name in self._staged:
+                torch.where(finite, self._rounded(slot, staged, name), slot.values, out=slot.values)
         for factors, staged in self._staged_factors:
             torch.where(finite, staged, factors, out=factors)
         self.dropped = self.dropped + (~finite).long()
         self.begin_step()
 
-    def _replace(self, slot: Slot, staged: Tensor, number: int) -> None:
+    def _replace(self, slot: Slot, staged: Tensor, name: str) -> None:
         if slot.once:
             del self._slots[slot.path, slot.kind, slot.layout]
         elif slot.spare is staged and slot.values.dtype == torch.float32:
             slot.values, slot.spare = staged, slot.values
         else:
-            slot.values.copy_(self._rounded(slot, staged, number))
+            slot.values.copy_(self._rounded(slot, staged, name))
 
-    def _rounded(self, slot: Slot, staged: Tensor, number: int) -> Tensor:
+    def _rounded(self, slot: Slot, staged: Tensor, name: str) -> Tensor:
         if slot.values.dtype == torch.float32:
             return staged
-        seed = crc32(f"{slot.path} {slot.kind} {number} {self.steps}".encode())
+        seed = crc32(f"{slot.path} {slot.kind} {name} {self.steps}".encode())
         return round_stochastically(staged, seed)
 
     # ----------------------------------------------------------------------------------------- facts

@@ -13,6 +13,13 @@ class Scratch:
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.device], Tensor] = {}
+        self._halves: tuple[Scratch, Scratch] | None = None
+
+    def half(self, number: int) -> Scratch:
+        """Return memory apart for every other chunk: of a buffer's chunks two are on their way at once."""
+        if self._halves is None:
+            self._halves = Scratch(), Scratch()
+        return self._halves[number % 2]
 
     def take(self, tag: str, shape: int | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a contiguous tensor in the memory of `tag`, which grows to the largest ever asked for."""

@@ -11,12 +11,27 @@ import torch
 import torch.distributed as dist
 
 from commopt.groups import joined
-from commopt.lanes.base import Lane
+from commopt.lanes.available import lanes_available, lanes_here
+from commopt.lanes.base import Lane, current_lane
 from commopt.lanes.operation import Operation, Ticket
+from commopt.lanes.second import Second, Started
 from commopt.lanes.stream import StreamLane
 from commopt.lanes.worker import WorkerLane
 
-__all__ = ["Lane", "Operation", "StreamLane", "Ticket", "WorkerLane", "lane_for", "require_healthy"]
+__all__ = [
+    "Lane",
+    "Operation",
+    "Second",
+    "Started",
+    "StreamLane",
+    "Ticket",
+    "WorkerLane",
+    "lane_for",
+    "lanes_available",
+    "lanes_here",
+    "require_healthy",
+    "second_lane",
+]
 
 _lanes: dict[torch.device, Lane] = {}
 _lock = threading.Lock()
@@ -30,6 +45,16 @@ def lane_for(device: torch.device) -> Lane:
         if device not in _lanes:
             _lanes[device] = StreamLane(device) if device.type == "cuda" else WorkerLane(device)
         return _lanes[device]
+
+
+def second_lane(backend: str) -> Second | None:
+    """Return the lane beside the one whose work calls this, None where one lane at a time is all that is safe.
+
+    Outside of a lane's work there is none either. What it runs must not depend on which of the two it is: ranks may
+    differ here, as their environments do.
+    """
+    lane = current_lane()
+    return lane.second() if lane is not None and lanes_here(backend) > 1 else None
 
 
 def require_healthy() -> None:

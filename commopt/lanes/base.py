@@ -14,8 +14,21 @@ from commopt.groups import checking
 from commopt.lanes.failure import fail
 from commopt.lanes.operation import Operation, Ticket
 from commopt.lanes.order_check import check_order
+from commopt.lanes.second import Second
 
 Work = Callable[[], None]
+
+
+class _Here(threading.local):
+    lane: Lane | None = None
+
+
+_here = _Here()
+
+
+def current_lane() -> Lane | None:
+    """Return the lane whose work this thread runs, None outside of such work."""
+    return _here.lane
 
 
 class Lane(ABC):
@@ -25,6 +38,7 @@ class Lane(ABC):
         self.device = device
         self._error: LaneError | None = None
         self._own = threading.local()  # `busy`: whether this thread is at work for the lane
+        self._second: Second | None = None
 
     @abstractmethod
     def submit(
@@ -46,6 +60,16 @@ class Lane(ABC):
     @abstractmethod
     def close(self) -> bool:
         """Finish what was submitted and stop; return False after a few seconds in which it did not end."""
+
+    @abstractmethod
+    def _make_second(self) -> Second:
+        """Return a second lane of the same device."""
+
+    def second(self) -> Second:
+        """Return the lane beside this one, made when it is first wanted; for this lane's work only."""
+        if self._second is None:
+            self._second = self._make_second()
+        return self._second
 
     def require_healthy(self) -> None:
         """Raise the error that poisoned the lane, if any."""
@@ -72,14 +96,20 @@ class Lane(ABC):
         try:
             if checking():
                 check_order(operation)
-            # Grad mode belongs to a thread; a tensor made in inference mode can be written in no other.
-            with torch.no_grad(), torch.inference_mode(result.is_inference()):
+            # Grad mode belongs to a thread; a tensor made in inference mode can be written in no other. In this order:
+            # inference_mode(False) would switch gradients on.
+            with torch.inference_mode(result.is_inference()), torch.no_grad():
+                _here.lane = self
                 work()
         except BaseException as error:
+            if self._second is not None:
+                self._second.stop()
             try:
                 self._error = fail(operation, error)
             except Exception as trouble:  # poisoned all the same
                 self._error = LaneError(f"{operation} failed: {error}; reporting it failed too: {trouble}")
             if isinstance(error, KeyboardInterrupt):
                 raise
+        finally:
+            _here.lane = None
         return self._error

@@ -14,6 +14,7 @@ from commopt.errors import LaneError
 from commopt.groups import Membership, joined
 from commopt.lanes.base import Lane, Work
 from commopt.lanes.operation import Operation, Ticket
+from commopt.lanes.second import Second, SecondStream
 
 _WATCH_PERIOD_S = 0.5
 _CLOSE_TIMEOUT_S = 5.0
@@ -86,6 +87,9 @@ class StreamLane(Lane):
             pass
         self._closed.set()
         return ended
+
+    def _make_second(self) -> Second:
+        return SecondStream(self.device)
 
     def _watch(self) -> None:
         """Abort this rank's communicators when another rank reports a failure.

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from commopt.lanes.base import Lane, Work
 from commopt.lanes.operation import Operation, Ticket
+from commopt.lanes.second import Second, SecondWorker
 
 _CLOSE_TIMEOUT_S = 5.0
 
@@ -44,7 +45,11 @@ class WorkerLane(Lane):
         self._queue.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(_CLOSE_TIMEOUT_S)
-        return not self._thread.is_alive()
+        ended = not self._thread.is_alive()
+        return ended if self._second is None else self._second.close() and ended
+
+    def _make_second(self) -> Second:
+        return SecondWorker(self._own)
 
     def _serve(self) -> None:
         self._own.busy = True
