@@ -1,0 +1,125 @@
+"""Links from line rates, before anything is measured: what the hardware is sold as, less nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import isfinite
+
+from commopt.cost.curve import Curve
+from commopt.cost.formulas import PRIMITIVES, Link, ring
+from commopt.cost.links import Header, LinkKey, Links
+from commopt.errors import ConfigurationError
+from commopt.groups import TeamShape
+from topology import Fabric, Topology, peer_bandwidth_gbps
+
+_US_PER_BYTE_AT_1_GBPS = 8e-3
+_BITS = 8
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Line rates in one direction, and the time of a step of a collective.
+
+    nic_gbps: what a node sends with all its ports, in Gb/s. nics: their number; one rank by itself uses one.
+    intra_gb_per_s: what a rank sends another one of its node, in GB/s.
+    """
+
+    nic_gbps: float
+    intra_gb_per_s: float
+    nics: int = 1
+    inter_latency_us: float = 15.0
+    intra_latency_us: float = 3.0
+
+    def __post_init__(self) -> None:
+        for name in ("nic_gbps", "intra_gb_per_s", "nics"):
+            value = getattr(self, name)
+            if not (isfinite(value) and value > 0):
+                raise ConfigurationError(f"Speeds({name}={value!r}) must be a finite number above 0")
+        for name in ("inter_latency_us", "intra_latency_us"):
+            value = getattr(self, name)
+            if not (isfinite(value) and value >= 0):
+                raise ConfigurationError(f"Speeds({name}={value!r}) must be a finite number, 0 or more")
+
+    @classmethod
+    def of_fabric(cls, fabric: Fabric, nic_gbps: float | None = None, intra_gb_per_s: float | None = None) -> Speeds:
+        """Take them from what the machines are; the slowest node counts. What is given is not looked up.
+
+        Raises ConfigurationError when a speed is neither given nor known.
+        """
+        nic = fabric.slowest_gbps if nic_gbps is None else nic_gbps
+        if nic is None:
+            raise ConfigurationError("the speed of a node's network ports is not known; pass nic_gbps=")
+        intra = _slowest_peers_gb_per_s(fabric.machines) if intra_gb_per_s is None else intra_gb_per_s
+        if intra is None:
+            raise ConfigurationError("what two GPUs of a node can send each other is not known; pass intra_gb_per_s=")
+        return cls(nic, intra, nics=max(len(fabric.rails), 1))
+
+    @property
+    def intra(self) -> Link:
+        """Between two ranks of a node."""
+        return Link(self.intra_latency_us, 1e-3 / self.intra_gb_per_s)
+
+    def inter(self, groups: int) -> Link:
+        """Between nodes, for each of `groups` ranks of a node that send at once: a port, or a share of all."""
+        gbps = self.nic_gbps / max(groups, self.nics)
+        return Link(self.inter_latency_us, _US_PER_BYTE_AT_1_GBPS / gbps)
+
+    @property
+    def node(self) -> Link:
+        """Between nodes, for a whole node."""
+        return replace(self, nics=1).inter(1)
+
+
+def nominal_links(shape: TeamShape, speeds: Speeds) -> Links:
+    """Return the links of a cluster at line rate: latency and bandwidth of the ring's formulas, no work."""
+    return Links(Header(nodes=shape.ranks_per_node), dict(_curves(shape.ranks_per_node, speeds)), nominal=True)
+
+
+def _curves(counts: tuple[int, ...], speeds: Speeds) -> Iterator[tuple[LinkKey, Curve]]:
+    several = len(counts) > 1 and max(counts) > 1
+    for primitive in PRIMITIVES:
+        if sum(counts) > 1:
+            yield LinkKey("world", primitive, sum(counts)), _world(primitive, counts, speeds)
+        for ranks in sorted(set(counts) - {1}) if several else []:
+            for groups in {1, counts.count(ranks)}:
+                yield LinkKey("intra", primitive, ranks, groups), _curve(primitive, ranks, speeds.intra)
+        for groups in {1, counts[0] if len(set(counts)) == 1 else 1} if several else []:
+            yield LinkKey("inter", primitive, len(counts), groups), _curve(primitive, len(counts), speeds.inter(groups))
+
+
+def _curve(primitive: str, ranks: int, link: Link) -> Curve:
+    takes = ring(primitive, ranks)
+    return Curve.linear(takes.steps * link.alpha_us, takes.volume * link.beta_us_per_byte)
+
+
+def _world(primitive: str, counts: tuple[int, ...], speeds: Speeds) -> Curve:
+    """Over all ranks in node order: a ring crosses to each node once, an all_to_all from every rank to every other."""
+    ranks, nodes = sum(counts), len(counts)
+    if primitive == "broadcast":  # a tree over the nodes, then one in each
+        parts = ((ring(primitive, nodes), speeds.node), (ring(primitive, max(counts)), speeds.intra))
+        return Curve.linear(
+            sum(takes.steps * link.alpha_us for takes, link in parts),
+            sum(takes.volume * link.beta_us_per_byte for takes, link in parts),
+        )
+    takes = ring(primitive, ranks)
+    hops_us = (nodes - 1) * speeds.inter_latency_us + (ranks - nodes) * speeds.intra_latency_us
+    volumes = [(takes.volume, speeds.intra.beta_us_per_byte)] if max(counts) > 1 else []
+    if nodes > 1:
+        direct = max(count * (ranks - count) / ranks for count in counts)
+        leaving = direct if primitive == "all_to_all" else takes.volume
+        volumes.append((leaving, speeds.node.beta_us_per_byte))
+    beta = max(volume * beta for volume, beta in volumes)
+    return Curve.linear(hops_us * takes.steps / (ranks - 1), beta)
+
+
+def _slowest_peers_gb_per_s(machines: tuple[Topology, ...]) -> float | None:
+    """Return what neighbours in a ring over a machine's GPUs can send, in GB/s; None where one speed is unknown."""
+    found = [
+        peer_bandwidth_gbps(machine, place, (place + 1) % len(machine.gpus))
+        for machine in machines
+        if len(machine.gpus) > 1
+        for place in range(len(machine.gpus))
+    ]
+    known = [gbps for gbps in found if gbps is not None]
+    return min(known) / _BITS if known and len(known) == len(found) else None

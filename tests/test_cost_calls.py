@@ -1,0 +1,267 @@
+"""What aggregators say they do, on clusters that need no process group, and the bytes that follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from math import ceil
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from commopt import Cast, Communicator, Compressed, Flat, Hierarchical, Layout, PowerSGD, Quantize
+from commopt.aggregate import Aggregator
+from commopt.aggregate.calls import Call, Step, Work, call
+from commopt.cost.formulas import PRIMITIVES
+from commopt.errors import ConfigurationError
+from commopt.groups import Team, TeamShape, WireBytes
+from tests.catalogue import LAYOUTS, aggregators
+from tests.ranks import run
+
+NUMEL = 3 * 2**14
+LAYOUT = Layout.anonymous(NUMEL)
+S = 4 * NUMEL
+MODEL = Layout.of_parameters([("a.weight", (300, 200)), ("a.bias", 300), ("b.weight", (64, 32, 3, 3)), ("c", (7, 5))])
+NCCL = {"cuda": "nccl"}
+SHAPES = [(1,), (4,), (1, 1), (1, 1, 1), (2, 2), (2, 2, 2), (4, 4), (2, 1), (3, 1, 2)]
+
+
+def calls(aggregator: Aggregator, nodes: Sequence[int], rank: int = 0, layout: Layout = LAYOUT) -> tuple[Step, ...]:
+    return aggregator.calls(layout, torch.float32, TeamShape.of(nodes, rank))
+
+
+def summary(steps: Sequence[Step]) -> list[tuple[str, str, int]]:
+    return [(each.level, each.primitive, each.nbytes) for each in steps if isinstance(each, Call)]
+
+
+def totals(aggregator: Aggregator, nodes: Sequence[int], layout: Layout = LAYOUT) -> WireBytes:
+    sent = WireBytes()
+    for rank in range(sum(nodes)):
+        sent += aggregator.wire_bytes(layout, torch.float32, TeamShape.of(nodes, rank))
+    return sent
+
+
+# -------------------------------------------------------------------------------------------------- shapes
+
+
+def test_a_shape_has_the_levels_that_a_team_would_have() -> None:
+    shape = TeamShape.of((3, 2), rank=3)
+    assert (shape.size, shape.node_count, shape.uniform, shape.ranks_per_node) == (5, 2, False, (3, 2))
+    assert shape.intra is not None
+    assert shape.inter is not None
+    assert (shape.level, shape.intra.level, shape.inter.level) == ("world", "intra", "inter")
+    assert (shape.intra.size, shape.intra.rank) == (2, 0)
+    assert (shape.inter.size, shape.inter.rank) == (2, 1)
+    assert TeamShape.of((3, 2), rank=1).inter is None
+    assert TeamShape.of((2, 2, 2), rank=5).at("inter").rank == 2
+    assert shape.at("intra") is shape.intra
+    assert shape.at("world") is shape
+
+
+@pytest.mark.parametrize("nodes", [(1,), (4,), (1, 1, 1)])
+def test_one_level_has_none_below(nodes: tuple[int, ...]) -> None:
+    shape = TeamShape.of(nodes)
+    assert shape.intra is None
+    assert shape.inter is None
+    with pytest.raises(ConfigurationError, match="no level 'intra'"):
+        shape.at("intra")
+
+
+@pytest.mark.parametrize(("nodes", "rank"), [((), 0), ((2, 0), 0), ((2, 2), 4), ((2,), -1)])
+def test_shapes_that_cannot_be(nodes: tuple[int, ...], rank: int) -> None:
+    with pytest.raises(ConfigurationError, match="every node needs a rank"):
+        TeamShape.of(nodes, rank)
+
+
+def test_a_shape_knows_its_backends() -> None:
+    assert TeamShape.of((2, 2)).default_device.type == "cpu"
+    shape = TeamShape.of((2, 2), 0, NCCL)
+    assert shape.default_device.type == "cuda"
+    assert shape.backend(torch.device("cuda")) == "nccl"
+    with pytest.raises(ConfigurationError, match="a cpu tensor cannot travel"):
+        shape.backend(torch.device("cpu"))
+
+
+# --------------------------------------------------------------------------------------------------- calls
+
+
+def test_flat_is_one_all_reduce() -> None:
+    assert calls(Flat(), (2, 2)) == (Call("world", "all_reduce", S),)
+
+
+def test_the_forms_of_hierarchical() -> None:
+    inside = ("inter", "all_reduce", S // 2)
+    gather = ("intra", "all_gather", S // 2)
+    sharded = [("intra", "reduce_scatter", S), inside, gather]
+    assert summary(calls(Hierarchical(form="reduce_scatter"), (2, 2))) == sharded
+    assert summary(calls(Hierarchical(form="all_reduce"), (2, 2))) == [("intra", "all_reduce", S), inside, gather]
+    leader = [("intra", "reduce", S), ("inter", "all_reduce", S), ("intra", "broadcast", S)]
+    assert summary(calls(Hierarchical(form="leader"), (2, 2))) == leader
+    assert summary(calls(Hierarchical(form="leader"), (2, 2), rank=1)) == [leader[0], leader[2]]
+    assert summary(calls(Hierarchical(), (2, 2))) == leader
+    assert summary(Hierarchical().calls(LAYOUT, torch.float32, TeamShape.of((2, 2), 0, NCCL))) == sharded
+
+
+def test_leaders_of_small_nodes_have_nobody_to_call_at_home() -> None:
+    assert summary(calls(Hierarchical(), (2, 1), rank=2)) == [("inter", "all_reduce", S)]
+
+
+def test_one_level_runs_by_itself() -> None:
+    assert calls(Hierarchical(intra=Compressed(Cast())), (4,)) == calls(Compressed(Cast()), (4,))
+    assert calls(Hierarchical(inter=Compressed(Cast())), (1, 1)) == calls(Compressed(Cast()), (1, 1))
+
+
+def test_compression_is_work_before_between_and_after() -> None:
+    row, name = Cast().payload_nbytes(NUMEL // 4), repr(Cast())
+    assert calls(Compressed(Cast()), (4,)) == (
+        Work("encode", name, S),
+        Call("world", "all_to_all", 4 * row),
+        Work("recode", name, S),
+        Call("world", "all_gather", row),
+        Work("decode", name, S),
+    )
+    whole = Cast().payload_nbytes(NUMEL)
+    pair = (Work("encode", name, S), Call("world", "all_gather", whole), Work("decode", name, 2 * S))
+    assert calls(Compressed(Cast()), (2,)) == pair
+
+
+def test_compression_inside_a_node_decodes_shares_and_encodes_their_sums() -> None:
+    steps = calls(Hierarchical(intra=Compressed(Quantize(8))), (2, 2))
+    kinds = [each.kind if isinstance(each, Work) else each.primitive for each in steps]
+    assert kinds == ["encode", "all_to_all", "decode", "all_reduce", "encode", "all_gather", "decode"]
+    assert [each.nbytes for each in steps if isinstance(each, Work)] == [S, S, S // 2, S]
+
+
+@pytest.mark.parametrize("alternating", [True, False])
+def test_factors_are_work_before_every_message(alternating: bool) -> None:
+    steps = calls(PowerSGD(2, alternating=alternating), (1, 1), layout=MODEL)
+    rows, cols, dense = 300 + 64, 200 + 32 * 9, 300 + 7 * 5
+    first = Call("world", "all_reduce", 4 * (2 * rows + dense))
+    factor = Work("factor", "PowerSGD(2)", 4 * (300 * 200 + 64 * 32 * 9))
+    second = () if alternating else (factor, Call("world", "all_reduce", 8 * cols))
+    assert steps == (factor, first, *second)
+
+
+def test_a_buffer_that_does_not_divide_is_copied() -> None:
+    steps = calls(Hierarchical(form="reduce_scatter"), (3, 3), layout=Layout.anonymous(1000))
+    assert [each for each in steps if isinstance(each, Work)] == [Work("copy", "", 4000)] * 2
+    assert summary(steps)[0] == ("intra", "reduce_scatter", 4 * 1002)
+
+
+def test_a_chunk_comes_down_when_the_next_is_across() -> None:
+    whole, cut = (Hierarchical(form="leader", chunks=chunks) for chunks in (1, 3))
+    stages = cut.stages(LAYOUT, torch.float32, TeamShape.of((2, 2)))
+    assert len(stages) == 3
+    assert [summary(stage.across) for stage in stages] == [[("inter", "all_reduce", S // 3)]] * 3
+    kinds = [primitive for _, primitive, _ in summary(calls(cut, (2, 2)))]
+    up_and_across = ["reduce", "all_reduce"]
+    assert kinds == [*up_and_across, *up_and_across, "broadcast", *up_and_across, "broadcast", "broadcast"]
+    assert totals(cut, (2, 2)) == totals(whole, (2, 2))
+
+
+@pytest.mark.parametrize("aggregator", aggregators(), ids=str)
+def test_every_aggregator_has_calls_on_every_shape(aggregator: Aggregator) -> None:
+    for nodes in SHAPES:
+        try:
+            aggregator.check(TeamShape.of(nodes))
+        except ConfigurationError:
+            continue
+        for layout in (LAYOUT, MODEL):
+            per_rank = [calls(aggregator, nodes, rank, layout) for rank in range(sum(nodes))]
+            for rank, steps in enumerate(per_rank):
+                team = TeamShape.of(nodes, rank)
+                for each in steps:
+                    assert each.nbytes > 0
+                    if isinstance(each, Call):
+                        assert team.at(each.level).size > 1
+            if sum(nodes) == 1:
+                assert per_rank == [()]
+            else:
+                assert all(any(isinstance(each, Call) for each in steps) for steps in per_rank)
+        assert calls(aggregator, nodes, 0, Layout(())) == ()
+
+
+# --------------------------------------------------------------------------------------------------- bytes
+
+
+@pytest.mark.parametrize("nodes", [(4,), (1, 1), (2, 2), (2, 2, 2), (4, 4)])
+def test_bytes_are_those_of_the_closed_forms(nodes: tuple[int, ...]) -> None:
+    n, m = len(nodes), nodes[0]
+    ranks = n * m
+    flat = totals(Flat(), nodes)
+    assert flat.intra + flat.inter == 2 * (ranks - 1) * S
+    assert flat.inter == (n * 2 * (ranks - 1) * S // ranks if n > 1 else 0)
+    if n == 1 or m == 1:
+        assert totals(Hierarchical(), nodes) == flat
+        return
+    sharded = totals(Hierarchical(form="reduce_scatter"), nodes)
+    assert sharded == WireBytes(2 * n * (m - 1) * S, 2 * (n - 1) * S)
+    everything = totals(Hierarchical(form="all_reduce"), nodes)
+    assert everything == WireBytes(3 * n * (m - 1) * S, 2 * (n - 1) * S)
+    # reduce: (m-1) S and the blocks of all but the root, broadcast: (m-1) S
+    leader = totals(Hierarchical(form="leader"), nodes)
+    assert leader == WireBytes(n * (2 * (m - 1) * S + (m - 1) * S // m), 2 * (n - 1) * S)
+    quantized = totals(Hierarchical(inter=Compressed(Quantize(8))), nodes)
+    rows = n if n > 2 else 1
+    row = Quantize(8).payload_nbytes(ceil(NUMEL // m / rows / 512) * 512)
+    assert quantized.inter == m * n * (n - 1) * row * (2 if n > 2 else 1)
+
+
+def test_unequal_nodes_have_a_leader_each() -> None:
+    total = totals(Hierarchical(), (2, 1))
+    assert total == WireBytes(2 * S + S // 2, 2 * S)
+
+
+# ------------------------------------------------------------------------------------- against what really happens
+
+CHUNKED = [Hierarchical(inter, form="reduce_scatter", chunks=3) for inter in (Flat(), Compressed(Quantize(8)))]
+CHUNKED += [Hierarchical(form="leader", chunks=2), Hierarchical(intra=Compressed(Cast()), chunks=2)]
+
+
+@contextmanager
+def overheard() -> Iterator[list[Call]]:
+    """Collect every collective of this process, as a Call."""
+    made: list[Call] = []
+    with ExitStack() as stack:
+        for primitive in PRIMITIVES:
+            original = getattr(Team, primitive)
+
+            def spy(team: Team, *arguments: Any, _what: str = primitive, _do: Any = original, **named: Any) -> None:
+                tensors = [each for each in arguments if isinstance(each, Tensor)]
+                others = [each for each in arguments if not isinstance(each, Tensor)]
+                nbytes = tensors[-1].numel() * tensors[-1].element_size()
+                made.extend(call(team, _what, nbytes, *others, *named.values()))
+                _do(team, *arguments, **named)
+
+            stack.enter_context(patch.object(Team, primitive, spy))
+        yield made
+
+
+def compare(rank: int, world_size: int) -> list[str]:
+    communicator = Communicator()
+    team = communicator._membership.team
+    differences = []
+    for aggregator in [*aggregators(), *CHUNKED]:
+        try:
+            aggregator.check(team)
+        except ConfigurationError:
+            continue
+        for numel in (NUMEL, 1001):
+            with patch.object(Communicator, "_compare"), overheard() as made:
+                communicator.all_reduce(torch.ones(numel), aggregator=aggregator)
+            steps = aggregator.calls(Layout.anonymous(numel), torch.float32, team)
+            for level in ("world", "intra", "inter"):  # chunks may be on two of them at once
+                promised = [each for each in steps if isinstance(each, Call) and each.level == level]
+                if promised != [each for each in made if each.level == level]:
+                    differences.append(f"rank {rank}, {aggregator}, {numel}: {promised} promised, {made} made")
+    return differences
+
+
+@pytest.mark.parametrize("layout", ["2x2", "2+1"])
+def test_calls_are_what_is_called(layout: str) -> None:
+    world_size, nodes = LAYOUTS[layout]
+    differences = [each for mine in run(compare, world_size, nodes=nodes) for each in mine]
+    assert not differences, "\n".join(differences)

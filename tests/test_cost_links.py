@@ -1,0 +1,121 @@
+"""A links file: what is written is read again, what is broken is refused by name, what is missing estimated or said."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commopt.cost import Curve, Header, LinkKey, Links, WorkKey
+from commopt.errors import ConfigurationError
+
+HEADER = Header("2025-01-31", ("a", "b"), (2, 2), "gloo", "cpu", "2.9.0", "python -m commopt probe")
+SLOW = Curve.fit([(2**power, 100 + 2**power * 0.05) for power in range(10, 20)])
+FAST = Curve.linear(5, 1e-4)
+
+
+@pytest.fixture
+def links() -> Links:
+    curves = {
+        LinkKey("inter", "all_reduce", 2): SLOW,
+        LinkKey("inter", "all_reduce", 2, 2): SLOW.scaled(1, 2, ""),
+        LinkKey("intra", "reduce_scatter", 4, 2): FAST,
+    }
+    return Links(HEADER, curves, {WorkKey("encode", "Quantize(8)"): FAST, WorkKey("copy"): FAST})
+
+
+def test_what_is_saved_is_loaded(links: Links, tmp_path: Path) -> None:
+    for nominal in (False, True):
+        saved = Links(links.header, links.curves, links.work, nominal)
+        saved.save(tmp_path / "links.json")
+        assert Links.load(tmp_path / "links.json") == saved
+
+
+def test_a_file_has_a_line_for_every_curve_with_the_quality_of_its_fit(links: Links, tmp_path: Path) -> None:
+    links.save(tmp_path / "links.json")
+    lines = (tmp_path / "links.json").read_text().splitlines()
+    assert sum('"primitive"' in line for line in lines) == 3
+    entry = json.loads((tmp_path / "links.json").read_text())["links"][0]
+    assert entry["r_squared"] == pytest.approx(1)
+    assert entry["mape"] == pytest.approx(0, abs=1e-5)
+
+
+def test_what_was_measured_is_found_as_it_is(links: Links) -> None:
+    assert links.curve("inter", "all_reduce", 2) is SLOW
+    assert links.curve("inter", "all_reduce", 2, 2).time_us(2**19) > 1.5 * SLOW.time_us(2**19)
+
+
+def test_other_ranks_are_scaled_by_the_ring(links: Links) -> None:
+    eight = links.curve("inter", "all_reduce", 8)
+    assert eight.segments[0].alpha_us == pytest.approx(7 * SLOW.segments[0].alpha_us)
+    assert eight.segments[0].beta_us_per_byte == pytest.approx(7 / 4 * SLOW.segments[0].beta_us_per_byte)
+    assert eight.note == "for 8 ranks from 2"
+    assert links.curve("intra", "reduce_scatter", 4, 1).note == "for 1 groups at once from 2"
+
+
+def test_the_nearest_number_of_ranks_is_taken() -> None:
+    curves = {LinkKey("inter", "all_gather", ranks): Curve.linear(ranks, 0) for ranks in (2, 16)}
+    links = Links(HEADER, curves)
+    assert links.curve("inter", "all_gather", 3).note == "for 3 ranks from 2"
+    assert links.curve("inter", "all_gather", 12).note == "for 12 ranks from 16"
+
+
+def test_what_is_missing_altogether_is_said_with_what_there_is(links: Links) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        links.curve("world", "all_reduce", 4)
+    for part in ("all_reduce at level 'world'", "inter all_reduce (2, 2x2)", "intra reduce_scatter (2x4)"):
+        assert part in str(caught.value)
+
+
+def changed(content: dict[str, Any], *path: str | int, to: Any) -> None:
+    for step in path[:-1]:
+        content = content[step]  # type: ignore[index]
+    content[path[-1]] = to  # type: ignore[index]
+
+
+BROKEN: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "another format": (lambda c: changed(c, "format", to=99), "format 99 is not 1"),
+    "no format": (lambda c: c.pop("format"), "format None"),
+    "no links": (lambda c: c.pop("links"), "links is missing"),
+    "links no list": (lambda c: changed(c, "links", to={}), "links is {}"),
+    "a link no table": (lambda c: changed(c, "links", 1, to=3), r"links\[1\] is 3"),
+    "unknown primitive": (lambda c: changed(c, "links", 0, "primitive", to="scan"), "'scan' is none of"),
+    "one rank": (lambda c: changed(c, "links", 0, "ranks", to=1), r"links\[0\]: ranks is 1"),
+    "no groups": (lambda c: changed(c, "links", 2, "groups", to=0), r"links\[2\]: groups is 0"),
+    "the same twice": (lambda c: c["links"].append(c["links"][0]), r"links\[3\] has figures for \('inter'"),
+    "no segments": (lambda c: changed(c, "links", 0, "segments", to=[]), "segments begin at"),
+    "a short segment": (lambda c: changed(c, "links", 0, "segments", 0, to=[0, 1]), r"segment \[0, 1\] is not 3"),
+    "negative bandwidth": (lambda c: changed(c, "links", 0, "segments", 0, to=[0, 1, -1]), "beta_us_per_byte"),
+    "points in words": (lambda c: changed(c, "links", 0, "points", 0, to=["a", 1]), "point"),
+    "work without kind": (lambda c: c["work"][0].pop("kind"), r"work\[0\]: kind is missing"),
+    "header with more": (lambda c: changed(c, "header", "speed", to=1), "unknown entry 'speed'"),
+    "header of numbers": (lambda c: changed(c, "header", "date", to=5), "date is 5"),
+    "nominal in words": (lambda c: changed(c, "nominal", to="yes"), "nominal is 'yes'"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_files_are_refused_by_what_is_wrong(case: str, links: Links, tmp_path: Path) -> None:
+    breaking, complaint = BROKEN[case]
+    path = tmp_path / "links.json"
+    links.save(path)
+    content = json.loads(path.read_text())
+    breaking(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises(ConfigurationError, match=complaint) as caught:
+        Links.load(path)
+    assert str(path) in str(caught.value)
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        Links.load(tmp_path / "nowhere.json")
+    (tmp_path / "text").write_text("{")
+    with pytest.raises(ConfigurationError, match="not a JSON file"):
+        Links.load(tmp_path / "text")
+    (tmp_path / "list").write_text("[]")
+    with pytest.raises(ConfigurationError, match="the file is"):
+        Links.load(tmp_path / "list")
