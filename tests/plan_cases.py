@@ -1,0 +1,90 @@
+"""Random planning problems, and everything about them computed the slow and obvious way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise, product
+
+from hypothesis import strategies as st
+
+from commopt.plan import Costs, PriceTable, Unit
+
+
+@st.composite
+def price_tables(draw: st.DrawFn) -> PriceTable:
+    """Any table: with bends, jumps and stretches where more bytes take less time."""
+    sizes = sorted(draw(st.sets(st.integers(0, 400), min_size=1, max_size=5)))
+    times = draw(st.lists(st.floats(0, 300), min_size=len(sizes), max_size=len(sizes)))
+    return PriceTable(tuple(sizes), tuple(times))
+
+
+@st.composite
+def cost_models(draw: st.DrawFn) -> Costs:
+    chunks = [1, *draw(st.sets(st.sampled_from([2, 4]), max_size=2))]
+    strategies = ["flat", "hierarchical", "quantized"][: draw(st.integers(1, 3))]
+    prices = {(name, count): draw(price_tables()) for count in chunks for name in strategies}
+    return Costs(prices, draw(st.sampled_from([0.0, 20.0])), draw(st.sampled_from([0.0, 0.1])))
+
+
+@st.composite
+def unit_lists(draw: st.DrawFn, most: int = 10) -> list[Unit]:
+    """Units, some empty, some of another dtype, ready in any order."""
+    rows = draw(
+        st.lists(
+            st.tuples(st.integers(0, 120), st.floats(0, 500), st.sampled_from(["float32"] * 5 + ["float16"])),
+            min_size=1,
+            max_size=most,
+        )
+    )
+    return [Unit((f"p{number}",), *row) for number, row in enumerate(rows)]
+
+
+def partitions(units: Sequence[Unit], max_bytes: int | None) -> Iterator[tuple[int, ...]]:
+    """Where the buckets end, for each of the 2^(n-1) partitions that are allowed."""
+    for cuts in product((False, True), repeat=len(units) - 1):
+        ends = (*(place + 1 for place, cut in enumerate(cuts) if cut), len(units))
+        if all(allowed(units[begin:end], max_bytes) for begin, end in pairwise((0, *ends))):
+            yield ends
+
+
+def allowed(members: Sequence[Unit], max_bytes: int | None) -> bool:
+    fits = max_bytes is None or sum(unit.nbytes for unit in members) <= max_bytes
+    return len(members) == 1 or (fits and len({unit.dtype for unit in members}) == 1)
+
+
+def slow_price(costs: Costs, nbytes: int) -> float:
+    plain = min(table(nbytes) for (_, chunks), table in costs.prices.items() if chunks == 1)
+    chunked = min((table(nbytes) for (_, chunks), table in costs.prices.items() if chunks > 1), default=float("inf"))
+    return chunked if chunked <= 0.97 * plain else plain
+
+
+def finish_of(units: Sequence[Unit], ends: Sequence[int], costs: Costs) -> float:
+    """When the last of these buckets is done on a FIFO lane."""
+    free = 0.0
+    for begin, end in pairwise((0, *ends)):
+        members = units[begin:end]
+        nbytes = sum(unit.nbytes for unit in members)
+        lane = (
+            costs.overhead_us + slow_price(costs, nbytes) + (costs.pack_us_per_byte * nbytes if end > begin + 1 else 0)
+        )
+        free = max(free, *(unit.ready_us for unit in members)) + lane
+    return free
+
+
+def mg_wfbp(units: Sequence[Unit], alpha_us: float, us_per_byte: float) -> tuple[int, ...]:
+    """Where the buckets of MG-WFBP end (arXiv 1811.11141, Algorithm 1), for the price alpha + beta * bytes.
+
+    From the first gradient of backward on: merge what is pending into the next gradient if that is ready less than
+    alpha after what is pending could start. The starts of all that follow are those after the merges made so far.
+    """
+    ends, free, pending = [], 0.0, 0
+    for place, unit in enumerate(units):
+        pending += unit.nbytes
+        if place + 1 == len(units):
+            break
+        start = max(free, unit.ready_us)
+        if units[place + 1].ready_us < start + alpha_us:
+            continue
+        ends.append(place + 1)
+        free, pending = start + alpha_us + us_per_byte * pending, 0
+    return (*ends, len(units))

@@ -1,0 +1,140 @@
+"""Plans and decisions as data: what they refuse, and that they survive JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from commopt import ConfigurationError
+from commopt.plan import Bucket, Calendar, Costs, Decision, Plan, PriceTable, Unit, best_plan
+
+UNITS = [Unit((f"p{number}", f"q{number}"), 1000 * number, 10.0 * number, "float32") for number in range(6)]
+PLAN = best_plan(UNITS, Costs({("flat", 1): PriceTable((0, 10_000), (7.0, 90.0))}))
+
+
+def test_json_round_trip() -> None:
+    assert len(PLAN.buckets) > 1
+    assert PLAN.predicted is not None
+    for plan in (PLAN, replace(PLAN, predicted=None, origin="given", order=PLAN.order[::-1])):
+        assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_decisions_round_trip() -> None:
+    for plan in (PLAN, None):
+        decision = Decision(plan, Calendar(16, 25), "3 buckets -> 7 buckets")
+        assert Decision.from_json(decision.to_json()) == decision
+
+
+def test_a_decision_may_bring_a_new_prediction_for_the_plan_that_goes_on() -> None:
+    assert PLAN.predicted is not None
+    later = replace(PLAN.predicted, exposed_us=PLAN.predicted.exposed_us + 50.0)
+    decision = Decision(None, Calendar(16, 25), "accepted", later)
+    assert Decision.from_json(decision.to_json()) == decision
+    updated = decision.updated(PLAN)
+    assert updated == replace(PLAN, predicted=later)
+    assert updated.digest() == PLAN.digest()
+    assert replace(decision, predicted=None).updated(PLAN) == PLAN
+    with pytest.raises(ConfigurationError, match="a plan and a prediction"):
+        Decision(PLAN, Calendar(16, 25), "both", later)
+    with pytest.raises(ConfigurationError, match='decision, predicted: "compute_us" is missing'):
+        Decision.from_json(decision.to_json().replace("compute_us", "computed"))
+
+
+def test_the_digest_is_of_what_runs() -> None:
+    assert replace(PLAN, predicted=None, origin="given").digest() == PLAN.digest()
+    assert Plan.from_json(PLAN.to_json()).digest() == PLAN.digest()
+    others = [
+        replace(PLAN, order=PLAN.order[::-1]),
+        replace(PLAN, buckets=(replace(PLAN.buckets[0], chunks=2), *PLAN.buckets[1:])),
+        replace(PLAN, buckets=(replace(PLAN.buckets[0], strategy="tree"), *PLAN.buckets[1:])),
+        replace(PLAN, buckets=(replace(PLAN.buckets[0], names=PLAN.buckets[0].names[::-1]), *PLAN.buckets[1:])),
+    ]
+    assert len({PLAN.digest(), *(other.digest() for other in others)}) == 5
+
+
+def changed(path: str, value: Any) -> str:
+    """PLAN as JSON with one value replaced, or removed if it is ...; '/' goes down."""
+    document = json.loads(PLAN.to_json())
+    *parents, last = [int(key) if key.isdigit() else key for key in path.split("/")]
+    place = document
+    for key in parents:
+        place = place[key]
+    if value is ...:
+        del place[last]
+    else:
+        place[last] = value
+    return json.dumps(document)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("format", 2, "format 2, but this commopt reads format 1"),
+        ("format", ..., "format None"),
+        ("buckets", ..., '"buckets" is missing'),
+        ("buckets", [], "no buckets"),
+        ("buckets", {"a": 1}, "must be of type list"),
+        ("buckets/0", "p0", '"names" is missing'),
+        ("buckets/0/names", [], "at least one parameter name"),
+        ("buckets/0/names", ["p0", ""], "must be text"),
+        ("buckets/0/names", [["p0"]], "must be text"),
+        ("buckets/0/names", ["p0", "q0", "p5"], "'p5' is in it more than once"),
+        ("buckets/0/nbytes", -1, "nbytes is -1; it must be a whole number >= 0"),
+        ("buckets/0/nbytes", 1.5, "must be of type int"),
+        ("buckets/0/nbytes", True, "must be of type int"),
+        ("buckets/0/strategy", 3, "must be of type str"),
+        ("buckets/0/strategy", "", "must be text"),
+        ("buckets/0/chunks", 0, "chunks is 0; it must be a whole number >= 1"),
+        ("order", [0] * len(PLAN.buckets), "must name each of its"),
+        ("order", [0], "must name each of its"),
+        ("order", ["0"], "an entry of order is '0'"),
+        ("origin", None, "must be of type str"),
+        ("predicted", 5, '"compute_us" is missing'),
+        ("predicted/finish_us", "late", "must be of type float"),
+        ("predicted/finish_us", float("nan"), "finish_us is nan; it must be a finite number"),
+        ("predicted/bucket_finish_us", [1.0], "1 predicted finish times"),
+        ("predicted/bucket_finish_us/0", -1.0, "bucket_finish_us is -1.0"),
+    ],
+)
+def test_a_document_that_is_no_plan_is_refused(path: str, value: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        Plan.from_json(changed(path, value))
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", '"plan"', "[" * 100_000])
+def test_what_is_no_document_is_refused(text: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"plan: (not JSON|a \w+ instead of an object)"):
+        Plan.from_json(text)
+
+
+def test_a_plan_is_for_one_set_of_parameters() -> None:
+    PLAN.require_names(reversed(PLAN.names))
+    with pytest.raises(ConfigurationError, match="it lacks 'new'"):
+        PLAN.require_names([*PLAN.names, "new"])
+    with pytest.raises(ConfigurationError, match="the model does not train 'p0', 'q0'; make a new plan"):
+        PLAN.require_names(PLAN.names[2:])
+    with pytest.raises(ConfigurationError, match="and 9 more"):
+        PLAN.require_names([])
+
+
+def test_values_that_cannot_be() -> None:
+    with pytest.raises(ConfigurationError, match="ready_us is nan"):
+        Unit(("p",), 1, float("nan"), "float32")
+    with pytest.raises(ConfigurationError, match="dtype is ''"):
+        Unit(("p",), 1, 0.0, "")
+    with pytest.raises(ConfigurationError, match="give a tuple"):
+        Bucket(["p"], 1, "flat")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="must not be later"):
+        Calendar(5, 4)
+    with pytest.raises(ConfigurationError, match="reason is ''"):
+        Decision(None, Calendar(0, 1), "")
+
+
+def test_the_calendar_says_what_to_do_in_each_step() -> None:
+    calendar = Calendar(3, 5)
+    assert [step for step in range(8) if calendar.measures(step)] == [3, 4, 5]
+    assert [step for step in range(8) if calendar.meets(step)] == [5, 6, 7]
