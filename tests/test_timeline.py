@@ -1,0 +1,229 @@
+"""What a timeline says: times known by hand, who is named, and the report."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from commopt.errors import ConfigurationError
+from commopt.groups import WireBytes
+from commopt.recording import MessageRecord, Span
+from commopt.timeline import StepTimes, Timeline, TrafficOutside, analyse, report
+from commopt.timeline.intervals import after, before, length, union
+from commopt.timeline.lateness import lateness_us
+from commopt.timeline.report import numbers
+from commopt.timeline.stages import Segment, segments
+from tests.timelines import training
+
+MS = 1000.0
+
+
+def test_intervals() -> None:
+    mixed = [(5.0, 7.0), (0.0, 2.0), (1.0, 3.0), (3.0, 4.0), (9.0, 9.0)]
+    assert union(mixed) == [(0.0, 4.0), (5.0, 7.0)]
+    assert length(mixed) == 6
+    assert length(before(mixed, 6.0)) == 5
+    assert length(after(mixed, 6.0)) == 1
+    assert length([]) == 0
+
+
+def test_a_message_is_cut_into_stages_without_gaps() -> None:
+    spans = (Span("intra", "reduce", 8, 12.0, 20.0), Span("inter", "all_reduce", 8, 18.0, 25.0))
+    message = MessageRecord((0,), "a", 8, 9.0, 10.0, 30.0, spans)
+    assert segments(message, last_start_us=10.0) == [
+        Segment("local", 10.0, 12.0),
+        Segment("intra", 12.0, 18.0),
+        Segment("inter", 18.0, 25.0),
+        Segment("local", 25.0, 30.0),
+    ]
+    assert segments(message, last_start_us=15.0)[:2] == [Segment("waiting", 10.0, 15.0), Segment("intra", 15.0, 18.0)]
+    assert segments(message, last_start_us=99.0) == [Segment("waiting", 10.0, 30.0)]
+
+
+def test_an_even_step_by_hand() -> None:
+    # Forward 10 ms, a bucket every 5, messages of 6: ready at 15 and 20, on the lane from 15 to 21 and from 21 to 27.
+    found = analyse(training(ranks=2, buckets=2))
+    assert found.mean == StepTimes(27 * MS, 20 * MS, 5 * MS, 0, 7 * MS, 0)
+    assert found.mean.communication_us == 12 * MS
+    assert (found.mean.hidden_transfer_us, found.mean.exposed_transfer_us) == (5 * MS, 7 * MS)
+    assert [rank.times for rank in found.ranks] == [found.mean] * 2
+    assert [bucket.ready_us for bucket in found.buckets] == [15 * MS, 20 * MS]
+    first, second = found.messages
+    assert (first.ready_us, first.queue_us, first.finished_us) == (15 * MS, 0, 21 * MS)
+    assert (second.ready_us, second.queue_us, second.finished_us) == (20 * MS, 1 * MS, 27 * MS)
+    for message in found.messages:
+        expected = {"waiting": 0, "local": 0.6 * MS, "intra": 1.8 * MS, "inter": 3.6 * MS, "world": 0}
+        assert message.stages_us == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_late_rank_by_hand() -> None:
+    # Rank 1 needs 3 ms more for its second bucket: rank 0 starts at 21 and waits until 23; both are done at 29.
+    found = analyse(training(ranks=2, buckets=2, delay_us=lambda step, rank, bucket: 3 * MS * (rank == bucket == 1)))
+    quick, slow = found.ranks
+    assert quick.times == StepTimes(29 * MS, 20 * MS, 5 * MS, 0, 9 * MS, 2 * MS)
+    assert slow.times == StepTimes(29 * MS, 23 * MS, 6 * MS, 0, 6 * MS, 0)
+    assert (quick.late_us, slow.late_us) == (0, 3 * MS)
+    assert found.buckets[1].ready_us == 23 * MS
+    assert found.messages[1].stages_us["waiting"] == 1 * MS  # two on one rank, none on the other
+    (straggler,) = found.stragglers
+    assert (straggler.rank, straggler.late_us, straggler.bucket) == (1, 3 * MS, 1)
+
+
+def test_only_steps_with_the_present_buckets_are_compared() -> None:
+    early, late = training(ranks=2, buckets=1, steps=3), training(ranks=2, buckets=2, steps=8)
+    mixed = Timeline(late.ranks, late.nodes, late.uncertainty_us, early.steps + late.steps[3:])
+    found = analyse(mixed)
+    assert (found.first_step, found.last_step, found.compared_steps, found.recorded_steps) == (3, 7, 5, 8)
+    assert len(found.messages) == 2
+
+
+def test_a_single_step_begins_with_its_forward() -> None:
+    assert analyse(training(ranks=2, buckets=2, steps=1)).mean.step_us == 27 * MS
+
+
+def test_parts_add_up_and_odd_steps_do_not_count() -> None:
+    noisy = training(
+        ranks=3, steps=21, jitter_us=4000, delay_us=lambda step, rank, at: 500 * MS if step % 5 == at == 1 else 0.0
+    )
+    found = analyse(noisy)
+    for times in (found.mean, *(rank.times for rank in found.ranks)):
+        assert times.compute_us + times.exposed_us == pytest.approx(times.step_us)
+        assert times.step_us < 60 * MS
+    for message in found.messages:
+        assert message.ready_us + message.queue_us + sum(message.stages_us.values()) == pytest.approx(
+            message.finished_us
+        )
+
+
+def test_no_step_is_an_error() -> None:
+    with pytest.raises(ConfigurationError, match="switch recording on"):
+        analyse(Timeline((0,), (0,), (0.0,), ()))
+
+
+# ------------------------------------------------------------------------------------------ who is late
+
+
+@pytest.mark.parametrize("ranks", range(1, 8))
+def test_lateness_is_measured_against_the_median_of_the_others(ranks: int) -> None:
+    dice = np.random.default_rng(ranks)
+    ready = dice.integers(0, 5, (3, ranks, 4)).astype(float)  # with ties
+    found = lateness_us(ready)
+    for rank in range(ranks):
+        others = np.delete(ready, rank, axis=1)
+        expected = ready[:, rank] - np.median(others, axis=1) if ranks > 1 else np.zeros((3, 4))
+        assert np.array_equal(found[:, rank], expected)
+
+
+def named(timeline: Timeline) -> list[tuple[int, int | None]]:
+    return [(straggler.rank, straggler.bucket) for straggler in analyse(timeline).stragglers]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("bucket", [-1, 0, 1, 3])
+def test_a_slow_rank_is_named_with_the_place_where_it_falls_behind(ranks: int, bucket: int) -> None:
+    slow = training(
+        ranks=ranks,
+        jitter_us=1000,
+        delay_us=lambda step, rank, at: 200 * MS if (rank, at) == (1, bucket) else 0.0,
+    )
+    (straggler,) = analyse(slow).stragglers
+    assert straggler.rank == 1
+    assert straggler.bucket == (bucket if bucket > 0 else None)
+    assert straggler.late_us == pytest.approx(200 * MS, rel=0.05)
+    assert ("before backward" in str(straggler)) == (bucket <= 0)
+
+
+def test_several_slow_ranks_are_named_the_latest_first() -> None:
+    delays = {1: 50 * MS, 4: 80 * MS}
+    slow = training(ranks=6, jitter_us=1000, delay_us=lambda step, rank, at: delays.get(rank, 0.0) * (at == 1))
+    assert named(slow) == [(4, 1), (1, 1)]
+
+
+@pytest.mark.parametrize("jitter_us", [0.0, 300.0, 3000.0, 10_000.0])
+def test_a_balanced_run_names_nobody(jitter_us: float) -> None:
+    for seed in range(12):
+        for ranks, steps in ((2, 5), (2, 10), (4, 6), (4, 20), (8, 5)):
+            assert named(training(ranks=ranks, steps=steps, jitter_us=jitter_us, seed=seed)) == []
+
+
+def test_what_is_rare_or_small_or_uncertain_names_nobody() -> None:
+    once = training(delay_us=lambda step, rank, at: 200 * MS if (step, rank, at) == (3, 1, 1) else 0.0)
+    assert named(once) == []
+    small = training(delay_us=lambda step, rank, at: 1 * MS if (rank, at) == (1, 1) else 0.0)
+    assert named(small) == []  # 1 of 40 ms
+    slow = training(delay_us=lambda step, rank, at: 10 * MS if (rank, at) == (1, 1) else 0.0)
+    assert named(slow) == [(1, 1)]
+    unsure = Timeline(slow.ranks, slow.nodes, (0.0, 6 * MS, 0.0, 0.0), slow.steps)
+    assert named(unsure) == []
+    few = Timeline(slow.ranks, slow.nodes, slow.uncertainty_us, slow.steps[:4])
+    assert named(few) == []
+
+
+# ------------------------------------------------------------------------------------------ the report
+
+EVEN = report(
+    training(ranks=2, buckets=2),
+    WireBytes(intra=3_000_000, inter=1_500_000),
+    TrafficOutside(start_up_broadcast_bytes=4_000_000, buffers_bytes_per_step=2_000),
+    plan="2 buckets",
+    predicted_exposed_us=6_500.0,
+    predicted_finish_us=[21_000.0, 26_500.0],
+)
+
+
+def test_the_report_says_what_was_measured() -> None:
+    text = str(EVEN)
+    for line in (
+        "2 ranks on 2 nodes; steps 0 to 7: 8 with the present buckets, of 8 recorded",
+        "step 27.00 ms = compute 20.00 + exposed communication 7.00 (waiting 0.00, transfer 7.00)",
+        "communication 12.00 ms, of which 42 % hidden behind compute",
+        "slowest: no rank stands out",
+        "plan: 2 buckets; exposed after the last rank's last gradient: 6.50 ms predicted, 7.00 measured",
+        "this rank sends per step: 3 MB inside its node, 1.5 MB to other nodes; outside the hook: 0.002 MB of buffers "
+        "per step, 4 MB at start-up",
+        "rank  node   step  compute  waiting  transfer  waiting  transfer   late",
+        "0        0  27.00    20.00     0.00      5.00     0.00      7.00  +0.00",
+        "mean        27.00    20.00     0.00      5.00     0.00      7.00",
+        "buckets  parameters     MB  ready  queue  local  intra  inter  finished  predicted",
+        "1        layer1      0.001  20.00   1.00   0.60   1.80   3.60     27.00      26.50",
+    ):
+        assert line in text.split("\n")
+
+
+def test_the_report_fits_many_ranks_and_long_names() -> None:
+    late = report(
+        training(ranks=40, buckets=60, steps=5, delay_us=lambda step, rank, at: 50 * MS if rank == 33 else 0.0),
+        WireBytes(),
+        TrafficOutside(),
+    )
+    lines = str(late).split("\n")
+    assert max(map(len, lines)) <= 140
+    assert any("rank 33 is 3050.00 ms behind" in line for line in lines)
+    assert any(line.startswith("33 ") for line in lines)
+    assert "Ranks, ms (the 16 latest; 24 more)" in lines
+    assert "plan" not in str(late)
+    assert "predicted" not in str(late)
+
+
+def test_long_parameter_names_keep_their_ends() -> None:
+    timeline = training(ranks=1, nodes=1, buckets=1, name="transformer.blocks.11.attention.output.weight .. x.bias")
+    assert "...tention.output.weight .. x.bias" in str(report(timeline, WireBytes(), TrafficOutside()))
+
+
+def test_the_report_is_json() -> None:
+    found = json.loads(json.dumps(EVEN.to_dict()))
+    assert found["analysis"]["mean"]["exposed_us"] == 7 * MS
+    assert found["sent_per_step"] == {"intra": 3_000_000, "inter": 1_500_000}
+    assert found["analysis"]["messages"][1]["stages_us"]["inter"] == pytest.approx(3.6 * MS)
+
+
+def test_a_prediction_of_other_messages_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="1 times for 2 messages"):
+        report(training(buckets=2), WireBytes(), TrafficOutside(), predicted_finish_us=[1.0])
+
+
+def test_bucket_numbers_are_written_briefly() -> None:
+    assert numbers((0, 1, 2, 3, 7, 9, 10)) == "0-3,7,9-10"
+    assert numbers((5,)) == "5"
