@@ -6,7 +6,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from commopt.doctor.cli import BAD_INPUT, add_arguments, run
+from commopt.doctor import cli as doctor
+from commopt.probe import cli as probe
 
 
 class Parser(argparse.ArgumentParser):
@@ -14,15 +15,18 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> None:  # type: ignore[override]  # does not return either
         """Print one line and leave."""
-        self.exit(BAD_INPUT, f"{self.prog}: {message} (see --help)\n")
+        self.exit(doctor.BAD_INPUT, f"{self.prog}: {message} (see --help)\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     parser = Parser(prog="python -m commopt")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    add_arguments(commands.add_parser("doctor", help="look for what makes communication slow"))
-    return run(parser.parse_args(arguments))
+    runs = {"doctor": doctor.run, "probe": probe.run}
+    doctor.add_arguments(commands.add_parser("doctor", help="look for what makes communication slow"))
+    probe.add_arguments(commands.add_parser("probe", help="measure what messages and compression cost"))
+    options = parser.parse_args(arguments)
+    return runs[options.command](options)
 
 
 if __name__ == "__main__":

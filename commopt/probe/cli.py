@@ -1,0 +1,142 @@
+"""`python -m commopt probe`: what do messages and compression cost here?"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from commopt.errors import CommoptError, ConfigurationError, MismatchError
+from commopt.groups import join
+from commopt.probe import picture, report
+from commopt.probe.header import command_line
+from commopt.probe.linerate import Network, line_rate_gbps
+from commopt.probe.settings import PARTS, Settings, parse_nbytes
+from commopt.probe.surveyor import survey
+
+BAD_INPUT = 64
+_FAILED = 1
+
+ALONE = (
+    "commopt probe: one rank has nobody to send to, so only compression is measured; for the links start every rank: "
+    "torchrun --nproc-per-node 2 -m commopt probe -o links.json"
+)
+EPILOG = f"""exit status: 0, {_FAILED} when a rank failed meanwhile, {BAD_INPUT} unusable input (one line on stderr).
+Sizes are bytes of a message, with K, M or G for powers of 1024. NCCL is used when every rank has a GPU, else gloo."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the probe."""
+    parser.description = "Measure the links of every level and the compressors, and fit latency and bandwidth to them."
+    parser.epilog = EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    default = Settings()
+    add = parser.add_argument
+    add("-o", "--output", type=Path, metavar="FILE", help="write the curves to FILE, for commopt's planner")
+    add("--plot", type=Path, metavar="FILE", help="draw points and curves: .png, .svg or .pdf")
+    # The names of nccl-tests; torchrun would take --min and --max for its own.
+    add("-b", "--min-bytes", dest="min_nbytes", default="1K", metavar="SIZE", help="smallest message (default 1K)")
+    add("-e", "--max-bytes", dest="max_nbytes", default="256M", metavar="SIZE", help="largest message (default 256M)")
+    add("-f", "--factor", type=float, default=default.factor, help="from one size to the next (default 2)")
+    add(
+        "--budget",
+        dest="budget_s",
+        type=float,
+        default=default.budget_s,
+        metavar="SECONDS",
+        help=f"time for everything; slow links get no longer messages than it allows (default {default.budget_s:g})",
+    )
+    every = ",".join(PARTS)
+    add("--only", dest="parts", default=every, metavar="PART[,PART...]", help=f"measure only these of {every}")
+
+
+def run(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> int:
+    """Measure, print, write, and return the exit status."""
+    try:
+        settings = Settings(
+            parse_nbytes(options.min_nbytes),
+            parse_nbytes(options.max_nbytes),
+            options.factor,
+            options.budget_s,
+            tuple(dict.fromkeys(options.parts.split(","))),
+        )
+        if "RANK" in environ:
+            start(environ)
+        _require_usable(options.output, options.plot)
+        _run(options, settings, environ)
+    except (ConfigurationError, MismatchError, OSError) as error:
+        sys.stderr.write(f"commopt probe: {error}\n")  # in one piece: all ranks write at once
+        return BAD_INPUT
+    except CommoptError as error:
+        sys.stderr.write(f"commopt probe: {error}\n")
+        return _FAILED
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+
+def start(environ: Mapping[str, str]) -> None:
+    """Start the world that torchrun described, with NCCL if every rank can have a GPU of its own, else with gloo."""
+    try:
+        store, rank, world_size = next(dist.rendezvous("env://"))
+        local_rank = int(environ.get("LOCAL_RANK", "0"))
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() and dist.is_nccl_available() else 0
+        store.set(f"commopt/probe/gpu/{rank}", str(local_rank < gpus))
+        everywhere = all(store.get(f"commopt/probe/gpu/{other}") == b"True" for other in range(world_size))
+        if everywhere:
+            torch.cuda.set_device(local_rank)
+        backend = "cpu:gloo,cuda:nccl" if everywhere else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    except (RuntimeError, ValueError) as error:
+        raise MismatchError(f"the ranks did not meet: {str(error).splitlines()[0]}") from error
+
+
+def _run(options: argparse.Namespace, settings: Settings, environ: Mapping[str, str]) -> None:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        print(ALONE, file=sys.stderr)
+    # sys.argv, not options: what is written down is what was typed
+    found = survey(None, settings, command=command_line(sys.argv[2:], environ))
+    nominal_gbps = line_rate_gbps(join(), environ) if dist.is_initialized() else None
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return
+    report.show(found, Network.of(found.links, nominal_gbps), settings.budget_s)
+    if options.output is not None:
+        found.links.save(options.output)
+    if options.plot is not None:
+        picture.draw(found.links, options.plot)
+
+
+def _require_usable(output: Path | None, plot: Path | None) -> None:
+    """Raise ConfigurationError on every rank if rank 0 cannot write a file: now, not after the measurements."""
+    problem: list[str | None] = [None]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            if plot is not None:
+                picture.require_drawable(plot)
+            for path in (output, plot):
+                if path is not None:
+                    _require_writable(path)
+        except ConfigurationError as error:
+            problem = [str(error)]
+    if dist.is_initialized():
+        dist.broadcast_object_list(problem, src=0)
+    if problem[0] is not None:
+        raise ConfigurationError(problem[0])
+
+
+def _require_writable(path: Path) -> None:
+    existed = path.exists()
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise ConfigurationError(
+            f"{path} cannot be written: {error.strerror}; pass a file in a folder that exists"
+        ) from None
+    if not existed:
+        path.unlink()
