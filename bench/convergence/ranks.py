@@ -35,7 +35,7 @@ def train(case: Case, device: torch.device, show: Show) -> Run:
     """Do one training from start to end. Collective."""
     task, contender = case.task, case.contender
     training = task.start(case.optimizer, contender.momentum, case.seed, device)
-    state = choose_averaging(training.ddp, contender.strategy)
+    state = choose_averaging(training.ddp, contender.strategy, plan="ddp")
     curve, step_s = [], []
     for step in range(1, task.steps + 1):
         started = time.perf_counter()

@@ -48,7 +48,7 @@ def rows(runs: Sequence[Run], outcomes: Sequence[Outcome]) -> list[list[str]]:
         found.append(
             [
                 strategy,
-                *map(_learned, learned),
+                *map(verdict, learned),
                 _number(shares.get(strategy), 3),
                 _number(step_ms.get(strategy), 0),
                 *(_number(seconds_to_target(summary, step_ms.get(strategy)), 1) for summary in gpt),
@@ -111,7 +111,8 @@ def around(document: Path) -> tuple[str, str]:
     return before, after
 
 
-def _learned(summary: Summary | None) -> str:
+def verdict(summary: Summary | None) -> str:
+    """Return how well it learned, and how that compares with stock DDP."""
     if summary is None:
         return "-"
     if not isfinite(summary.loss):

@@ -4,6 +4,7 @@ from commopt.aggregate.base import Aggregator
 from commopt.aggregate.compressed import Compressed
 from commopt.aggregate.flat import Flat
 from commopt.aggregate.hierarchical import Hierarchical
+from commopt.aggregate.periodic import PeriodicAverage
 from commopt.aggregate.powersgd import PowerSGD
 
 AGGREGATORS: dict[str, type[Aggregator]] = {
@@ -13,4 +14,4 @@ AGGREGATORS: dict[str, type[Aggregator]] = {
     "powersgd": PowerSGD,
 }
 
-__all__ = ["AGGREGATORS", "Aggregator", "Compressed", "Flat", "Hierarchical", "PowerSGD"]
+__all__ = ["AGGREGATORS", "Aggregator", "Compressed", "Flat", "Hierarchical", "PeriodicAverage", "PowerSGD"]

@@ -199,6 +199,10 @@ class Communicator:
             aggregator = Hierarchical()
         if not isinstance(aggregator, Aggregator):
             raise ConfigurationError(f"{aggregator!r} is not an aggregator; pass for example commopt.Flat()")
+        if aggregator.node_local:
+            raise ConfigurationError(
+                f"{aggregator} is for DDP models; use commopt.attach(ddp, ...), or Hierarchical() here"
+            )
         aggregator.check(self._membership.team)
         return aggregator
 

@@ -1,0 +1,213 @@
+"""Average a model's parameters over all ranks every few steps, before the forward that would read them."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from weakref import WeakMethod, ref
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from commopt import lanes
+from commopt.aggregate import Aggregator, PeriodicAverage
+from commopt.errors import ConfigurationError
+from commopt.feedback import Account, Layout
+from commopt.groups import Team, WireBytes
+
+_log = logging.getLogger("commopt")
+
+MESSAGE_NBYTES = 25 * 2**20  # what DDP gives its buckets
+
+Submit = Callable[[Callable[[], None], str, torch.device], lanes.Ticket]
+
+
+class ParameterAverages:
+    """The parameters of one DDP model, when a PeriodicAverage averages them, and what that has sent.
+
+    With any other aggregator nothing ever happens. before_forward: a method to call before every forward with
+    gradients, held weakly. An evaluation under no_grad() does not call it: one rank may evaluate alone.
+    """
+
+    def __init__(
+        self, aggregator: Aggregator | None, module: nn.Module | None, before_forward: Callable[[], None]
+    ) -> None:
+        self._average = aggregator if isinstance(aggregator, PeriodicAverage) else None
+        self._module = None if module is None else ref(module)
+        self._parameters: list[Tensor] = []
+        self._averaged_at = -1
+        self._sent: Counter[tuple[int, torch.dtype, torch.device]] = Counter()
+        self._times = 0
+        if module is not None and self._average is not None:
+            ignored = _ignored(module)
+            # Chosen once: what is frozen later has become different on the nodes all the same.
+            self._parameters = [p for name, p in module.named_parameters() if p.requires_grad and name not in ignored]
+            module.register_forward_pre_hook(_BeforeForward(before_forward))
+
+    def take_turn(self, steps: int, team: Team, submit: Submit) -> None:
+        """Average if that is due after `steps` steps and not done; all ranks must ask before the next step.
+
+        Returns when the parameters are there (on CUDA: for the current stream). Raises ConfigurationError when they
+        are to be averaged and the model is not known.
+        """
+        if self._average is None:
+            return
+        if self._module is None:
+            raise ConfigurationError(
+                f"{self._average} averages parameters and does not know the model; use commopt.attach(ddp, ...), or "
+                f"HookState(aggregator, module=ddp.module)"
+            )
+        if self._average.averages_after(steps) and self._averaged_at != steps:
+            self._averaged_at = steps
+            self.run(team, submit)
+
+    def begin_anew(self) -> None:
+        """Forget which average was made last: the parameters are a checkpoint's now."""
+        self._averaged_at = -1
+
+    def run(self, team: Team, submit: Submit) -> None:
+        """Average now, whatever the calendar says and without changing it; collective. Returns as `take_turn` does."""
+        if self._average is None or team.node_count == 1:
+            return
+        aggregator, messages = self._average.parameters, _messages(self._tensors(self._average))
+        devices = dict.fromkeys(message.device for message in messages)
+        tickets = [
+            submit(
+                partial(_exchange, [each for each in messages if each.device == device], aggregator, team),
+                _WHAT,
+                device,
+            )
+            for device in devices
+        ]
+        for ticket in tickets:
+            ticket.wait()
+        self._sent.update((message.numel, message.dtype, message.device) for message in messages)
+        self._times += 1
+
+    def wire_bytes(self, team: Team) -> WireBytes:
+        """Return the payload this rank has sent."""
+        sent = WireBytes()
+        for (numel, dtype, device), times in self._sent.items():
+            assert self._average is not None
+            sent += self._average.parameters.wire_bytes(Layout.anonymous(numel), dtype, team, device) * times
+        return sent
+
+    def stats(self) -> dict[str, int]:
+        """Return what HookState.stats() says of it."""
+        return {} if self._average is None else {"parameter_averages": self._times}
+
+    def _tensors(self, average: PeriodicAverage) -> list[Tensor]:
+        module = None if self._module is None else self._module()
+        if module is None or not average.buffers:
+            return list(self._parameters)
+        ignored = _ignored(module)
+        # Asked each time: a module may put other tensors in their place.
+        buffers = [b for name, b in module.named_buffers() if b.is_floating_point() and name not in ignored]
+        return [*self._parameters, *buffers]
+
+
+def _exchange(messages: Sequence[_Message], aggregator: Aggregator, team: Team) -> None:
+    """Average on the lane, one message after the other."""
+    for message in messages:
+        flat = message.flat()
+        # Over all ranks though those of a node agree: in DDP's join() they may not, and inside a node it is cheap.
+        aggregator.all_reduce(flat, team, 1.0 / team.size, Account.unremembered(message.numel))
+        message.store(flat)
+
+
+def warn_of_broadcasts(aggregator: Aggregator, ddp: TorchDDP) -> None:
+    """Say it when DDP will send buffers between the nodes in every forward."""
+    if isinstance(aggregator, PeriodicAverage) and ddp.broadcast_buffers and any(True for _ in ddp.module.buffers()):
+        _log.warning(
+            "DDP broadcasts this model's buffers from rank 0 in every forward, between nodes too; use "
+            "DistributedDataParallel(..., broadcast_buffers=False) and PeriodicAverage(buffers=True)"
+        )
+
+
+_WHAT = "average of the parameters"
+
+
+@dataclass(frozen=True)
+class _Message:
+    """Tensors of one device that travel together, as `dtype`."""
+
+    tensors: tuple[Tensor, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def numel(self) -> int:
+        return sum(tensor.numel() for tensor in self.tensors)
+
+    def flat(self) -> Tensor:
+        """Return the values one after the other; those of a large tensor where they are, not copied."""
+        first = self.tensors[0].detach()
+        if self._in_place:
+            return first.view(-1)
+        return torch.cat([tensor.detach().reshape(-1).to(self.dtype) for tensor in self.tensors])
+
+    def store(self, flat: Tensor) -> None:
+        """Put the values back."""
+        if self._in_place:
+            return
+        values = flat.split([tensor.numel() for tensor in self.tensors])
+        for tensor, value in zip(self.tensors, values, strict=True):
+            tensor.detach().copy_(value.view(tensor.shape))
+
+    @property
+    def _in_place(self) -> bool:
+        first = self.tensors[0]
+        return len(self.tensors) == 1 and first.dtype == self.dtype and first.is_contiguous()
+
+
+def _messages(tensors: Sequence[Tensor]) -> list[_Message]:
+    """Cut up what is to be averaged, alike on all ranks: one device and dtype each, no longer than a bucket.
+
+    16-bit tensors travel as float32, rounded once: gradients stand rounding in every sum better than weights do.
+    """
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((torch.promote_types(tensor.dtype, torch.float32), tensor.device), []).append(tensor)
+    messages = []
+    for (dtype, device), alike in kinds.items():
+        begin, nbytes = 0, 0
+        for index, tensor in enumerate(alike):
+            mine = tensor.numel() * dtype.itemsize
+            if index > begin and nbytes + mine > MESSAGE_NBYTES:
+                messages.append(_Message(tuple(alike[begin:index]), dtype, device))
+                begin, nbytes = index, 0
+            nbytes += mine
+        messages.append(_Message(tuple(alike[begin:]), dtype, device))
+    return messages
+
+
+def _ignored(module: nn.Module) -> frozenset[str]:
+    """Return what DDP was told to leave alone, by DDP._set_params_and_buffers_to_ignore_for_model."""
+    return frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+class _BeforeForward:
+    """A forward pre-hook; a copy of it, in a copied or saved model, does nothing."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        found = WeakMethod(call)
+
+        def call_if_alive() -> None:
+            alive = found()
+            if alive is not None:
+                alive()
+
+        # Traced, it would be compiled anew whenever a counter in it changes.
+        self._call: Callable[[], None] | None = torch.compiler.disable(call_if_alive)
+
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        if self._call is not None and torch.is_grad_enabled():
+            self._call()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_call": None}

@@ -1,0 +1,181 @@
+"""PeriodicAverage itself: its options, its calendar, what it sends, and the mean of arbitrary parameters."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from math import inf
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import commopt
+from commopt import Compressed, ConfigurationError, Flat, Hierarchical, PeriodicAverage, Quantize
+from commopt.compress import Cast
+from commopt.hooks import periodic
+from tests.ranks import run
+
+BFLOAT16 = Hierarchical(inter=Compressed(Cast(torch.bfloat16), feedback=None))
+
+
+# ------------------------------------------------------------------------------------------------ options
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"period": 0}, "period=0"),
+        ({"period": 2.0}, "period=2.0"),
+        ({"period": True}, "period=True"),
+        ({"start_step": -1}, "start_step=-1"),
+        ({"gradients": "hierarchical"}, "'hierarchical'"),
+        ({"gradients": PeriodicAverage()}, "over all ranks"),
+        ({"gradients": Hierarchical(Compressed(Quantize()))}, "residuals"),
+        ({"buffers": 1}, "buffers=1"),
+    ],
+)
+def test_wrong_options_are_named(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigurationError, match=named):
+        PeriodicAverage(**options)
+
+
+def test_it_is_no_part_of_another_aggregator() -> None:
+    with pytest.raises(ConfigurationError, match="attach PeriodicAverage"):
+        Hierarchical(inter=PeriodicAverage())
+    assert PeriodicAverage not in commopt.AGGREGATORS.values()
+    assert PeriodicAverage().error_bound == inf
+
+
+def test_the_calendar_begins_with_the_start_step() -> None:
+    average = PeriodicAverage(period=3, start_step=2)
+    assert [steps for steps in range(12) if average.averages_after(steps)] == [5, 8, 11]
+    assert [steps for steps in range(4) if PeriodicAverage(period=1).averages_after(steps)] == [1, 2, 3]
+
+
+def test_parameters_are_never_rounded() -> None:
+    assert PeriodicAverage(gradients=Flat()).parameters == Flat()
+    assert PeriodicAverage(gradients=BFLOAT16).parameters == Hierarchical()
+
+
+def test_phases_stand_for_steps_with_equal_messages() -> None:
+    warmed = Compressed(Quantize(start_step=4), feedback=None)
+    for average in (PeriodicAverage(start_step=s, gradients=g) for s in (0, 2, 6) for g in (Flat(), warmed)):
+        for step in range(9):
+            phase = average.phase(step)
+            assert phase <= step
+            assert (phase >= average.start_step) == (step >= average.start_step)
+            assert average.gradients.phase(phase) == average.gradients.phase(step)
+        # As few as there are kinds of messages, or stats() would keep one count per step.
+        assert len({average.phase(step) for step in range(9)}) <= 3
+
+
+# ------------------------------------------------------------------------------------------- any parameters
+
+
+class Mixed(nn.Module):
+    """Parameters and buffers of many kinds, different on every rank."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(rank)
+
+        def made(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.randn(*shape, generator=generator).to(dtype)
+
+        self.large = nn.Parameter(made(30, 10))
+        self.small = nn.ParameterList(nn.Parameter(made(length)) for length in (1, 7, 40))
+        self.last_channels_first = nn.Parameter(made(4, 3, 5, 5).to(memory_format=torch.channels_last))
+        self.in_bfloat16 = nn.Parameter(made(33, dtype=torch.bfloat16))
+        self.in_float64 = nn.Parameter(made(9, dtype=torch.float64))
+        self.frozen = nn.Parameter(made(6), requires_grad=False)
+        self.own = nn.Parameter(made(6))
+        self.mean = nn.Buffer(made(5))
+        self.count = nn.Buffer(torch.tensor(rank))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.large.sum()
+
+
+def average_mixed(rank: int, world_size: int, buffers: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
+    module = Mixed(rank)
+    TorchDDP._set_params_and_buffers_to_ignore_for_model(module, ["own"])
+    ddp = TorchDDP(module, broadcast_buffers=False)
+    state = commopt.attach(ddp, PeriodicAverage(gradients=BFLOAT16, buffers=buffers))
+    before = Mixed(rank).state_dict()
+    module.load_state_dict(before)  # DDP has taken rank 0's
+    periodic.MESSAGE_NBYTES = 1024  # `large` is longer: it travels alone, from where it is
+    try:
+        state.average_parameters()
+    finally:
+        periodic.MESSAGE_NBYTES = 25 * 2**20
+    assert module.last_channels_first.is_contiguous(memory_format=torch.channels_last)
+    return before, copy.deepcopy(module.state_dict()), state.stats()
+
+
+@pytest.mark.parametrize("buffers", [False, True], ids=["parameters", "and buffers"])
+@pytest.mark.parametrize("nodes", [(2, 2), (2, 1)], ids=["2x2", "2+1"])
+def test_the_mean_is_over_ranks_whatever_they_hold(nodes: tuple[int, ...], buffers: bool) -> None:
+    results = run(average_mixed, sum(nodes), buffers, nodes=nodes)
+    left_alone = {"frozen", "own", "count"} if buffers else {"frozen", "own", "count", "mean"}
+    for name, value in results[0][1].items():
+        if name in left_alone:
+            assert all(torch.equal(after[name], before[name]) for before, after, _ in results), name
+            continue
+        mean = torch.stack([before[name].double() for before, _, _ in results]).mean(0)
+        largest = max(float(before[name].abs().max()) for before, _, _ in results)
+        assert (value.double() - mean).abs().max() <= 2 * torch.finfo(value.dtype).eps * largest, name
+        assert all(torch.equal(after[name], value) for _, after, _ in results), name
+    exchanged = [value for name, value in results[0][1].items() if name not in left_alone]
+    nbytes = sum(value.numel() * max(value.element_size(), 4) for value in exchanged)
+    assert sum(stats["inter_bytes"] for *_, stats in results) == 2 * nbytes  # between two nodes, both ways
+
+
+def test_16_bits_are_rounded_once() -> None:
+    """Sums in bfloat16 would be off by more than half a unit in the last place."""
+    for before, after, _ in run(average_mixed, 3, False, nodes=(2, 1))[:1]:
+        mean = torch.stack([Mixed(rank).in_bfloat16.detach().double() for rank in range(3)]).mean(0)
+        assert torch.equal(before["in_bfloat16"], Mixed(0).in_bfloat16)
+        assert torch.equal(after["in_bfloat16"], mean.float().bfloat16())
+
+
+# ------------------------------------------------------------------------------------------- registration
+
+
+def register(rank: int, world_size: int) -> list[str]:
+    messages: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    logger, listener = logging.getLogger("commopt"), Listener()
+    logger.addHandler(listener)
+    try:
+        with pytest.raises(ConfigurationError, match="for DDP models"):
+            commopt.all_reduce(torch.ones(3), aggregator=PeriodicAverage())
+        ddp = TorchDDP(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+        commopt.attach(ddp, PeriodicAverage())
+        ddp(torch.randn(4, 3)).sum().backward()
+        twin = copy.deepcopy(ddp.module)
+        assert all(
+            hook._call is None
+            for hook in twin._forward_pre_hooks.values()
+            if type(hook).__module__ == periodic.__name__
+        )
+        blind = TorchDDP(nn.Linear(3, 3))
+        blind.register_comm_hook(commopt.HookState(PeriodicAverage()), commopt.hook)
+        with pytest.raises(ConfigurationError, match="does not know the model"):
+            blind(torch.ones(3)).sum().backward()
+    finally:
+        logger.removeHandler(listener)
+    return messages
+
+
+def test_what_cannot_work_is_said() -> None:
+    first, other = run(register, 2)
+    assert sum("on one node" in message for message in first) == 2  # two states
+    assert not any("on one node" in message for message in other)
+    assert all(any("broadcast_buffers=False" in message for message in messages) for messages in (first, other))
