@@ -1,8 +1,9 @@
 """Data-parallel training that stays fast on slow networks: DDP communication hooks and a standalone allreduce."""
 
-from commopt.aggregate import AGGREGATORS, Aggregator, Compressed, Flat, Hierarchical, PowerSGD
+from commopt.aggregate import AGGREGATORS, Aggregator, Compressed, Flat, Hierarchical, PeriodicAverage, PowerSGD
 from commopt.collectives import Communicator, Work, all_reduce
 from commopt.compress import COMPRESSORS, DGC, Cast, Compressor, OneBit, Quantize
+from commopt.cost import Links
 from commopt.errors import CommoptError, ConfigurationError, LaneError, MismatchError, UnsupportedTensorError
 from commopt.feedback import Account, Feedback, Layout
 from commopt.groups import WireBytes
@@ -27,6 +28,8 @@ from commopt.hooks import (
     powersgd,
     quantized,
 )
+from commopt.plan import Plan
+from commopt.timeline import Report, Timeline
 from commopt.version import __version__
 
 __all__ = [
@@ -50,11 +53,16 @@ __all__ = [
     "HookState",
     "LaneError",
     "Layout",
+    "Links",
     "MismatchError",
     "OneBit",
+    "PeriodicAverage",
+    "Plan",
     "PowerSGD",
     "Preset",
     "Quantize",
+    "Report",
+    "Timeline",
     "UnsupportedTensorError",
     "WireBytes",
     "Work",

@@ -142,11 +142,13 @@ def train(
     steps: int = STEPS,
     micros: int = 1,
     batch: Callable[..., Batch] = batch_of,
+    before: Callable[[int], None] = lambda step: None,
 ) -> str:
-    """Train for some steps, checking every gradient; return a hash of the parameters."""
+    """Train for some steps, checking every gradient; return a hash of the parameters. `before` is told each step."""
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)
     owed = Owed()
     for step in range(steps):
+        before(step)
         batches = [[batch(peer, step, micro) for micro in range(micros)] for peer in range(world_size)]
         expected = expected_gradients(ddp.module, batches)
         optimizer.zero_grad(set_to_none=step % 2 == 0)

@@ -40,6 +40,7 @@ Nodes = Sequence[int] | Sequence[Sequence[int]]
 _CLEAN_ENV: dict[str, str | None] = {
     **dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")),
     **dict.fromkeys(("NCCL_HOSTID", "COMMOPT_RANKS_PER_NODE", "COMMOPT_CHECK")),
+    "COMMOPT_PLAN": "ddp",  # plans depend on the clock: only for who asks
 }
 _WORKER_ENV = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 # Loaded once, by the single-threaded server that workers are forked from: a new worker costs no second import.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from typing import Any
 
 import torch.distributed as dist
@@ -10,10 +11,14 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from commopt.aggregate import Aggregator
 from commopt.errors import ConfigurationError
+from commopt.hooks.forward import BeforeForward
+from commopt.hooks.periodic import warn_of_broadcasts
 from commopt.hooks.presets import Preset, build_preset, hook
 from commopt.hooks.state import HookState
 
 Choice = Aggregator | Preset | str
+
+PLAN_VARIABLE = "COMMOPT_PLAN"
 
 _STATE_OPTIONS = frozenset(inspect.signature(HookState).parameters) - {"aggregator", "module"}
 
@@ -22,18 +27,23 @@ def attach(ddp: TorchDDP, choice: Choice, **options: Any) -> HookState:
     """Average the gradients of `ddp` with an aggregator, a preset or a preset's name; return the hook's state.
 
     A name may carry options of its own: "hierarchical_quantized:bits=4". Other options are HookState's (process_group,
-    ranks_per_node, scaler, timeout) and those of the preset. Collective over DDP's process group. Raises
-    ConfigurationError when `ddp` is no DDP model, has a hook already, or an option or a name is unknown,
-    UnsupportedTensorError when a parameter's gradient could not be averaged.
+    ranks_per_node, scaler, timeout, plan, links, record) and those of the preset. `plan` is "adaptive" here unless
+    COMMOPT_PLAN says otherwise: after ten measured steps gradients travel in the buckets that finish first. Collective
+    over DDP's process group. Raises ConfigurationError when `ddp` is no DDP model, has a hook already, or an option or
+    a name is unknown, UnsupportedTensorError when a parameter's gradient could not be averaged.
     """
     _require_free(ddp)
     for_state = {name: value for name, value in options.items() if name in _STATE_OPTIONS}
     for_preset = {name: value for name, value in options.items() if name not in _STATE_OPTIONS}
     aggregator = _aggregator_from(choice, for_preset)
-    state = HookState(aggregator, **{"process_group": ddp.process_group} | for_state, module=ddp.module)
+    defaults: dict[str, Any] = {"process_group": ddp.process_group}
+    defaults["plan"] = os.environ.get(PLAN_VARIABLE) or "adaptive"
+    state = HookState(aggregator, **defaults | for_state, module=ddp.module)
     _require_same_ranks(ddp, state)
+    warn_of_broadcasts(aggregator, ddp)
     ddp._comm_hooks.clear()
     TorchDDP.register_comm_hook(ddp, state, hook)
+    _connect(ddp, state)
     return state
 
 
@@ -62,6 +72,8 @@ class DistributedDataParallel(TorchDDP):
         if isinstance(state, HookState):
             _require_same_ranks(self, state)
         super().register_comm_hook(state, hook)
+        if isinstance(state, HookState):
+            _connect(self, state)
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
         """Unpickle with the hook in place: torch keeps it in the pickle and then forgets to register it."""
@@ -71,6 +83,14 @@ class DistributedDataParallel(TorchDDP):
             if isinstance(state, HookState):
                 state.know(self.module)
             super().register_comm_hook(state, registered)
+            if isinstance(state, HookState):
+                state.serve(self)  # the forward hook came with the pickle
+
+
+def _connect(ddp: TorchDDP, state: HookState) -> None:
+    """Let the state know its model, and when a forward begins."""
+    state.serve(ddp)
+    ddp.register_forward_pre_hook(BeforeForward(state))
 
 
 def _require_free(ddp: object) -> None:

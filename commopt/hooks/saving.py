@@ -7,9 +7,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from commopt.bucketing import require_same_parameters
 from commopt.errors import ConfigurationError
 from commopt.feedback import Layout, Ledger, pieces_of, restore, save, spread
 from commopt.groups import Membership
+from commopt.plan import Plan
 
 FORMAT = 1
 
@@ -21,6 +23,7 @@ def describe_rank(
     membership: Membership,
     numels: Mapping[str, int],
     buckets: Sequence[Layout],
+    plan: Plan | None,
 ) -> dict[str, Any]:
     """Return one rank's part of a checkpoint."""
     return {
@@ -31,6 +34,7 @@ def describe_rank(
         "place": membership.team.rank,
         "parameters": dict(numels),
         "buckets": [pieces_of(layout) for layout in buckets],
+        "plan": None if plan is None else plan.to_json(),
         **save(ledger),
     }
 
@@ -81,32 +85,6 @@ def load_into(
 
 def _kind(saved: object) -> str:
     return f"of format {saved.get('format')!r}" if isinstance(saved, Mapping) else type(saved).__name__
-
-
-def require_same_parameters(saved: Mapping[str, int], current: Mapping[str, int]) -> None:
-    """Raise ConfigurationError that names the parameters which differ; there is nothing to compare with when none."""
-    if not current or saved == current:
-        return
-    absent = sorted(saved.keys() - current.keys())
-    added = sorted(current.keys() - saved.keys())
-    resized = [
-        f"{name} ({saved[name]} elements, now {current[name]})"
-        for name in sorted(saved.keys() & current.keys())
-        if saved[name] != current[name]
-    ]
-    differences = [
-        f"{what}: {', '.join(names)}"
-        for what, names in (
-            ("only in the checkpoint", absent),
-            ("only in the model", added),
-            ("of another size", resized),
-        )
-        if names
-    ]
-    raise ConfigurationError(
-        f"the checkpoint's residuals belong to another model; {'; '.join(differences)}. Load it into the model it was "
-        f"made with, or start without it"
-    )
 
 
 def _require_same_levels(parts: list[Mapping[str, Any]], paths: tuple[str, ...]) -> None:

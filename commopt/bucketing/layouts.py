@@ -8,9 +8,8 @@ from itertools import count
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from commopt.errors import CommoptError
+from commopt.errors import CommoptError, ConfigurationError
 from commopt.feedback import Layout
-from commopt.hooks.saving import require_same_parameters
 
 
 class Layouts:
@@ -18,14 +17,15 @@ class Layouts:
 
     def __init__(self, module: nn.Module | None) -> None:
         self.numels: dict[str, int] = {}
+        self.parameters: dict[str, Tensor] = {}
         self._names: dict[int, str] = {}
-        self._parameters: list[Tensor] = []  # keeps the ids unique
         self._numbers = count()
         self._known: dict[tuple[int, ...], Layout] = {}
         self._expected: Mapping[str, int] | None = None
         if module is not None:
+            ignored = _ignored_by_ddp(module)
             for name, parameter in module.named_parameters():
-                if parameter.requires_grad:
+                if parameter.requires_grad and parameter not in ignored:
                     self._name(parameter, name)
 
     def of(self, bucket: dist.GradBucket) -> Layout:
@@ -60,9 +60,21 @@ class Layouts:
         return layout
 
     def _name(self, parameter: Tensor, name: str) -> None:
-        self._parameters.append(parameter)
+        self.parameters[name] = parameter  # which also keeps the ids unique
         self._names[id(parameter)] = name
         self.numels[name] = parameter.numel()
+
+
+def _ignored_by_ddp(module: nn.Module) -> set[Tensor]:
+    """Return the parameters that DDP was told to leave out, by the names it gives them (".weight" of the root)."""
+    names = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    owners = module.named_modules() if names else ()
+    return {
+        parameter
+        for prefix, owner in owners
+        for name, parameter in owner.named_parameters(recurse=False)
+        if f"{prefix}.{name}" in names
+    }
 
 
 def _stored_shape(parameter: Tensor) -> tuple[int, ...]:
@@ -70,3 +82,29 @@ def _stored_shape(parameter: Tensor) -> tuple[int, ...]:
     strides = parameter.stride()
     order = sorted(range(parameter.dim()), key=lambda dim: strides[dim], reverse=True)
     return tuple(parameter.shape[dim] for dim in order)
+
+
+def require_same_parameters(saved: Mapping[str, int], current: Mapping[str, int]) -> None:
+    """Raise ConfigurationError that names the parameters which differ; there is nothing to compare with when none."""
+    if not current or saved == current:
+        return
+    absent = sorted(saved.keys() - current.keys())
+    added = sorted(current.keys() - saved.keys())
+    resized = [
+        f"{name} ({saved[name]} elements, now {current[name]})"
+        for name in sorted(saved.keys() & current.keys())
+        if saved[name] != current[name]
+    ]
+    differences = [
+        f"{what}: {', '.join(names)}"
+        for what, names in (
+            ("only in the checkpoint", absent),
+            ("only in the model", added),
+            ("of another size", resized),
+        )
+        if names
+    ]
+    raise ConfigurationError(
+        f"the checkpoint's residuals belong to another model; {'; '.join(differences)}. Load it into the model it was "
+        f"made with, or start without it"
+    )

@@ -1,0 +1,128 @@
+"""What an aggregator costs on this model's own gradients: short trials between two steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, count
+from math import ceil
+from time import perf_counter_ns
+from typing import TypeVar
+
+import torch
+
+from commopt.aggregate import Aggregator
+from commopt.cost.formulas import StageTimes
+from commopt.feedback import Account, Layout, Ledger
+from commopt.groups import Team
+from commopt.recording import Message as Recorded
+from commopt.recording import clock_for, running
+
+Name = TypeVar("Name")
+
+_FIRST_NBYTES = 4 * 1024
+_GROWTH = 4
+_FEWEST_CALLS, _MOST_CALLS = 3, 100
+_LONG_ENOUGH_US = 30_000.0  # buffers on the way swallow short messages; a lane that is behind sees what is behind them
+_LEAST_LAYOUTS = 3  # two points make a line, and a third says whether it is one
+
+Points = list[tuple[int, float]]  # bytes, microseconds
+
+
+def samples_of(layout: Layout, itemsize: int) -> list[Layout]:
+    """Return beginnings of `layout` of 4 KiB, 16 KiB, ... and all of it: real shapes, whatever the length."""
+    ends = list(accumulate(piece.numel for piece in layout.pieces))
+    samples: list[Layout] = []
+    nbytes = _FIRST_NBYTES
+    while nbytes < layout.numel * itemsize:
+        whole = next(number for number, end in enumerate(ends) if end * itemsize >= nbytes)
+        # A large first parameter is cut, or there would be no small sample.
+        end = ends[whole] if ends[whole] * itemsize < 2 * nbytes else nbytes // itemsize
+        samples.append(layout.cut(0, end))
+        nbytes *= _GROWTH
+    return [*samples, layout]
+
+
+def calibrate(
+    aggregators: Mapping[Name, Aggregator], samples: Sequence[Layout], dtype: torch.dtype, team: Team, budget_s: float
+) -> dict[Name, Points]:
+    """Return by name what all_reduce of each sample takes, in microseconds, on the slowest rank.
+
+    Runs on the lane, collectively. Stops before the samples that would break the budget, which is shared evenly; the
+    smallest are always run. Ranks decide by the same times, so that they stop alike.
+    """
+    points: dict[Name, Points] = {}
+    for name, aggregator in aggregators.items():
+        left_us = budget_s * 1e6 / len(aggregators)
+        points[name] = []
+        for place, layout in enumerate(samples):
+            nbytes = layout.numel * dtype.itemsize
+            expected_us = points[name][-1][1] * nbytes / points[name][-1][0] if points[name] else 0.0
+            if place >= _LEAST_LAYOUTS and expected_us * (1 + _FEWEST_CALLS) > left_us:
+                break
+            trial = _Trial(aggregator, layout, dtype, team)
+            (once_us,) = _slowest([trial.mean_us(1)], team)
+            calls = min(_MOST_CALLS, max(_FEWEST_CALLS, ceil(_LONG_ENOUGH_US / once_us)))
+            (mean_us,) = _slowest([trial.mean_us(calls)], team)
+            points[name].append((nbytes, mean_us))
+            left_us -= once_us + calls * mean_us
+    return points
+
+
+def stages(aggregator: Aggregator, layout: Layout, dtype: torch.dtype, team: Team) -> StageTimes:
+    """Return what the slowest rank spends inside the node before and after, and meanwhile; collective, on a lane."""
+    trial = _Trial(aggregator, layout, dtype, team)
+    trial.mean_us(1)
+    clock = clock_for(team.default_device)
+    message = Recorded((), "", 0, clock.mark)
+    with running(message):
+        trial.mean_us(1)
+    (times_us,) = clock.times_us([list(message.marks())])
+    record = message.record(iter(times_us))
+    across = [span for span in record.spans if span.level == "inter"]
+    if across:
+        first_us, last_us = across[0].begin_us, max(span.end_us for span in across)
+        near = [
+            (span.end_us - span.begin_us, span.begin_us < first_us) for span in record.spans if span.level == "intra"
+        ]
+        own = [sum(t for t, up in near if up), last_us - first_us, sum(t for t, up in near if not up)]
+    else:
+        own = [0.0, 0.0, 0.0]  # this rank only waits for its leader
+    return StageTimes(*_slowest(own, team))
+
+
+class _Trial:
+    """One sample, sent again and again as a lane would."""
+
+    def __init__(self, aggregator: Aggregator, layout: Layout, dtype: torch.dtype, team: Team) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self._buffer = torch.randn(layout.numel, generator=generator).to(team.default_device, dtype)
+        self._layout = Layout.anonymous(layout.numel) if aggregator.lossless else layout
+        self._aggregator, self._team = aggregator, team
+        self._ledger, self._steps = Ledger(), count(aggregator.start_step)
+
+    def mean_us(self, calls: int) -> float:
+        """Return what each of so many calls takes on this rank; without pauses, in which a network would recover."""
+        self._team.all_reduce(torch.zeros(1, device=self._buffer.device))
+        _finish(self._buffer.device)
+        begun_ns = perf_counter_ns()
+        for _ in range(calls):
+            self._ledger.begin_step()
+            account = Account(self._layout, next(self._steps), ledger=self._ledger)
+            self._aggregator.all_reduce(self._buffer, self._team, 1.0 / self._team.size, account)
+            self._ledger.end_bucket(last=True)
+        _finish(self._buffer.device)
+        return (perf_counter_ns() - begun_ns) / 1000 / calls
+
+
+def _slowest(own_us: Sequence[float], team: Team) -> list[float]:
+    """Return the largest of all ranks' times, each for itself."""
+    mine = torch.tensor(own_us, dtype=torch.float64, device=team.default_device)
+    everyone = mine.new_empty(team.size * len(own_us))
+    team.all_gather(everyone, mine)
+    slowest: list[float] = everyone.view(team.size, len(own_us)).amax(0).tolist()
+    return slowest
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

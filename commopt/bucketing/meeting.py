@@ -1,0 +1,111 @@
+"""Where the ranks put together what they measured, and hear what rank 0 makes of it; on the lane, collectively."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from commopt.aggregate import Aggregator
+from commopt.bucketing.calibration import Points
+from commopt.bucketing.prices import measured_points, prices_from_links, prices_from_points
+from commopt.bucketing.units import Units
+from commopt.bucketing.window import Latest, latest, own_times
+from commopt.bucketing.wish import Wish
+from commopt.feedback import Layout
+from commopt.groups import Team
+from commopt.groups.payload import broadcast_bytes
+from commopt.plan import Adaptation, Bucket, Costs, Decision, Key, PriceTable, Window
+from commopt.recording import StepRecord
+
+_log = logging.getLogger("commopt")
+
+
+@dataclass(frozen=True)
+class Agenda:
+    """What all ranks know alike: the step after which they meet, the steps that were measured, and what these sent.
+
+    settled: whether these all went alike.
+    """
+
+    step: int
+    steps: range
+    units: Units
+    messages: tuple[Bucket, ...]
+    layouts: tuple[Layout, ...]
+    settled: bool
+    overhead_us: float
+
+    @property
+    def whole(self) -> Layout:
+        """All parameters, as if they were one bucket."""
+        return Layout(tuple(piece for bucket in self.layouts for piece in bucket.pieces))
+
+
+class Meetings:
+    """All meetings of one registration. On the first rank, which `chairs`, they add up to an Adaptation.
+
+    decision: of the last one, None when the first rank could not decide.
+    """
+
+    def __init__(self, team: Team, strategies: Mapping[str, Aggregator], wish: Wish) -> None:
+        self.decision: Decision | None = None
+        self.step = 0
+        self._team = team
+        self._strategies = strategies
+        self._wish = wish
+        self._points: dict[Key, Points] | None = None
+        self._prices: dict[Key, PriceTable] | None = None
+        self._adaptation: Adaptation | None = None
+
+    @property
+    def chairs(self) -> bool:
+        """Whether this rank decides."""
+        return self._team.rank == 0
+
+    def begin_anew(self) -> None:
+        """Forget what was measured and decided so far, but for prices."""
+        self._adaptation = None
+
+    def hold(self, agenda: Agenda, records: Sequence[StepRecord], ready_us: Mapping[int, Mapping[str, float]]) -> None:
+        """Meet: afterwards `decision` is the same on every rank."""
+        team = self._team
+        known = {record.step: record for record in records} if agenda.settled else {}
+        own = own_times(known, ready_us, agenda.steps, agenda.units.names, len(agenda.messages))
+        times, lateness_us = latest(team, own)
+        if self._points is None:
+            by_links = self._wish.links is not None
+            self._points = {} if by_links else measured_points(self._strategies, agenda.whole, agenda.units.dtype, team)
+        answer = b""
+        if self.chairs:
+            try:
+                answer = self._decide(agenda, times, lateness_us).to_json().encode()
+            except Exception:  # a plan is worth having, but not at the price of the training
+                _log.exception("no plan could be made after step %d; buckets stay as they are", agenda.step)
+        answer = broadcast_bytes(team, answer, 0)
+        self.decision = Decision.from_json(answer.decode()) if answer else None
+        self.step = agenda.step
+
+    def _decide(self, agenda: Agenda, times: Latest, lateness_us: Sequence[float]) -> Decision:
+        window = Window.of(
+            agenda.units.untimed(),
+            agenda.messages,
+            times.begin_us,
+            times.compute_end_us,
+            times.ready_us,
+            times.started_us,
+            times.finished_us,
+            lateness_us,
+        )
+        if self._prices is None:
+            self._prices = self._price(agenda)
+        if self._adaptation is None:
+            costs = Costs(self._prices, agenda.overhead_us)
+            self._adaptation = Adaptation(costs, needed_first=self._wish.needed_first)
+        return self._adaptation.decide(window, agenda.step)
+
+    def _price(self, agenda: Agenda) -> dict[Key, PriceTable]:
+        if self._wish.links is not None:
+            links = self._wish.links
+            return prices_from_links(self._strategies, agenda.whole, agenda.units.dtype, self._team, links)
+        return prices_from_points(self._points or {}, agenda.whole, agenda.units.dtype)

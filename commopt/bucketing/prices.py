@@ -1,0 +1,91 @@
+"""Where a plan's prices come from: a probe's links when there are any, else short trials with the model's shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from commopt.aggregate import Aggregator, Hierarchical
+from commopt.bucketing.calibration import Points, calibrate, samples_of, stages
+from commopt.cost import Curve, Links, best_chunks, cost_us, pipelined_us, price
+from commopt.cost.formulas import StageTimes
+from commopt.feedback import Layout
+from commopt.groups import Team
+from commopt.lanes import lanes_here
+from commopt.plan import Key, PriceTable
+
+_BUDGET_S = 2.0
+_MOST_CHUNKS = 16
+
+
+def prices_from_links(
+    strategies: Mapping[str, Aggregator], whole: Layout, dtype: torch.dtype, team: Team, links: Links
+) -> dict[Key, PriceTable]:
+    """Return what every strategy costs by a probe's curves, also in chunks; without communication."""
+    largest = whole.numel * dtype.itemsize
+    prices: dict[Key, PriceTable] = {}
+    for name, aggregator in strategies.items():
+        for chunks in {1, _best_by_links(aggregator, whole, dtype, team, links)}:
+            by_bytes = price(aggregator, team, links, whole, dtype, chunks=chunks, lanes=_lanes(team))
+            prices[name, chunks] = PriceTable.of(by_bytes, largest)
+    return prices
+
+
+def measured_points(
+    strategies: Mapping[str, Aggregator], whole: Layout, dtype: torch.dtype, team: Team
+) -> dict[Key, Points]:
+    """Return what every strategy takes in short trials; collective, on a lane.
+
+    One that can be cut into chunks is also tried with the number that the times of its stages recommend.
+    """
+    samples = samples_of(whole, dtype.itemsize)
+    trials: dict[Key, Aggregator] = {(name, 1): aggregator for name, aggregator in strategies.items()}
+    points = calibrate(trials, samples, dtype, team, _BUDGET_S)
+    in_chunks: dict[Key, Aggregator] = {}
+    for name, aggregator in strategies.items():
+        if isinstance(aggregator, Hierarchical) and _pipelines(aggregator, team):
+            affordable = [sample for sample in samples if sample.numel * dtype.itemsize <= points[name, 1][-1][0]]
+            chunks = _recommended(stages(aggregator, affordable[-1], dtype, team))
+            if chunks > 1:
+                in_chunks[name, chunks] = replace(aggregator, chunks=chunks)
+    return points | calibrate(in_chunks, samples, dtype, team, _BUDGET_S)
+
+
+def prices_from_points(points: Mapping[Key, Points], whole: Layout, dtype: torch.dtype) -> dict[Key, PriceTable]:
+    """Return prices that follow from trials."""
+    return {key: _table(measured, whole.numel * dtype.itemsize) for key, measured in points.items()}
+
+
+def _table(points: Points, largest_nbytes: int) -> PriceTable:
+    if len(points) == 1:  # so small a model is one sample
+        return PriceTable(*zip(*points, strict=True))
+    return PriceTable.of(Curve.fit(points).time_us, largest_nbytes)
+
+
+def _pipelines(aggregator: Aggregator, team: Team) -> bool:
+    """Return whether two levels of the network can be busy with different chunks at once, and nobody said otherwise."""
+    two_levels = isinstance(aggregator, Hierarchical) and aggregator.chunks == 1 and team.intra is not None
+    return two_levels and _lanes(team) == 2
+
+
+def _lanes(team: Team) -> int:
+    return lanes_here(team.backend(team.default_device))
+
+
+def _best_by_links(aggregator: Aggregator, whole: Layout, dtype: torch.dtype, team: Team, links: Links) -> int:
+    if not _pipelines(aggregator, team):
+        return 1
+    return best_chunks(
+        lambda chunks: cost_us(aggregator, whole, dtype, team, links, chunks=chunks, lanes=2), _MOST_CHUNKS
+    )
+
+
+def _recommended(whole: StageTimes) -> int:
+    """Return how many chunks T(k) makes the best of these stages, if it is worth it; latency is left out."""
+
+    def time_us(chunks: int) -> float:
+        return pipelined_us(StageTimes(*(stage_us / chunks for stage_us in whole)), chunks)
+
+    return best_chunks(time_us, _MOST_CHUNKS)

@@ -1,0 +1,70 @@
+"""What a user may ask for about buckets, and how the ranks settle on it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from commopt.cost import Links
+from commopt.errors import ConfigurationError
+from commopt.groups import Membership
+from commopt.plan import Plan
+
+_log = logging.getLogger("commopt")
+
+KINDS = ("adaptive", "ddp")
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What to do about buckets: "ddp" leaves DDP's alone, "adaptive" makes plans, a Plan is followed as it is.
+
+    links: prices for plans, None to try out what messages cost. needed_first: send buckets in the order in which the
+    next forward needs them, where several are ready.
+    """
+
+    plan: Plan | str = "ddp"
+    links: Links | None = None
+    needed_first: bool = False
+
+    @classmethod
+    def read(cls, plan: Any, links: Any, needed_first: bool) -> Wish:
+        """Check what a user passed; paths are read. Raises ConfigurationError."""
+        links = links if isinstance(links, Links) or links is None else Links.load(links)
+        return cls(_read_plan(plan), links, needed_first)
+
+    def settled(self, owner: str, membership: Membership) -> Wish:
+        """Return what all ranks follow; collective. Of different plans rank 0's counts; what else differs raises."""
+        given = isinstance(self.plan, Plan)
+        membership.agree(
+            f"{owner} plan",
+            plan="a plan" if given else str(self.plan),
+            links="none" if self.links is None else "given",
+            needed_first=str(self.needed_first),
+        )
+        if not isinstance(self.plan, Plan):
+            return self
+        digest = self.plan.digest()
+        plans = membership.exchange(f"{owner} plan itself", digest=digest, plan=self.plan.to_json())
+        if plans[0]["digest"] == digest:
+            return self
+        _log.warning("this rank was given another plan than rank %d, whose plan all follow", membership.ranks[0])
+        return replace(self, plan=Plan.from_json(plans[0]["plan"]))
+
+
+def _read_plan(plan: Any) -> Plan | str:
+    if isinstance(plan, Plan) or plan in KINDS:
+        return plan  # type: ignore[no-any-return]  # checked
+    if not isinstance(plan, (str, Path)):
+        raise ConfigurationError(f"plan is a {type(plan).__name__}; use {_choices()}")
+    try:
+        text = Path(plan).read_text()
+    except OSError as error:
+        raise ConfigurationError(f"plan {str(plan)!r} cannot be read ({error}); use {_choices()}") from None
+    return Plan.from_json(text)
+
+
+def _choices() -> str:
+    return f"{', '.join(map(repr, KINDS))}, a commopt.Plan, or the path of one written with to_json()"

@@ -1,0 +1,56 @@
+"""Where the time went: the recordings of all ranks as a timeline, and a report on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from commopt.errors import ConfigurationError
+from commopt.groups import Team, WireBytes
+from commopt.plan import Plan
+from commopt.recording import Recorder
+from commopt.timeline import Report, Timeline, TrafficOutside, draw, gather, report, write_trace
+
+Run = Callable[[Callable[[], None], str], None]
+
+
+def timeline_of(
+    recorder: Recorder, team: Team, run: Run, trace: str | Path | None, plot: str | Path | None
+) -> Timeline:
+    """Return what all ranks have recorded; the first of them also writes a trace and draws a picture. Collective."""
+    found: list[Timeline] = []
+    run(lambda: found.append(gather(team, recorder.steps())), "timeline")
+    timeline = found[0]
+    if not timeline.steps:
+        raise ConfigurationError(
+            "no step was recorded yet; train for a few steps with attach(..., record=True) (where there are several "
+            "ranks, plan='adaptive' records the steps it measures, from the fourth on)"
+        )
+    if team.rank == 0 and trace is not None:
+        write_trace(timeline, trace)
+    if team.rank == 0 and plot is not None:
+        draw(timeline, plot)
+    return timeline
+
+
+def report_on(timeline: Timeline, sent: WireBytes, steps: int, ddp: TorchDDP | None, plan: Plan | None) -> Report:
+    """Return the report of a timeline; `sent` in `steps` steps by this rank."""
+    per_step = WireBytes(sent.intra // max(steps, 1), sent.inter // max(steps, 1))
+    outside = TrafficOutside() if ddp is None else outside_of(ddp)
+    if plan is None or plan.predicted is None:
+        return report(timeline, per_step, outside, None if plan is None else plan.origin)
+    finish_us = [plan.predicted.bucket_finish_us[number] for number in plan.order]
+    messages = len(timeline.steps[-1][0].messages)
+    what = f"{len(plan.buckets)} buckets, {plan.origin}"
+    if messages != len(finish_us):  # DDP's own buckets do not let it be followed to the letter
+        return report(timeline, per_step, outside, what)
+    return report(timeline, per_step, outside, what, plan.predicted.exposed_us, finish_us)
+
+
+def outside_of(ddp: TorchDDP) -> TrafficOutside:
+    """Return what DDP itself broadcasts from rank 0: everything when it is made, buffers before each forward."""
+    buffers = sum(buffer.nbytes for buffer in ddp.modules_buffers) if ddp.broadcast_buffers else 0
+    state = [*ddp.module.parameters(), *ddp.module.buffers()]
+    return TrafficOutside(sum(tensor.nbytes for tensor in state), buffers)

@@ -1,0 +1,411 @@
+"""Plans in a training that goes on: right gradients whatever travels together, and the same plan on every rank."""
+
+from __future__ import annotations
+
+import random
+import resource
+import threading
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import commopt
+from commopt.plan import Bucket, Calendar, Decision, Plan, Window
+from tests.hook_training import (
+    SMALL_BUCKET,
+    Batch,
+    Branches,
+    ManyDtypes,
+    Tower,
+    assert_identical,
+    batch_of,
+    digest_of,
+    loss_of,
+    seeded,
+    train,
+)
+from tests.ranks import run
+
+
+def random_plan(module: nn.Module, strategy: str, seed: int) -> Plan:
+    """Cut the parameters, in about the order of backward, anywhere, and send the buckets in any order."""
+    dice = random.Random(seed)
+    parameters = [(name, p.nbytes) for name, p in reversed(list(module.named_parameters())) if p.requires_grad]
+    if dice.random() < 0.3:
+        dice.shuffle(parameters)
+    ends = sorted(dice.sample(range(1, len(parameters)), dice.randrange(len(parameters))))
+    groups = [parameters[begin:end] for begin, end in zip([0, *ends], [*ends, len(parameters)], strict=True)]
+    order = list(range(len(groups)))
+    dice.shuffle(order)
+    buckets = (Bucket(tuple(n for n, _ in group), sum(b for _, b in group), strategy) for group in groups)
+    return Plan(tuple(buckets), tuple(order), origin=f"dice {seed}")
+
+
+# --------------------------------------------------------------------- another plan before every step
+
+
+def branching(peer: int, step: int, micro: int = 0) -> Batch:
+    return (*batch_of(peer, step, micro), (peer + step) % 2)
+
+
+FEATURES: dict[str, tuple[type[nn.Module], dict[str, Any], dict[str, Any]]] = {
+    "default": (Tower, SMALL_BUCKET, {}),
+    "views": (Tower, SMALL_BUCKET | {"gradient_as_bucket_view": True}, {"micros": 2}),
+    "unused": (Branches, SMALL_BUCKET | {"find_unused_parameters": True}, {"batch": branching}),
+    "static": (Tower, SMALL_BUCKET | {"static_graph": True}, {}),
+    "dtypes": (ManyDtypes, SMALL_BUCKET, {}),
+}
+
+
+def change_plans(rank: int, world_size: int, preset: str, feature: str) -> tuple[str, int]:
+    kind, options, training = FEATURES[feature]
+    module = seeded(kind)
+    ddp = TorchDDP(module, **options)
+    state = commopt.attach(ddp, preset, plan="ddp")
+    strategy = repr(state.aggregator)
+
+    def before(step: int) -> None:
+        if step:
+            state._planning.follow(random_plan(module, strategy, step))
+
+    aggregator = commopt.PRESETS[preset].build()
+    digest = train(ddp, rank, world_size, aggregator, steps=8, before=before, **training)
+    stats = state.stats()
+    return digest, stats["messages"] - stats["buckets"]
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("preset", ["hierarchical", "hierarchical_quantized", "hierarchical_powersgd"])
+def test_gradients_stay_right_when_the_plan_changes_before_every_step(preset: str, feature: str) -> None:
+    if preset == "hierarchical_powersgd" and feature not in ("default", "unused"):
+        pytest.skip("covered by the others")
+    results = run(change_plans, 4, preset, feature, nodes=(2, 2))
+    assert_identical([digest for digest, _ in results])
+
+
+def hold_buckets(rank: int, world_size: int) -> tuple[str, int, int]:
+    """Keep DDP's buckets as they are, so that messages are put together in the hook, in three places."""
+    module = seeded(Tower)
+    ddp = TorchDDP(module, **SMALL_BUCKET)
+    state = commopt.HookState(commopt.Flat(), module=module)
+    ddp.register_comm_hook(state, commopt.hook)
+    names = [name for name, _ in reversed(list(module.named_parameters()))]
+    buckets = (Bucket(tuple(part), 0, repr(state.aggregator)) for part in (names[:5], names[5:8], names[8:]))
+    plan = Plan(tuple(buckets), order=(0, 2, 1))
+
+    def before(step: int) -> None:
+        if step == 4:
+            state._planning.follow(plan)
+
+    digest = train(ddp, rank, world_size, commopt.Flat(), steps=6, before=before)
+    stats = state.stats()
+    return digest, stats["buckets"], stats["messages"]
+
+
+def rebuild(rank: int, world_size: int) -> tuple[list[int], list[int]]:
+    module = seeded(Tower)
+    ddp = TorchDDP(module)
+    state = commopt.attach(ddp, commopt.Flat(), plan="ddp")
+    names = [name for name, _ in reversed(list(module.named_parameters()))]
+    sizes = {name: parameter.nbytes for name, parameter in module.named_parameters()}
+    parts = (names[:1], names[1:7], names[7:8], names[8:])
+    buckets = (Bucket(tuple(part), sum(map(sizes.__getitem__, part)), repr(commopt.Flat())) for part in parts)
+    plan = Plan(tuple(buckets))
+    train(
+        ddp, rank, world_size, commopt.Flat(), before=lambda step: state._planning.follow(plan) if step == 2 else None
+    )
+    return [4 * layout.numel for layout in state._assembly.buckets], [bucket.nbytes for bucket in plan.buckets]
+
+
+@pytest.mark.skipif(not hasattr(TorchDDP, "_ddp_init_helper"), reason="this torch makes buckets in another way")
+def test_ddp_is_given_the_buckets_of_the_plan() -> None:
+    for found, planned in run(rebuild, 2):
+        assert found == planned
+
+
+def test_where_ddp_keeps_its_buckets_they_are_merged() -> None:
+    results = run(hold_buckets, 2)
+    assert_identical([digest for digest, _, _ in results])
+    for _, buckets, messages in results:
+        assert messages < buckets
+
+
+# --------------------------------------------------------------------- rank 0 decides
+
+
+class Restless:
+    """Changes the plan at every meeting, three steps apart."""
+
+    first = Calendar(2, 3)
+
+    def __init__(self, costs: object, needed_first: bool) -> None:
+        assert torch.distributed.get_rank() == 0, "only rank 0 decides"
+
+    def decide(self, window: Window, step: int) -> Decision:
+        names = [name for unit in window.units for name in unit.names]
+        assert len(names) == len(set(names)) == 12
+        cut = 1 + step % 11
+        sizes = {name: unit.nbytes // len(unit.names) for unit in window.units for name in unit.names}
+        parts = (names[:cut], names[cut:])
+        buckets = (Bucket(tuple(part), sum(map(sizes.__getitem__, part)), repr(commopt.Flat())) for part in parts)
+        return Decision(Plan(tuple(buckets)), Calendar(step + 2, step + 3), f"cut at {cut}")
+
+
+def follow_rank_0(rank: int, world_size: int) -> tuple[str, list[str], str | None]:
+    modules = [import_module(f"commopt.bucketing.{name}") for name in ("meeting", "planning")]
+    with pytest.MonkeyPatch.context() as patch:
+        for module in modules:
+            patch.setattr(module, "Adaptation", Restless)
+        ddp = TorchDDP(seeded(Tower), **SMALL_BUCKET)
+        state = commopt.attach(ddp, commopt.Flat(), plan="adaptive")
+        digest = train(ddp, rank, world_size, commopt.Flat(), steps=12)
+    plan = state.plan
+    return digest, [decision.reason for decision in state.decisions], None if plan is None else plan.digest()
+
+
+def test_every_rank_follows_what_rank_0_decides() -> None:
+    results = run(follow_rank_0, 4, nodes=(2, 2))
+    assert_identical([digest for digest, _, _ in results])
+    assert results[0][1] == ["cut at 4", "cut at 7", "cut at 10"]
+    assert len({(tuple(reasons), digest) for _, reasons, digest in results}) == 1
+
+
+class Confused(Restless):
+    """Fails at its first meeting."""
+
+    def decide(self, window: Window, step: int) -> Decision:
+        raise ZeroDivisionError("a flaw in the planner")
+
+
+def train_with_a_flaw(rank: int, world_size: int) -> tuple[str, int, int]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("meeting", "planning"):
+            patch.setattr(import_module(f"commopt.bucketing.{name}"), "Adaptation", Confused)
+        ddp = TorchDDP(seeded(Tower), **SMALL_BUCKET)
+        state = commopt.attach(ddp, commopt.Flat(), plan="adaptive")
+        digest = train(ddp, rank, world_size, commopt.Flat(), steps=12)
+    return digest, len(state.decisions), state.stats()["steps"]
+
+
+def test_a_planner_that_fails_does_not_end_the_training() -> None:
+    results = run(train_with_a_flaw, 2)
+    assert_identical([digest for digest, _, _ in results])
+    assert [rest for _, *rest in results] == [[0, 12], [0, 12]]
+
+
+def run_out_of_data(rank: int, world_size: int) -> tuple[str, int]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("meeting", "planning"):
+            patch.setattr(import_module(f"commopt.bucketing.{name}"), "Adaptation", Restless)
+        ddp = TorchDDP(seeded(Tower), **SMALL_BUCKET)
+        state = commopt.attach(ddp, commopt.Flat(), plan="adaptive")
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-4)
+
+        def steps(count: int) -> None:
+            for step in range(count):
+                optimizer.zero_grad()
+                loss_of(ddp, batch_of(rank, step)).backward()
+                optimizer.step()
+
+        steps(3)
+        with ddp.join():
+            steps(5 + 4 * rank)
+        steps(4)
+    return digest_of(ddp.module), len(state.decisions)
+
+
+def test_plans_change_while_a_rank_has_run_out_of_data() -> None:
+    results = run(run_out_of_data, 2)
+    assert_identical([digest for digest, _ in results])
+    assert [decisions for _, decisions in results] == [4, 4]
+
+
+def adapt(rank: int, world_size: int, preset: str, kind: type[nn.Module], options: dict[str, Any]) -> tuple[str, int]:
+    training: dict[str, Any] = {"batch": branching} if kind is Branches else {}
+    ddp = TorchDDP(seeded(kind), **SMALL_BUCKET | options)
+    state = commopt.attach(ddp, preset, plan="adaptive")
+    digest = train(ddp, rank, world_size, commopt.PRESETS[preset].build(), steps=30, **training)
+    return digest, len(state.decisions)
+
+
+@pytest.mark.parametrize(
+    ("preset", "kind", "options"),
+    [
+        ("hierarchical_quantized", Tower, {}),
+        ("hierarchical", Branches, {"find_unused_parameters": True}),
+    ],
+    ids=["quantized", "a graph that changes"],
+)
+def test_adaptive_by_itself(preset: str, kind: type[nn.Module], options: dict[str, Any]) -> None:
+    results = run(adapt, 4, preset, kind, options, nodes=(2, 2))
+    assert_identical([digest for digest, _ in results])
+    assert all(decisions for _, decisions in results), "never met"
+
+
+def given(rank: int, world_size: int, folder: Path) -> tuple[str | None, str | None]:
+    module = seeded(Tower)
+    plans = [random_plan(module, repr(commopt.Flat()), seed) for seed in (1, 2)]
+    path = folder / f"plan-{rank}.json"
+    path.write_text(plans[rank].to_json())
+    ddp = TorchDDP(module, **SMALL_BUCKET)
+    state = commopt.attach(ddp, commopt.Flat(), plan=path)
+    train(ddp, rank, world_size, commopt.Flat())
+    assert state.plan is not None
+    return state.plan.digest(), plans[0].digest()
+
+
+def test_of_different_given_plans_rank_0_s_is_followed(tmp_path: Path) -> None:
+    for followed, first in run(given, 2, tmp_path):
+        assert followed == first
+
+
+def refuse(rank: int, world_size: int) -> None:
+    def plan(name: str, strategy: str) -> Plan:
+        return Plan((Bucket((name,), 4, strategy),))
+
+    module = nn.Linear(3, 3, bias=False)
+    for bad, words in (
+        (plan("other", "Flat()"), "other parameters"),
+        (plan("weight", "Hierarchical()"), "averages with Flat"),
+        ("adaptiv", "cannot be read"),
+        (3, "is a int"),
+    ):
+        with pytest.raises(commopt.ConfigurationError, match=words):
+            commopt.attach(TorchDDP(module), commopt.Flat(), plan=bad)
+    wish = "ddp" if rank else "adaptive"
+    with pytest.raises(commopt.MismatchError, match=r"plan.*adaptive"):
+        commopt.attach(TorchDDP(module), commopt.Flat(), plan=wish)
+
+
+def test_bad_plans_are_refused_on_every_rank() -> None:
+    run(refuse, 2)
+
+
+def resume(rank: int, world_size: int) -> tuple[str, str]:
+    def start(seed: int) -> tuple[TorchDDP, commopt.HookState]:
+        ddp = TorchDDP(seeded(Tower), **SMALL_BUCKET)
+        return ddp, commopt.attach(ddp, "hierarchical_quantized", plan="ddp")
+
+    ddp, state = start(0)
+    plan = random_plan(ddp.module, repr(state.aggregator), 5)
+    aggregator = commopt.PRESETS["hierarchical_quantized"].build()
+    train(ddp, rank, world_size, aggregator, before=lambda step: state._planning.follow(plan) if step == 1 else None)
+    saved, weights = state.state_dict(), {k: v.clone() for k, v in ddp.module.state_dict().items()}
+    resumed, again = start(1)
+    resumed.module.load_state_dict(weights)
+    again.load_state_dict(saved)
+    digests = []
+    for model in (ddp, resumed):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss_of(model, batch_of(rank, 100 + step)).backward()
+            optimizer.step()
+        digests.append(digest_of(model.module))
+    return digests[0], digests[1]
+
+
+def test_a_checkpoint_goes_on_with_its_plan_bit_by_bit() -> None:
+    results = run(resume, 4, nodes=(2, 2))
+    assert len({digest for pair in results for digest in pair}) == 1
+
+
+# --------------------------------------------------------------------- what can be seen of it
+
+
+class Sleepy(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor, seconds: float) -> Tensor:
+        context.seconds = seconds
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        time.sleep(context.seconds)
+        return gradient, None
+
+
+class SleepyTower(nn.Module):
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+        self.seconds = seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x))
+            if index == 2:
+                x = Sleepy.apply(x, self.seconds)
+        return x
+
+
+def watch(rank: int, world_size: int, late_s: float, folder: Path) -> tuple[list[tuple[int, float]], str]:
+    torch.manual_seed(7)
+    ddp = TorchDDP(SleepyTower(0.02 + (late_s if rank == 1 else 0.0)), **SMALL_BUCKET)
+    state = commopt.attach(ddp, "hierarchical", plan="ddp", record=True)
+    with pytest.raises(commopt.ConfigurationError, match="no step was recorded"):
+        state.report()
+    for step in range(12):
+        ddp.zero_grad()
+        loss_of(ddp, batch_of(rank, step)).backward()
+    report = state.report()
+    state.timeline(trace=folder / "trace.json", plot=folder / "timeline.png")
+    return [(each.rank, each.late_us / 1000) for each in report.analysis.stragglers], str(report)
+
+
+def test_a_rank_that_sleeps_is_named(tmp_path: Path) -> None:
+    for found, text in run(watch, 2, 0.2, tmp_path):
+        assert [rank for rank, _ in found] == [1]
+        assert found[0][1] == pytest.approx(200, rel=0.1)
+        assert "rank 1" in text
+    assert (tmp_path / "trace.json").stat().st_size > 1000
+    assert (tmp_path / "timeline.png").stat().st_size > 1000
+
+
+def test_a_balanced_run_names_nobody(tmp_path: Path) -> None:
+    for found, _ in run(watch, 2, 0.0, tmp_path):
+        assert found == []
+
+
+def go_on(rank: int, world_size: int, steps: int) -> tuple[int, int, int]:
+    ddp = TorchDDP(seeded(Tower), **SMALL_BUCKET)
+    state = commopt.attach(ddp, "hierarchical_quantized", plan="adaptive", record=True)
+    batch = batch_of(rank, 0)
+    threads, peak_kb = 0, 0
+    for step in range(steps):
+        ddp.zero_grad()
+        loss_of(ddp, batch).backward()
+        if step == 150:
+            threads, peak_kb = threading.active_count(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    grown_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak_kb
+    return threading.active_count() - threads, grown_kb, len(state.decisions)
+
+
+def test_nothing_grows_in_500_steps() -> None:
+    for threads, grown_kb, decisions in run(go_on, 2, 500):
+        assert threads == 0
+        assert grown_kb < 4000
+        assert decisions >= 3
+
+
+def train_by_default(rank: int, world_size: int, freeze: bool) -> int:
+    ddp = TorchDDP(seeded(Tower), **SMALL_BUCKET)
+    state = commopt.attach(ddp, commopt.Flat())
+    train(ddp, rank, world_size, commopt.Flat(), steps=6)
+    if freeze:
+        state.freeze()
+    train(ddp, rank, world_size, commopt.Flat(), steps=8)
+    return len(state.decisions)
+
+
+@pytest.mark.parametrize(
+    ("freeze", "wish", "decisions"), [(False, None, 1), (True, None, 0), (False, "ddp", 0), (False, "adaptive", 1)]
+)
+def test_plans_are_made_unless_frozen_or_unwished(freeze: bool, wish: str | None, decisions: int) -> None:
+    assert run(train_by_default, 2, freeze, env={"COMMOPT_PLAN": wish}) == [decisions] * 2
