@@ -49,7 +49,7 @@ def measure(preset: commopt.Preset, pairs: int, steps: int) -> dict[str, object]
     """Return the host cost per bucket of one preset in microseconds."""
     plain, hooked = build(), build()
     plain.register_comm_hook(None, noop_hook)
-    state = commopt.attach(hooked, preset)
+    state = commopt.attach(hooked, preset, plan="ddp")
     for ddp in (plain, hooked):
         step_us(ddp, 5)  # DDP rebuilds its buckets
     before = state.stats()

@@ -112,7 +112,7 @@ class Run:
         if strategy in TORCH_HOOKS:
             self.training.ddp.register_comm_hook(None, TORCH_HOOKS[strategy])
         else:
-            self.state = choose_averaging(self.training.ddp, strategy)
+            self.state = choose_averaging(self.training.ddp, strategy, plan=options.plan)
         self.step_s: list[float] = []
 
     def step(self) -> None:
@@ -230,6 +230,12 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--look-every", type=float, default=5.0, metavar="S", help="evaluate so often (default 5 s)")
     parser.add_argument("--model", choices=MODELS, default="gpt", help="what to train (default gpt)")
     parser.add_argument("--pixels", type=int, default=32, help="resnet50's images are so high and wide (default 32)")
+    parser.add_argument(
+        "--plan",
+        choices=("ddp", "adaptive"),
+        default="ddp",
+        help="of the buckets: DDP's own, so that strategies alone differ (default), or adaptive",
+    )
     parser.add_argument("--noop-steps", type=int, default=30, help="steps without communication (default 30)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write JSON lines: the environment, then strategies")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a picture (PNG, SVG, PDF)")

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -116,14 +117,14 @@ def strategy_name(text: str) -> str:
     return text
 
 
-def choose_averaging(ddp: DistributedDataParallel, strategy: str) -> commopt.HookState | None:
-    """Make `ddp` average gradients by `strategy`; every rank must call this with the same name."""
+def choose_averaging(ddp: DistributedDataParallel, strategy: str, **options: Any) -> commopt.HookState | None:
+    """Make `ddp` average gradients by `strategy`; every rank must call this with the same name and options."""
     if strategy == "ddp":  # stock DDP: one all_reduce per bucket over all ranks
         return None
     if strategy == "noop":  # no averaging: every rank learns alone, which shows what communication costs
         ddp.register_comm_hook(None, noop_hook)
         return None
-    return commopt.attach(ddp, strategy)  # <- this is all it takes
+    return commopt.attach(ddp, strategy, **options)  # <- this is all it takes; options are not needed
 
 
 # -------------------------------------------------------------------------------- 4. the training
