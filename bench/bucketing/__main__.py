@@ -38,6 +38,12 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=5, help="of every contender (default 5)")
     parser.add_argument("--steps", type=int, default=8, help="in every turn (default 8)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append one line")
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="draw a step of the first preset with each plan, as FILE_ddp and so on",
+    )
     return parser.parse_args()
 
 
@@ -56,6 +62,9 @@ def main() -> None:
             show(0.5 + 0.5 * turn / options.turns, f"turn {turn + 1} of {options.turns}")
             for contender in contenders:
                 contender.take_turn(options.steps)
+    if options.plot:
+        for contender in [each for each in contenders if each.state is not None][:2]:
+            contender.draw(options.plot)
     standings = [contender.standing() for contender in contenders]
     if dist.get_rank() == 0:
         record = {"model": options.model, "batch": batch, **environment(), **verdict(standings)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -69,6 +70,11 @@ class Contender:
             taken.append(time.perf_counter() - start)
         if counts:
             self.step_s.append(taken)
+
+    def draw(self, path: Path) -> None:
+        """Draw one of its steps, the plan's name added to `path`; collective."""
+        assert self.state is not None  # stock DDP records nothing
+        self.state.timeline(plot=path.with_stem(f"{path.stem}_{self.name.split()[-1]}"))
 
     def standing(self) -> Standing:
         """Return how it did; collective."""
