@@ -231,9 +231,10 @@ def overheard() -> Iterator[list[Call]]:
 
             def spy(team: Team, *arguments: Any, _what: str = primitive, _do: Any = original, **named: Any) -> None:
                 tensors = [each for each in arguments if isinstance(each, Tensor)]
-                others = [each for each in arguments if not isinstance(each, Tensor)]
+                roots = [each for each in arguments if not isinstance(each, Tensor)]
+                roots += [value for name, value in named.items() if name in ("src", "dst")]
                 nbytes = tensors[-1].numel() * tensors[-1].element_size()
-                made.extend(call(team, _what, nbytes, *others, *named.values()))
+                made.extend(call(team, _what, nbytes, *roots))
                 _do(team, *arguments, **named)
 
             stack.enter_context(patch.object(Team, primitive, spy))

@@ -56,7 +56,7 @@ def test_messages_late_now_and_then_add_up_to_a_step() -> None:
     """One of ten messages is late in every step, each time another one: a median would know nothing of it."""
     units = [Unit((f"p{number}",), 100, 0.0, "float32") for number in range(10)]
     buckets = [Bucket(unit.names, 100, "flat") for unit in units]
-    begin = np.arange(10) * 1000.0
+    begin = 1000.0 * np.arange(10, dtype=np.float64)
     finished = begin[:, None] + np.cumsum(10.0 + 50.0 * np.eye(10), axis=1)
     started = np.hstack([begin[:, None], finished[:, :-1]])
     ready = np.repeat(begin[:, None], 10, axis=1)

@@ -113,12 +113,6 @@ class Aggregator(Brief, ABC):
         """Raise ConfigurationError when this aggregator cannot run on `team`."""
 
 
-def apply_scale(buffer: Tensor, scale: float) -> None:
-    """Multiply in place unless that changes nothing."""
-    if scale != 1.0:
-        buffer.mul_(scale)
-
-
 def mark_non_finite(buffer: Tensor, finite: Tensor) -> None:
     """Make the first element NaN unless `finite` (bool, 0-d), without waiting for the device to tell."""
     buffer[:1].masked_fill_(~finite, float("nan"))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from commopt.aggregate.base import Aggregator, apply_scale, mark_non_finite
+from commopt.aggregate.base import Aggregator, mark_non_finite
 from commopt.aggregate.calls import Step, WorkKind, call, work
 from commopt.aggregate.clipping import clip
 from commopt.aggregate.rows import Region, RowFormat, row_format
@@ -23,7 +23,7 @@ from commopt.compress import Carry, Compressor, Exact, Velocity
 from commopt.errors import ConfigurationError
 from commopt.feedback import Account, Feedback, Kind, Layout, checked_patterns, require_feedback
 from commopt.feedback.ledger import momentum_path
-from commopt.groups import Team, TeamShape
+from commopt.groups import Team, TeamShape, apply_scale
 from commopt.kernels.reference import advance
 
 _EVERYTHING = ("*",)

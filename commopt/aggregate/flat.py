@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from commopt.aggregate.base import Aggregator, apply_scale
+from commopt.aggregate.base import Aggregator
 from commopt.aggregate.calls import Step, call
 from commopt.feedback import Account, Layout
 from commopt.groups import Team, TeamShape
@@ -20,8 +20,7 @@ class Flat(Aggregator):
     def all_reduce(self, buffer: Tensor, team: Team, scale: float, account: Account) -> None:
         """See Aggregator."""
         if buffer.numel():
-            apply_scale(buffer, scale)
-            team.all_reduce(buffer)
+            team.all_reduce(buffer, scale=scale)
 
     def calls(
         self,

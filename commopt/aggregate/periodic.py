@@ -9,12 +9,12 @@ from math import inf
 import torch
 from torch import Tensor
 
-from commopt.aggregate.base import Aggregator, apply_scale
+from commopt.aggregate.base import Aggregator
 from commopt.aggregate.calls import Stages, Step
 from commopt.aggregate.hierarchical import Hierarchical
 from commopt.errors import ConfigurationError
 from commopt.feedback import Account, Layout
-from commopt.groups import Team, TeamShape
+from commopt.groups import Team, TeamShape, apply_scale
 
 _log = logging.getLogger("commopt")
 

@@ -13,14 +13,14 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from commopt.aggregate.base import Aggregator, apply_scale, mark_non_finite
+from commopt.aggregate.base import Aggregator, mark_non_finite
 from commopt.aggregate.calls import Step, call, work
 from commopt.aggregate.exchange import Exchange
 from commopt.aggregate.matrices import Rule, divide, plan
 from commopt.compress import Carry
 from commopt.errors import ConfigurationError
 from commopt.feedback import Account, Factors, Feedback, Layout, Shapes, Side, Spans, checked_patterns, require_feedback
-from commopt.groups import Team, TeamShape
+from commopt.groups import Team, TeamShape, apply_scale
 from commopt.kernels.reference import round_with_carry
 
 _NBYTES = torch.float32.itemsize

@@ -7,11 +7,11 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from commopt.aggregate.base import Aggregator, apply_scale
+from commopt.aggregate.base import Aggregator
 from commopt.aggregate.compressed import Compressed
 from commopt.aggregate.division import division
 from commopt.feedback import Account, Layout
-from commopt.groups import Team
+from commopt.groups import Team, apply_scale
 
 
 class Route(ABC):

@@ -2,6 +2,7 @@
 
 from commopt.groups.build import join, resolve_group
 from commopt.groups.membership import Membership, Place, checking, joined
+from commopt.groups.scaling import apply_scale
 from commopt.groups.shape import TeamShape
 from commopt.groups.team import Team, all_gather_single, reduce_scatter_single
 from commopt.groups.wire import WireBytes, WireModel
@@ -14,6 +15,7 @@ __all__ = [
     "WireBytes",
     "WireModel",
     "all_gather_single",
+    "apply_scale",
     "checking",
     "join",
     "joined",

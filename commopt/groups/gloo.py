@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from commopt.groups.scaling import apply_scale
+
 _SEGMENT_NBYTES = 1024 * 1024
 
 
@@ -54,12 +56,12 @@ def reduce_scatter(output: Tensor, source: Tensor, group: dist.ProcessGroup) -> 
         _sum_in_order(rows, output[segment])
 
 
-def all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> None:
-    """Sum `tensor` (1-D) in place: every rank adds up one part of it, in rank order, and sends the sum to the others.
+def all_reduce(tensor: Tensor, group: dist.ProcessGroup, scale: float = 1.0) -> None:
+    """Set `tensor` (1-D) to `scale * sum`: every rank adds up one part, in rank order, and sends the sum to the others.
 
-    16-bit floats are added in float32 and rounded once. Moves as many bytes per rank as a ring, in two steps instead
-    of 2 (P-1), but to every peer: meant for ranks that all lie on different nodes. Long parts go in segments, so that
-    the network is busy while others are added up.
+    Each rank scales its own values first. 16-bit floats are added in float32 and rounded once. Moves as many bytes per
+    rank as a ring, in two steps instead of 2 (P-1), but to every peer: meant for ranks that all lie on different nodes.
+    Long parts go in segments, so that the network is busy while others are scaled and added up.
     """
     rank, world_size = group.rank(), group.size()
     bounds = [place * tensor.numel() // world_size for place in range(world_size + 1)]
@@ -71,7 +73,7 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> None:
         for peer in reversed(peers)
         for number, segment in enumerate(_segments(parts[peer]))
     ]
-    for number, (arrivals, rows, segment) in enumerate(_exchange(parts, group)):
+    for number, (arrivals, rows, segment) in enumerate(_exchange(parts, group, scale)):
         _wait(arrivals)
         own = parts[rank][segment]
         _sum_in_order(rows, own)
@@ -82,10 +84,11 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> None:
 _Arrival = tuple[list[dist.Work | None], list[Tensor], slice]
 
 
-def _exchange(parts: Sequence[Tensor], group: dist.ProcessGroup) -> list[_Arrival]:
+def _exchange(parts: Sequence[Tensor], group: dist.ProcessGroup, scale: float = 1.0) -> list[_Arrival]:
     """Send each rank its part of this rank's values; return what arrives of one's own part, segment by segment.
 
-    Each with the works to wait for and all ranks' values, in rank order, this rank's own in their place.
+    `scale` is applied in place, also to this rank's own part. Each segment comes with the works to wait for and all
+    ranks' values, in rank order, this rank's own in their place.
     """
     rank, peers = group.rank(), _peers(group)
     received = parts[rank].new_empty(group.size() - 1, parts[rank].numel())
@@ -97,8 +100,9 @@ def _exchange(parts: Sequence[Tensor], group: dist.ProcessGroup) -> list[_Arriva
         arrivals.append((works, pieces, segment))
     for peer in peers:
         for number, segment in enumerate(_segments(parts[peer])):
-            leaving = dist.isend(parts[peer][segment], group=group, group_dst=peer, tag=2 * number)
+            leaving = dist.isend(apply_scale(parts[peer][segment], scale), group=group, group_dst=peer, tag=2 * number)
             arrivals[-1][0].append(leaving)
+    apply_scale(parts[rank], scale)
     return arrivals
 
 

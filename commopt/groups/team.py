@@ -14,6 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 from commopt import recording
 from commopt.errors import CommoptError, LaneError, TransportError
 from commopt.groups import gloo
+from commopt.groups.scaling import apply_scale
 from commopt.groups.shape import TeamShape
 
 # torch 2.13 renamed these and warns about the old names.
@@ -65,14 +66,17 @@ class Team(TeamShape):
             if level is not None:
                 level.all_reduce(torch.zeros(1, device=device))
 
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Sum `tensor` over the team, in place."""
+    def all_reduce(self, tensor: Tensor, *, scale: float = 1.0) -> None:
+        """Set `tensor` to `scale * sum` over the team, scaled before anything is added."""
         if self.size > 1:
             with self._transport("all_reduce", tensor) as group:
                 if self._on_gloo(tensor) and self.node_count == self.size:
-                    gloo.all_reduce(tensor, group)
+                    gloo.all_reduce(tensor, group, scale)
                 else:
+                    apply_scale(tensor, scale)
                     dist.all_reduce(tensor, group=group)
+        else:
+            apply_scale(tensor, scale)
 
     def reduce(self, tensor: Tensor, dst: int) -> None:
         """Sum into `tensor` of rank `dst`; the other ranks' tensors are left undefined."""
