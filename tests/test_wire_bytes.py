@@ -24,10 +24,10 @@ BETWEEN = ["inter 4 bits", "inter top 5%", "inter momentum", "inter rank 2", "in
 INSIDE = ["inter 4 bits, intra 8 bits", "inter 4 bits, intra top 25%", "inter rank 2, intra 8 bits"]
 
 
-def carried(team: Team, primitive: str, tensors: Sequence[Tensor], others: Sequence[int]) -> WireBytes:
+def carried(team: Team, primitive: str, tensors: Sequence[Tensor], roots: Sequence[int]) -> WireBytes:
     """Return what one collective makes this rank send; the last tensor is what it reads."""
     price: Callable[..., WireBytes] = getattr(team.wire, primitive)
-    return price(tensors[-1].numel() * tensors[-1].element_size(), *others)
+    return price(tensors[-1].numel() * tensors[-1].element_size(), *roots)
 
 
 @contextmanager
@@ -40,8 +40,9 @@ def counting() -> Iterator[list[WireBytes]]:
 
             def spy(team: Team, *arguments: Any, _what: str = primitive, _do: Any = original, **named: Any) -> None:
                 tensors = [each for each in arguments if isinstance(each, Tensor)]
-                others = [each for each in arguments if not isinstance(each, Tensor)]
-                sent.append(carried(team, _what, tensors, [*others, *named.values()]))
+                roots = [each for each in arguments if not isinstance(each, Tensor)]
+                roots += [value for name, value in named.items() if name in ("src", "dst")]
+                sent.append(carried(team, _what, tensors, roots))
                 _do(team, *arguments, **named)
 
             stack.enter_context(patch.object(Team, primitive, spy))
