@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from math import ceil
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
 
 from commopt import Cast, Communicator, Compressed, Flat, Hierarchical, Layout, PowerSGD, Quantize
 from commopt.aggregate import Aggregator
 from commopt.aggregate.calls import Call, Step, Work, call
-from commopt.cost.formulas import PRIMITIVES
 from commopt.errors import ConfigurationError
 from commopt.groups import Team, TeamShape, WireBytes
 from tests.catalogue import LAYOUTS, aggregators
+from tests.overheard import overheard
 from tests.ranks import run
 
 NUMEL = 3 * 2**14
@@ -221,26 +218,6 @@ CHUNKED = [Hierarchical(inter, form="reduce_scatter", chunks=3) for inter in (Fl
 CHUNKED += [Hierarchical(form="leader", chunks=2), Hierarchical(intra=Compressed(Cast()), chunks=2)]
 
 
-@contextmanager
-def overheard() -> Iterator[list[Call]]:
-    """Collect every collective of this process, as a Call."""
-    made: list[Call] = []
-    with ExitStack() as stack:
-        for primitive in PRIMITIVES:
-            original = getattr(Team, primitive)
-
-            def spy(team: Team, *arguments: Any, _what: str = primitive, _do: Any = original, **named: Any) -> None:
-                tensors = [each for each in arguments if isinstance(each, Tensor)]
-                roots = [each for each in arguments if not isinstance(each, Tensor)]
-                roots += [value for name, value in named.items() if name in ("src", "dst")]
-                nbytes = tensors[-1].numel() * tensors[-1].element_size()
-                made.extend(call(team, _what, nbytes, *roots))
-                _do(team, *arguments, **named)
-
-            stack.enter_context(patch.object(Team, primitive, spy))
-        yield made
-
-
 def compare(rank: int, world_size: int) -> list[str]:
     communicator = Communicator()
     team = communicator._membership.team
@@ -251,7 +228,12 @@ def compare(rank: int, world_size: int) -> list[str]:
         except ConfigurationError:
             continue
         for numel in (NUMEL, 1001):
-            with patch.object(Communicator, "_compare"), overheard() as made:
+            made: list[Call] = []
+
+            def listen(team: Team, primitive: str, nbytes: int, roots: list[int], into: list[Call] = made) -> None:
+                into.extend(call(team, primitive, nbytes, *roots))
+
+            with patch.object(Communicator, "_compare"), overheard(listen):
                 communicator.all_reduce(torch.ones(numel), aggregator=aggregator)
             steps = aggregator.calls(Layout.anonymous(numel), torch.float32, team)
             for level in ("world", "intra", "inter"):  # chunks may be on two of them at once

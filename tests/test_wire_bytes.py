@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any
-from unittest.mock import patch
+from contextlib import contextmanager
 
 import pytest
 import torch
-from torch import Tensor
 
 from commopt import WireBytes
 from commopt.groups import Team
 from tests.catalogue import LAYOUTS
 from tests.feedback_training import STRATEGIES, Training
+from tests.overheard import overheard
 from tests.ranks import run
 
 SETTLED = 4  # steps: then buckets change no more, and no residual moves to another rank
@@ -24,28 +22,16 @@ BETWEEN = ["inter 4 bits", "inter top 5%", "inter momentum", "inter rank 2", "in
 INSIDE = ["inter 4 bits, intra 8 bits", "inter 4 bits, intra top 25%", "inter rank 2, intra 8 bits"]
 
 
-def carried(team: Team, primitive: str, tensors: Sequence[Tensor], roots: Sequence[int]) -> WireBytes:
-    """Return what one collective makes this rank send; the last tensor is what it reads."""
-    price: Callable[..., WireBytes] = getattr(team.wire, primitive)
-    return price(tensors[-1].numel() * tensors[-1].element_size(), *roots)
-
-
 @contextmanager
 def counting() -> Iterator[list[WireBytes]]:
     """Record what every collective of this process sends."""
     sent: list[WireBytes] = []
-    with ExitStack() as stack:
-        for primitive in ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather", "all_to_all"):
-            original = getattr(Team, primitive)
 
-            def spy(team: Team, *arguments: Any, _what: str = primitive, _do: Any = original, **named: Any) -> None:
-                tensors = [each for each in arguments if isinstance(each, Tensor)]
-                roots = [each for each in arguments if not isinstance(each, Tensor)]
-                roots += [value for name, value in named.items() if name in ("src", "dst")]
-                sent.append(carried(team, _what, tensors, roots))
-                _do(team, *arguments, **named)
+    def listen(team: Team, primitive: str, nbytes: int, roots: list[int]) -> None:
+        price: Callable[..., WireBytes] = getattr(team.wire, primitive)
+        sent.append(price(nbytes, *roots))
 
-            stack.enter_context(patch.object(Team, primitive, spy))
+    with overheard(listen):
         yield sent
 
 
