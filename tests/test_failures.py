@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import commopt
 from commopt import Account, Aggregator, Communicator, Flat, Hierarchical, Layout
 from commopt.aggregate.calls import Step
+from commopt.lanes import failure
 from tests.ranks import run
 
 WITHIN_S = 5.0
@@ -157,6 +159,28 @@ def fail_in_flight(rank: int, world_size: int, folder: str) -> Seen:
 
 def test_operations_in_flight(tmp_path: Path) -> None:
     assert_all_know(run(fail_in_flight, 3, str(tmp_path), fresh=True), 1)
+
+
+def submit_while_the_lane_fails(rank: int, world_size: int, folder: str) -> Seen:
+    comm, failing = Communicator(), Failing(1)
+    comm.all_reduce(torch.ones(10), aggregator=failing)
+    close_at_once, closed = failure._close, threading.Event()
+
+    def close(*arguments: Any) -> None:
+        close_at_once(*arguments)
+        closed.set()
+        time.sleep(0.5)  # the groups are gone, and what went wrong is not yet known to this rank's lane
+
+    failure._close = close
+    Failing.armed = True
+    broken = comm.all_reduce(torch.ones(10), aggregator=failing, async_op=True)
+    assert closed.wait(WITHIN_S)
+    assert not broken.is_completed()
+    return watch(lambda: comm.all_reduce(torch.ones(10), aggregator=failing), folder, rank, world_size)
+
+
+def test_whoever_submits_while_the_lane_fails_hears_why(tmp_path: Path) -> None:
+    assert_all_know(run(submit_while_the_lane_fails, 3, str(tmp_path), fresh=True), 1)
 
 
 def fail_in_backward(rank: int, world_size: int, folder: str, aggregator: Aggregator) -> Seen:

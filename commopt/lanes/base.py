@@ -37,6 +37,7 @@ class Lane(ABC):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._error: LaneError | None = None
+        self._verdict = threading.RLock()  # held from a failure until `_error` says what it was
         self._own = threading.local()  # `busy`: whether this thread is at work for the lane
         self._second: Second | None = None
 
@@ -72,9 +73,11 @@ class Lane(ABC):
         return self._second
 
     def require_healthy(self) -> None:
-        """Raise the error that poisoned the lane, if any."""
-        if self._error is not None:
-            raise LaneError(*self._error.args)  # anew: a traceback would keep the frames of every caller alive
+        """Raise the error that poisoned the lane, if any; wait for it while the lane is finding out."""
+        with self._verdict:
+            error = self._error
+        if error is not None:
+            raise LaneError(*error.args)  # anew: a traceback would keep the frames of every caller alive
 
     def _require_usable(self, operation: Operation) -> None:
         if getattr(self._own, "busy", False):
@@ -82,8 +85,10 @@ class Lane(ABC):
                 f"{operation} was called inside lane work, by an aggregator or by a callback of a pending future, and "
                 f"would wait for its own end; call it after the outer operation's wait()"
             )
+        alive = operation.membership.alive  # asked first: a lane that fails closes all groups before it knows why
         self.require_healthy()
-        operation.membership.require_alive()
+        if not alive:
+            operation.membership.require_alive()
         operation.membership.submitted[operation.device_type] += 1
 
     def _run(self, operation: Operation, work: Work, result: Tensor) -> LaneError | None:
@@ -104,12 +109,17 @@ class Lane(ABC):
         except BaseException as error:
             if self._second is not None:
                 self._second.stop()
-            try:
-                self._error = fail(operation, error)
-            except Exception as trouble:  # poisoned all the same
-                self._error = LaneError(f"{operation} failed: {error}; reporting it failed too: {trouble}")
+            with self._verdict:
+                self._error = _reported(operation, error)
             if isinstance(error, KeyboardInterrupt):
                 raise
         finally:
             _here.lane = None
         return self._error
+
+
+def _reported(operation: Operation, error: BaseException) -> LaneError:
+    try:
+        return fail(operation, error)
+    except Exception as trouble:  # poisoned all the same
+        return LaneError(f"{operation} failed: {error}; reporting it failed too: {trouble}")
