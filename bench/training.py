@@ -12,17 +12,13 @@ between nodes are unknown and reported as null; there COMMOPT_RANKS_PER_NODE say
 # No `from __future__ import annotations`: DDP compares a hook's annotations with the types themselves.
 
 import argparse
-import os
-import platform
-import shlex
 import sys
 import time
 from collections.abc import Callable
-from datetime import datetime, timezone
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +27,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 import commopt
 from bench import report
 from bench.cluster import Traffic, link_rate, traffic
+from bench.environment import command_of, machine
 from bench.images import ImageTraining
 from bench.report import Environment, Look, Outcome
 from examples.train_gpt import (
@@ -179,35 +176,20 @@ def _mib(nbytes: float | None) -> float | None:
     return None if nbytes is None else nbytes / 2**20
 
 
-def machine() -> dict[str, Any]:
-    """Return when and with what numbers are made, as records of an environment have it."""
-    return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "cpu_count": os.cpu_count() or 0,
-    }
-
-
 def describe(
     options: argparse.Namespace, cluster: Cluster, training: Training | ImageTraining, compute_ms: float
 ) -> Environment:
     """Say where and how the numbers are made; `training` is any of those compared."""
-    device, rate = training.device, link_rate()
+    device = training.device
     ranks_per_node = [len(node) for node in cluster.nodes]
-    command = ["python", "-m", "bench.training", *sys.argv[1:]]
-    if rate:
-        counts = ",".join(map(str, ranks_per_node))
-        shape = ["--nodes", str(len(cluster.nodes)), "--ranks-per-node", counts, "--rate", rate]
-        command = ["python", "-m", "bench.cluster", *shape, *command[1:]]
     return Environment(
         **machine(),
-        command=shlex.join(command),
+        command=command_of("bench.training", ranks_per_node),
         device=torch.cuda.get_device_name() if device.type == "cuda" else device.type,
         backend=dist.get_backend(),
         nodes=len(cluster.nodes),
         ranks_per_node=ranks_per_node,
-        emulated_rate=rate,
+        emulated_rate=link_rate(),
         parameters=sum(parameter.numel() for parameter in training.ddp.parameters()),
         seconds=options.seconds,
         seed=options.seed,

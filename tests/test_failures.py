@@ -171,12 +171,13 @@ def submit_while_the_lane_fails(rank: int, world_size: int, folder: str) -> Seen
         closed.set()
         time.sleep(0.5)  # the groups are gone, and what went wrong is not yet known to this rank's lane
 
-    failure._close = close
     Failing.armed = True
-    broken = comm.all_reduce(torch.ones(10), aggregator=failing, async_op=True)
-    assert closed.wait(WITHIN_S)
-    assert not broken.is_completed()
-    return watch(lambda: comm.all_reduce(torch.ones(10), aggregator=failing), folder, rank, world_size)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(failure, "_close", close)
+        broken = comm.all_reduce(torch.ones(10), aggregator=failing, async_op=True)
+        assert closed.wait(WITHIN_S)
+        assert not broken.is_completed()
+        return watch(lambda: comm.all_reduce(torch.ones(10), aggregator=failing), folder, rank, world_size)
 
 
 def test_whoever_submits_while_the_lane_fails_hears_why(tmp_path: Path) -> None:

@@ -11,9 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import shlex
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,9 +19,8 @@ import torch.distributed as dist
 
 from bench.bucketing.contest import DEFAULT, NOTHING, Contender, Standing, names
 from bench.bucketing.models import SUBJECTS
-from bench.cluster import link_rate
+from bench.environment import run_of
 from bench.table import print_rows
-from bench.training import machine
 from examples.train_gpt import progress_bar, start_process_group
 
 
@@ -67,24 +63,13 @@ def main() -> None:
             contender.draw(options.plot)
     standings = [contender.standing() for contender in contenders]
     if dist.get_rank() == 0:
-        record = {"model": options.model, "batch": batch, **environment(), **verdict(standings)}
+        record = {"model": options.model, "batch": batch, **run_of("bench.bucketing"), **verdict(standings)}
         record["standings"] = [asdict(standing) for standing in standings]
         if options.json:
             with options.json.open("a") as file:
                 file.write(json.dumps(record) + "\n")
         show_table(record, standings)
     dist.destroy_process_group()
-
-
-def environment() -> dict[str, Any]:
-    """Return where and how the numbers are made."""
-    rate, ranks = link_rate(), os.environ.get("LOCAL_WORLD_SIZE", "1")
-    command = ["python", "-m", "bench.bucketing", *sys.argv[1:]]
-    if rate:
-        nodes = str(dist.get_world_size() // int(ranks))
-        shape = ["--nodes", nodes, "--ranks-per-node", ranks, "--rate", rate]
-        command = ["python", "-m", "bench.cluster", *shape, *command[1:]]
-    return {**machine(), "command": shlex.join(command), "world_size": dist.get_world_size(), "emulated_rate": rate}
 
 
 def verdict(standings: list[Standing]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from bench.cluster import Cluster
 from bench.convergence import plan, report, tables
 from bench.convergence.options import parse_options
 from bench.demo import local_ranks
-from bench.training import machine
+from bench.environment import machine
 
 _UNUSABLE = 2
 _LINK_SECONDS = 6.0

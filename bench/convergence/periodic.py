@@ -23,7 +23,8 @@ import commopt
 from bench.convergence import plan, report, tables
 from bench.convergence.ranks import describe, look
 from bench.convergence.report import Environment, Run
-from bench.training import gather, machine, slowest_rank_ms
+from bench.environment import machine
+from bench.training import gather, slowest_rank_ms
 from commopt import Hierarchical, PeriodicAverage
 from examples.train_gpt import progress_bar, start_process_group
 

@@ -1,0 +1,49 @@
+"""Where, when and by which command numbers are made: the header of every result."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bench.cluster import link_rate
+
+
+def machine() -> dict[str, Any]:
+    """Return when and with what numbers are made, as records of an environment have it."""
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cpu_count": os.cpu_count() or 0,
+    }
+
+
+def command_of(module: str, ranks_per_node: Sequence[int]) -> str:
+    """Return the command that runs `module` as this process does, on emulated nodes if that is where it runs."""
+    command = ["-m", module, *sys.argv[1:]]
+    rate = link_rate()
+    if rate:
+        counts = ",".join(map(str, ranks_per_node))
+        shape = ["--nodes", str(len(ranks_per_node)), "--ranks-per-node", counts, "--rate", rate]
+        command = ["-m", "bench.cluster", *shape, *command]
+    return shlex.join(["python", *command])
+
+
+def run_of(module: str) -> dict[str, Any]:
+    """Return `machine()`, the command that runs `module` as this process does, and the world it runs in."""
+    world_size = dist.get_world_size()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return {
+        **machine(),
+        "command": command_of(module, [local] * (world_size // local)),
+        "world_size": world_size,
+        "emulated_rate": link_rate(),
+    }
