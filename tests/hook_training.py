@@ -168,6 +168,11 @@ def digest_of(module: nn.Module) -> str:
     return digest.hexdigest()
 
 
+def ddp_buckets(state: commopt.HookState) -> list[int]:
+    """Return the bytes of DDP's own buckets in the last step; collective, with record=True."""
+    return [bucket.nbytes for bucket in state.timeline().steps[-1][0].buckets]
+
+
 def assert_identical(digests: list[str]) -> None:
     assert len(set(digests)) == 1, "replicas differ"
 

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
 from commopt.plan import (
-    DDP_FIRST_CAP_BYTES,
     Adaptation,
     Bucket,
     Calendar,
@@ -18,7 +19,6 @@ from commopt.plan import (
     PriceTable,
     Unit,
     Window,
-    ddp_buckets,
 )
 
 LARGEST_BYTES = 10**9
@@ -80,7 +80,7 @@ class Machine:
     max_bytes: int | None = None
     needed_first: bool = False
     found_cap_bytes: int = 8_000_000
-    found_first_cap_bytes: int = DDP_FIRST_CAP_BYTES
+    found_first_cap_bytes: int = 2**20
     steps_lost: int = 0  # of each window
 
     def __post_init__(self) -> None:
@@ -92,7 +92,13 @@ class Machine:
         self.log: list[tuple[int, Decision]] = []
 
     def ddp_buckets(self) -> tuple[Bucket, ...]:
-        return ddp_buckets(self.units, "flat", self.found_cap_bytes, self.found_first_cap_bytes)
+        """The buckets that DDP makes of gradients that come in this order."""
+        tensors = [torch.empty(unit.nbytes, dtype=torch.uint8, device="meta") for unit in self.units]
+        caps = [self.found_first_cap_bytes, self.found_cap_bytes]
+        places, _ = dist._compute_bucket_assignment_by_size(
+            tensors, caps, [False] * len(tensors), list(range(len(tensors)))
+        )
+        return tuple(Bucket.of([self.units[place] for place in bucket], "flat") for bucket in places)
 
     def run(self, steps: int) -> Machine:
         """Meet until `steps` steps are done."""

@@ -177,6 +177,13 @@ def forget_a_later_scaler(rank: int) -> None:
     scale(ddp, torch.amp.GradScaler("cpu", init_scale=8.0), rank)
 
 
+def forget_the_scaler_after_resuming(rank: int) -> None:
+    ddp = TorchDDP(Controlled(), **SMALL_BUCKETS)
+    state = commopt.attach(ddp, STRATEGIES["8 bits"])
+    state.load_state_dict({**state.state_dict(), "steps": 1000})
+    scale(ddp, torch.amp.GradScaler("cpu", init_scale=8.0), rank)
+
+
 def pass_the_scaler(rank: int) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     scale(attached(STRATEGIES["8 bits"], scaler), scaler, rank)
@@ -199,7 +206,12 @@ def messages_of(rank: int, world_size: int, training: Callable[[int], None]) -> 
 
 @pytest.mark.parametrize(
     ("training", "fix"),
-    [(accumulate_wrongly, "no_sync"), (forget_the_scaler, "scaler="), (forget_a_later_scaler, "scaler=")],
+    [
+        (accumulate_wrongly, "no_sync"),
+        (forget_the_scaler, "scaler="),
+        (forget_a_later_scaler, "scaler="),
+        (forget_the_scaler_after_resuming, "scaler="),
+    ],
 )
 def test_misuse_is_logged_with_the_fix(training: Callable[[int], None], fix: str) -> None:
     # New processes: a warning comes once per process, and a GradScaler of an earlier job may still exist.

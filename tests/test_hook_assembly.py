@@ -7,7 +7,7 @@ import torch
 
 from commopt.bucketing.assembly import Assembly
 from commopt.bucketing.grouping import Grouping
-from commopt.bucketing.messages import Held, Message
+from commopt.bucketing.messages import Held, Message, packed
 from commopt.feedback import Layout
 from commopt.feedback.scratch import Scratch
 from commopt.plan import Bucket, Plan
@@ -116,14 +116,17 @@ def test_what_is_packed_comes_back(dtypes: tuple[torch.dtype, ...]) -> None:
     message = Message.joined(held)
     assert message.dtypes() == list(dict.fromkeys(dtypes))
     before = [each.bucket.clone() for each in held]
-    buffers = message.pack(Scratch())
-    assert torch.cat([buffer.float() for buffer in buffers]).tolist() == torch.cat([b.float() for b in before]).tolist()
-    for buffer in buffers:
-        buffer.mul_(2)
-    message.unpack(buffers)
+    scratch, sent = Scratch(), []
+    for parts in message.parts():
+        with packed(parts, scratch) as buffer:
+            sent += buffer.tolist()
+            buffer.mul_(2)
+    assert sent == torch.cat([each.float() for each in before]).tolist()
     assert all(torch.equal(each.bucket, 2 * old) for each, old in zip(held, before, strict=True))
 
 
 def test_one_bucket_is_not_copied() -> None:
     held = Held(0, BUCKETS[0], torch.zeros(6))
-    assert Message.joined([held]).pack(Scratch())[0].data_ptr() == held.bucket.data_ptr()
+    ((part,),) = Message.joined([held]).parts()
+    with packed([part], Scratch()) as buffer:
+        assert buffer.data_ptr() == held.bucket.data_ptr()

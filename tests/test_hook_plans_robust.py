@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib import import_module
 from typing import Any
 from weakref import ref
 
@@ -16,49 +13,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
-from commopt.bucketing import messages
 from commopt.bucketing.assembly import Assembly
 from commopt.bucketing.messages import Held, Message
 from commopt.bucketing.readiness import Readiness
 from commopt.feedback import Layout
-from commopt.feedback.scratch import Scratch
-from commopt.plan import Bucket, Calendar, Decision, Plan, Window
-from tests.hook_training import SMALL_BUCKET, Tower, assert_identical, batch_of, loss_of, seeded, train
+from commopt.plan import Bucket, Plan
+from tests.hook_training import SMALL_BUCKET, Tower, assert_identical, batch_of, ddp_buckets, loss_of, seeded, train
+from tests.plan_changes import Changing, changing, needs_caps, plan_of
 from tests.ranks import run
-
-needs_caps = pytest.mark.skipif(
-    not hasattr(TorchDDP, "_ddp_init_helper"), reason="this torch makes buckets in another way"
-)
-
-
-class Changing:
-    """Another plan at every meeting, three steps apart; `shown` are the units of the last one."""
-
-    first = Calendar(2, 3)
-    shown: tuple[tuple[str, ...], ...] = ()
-
-    def __init__(self, costs: object, needed_first: bool) -> None:
-        pass
-
-    def decide(self, window: Window, step: int) -> Decision:
-        Changing.shown = tuple(unit.names for unit in window.units)
-        names = [name for unit in window.units for name in unit.names]
-        cut = 1 + step % (len(names) - 1)
-        plan = plan_of(names[:cut], names[cut:])
-        return Decision(plan, Calendar(step + 2, step + 3), f"cut at {cut}")
-
-
-def plan_of(*parts: list[str], strategy: str = repr(commopt.Flat())) -> Plan:
-    sizes = {name: parameter.nbytes for name, parameter in Tower().named_parameters()}
-    return Plan(tuple(Bucket(tuple(part), sum(map(sizes.__getitem__, part)), strategy) for part in parts))
-
-
-@contextmanager
-def changing() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("meeting", "planning"):
-            patch.setattr(import_module(f"commopt.bucketing.{name}"), "Adaptation", Changing)
-        yield
 
 
 def steps(ddp: nn.Module, rank: int, count: int) -> None:
@@ -99,11 +61,11 @@ def discriminate(rank: int, world_size: int) -> tuple[str, list[int], list[int]]
         ddp.requires_grad_(True)
 
     with changing():
-        state = commopt.attach(ddp, commopt.Flat(), plan="adaptive")
+        state = commopt.attach(ddp, commopt.Flat(), plan="adaptive", record=True)
         digest = train(ddp, rank, world_size, commopt.Flat(), steps=7, before=before)
     assert state.plan is not None
     planned = [bucket.nbytes for bucket in state.plan.buckets]
-    return digest, [4 * layout.numel for layout in state._assembly.buckets], planned
+    return digest, ddp_buckets(state), planned
 
 
 @needs_caps
@@ -169,7 +131,7 @@ def meet_and(rank: int, world_size: int, do: str) -> tuple[Plan | None, int]:
         else:
             state.load_state_dict(saved)
         steps(ddp, rank, 3)
-        return state.plan, state._planning._calendar.meet_at
+        return state.plan, state._planning._measuring.calendar.meet_at
 
 
 def test_after_freeze_nothing_changes_any_more() -> None:
@@ -180,9 +142,9 @@ def test_what_was_decided_before_a_checkpoint_was_loaded_is_forgotten() -> None:
     assert run(meet_and, 2, "load") == [(None, 1003), (None, 1003)]
 
 
-def save_or_load(rank: int, world_size: int, saved: Any, given: Plan | None) -> Any:
+def save_or_load(rank: int, world_size: int, saved: Any, asked_for: Plan | str) -> Any:
     ddp = TorchDDP(seeded(Tower), **SMALL_BUCKET)
-    state = commopt.attach(ddp, commopt.Hierarchical(), plan=given or "ddp")
+    state = commopt.attach(ddp, commopt.Hierarchical(), plan=asked_for)
     if saved is None:
         steps(ddp, rank, 2)
         return state.gathered_state_dict()
@@ -196,18 +158,19 @@ def test_the_plan_of_a_checkpoint_is_for_one_world_and_gives_way_to_what_was_ask
     plan = plan_of(names[:6], names[6:])  # by Flat(), which is a choice of Hierarchical() only where there are nodes
     other = plan_of(names, strategy=repr(commopt.Hierarchical()))
     saved = run(save_or_load, 4, None, plan, nodes=(2, 2))[0]
-    assert run(save_or_load, 4, saved, None, nodes=(2, 2)) == [plan] * 4
-    assert run(save_or_load, 4, saved, None) == [None] * 4
+    assert run(save_or_load, 4, saved, "adaptive", nodes=(2, 2)) == [plan] * 4
+    assert run(save_or_load, 4, saved, "adaptive") == [None] * 4
+    assert run(save_or_load, 4, saved, "ddp", nodes=(2, 2)) == [None] * 4
     assert run(save_or_load, 4, saved, other, nodes=(2, 2)) == [other] * 4
 
 
 def register_again(rank: int, world_size: int) -> tuple[int, int]:
     ddp = TorchDDP(seeded(Tower))
     names = [name for name, _ in reversed(list(ddp.module.named_parameters()))]
-    state = commopt.attach(ddp, commopt.Flat(), plan=plan_of(names[:2], names[2:]))
+    state = commopt.attach(ddp, commopt.Flat(), plan=plan_of(names[:2], names[2:]), record=True)
     cap = ddp.bucket_bytes_cap
     steps(ddp, rank, 3)
-    assert len(state._assembly.buckets) == 2
+    assert len(ddp_buckets(state)) == 2
     with pytest.raises(commopt.ConfigurationError, match="already has the communication hook"):
         commopt.attach(ddp, commopt.Flat())
     return cap, ddp.bucket_bytes_cap
@@ -219,18 +182,19 @@ def test_new_buckets_leave_the_rest_of_ddp_as_it_was() -> None:
     assert before == after, "torch.compile refuses caps below 1 MiB"
 
 
-def compile_it(rank: int, world_size: int) -> tuple[tuple[tuple[str, ...], ...], int]:
+def compile_it(rank: int, world_size: int) -> tuple[tuple[tuple[str, ...], ...], int, float]:
     ddp = TorchDDP(seeded(Tower))
     with changing():
         state = commopt.attach(ddp, commopt.Flat(), plan="adaptive")
         compiled: Any = torch.compile(ddp, backend="eager")
         steps(compiled, rank, 6)
-    return Changing.shown, len(state.decisions)
+    return Changing.shown, len(state.decisions), Changing.costs.pack_us_per_byte if rank == 0 else 0.0
 
 
 def test_what_is_compiled_shows_no_forwards_and_keeps_its_buckets() -> None:
-    (units, decisions), _ = run(compile_it, 2)
+    (units, decisions, packing_us_per_byte), _ = run(compile_it, 2)
     assert decisions == 1
+    assert packing_us_per_byte > 0.0, "merged buckets are packed"
     assert [len(names) for names in units] == [12]
 
 
@@ -270,13 +234,12 @@ def test_the_buffers_of_a_checkpoint_are_averaged_as_the_plan_says() -> None:
     assert message.shares == (0, 1)
 
 
-def test_neighbours_are_packed_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neighbours_are_packed_in_one_piece() -> None:
     layouts = [Layout.of_parameters([(f"{letter}{number}", (2,)) for number in range(50)]) for letter in "ab"]
     held = [Held(number, layout, torch.ones(100)) for number, layout in enumerate(layouts)]
-    moved: list[int] = []
-    monkeypatch.setattr(messages, "pack", lambda parts, flat: moved.append(len(parts)))
-    Message.joined(held).pack(Scratch())
-    assert moved == [2]
+    ((first, second),) = Message.joined(held).parts()
+    assert first.data_ptr() == held[0].bucket.data_ptr()
+    assert second.data_ptr() == held[1].bucket.data_ptr()
     assert Message.joined(held).layouts[0] is Message.joined(held).layouts[0], "worked out in every step"
 
 
@@ -291,7 +254,7 @@ def late(rank: int, world_size: int) -> bool:
             def interrupted(plan: Plan) -> None:
                 raise KeyboardInterrupt
 
-            patch.setattr(state._planning, "follow", interrupted)
+            patch.setattr(state._planning._following, "follow", interrupted)
             if rank == 1:
                 with pytest.raises(KeyboardInterrupt):
                     ddp(*batch_of(rank, 0))

@@ -1,12 +1,10 @@
-"""Simulated lanes, DDP's buckets as torch makes them, and the order in which buckets are launched."""
+"""Simulated lanes, and the order in which buckets are launched."""
 
 from __future__ import annotations
 
 from itertools import permutations
 
 import pytest
-import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +15,6 @@ from commopt.plan import (
     PriceTable,
     Unit,
     best_plan,
-    ddp_buckets,
     first_needed_first,
     prioritized,
     simulate,
@@ -46,35 +43,6 @@ def test_buckets_may_cut_units_and_must_be_of_known_parameters() -> None:
     assert simulate([unit], [Bucket(("a",), 40, "flat")], COSTS).finish_us == 70.0 + 5 + 10 + 40
     with pytest.raises(ConfigurationError, match="'c' is in a bucket but in no unit"):
         simulate([unit], [Bucket(("c",), 40, "flat")], COSTS)
-
-
-@settings(deadline=None, max_examples=100)
-@given(
-    rows=st.lists(st.tuples(st.integers(0, 300), st.sampled_from(["float32", "float16"])), min_size=1, max_size=30),
-    caps=st.tuples(st.integers(1, 1000), st.integers(1, 1000)),
-)
-def test_ddp_buckets_are_those_that_torch_makes(rows: list[tuple[int, str]], caps: tuple[int, int]) -> None:
-    tensors = [torch.empty(numel, dtype=getattr(torch, dtype)) for numel, dtype in rows]
-    units = [Unit((str(place),), tensor.nbytes, 0.0, rows[place][1]) for place, tensor in enumerate(tensors)]
-    ours = [[int(name) for name in bucket.names] for bucket in ddp_buckets(units, "flat", caps[1], caps[0])]
-    # Given the order in which gradients were ready torch leaves the buckets in the order in which they close, ..
-    theirs, _ = dist._compute_bucket_assignment_by_size(
-        tensors, list(caps), [False] * len(rows), list(range(len(rows)))
-    )
-    # .. and those that are still open at the end in no order in particular.
-    assert sorted(ours) == sorted(theirs)
-    closed = [bucket for bucket in theirs if sum(tensors[place].nbytes for place in bucket) >= max(caps)]
-    assert [bucket for bucket in ours if bucket in closed] == closed
-
-
-def test_a_bucket_is_closed_when_it_reaches_the_cap() -> None:
-    units = units_of((100, 0.0), (100, 0.0), (100, 0.0), (100, 0.0), (1, 0.0))
-    assert [len(bucket.names) for bucket in ddp_buckets(units, "flat", cap_bytes=200, first_cap_bytes=100)] == [1, 2, 2]
-
-
-def test_caps_are_checked() -> None:
-    with pytest.raises(ConfigurationError, match="cap_bytes is 0"):
-        ddp_buckets(units_of((1, 0.0)), "flat", cap_bytes=0)
 
 
 def finishes(ready: list[float], lane: list[float], order: tuple[int, ...]) -> list[float]:

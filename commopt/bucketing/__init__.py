@@ -2,7 +2,7 @@
 
 from commopt.bucketing.assembly import Assembly
 from commopt.bucketing.layouts import Layouts, require_same_parameters
-from commopt.bucketing.messages import Held, Message
+from commopt.bucketing.messages import Held, Message, packed
 from commopt.bucketing.planning import Planning
 from commopt.bucketing.wish import Wish
 
@@ -13,5 +13,6 @@ __all__ = [
     "Message",
     "Planning",
     "Wish",
+    "packed",
     "require_same_parameters",
 ]

@@ -14,6 +14,7 @@ from commopt.aggregate import Aggregator
 from commopt.cost.formulas import StageTimes
 from commopt.feedback import Account, Layout, Ledger
 from commopt.groups import Team
+from commopt.kernels.pack import pack, unpack
 from commopt.recording import Message as Recorded
 from commopt.recording import clock_for, running
 
@@ -21,6 +22,8 @@ Name = TypeVar("Name")
 
 _FIRST_NBYTES = 4 * 1024
 _GROWTH = 4
+LARGEST_NBYTES = 128 * 1024**2  # bandwidth is reached, and a few buffers of it fit beside any training
+_PACKED_NBYTES = 16 * 1024**2  # more than fits in a cache
 _FEWEST_CALLS, _MOST_CALLS = 3, 100
 _LONG_ENOUGH_US = 30_000.0  # buffers on the way swallow short messages; a lane that is behind sees what is behind them
 _LEAST_LAYOUTS = 3  # two points make a line, and a third says whether it is one
@@ -29,11 +32,12 @@ Points = list[tuple[int, float]]  # bytes, microseconds
 
 
 def samples_of(layout: Layout, itemsize: int) -> list[Layout]:
-    """Return beginnings of `layout` of 4 KiB, 16 KiB, ... and all of it: real shapes, whatever the length."""
+    """Return beginnings of `layout` of 4 KiB, 16 KiB, ... and all of it, up to 128 MiB: real shapes, of any length."""
+    layout = layout.cut(0, min(layout.numel, LARGEST_NBYTES // itemsize))
     ends = list(accumulate(piece.numel for piece in layout.pieces))
     samples: list[Layout] = []
     nbytes = _FIRST_NBYTES
-    while nbytes < layout.numel * itemsize:
+    while 2 * nbytes <= layout.numel * itemsize:
         whole = next(number for number, end in enumerate(ends) if end * itemsize >= nbytes)
         # A large first parameter is cut, or there would be no small sample.
         end = ends[whole] if ends[whole] * itemsize < 2 * nbytes else nbytes // itemsize
@@ -88,6 +92,21 @@ def stages(aggregator: Aggregator, layout: Layout, dtype: torch.dtype, team: Tea
     else:
         own = [0.0, 0.0, 0.0]  # this rank only waits for its leader
     return StageTimes(*_slowest(own, team))
+
+
+def packing_us_per_byte(dtype: torch.dtype, team: Team) -> float:
+    """Return what it takes the slowest rank to copy a byte into a message and back; collective, on a lane."""
+    message = torch.zeros(_PACKED_NBYTES // dtype.itemsize, dtype=dtype, device=team.default_device)
+    parts = list(message.clone().tensor_split(2))
+    pack(parts, message)
+    _finish(message.device)
+    begun_ns = perf_counter_ns()
+    for _ in range(_FEWEST_CALLS):
+        pack(parts, message)
+        unpack(message, parts)
+    _finish(message.device)
+    (mean_us,) = _slowest([(perf_counter_ns() - begun_ns) / 1000 / _FEWEST_CALLS], team)
+    return mean_us / message.nbytes
 
 
 class _Trial:

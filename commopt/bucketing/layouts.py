@@ -28,6 +28,11 @@ class Layouts:
                 if parameter.requires_grad and parameter not in ignored:
                     self._name(parameter, name)
 
+    @property
+    def whole(self) -> Layout:
+        """All parameters known by now, as if they were one bucket."""
+        return Layout.of_parameters([(name, _stored_shape(parameter)) for name, parameter in self.parameters.items()])
+
     def of(self, bucket: dist.GradBucket) -> Layout:
         """Return the layout of `bucket`."""
         parameters = bucket.parameters()

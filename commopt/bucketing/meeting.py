@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from commopt.aggregate import Aggregator
-from commopt.bucketing.calibration import Points
+from commopt.bucketing.calibration import LARGEST_NBYTES, Points, packing_us_per_byte
 from commopt.bucketing.prices import measured_points, prices_from_links, prices_from_points
 from commopt.bucketing.units import Units
 from commopt.bucketing.window import Latest, latest, own_times
@@ -25,7 +25,7 @@ _log = logging.getLogger("commopt")
 class Agenda:
     """What all ranks know alike: the step after which they meet, the steps that were measured, and what these sent.
 
-    settled: whether these all went alike.
+    settled: whether the last of them had the buckets that were expected.
     """
 
     step: int
@@ -55,6 +55,7 @@ class Meetings:
         self._strategies = strategies
         self._wish = wish
         self._points: dict[Key, Points] | None = None
+        self._packing_us_per_byte = 0.0
         self._prices: dict[Key, PriceTable] | None = None
         self._adaptation: Adaptation | None = None
 
@@ -76,6 +77,8 @@ class Meetings:
         if self._points is None:
             by_links = self._wish.links is not None
             self._points = {} if by_links else measured_points(self._strategies, agenda.whole, agenda.units.dtype, team)
+            if not agenda.units.single:
+                self._packing_us_per_byte = packing_us_per_byte(agenda.units.dtype, team)
         answer = b""
         if self.chairs:
             try:
@@ -100,8 +103,9 @@ class Meetings:
         if self._prices is None:
             self._prices = self._price(agenda)
         if self._adaptation is None:
-            costs = Costs(self._prices, agenda.overhead_us)
-            self._adaptation = Adaptation(costs, needed_first=self._wish.needed_first)
+            costs = Costs(self._prices, agenda.overhead_us, self._packing_us_per_byte)
+            # No bucket larger than what was tried: scratch grows with the largest.
+            self._adaptation = Adaptation(costs, LARGEST_NBYTES, self._wish.needed_first)
         return self._adaptation.decide(window, agenda.step)
 
     def _price(self, agenda: Agenda) -> dict[Key, PriceTable]:

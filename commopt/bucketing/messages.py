@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -75,31 +76,31 @@ class Message:
         by_name = {piece.name: each.bucket.dtype for each in self.held for piece in each.layout.pieces}
         return [by_name[layout.pieces[0].name] for layout in self.layouts]
 
-    def pack(self, scratch: Scratch) -> list[Tensor]:
-        """Return the gradients as `layouts` has them, copied unless that is how they are; runs on the lane."""
-        if self._as_they_came():
-            return [each.bucket.view(-1) for each in self.held]
-        buffers = []
-        for number, (layout, parts) in enumerate(zip(self.layouts, self._parts(), strict=True)):
-            dtype, device = parts[0].dtype, parts[0].device
-            buffers.append(scratch.take(f"message {number}", layout.numel, dtype, device))
-            pack(parts, buffers[-1])
-        return buffers
-
-    def unpack(self, buffers: Sequence[Tensor]) -> None:
-        """Copy the gradients back into the buckets they came from."""
-        if not self._as_they_came():
-            for buffer, parts in zip(buffers, self._parts(), strict=True):
-                unpack(buffer, parts)
-
-    def _as_they_came(self) -> bool:
-        return self.layouts == tuple(each.layout for each in self.held)
-
-    def _parts(self) -> Iterator[list[Tensor]]:
-        """Iterate over the pieces of DDP's buckets that make up each buffer, neighbours in one piece."""
+    def parts(self) -> Iterator[list[Tensor]]:
+        """Yield for each buffer the pieces of DDP's buckets that make it up, neighbours in one piece."""
         buckets = [each.bucket.view(-1) for each in self.held]
-        for runs in _runs(tuple(each.layout for each in self.held), self.layouts):
+        came = tuple(each.layout for each in self.held)
+        if self.layouts == came:
+            yield from ([bucket] for bucket in buckets)
+            return
+        for runs in _runs(came, self.layouts):
             yield [buckets[place][begin:end] for place, begin, end in runs]
+
+
+@contextmanager
+def packed(parts: Sequence[Tensor], scratch: Scratch) -> Iterator[Tensor]:
+    """Give 1-D `parts` as one buffer and write its values back afterwards: copies unless there is only one.
+
+    Runs on the lane, one buffer at a time.
+    """
+    if len(parts) == 1:
+        yield parts[0]
+        return
+    numel = sum(part.numel() for part in parts)
+    buffer = scratch.take("message", numel, parts[0].dtype, parts[0].device)
+    pack(parts, buffer)
+    yield buffer
+    unpack(buffer, parts)
 
 
 # The same few in every step, with hundreds of pieces in each: what is known of a layout is worked out once.

@@ -9,19 +9,39 @@ import torch
 
 from commopt.aggregate import Aggregator, Hierarchical
 from commopt.bucketing.calibration import Points, calibrate, samples_of, stages
+from commopt.bucketing.layouts import Layouts
+from commopt.bucketing.units import Units
 from commopt.cost import Curve, Links, best_chunks, cost_us, pipelined_us, price
 from commopt.cost.formulas import StageTimes
+from commopt.errors import ConfigurationError
 from commopt.feedback import Layout
-from commopt.groups import Team
+from commopt.groups import Team, TeamShape
 from commopt.lanes import lanes_here
 from commopt.plan import Key, PriceTable
 
 _BUDGET_S = 2.0
 _MOST_CHUNKS = 16
+_UNKNOWN_NUMEL = 2**22  # stands for a model whose parameters nobody has shown yet
+
+
+def require_prices(strategies: Mapping[str, Aggregator], layouts: Layouts, team: TeamShape, links: Links) -> None:
+    """Raise ConfigurationError, alike on all ranks, unless `links` has figures for all that the strategies send."""
+    whole, dtype = Layout.anonymous(_UNKNOWN_NUMEL), torch.float32
+    if layouts.parameters:
+        whole = layouts.whole
+        dtype = Units.of((whole,), layouts.parameters, single=True).dtype
+    try:
+        prices_from_links(strategies, whole, dtype, team, links)
+    except ConfigurationError as error:
+        nodes = " + ".join(map(str, team.ranks_per_node))
+        raise ConfigurationError(
+            f"links cannot price messages by {' or '.join(strategies)} on nodes with {nodes} ranks: {error}; or leave "
+            f"links out, and messages are tried out instead"
+        ) from None
 
 
 def prices_from_links(
-    strategies: Mapping[str, Aggregator], whole: Layout, dtype: torch.dtype, team: Team, links: Links
+    strategies: Mapping[str, Aggregator], whole: Layout, dtype: torch.dtype, team: TeamShape, links: Links
 ) -> dict[Key, PriceTable]:
     """Return what every strategy costs by a probe's curves, also in chunks; without communication."""
     largest = whole.numel * dtype.itemsize
@@ -64,17 +84,17 @@ def _table(points: Points, largest_nbytes: int) -> PriceTable:
     return PriceTable.of(Curve.fit(points).time_us, largest_nbytes)
 
 
-def _pipelines(aggregator: Aggregator, team: Team) -> bool:
+def _pipelines(aggregator: Aggregator, team: TeamShape) -> bool:
     """Return whether two levels of the network can be busy with different chunks at once, and nobody said otherwise."""
     two_levels = isinstance(aggregator, Hierarchical) and aggregator.chunks == 1 and team.intra is not None
     return two_levels and _lanes(team) == 2
 
 
-def _lanes(team: Team) -> int:
+def _lanes(team: TeamShape) -> int:
     return lanes_here(team.backend(team.default_device))
 
 
-def _best_by_links(aggregator: Aggregator, whole: Layout, dtype: torch.dtype, team: Team, links: Links) -> int:
+def _best_by_links(aggregator: Aggregator, whole: Layout, dtype: torch.dtype, team: TeamShape, links: Links) -> int:
     if not _pipelines(aggregator, team):
         return 1
     return best_chunks(

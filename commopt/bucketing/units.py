@@ -15,24 +15,24 @@ from commopt.plan import Unit
 
 @dataclass(frozen=True)
 class Units:
-    """Parts in the order in which DDP shows them."""
+    """Parts in the order in which DDP shows them; `single`: gradients rather than DDP's buckets."""
 
     names: tuple[tuple[str, ...], ...]
     nbytes: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
+    single: bool
 
     @classmethod
     def of(cls, buckets: Sequence[Layout], parameters: Mapping[str, Tensor], *, single: bool) -> Units:
-        """Return the units of a model whose DDP has `buckets`; `single`: gradients rather than those."""
+        """Return the units of a model whose DDP has `buckets`."""
         groups = [tuple(piece.name for piece in bucket.pieces) for bucket in buckets]
         if single:
             groups = [(name,) for group in groups for name in group]
         return cls(
             tuple(groups),
-            tuple(
-                sum(parameters[name].numel() * parameters[name].element_size() for name in group) for group in groups
-            ),
+            tuple(sum(parameters[name].nbytes for name in group) for group in groups),
             tuple(parameters[group[0]].dtype for group in groups),
+            single,
         )
 
     @property

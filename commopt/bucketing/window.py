@@ -71,7 +71,8 @@ def own_times(
     """Return this rank's own times of `steps`, on its own clock.
 
     records: the recorded steps, and the one before the first. ready_us: by step and parameter. A unit is ready with the
-    last of its parameters. A step that was not recorded, or had another number of messages, is NaN throughout.
+    last of its parameters. messages: in the last step. A step that was not recorded, or went otherwise than the last,
+    is NaN throughout.
     """
     table = Latest(
         np.full(len(steps), np.nan),
@@ -80,9 +81,12 @@ def own_times(
         np.full((len(steps), messages), np.nan),
         np.full((len(steps), len(units)), np.nan),
     )
+    last = records.get(steps[-1])
+    if last is None or len(last.messages) != messages:
+        return table
     for row, step in enumerate(steps):
         record, before = records.get(step), records.get(step - 1)
-        if record is None or before is None or len(record.messages) != messages:
+        if record is None or before is None or record.layout != last.layout:
             continue
         known = ready_us.get(step, {})
         table.begin_us[row] = max(message.finished_us for message in before.messages)

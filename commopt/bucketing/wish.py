@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from commopt.plan import Plan
 
 _log = logging.getLogger("commopt")
 
-KINDS = ("adaptive", "ddp")
+_KINDS = ("adaptive", "ddp")
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,9 @@ class Wish:
     @classmethod
     def read(cls, plan: Any, links: Any, needed_first: bool) -> Wish:
         """Check what a user passed; paths are read. Raises ConfigurationError."""
-        links = links if isinstance(links, Links) or links is None else Links.load(links)
-        return cls(_read_plan(plan), links, needed_first)
+        if not isinstance(needed_first, bool):
+            raise ConfigurationError(f"needed_first is {needed_first!r}; use True or False")
+        return cls(_read_plan(plan), _read_links(links), needed_first)
 
     def settled(self, owner: str, membership: Membership) -> Wish:
         """Return what all ranks follow; collective. Of different plans rank 0's counts; what else differs raises."""
@@ -41,13 +43,14 @@ class Wish:
         membership.agree(
             f"{owner} plan",
             plan="a plan" if given else str(self.plan),
-            links="none" if self.links is None else "given",
+            links="none" if self.links is None else _digest(self.links),
             needed_first=str(self.needed_first),
         )
         if not isinstance(self.plan, Plan):
             return self
         digest = self.plan.digest()
-        plans = membership.exchange(f"{owner} plan itself", digest=digest, plan=self.plan.to_json())
+        text = self.plan.to_json() if membership.team.rank == 0 else ""
+        plans = membership.exchange(f"{owner} plan itself", digest=digest, plan=text)
         if plans[0]["digest"] == digest:
             return self
         _log.warning("this rank was given another plan than rank %d, whose plan all follow", membership.ranks[0])
@@ -55,7 +58,7 @@ class Wish:
 
 
 def _read_plan(plan: Any) -> Plan | str:
-    if isinstance(plan, Plan) or plan in KINDS:
+    if isinstance(plan, Plan) or plan in _KINDS:
         return plan  # type: ignore[no-any-return]  # checked
     if not isinstance(plan, (str, Path)):
         raise ConfigurationError(f"plan is a {type(plan).__name__}; use {_choices()}")
@@ -66,5 +69,26 @@ def _read_plan(plan: Any) -> Plan | str:
     return Plan.from_json(text)
 
 
+def _read_links(links: Any) -> Links | None:
+    if isinstance(links, Links) or links is None:
+        return links
+    if not isinstance(links, (str, Path)):
+        raise ConfigurationError(
+            f"links is a {type(links).__name__}; use commopt.Links, the path of a file that `python -m commopt probe` "
+            f"wrote, or None to try out what messages cost"
+        )
+    return Links.load(links)
+
+
+def _digest(links: Links) -> str:
+    """Return what ranks compare: all that prices depend on, whether measured just now or read from a file."""
+    table = [
+        (key, [(float(s.from_nbytes), float(s.alpha_us), float(s.beta_us_per_byte)) for s in curve.segments])
+        for curves in (links.curves, links.work)
+        for key, curve in sorted(curves.items())
+    ]
+    return sha256(repr(table).encode()).hexdigest()[:16]
+
+
 def _choices() -> str:
-    return f"{', '.join(map(repr, KINDS))}, a commopt.Plan, or the path of one written with to_json()"
+    return f"{', '.join(map(repr, _KINDS))}, a commopt.Plan, or the path of one written with to_json()"

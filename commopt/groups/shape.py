@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -76,17 +77,18 @@ class TeamShape:
         """Number of ranks."""
         return self.wire.size
 
-    @property
+    # Kept: every message asks for these three, and they are as long as the team.
+    @cached_property
     def node_count(self) -> int:
         """Number of different nodes among the ranks."""
         return len(set(self.wire.nodes))
 
-    @property
+    @cached_property
     def ranks_per_node(self) -> tuple[int, ...]:
         """Number of ranks on each node, in node order."""
         return tuple(Counter(self.wire.nodes).values())
 
-    @property
+    @cached_property
     def uniform(self) -> bool:
         """Whether all nodes have equally many of the ranks."""
         return len(set(self.ranks_per_node)) == 1

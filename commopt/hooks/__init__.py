@@ -1,10 +1,15 @@
-"""DDP communication hooks: presets, the state of a registration, and how to attach them."""
+"""DDP communication hooks: presets, the state of a registration, and how to attach them.
+
+A bucket's way: ddp (attach) registers a preset with a state (HookState, what users hold); DDP calls preset, which asks
+registration (what is remembered), which puts messages on the lane through sending. Beside it: saving (checkpoints),
+insight (timeline and report), periodic (averages of parameters), misuse and gradients (what is refused or warned of).
+"""
 
 from commopt.hooks.checkpointed import Checkpointed
 from commopt.hooks.ddp import DistributedDataParallel, attach
+from commopt.hooks.preset import Preset, hook
 from commopt.hooks.presets import (
     PRESETS,
-    Preset,
     build_preset,
     dgc,
     flat,
@@ -14,7 +19,6 @@ from commopt.hooks.presets import (
     hierarchical_onebit,
     hierarchical_powersgd,
     hierarchical_quantized,
-    hook,
     onebit,
     powersgd,
     quantized,

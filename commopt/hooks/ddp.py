@@ -13,7 +13,8 @@ from commopt.aggregate import Aggregator
 from commopt.errors import ConfigurationError
 from commopt.hooks.forward import BeforeForward
 from commopt.hooks.periodic import warn_of_broadcasts
-from commopt.hooks.presets import Preset, build_preset, hook
+from commopt.hooks.preset import Preset, hook
+from commopt.hooks.presets import build_preset
 from commopt.hooks.state import HookState
 
 Choice = Aggregator | Preset | str
@@ -27,10 +28,10 @@ def attach(ddp: TorchDDP, choice: Choice, **options: Any) -> HookState:
     """Average the gradients of `ddp` with an aggregator, a preset or a preset's name; return the hook's state.
 
     A name may carry options of its own: "hierarchical_quantized:bits=4". Other options are HookState's (process_group,
-    ranks_per_node, scaler, timeout, plan, links, record) and those of the preset. `plan` is "adaptive" here unless
-    COMMOPT_PLAN says otherwise: after ten measured steps gradients travel in the buckets that finish first. Collective
-    over DDP's process group. Raises ConfigurationError when `ddp` is no DDP model, has a hook already, or an option or
-    a name is unknown, UnsupportedTensorError when a parameter's gradient could not be averaged.
+    ranks_per_node, scaler, timeout, plan, links, needed_first, record) and those of the preset. `plan` is "adaptive"
+    here unless COMMOPT_PLAN says otherwise: after ten measured steps gradients travel in the buckets that finish first.
+    Collective over DDP's process group. Raises ConfigurationError when `ddp` is no DDP model, has a hook already, or an
+    option or a name is unknown, UnsupportedTensorError when a parameter's gradient could not be averaged.
     """
     _require_free(ddp)
     for_state = {name: value for name, value in options.items() if name in _STATE_OPTIONS}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from weakref import ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from commopt.errors import UnsupportedTensorError
@@ -22,14 +23,15 @@ def require_supported_parameters(module: nn.Module) -> None:
             _require_dtype(parameter, f"parameter '{name}'")
 
 
-def require_supported_bucket(buffer: Tensor, parameters: Iterable[Tensor], module: nn.Module | None) -> None:
-    """Raise UnsupportedTensorError when `buffer` is sparse or of a dtype that cannot be averaged."""
+def require_supported_bucket(bucket: dist.GradBucket, buffer: Tensor, module: ref[nn.Module] | None) -> None:
+    """Raise UnsupportedTensorError when the bucket's `buffer` is sparse or of a dtype that cannot be averaged."""
     if buffer.layout == torch.strided and buffer.dtype in _REDUCIBLE:
         return
+    known = None if module is None else module()
     names: dict[Tensor, str] = {}
-    if module is not None:
-        names = {parameter: name for name, parameter in module.named_parameters()}
-    label = ", ".join(f"'{names[p]}'" if p in names else f"of shape {tuple(p.shape)}" for p in parameters)
+    if known is not None:
+        names = {parameter: name for name, parameter in known.named_parameters()}
+    label = ", ".join(f"'{names[p]}'" if p in names else f"of shape {tuple(p.shape)}" for p in bucket.parameters())
     if buffer.layout != torch.strided:
         raise _sparse(f"parameter {label}")
     _require_dtype(buffer, f"parameter {label}")

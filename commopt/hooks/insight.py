@@ -9,19 +9,23 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from commopt.errors import ConfigurationError
 from commopt.groups import Team, WireBytes
+from commopt.lanes import Ticket
 from commopt.plan import Plan
 from commopt.recording import Recorder
 from commopt.timeline import Report, Timeline, TrafficOutside, draw, gather, report, write_trace
 
-Run = Callable[[Callable[[], None], str], None]
+Run = Callable[[Callable[[], None], str], Ticket]
 
 
 def timeline_of(
     recorder: Recorder, team: Team, run: Run, trace: str | Path | None, plot: str | Path | None
 ) -> Timeline:
-    """Return what all ranks have recorded; the first of them also writes a trace and draws a picture. Collective."""
+    """Return what all ranks have recorded; the first of them also writes a trace and draws a picture. Collective.
+
+    run: puts work on the lane.
+    """
     found: list[Timeline] = []
-    run(lambda: found.append(gather(team, recorder.steps())), "timeline")
+    run(lambda: found.append(gather(team, recorder.steps())), "timeline").wait()
     timeline = found[0]
     if not timeline.steps:
         raise ConfigurationError(
@@ -36,7 +40,7 @@ def timeline_of(
 
 
 def report_on(timeline: Timeline, sent: WireBytes, steps: int, ddp: TorchDDP | None, plan: Plan | None) -> Report:
-    """Return the report of a timeline; `sent` in `steps` steps by this rank."""
+    """Return the report of a timeline; `sent` in `steps` steps by this rank, both since it began."""
     per_step = WireBytes(sent.intra // max(steps, 1), sent.inter // max(steps, 1))
     outside = TrafficOutside() if ddp is None else outside_of(ddp)
     if plan is None or plan.predicted is None:

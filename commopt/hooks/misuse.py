@@ -19,7 +19,7 @@ def warn_of_unknown_scaler() -> None:
         if issubclass(type(thing), torch.amp.GradScaler) and thing.is_enabled() and thing._scale is not None:
             _log.warning(
                 "a GradScaler is in use and HookState(scaler=None) does not know it: residuals would stay at the old "
-                "scale when it changes, and be kept from steps it drops; pass scaler=scaler"
+                "scale when it changes, and be kept from steps it drops; pass scaler=scaler, or assign state.scaler"
             )
             return
 

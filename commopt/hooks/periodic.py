@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,11 +17,13 @@ from commopt import lanes
 from commopt.aggregate import Aggregator, PeriodicAverage
 from commopt.errors import ConfigurationError
 from commopt.feedback import Account, Layout
-from commopt.groups import Team, WireBytes
+from commopt.groups import Team
+from commopt.hooks.traffic import Traffic
 
 _log = logging.getLogger("commopt")
 
 MESSAGE_NBYTES = 25 * 2**20  # what DDP gives its buckets
+_WHAT = "average of the parameters"
 
 Submit = Callable[[Callable[[], None], str, torch.device], lanes.Ticket]
 
@@ -30,23 +31,26 @@ Submit = Callable[[Callable[[], None], str, torch.device], lanes.Ticket]
 class ParameterAverages:
     """The parameters of one DDP model, when a PeriodicAverage averages them, and what that has sent.
 
-    With any other aggregator nothing ever happens. before_forward: a method to call before every forward with
-    gradients, held weakly. An evaluation under no_grad() does not call it: one rank may evaluate alone.
+    With any other aggregator nothing ever happens. parameters: those whose gradients DDP averages. before_forward: a
+    method to call before every forward with gradients, held weakly. An evaluation under no_grad() does not call it: one
+    rank may evaluate alone.
     """
 
     def __init__(
-        self, aggregator: Aggregator | None, module: nn.Module | None, before_forward: Callable[[], None]
+        self,
+        aggregator: Aggregator | None,
+        module: nn.Module | None,
+        parameters: Iterable[Tensor],
+        before_forward: Callable[[], None],
     ) -> None:
+        self.traffic = Traffic()
         self._average = aggregator if isinstance(aggregator, PeriodicAverage) else None
         self._module = None if module is None else ref(module)
-        self._parameters: list[Tensor] = []
+        # Chosen once: what is frozen later has become different on the nodes all the same.
+        self._parameters = tuple(parameters) if self._average is not None else ()
         self._averaged_at = -1
-        self._sent: Counter[tuple[int, torch.dtype, torch.device]] = Counter()
         self._times = 0
         if module is not None and self._average is not None:
-            ignored = _ignored(module)
-            # Chosen once: what is frozen later has become different on the nodes all the same.
-            self._parameters = [p for name, p in module.named_parameters() if p.requires_grad and name not in ignored]
             module.register_forward_pre_hook(_BeforeForward(before_forward))
 
     def take_turn(self, steps: int, team: Team, submit: Submit) -> None:
@@ -86,16 +90,9 @@ class ParameterAverages:
         ]
         for ticket in tickets:
             ticket.wait()
-        self._sent.update((message.numel, message.dtype, message.device) for message in messages)
+        for message in messages:
+            self.traffic.count(aggregator, Layout.anonymous(message.numel), message.dtype, message.device, step=0)
         self._times += 1
-
-    def wire_bytes(self, team: Team) -> WireBytes:
-        """Return the payload this rank has sent."""
-        sent = WireBytes()
-        for (numel, dtype, device), times in self._sent.items():
-            assert self._average is not None
-            sent += self._average.parameters.wire_bytes(Layout.anonymous(numel), dtype, team, device) * times
-        return sent
 
     def stats(self) -> dict[str, int]:
         """Return what HookState.stats() says of it."""
@@ -105,8 +102,8 @@ class ParameterAverages:
         module = None if self._module is None else self._module()
         if module is None or not average.buffers:
             return list(self._parameters)
-        ignored = _ignored(module)
-        # Asked each time: a module may put other tensors in their place.
+        # By the names that DDP goes by for buffers. Asked each time: a module may put other tensors in their place.
+        ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
         buffers = [b for name, b in module.named_buffers() if b.is_floating_point() and name not in ignored]
         return [*self._parameters, *buffers]
 
@@ -127,9 +124,6 @@ def warn_of_broadcasts(aggregator: Aggregator, ddp: TorchDDP) -> None:
             "DDP broadcasts this model's buffers from rank 0 in every forward, between nodes too; use "
             "DistributedDataParallel(..., broadcast_buffers=False) and PeriodicAverage(buffers=True)"
         )
-
-
-_WHAT = "average of the parameters"
 
 
 @dataclass(frozen=True)
@@ -186,13 +180,11 @@ def _messages(tensors: Sequence[Tensor]) -> list[_Message]:
     return messages
 
 
-def _ignored(module: nn.Module) -> frozenset[str]:
-    """Return what DDP was told to leave alone, by DDP._set_params_and_buffers_to_ignore_for_model."""
-    return frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-
-
 class _BeforeForward:
-    """A forward pre-hook; a copy of it, in a copied or saved model, does nothing."""
+    """A forward pre-hook of the module DDP wraps; a copy of it, in a copied or saved model, does nothing.
+
+    Unlike the DDP model's (commopt.hooks.forward) it is called under torch.compile, and in any form of registration.
+    """
 
     def __init__(self, call: Callable[[], None]) -> None:
         found = WeakMethod(call)

@@ -2,40 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from hashlib import sha256
 from typing import Any
 
 import torch.distributed as dist
 
 from commopt.bucketing import require_same_parameters
 from commopt.errors import ConfigurationError
-from commopt.feedback import Layout, Ledger, pieces_of, restore, save, spread
+from commopt.feedback import Ledger, layout_of, pieces_of, restore, save, spread
 from commopt.groups import Membership
+from commopt.hooks.registration import Registration
 from commopt.plan import Plan
 
 FORMAT = 1
 
 
-def describe_rank(
-    ledger: Ledger,
-    aggregator: str,
-    steps: int,
-    membership: Membership,
-    numels: Mapping[str, int],
-    buckets: Sequence[Layout],
-    plan: Plan | None,
-) -> dict[str, Any]:
-    """Return one rank's part of a checkpoint."""
+def part_of(registration: Registration) -> dict[str, Any]:
+    """Return this rank's part of a checkpoint."""
+    team, plan = registration.sending.team, registration.planning.plan
     return {
         "format": FORMAT,
-        "aggregator": aggregator,
-        "steps": steps,
-        "nodes": list(membership.team.wire.nodes),
-        "place": membership.team.rank,
-        "parameters": dict(numels),
-        "buckets": [pieces_of(layout) for layout in buckets],
+        "aggregator": registration.aggregator_name,
+        "steps": registration.steps,
+        "nodes": list(team.wire.nodes),
+        "place": team.rank,
+        "parameters": dict(registration.layouts.numels),
+        "buckets": [pieces_of(layout) for layout in registration.step.buffers],
         "plan": None if plan is None else plan.to_json(),
-        **save(ledger),
+        **save(registration.ledger),
     }
 
 
@@ -48,27 +43,50 @@ def gather(part: dict[str, Any], membership: Membership) -> dict[str, Any] | Non
     return None if parts is None else {"format": FORMAT, "ranks": parts}
 
 
-def load_into(
-    ledger: Ledger,
-    saved: Mapping[str, Any],
-    membership: Membership,
-    numels: Mapping[str, int],
-    paths: tuple[str, ...],
-) -> Mapping[str, Any] | None:
-    """Fill `ledger` from one rank's part, or from all of them ("ranks"); return the part that fits exactly, if any.
+def load(saved: Mapping[str, Any], registration: Registration) -> None:
+    """Let a registration go on from one rank's part, or from all of them ("ranks"); collective.
 
-    numels: the parameters of the model, empty when they are not known yet. paths: where residuals will be used.
-    Raises ConfigurationError when parameters do not match, or when the world changed and parts are missing.
+    Raises ConfigurationError when the aggregator is not known yet, when parameters do not match, or when the world
+    changed and parts are missing; MismatchError when ranks load different checkpoints.
     """
+    if registration.aggregator is None:
+        raise ConfigurationError(
+            "load_state_dict needs to know the aggregator; use commopt.attach, or HookState(aggregator)"
+        )
+    membership, owner = registration.sending.membership, registration.sending.owner
+    ledger = Ledger(per_step=registration.ledger.per_step)
+    own, problem = None, ""
+    try:
+        own = _fill(ledger, saved, registration)
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        problem = str(error) if isinstance(error, ConfigurationError) else repr(error)
+    part: Mapping[str, Any] = {} if problem else own or saved["ranks"][0]
+    membership.agree(
+        f"load_state_dict {next(registration.loads)} of {owner}",
+        loading=problem or "works",
+        steps=str(part.get("steps")),
+        buckets=sha256(repr(part.get("buckets")).encode()).hexdigest(),
+    )
+    if problem:
+        raise ConfigurationError(problem)
+    buffers, plan = [], None
+    if own is not None:  # in another world neither fits
+        buffers = [layout_of(pieces) for pieces in own["buckets"]]
+        plan = None if own.get("plan") is None else Plan.from_json(own["plan"])
+    registration.go_on(ledger, part["steps"], buffers, plan, part["parameters"])
+
+
+def _fill(ledger: Ledger, saved: Mapping[str, Any], registration: Registration) -> Mapping[str, Any] | None:
+    """Fill `ledger`; return the part that was saved in this very place, if any."""
     if not isinstance(saved, Mapping) or saved.get("format") != FORMAT:
         raise ConfigurationError(
             f"this is no state of a HookState in format {FORMAT} but {_kind(saved)}; give every rank what state_dict() "
             f"returned there, or what gathered_state_dict() returned on the first rank"
         )
-    parts = list(saved["ranks"]) if "ranks" in saved else [saved]
-    nodes, place = list(membership.team.wire.nodes), membership.team.rank
-    require_same_parameters(parts[0]["parameters"], numels)
-    _require_same_levels(parts, paths)
+    parts, team = list(saved["ranks"]) if "ranks" in saved else [saved], registration.sending.team
+    nodes, place = list(team.wire.nodes), team.rank
+    require_same_parameters(parts[0]["parameters"], registration.layouts.numels)
+    _require_same_levels(parts, registration)
     own = next((part for part in parts if part["nodes"] == nodes and part["place"] == place), None)
     if own is not None:
         restore(ledger, own)
@@ -87,7 +105,8 @@ def _kind(saved: object) -> str:
     return f"of format {saved.get('format')!r}" if isinstance(saved, Mapping) else type(saved).__name__
 
 
-def _require_same_levels(parts: list[Mapping[str, Any]], paths: tuple[str, ...]) -> None:
+def _require_same_levels(parts: list[Mapping[str, Any]], registration: Registration) -> None:
+    paths = () if registration.aggregator is None else registration.aggregator.residual_paths
     used = {role.rpartition("/")[0] for part in parts for role, pieces in part["residuals"].items() if pieces}
     if not used <= set(paths):
         levels = ", ".join(repr(path) for path in sorted(used - set(paths)))

@@ -1,9 +1,10 @@
-"""Take messages through the lane, and count what is sent."""
+"""Take messages through the lane."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import count
 from typing import Any
 
@@ -12,99 +13,116 @@ from torch import Tensor
 
 from commopt import lanes
 from commopt.aggregate import Aggregator
-from commopt.bucketing import Message
+from commopt.bucketing import Message, packed
 from commopt.feedback import Account, Layout, Ledger
-from commopt.groups import Membership, WireBytes
+from commopt.groups import Membership, Team
+from commopt.hooks.traffic import Traffic
 from commopt.recording import Recorder, running
 
-_Sent = tuple[Aggregator, Layout, torch.dtype, torch.device, int]
+
+@dataclass(frozen=True)
+class Step:
+    """What the messages of one step have in common.
+
+    scaler: the torch.amp.GradScaler that multiplied its loss, or None. buffers: what was sent in it so far, in order.
+    """
+
+    number: int
+    ledger: Ledger
+    scaler: Any
+    buffers: list[Layout] = field(default_factory=list)
 
 
 class Sending:
-    """What one registration has on the lane: operations in one order, the same on all ranks."""
+    """What one registration, called `owner`, has on the lane: operations in one order, the same on all ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, membership: Membership, owner: str, recorder: Recorder) -> None:
+        self.membership = membership
+        self.owner = owner
+        self.messages = 0
+        self.traffic = Traffic()
+        self._recorder = recorder
         self._sequence = count()
-        self._sent: Counter[_Sent] = Counter()
-        self._numbers = count()
-        self._names: dict[Aggregator, str] = {}
 
     @property
-    def messages(self) -> int:
-        """How many buffers were reduced."""
-        return self._sent.total()
+    def team(self) -> Team:
+        """All ranks."""
+        return self.membership.team
 
-    def begin_step(self) -> None:
-        """Number the messages from 0 again."""
-        self._numbers = count()
-
-    def send(
-        self,
-        message: Message,
-        aggregators: Sequence[Aggregator],
-        membership: Membership,
-        owner: str,
-        ledger: Ledger,
-        step: int,
-        scaler: Any,
-        recorder: Recorder,
-        *,
-        last: bool,
-    ) -> lanes.Ticket:
+    def send(self, message: Message, aggregators: Sequence[Aggregator], step: Step, *, last: bool) -> lanes.Ticket:
         """Queue the reduction of one message, `last` of its step; return the ticket of its last bucket.
 
         aggregators: one for each of its buffers.
         """
-        team, result = membership.team, message.held[-1].bucket
-        numbers = [next(self._numbers) for _ in message.layouts]
+        result = message.held[-1].bucket
+        by = " and ".join(dict.fromkeys(map(_name, aggregators)))
+        what = f"bucket {', '.join(map(str, message.numbers))} by {by}"
+        work = self._work(message, aggregators, step, last=last)
+        inputs = [each.bucket for each in message.held]
+        reserved = [each.ticket for each in message.held if each.ticket is not None]
+        ticket = self._submit(what, message.numel, work, result, inputs, reserved)
+        self.messages += 1
+        step.buffers.extend(message.layouts)
+        for layout, dtype, aggregator in zip(message.layouts, message.dtypes(), aggregators, strict=True):
+            self.traffic.count(aggregator, layout, dtype, result.device, step.number)
+        return ticket
+
+    def _work(
+        self, message: Message, aggregators: Sequence[Aggregator], step: Step, *, last: bool
+    ) -> Callable[[], None]:
+        """Return what the lane is to do."""
+        team, rank, ledger = self.team, self.membership.global_rank, step.ledger
+        device, scale = message.held[-1].bucket.device, 1.0 / team.size
+        numbers = range(len(step.buffers), len(step.buffers) + len(message.layouts))
         # Words only for who asks for them: this is on the way of backward.
+        recorder = self._recorder
         recorded = recorder.message(message.numbers, message.title, message.nbytes) if recorder.enabled else None
 
         def work() -> None:
             with running(recorded):
                 if numbers[0] == 0:
                     ledger.begin_step()
-                loss_scale = _loss_scale(scaler, result.device)
-                buffers = message.pack(ledger.scratch)
-                for number, layout, buffer, aggregator in zip(
-                    numbers, message.layouts, buffers, aggregators, strict=True
+                loss_scale = _loss_scale(step.scaler, device)
+                for number, layout, parts, aggregator in zip(
+                    numbers, message.layouts, message.parts(), aggregators, strict=True
                 ):
-                    # What is exact treats all elements alike; the rest may go by names and shapes.
-                    known = Layout.anonymous(layout.numel) if aggregator.lossless else layout
-                    account = Account(known, step, number, membership.global_rank, ledger, loss_scale)
-                    aggregator.all_reduce(buffer, team, 1.0 / team.size, account)
+                    if len(parts) == 1 or not aggregator.all_reduce_apart(parts, team, scale):
+                        # What is exact treats all elements alike; the rest may go by names and shapes.
+                        known = _anonymous(layout.numel) if aggregator.lossless else layout
+                        account = Account(known, step.number, number, rank, ledger, loss_scale)
+                        with packed(parts, ledger.scratch) as buffer:
+                            aggregator.all_reduce(buffer, team, scale, account)
                     ledger.end_bucket(last=last and number == numbers[-1])
-                message.unpack(buffers)
 
-        by = " and ".join(dict.fromkeys(map(self._name, aggregators)))
-        what = f"bucket {', '.join(map(str, message.numbers))} by {by}"
-        operation = lanes.Operation(membership, owner, next(self._sequence), what, message.numel, result.device.type)
-        inputs = [each.bucket for each in message.held]
-        reserved = [each.ticket for each in message.held if each.ticket is not None]
-        ticket = lanes.lane_for(result.device).submit(operation, work, result, inputs, reserved)
-        for layout, dtype, aggregator in zip(message.layouts, message.dtypes(), aggregators, strict=True):
-            self._sent[aggregator, layout, dtype, result.device, aggregator.phase(step)] += 1
-        return ticket
+        return work
 
-    def _name(self, aggregator: Aggregator) -> str:
-        if aggregator not in self._names:
-            self._names[aggregator] = str(aggregator)
-        return self._names[aggregator]
-
-    def run(
-        self, work: Callable[[], None], what: str, membership: Membership, owner: str, device: torch.device
-    ) -> lanes.Ticket:
+    def run(self, work: Callable[[], None], what: str, device: torch.device) -> lanes.Ticket:
         """Queue work of another kind, which every rank submits at the same point."""
-        nothing = torch.zeros(1, device=device)
-        operation = lanes.Operation(membership, owner, next(self._sequence), what, 0, device.type)
-        return lanes.lane_for(nothing.device).submit(operation, work, nothing)  # "cuda" alone names no lane
+        return self._submit(what, 0, work, torch.zeros(1, device=device))
 
-    def wire_bytes(self, team: Any) -> WireBytes:
-        """Return the payload this rank has sent so far."""
-        sent = WireBytes()
-        for (aggregator, layout, dtype, device, step), times in self._sent.items():
-            sent += aggregator.wire_bytes(layout, dtype, team, device, step) * times
-        return sent
+    def _submit(
+        self,
+        what: str,
+        numel: int,
+        work: Callable[[], None],
+        result: Tensor,
+        inputs: Sequence[Tensor] = (),
+        reserved: Sequence[lanes.Ticket] = (),
+    ) -> lanes.Ticket:
+        device = result.device  # with its index, by which lanes are told apart
+        operation = lanes.Operation(self.membership, self.owner, next(self._sequence), what, numel, device.type)
+        return lanes.lane_for(device).submit(operation, work, result, inputs, reserved)
+
+
+# Asked for every message, in backward.
+@lru_cache(maxsize=64)
+def _name(aggregator: Aggregator) -> str:
+    return str(aggregator)
+
+
+@lru_cache(maxsize=1024)
+def _anonymous(numel: int) -> Layout:
+    return Layout.anonymous(numel)
 
 
 def _loss_scale(scaler: Any, device: torch.device) -> Tensor | None:

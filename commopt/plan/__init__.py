@@ -6,13 +6,11 @@ from commopt.plan.evidence import Estimate
 from commopt.plan.order import first_needed_first, prioritized
 from commopt.plan.plan import Bucket, Plan, Prediction, Unit
 from commopt.plan.planner import best_plan
-from commopt.plan.prices import Costs, Key, Price, PriceTable
-from commopt.plan.schedule import DDP_CAP_BYTES, DDP_FIRST_CAP_BYTES, ddp_buckets, simulate
+from commopt.plan.prices import Costs, Key, PriceTable
+from commopt.plan.schedule import simulate
 from commopt.plan.window import Observed, Window
 
 __all__ = [
-    "DDP_CAP_BYTES",
-    "DDP_FIRST_CAP_BYTES",
     "Adaptation",
     "Bucket",
     "Calendar",
@@ -23,12 +21,10 @@ __all__ = [
     "Observed",
     "Plan",
     "Prediction",
-    "Price",
     "PriceTable",
     "Unit",
     "Window",
     "best_plan",
-    "ddp_buckets",
     "first_needed_first",
     "prioritized",
     "simulate",

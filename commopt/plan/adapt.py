@@ -90,11 +90,6 @@ class Adaptation:
         self._retry_steps = WINDOW_STEPS
 
     @property
-    def changes(self) -> int:
-        """How often the plan was changed, taking back included."""
-        return self._changes
-
-    @property
     def costs(self) -> Costs:
         """Costs as corrected so far."""
         return self._correction.costs

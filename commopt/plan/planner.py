@@ -37,9 +37,7 @@ from commopt.plan.schedule import simulate
 _ROUNDING = 1e-11
 
 
-def best_plan(
-    units: Sequence[Unit], costs: Costs, max_bytes: int | None = None, origin: str = "measured", spare: float = 0.0
-) -> Plan:
+def best_plan(units: Sequence[Unit], costs: Costs, max_bytes: int | None = None, spare: float = 0.0) -> Plan:
     """Return the plan that finishes first; of equal ones the one with fewest buckets, then the earliest boundaries.
 
     units: in the order of backward; only neighbours are merged. A unit above max_bytes is a bucket of its own.
@@ -58,7 +56,7 @@ def best_plan(
         members = units[begin:end]
         strategy, chunks = cheapest.key(sum(unit.nbytes for unit in members))
         buckets.append(Bucket.of(members, strategy, chunks))
-    return Plan(tuple(buckets), origin=origin, predicted=simulate(units, buckets, costs))
+    return Plan(tuple(buckets), origin="measured", predicted=simulate(units, buckets, costs))
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from commopt.errors import ConfigurationError
 from commopt.plan.document import require_text, require_time, require_whole
 
-Price = Callable[[int], float]  # bytes of one message to microseconds
 Key = tuple[str, int]  # strategy, chunks
 Floats = NDArray[np.float64]
 Whole = NDArray[np.int64]
 
 _SMALLEST_BYTES = 256
+_PER_OCTAVE = 8
 
 
 @dataclass(frozen=True)
@@ -42,15 +42,14 @@ class PriceTable:
             raise ConfigurationError(f"price table: sizes {list(self.nbytes)} must increase")
 
     @classmethod
-    def of(cls, price: Price, largest_bytes: int, per_octave: int = 8) -> PriceTable:
-        """Tabulate a price that is asked for one size at a time, up to the largest bucket it is needed for.
+    def of(cls, price: Callable[[int], float], largest_bytes: int) -> PriceTable:
+        """Tabulate `price`, bytes of one message to microseconds, up to the largest bucket it is needed for.
 
-        Where the price is a straight line the table is exact; a bend is cut off within 1/per_octave of an octave.
+        Where it is a straight line the table is exact; a bend is cut off within 1/8 of an octave.
         """
         require_whole(largest_bytes, 1, "largest_bytes")
-        require_whole(per_octave, 1, "per_octave")
         octaves = np.log2(max(largest_bytes / _SMALLEST_BYTES, 1.0))
-        steps = _SMALLEST_BYTES * 2 ** (np.arange(int(octaves * per_octave) + 1) / per_octave)
+        steps = _SMALLEST_BYTES * 2 ** (np.arange(int(octaves * _PER_OCTAVE) + 1) / _PER_OCTAVE)
         sizes = sorted({1, largest_bytes, *(int(size) for size in steps if size < largest_bytes)})
         return cls(tuple(sizes), tuple(float(price(size)) for size in sizes))
 

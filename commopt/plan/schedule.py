@@ -1,16 +1,12 @@
-"""What given buckets take on one lane, and which buckets DDP would make."""
+"""What given buckets take on one lane."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from commopt.errors import ConfigurationError
-from commopt.plan.document import require_whole
 from commopt.plan.plan import Bucket, Prediction, Unit
 from commopt.plan.prices import Costs
-
-DDP_CAP_BYTES = 25 * 2**20
-DDP_FIRST_CAP_BYTES = 2**20
 
 
 def simulate(
@@ -48,28 +44,3 @@ def ready_and_lane_us(
         ready.append(max(members.values()))
         lane.append(costs.lane_us(bucket.nbytes, bucket.strategy, bucket.chunks, len(members)))
     return ready, lane
-
-
-def ddp_buckets(
-    units: Sequence[Unit],
-    strategy: str,
-    cap_bytes: int = DDP_CAP_BYTES,
-    first_cap_bytes: int = DDP_FIRST_CAP_BYTES,
-) -> tuple[Bucket, ...]:
-    """Return the buckets that DDP makes of units in the order in which they became ready.
-
-    torch's rule (compute_bucket_assignment_by_size): of each dtype one bucket is open, closed when its bytes reach the
-    cap, the first of a dtype at `first_cap_bytes` (1 MiB, unless bucket_cap_mb was given: then that).
-    """
-    require_whole(cap_bytes, 1, "cap_bytes")
-    require_whole(first_cap_bytes, 1, "first_cap_bytes")
-    open_units: dict[str, list[Unit]] = {}
-    cap: dict[str, int] = {}
-    closed = []
-    for unit in units:
-        members = open_units.setdefault(unit.dtype, [])
-        members.append(unit)
-        if sum(member.nbytes for member in members) >= cap.get(unit.dtype, first_cap_bytes):
-            closed.append(open_units.pop(unit.dtype))
-            cap[unit.dtype] = cap_bytes
-    return tuple(Bucket.of(members, strategy) for members in [*closed, *open_units.values()])

@@ -1,0 +1,228 @@
+"""What one registration of a hook remembers, and how it takes a bucket through the lane."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from statistics import median
+from time import perf_counter_ns
+from typing import Any
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from commopt import lanes
+from commopt.aggregate import Aggregator
+from commopt.bucketing import Assembly, Held, Layouts, Message, Planning, Wish
+from commopt.errors import CommoptError, ConfigurationError
+from commopt.feedback import Layout, Ledger
+from commopt.groups import WireBytes, join
+from commopt.hooks import misuse
+from commopt.hooks.gradients import require_supported_bucket
+from commopt.hooks.periodic import ParameterAverages
+from commopt.hooks.sending import Sending, Step
+from commopt.plan import Plan
+from commopt.recording import Recorder
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a registration is asked for beside an aggregator, and begins with again after unpickling.
+
+    record: whether the times of all steps are kept rather than of those that planning measures.
+    """
+
+    ranks_per_node: int | None
+    timeout_s: float | None
+    wish: Wish
+    record: bool
+
+
+class Registration:
+    """The memory of one hook: made without communication; `join` finds the other ranks, `settle` what averages.
+
+    steps: how many are complete, with those before the checkpoint it goes on from; reduced_steps: without.
+    step: the one under way, or the last. joined: None before `join`. loads: numbers the checkpoints that are loaded.
+    """
+
+    def __init__(
+        self, settings: Settings, aggregator: Aggregator | None, module: nn.Module | None, scaler: Any
+    ) -> None:
+        self.settings = settings
+        self.aggregator = aggregator
+        self.scaler = scaler
+        self.joined: Sending | None = None
+        self.loads = count()
+        self.steps = self.reduced_steps = 0
+        self.ledger = Ledger(per_step=scaler is not None and scaler.is_enabled())
+        self.step = Step(0, self.ledger, scaler)
+        self.hook_ns = self.hook_calls = 0
+        self.layouts = Layouts(module)
+        self.recorder = Recorder()
+        self.assembly = Assembly()
+        self.planning = Planning(self.recorder, self.assembly, self.layouts, record=settings.record)
+        self.averages = ParameterAverages(aggregator, module, self.layouts.parameters.values(), self._average_if_due)
+        self._module = None if module is None else ref(module)
+        self._device: torch.device | None = None
+        self._lately_ns: deque[int] = deque(maxlen=64)
+        self._reduced = None if module is None else misuse.ReducedGradients(module)
+
+    # ------------------------------------------------------------------------------------- setting up
+
+    def join(self, process_group: Any = None) -> Sending:
+        """Find the other ranks of the group, None meaning the world, and agree with them; collective."""
+        lanes.require_healthy()
+        membership = join(process_group, self.settings.ranks_per_node, self.settings.timeout_s)
+        sending = Sending(membership, f"HookState {next(membership.owners)}", self.recorder)
+        membership.agree(f"{sending.owner} setup", aggregator=self.aggregator_name)
+        self.settings = replace(self.settings, wish=self.settings.wish.settled(sending.owner, membership))
+        if self.aggregator is not None:
+            self._begin(self.aggregator, sending)
+        self.joined = sending
+        return sending
+
+    def settle(self, aggregator: Aggregator) -> None:
+        """Average with `aggregator`, as none was chosen yet; collective."""
+        sending = self.sending
+        sending.membership.agree(f"first bucket of {sending.owner}", aggregator=repr(aggregator))
+        self._begin(aggregator, sending)
+        self.aggregator = aggregator
+
+    def _begin(self, aggregator: Aggregator, sending: Sending) -> None:
+        aggregator.check(sending.team)
+        self.planning.begin(sending.team, aggregator, self.settings.wish)
+
+    @property
+    def sending(self) -> Sending:
+        """This rank's place among the others; after unpickling it is found, collectively, when it is needed."""
+        return self.joined or self.join()
+
+    @property
+    def aggregator_name(self) -> str:
+        """What averages, for messages and comparisons."""
+        return repr(self.aggregator) if self.aggregator is not None else "chosen by the hook"
+
+    # ------------------------------------------------------------------------------------- every bucket
+
+    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Average one bucket over the ranks; the future resolves to `bucket.buffer()` itself."""
+        entered_ns = perf_counter_ns()
+        buffer, number, last = bucket.buffer(), bucket.index(), bucket.is_last()
+        require_supported_bucket(bucket, buffer, self._module)
+        if buffer.storage_offset() != 0 or not buffer.is_contiguous():
+            # DDP would read the result from the start of its storage, whatever the tensor says.
+            raise CommoptError(f"DDP's bucket {number} does not fill its storage; report this torch version")
+        layout = self.layouts.of(bucket)
+        if number == 0:
+            self._begin_step(buffer.device)
+        if buffer.device != self._device:
+            self._require_one_device(buffer.device)
+        if self.recorder.enabled:
+            self.recorder.bucket(number, layout.title, buffer.nbytes)
+        if last:
+            self._check_step()
+        future = self._pass_on(Held(number, layout, buffer), last=last)
+        if last:
+            self._end_step()
+        spent_ns = perf_counter_ns() - entered_ns
+        self._lately_ns.append(spent_ns)
+        self.hook_ns += spent_ns
+        self.hook_calls += 1
+        return future
+
+    def _begin_step(self, device: torch.device) -> None:
+        self._average_if_due()  # a rank that ran out of data, in DDP's join(), makes no forward before this
+        if self._device is None:
+            self._device = device
+        self.planning.begin_step(self.steps)
+        self.recorder.begin_step(self.steps, device)
+        self.assembly.begin_step()
+        self.step = Step(self.steps, self.ledger, self.scaler)
+
+    def _require_one_device(self, device: torch.device) -> None:
+        assert self.aggregator is not None
+        if self.aggregator.residual_paths:
+            raise ConfigurationError(
+                f"gradients lie on {self._device} and {device}; error feedback keeps one device per DDP model: put the "
+                f"model on one, or use a lossless aggregator"
+            )
+        self.planning.give_up(f"gradients lie on {self._device} and {device}, and messages are of one device")
+
+    def _check_step(self) -> None:
+        """See, once a step is complete, to what an aggregator that remembers needs."""
+        assert self.aggregator is not None
+        self.recorder.compute_ends()
+        if self.aggregator.residual_paths:
+            if self.reduced_steps == 0 and self.scaler is None:
+                misuse.warn_of_unknown_scaler()
+            if self._reduced is not None:
+                self._reduced.step_is_reduced()
+            self.layouts.require_expected()
+
+    def _pass_on(self, held: Held, *, last: bool) -> torch.futures.Future[Tensor]:
+        """Send what is complete with this bucket, which may itself have to wait for others."""
+        messages = self.assembly.add(held, last=last)
+        if all(message.held[-1] is not held for message in messages):
+            held.ticket = lanes.Ticket(held.bucket)
+        for message in messages:
+            ticket = self._send(message, last=last and message is messages[-1])
+            if message.held[-1] is held:
+                future = ticket.future
+        return future if held.ticket is None else held.ticket.future
+
+    def _send(self, message: Message, *, last: bool) -> lanes.Ticket:
+        assert self.aggregator is not None  # the hook decided
+        aggregators = self.planning.aggregators_for(message, self.aggregator)
+        return self.sending.send(message, aggregators, self.step, last=last)
+
+    def _end_step(self) -> None:
+        assert self._device is not None  # of the first bucket
+        usual_us = median(self._lately_ns) / 1000 if self._lately_ns else 0.0
+        self.planning.end_step(self.steps, self._device, usual_us, self.run)
+        self.steps += 1
+        self.reduced_steps += 1
+
+    # ------------------------------------------------------------------------------------- between steps
+
+    def run(self, work: Callable[[], None], what: str, device: torch.device | None = None) -> lanes.Ticket:
+        """Put work of another kind on the lane, which every rank does at the same point."""
+        sending = self.sending
+        return sending.run(work, what, device or self._device or sending.team.default_device)
+
+    def scale_by(self, scaler: Any) -> None:
+        """Take note of another GradScaler."""
+        self.scaler = scaler
+        self.ledger.per_step = scaler is not None and scaler.is_enabled()
+
+    def average_parameters(self) -> None:
+        """See HookState.average_parameters."""
+        self.averages.run(self.sending.team, self.run)
+
+    def _average_if_due(self) -> None:
+        self.averages.take_turn(self.steps, self.sending.team, self.run)
+
+    def wire_bytes(self) -> WireBytes:
+        """Return the payload this rank has sent, nothing before it has joined."""
+        if self.joined is None:
+            return WireBytes()
+        team = self.joined.team
+        return self.joined.traffic.wire_bytes(team) + self.averages.traffic.wire_bytes(team)
+
+    def go_on(
+        self, ledger: Ledger, steps: int, buffers: Sequence[Layout], plan: Plan | None, numels: Mapping[str, int]
+    ) -> None:
+        """Go on from a checkpoint, taken after `steps` steps of a model with parameters of `numels`.
+
+        buffers: in which it went, empty for other ones. plan: which it followed, if any.
+        """
+        ledger.steps = self.steps = steps
+        self.ledger = ledger
+        self.step = Step(steps, ledger, self.scaler, list(buffers))
+        self.averages.begin_anew()
+        self.assembly.imitate(buffers)
+        self.planning.restart(steps, plan)
+        self.layouts.expect(numels)

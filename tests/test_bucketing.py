@@ -1,0 +1,168 @@
+"""What planning is fed with: units, strategies, samples to try out, and times put together from records."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import commopt
+from commopt import ConfigurationError
+from commopt.aggregate import Aggregator
+from commopt.bucketing.calibration import LARGEST_NBYTES, packing_us_per_byte, samples_of
+from commopt.bucketing.layouts import Layouts
+from commopt.bucketing.prices import prices_from_points
+from commopt.bucketing.strategies import aggregator_of, require_strategies, strategies_for
+from commopt.bucketing.units import Units, are_exact
+from commopt.bucketing.window import Latest, latest, own_times
+from commopt.cost import Curve
+from commopt.feedback import Layout
+from commopt.groups import TeamShape, join
+from commopt.plan import Bucket, Plan, Unit
+from commopt.recording import BucketRecord, MessageRecord, StepRecord
+from tests.ranks import run
+
+# --------------------------------------------------------------------- what there is to choose from
+
+
+def test_only_what_is_exact_and_not_asked_for_in_one_form_may_be_replaced() -> None:
+    nodes, node = TeamShape.of((2, 2)), TeamShape.of((4,))
+    plain = commopt.Hierarchical()
+    assert list(strategies_for(plain, nodes).values()) == [plain, commopt.Flat()]
+    chosen: list[tuple[Aggregator, TeamShape]] = [
+        (plain, node),
+        (commopt.Hierarchical(chunks=2), nodes),
+        (commopt.Flat(), nodes),
+        (commopt.PRESETS["hierarchical_quantized"].build(), nodes),
+    ]
+    for aggregator, shape in chosen:
+        assert strategies_for(aggregator, shape) == {repr(aggregator): aggregator}
+
+
+def test_chunks_are_those_of_the_bucket() -> None:
+    strategies = strategies_for(commopt.Hierarchical(), TeamShape.of((2, 2)))
+    plain, flat = strategies
+    assert aggregator_of(Bucket(("p",), 1, plain, chunks=3), strategies) == commopt.Hierarchical(chunks=3)
+    assert aggregator_of(Bucket(("p",), 1, plain), strategies) is strategies[plain]
+    assert aggregator_of(Bucket(("p",), 1, flat, chunks=3), strategies) == commopt.Flat()
+    with pytest.raises(ConfigurationError, match=r"bucket 1 of the plan is for OneBit\(\), and the hook averages with"):
+        require_strategies(Plan((Bucket(("p",), 1, flat), Bucket(("q",), 1, "OneBit()"))), strategies)
+
+
+def test_units_are_gradients_or_buckets() -> None:
+    module = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2, dtype=torch.float64))
+    parameters = dict(module.named_parameters())
+    buckets = [
+        Layout.of_parameters([(name, parameters[name].numel()) for name in names])
+        for names in (("1.bias", "1.weight"), ("0.bias", "0.weight"))
+    ]
+    gradients = Units.of(buckets, parameters, single=True)
+    assert gradients.names == (("1.bias",), ("1.weight",), ("0.bias",), ("0.weight",))
+    assert gradients.nbytes == (16, 80, 20, 60)
+    whole = Units.of(buckets, parameters, single=False)
+    assert whole.untimed() == (
+        Unit(("1.bias", "1.weight"), 96, 0.0, "torch.float64"),
+        Unit(("0.bias", "0.weight"), 80, 0.0, "torch.float32"),
+    )
+    assert gradients.dtype == whole.dtype == torch.float64  # 96 of 176 bytes
+    assert not are_exact(parameters)
+    assert are_exact(dict(module[0].named_parameters()))
+    assert Layouts(module).whole.names == parameters.keys()
+
+
+# --------------------------------------------------------------------- what is tried out
+
+
+def test_samples_are_beginnings_of_the_model() -> None:
+    layout = Layout.of_parameters([("a", (8, 100)), ("b", (300,)), ("c", (50, 2000)), ("d", (7,))])
+    samples = samples_of(layout, 4)
+    assert [sample.numel for sample in samples] == [1100, 4096, 16 * 1024, layout.numel]
+    assert samples[0].names == {"a", "b"}
+    assert samples[0].pieces[0].shape == (8, 100)
+    assert samples[-1] == layout
+    assert samples_of(Layout.anonymous(100), 4) == [Layout.anonymous(100)]
+
+
+def test_no_sample_is_so_large_that_it_could_exhaust_the_memory() -> None:
+    layout = Layout.of_parameters([("a", (7 * 10**9,)), ("b", (5,))])
+    numels = [sample.numel for sample in samples_of(layout, 2)]
+    assert numels == sorted(numels)
+    assert numels[-1] == LARGEST_NBYTES // 2
+
+
+def test_prices_follow_from_points() -> None:
+    layout = Layout.anonymous(10**6)
+    points = [(4 * 10**k, 50.0 + 0.01 * 4 * 10**k) for k in range(1, 7)]
+    prices = prices_from_points({("flat", 1): points, ("tiny", 1): [(400, 7.0)]}, layout, torch.float32)
+    fitted = Curve.fit(points)
+    for nbytes in (1, 10**4, 4 * 10**6):
+        assert prices["flat", 1](nbytes) == pytest.approx(fitted.time_us(nbytes))
+        assert prices["tiny", 1](nbytes) == 7.0
+
+
+def time_packing(rank: int, world_size: int) -> float:
+    return packing_us_per_byte(torch.float32, join(None).team)
+
+
+def test_packing_has_a_price() -> None:
+    one, other = run(time_packing, 2)
+    assert one == other, "the slowest rank's"
+    assert 1e-6 < one < 1.0  # between a terabyte and a megabyte a second
+
+
+# --------------------------------------------------------------------- what was measured
+
+
+def record(step: int, begin_us: float, *, buckets: tuple[int, ...] = (0, 1), label: str = "w") -> StepRecord:
+    """Buckets are ready every 10 us from `begin_us` on, and all go in one message that takes 50 us."""
+    ready = tuple(BucketRecord(n, f"{label}{n}", 4, begin_us + 10 * n) for n in buckets)
+    end_us = begin_us + 10 * len(buckets)
+    message = MessageRecord(buckets, label, 8, end_us, end_us + 1, end_us + 51, ())
+    return StepRecord(step, None, end_us, ready, (message,))
+
+
+def own_of(records: list[StepRecord], steps: range = range(3, 6), messages: int = 1) -> Latest:
+    ready = {step: {"a": 1.0 * step, "b": 2.0 * step} for step in steps}
+    return own_times({each.step: each for each in records}, ready, steps, [("a", "b"), ("c",)], messages)
+
+
+def test_times_of_this_rank() -> None:
+    own = own_of([record(step, 1000.0 * step) for step in range(2, 6)])
+    assert own.begin_us.tolist() == [2071.0, 3071.0, 4071.0]  # when the step before was reduced
+    assert own.compute_end_us.tolist() == [3020.0, 4020.0, 5020.0]
+    assert own.started_us.tolist() == [[3010.0], [4010.0], [5010.0]]  # when it could
+    assert own.finished_us.tolist() == [[3071.0], [4071.0], [5071.0]]
+    assert own.ready_us[:, 0].tolist() == [6.0, 8.0, 10.0]  # with the last of its parameters
+    assert np.isnan(own.ready_us[:, 1]).all()
+
+
+def test_steps_that_went_otherwise_than_the_last_do_not_count() -> None:
+    usual = {step: record(step, 1000.0 * step) for step in range(2, 6)}
+    odd = [record(4, 4000.0, buckets=(0, 1, 2)), record(4, 4000.0, label="v")]
+    for other in odd:
+        own = own_of(list((usual | {4: other}).values()))
+        assert np.isnan(own.begin_us).tolist() == [False, True, False]
+        assert np.isnan(own.finished_us[1]).all()
+    assert np.isnan(own_of([usual[2], usual[3], usual[4]]).begin_us).all()  # the last was not recorded
+    assert np.isnan(own_of(list(usual.values()), messages=2).begin_us).all()
+    assert np.isnan(own_of([usual[3], usual[4], usual[5]]).begin_us).tolist() == [True, False, False]
+
+
+def put_together(rank: int, world_size: int) -> tuple[list[float], list[float], list[float], list[float]]:
+    team = join(None).team
+    here = float(team.rank)
+    nan = float("nan")
+    column = np.array([[1e9 + 1e6 * here], [nan if team.rank else 5e9]])
+    unknown = np.array([[nan, 7e9 - 1e6 * here], [nan, nan]])
+    times, lateness_us = latest(team, Latest(column[:, 0], 2 * column[:, 0], column, 3 * column, unknown))
+    return times.begin_us.tolist(), times.finished_us[:, 0].tolist(), times.ready_us[0].tolist(), list(lateness_us)
+
+
+def test_the_latest_of_all_ranks_counts_on_one_clock() -> None:
+    begin_us, finished_us, ready_us, lateness_us = run(put_together, 4, nodes=(2, 2))[0]
+    # Emulated nodes share a clock, which is known to a few microseconds; a rank is a second later than the one before.
+    assert begin_us == pytest.approx([1e9 + 3e6, 5e9], abs=2e5)
+    assert finished_us == pytest.approx([3e9 + 9e6, 15e9], abs=2e5)
+    assert ready_us == pytest.approx([1e9 + 3e6, 7e9], abs=2e5)  # what nobody knows was there from the start
+    assert lateness_us == pytest.approx([0.0, 2e6, 4e6, 6e6], abs=2e5)
