@@ -12,7 +12,7 @@ demo: $(VENV)/.demo  ## train a GPT on two emulated nodes with stock DDP and wit
 	$(BIN)/python -m bench.demo
 
 test: $(VENV)/.dev  ## the whole test suite
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 lint: $(VENV)/.dev  ## style and common mistakes
 	$(BIN)/ruff check .

@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -45,6 +46,7 @@ _CLEAN_ENV: dict[str, str | None] = {
 _WORKER_ENV = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 # Loaded once, by the single-threaded server that workers are forked from: a new worker costs no second import.
 _PRELOAD = ["numpy", "torch.distributed", "torch.nn.parallel", "torch.utils.checkpoint", "torch._dynamo"]
+_PRELOAD += ["commopt", "pytest"]
 # Once a rank has failed, its peers either follow within seconds or wait for a rank that never comes.
 _GRACE_S = 3.0
 
@@ -270,6 +272,7 @@ def _serve(connection: multiprocessing.connection.Connection, log_path: str) -> 
     faulthandler.enable(log)
     faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported stays: who looks at all objects, as the collector does, need not look at it
     while True:
         try:
             path, pickled_job = pickle.loads(connection.recv_bytes())

@@ -246,6 +246,7 @@ MEASURE = """
 """
 
 
+@pytest.mark.alone
 @pytest.mark.cluster
 @pytest.mark.usefixtures("leaves_nothing")
 def test_only_traffic_between_nodes_is_slow_and_every_byte_is_counted(script: Callable[[str], str]) -> None:
@@ -391,6 +392,7 @@ def test_failed_setup_is_undone_and_explained(monkeypatch: pytest.MonkeyPatch) -
         cluster.__enter__()
 
 
+@pytest.mark.alone
 @pytest.mark.cluster
 @pytest.mark.usefixtures("leaves_nothing")
 def test_delay(script: Callable[[str], str]) -> None:

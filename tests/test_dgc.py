@@ -216,6 +216,7 @@ def seconds(work: Callable[[], object]) -> float:
     return min(times)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("kind", ["random", "heavy tail", "comb"])
 def test_selection_is_faster_than_sorting(kind: str) -> None:
     """A million elements, of which one in a hundred is sent."""

@@ -325,6 +325,7 @@ def test_refusals_are_one_line_with_place_rule_and_fix(text: str, message: str) 
 BOMB = "<!DOCTYPE a [" + "".join(f'<!ENTITY e{n + 1} "{f"&e{n};" * 10}">' for n in range(12)) + "]><a>&e12;</a>"
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     "text",
     [
@@ -348,6 +349,7 @@ def test_hostile_input_is_refused_in_no_time(text: str | bytes) -> None:
     assert time.perf_counter() - start < 2
 
 
+@pytest.mark.alone
 def test_the_worst_that_is_accepted_is_still_fast() -> None:
     crowd = "".join(f'<pci busid="0000:{n >> 5:02x}:{n & 31:02x}.0"><nic><net/></nic></pci>' for n in range(512))
     gpus = "".join(f'<pci busid="0001:{n:02x}:00.0"><gpu dev="{n}"/></pci>' for n in range(128))
@@ -357,6 +359,7 @@ def test_the_worst_that_is_accepted_is_still_fast() -> None:
     assert time.perf_counter() - start < 5
 
 
+@pytest.mark.alone
 def test_sixteen_gpus_are_read_in_less_than_50_ms() -> None:
     text = rail_machine(16, nics_per_gpu=2)
     times = []

@@ -357,6 +357,7 @@ class _Recorded(Aggregator):
         return True
 
 
+@pytest.mark.alone
 def test_two_levels_work_at_once() -> None:
     for rank, (one, two) in enumerate(run(overlap, 4, nodes=(2, 2))):
         assert one == (0, ["commopt-lane"], ["commopt-lane"])

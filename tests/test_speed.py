@@ -10,7 +10,7 @@ import pytest
 
 from bench.cluster import Cluster
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
 RATE = "50mbit"
 

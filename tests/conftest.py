@@ -1,0 +1,72 @@
+"""Tests in several processes (`pytest -n 2`): who may run beside whom, and with how many threads."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_FOLDER = "commopt_turns"
+
+
+def _is(mark: str, item: pytest.Item | None) -> bool:
+    return item is not None and item.get_closest_marker(mark) is not None
+
+
+class Turns:
+    """Makes tests marked `alone` wait until no process runs another, and of those marked `cluster` runs one at a time.
+
+    Locks of the kernel: the death of a process releases them.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        names, flags = ("door", "room", "cluster"), os.O_CREAT | os.O_WRONLY
+        self._door, self._room, self._cluster = (os.open(folder / name, flags) for name in names)
+        self._stays = False
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)  # around pytest-timeout: waiting is not the test's time
+    def pytest_runtest_protocol(
+        self, item: pytest.Item, nextitem: pytest.Item | None
+    ) -> Generator[None, object, object]:
+        if not self._stays:
+            fcntl.flock(self._door, fcntl.LOCK_EX)  # while one waits for the room, nobody else may enter it
+            fcntl.flock(self._room, fcntl.LOCK_EX if _is("alone", item) else fcntl.LOCK_SH)
+            fcntl.flock(self._door, fcntl.LOCK_UN)
+        if _is("cluster", item):
+            fcntl.flock(self._cluster, fcntl.LOCK_EX)
+        try:
+            return (yield)
+        finally:
+            fcntl.flock(self._cluster, fcntl.LOCK_UN)
+            self._stays = _is("alone", item) and _is("alone", nextitem)
+            if not self._stays:
+                fcntl.flock(self._room, fcntl.LOCK_UN)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Have processes of pytest-xdist take turns, in a folder that the process which starts them makes."""
+    worker: dict[str, Any] | None = getattr(config, "workerinput", None)
+    if worker is not None:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded: each has a processor, not all of them
+        config.pluginmanager.register(Turns(Path(worker[_FOLDER])))
+    elif getattr(config.option, "numprocesses", None):
+        folder = tempfile.mkdtemp(prefix="turns-")
+        setattr(config, _FOLDER, folder)
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a process of pytest-xdist the folder."""
+    node.workerinput[_FOLDER] = getattr(node.config, _FOLDER)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let the tests that must be alone come first, in one go."""
+    items.sort(key=lambda item: not _is("alone", item))
