@@ -121,6 +121,19 @@ def test_ranks_that_share_a_port_are_priced_as_they_run() -> None:
     assert cost_us(Hierarchical(form="reduce_scatter"), NUMEL, torch.float32, shape, links) == 2 * S // 2
 
 
+def test_nodes_that_are_at_it_at_once_are_priced_so() -> None:
+    keys = {
+        LinkKey(level, primitive, 2, groups): Curve.linear(3.0 + 2 * groups if level == "intra" else 0.0, 0)
+        for level in ("intra", "inter")
+        for primitive in PRIMITIVES
+        for groups in (1, 2)
+    }
+    prices = [
+        cost_us(Hierarchical(), NUMEL, torch.float32, TeamShape.of(n), Links(Header(), keys)) for n in ((2, 2), (2, 1))
+    ]
+    assert prices == [2 * 7, 2 * 5]
+
+
 # -------------------------------------------------------------------------------------------------- chunks
 
 
@@ -213,5 +226,6 @@ def test_where_names_matter_a_bucket_is_a_share_of_the_model(aggregator: Aggrega
     whole = cost_us(aggregator, MODEL, torch.float32, shape, links)
     assert of_bytes(4 * MODEL.numel) == pytest.approx(whole)
     latency = of_bytes(4)
+    assert latency < 0.9 * whole
     assert of_bytes(2 * MODEL.numel) == pytest.approx((whole + latency) / 2, rel=1e-3)
     assert of_bytes(4 * MODEL.numel) != pytest.approx(price(aggregator, shape, links)(4 * MODEL.numel), rel=0.05)

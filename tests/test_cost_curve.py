@@ -6,7 +6,7 @@ import random
 from math import inf, isnan
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from commopt.cost import Curve, Segment
@@ -39,6 +39,31 @@ def test_one_law_is_one_segment() -> None:
     fitted = Curve.fit(measured(law, 0.0, 0))
     assert fitted.segments[0].alpha_us == pytest.approx(25)
     assert fitted.segments[0].beta_us_per_byte == pytest.approx(2e-4)
+    bent = [(nbytes, law.time_us(nbytes) * (1.002 if nbytes > 2**18 else 0.998)) for nbytes in SIZES]
+    assert len(Curve.fit(bent).segments) == 1
+
+
+def test_a_segment_has_three_points() -> None:
+    law = Curve((Segment(0, 10, 1e-2), Segment(8192, 1000, 1e-3)))
+    points = [(nbytes, law.time_us(nbytes)) for nbytes in SIZES[:6]]
+    assert [len(Curve.fit(points[:count]).segments) for count in (5, 6)] == [1, 2]
+
+
+def test_segments_join_where_their_lines_cross() -> None:
+    fitted = Curve.fit((nbytes, min(10 + nbytes * 0.01, 110 + nbytes * 0.005)) for nbytes in SIZES)
+    assert [segment.from_nbytes for segment in fitted.segments] == pytest.approx([0, 20_000])
+    assert fitted.time_us(30_000) == pytest.approx(110 + 30_000 * 0.005)
+
+
+def test_a_line_that_is_below_the_one_before_begins_at_once() -> None:
+    law = [(nbytes, 10 + nbytes * 1e-2 if nbytes < 2**16 else 320 + nbytes * 5e-4) for nbytes in SIZES]
+    fitted = Curve.fit(law)
+    assert fitted.mape < 0.005
+    assert fitted.time_us(40_000) == pytest.approx(340, rel=0.01)  # on the line before it would be 410
+
+
+def test_times_that_are_all_alike_are_explained() -> None:
+    assert Curve.fit([(1024, 5.0), (2048, 5.0), (4096, 5.0)]).r_squared == 1
 
 
 @settings(max_examples=30, deadline=None)
@@ -49,6 +74,7 @@ def test_one_law_is_one_segment() -> None:
     seed=st.integers(0, 99),
     points=st.integers(2, 19),
 )
+@example(alpha=8743.780161077702, beta=0.005097407883812959, noise=0.0, seed=17, points=17)  # parallel segments
 def test_a_line_is_found_within_its_noise(alpha: float, beta: float, noise: float, seed: int, points: int) -> None:
     law = Curve.linear(alpha, beta)
     chosen = random.Random(seed).sample(measured(law, noise, seed), points)
@@ -129,6 +155,11 @@ def test_a_scaled_curve_keeps_its_errors_and_says_what_it_is() -> None:
 def test_points_that_make_no_curve(points: list[tuple[float, float]], complaint: str) -> None:
     with pytest.raises(ConfigurationError, match=complaint):
         Curve.fit(points)
+
+
+def test_points_come_by_their_bytes() -> None:
+    with pytest.raises(ConfigurationError, match="by increasing bytes, each size once"):
+        Curve((Segment(0, 1, 1),), ((2048, 1.0), (1024, 1.0)))
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,7 @@ def test_trees_win_on_latency_and_lose_on_bandwidth() -> None:
     assert formulas.tree_us(S, 32, 1, latency, latency) == 10
     assert formulas.tree_us(S, 32, 8, latency, latency) < formulas.ring_us(S, 256, latency)
     assert formulas.tree_us(S, 32, 1, bandwidth, bandwidth) > formulas.ring_us(S, 32, bandwidth)
+    assert formulas.tree_us(S, 1, 8, bandwidth, Link(0, 9)) == pytest.approx(2 * S / 0.78)
     assert formulas.one_shot_us(S, 8, latency) == 3
     assert formulas.one_shot_us(S, 8, bandwidth) == 7 * S
 
@@ -101,6 +102,11 @@ def test_one_chunk_is_the_sum_of_its_stages() -> None:
 def test_where_the_network_is_the_bottleneck_only_the_ends_show() -> None:
     stage = StageTimes(3, 10, 4)
     assert pipelined_us(stage, 5) == overlapped_us([stage] * 5) == 3 + 50 + 4
+
+
+def test_chunks_take_the_way_they_go() -> None:
+    # up(1) 0-8, up(2) 8-16, down(1) 18-26 (it is across at 18), up(3) 26-34, across(3) 34-44, down(3) 44-52.
+    assert overlapped_us([StageTimes(8, 10, 8)] * 3) == 52
 
 
 def test_where_the_node_is_the_bottleneck_the_network_hides() -> None:

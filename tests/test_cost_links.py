@@ -60,7 +60,13 @@ def test_the_nearest_number_of_ranks_is_taken() -> None:
     curves = {LinkKey("inter", "all_gather", ranks): Curve.linear(ranks, 0) for ranks in (2, 16)}
     links = Links(HEADER, curves)
     assert links.curve("inter", "all_gather", 3).note == "for 3 ranks from 2"
+    assert links.curve("inter", "all_gather", 6).note == "for 6 ranks from 16"  # of ratios: 3 and 2.7
     assert links.curve("inter", "all_gather", 12).note == "for 12 ranks from 16"
+
+
+def test_the_nearest_number_of_groups_is_taken() -> None:
+    curves = {LinkKey("inter", "all_gather", 2, groups): Curve.linear(groups, 0) for groups in (2, 8)}
+    assert Links(HEADER, curves).curve("inter", "all_gather", 2, 6).note == "for 6 groups at once from 8"
 
 
 def test_what_is_missing_altogether_is_said_with_what_there_is(links: Links) -> None:
@@ -84,6 +90,7 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a link no table": (lambda c: changed(c, "links", 1, to=3), r"links\[1\] is 3"),
     "unknown primitive": (lambda c: changed(c, "links", 0, "primitive", to="scan"), "'scan' is none of"),
     "one rank": (lambda c: changed(c, "links", 0, "ranks", to=1), r"links\[0\]: ranks is 1"),
+    "ranks in words": (lambda c: changed(c, "links", 0, "ranks", to="two"), r"links\[0\]: ranks is 'two'"),
     "no groups": (lambda c: changed(c, "links", 2, "groups", to=0), r"links\[2\]: groups is 0"),
     "the same twice": (lambda c: c["links"].append(c["links"][0]), r"links\[3\] has figures for \('inter'"),
     "no segments": (lambda c: changed(c, "links", 0, "segments", to=[]), "segments begin at"),

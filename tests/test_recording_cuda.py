@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from itertools import pairwise
 from time import perf_counter_ns
+from typing import Any
 
 import pytest
 import torch
 
 from commopt import recording
 from commopt.recording import Recorder
-from tests.test_recording import numbers_in, recorder, work
+from tests.test_recording import numbers_in, record, recorder, work
 
 
 class Gpu:
@@ -21,6 +22,7 @@ class Gpu:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         gpu = self
+        self.events: list[Any] = []
         self.now_ms = 0.0
         self.capturing = False
 
@@ -28,22 +30,29 @@ class Gpu:
             def __init__(self, enable_timing: bool = False) -> None:
                 assert enable_timing
                 gpu.made += 1
+                gpu.events.append(self)
                 self.at_ms: float | None = None
+                self.is_over = False
 
             def record(self, stream: object) -> None:
                 assert stream == "current stream of cuda:0"
-                self.at_ms = gpu.now_ms
+                self.at_ms, self.is_over = gpu.now_ms, False
 
             def synchronize(self) -> None:
                 gpu.synchronized += 1
+                self.is_over = True
 
             def elapsed_time(self, later: Event) -> float:
                 assert self.at_ms is not None
                 assert later.at_ms is not None
+                assert self.is_over
+                assert later.is_over
                 return torch.tensor(later.at_ms - self.at_ms, dtype=torch.float32).item()
 
         def synchronize(device: torch.device) -> None:
             gpu.synchronized += 1
+            for event in gpu.events:
+                event.is_over = True
 
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"current stream of {device}")
@@ -118,6 +127,18 @@ def test_events_of_an_unfinished_step_are_not_used_again(monkeypatch: pytest.Mon
         gpu.step(told, number)
     work(stuck)  # writes its marks late, into events of its own
     assert [step.step for step in told.steps()] == [4]
+
+
+def test_steps_of_two_devices_have_a_clock_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, told = Gpu(monkeypatch), recorder()
+    for number in range(4):
+        if number % 2:
+            gpu.step(told, number)
+        else:
+            record(told, number)
+    steps = told.steps()
+    assert [step.step for step in steps] == [0, 1, 2, 3]
+    assert all(record.completed_us - record.buckets[0].ready_us == pytest.approx(20_000) for record in steps[1::2])
 
 
 def test_a_captured_step_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:

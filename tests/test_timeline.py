@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from commopt.errors import ConfigurationError
 from commopt.groups import WireBytes
-from commopt.recording import MessageRecord, Span
+from commopt.recording import MessageRecord, Span, StepRecord
 from commopt.timeline import StepTimes, Timeline, TrafficOutside, analyse, report
 from commopt.timeline.intervals import after, before, length, union
 from commopt.timeline.lateness import lateness_us
@@ -21,7 +22,7 @@ MS = 1000.0
 
 
 def test_intervals() -> None:
-    mixed = [(5.0, 7.0), (0.0, 2.0), (1.0, 3.0), (3.0, 4.0), (9.0, 9.0)]
+    mixed = [(5.0, 7.0), (0.0, 2.0), (5.5, 6.0), (1.0, 3.0), (3.0, 4.0), (9.0, 9.0)]
     assert union(mixed) == [(0.0, 4.0), (5.0, 7.0)]
     assert length(mixed) == 6
     assert length(before(mixed, 6.0)) == 5
@@ -65,10 +66,37 @@ def test_a_late_rank_by_hand() -> None:
     assert quick.times == StepTimes(29 * MS, 20 * MS, 5 * MS, 0, 9 * MS, 2 * MS)
     assert slow.times == StepTimes(29 * MS, 23 * MS, 6 * MS, 0, 6 * MS, 0)
     assert (quick.late_us, slow.late_us) == (0, 3 * MS)
+    assert found.last_exposed_us == 6 * MS
     assert found.buckets[1].ready_us == 23 * MS
     assert found.messages[1].stages_us["waiting"] == 1 * MS  # two on one rank, none on the other
     (straggler,) = found.stragglers
     assert (straggler.rank, straggler.late_us, straggler.bucket) == (1, 3 * MS, 1)
+
+
+def test_parts_of_a_message_add_up_when_it_was_not_queued_at_once() -> None:
+    plain = training(ranks=1, nodes=1, buckets=2)
+    queued = [tuple(replace(m, queued_us=m.queued_us + 300) for m in step[0].messages) for step in plain.steps]
+    steps = tuple((replace(step[0], messages=each),) for step, each in zip(plain.steps, queued, strict=True))
+    second = analyse(replace(plain, steps=steps)).messages[1]
+    assert second.queue_us == 1 * MS
+    assert second.ready_us + second.queue_us + sum(second.stages_us.values()) == pytest.approx(second.finished_us)
+
+
+def test_a_step_of_unknown_beginning_counts_only_if_there_is_no_other() -> None:
+    plain = training(ranks=2, buckets=2, steps=2)
+    unknown = tuple(replace(record, forward_us=None) for record in plain.steps[0])
+    found = analyse(replace(plain, steps=(unknown, plain.steps[1])))
+    assert (found.first_step, found.compared_steps, found.mean.step_us) == (1, 1, 27 * MS)
+    assert analyse(replace(plain, steps=(unknown,))).mean.step_us == 12 * MS  # from the first bucket on
+    on_one = (unknown[0], plain.steps[0][1])
+    assert analyse(replace(plain, steps=(on_one, plain.steps[1]))).compared_steps == 1
+
+
+def test_a_message_waits_no_longer_than_it_lasts_whatever_the_clocks_say() -> None:
+    plain = training(ranks=2, buckets=2)
+    wrong = tuple((quick, slow.shifted(8 * MS)) for quick, slow in plain.steps)
+    quick = analyse(replace(plain, steps=wrong)).ranks[0].times
+    assert quick.hidden_waiting_us + quick.exposed_waiting_us == quick.communication_us == 12 * MS
 
 
 def test_only_steps_with_the_present_buckets_are_compared() -> None:
@@ -135,6 +163,17 @@ def test_a_slow_rank_is_named_with_the_place_where_it_falls_behind(ranks: int, b
     assert ("before backward" in str(straggler)) == (bucket <= 0)
 
 
+def test_a_rank_that_ends_its_messages_later_is_waited_for_in_the_next_step() -> None:
+    slow = training(delay_us=lambda step, rank, at: 9 * MS if (rank, at) == (1, -1) else 0.0)
+
+    def later(record: StepRecord) -> StepRecord:
+        *others, last = record.messages
+        return replace(record, messages=(*others, replace(last, finished_us=last.finished_us + 9 * MS)))
+
+    steps = tuple((first, later(second), *others) for first, second, *others in slow.steps)
+    assert named(replace(slow, steps=steps)) == [(1, None)]
+
+
 def test_several_slow_ranks_are_named_the_latest_first() -> None:
     delays = {1: 50 * MS, 4: 80 * MS}
     slow = training(ranks=6, jitter_us=1000, delay_us=lambda step, rank, at: delays.get(rank, 0.0) * (at == 1))
@@ -155,10 +194,48 @@ def test_what_is_rare_or_small_or_uncertain_names_nobody() -> None:
     assert named(small) == []  # 1 of 40 ms
     slow = training(delay_us=lambda step, rank, at: 10 * MS if (rank, at) == (1, 1) else 0.0)
     assert named(slow) == [(1, 1)]
-    unsure = Timeline(slow.ranks, slow.nodes, (0.0, 6 * MS, 0.0, 0.0), slow.steps)
-    assert named(unsure) == []
+    unsteady = training(
+        delay_us=lambda step, rank, at: 10 * MS if (rank, at) == (1, 1) else 30 * MS * (step % 2) * (at == -1)
+    )
+    assert named(unsteady) == []  # steps differ by more
+    for uncertainty_us in ((0.0, 6 * MS, 0.0, 0.0), (6 * MS, 0.0, 6 * MS, 6 * MS)):
+        assert named(replace(slow, uncertainty_us=uncertainty_us)) == []
     few = Timeline(slow.ranks, slow.nodes, slow.uncertainty_us, slow.steps[:4])
     assert named(few) == []
+
+
+# ------------------------------------------------------------------- nodes that do not wait for each other
+
+
+def apart(slow_us: float) -> Timeline:
+    """Two nodes that average by themselves, as PeriodicAverage has them; rank 3 needs longer for its forward."""
+    one = training(ranks=2, nodes=1)
+    other = training(ranks=2, nodes=1, delay_us=lambda step, rank, at: slow_us if (rank, at) == (1, -1) else 0.0)
+    both = [left + right for left, right in zip(one.steps, other.steps, strict=True)]
+    inside = tuple(
+        tuple(
+            replace(
+                record,
+                messages=tuple(
+                    replace(message, spans=tuple(replace(span, level="intra") for span in message.spans))
+                    for message in record.messages
+                ),
+            )
+            for record in step
+        )
+        for step in both
+    )
+    return Timeline((0, 1, 2, 3), (0, 0, 1, 1), (0.0,) * 4, inside)
+
+
+def test_who_is_waited_for_where_nodes_do_not_wait_for_each_other() -> None:
+    found = analyse(apart(5 * MS))
+    waiting = [rank.times.hidden_waiting_us + rank.times.exposed_waiting_us for rank in found.ranks]
+    assert waiting == pytest.approx([0, 0, 5 * MS, 0])
+    (straggler,) = found.stragglers  # of 39 ms; what node 1 is behind node 0 by, step after step, is nobody's
+    assert (straggler.rank, straggler.bucket) == (3, None)
+    assert straggler.late_us == pytest.approx(5 * MS)
+    assert analyse(apart(0.0)).stragglers == ()
 
 
 # ------------------------------------------------------------------------------------------ the report
@@ -176,7 +253,7 @@ EVEN = report(
 def test_the_report_says_what_was_measured() -> None:
     text = str(EVEN)
     for line in (
-        "2 ranks on 2 nodes; steps 0 to 7: 8 with the present buckets, of 8 recorded",
+        "2 ranks on 2 nodes; steps 0 to 7: 8 compared of 8 recorded, those with the present buckets",
         "step 27.00 ms = compute 20.00 + exposed communication 7.00 (waiting 0.00, transfer 7.00)",
         "communication 12.00 ms, of which 42 % hidden behind compute",
         "slowest: no rank stands out",
@@ -201,10 +278,22 @@ def test_the_report_fits_many_ranks_and_long_names() -> None:
     lines = str(late).split("\n")
     assert max(map(len, lines)) <= 140
     assert any("rank 33 is 3050.00 ms behind" in line for line in lines)
-    assert any(line.startswith("33 ") for line in lines)
-    assert "Ranks, ms (the 16 latest; 24 more)" in lines
+    ranks = lines[lines.index("Ranks, ms (the 16 latest; 24 more)") :]
+    ranks = ranks[: ranks.index("")]
+    assert len(ranks) == 1 + 2 + 16 + 1  # title, headings, ranks, mean
+    assert any(line.startswith("33 ") for line in ranks)
     assert "plan" not in str(late)
     assert "predicted" not in str(late)
+
+
+def test_of_many_late_ranks_the_latest_are_named() -> None:
+    late = training(ranks=60, buckets=2, delay_us=lambda step, rank, at: (20 + rank) * MS * (at == 1 and rank < 20))
+    lines = str(report(late, WireBytes(), TrafficOutside())).split("\n")
+    named = [line for line in lines if line.startswith("slowest: rank")]
+    assert len(named) == 16
+    assert named[0].startswith("slowest: rank 19 is 39.00 ms")
+    assert named[0].endswith("in backward, by half of that or more up to bucket 1 (layer1)")
+    assert "slowest: 4 more ranks, less late than these" in lines
 
 
 def test_long_parameter_names_keep_their_ends() -> None:

@@ -16,7 +16,7 @@ from commopt import recording
 from commopt.groups import Team, WireBytes, join
 from commopt.groups.payload import broadcast_bytes, gather_bytes
 from commopt.recording import Recorder
-from commopt.timeline import Report, TrafficOutside, clocks, gather, report
+from commopt.timeline import Report, Timeline, TrafficOutside, clocks, gather, report
 from commopt.timeline.clocks import measure_offsets, offsets_from
 from commopt.timeline.gather import affordable
 from tests.ranks import run
@@ -34,13 +34,14 @@ def test_one_rank_has_its_own_clock() -> None:
     assert offsets_from([[1.0]], [[2.0]]).offset_us == (0.0,)
 
 
-def test_a_third_rank_tightens_the_bounds() -> None:
-    # Rank 0 enters early and leaves late, but once beside rank 1 and once, in another round, 1 beside 2.
-    entered = [[0.0, 0.0, -900.0], [0.0, -800.0, -800.0]]
-    left = [[2.0, 2.0, 900.0], [700.0, 2.0 - 800.0 + 800.0, 2.0 - 800.0 + 800.0]]
-    direct = offsets_from([[row[0], row[2]] for row in entered], [[row[0], row[2]] for row in left])
-    by_way_of_1 = offsets_from(entered, left)
-    assert by_way_of_1.uncertainty_us[2] <= direct.uncertainty_us[1]
+def test_ranks_in_between_tighten_the_bounds() -> None:
+    # In round k only ranks k and k+1 come late and leave at once; what the others tell alone is 500 times as vague.
+    near = [{number, number + 1} for number in range(3)]
+    entered = [[1000.0 if rank in pair else 0.0 for rank in range(4)] for pair in near]
+    left = [[1002.0 if rank in pair else 2000.0 for rank in range(4)] for pair in near]
+    found = offsets_from(entered, left)
+    assert found.offset_us == (0, 0, 0, 0)
+    assert found.uncertainty_us == (0, 2, 4, 6)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -86,6 +87,23 @@ def test_bytes_of_any_length_reach_everyone() -> None:
     assert run(bytes_over, 3) == [True] * 3
 
 
+def gather_uneven(rank: int, world_size: int) -> Timeline:
+    """Ranks that recorded different steps, one of them with other buckets on rank 1."""
+    plain = [step[rank] for step in training(ranks=3, buckets=2, steps=6).steps]
+    other = [step[rank] for step in training(ranks=3, buckets=3, steps=6).steps]
+    kept = {0: plain[:5], 1: [*plain[1:3], other[3], *plain[4:]], 2: plain[1:]}
+    return gather(join().team, kept[rank])
+
+
+def test_only_steps_that_all_ranks_recorded_alike_are_gathered() -> None:
+    results = run(gather_uneven, 3, nodes=((0, 2), (1,)))
+    assert all(timeline == results[0] for timeline in results)
+    found = results[0]
+    assert (found.ranks, found.nodes) == ((0, 2, 1), (0, 0, 1))
+    assert [step[0].step for step in found.steps] == [1, 2, 4]
+    assert len(found.uncertainty_us) == 3
+
+
 BUCKETS, SLEEPS_AT = 4, 2
 AHEAD_S = 5
 
@@ -103,9 +121,12 @@ def clock_ahead(rank: int) -> Iterator[None]:
         yield
 
 
-def train(team: Team, steps: int, slow: int | None) -> Report:
-    """Compute and reduce like a DDP model with a lane of its own; rank `slow` sleeps 0.2 s in every backward."""
-    recorder = Recorder()
+def train(team: Team, steps: int, slow: int | None) -> tuple[Report, float]:
+    """Compute and reduce like a DDP model with a lane of its own; rank `slow` sleeps 0.2 s in every backward.
+
+    Return also how many microseconds of sleep that really became, at most: machines may be busy.
+    """
+    recorder, slept_us = Recorder(), 0.0
     recorder.enabled = True
     gradient = torch.ones(1000)
     with ThreadPoolExecutor(1) as lane:
@@ -119,7 +140,9 @@ def train(team: Team, steps: int, slow: int | None) -> Report:
             time.sleep(0.01)
             pending = []
             for bucket in range(BUCKETS):
+                begun_ns = time.perf_counter_ns()
                 time.sleep(0.2 if team.rank == slow and bucket == SLEEPS_AT else 0.005)
+                slept_us = max(slept_us, (time.perf_counter_ns() - begun_ns) / 1000)
                 if bucket == 0:
                     recorder.begin_step(step, torch.device("cpu"))
                 recorder.bucket(bucket, f"layer{bucket}", 4000)
@@ -128,29 +151,31 @@ def train(team: Team, steps: int, slow: int | None) -> Report:
                 pending.append(lane.submit(work, recorder.message([bucket], f"layer{bucket}", 4000)))
             for future in pending:
                 future.result()
-    return report(gather(team, recorder.steps()), WireBytes(), TrafficOutside())
+    return report(gather(team, recorder.steps()), WireBytes(), TrafficOutside()), slept_us
 
 
-def late_and_even(rank: int, world_size: int) -> tuple[list[float], Report, Report]:
+def late_and_even(rank: int, world_size: int) -> tuple[list[float], Report, Report, float]:
     team = join().team
     with clock_ahead(rank):
         offsets = measure_offsets(team)
         errors_us = [offset + place * AHEAD_S * 1e6 for place, offset in enumerate(offsets.offset_us)]
         assert all(abs(error) <= bound for error, bound in zip(errors_us, offsets.uncertainty_us, strict=True))
-        return errors_us, train(team, 6, slow=1), train(team, 12, slow=None)
+        late, slept_us = train(team, 6, slow=1)
+        return errors_us, late, train(team, 12, slow=None)[0], slept_us
 
 
+@pytest.mark.alone
 def test_a_sleeping_rank_is_named_and_an_even_run_names_nobody() -> None:
     results = run(late_and_even, 2)
     assert results[0][1] == results[1][1]  # every rank has the whole timeline
-    errors_us, late, even = results[0]
+    errors_us, late, even, _ = results[0]
     assert max(map(abs, errors_us)) < 20_000
     (straggler,) = late.analysis.stragglers
     assert (straggler.rank, straggler.bucket, straggler.label) == (1, SLEEPS_AT, f"layer{SLEEPS_AT}")
-    assert straggler.late_us == pytest.approx(195_000, rel=0.1)
+    assert 150_000 < straggler.late_us < 1.5 * results[1][3]
     assert "rank 1 is" in str(late)
     waiter, sleeper = late.analysis.ranks
     assert waiter.times.exposed_waiting_us + waiter.times.hidden_waiting_us > 150_000
-    assert sleeper.times.exposed_waiting_us < 20_000
+    assert sleeper.times.exposed_waiting_us < waiter.times.exposed_waiting_us / 2
     assert even.analysis.stragglers == ()
     assert "no rank stands out" in str(even)

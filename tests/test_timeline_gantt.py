@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ def test_ranks_buckets_and_what_was_found_are_written(tmp_path: Path) -> None:
 def test_a_late_rank_is_the_headline(tmp_path: Path) -> None:
     slow = training(delay_us=lambda step, rank, at: 200 * MS if (rank, at) == (1, 2) else 0.0)
     assert "The ranks wait for rank 1: 200.0 ms late" in texts(slow, tmp_path)
+    two = training(ranks=6, delay_us=lambda step, rank, at: (20 + rank) * MS if rank < 2 and at == 2 else 0.0)
+    assert "The ranks wait for rank 1 and 1 more: 21.0 ms late" in texts(two, tmp_path)
 
 
 def test_of_many_ranks_the_latest_are_shown(tmp_path: Path) -> None:
@@ -61,8 +64,23 @@ def test_several_steps_and_a_step_by_its_number(tmp_path: Path) -> None:
     timeline = training(steps=6)
     assert any(text.startswith("steps 2 to 4;") for text in texts(timeline, tmp_path, step=2, steps=3))
     assert any(text.startswith("step 5;") for text in texts(timeline, tmp_path, step=5, steps=3))
-    with pytest.raises(ConfigurationError, match="step=9 was not recorded; pass one of 0 to 5"):
+    with pytest.raises(ConfigurationError, match="step=9 was not recorded; pass one of 0-5,"):
         draw(timeline, tmp_path / "step.svg", step=9)
+    with pytest.raises(ConfigurationError, match="steps=0 leaves nothing to draw; pass 1 or more"):
+        draw(timeline, tmp_path / "step.svg", steps=0)
+
+
+def test_steps_that_do_not_follow_each_other_are_not_drawn_together(tmp_path: Path) -> None:
+    timeline = training(steps=9)
+    gap = replace(timeline, steps=timeline.steps[:3] + timeline.steps[6:])
+    assert any(text.startswith("steps 1 to 2;") for text in texts(gap, tmp_path, step=1, steps=5))
+    with pytest.raises(ConfigurationError, match="step=4 was not recorded; pass one of 0-2,6-8, or None"):
+        draw(gap, tmp_path / "step.svg", step=4)
+
+
+def test_a_step_of_no_length_has_a_headline(tmp_path: Path) -> None:
+    still = training(ranks=1, nodes=1, buckets=1, forward_us=0, bucket_us=0, transfer_us=0)
+    assert "0 % of the step is exposed communication" in texts(still, tmp_path)
 
 
 @pytest.mark.parametrize("suffix", [".png", ".pdf"])

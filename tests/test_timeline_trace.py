@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from commopt.recording import Span
+from commopt.recording import MessageRecord, Span
 from commopt.timeline import Timeline, trace, write_trace
 from tests.timelines import training
 
@@ -21,8 +22,8 @@ NUMBER = (int, float)
 REQUIRED: dict[str, dict[str, Any]] = {
     "X": {"cat": str, "ts": NUMBER, "dur": NUMBER, "args": dict},
     "i": {"cat": str, "ts": NUMBER, "s": str, "args": dict},
-    "s": {"cat": str, "ts": NUMBER, "id": (str, int)},
-    "f": {"cat": str, "ts": NUMBER, "id": (str, int)},
+    "s": {"cat": str, "ts": NUMBER, "id": int},  # chrome://tracing takes any text, Perfetto hexadecimal numbers only
+    "f": {"cat": str, "ts": NUMBER, "id": int},
     "M": {"args": dict},
 }
 METADATA = {"process_name": str, "process_sort_index": int, "thread_name": str, "thread_sort_index": int}
@@ -86,30 +87,42 @@ def crossings(times: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return crossing
 
 
+def with_messages(timeline: Timeline, change: Callable[[MessageRecord], MessageRecord]) -> Timeline:
+    """The same timeline with other messages."""
+    steps = tuple(
+        tuple(replace(record, messages=tuple(map(change, record.messages))) for record in step)
+        for step in timeline.steps
+    )
+    return replace(timeline, steps=steps)
+
+
 def pipelined() -> Timeline:
     """Two levels at the same time, as a lane with a second thread has them; times with odd fractions."""
-    plain = training(ranks=2, steps=3, jitter_us=333.3)
 
-    def overlap(begin: float, end: float) -> tuple[Span, ...]:
+    def overlap(message: MessageRecord) -> MessageRecord:
+        begin, end = message.started_us, message.finished_us
         part = (end - begin) / 7
-        return (
+        spans = (
             Span("intra", "reduce_scatter", 8, begin, begin + 2 * part),
             Span("inter", "all_reduce", 8, begin + part, begin + 4 * part),
             Span("intra", "reduce_scatter", 8, begin + 2 * part, begin + 5 * part),
             Span("inter", "all_reduce", 8, begin + 4 * part, end),
         )
+        return replace(message, spans=spans)
 
-    steps = tuple(
-        tuple(
-            replace(
-                record,
-                messages=tuple(replace(m, spans=overlap(m.started_us, m.finished_us)) for m in record.messages),
-            )
-            for record in step
-        )
-        for step in plain.steps
-    )
-    return replace(plain, steps=steps)
+    return with_messages(training(ranks=2, steps=3, jitter_us=333.3), overlap)
+
+
+def overlapping() -> Timeline:
+    """Messages that begin before the one before has ended, the last of a step after the next step has begun."""
+
+    def longer(message: MessageRecord) -> MessageRecord:
+        mark = int(message.started_us)  # to be known again by
+        spans = tuple(replace(span, nbytes=mark, end_us=span.end_us + 1_000) for span in message.spans[:1])
+        times_us = message.queued_us + 200, message.started_us + 200, message.finished_us + 17_000
+        return MessageRecord(message.buckets, message.label, mark, *times_us, spans)
+
+    return with_messages(training(ranks=2, steps=3, jitter_us=333.3, transfer_us=3_000), longer)
 
 
 CASES = {
@@ -117,6 +130,7 @@ CASES = {
     "jitter": training(ranks=3, jitter_us=777.7, steps=20),
     "late": training(ranks=2, delay_us=lambda step, rank, at: 200 * MS * (rank == at == 1)),
     "pipelined": pipelined(),
+    "messages at the same time": overlapping(),
     "long uptime": replace(
         CASE := training(jitter_us=777.7),
         steps=tuple(tuple(record.shifted(3.1e12) for record in step) for step in CASE.steps),
@@ -139,7 +153,8 @@ def test_the_check_notices_what_is_wrong() -> None:
         (slice_, {"pid": "rank 0"}),
         (slice_, {"ph": "Q"}),
         (slice_, {"dur": slice_["dur"] + 1e4}),
-        (flow, {"id": "another"}),
+        (flow, {"id": "0.1"}),
+        (flow, {"id": -1}),
     ):
         events = [{**other, **change} if other is event else other for other in good["traceEvents"]]
         assert problems({**good, "traceEvents": events}), change
@@ -170,8 +185,47 @@ def test_ranks_are_processes_and_their_events_have_the_times_of_the_timeline(tmp
     assert (inter["name"], inter["args"]["bytes"]) == ("inter all_reduce", 50)
 
 
+def test_a_step_begins_no_earlier_than_the_one_before_has_ended() -> None:
+    plain = training(ranks=1, nodes=1, buckets=1, steps=2)  # a step of 21 ms
+    ahead = tuple(tuple(replace(record, forward_us=-5 * MS) for record in step) for step in plain.steps)  # of a GPU
+    events = trace(replace(plain, steps=ahead))["traceEvents"]
+    computing = [(event["ts"], event["dur"]) for event in events if event.get("cat") == "compute"]
+    assert computing == [(0, 20 * MS), (26 * MS, 15 * MS)]
+
+
+def test_waiting_ends_with_the_message_whatever_the_clocks_say() -> None:
+    plain = training(ranks=2, buckets=1)
+    wrong = tuple((quick, slow.shifted(8 * MS)) for quick, slow in plain.steps)
+    waiting = [event for event in trace(replace(plain, steps=wrong))["traceEvents"] if event.get("cat") == "waiting"]
+    assert [(event["pid"], event["dur"]) for event in waiting] == [(0, 6 * MS)] * 8
+
+
 def test_collectives_at_the_same_time_get_a_row_of_their_own() -> None:
     events = trace(pipelined())["traceEvents"]
     rows = {event["args"]["name"]: event["tid"] for event in events if event["name"] == "thread_name"}
-    second = rows["lane, collectives at the same time"]
-    assert {event["cat"] for event in events if event["tid"] == second and event["ph"] == "X"} <= {"intra", "inter"}
+    assert set(rows) == {"gradients", "lane", "lane (2)", "waiting for the last rank"}
+    slices = [(event["tid"], event["name"]) for event in events if event["ph"] == "X"]
+    second = [name for tid, name in slices if tid == rows["lane (2)"]]
+    # Of each four collectives the second, and the fourth: then the third is still in the first row.
+    assert second == ["inter all_reduce"] * 2 * 4 * 3
+    assert (rows["lane"], "intra reduce_scatter") in slices
+
+
+def test_messages_at_the_same_time_get_rows_with_their_collectives() -> None:
+    events = [event for event in trace(overlapping())["traceEvents"] if event["pid"] == 0]
+    rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert {"lane", "lane (2)", "lane (3)", "gradients", "gradients (2)"} <= set(rows.values())
+    messages = [event for event in events if event.get("cat") == "message"]
+    for message in messages:
+        mark = message["args"]["bytes"]
+        (part,) = (event for event in events if event.get("cat") == "intra" and event["args"]["bytes"] == mark)
+        (arrow,) = (event for event in events if event["ph"] == "f" and event["ts"] == message["ts"])
+        assert part["tid"] == arrow["tid"] == message["tid"]
+    assert len({event["id"] for event in events if event["ph"] == "f"}) == len(messages)
+
+
+def test_no_thread_has_the_number_of_its_process() -> None:
+    many = trace(training(ranks=400, nodes=50, buckets=1, steps=1))["traceEvents"]
+    threads = {(event["pid"], event["tid"]) for event in many if event["ph"] == "X"}
+    assert len({tid for _, tid in threads}) == len(threads)
+    assert all(pid != tid for pid, tid in threads)

@@ -180,7 +180,7 @@ def _telling(shape: TeamShape) -> list[int]:
     counts = shape.ranks_per_node
     if shape.uniform:
         return list(range(counts[0]))
-    firsts = {count: sum(counts[:node]) for node, count in reversed(list(enumerate(counts)))}
+    firsts = {count: sum(counts[:node]) for node, count in enumerate(counts)}
     return sorted(firsts.values())
 
 

@@ -176,7 +176,7 @@ def _joined(points: tuple[Point, ...], cut: list[tuple[int, int]], lines: list[S
         steeper = before.beta_us_per_byte - line.beta_us_per_byte
         if line.time_us(right) >= before.time_us(right):
             start = right
-        elif line.time_us(left) >= before.time_us(left):
+        elif steeper > 0 and line.time_us(left) >= before.time_us(left):  # parallel lines cross by rounding alone
             start = (line.alpha_us - before.alpha_us) / steeper
         else:  # the curve must not fall: it is level until the line has come up
             start = left

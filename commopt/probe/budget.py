@@ -56,7 +56,7 @@ def repeats(predicted_us: float, left_us: float, wanted: Repeats) -> Repeats | N
     may take all of it.
     """
     portion_us = left_us / 4
-    often = min(int(_SETTLED_US / predicted_us), 10 * wanted.iterations) if predicted_us else 0
+    often = min(int(_SETTLED_US / predicted_us), 10 * wanted.iterations)
     full = Repeats(wanted.warm_up, max(often, wanted.iterations))
     if predicted_us * (full.warm_up + full.iterations) <= portion_us:
         return full

@@ -18,6 +18,7 @@ from commopt.probe.header import command_line
 from commopt.probe.linerate import Network, line_rate_gbps
 from commopt.probe.settings import PARTS, Settings, parse_nbytes
 from commopt.probe.surveyor import survey
+from commopt.timeline.drawable import require_drawable
 
 BAD_INPUT = 64
 _FAILED = 1
@@ -118,7 +119,7 @@ def _require_usable(output: Path | None, plot: Path | None) -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             if plot is not None:
-                picture.require_drawable(plot)
+                require_drawable(plot)
             for path in (output, plot):
                 if path is not None:
                     _require_writable(path)
@@ -131,12 +132,12 @@ def _require_usable(output: Path | None, plot: Path | None) -> None:
 
 
 def _require_writable(path: Path) -> None:
-    existed = path.exists()
     try:
+        existed = path.exists()
         path.open("a").close()
+        if not existed:
+            path.unlink()
     except OSError as error:
         raise ConfigurationError(
             f"{path} cannot be written: {error.strerror}; pass a file in a folder that exists"
         ) from None
-    if not existed:
-        path.unlink()

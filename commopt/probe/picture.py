@@ -10,11 +10,9 @@ from statistics import fmean
 from typing import Any
 
 from commopt.cost import Curve, LinkKey, Links
-from commopt.errors import ConfigurationError
 from commopt.probe.linerate import Network
 from commopt.probe.settings import nbytes_text
-
-FORMATS = (".png", ".svg", ".pdf")
+from commopt.timeline.drawable import require_drawable
 
 # Okabe and Ito's colours, which the colour-blind can tell apart.
 _STYLES = {
@@ -34,16 +32,6 @@ _TITLES = {
 }
 _REACH = 4.0  # where curves are taken for extrapolated
 _STEPS = 160
-
-
-def require_drawable(path: Path) -> None:
-    """Raise ConfigurationError for a file whose format is none of FORMATS, and where matplotlib is missing."""
-    if path.suffix.lower() not in FORMATS:
-        raise ConfigurationError(f"--plot {path.name}: no format to draw in; use a name that ends in one of {FORMATS}")
-    try:
-        import matplotlib  # noqa: F401  (asked for, not used)
-    except ImportError:
-        raise ConfigurationError("--plot needs matplotlib: pip install 'commopt[plot]'") from None
 
 
 def draw(links: Links, path: Path) -> None:

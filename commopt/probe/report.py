@@ -10,6 +10,7 @@ from commopt.cost import Curve, Links
 from commopt.probe.linerate import Network, node_gbps
 from commopt.probe.settings import nbytes_text
 from commopt.probe.surveyor import Survey, link_text
+from commopt.timeline.table import aligned
 
 _WIDTH = 120  # of a file or a pipe
 _KINDS = ("encode", "decode", "recode", "factor", "copy")
@@ -28,9 +29,9 @@ def show(survey: Survey, network: Network | None, budget_s: float, stream: TextI
     stream = sys.stdout if stream is None else stream
     links = survey.links
     if links.curves:
-        _table("Links", _link_rows(links), LINKS, stream)
+        _table("Links", _link_rows(links), 2, LINKS, stream)
     if links.work:
-        _table("Compression, on one rank", _work_rows(links), WORK, stream)
+        _table("Compression, on one rank", _work_rows(links), 1, WORK, stream)
     for line in closing(survey, network, budget_s):
         print(line, file=stream)
 
@@ -95,19 +96,18 @@ def _gigabytes(curve: Curve) -> str:
     return f"{1e-3 / beta:.3g}" if beta else "-"
 
 
-def _table(title: str, rows: Sequence[Sequence[str]], caption: str, stream: TextIO) -> None:
-    """Print rows under the first of them, with rich where it is installed; names left, figures right."""
-    headings, *body = rows
-    texts = {place for place in range(len(headings)) if any(row[place][:1].isalpha() for row in body)}
+def _table(title: str, rows: Sequence[Sequence[str]], left: int, caption: str, stream: TextIO) -> None:
+    """Print rows under the first of them, with rich where it is installed; the first `left` columns are names."""
+    headings, *body = ([cell.replace(" ", "\n", 1) for cell in rows[0]], *rows[1:])
     try:
         from rich import box
         from rich.console import Console
         from rich.table import Column, Table
     except ImportError:
-        print(title, *("\t".join(row) for row in rows), caption, sep="\n", file=stream)
+        print(title, *aligned(headings, body, left), caption, sep="\n", file=stream)
         return
     columns = [
-        Column(name.replace(" ", "\n", 1), justify="left" if place in texts else "right", overflow="fold")
+        Column(name, justify="left" if place < left else "right", overflow="fold")
         for place, name in enumerate(headings)
     ]
     table = Table(*columns, title=title, caption=caption, caption_justify="left", box=box.SIMPLE, show_edge=False)

@@ -155,7 +155,7 @@ class Surveyor:
         return found
 
     def _time_work(self, job: Job, nbytes: int, repeats: Repeats) -> Measured:
-        return self._timer.time(job.prepare(nbytes // torch.float32.itemsize, self._timer.device), repeats)
+        return self._timer.time(partial(job.prepare, nbytes // torch.float32.itemsize, self._timer.device), repeats)
 
     def _sweep(
         self,

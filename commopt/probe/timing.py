@@ -12,39 +12,11 @@ import torch
 from commopt import lanes
 from commopt.groups import Membership, Team
 from commopt.probe.budget import Measured, Repeats
+from commopt.recording import Mark, clock_for
 
 Call = Callable[[], None]
+Prepare = Callable[[], Call]
 _LEAST_US = 0.1  # finer than any clock here: a time of nothing has no logarithm
-
-
-class Stopwatch:
-    """Marks moments, on CUDA of the current stream; the host waits for them only when the times are read."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._moments: list[float] = []
-        self._events: list[torch.cuda.Event] = []
-
-    def mark(self) -> None:
-        """Mark this moment."""
-        if self._on_gpu:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._events.append(event)
-        else:
-            self._moments.append(perf_counter())
-
-    @property
-    def marks(self) -> int:
-        """How many moments were marked."""
-        return len(self._events) + len(self._moments)
-
-    def times_us(self) -> list[float]:
-        """Return when each moment was, counted from the first."""
-        if self._on_gpu:
-            self._events[-1].synchronize()
-            return [self._events[0].elapsed_time(event) * 1e3 for event in self._events]
-        return [(moment - self._moments[0]) * 1e6 for moment in self._moments]
 
 
 class AloneTimer:
@@ -53,10 +25,10 @@ class AloneTimer:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def time(self, call: Call, repeats: Repeats) -> Measured:
-        """Return the median time of `call`."""
+    def time(self, prepare: Prepare, repeats: Repeats) -> Measured:
+        """Return the median time of the call that `prepare` returns."""
         started = perf_counter()
-        durations_us = _each_us(call, repeats, self.device)
+        durations_us = _each_us(prepare(), repeats, self.device)
         return Measured(_typical(durations_us), (perf_counter() - started) * 1e6)
 
 
@@ -73,14 +45,15 @@ class LaneTimer:
         self._sequence = count()
         self._compared = perf_counter()
 
-    def time(self, call: Call, repeats: Repeats) -> Measured:
-        """Return the median time of `call`, which every rank makes by itself: that of the slowest rank.
+    def time(self, prepare: Prepare, repeats: Repeats) -> Measured:
+        """Return the median time of the call that `prepare` returns, made by every rank by itself: the slowest rank's.
 
         All ranks are at it at the same time, but no call of one has to do with a call of another.
         """
         durations_us: list[float] = []
 
         def work() -> None:
+            call = prepare()  # on the lane: that one rank has no memory for it is news to all
             self._barrier(self._membership.team)
             durations_us.extend(_each_us(call, repeats, self.device))
 
@@ -105,7 +78,8 @@ class LaneTimer:
         them. Others begin at a barrier, over all ranks where several teams are to be at it at once, and the longest
         duration on any rank counts.
         """
-        watch = Stopwatch(self.device)
+        clock = clock_for(self.device)
+        marks: list[Mark] = []
         everyone = self._membership.team
         together = not (closed and alone)
         meeting = team if alone else everyone
@@ -115,18 +89,19 @@ class LaneTimer:
             for _ in range(repeats.warm_up):
                 call()
             self._barrier(everyone)
-            watch.mark()
+            marks.append(clock.mark())
             for _ in range(repeats.iterations):
                 if together:
                     if meeting is not None:
                         self._barrier(meeting)
-                    watch.mark()
+                    marks.append(clock.mark())
                 call()
-                watch.mark()
+                marks.append(clock.mark())
 
         self._run(what, work)
-        marks_us = [0.0] * watch.marks if team is None else watch.times_us()
-        own_us = _durations(marks_us) if together else marks_us[1:]
+        (times_us,) = clock.times_us([marks])
+        since_us = [0.0 if team is None else time_us - times_us[0] for time_us in times_us]
+        own_us = _durations(since_us) if together else since_us[1:]
         slowest_us, spent_us = self._slowest(own_us)
         if not together:
             slowest_us = [end - begin for begin, end in pairwise([0.0, *slowest_us])]
@@ -160,12 +135,13 @@ class LaneTimer:
 def _each_us(call: Call, repeats: Repeats, device: torch.device) -> list[float]:
     for _ in range(repeats.warm_up):
         call()
-    watch = Stopwatch(device)
-    watch.mark()
+    clock = clock_for(device)
+    marks = [clock.mark()]
     for _ in range(repeats.iterations):
         call()
-        watch.mark()
-    return [end - begin for begin, end in pairwise(watch.times_us())]
+        marks.append(clock.mark())
+    (times_us,) = clock.times_us([marks])
+    return [end - begin for begin, end in pairwise(times_us)]
 
 
 def _typical(durations_us: Sequence[float]) -> float:

@@ -33,5 +33,5 @@ class Message:
         """Return what happened; `times_us` are those of `marks()`."""
         queued_us, started_us, finished_us = next(times_us), next(times_us), next(times_us)
         spans = [Span(level, name, nbytes, next(times_us), next(times_us)) for level, name, nbytes, _, _ in self.spans]
-        spans.sort(key=lambda span: (span.begin_us, -span.end_us))
+        spans.sort(key=lambda span: span.begin_us)
         return MessageRecord(self.buckets, self.label, self.nbytes, queued_us, started_us, finished_us, tuple(spans))

@@ -1,7 +1,8 @@
 """The recordings of all ranks on one clock: report, Perfetto trace and picture."""
 
-from commopt.timeline.analysis import Analysis, BucketTimes, MessageTimes, RankTimes, StepTimes, analyse
+from commopt.timeline.analysis import analyse
 from commopt.timeline.clocks import Offsets, measure_offsets
+from commopt.timeline.findings import Analysis, BucketTimes, MessageTimes, RankTimes, StepTimes
 from commopt.timeline.gantt import draw
 from commopt.timeline.gather import Timeline, gather
 from commopt.timeline.lateness import Straggler

@@ -7,7 +7,7 @@ something else happened (a checkpoint, an evaluation before it) does not count.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from statistics import fmean, median
 
 import numpy as np
@@ -15,98 +15,14 @@ import numpy.typing as npt
 
 from commopt.errors import ConfigurationError
 from commopt.recording import StepRecord
+from commopt.timeline.findings import Analysis, BucketTimes, MessageTimes, RankTimes, StepTimes
 from commopt.timeline.gather import Timeline
 from commopt.timeline.intervals import after, before, length
 from commopt.timeline.lateness import Straggler, lateness_us, stand_out
-from commopt.timeline.stages import STAGES, last_starts_us, segments
+from commopt.timeline.stages import STAGES, last_starts_us, segments, stays_inside
 
-
-@dataclass(frozen=True)
-class StepTimes:
-    """One step of one rank, or the mean of several.
-
-    step_us: from the end of the step before to the end of this one. compute_us: up to the last gradient.
-    exposed_us: from there to the end of the last message, by which communication makes the step longer.
-    hidden_us: when the lane was at work before. Of both, waiting is the time in which this rank had started a message
-    that the last rank had not.
-    """
-
-    step_us: float
-    compute_us: float
-    hidden_us: float
-    hidden_waiting_us: float
-    exposed_us: float
-    exposed_waiting_us: float
-
-    @property
-    def communication_us(self) -> float:
-        """All of it."""
-        return self.hidden_us + self.exposed_us
-
-    @property
-    def hidden_transfer_us(self) -> float:
-        """What of the hidden part is not waiting."""
-        return self.hidden_us - self.hidden_waiting_us
-
-    @property
-    def exposed_transfer_us(self) -> float:
-        """What of the exposed part is not waiting."""
-        return self.exposed_us - self.exposed_waiting_us
-
-
-@dataclass(frozen=True)
-class RankTimes:
-    """One rank. `late_us`: behind the median of the others at its worst bucket, median over steps; may be negative."""
-
-    rank: int
-    node: int
-    times: StepTimes
-    late_us: float
-
-
-@dataclass(frozen=True)
-class BucketTimes:
-    """One of DDP's buckets; `ready_us` since the step began, on the last of the ranks."""
-
-    number: int
-    label: str
-    nbytes: int
-    ready_us: float
-
-
-@dataclass(frozen=True)
-class MessageTimes:
-    """One message of a step, mean over ranks; ready and finished are since the step began.
-
-    queue_us: ready but behind other messages. `stages_us` cuts the time from start to finish into STAGES.
-    """
-
-    buckets: tuple[int, ...]
-    label: str
-    nbytes: int
-    ready_us: float
-    queue_us: float
-    finished_us: float
-    stages_us: dict[str, float]
-
-
-@dataclass(frozen=True)
-class Analysis:
-    """What a timeline shows; of the steps recorded only those with the last one's buckets are compared.
-
-    last_exposed_us: communication after the last gradient of all ranks, the part that no faster rank would shorten.
-    """
-
-    first_step: int
-    last_step: int
-    compared_steps: int
-    recorded_steps: int
-    mean: StepTimes
-    last_exposed_us: float
-    ranks: tuple[RankTimes, ...]
-    buckets: tuple[BucketTimes, ...]
-    messages: tuple[MessageTimes, ...]
-    stragglers: tuple[Straggler, ...]
+Steps = Sequence[Sequence[StepRecord]]  # [step][rank]
+Times = Sequence[Sequence[float]]
 
 
 def analyse(timeline: Timeline) -> Analysis:
@@ -115,19 +31,23 @@ def analyse(timeline: Timeline) -> Analysis:
     steps = [timeline.steps[place] for place in chosen]
     begins = [begins_us(timeline, place) for place in chosen]
     last = steps[-1][0]
-    by_rank = _step_times(steps, begins)
+    starts = [last_starts_us(step, timeline.nodes) for step in steps]
+    by_rank = _step_times(steps, begins, starts)
     ready = np.array([[[bucket.ready_us for bucket in record.buckets] for record in step] for step in steps])
+    since = ready - np.array(begins)[:, :, None]
     step_us = np.array([median(times.step_us for times in step) for step in by_rank])
-    late_us = np.median(lateness_us(ready), axis=0).max(axis=1)
+    # Nodes that do not wait for each other drift apart: there a rank is late by what each step adds.
+    apart = np.array([stays_inside(step) for step in steps])
+    compared = np.where(apart[:, None, None], since, ready)
+    late_us = np.median(lateness_us(compared), axis=0).max(axis=1)
     typical = _typical(step_us)
     ranks = [_mean([by_rank[step][place] for step in typical]) for place in range(len(timeline.ranks))]
     stragglers = [
         Straggler(
             timeline.ranks[place], amount, last.buckets[bucket].number if bucket else None, last.buckets[bucket].label
         )
-        for place, bucket, amount in stand_out(ready, step_us, np.array(timeline.uncertainty_us))
+        for place, bucket, amount in stand_out(compared, step_us, np.array(timeline.uncertainty_us))
     ]
-    since = ready - np.array(begins)[:, :, None]
     return Analysis(
         steps[0][0].step,
         last.step,
@@ -140,7 +60,9 @@ def analyse(timeline: Timeline) -> Analysis:
             BucketTimes(bucket.number, bucket.label, bucket.nbytes, ready_us)
             for bucket, ready_us in zip(last.buckets, since[typical].max(axis=1).mean(axis=0).tolist(), strict=True)
         ),
-        _message_times([steps[step] for step in typical], [begins[step] for step in typical]),
+        _message_times(
+            [steps[step] for step in typical], [begins[step] for step in typical], [starts[step] for step in typical]
+        ),
         tuple(stragglers),
     )
 
@@ -148,29 +70,43 @@ def analyse(timeline: Timeline) -> Analysis:
 def comparable(timeline: Timeline) -> list[int]:
     """Return the places of the steps with the last one's buckets and messages: DDP and plans change them.
 
-    Raises ConfigurationError when there is no step at all.
+    Of these only the ones whose beginning is known, if there are any. Raises ConfigurationError when there is no step.
     """
     if not timeline.steps:
         raise ConfigurationError(
             "no step was recorded on all ranks; switch recording on, train some steps and ask between two of them"
         )
     layout = timeline.steps[-1][0].layout
-    return [place for place, step in enumerate(timeline.steps) if step[0].layout == layout]
+    alike = [place for place, step in enumerate(timeline.steps) if step[0].layout == layout]
+    known = [
+        place
+        for place in alike
+        if follows(timeline, place) or all(record.forward_us is not None for record in timeline.steps[place])
+    ]
+    return known or alike
 
 
 def begins_us(timeline: Timeline, place: int) -> list[float]:
-    """Return when the step began on each rank: when the one before ended, if recorded, else with the forward pass."""
-    step = timeline.steps[place]
-    if place > 0 and timeline.steps[place - 1][0].step == step[0].step - 1:
+    """Return when the step began on each rank: when the one before ended, if recorded, else with the forward pass.
+
+    Where nobody noted that either, when its first bucket was ready.
+    """
+    if follows(timeline, place):
         return [record.completed_us for record in timeline.steps[place - 1]]
+    step = timeline.steps[place]
     return [record.buckets[0].ready_us if record.forward_us is None else record.forward_us for record in step]
 
 
-def _step_times(steps: Sequence[Sequence[StepRecord]], begins: Sequence[Sequence[float]]) -> list[list[StepTimes]]:
-    """[step][rank]."""
+def follows(timeline: Timeline, place: int) -> bool:
+    """Return whether the step before this one was recorded too."""
+    return place > 0 and timeline.steps[place - 1][0].step == timeline.steps[place][0].step - 1
+
+
+def _step_times(steps: Steps, begins: Times, starts: Sequence[Times]) -> list[list[StepTimes]]:
+    """[step][rank]; `starts` are of [step][rank][message] as in `last_starts_us`."""
     return [
-        [_times(record, begin_us, last_starts_us(step)) for record, begin_us in zip(step, begin, strict=True)]
-        for step, begin in zip(steps, begins, strict=True)
+        [_times(*each) for each in zip(step, begin, start, strict=True)]
+        for step, begin, start in zip(steps, begins, starts, strict=True)
     ]
 
 
@@ -198,18 +134,13 @@ def _mean(times: Sequence[StepTimes]) -> StepTimes:
     return StepTimes(*(fmean(getattr(each, field.name) for each in times) for field in fields(StepTimes)))
 
 
-def _message_times(
-    steps: Sequence[Sequence[StepRecord]], begins: Sequence[Sequence[float]]
-) -> tuple[MessageTimes, ...]:
+def _message_times(steps: Steps, begins: Times, starts: Sequence[Times]) -> tuple[MessageTimes, ...]:
     found = []
     for number, message in enumerate(steps[-1][0].messages):
         rows = np.array(
             [
-                [
-                    _message_row(record, number, begin_us, last_start_us)
-                    for record, begin_us in zip(step, begin, strict=True)
-                ]
-                for step, begin, last_start_us in zip(steps, begins, _last_starts_us(steps, number), strict=True)
+                [_message_row(record, number, begin_us, last[number]) for record, begin_us, last in each]
+                for each in (zip(*step, strict=True) for step in zip(steps, begins, starts, strict=True))
             ]
         )
         ready_us, queue_us, finished_us, *stages_us = rows.mean(axis=(0, 1)).tolist()
@@ -227,9 +158,4 @@ def _message_row(record: StepRecord, number: int, begin_us: float, last_start_us
     stages = dict.fromkeys(STAGES, 0.0)
     for segment in segments(message, last_start_us):
         stages[segment.stage] += segment.end_us - segment.begin_us
-    queue_us = message.started_us - message.queued_us
-    return [ready_us - begin_us, queue_us, message.finished_us - begin_us, *stages.values()]
-
-
-def _last_starts_us(steps: Sequence[Sequence[StepRecord]], number: int) -> list[float]:
-    return [max(record.messages[number].started_us for record in step) for step in steps]
+    return [ready_us - begin_us, message.started_us - ready_us, message.finished_us - begin_us, *stages.values()]

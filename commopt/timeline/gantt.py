@@ -7,12 +7,12 @@ from statistics import median
 from typing import Any
 
 from commopt.errors import ConfigurationError
-from commopt.timeline.analysis import Analysis, analyse, begins_us, comparable
+from commopt.timeline.analysis import analyse, begins_us, comparable, follows
+from commopt.timeline.drawable import require_drawable
+from commopt.timeline.findings import Analysis
 from commopt.timeline.gather import Timeline
 from commopt.timeline.report import numbers
 from commopt.timeline.stages import LOCAL, WAITING, last_starts_us, segments
-
-FORMATS = (".svg", ".png", ".pdf")
 
 # Okabe and Ito's colours, which the colour-blind can tell apart.
 _COLOURS = {LOCAL: "#E69F00", "intra": "#009E73", "inter": "#0072B2", "world": "#CC79A7"}
@@ -32,21 +32,24 @@ _STRIDES = (1, 2, 5, 10, 20, 50)
 
 
 def draw(timeline: Timeline, path: str | Path, step: int | None = None, steps: int = 1) -> None:
-    """Draw `steps` consecutive steps from number `step` on into a file: .svg, .png or .pdf.
+    """Draw up to `steps` steps that follow each other, from number `step` on, into a file: .svg, .png or .pdf.
 
     step: None takes the one whose length is most typical. Of more than 16 ranks the latest are shown.
-    Raises ConfigurationError for another suffix, a step that was not recorded, and where matplotlib is missing.
+    Raises ConfigurationError for another suffix, a step that was not recorded, and where matplotlib is missing; OSError
+    where the file cannot be written.
     """
     path = Path(path)
-    if path.suffix.lower() not in FORMATS:
-        raise ConfigurationError(f"{path}: no format to draw in; pass a name that ends in {', '.join(FORMATS)}")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigurationError("a picture needs matplotlib: pip install 'commopt[plot]'") from None
+    require_drawable(path)
+    if steps < 1:
+        raise ConfigurationError(f"steps={steps} leaves nothing to draw; pass 1 or more")
+    from matplotlib.figure import Figure
+
     found = analyse(timeline)
     first = _place_of(timeline, step)
-    chosen = range(first, min(first + steps, len(timeline.steps)))
+    last = first + 1
+    while last < min(first + steps, len(timeline.steps)) and follows(timeline, last):
+        last += 1
+    chosen = range(first, last)
     shown = _shown(found)
     row_height = 0.8 if len(shown) <= 4 else 0.55
     figure = Figure(figsize=(_WIDTH, 1.9 + row_height * len(shown)), facecolor="white", layout="constrained")
@@ -72,8 +75,8 @@ def _place_of(timeline: Timeline, step: int | None) -> int:
     for place, records in enumerate(timeline.steps):
         if records[0].step == step:
             return place
-    first, last = timeline.steps[0][0].step, timeline.steps[-1][0].step
-    raise ConfigurationError(f"step={step} was not recorded; pass one of {first} to {last}, or None")
+    recorded = numbers([records[0].step for records in timeline.steps])
+    raise ConfigurationError(f"step={step} was not recorded; pass one of {recorded}, or None")
 
 
 def _length_us(timeline: Timeline, place: int) -> float:
@@ -89,8 +92,11 @@ def _shown(found: Analysis) -> list[int]:
 
 def _headline(found: Analysis) -> str:
     if found.stragglers:
-        return f"The ranks wait for rank {found.stragglers[0].rank}: {found.stragglers[0].late_us / 1000:.1f} ms late"
-    return f"{100 * found.mean.exposed_us / found.mean.step_us:.0f} % of the step is exposed communication"
+        first, *others = found.stragglers
+        more = f" and {len(others)} more" if others else ""
+        return f"The ranks wait for rank {first.rank}{more}: {first.late_us / 1000:.1f} ms late"
+    share = found.mean.exposed_us / found.mean.step_us if found.mean.step_us else 0.0
+    return f"{100 * share:.0f} % of the step is exposed communication"
 
 
 def _caption(timeline: Timeline, chosen: range, found: Analysis, ranks: int) -> str:
@@ -119,7 +125,7 @@ def _row(axes: Any, row: int, timeline: Timeline, number: int, place: int, origi
     axes.vlines(ready, top, top + _ROW_COMPUTE[1], colors=_READY, linewidth=0.9, zorder=2)
     bars: dict[str, list[tuple[float, float]]] = {}
     outlines = []
-    for message, last_start_us in zip(record.messages, last_starts_us(step), strict=True):
+    for message, last_start_us in zip(record.messages, last_starts_us(step, timeline.nodes)[place], strict=True):
         for part in segments(message, last_start_us):
             bars.setdefault(part.stage, []).append((ms(part.begin_us), ms(part.end_us) - ms(part.begin_us)))
         outlines.append((ms(message.started_us), ms(message.finished_us) - ms(message.started_us)))
@@ -135,7 +141,7 @@ def _row(axes: Any, row: int, timeline: Timeline, number: int, place: int, origi
 
 def _frame(axes: Any, timeline: Timeline, chosen: range, shown: list[int], origin_us: float) -> None:
     last_us = max(record.completed_us for record in timeline.steps[chosen[-1]])
-    axes.set_xlim(0, (last_us - origin_us) / 1000 * 1.005)
+    axes.set_xlim(0, max((last_us - origin_us) / 1000 * 1.005, 1e-3))
     axes.set_ylim(len(shown), 0)
     axes.set_yticks(
         [row + 0.5 for row in range(len(shown))],

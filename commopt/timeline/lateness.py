@@ -11,8 +11,7 @@ Array = npt.NDArray[np.float64]
 
 # A rank is named when it is late by each of these, in the median over steps at its worst bucket:
 _OF_A_STEP = 0.05  # times the step
-_OF_ITS_SPREAD = 1.0  # times how much its lateness differs from step to step,
-_STANDARD_ERRORS = 6.0  # and so many standard errors of that median,
+_STANDARD_ERRORS = 6.0  # times how well that median is known, from how lateness differs from step to step,
 _OF_STEP_SPREAD = 1.0  # times how much steps differ in length,
 _OF_CLOCKS = 2.0  # times the uncertainty of the clocks.
 _FEWEST_STEPS = 5
@@ -25,8 +24,8 @@ _MEDIAN_ERROR = 1.2533  # standard error of a median in those of a mean
 class Straggler:
     """A rank that the others wait for: it is `late_us` behind the median of the others.
 
-    The delay arises before `bucket` (DDP's number) is ready. None: before the first bucket is, that is in data
-    loading, in the forward pass or at the start of backward.
+    Half of that or more is there when `bucket` (DDP's number) is ready. None: already when the first bucket is, so that
+    it comes from data loading, the forward pass or the start of backward.
     """
 
     rank: int
@@ -38,7 +37,7 @@ class Straggler:
         if self.bucket is None:
             place = "before backward: already its first bucket is late (data loading, forward, start of backward)"
         else:
-            place = f"in backward, first seen at bucket {self.bucket} ({self.label})"
+            place = f"in backward, by half of that or more up to bucket {self.bucket} ({self.label})"
         return f"rank {self.rank} is {self.late_us / 1000:.2f} ms behind the others; it falls behind {place}"
 
 
@@ -61,7 +60,7 @@ def lateness_us(ready_us: Array) -> Array:
 
 
 def stand_out(ready_us: Array, step_us: Array, uncertainty_us: Array) -> list[tuple[int, int, float]]:
-    """Return (rank, bucket in which the delay arises, lateness) of the ranks that are late, the latest first.
+    """Return (rank, bucket by which half of the delay is there, lateness) of the ranks that are late, latest first.
 
     ready_us: [step, rank, bucket], buckets in the order in which they become ready. step_us: length of each step.
     uncertainty_us: of each rank's clock. All that is compared is a median or a median distance from it, so that
@@ -82,7 +81,7 @@ def stand_out(ready_us: Array, step_us: Array, uncertainty_us: Array) -> list[tu
         noise = max(float(spread[rank, worst]), float(np.median(spread)))
         needed = max(
             floor,
-            noise * max(_OF_ITS_SPREAD, _STANDARD_ERRORS * _MEDIAN_ERROR / steps**0.5),
+            noise * _STANDARD_ERRORS * _MEDIAN_ERROR / steps**0.5,
             _OF_CLOCKS * float(uncertainty_us[rank] + np.median(uncertainty_us)),
         )
         if amount > needed:

@@ -8,7 +8,8 @@ from typing import Any
 
 from commopt.errors import ConfigurationError
 from commopt.groups import WireBytes
-from commopt.timeline.analysis import Analysis, RankTimes, StepTimes, analyse
+from commopt.timeline.analysis import analyse
+from commopt.timeline.findings import Analysis, RankTimes, StepTimes
 from commopt.timeline.gather import Timeline
 from commopt.timeline.stages import STAGES
 from commopt.timeline.table import aligned
@@ -83,15 +84,16 @@ def _head(report: Report) -> list[str]:
     nodes = len({rank.node for rank in found.ranks})
     lines = [
         f"{_count(len(found.ranks), 'rank')} on {_count(nodes, 'node')}; steps {found.first_step} to "
-        f"{found.last_step}: {found.compared_steps} with the present buckets, of {found.recorded_steps} recorded",
+        f"{found.last_step}: {found.compared_steps} compared of {found.recorded_steps} recorded, those with the "
+        f"present buckets",
         f"step {_ms(times.step_us)} ms = compute {_ms(times.compute_us)} + exposed communication "
         f"{_ms(times.exposed_us)} (waiting {_ms(times.exposed_waiting_us)}, transfer {_ms(times.exposed_transfer_us)})",
         f"communication {_ms(times.communication_us)} ms, of which {_hidden_percent(times)} hidden behind compute",
     ]
-    if found.stragglers:
-        lines += [f"slowest: {straggler}" for straggler in found.stragglers]
-    else:
-        lines.append("slowest: no rank stands out")
+    named = found.stragglers[:_MOST_RANKS] or ("no rank stands out",)
+    lines += [f"slowest: {straggler}" for straggler in named]
+    if len(found.stragglers) > _MOST_RANKS:
+        lines.append(f"slowest: {_count(len(found.stragglers) - _MOST_RANKS, 'more rank')}, less late than these")
     if report.plan is not None:
         predicted = report.predicted_exposed_us
         against = (
@@ -168,12 +170,12 @@ def _words(report: Report) -> list[str]:
     return [
         "step: from the end of the last message to the end of the next step's. compute: until the last gradient.",
         "hidden: communication while gradients are computed. exposed: communication after the last gradient.",
-        "waiting: this rank has started a message that another rank has not. transfer: the rest.",
+        "waiting: this rank has started a message that another rank in it has not. transfer: the rest.",
         "late: this rank's gradients behind the median of the other ranks', at its worst bucket.",
         "ready, finished: since the step began. queue: behind other messages. local: packing, compressing, adding.",
         "intra, inter, world: collectives inside nodes, between nodes, over all ranks at once.",
         "Means over the half of the steps whose length is nearest the median; late: median over all.",
-        f"Clocks of ranks agree to {report.uncertainty_us:.0f} us.",
+        f"Clocks of ranks agreed with the first one's to {report.uncertainty_us:.0f} us when they were compared.",
     ]
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import inf
 
 from commopt.recording import MessageRecord, StepRecord
 
@@ -25,11 +26,33 @@ class Segment:
     end_us: float
 
 
-def last_starts_us(step: Sequence[StepRecord]) -> list[float]:
-    """Return for each message when the last of the ranks started it: before that nobody can have finished."""
-    return [
-        max(message.started_us for message in same) for same in zip(*(record.messages for record in step), strict=True)
-    ]
+def stays_inside(step: Sequence[StepRecord]) -> bool:
+    """Return whether each node kept to itself throughout a step, as with PeriodicAverage: no collective left one."""
+    return all(map(_stays_inside, _by_message(step)))
+
+
+def last_starts_us(step: Sequence[StepRecord], nodes: Sequence[int]) -> list[list[float]]:
+    """Return [rank][message] when the last of the ranks in it started the message: before that it cannot have ended.
+
+    nodes: of each rank. All ranks are in a message, but for those that stay inside the nodes.
+    """
+    columns = []
+    for same in _by_message(step):
+        parts = nodes if _stays_inside(same) else [0] * len(nodes)
+        last_us = dict.fromkeys(parts, -inf)
+        for part, message in zip(parts, same, strict=True):
+            last_us[part] = max(last_us[part], message.started_us)
+        columns.append([last_us[part] for part in parts])
+    return [list(row) for row in zip(*columns, strict=True)]
+
+
+def _by_message(step: Sequence[StepRecord]) -> list[tuple[MessageRecord, ...]]:
+    """Return each message as all ranks recorded it."""
+    return list(zip(*(record.messages for record in step), strict=True))
+
+
+def _stays_inside(same: Iterable[MessageRecord]) -> bool:
+    return all(span.level == "intra" for message in same for span in message.spans)
 
 
 def segments(message: MessageRecord, last_start_us: float) -> list[Segment]:

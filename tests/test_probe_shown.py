@@ -1,0 +1,187 @@
+"""What the probe says: the network beside its line rate, the report, the picture and the progress."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from commopt.cost import Curve, Header, LinkKey, Links, Segment, WorkKey
+from commopt.errors import ConfigurationError
+from commopt.probe import Settings, Survey, picture, report
+from commopt.probe.header import command_line
+from commopt.probe.linerate import Network, line_rate_gbps, node_factor, node_gbps, own_gbps
+from commopt.probe.operations import COLLECTIVES
+from commopt.probe.progress import shown
+from commopt.probe.settings import PARTS
+from commopt.timeline.drawable import require_drawable
+from topology import Cluster
+
+MIB = 2**20
+
+# ------------------------------------------------------------------------------ the network
+
+
+@pytest.mark.parametrize(
+    ("key", "factor"),
+    [
+        (LinkKey("intra", "all_reduce", 2, 2), 0.0),
+        (LinkKey("inter", "all_reduce", 2), 1.0),
+        (LinkKey("inter", "all_reduce", 2, 2), 2.0),
+        (LinkKey("inter", "all_gather", 2, 2), 2.0),
+        (LinkKey("inter", "all_to_all", 2), 0.5),
+        (LinkKey("inter", "broadcast", 2, 2), 2.0),
+        (LinkKey("world", "all_reduce", 4), 1.5),
+        (LinkKey("world", "all_to_all", 4), 1.0),
+    ],
+)
+def test_what_a_node_sends_for_a_byte(key: LinkKey, factor: float) -> None:
+    assert node_factor(key, (2, 2)) == pytest.approx(factor)
+
+
+def links_of(gbps: float = 0.2) -> Links:
+    """Return what a probe of 2 x 2 ranks would find, on such a network."""
+    header = Header("2025-01-02T03:04:05+00:00", ("a", "b"), (2, 2), "gloo", "x86_64 CPU", "2.7.0", "probe")
+    sizes = Settings(1024, 16 * MIB, 4).sizes()
+    curves = {}
+    for primitive in COLLECTIVES:
+        for level, ranks, groups in (("intra", 2, 2), ("inter", 2, 1), ("inter", 2, 2), ("world", 4, 1)):
+            key = LinkKey(level, primitive, ranks, groups)
+            beta = (node_factor(key, (2, 2)) or 0.01) * 8e-3 / gbps
+            curves[key] = Curve.fit((nbytes, 50 * ranks + beta * nbytes) for nbytes in sizes)
+    encoder = Curve.fit((nbytes, 10 + nbytes / 2000) for nbytes in sizes)
+    return Links(header, curves, {WorkKey("encode", "Cast(dtype=torch.bfloat16)"): encoder})
+
+
+def test_the_network_is_held_against_its_line_rate() -> None:
+    network = Network.of(links_of(0.2), 0.2)
+    assert network is not None
+    assert network.measured_gbps == pytest.approx(0.2, rel=0.01)
+    assert not network.slow
+    assert Network.of(links_of(9.0), 25.0).slow  # type: ignore[union-attr]  # there is one
+    assert Network.of(Links(Header(nodes=(1,)), {}), 25.0) is None
+
+
+class Place:
+    """A membership as far as its network cards go."""
+
+    def __init__(self, emulated: bool) -> None:
+        self.cluster = Cluster.from_ranks_per_node(2, 1)
+        assert self.cluster.emulated
+        if not emulated:
+            self.cluster = Cluster(self.cluster.nodes, self.cluster.names)
+
+
+def test_what_a_node_sends_by_the_fit_is_that_of_long_messages() -> None:
+    key = LinkKey("inter", "all_reduce", 2)
+    curve = Curve((Segment(0, 10, 0.01), Segment(1024, 5, 0.04)))
+    assert node_gbps(key, Links(Header(nodes=(1, 1)), {key: curve})) == pytest.approx(0.2)
+    assert node_gbps(key, Links(Header(nodes=(1, 1)), {key: Curve.linear(1, 0)})) is None
+
+
+@pytest.mark.parametrize(("cards", "gbps"), [([25.0, 10.0, 40.0], 10.0), ([25.0, None], None)])
+def test_the_slowest_node_counts_if_all_are_known(
+    cards: list[float | None], gbps: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def everyone(found: list[Any], own: Any, group: Any) -> None:
+        assert own == 25
+        found[:] = cards
+
+    monkeypatch.setattr("commopt.probe.linerate.own_gbps", lambda membership, environ: cards[0])
+    monkeypatch.setattr("commopt.probe.linerate.dist.all_gather_object", everyone)
+    membership = SimpleNamespace(ranks=range(len(cards)), parent=lambda: None)
+    assert line_rate_gbps(cast(Any, membership), {}) == gbps
+
+
+def test_the_line_rate_of_emulated_nodes_is_that_of_their_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("commopt.probe.linerate.node_nic_gbps", lambda machine: 25.0)
+    assert own_gbps(cast(Any, Place(False)), {}) == 25
+    for rate, gbps in (("200mbit", 0.2), ("1gbit", 1.0), ("64kbit", 64e-6), ("none", None)):
+        assert own_gbps(cast(Any, Place(False)), {"BENCH_CLUSTER_RATE": rate}) == gbps
+    assert own_gbps(cast(Any, Place(True)), {}) is None
+
+
+# ------------------------------------------------------------------------------ what is shown
+
+
+def text_of(links: Links, nominal_gbps: float | None, stopped: dict[str, int] | None = None) -> str:
+    stream = io.StringIO()
+    report.show(Survey(links, stopped or {}), Network.of(links, nominal_gbps), 120, stream)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("rich", [True, False])
+def test_the_report(rich: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not rich:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    text = text_of(links_of(), 0.2, {"inter reduce of 2 ranks": 4 * MIB, "world reduce of 4 ranks": 8 * MIB})
+    row = next(line for line in text.splitlines() if "inter" in line and "reduce_scatter" in line).split()
+    assert row[:5] == ["inter", "reduce_scatter", "2", "1", "100"]
+    assert row[5:9] == ["0.05", "0.2", "1.0000", "0.0%"]
+    assert "Cast(dtype=torch.bfloat16)" in text
+    first, *others = (line for line in text.splitlines() if "reduce_scatter" in line)
+    assert {line.index("reduce_scatter") for line in others} == {first.index("reduce_scatter")}
+    levels = [line.split()[0] for line in text.splitlines() if line.split()[:1] and line.split()[0] in PARTS]
+    assert levels == ["intra"] * 6 + ["inter"] * 12 + ["world"] * 6
+    assert "--budget 120 ended 2 of 25 curves" in text
+    assert "inter reduce of 2 ranks at 4 MiB" in text
+    assert "100% of a line rate of 0.2 Gb/s" in text
+
+
+def test_a_network_below_half_its_line_rate_is_warned_of() -> None:
+    slow = text_of(links_of(9.0), 25.0)
+    for part in (
+        "WARN measured bandwidth",
+        "36% of a line rate of 25 Gb/s",
+        "one TCP connection",
+        "MTU",
+        "network card",
+    ):
+        assert part in slow
+    assert "WARN" not in text_of(links_of(9.0), 10.0)
+    assert "the line rate is not known here" in text_of(links_of(9.0), None)
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_the_picture_is_drawn(suffix: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"probe{suffix}"
+    picture.draw(links_of(), path)
+    assert path.stat().st_size > 20_000
+    picture.draw(Links(Header(nodes=(1,)), {}, links_of().work), path)  # of one rank
+
+
+def test_without_matplotlib_the_picture_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigurationError, match="pip install"):
+        require_drawable(Path("probe.png"))
+
+
+def test_progress_is_a_line_for_each_curve_where_there_is_no_terminal() -> None:
+    stream = io.StringIO()
+    with shown(2, stream) as progress:
+        for what in ("inter all_reduce", "copy"):
+            progress.begin(what)
+            progress.measuring("1 KiB")
+            progress.end("3 sizes")
+    assert stream.getvalue() == "[1/2] inter all_reduce: 3 sizes\n[2/2] copy: 3 sizes\n"
+
+
+def test_progress_is_a_bar_on_a_terminal() -> None:
+    pytest.importorskip("rich")
+    stream = io.StringIO()
+    stream.isatty = lambda: True  # type: ignore[method-assign]
+    with shown(2, stream) as progress:
+        progress.begin("inter all_reduce")
+        progress.measuring("1 KiB")
+        progress.end("3 sizes")
+    assert "1/2" in stream.getvalue()
+
+
+def test_the_command_is_written_down_without_folders() -> None:
+    command = command_line(["-o", "/home/me/links.json", "-e", "16M"], {"BENCH_CLUSTER_RATE": "200mbit", "HOME": "/x"})
+    assert command == "BENCH_CLUSTER_RATE=200mbit python -m commopt probe -o links.json -e 16M"
