@@ -56,10 +56,10 @@ def test_segments_join_where_their_lines_cross() -> None:
 
 
 def test_a_line_that_is_below_the_one_before_begins_at_once() -> None:
-    law = [(nbytes, 10 + nbytes * 1e-2 if nbytes < 2**16 else 320 + nbytes * 5e-4) for nbytes in SIZES]
+    law = [(nbytes, 10 + nbytes * 1e-2 if nbytes < 2**16 else 250 + nbytes / 640) for nbytes in SIZES]
     fitted = Curve.fit(law)
-    assert fitted.mape < 0.005
-    assert fitted.time_us(40_000) == pytest.approx(340, rel=0.01)  # on the line before it would be 410
+    assert fitted.mape < 1e-6
+    assert fitted.time_us(40_000) == pytest.approx(10 + 2**15 * 1e-2)  # level; on the line before it would be 410
 
 
 def test_times_that_are_all_alike_are_explained() -> None:

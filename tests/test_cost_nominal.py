@@ -70,6 +70,8 @@ def test_an_exchange_of_all_with_all_leaves_the_node_from_every_rank() -> None:
     assert at_once.beta_us_per_byte == pytest.approx(4 * 4 / 8 * 8e-3 / 80)
     uneven = links_of(3, 1).curve("world", "all_to_all", 4).segments[0]
     assert uneven.beta_us_per_byte == pytest.approx(3 * 1 / 4 * 8e-3 / 80)
+    busiest = links_of(3, 1, 1).curve("world", "all_to_all", 5).segments[0]
+    assert busiest.beta_us_per_byte == pytest.approx(3 * 2 / 5 * 8e-3 / 80)
 
 
 @pytest.mark.parametrize("name", ["nic_gbps", "intra_gb_per_s", "nics", "inter_latency_us", "intra_latency_us"])
@@ -98,6 +100,18 @@ def test_speeds_are_those_of_the_slowest_machine() -> None:
     assert speeds.intra_gb_per_s == 6 * 200 / 8
 
 
+def test_a_ring_of_gpus_is_as_fast_as_its_slowest_neighbours() -> None:
+    # 0 -2- 1 -4- 2 -2- 3 -4- 0, and 1 link across
+    pairs = {(0, 1): 2, (1, 2): 4, (2, 3): 2, (3, 0): 4, (0, 2): 1, (1, 3): 1}
+    both_ways = {pair: links for (a, b), links in pairs.items() for pair in ((a, b), (b, a))}
+    nvlinks = tuple(NvLinks(a, b, links) for (a, b), links in both_ways.items())
+    meshed = replace(machine(4, 100.0), nvlinks=nvlinks)
+    assert Speeds.of_fabric(fabric(meshed)).intra_gb_per_s == 2 * 200 / 8
+    strange = replace(meshed, gpus=(*meshed.gpus[:3], replace(meshed.gpus[3], sm=None)))
+    with pytest.raises(ConfigurationError, match="pass intra_gb_per_s="):
+        Speeds.of_fabric(fabric(strange))
+
+
 def test_unknown_speeds_are_asked_for() -> None:
     unknown = fabric(machine(4, None))
     with pytest.raises(ConfigurationError, match="pass nic_gbps="):
@@ -106,6 +120,8 @@ def test_unknown_speeds_are_asked_for() -> None:
     with pytest.raises(ConfigurationError, match="pass intra_gb_per_s="):
         Speeds.of_fabric(without_gpus)
     assert Speeds.of_fabric(unknown, nic_gbps=10).nic_gbps == 10
+    without_ports = fabric(replace(machine(4, None), nics=()))
+    assert Speeds.of_fabric(without_ports, nic_gbps=10).nics == 1
     given = Speeds.of_fabric(without_gpus, intra_gb_per_s=8)
     assert (given.nic_gbps, given.intra_gb_per_s) == (50, 8)
 

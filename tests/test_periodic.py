@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
-from commopt import Compressed, ConfigurationError, Flat, Hierarchical, PeriodicAverage, Quantize
+from commopt import Compressed, ConfigurationError, Flat, Hierarchical, Layout, PeriodicAverage, Quantize
+from commopt.aggregate.calls import Call
 from commopt.compress import Cast
+from commopt.groups import TeamShape
 from commopt.hooks import periodic
 from tests.ranks import run
 
@@ -53,6 +55,13 @@ def test_the_calendar_begins_with_the_start_step() -> None:
     average = PeriodicAverage(period=3, start_step=2)
     assert [steps for steps in range(12) if average.averages_after(steps)] == [5, 8, 11]
     assert [steps for steps in range(4) if PeriodicAverage(period=1).averages_after(steps)] == [1, 2, 3]
+
+
+def test_gradients_stay_inside_the_node_from_the_start_step_on() -> None:
+    average, shape = PeriodicAverage(start_step=2), TeamShape.of((2, 2))
+    for step, levels in ((1, {"intra", "inter"}), (2, {"intra"}), (None, {"intra"})):
+        steps = average.calls(Layout.anonymous(1000), torch.float32, shape, step=step)
+        assert {each.level for each in steps if isinstance(each, Call)} == levels
 
 
 def test_parameters_are_never_rounded() -> None:

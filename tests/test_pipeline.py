@@ -35,7 +35,7 @@ from commopt import (
 from commopt.aggregate.chunks import MIN_CHUNK_NBYTES, cut
 from commopt.aggregate.hierarchical import Form
 from commopt.groups import Team, TeamShape, join
-from commopt.lanes import lanes_available
+from commopt.lanes import lanes_available, lanes_here
 from tests.catalogue import LAYOUTS, Mean, assert_average
 from tests.feedback_training import STRATEGIES, Training, assert_conserved, assert_something_left
 from tests.pipelining import LAYOUT, Books, Run, assert_balanced, lane_threads, short_chunks
@@ -80,6 +80,11 @@ def test_chunks_are_the_buffer(chunks: int, numel: int, dtype: torch.dtype) -> N
         assert all(part.begin % (512 * 8) == 0 for part in parts), "shards need padding"
     if numel == 1_000_000 and dtype == torch.float32:
         assert len(parts) == chunks
+
+
+def test_the_last_chunk_is_not_too_short_either() -> None:
+    # Half of it, rounded to whole blocks on 64 ranks, would leave 7232 elements, 28 KiB.
+    assert len(cut(Layout.anonymous(40_000), torch.float32, 2, 64, between_pieces=False)) == 1
 
 
 def test_parameters_may_stay_whole() -> None:
@@ -139,6 +144,14 @@ def test_where_two_lanes_are_safe(
     backend: str, nccl: tuple[int, ...], cuda: tuple[int, ...], asked: str, lanes: int
 ) -> None:
     assert lanes_available(backend, nccl, cuda, {"NCCL_LAUNCH_ORDER_IMPLICIT": asked}) == lanes
+
+
+def test_this_process_is_asked_when_it_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("commopt.lanes.available._versions", lambda: ((2, 28), (13, 0)))
+    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    assert lanes_here("nccl") == 2
+    monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT")
+    assert (lanes_here("nccl"), lanes_here("gloo")) == (1, 2)
 
 
 # -------------------------------------------------------------------------------------- averages

@@ -48,13 +48,15 @@ class Scripted(Clock):
         return [[1e6 * self._rank + SCRIPT_US[self._rank][mark] for mark in group] for group in groups]
 
 
-def time_by_script(rank: int, world_size: int) -> tuple[list[float], float]:
-    """Return the times of each kind of call, and what they took in all beside what passed on this rank."""
+def time_by_script(rank: int, world_size: int) -> tuple[list[float], float, int]:
+    """Return the times of each kind of call, what they took in all beside what passed on this rank, and the calls."""
     begun = time.perf_counter()
     timer, team, often = LaneTimer(join()), join().team, Repeats(1, 3)
 
+    calls = []
+
     def prepare(team: Team) -> Callable[[], None]:
-        return lambda: team.all_reduce(torch.ones(4))
+        return lambda: calls.append(team.all_reduce(torch.ones(4)))
 
     with patch("commopt.probe.timing.clock_for", lambda device: Scripted(rank)):
         found = [timer.time(lambda: lambda: None, often)]
@@ -63,15 +65,17 @@ def time_by_script(rank: int, world_size: int) -> tuple[list[float], float]:
         only_first = cast(Team, TeamShape.of((1,)) if rank == 0 else None)
         idle = timer.time_collective(lambda team: lambda: None, only_first, "test", often, closed=False, alone=False)
     spent_us = sum(measured.spent_us for measured in (*found, idle))
-    return [measured.time_us for measured in (*found, idle)], spent_us / (time.perf_counter() - begun) / 1e6
+    spent = spent_us / (time.perf_counter() - begun) / 1e6
+    return [measured.time_us for measured in (*found, idle)], spent, len(calls)
 
 
 def test_the_slowest_rank_counts_and_all_know_the_same() -> None:
-    for times_us, spent in run(time_by_script, 2):
+    for times_us, spent, calls in run(time_by_script, 2):
         # By itself: medians 20 and 30. In a row: the last ends at 15, 45 and 80. From a barrier on: 30, 40 and 60 on
         # rank 1, which does not count where it only waits.
         assert times_us == [30, 30, 40, 20]
         assert 0 < spent < 1.5
+        assert calls == 2 * (1 + 3)
 
 
 def share_time(rank: int, world_size: int) -> list[float]:
