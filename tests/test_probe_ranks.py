@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
 
 from commopt.__main__ import main
 from commopt.compress import Cast, Quantize
@@ -50,13 +51,17 @@ class Scripted(Clock):
 
 def time_by_script(rank: int, world_size: int) -> tuple[list[float], float, int]:
     """Return the times of each kind of call, what they took in all beside what passed on this rank, and the calls."""
-    begun = time.perf_counter()
     timer, team, often = LaneTimer(join()), join().team, Repeats(1, 3)
+    begun = time.perf_counter()
 
-    calls = []
+    calls: list[Tensor] = []
 
     def prepare(team: Team) -> Callable[[], None]:
-        return lambda: calls.append(team.all_reduce(torch.ones(4)))
+        def call() -> None:
+            calls.append(torch.ones(4))
+            team.all_reduce(calls[-1])
+
+        return call
 
     with patch("commopt.probe.timing.clock_for", lambda device: Scripted(rank)):
         found = [timer.time(lambda: lambda: None, often)]
