@@ -97,7 +97,7 @@ def packed(parts: Sequence[Tensor], scratch: Scratch) -> Iterator[Tensor]:
         yield parts[0]
         return
     numel = sum(part.numel() for part in parts)
-    buffer = scratch.take("message", numel, parts[0].dtype, parts[0].device)
+    buffer = scratch.take("packed buckets", numel, parts[0].dtype, parts[0].device)
     pack(parts, buffer)
     yield buffer
     unpack(buffer, parts)
