@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from commopt.errors import ConfigurationError
 from commopt.groups import Team, WireBytes
+from commopt.groups.payload import broadcast_bytes
 from commopt.lanes import Ticket
 from commopt.plan import Plan
 from commopt.recording import Recorder
@@ -22,7 +23,8 @@ def timeline_of(
 ) -> Timeline:
     """Return what all ranks have recorded; the first of them also writes a trace and draws a picture. Collective.
 
-    run: puts work on the lane.
+    run: puts work on the lane. Raises ConfigurationError, on every rank, when nothing was recorded or a file could not
+    be written.
     """
     found: list[Timeline] = []
     run(lambda: found.append(gather(team, recorder.steps())), "timeline").wait()
@@ -32,11 +34,29 @@ def timeline_of(
             "no step was recorded yet; train for a few steps with attach(..., record=True) (where there are several "
             "ranks, plan='adaptive' records the steps it measures, from the fourth on)"
         )
-    if team.rank == 0 and trace is not None:
-        write_trace(timeline, trace)
-    if team.rank == 0 and plot is not None:
-        draw(timeline, plot)
+    problem = _write(timeline, trace, plot).encode() if team.rank == 0 else None
+    heard: list[bytes] = []
+    run(lambda: heard.append(broadcast_bytes(team, problem, 0)), "outcome of writing the timeline").wait()
+    if heard[0]:
+        raise ConfigurationError(heard[0].decode())
     return timeline
+
+
+def _write(timeline: Timeline, trace: str | Path | None, plot: str | Path | None) -> str:
+    """Write what is asked for; return what went wrong, whatever it is: the other ranks wait to hear of it."""
+    try:
+        if trace is not None:
+            write_trace(timeline, trace)
+        if plot is not None:
+            draw(timeline, plot)
+    except ConfigurationError as error:
+        return str(error)
+    except OSError as error:
+        path = error.filename or trace or plot
+        return f"{path} cannot be written: {error.strerror}; pass another file, or make room for it"
+    except Exception as error:
+        return f"the timeline could not be written: {error!r}"
+    return ""
 
 
 def report_on(timeline: Timeline, sent: WireBytes, steps: int, ddp: TorchDDP | None, plan: Plan | None) -> Report:

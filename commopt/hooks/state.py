@@ -192,7 +192,7 @@ class HookState:
         """Return what every rank recorded, on one clock; collective, between two steps.
 
         trace: where rank 0 writes it as a Chrome trace (ui.perfetto.dev reads it). plot: where rank 0 draws it, which
-        needs matplotlib. Raises ConfigurationError when nothing was recorded.
+        needs matplotlib. Raises ConfigurationError on every rank when nothing was recorded or a file cannot be written.
         """
         registration = self._registration
         return timeline_of(registration.recorder, registration.sending.team, registration.run, trace, plot)
