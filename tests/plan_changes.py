@@ -56,6 +56,6 @@ def plan_of(*parts: list[str], strategy: str = repr(commopt.Flat())) -> Plan:
 def changing(kind: type = Changing) -> Iterator[None]:
     """Let `kind` decide on rank 0, in registrations made meanwhile."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("meeting", "planning"):
+        for name in ("methods", "planning"):
             patch.setattr(import_module(f"commopt.bucketing.{name}"), "Adaptation", kind)
         yield

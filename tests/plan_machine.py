@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -20,8 +21,10 @@ from commopt.plan import (
     Unit,
     Window,
 )
+from commopt.tuning import Tuning
 
 LARGEST_BYTES = 10**9
+M = TypeVar("M", bound="Machine")
 
 
 def line(alpha_us: float, us_per_byte: float) -> PriceTable:
@@ -85,7 +88,7 @@ class Machine:
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.seed)
-        self.adaptation = Adaptation(self.costs, self.max_bytes, needed_first=self.needed_first)
+        self.adaptation: Adaptation | Tuning = Adaptation(self.costs, self.max_bytes, needed_first=self.needed_first)
         self.found = Plan(self.ddp_buckets(), origin="found")
         self.plan = self.found
         self.calendar: Calendar = Adaptation.first
@@ -100,7 +103,7 @@ class Machine:
         )
         return tuple(Bucket.of([self.units[place] for place in bucket], "flat") for bucket in places)
 
-    def run(self, steps: int) -> Machine:
+    def run(self: M, steps: int) -> M:
         """Meet until `steps` steps are done."""
         while self.calendar.meet_at < steps:
             step = self.calendar.meet_at

@@ -21,16 +21,16 @@ last. So T steps have at most 5 + log2(1 + T / 50) changes, whatever is measured
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from commopt.plan import surprise
 from commopt.plan.calendar import Calendar, Decision
 from commopt.plan.conditions import Conditions
 from commopt.plan.correction import Correction
-from commopt.plan.evidence import DRIFT, LEAST_GAIN, SIGNIFICANT_ERRORS, WORSE, Estimate, ms
+from commopt.plan.evidence import DRIFT, LEAST_GAIN, SIGNIFICANT_ERRORS, WORSE, ms
+from commopt.plan.measured import Measured
 from commopt.plan.order import prioritized
-from commopt.plan.plan import Bucket, Plan, Prediction, Unit
+from commopt.plan.plan import Plan, Prediction
 from commopt.plan.planner import best_plan
 from commopt.plan.prices import Costs
 from commopt.plan.schedule import simulate
@@ -50,19 +50,9 @@ _WITHIN_NOISE = "is within the noise"
 
 
 @dataclass(frozen=True)
-class _Measured:
-    """A plan as it did in a window."""
-
-    plan: Plan
-    units: tuple[Unit, ...]
-    step: Estimate
-    conditions: Conditions
-
-
-@dataclass(frozen=True)
 class _Trial:
     plan: Plan
-    before: _Measured
+    before: Measured
     drifts: int  # so far
 
 
@@ -94,6 +84,10 @@ class Adaptation:
         """Costs as corrected so far."""
         return self._correction.costs
 
+    def reprice(self, costs: Costs) -> None:
+        """Go by new trials of what messages cost."""
+        self._correction = Correction(costs)
+
     def decide(self, window: Window, step: int) -> Decision:
         """Decide after `step`, with what was measured since the calendar's measure_from."""
         if len(window.step_us) < LEAST_STEPS:
@@ -119,7 +113,7 @@ class Adaptation:
 
     def _consider(self, window: Window, step: int, news: str) -> Decision:
         """Plan anew, and change if that is worth it."""
-        now = self._measured(window)
+        now = Measured.of(window, self._plan)
         plan, why = self._better(window, now)
         self._reference, self._open = now.conditions, "a gain was within the noise" if _WITHIN_NOISE in why else ""
         if plan is None:
@@ -128,7 +122,7 @@ class Adaptation:
 
     def _verify(self, trial: _Trial, window: Window, step: int) -> Decision:
         """Compare the step with the one before the change, and what happened with what was expected."""
-        now, before = self._measured(window), trial.before
+        now, before = Measured.of(window, self._plan), trial.before
         other_costs = news = surprise.of_messages(window, self.costs)
         if not news and now.plan is self._plan and trial.plan.predicted is not None:
             news = surprise.of_step(window, trial.plan.predicted, before.step.error)
@@ -146,15 +140,15 @@ class Adaptation:
                 self._refinements += 1
                 return self._try(plan, best, step, f"refined, {tried}: {measured}, but {news}: {why}{_aside(window)}")
         if worse:
-            plan = replace(best.plan, predicted=self._expected(best))
+            plan = replace(best.plan, predicted=best.expected(self.costs))
             reason = f"taken back, {tried} -> {len(plan.buckets)} buckets: {measured}{_aside(window)}"
             return self._change(plan, step, reason)
         return self._keep(step, f"accepted, {tried}: {measured}{_aside(window)}", now)
 
-    def _better(self, window: Window, best: _Measured) -> tuple[Plan | None, str]:
+    def _better(self, window: Window, best: Measured) -> tuple[Plan | None, str]:
         """Return a plan that is worth a trial, expected to be better than `best`; or None; and why."""
-        running = self._running(window)
-        now = simulate(window.units, running.buckets, self.costs, running.order)
+        running = Measured.of(window, self._plan)
+        now = running.expected(self.costs)
         plan, then = self._planned(window)
         step_us = max(0.0, window.step.value - (now.finish_us - then.finish_us))
         gain_us, least_us = best.step.value - step_us, LEAST_GAIN * best.step.value
@@ -173,7 +167,7 @@ class Adaptation:
             if then.finish_us > known.finish_us - least_us:
                 return None, f"the best plan found is much like one that was taken back; {expected}"
         why = f"backward is ready after {ms(now.compute_us)} and communication takes {ms(now.communication_us)}"
-        return plan, f"{len(running.buckets)} buckets -> {len(plan.buckets)} buckets, because {why}; {expected}"
+        return plan, f"{len(running.plan.buckets)} buckets -> {len(plan.buckets)} buckets, because {why}; {expected}"
 
     def _planned(self, window: Window) -> tuple[Plan, Prediction]:
         plan = best_plan(window.units, self.costs, self._max_bytes, spare=SPARE)
@@ -182,20 +176,7 @@ class Adaptation:
         assert plan.predicted is not None  # best_plan makes one
         return plan, plan.predicted
 
-    def _measured(self, window: Window) -> _Measured:
-        return _Measured(self._running(window), window.units, window.step, Conditions.of(window))
-
-    def _expected(self, measured: _Measured) -> Prediction:
-        """Return what is expected of a plan with all that is known now."""
-        return simulate(measured.units, measured.plan.buckets, self.costs, measured.plan.order)
-
-    def _running(self, window: Window) -> Plan:
-        """Return what ran in the window as a plan: the current one, or what DDP's buckets made of it."""
-        if self._plan is not None and _contents(self._plan.buckets) == _contents(window.buckets):
-            return self._plan
-        return Plan(window.buckets, origin="found")
-
-    def _try(self, plan: Plan, before: _Measured, step: int, reason: str) -> Decision:
+    def _try(self, plan: Plan, before: Measured, step: int, reason: str) -> Decision:
         self._trial = _Trial(plan, before, self._drifts)
         decision = self._change(plan, step, reason)
         begin = step + 1 + SETTLING_STEPS
@@ -208,20 +189,15 @@ class Adaptation:
         self._watch_steps = FIRST_DISTANCE_STEPS
         return replace(self._keep(step, reason), plan=plan)
 
-    def _keep(self, step: int, reason: str, running: _Measured | None = None) -> Decision:
+    def _keep(self, step: int, reason: str, running: Measured | None = None) -> Decision:
         """Go on; with a new prediction for the plan if it was measured as it is."""
         predicted = None
         if running is not None and self._plan is not None and running.plan is self._plan:
-            predicted = self._expected(running)
+            predicted = running.expected(self.costs)
             self._plan = replace(self._plan, predicted=predicted)
         # There is nothing to be learned while there is nothing to be done.
         meet_at = max(step + self._watch_steps, self._no_trial_before)
         return Decision(None, Calendar(meet_at - WINDOW_STEPS + 1, meet_at), reason, predicted)
-
-
-def _contents(buckets: Sequence[Bucket]) -> set[tuple[frozenset[str], str, int]]:
-    """Return what tells buckets apart, whatever their order and that of their parameters."""
-    return {(frozenset(bucket.names), bucket.strategy, bucket.chunks) for bucket in buckets}
 
 
 def _aside(window: Window) -> str:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from commopt.errors import ConfigurationError
 from commopt.plan.document import field, load, require_text, require_whole
 from commopt.plan.plan import Plan, Prediction
+from commopt.plan.tuned import Tuned
 
 _FORMAT = 1
 
@@ -42,12 +43,15 @@ class Decision:
     """What rank 0 tells the others at a meeting: a plan from the next step on, or None to go on; and the next dates.
 
     predicted: without a plan, what is now expected of the one that goes on; nothing else of that plan changes.
+    tuned: what tuning has come to, if it has now. try_out: whether to try out what messages cost before the next one.
     """
 
     plan: Plan | None
     calendar: Calendar
     reason: str
     predicted: Prediction | None = None
+    tuned: Tuned | None = None
+    try_out: bool = False
 
     def __post_init__(self) -> None:
         require_text(self.reason, "decision: reason")
@@ -62,14 +66,15 @@ class Decision:
         """Return a text from which `from_json` makes an equal decision."""
         plan = None if self.plan is None else self.plan.to_json()
         predicted = None if self.predicted is None else asdict(self.predicted)
-        document = {"format": _FORMAT, "plan": plan, "predicted": predicted, "reason": self.reason}
-        return json.dumps({**document, **asdict(self.calendar)})
+        tuned = None if self.tuned is None else self.tuned.to_json()
+        document = {"format": _FORMAT, "plan": plan, "predicted": predicted, "tuned": tuned}
+        return json.dumps({**document, "reason": self.reason, "try_out": self.try_out, **asdict(self.calendar)})
 
     @classmethod
     def from_json(cls, text: str) -> Decision:
         """Read what `to_json` wrote; raises ConfigurationError for anything else."""
         document = load(text, "decision", _FORMAT)
-        plan, predicted = document.get("plan"), document.get("predicted")
+        plan, predicted, tuned = (document.get(name) for name in ("plan", "predicted", "tuned"))
         calendar = Calendar(
             field(document, "measure_from", int, "decision"), field(document, "meet_at", int, "decision")
         )
@@ -78,4 +83,6 @@ class Decision:
             calendar=calendar,
             reason=field(document, "reason", str, "decision"),
             predicted=None if predicted is None else Prediction.from_entry(predicted, "decision, predicted"),
+            tuned=None if tuned is None else Tuned.from_json(tuned),
+            try_out=field(document, "try_out", bool, "decision"),
         )

@@ -126,6 +126,11 @@ class Plan:
         """Every parameter, bucket by bucket."""
         return tuple(name for bucket in self.buckets for name in bucket.names)
 
+    @property
+    def contents(self) -> frozenset[tuple[frozenset[str], str, int]]:
+        """What tells plans apart, whatever the order of their buckets and of the parameters in these."""
+        return frozenset((frozenset(bucket.names), bucket.strategy, bucket.chunks) for bucket in self.buckets)
+
     def require_names(self, names: Iterable[str]) -> None:
         """Raise ConfigurationError unless the plan is for exactly these parameters."""
         own, wanted = set(self.names), set(names)

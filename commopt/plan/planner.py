@@ -49,26 +49,38 @@ def best_plan(units: Sequence[Unit], costs: Costs, max_bytes: int | None = None,
     if max_bytes is not None:
         require_whole(max_bytes, 1, "max_bytes")
     require_time(spare, "spare")
-    cheapest = Cheapest(costs.prices)
-    ends = _Programme(units, costs, cheapest, max_bytes, spare).best_ends()
-    buckets = []
-    for begin, end in zip((0, *ends), ends, strict=False):
-        members = units[begin:end]
-        strategy, chunks = cheapest.key(sum(unit.nbytes for unit in members))
-        buckets.append(Bucket.of(members, strategy, chunks))
-    return Plan(tuple(buckets), origin="measured", predicted=simulate(units, buckets, costs))
+    programme = Programme(units, costs, [Cheapest(costs.prices)] * len(units), max_bytes)
+    return programme.plan(programme.finish[-1] * (1 + spare))
 
 
 @dataclass(frozen=True)
-class _Programme:
+class Programme:
+    """Which neighbours may share a bucket, what that costs, and which of them do best.
+
+    cheapest: by what each unit is to be sent; only neighbours that have the same one share a bucket.
+    """
+
     units: Sequence[Unit]
     costs: Costs
-    cheapest: Cheapest
+    cheapest: Sequence[Cheapest]
     max_bytes: int | None
-    spare: float
+
+    def plan(self, deadline_us: float) -> Plan:
+        """Return the plan of fewest buckets that finishes by then or, if that cannot be, as early as it can.
+
+        Of those with equally few, the first to finish; then the one with the earliest boundaries.
+        """
+        ends = self._best_ends(deadline_us)
+        buckets = []
+        for begin, end in zip((0, *ends), ends, strict=False):
+            members = self.units[begin:end]
+            strategy, chunks = self.cheapest[begin].key(sum(unit.nbytes for unit in members))
+            buckets.append(Bucket.of(members, strategy, chunks))
+        return Plan(tuple(buckets), origin="measured", predicted=simulate(self.units, buckets, self.costs))
 
     @cached_property
     def ready(self) -> Floats:
+        """When each unit and all before it are ready."""
         return np.maximum.accumulate(np.array([unit.ready_us for unit in self.units], dtype=np.float64))
 
     @cached_property
@@ -80,7 +92,8 @@ class _Programme:
         """For every j (there is no bucket that ends at 0) the least i of a bucket i+1..j."""
         first, run = [0], 0
         for j in range(1, len(self.units) + 1):
-            if self.units[j - 1].dtype != self.units[run].dtype:
+            alike = self.units[j - 1].dtype == self.units[run].dtype and self.cheapest[j - 1] is self.cheapest[run]
+            if not alike:
                 run = j - 1
             least = run
             if self.max_bytes is not None:
@@ -92,25 +105,26 @@ class _Programme:
     def lane_us(self, j: int) -> Floats:
         """Return f(i, j) for i = first[j]..j-1."""
         nbytes = self.bytes_before[j] - self.bytes_before[self.first[j] : j]
-        lane = self.cheapest.times_us(nbytes)
+        lane = self.cheapest[j - 1].times_us(nbytes)
         lane += self.costs.overhead_us
         lane[:-1] += self.costs.pack_us_per_byte * nbytes[:-1]
         return lane
 
-    def best_ends(self) -> tuple[int, ...]:
-        """Return where the buckets of the best partition end."""
-        finish = self._finish()
-        layers = self._latest(finish, finish[-1] * (1 + self.spare))
-        if self.spare:
-            layers = self._latest(finish, self._finish_of_few(len(layers) - 1))
-        return self._earliest(layers)
-
-    def _finish(self) -> Floats:
-        """Return F(0)..F(n)."""
+    @cached_property
+    def finish(self) -> Floats:
+        """F(0)..F(n)."""
         finish = np.zeros(len(self.units) + 1)
         for j in range(1, len(finish)):
             finish[j] = np.min(np.maximum(finish[self.first[j] : j], self.ready[j - 1]) + self.lane_us(j))
         return finish
+
+    def _best_ends(self, deadline_us: float) -> tuple[int, ...]:
+        """Return where the buckets of the best partition end."""
+        least_us = float(self.finish[-1])
+        layers = self._latest(self.finish, max(deadline_us, least_us))
+        if deadline_us > least_us:
+            layers = self._latest(self.finish, self._finish_of_few(len(layers) - 1))
+        return self._earliest(layers)
 
     def _finish_of_few(self, most: int) -> float:
         """Return F(n, most), the least finish time with at most so many buckets."""
@@ -153,7 +167,7 @@ class _Programme:
             reachable = begin + 1 + np.flatnonzero((first[begin + 1 :] <= begin) & (latest[begin + 1 :] > -np.inf))
             nbytes = self.bytes_before[reachable] - self.bytes_before[begin]
             packed = np.where(reachable > begin + 1, self.costs.pack_us_per_byte * nbytes, 0.0)
-            lane = self.cheapest.times_us(nbytes) + self.costs.overhead_us + packed
+            lane = self.cheapest[begin].times_us(nbytes) + self.costs.overhead_us + packed
             finishes = np.maximum(time_us, self.ready[reachable - 1]) + lane
             late = finishes - latest[reachable]
             choice = int(np.argmax(late <= max(float(late.min()), 0.0)))  # the first; rounding may leave none in time

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -104,6 +104,10 @@ class Costs:
                 raise ConfigurationError(
                     f"costs: {strategy!r} has a price for {chunks} chunks but none for 1; give ({strategy!r}, 1) too"
                 )
+
+    def only(self, strategies: Collection[str]) -> Costs:
+        """Return the costs of some of the strategies."""
+        return replace(self, prices={key: table for key, table in self.prices.items() if key[0] in strategies})
 
     def transfer_us(self, nbytes: int, strategy: str, chunks: int) -> float:
         """Return the price of a message; raises ConfigurationError for a strategy that has none."""

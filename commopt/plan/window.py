@@ -33,6 +33,18 @@ class Observed:
 
 
 @dataclass(frozen=True)
+class Faithfulness:
+    """How well compressed updates follow the gradients, on the first rank.
+
+    cosine: of updates and the dense mean, sampled; None before the first sample. residual_norm: L2, of all that is kept
+    for later.
+    """
+
+    cosine: float | None
+    residual_norm: float
+
+
+@dataclass(frozen=True)
 class Window:
     """Measurements of a few steps, as rank 0 gets them.
 
@@ -47,6 +59,7 @@ class Window:
     exposed_us: tuple[float, ...]
     observed: tuple[Observed, ...]
     lateness_us: tuple[float, ...] = ()
+    fidelity: Faithfulness | None = None
 
     @classmethod
     def of(
