@@ -1,5 +1,6 @@
 """Aggregators, one file each; a new one is one file and one line in AGGREGATORS."""
 
+from commopt.aggregate.auto import Auto
 from commopt.aggregate.base import Aggregator
 from commopt.aggregate.compressed import Compressed
 from commopt.aggregate.flat import Flat
@@ -14,4 +15,4 @@ AGGREGATORS: dict[str, type[Aggregator]] = {
     "powersgd": PowerSGD,
 }
 
-__all__ = ["AGGREGATORS", "Aggregator", "Compressed", "Flat", "Hierarchical", "PeriodicAverage", "PowerSGD"]
+__all__ = ["AGGREGATORS", "Aggregator", "Auto", "Compressed", "Flat", "Hierarchical", "PeriodicAverage", "PowerSGD"]

@@ -16,12 +16,12 @@ from torch import Tensor
 from commopt.aggregate.base import Aggregator, mark_non_finite
 from commopt.aggregate.calls import Step, call, work
 from commopt.aggregate.exchange import Exchange
+from commopt.aggregate.leftovers import scale_and_add
 from commopt.aggregate.matrices import Rule, divide, plan
 from commopt.compress import Carry
 from commopt.errors import ConfigurationError
 from commopt.feedback import Account, Factors, Feedback, Layout, Shapes, Side, Spans, checked_patterns, require_feedback
 from commopt.groups import Team, TeamShape, apply_scale
-from commopt.kernels.reference import round_with_carry
 
 _NBYTES = torch.float32.itemsize
 
@@ -86,15 +86,10 @@ class PowerSGD(Aggregator):
 
     def _reduce_as_it_is(self, buffer: Tensor, dtype: torch.dtype, team: Team, scale: float, account: Account) -> None:
         """Do as Flat does, in the dtype of the result, but send along what is kept from before."""
-        carry = self._leftover(dtype, account, buffer.device)
         work = buffer
         if buffer.dtype != dtype:
             work = account.scratch.take("rounded", buffer.numel(), dtype, buffer.device)
-        if carry is not None:
-            round_with_carry(buffer, work, scale, carry)
-        else:
-            apply_scale(buffer, scale)
-            work.copy_(buffer)
+        scale_and_add(buffer, work, scale, self._leftover(dtype, account, buffer.device))
         team.all_reduce(work)
         buffer.copy_(work)
         if account.ledger is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
 from threading import RLock
@@ -45,8 +45,9 @@ def momentum_path(path: str) -> str:
     return f"{path}.{_MOMENTUM}" if path else _MOMENTUM
 
 
-def _is_momentum(slot: Slot) -> bool:
-    return slot.path.rpartition(".")[2] == _MOMENTUM
+def is_momentum(path: str) -> bool:
+    """Return whether what is kept at `path` is momentum."""
+    return path.rpartition(".")[2] == _MOMENTUM
 
 
 @dataclass(eq=False)
@@ -69,12 +70,15 @@ class Ledger:
     _slots: dict[tuple[str, Kind, Layout], Slot] = field(default_factory=dict)
     _loose: dict[str, dict[str, list[tuple[Piece, Tensor]]]] = field(default_factory=dict)  # by path and name
     _placed: dict[str, dict[Layout, str]] = field(default_factory=dict)  # by path: how buffers were divided last
+    _senders: dict[Layout, tuple[str, ...]] = field(default_factory=dict)  # the paths of what sent a buffer last
     _additions: int = 0  # to slots and loose pieces
     _nothing: dict[tuple[str, Layout], int] = field(default_factory=dict)  # nothing was there after so many additions
     _staged: list[tuple[Slot, Tensor, str]] = field(default_factory=list)  # each with a name of its own
     _staged_of: Counter[tuple[int, str]] = field(default_factory=Counter)  # by chunk and path
     _staged_factors: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     _flags: list[Tensor] = field(default_factory=list)
+    _judged: int = 0  # flags of the buffers before the one under way
+    _unjudged: list[Tensor] = field(default_factory=list)  # results that nobody has given a verdict on
     _lock: RLock = field(default_factory=RLock, repr=False)
 
     # ------------------------------------------------------------------------------------- finding
@@ -94,6 +98,7 @@ class Ledger:
                 values = torch.zeros(layout.numel, device=device)
                 self.install(Slot(path, kind, layout, values.to(dtype)))
             slot = self._slots[key]
+            slot.once = False  # whatever became of it as a leftover
             slot.values = slot.values.to(device, dtype)  # a checkpoint may have come from another device
             if kind == "worker" and self.has_loose(path, layout):
                 slot.values = (slot.values + self.collect(path, layout, device)).to(dtype)
@@ -153,9 +158,36 @@ class Ledger:
         placed = self._placed.setdefault(path, {})
         if placed.get(layout) == division:
             return False
-        self._placed[path] = {other: how for other, how in placed.items() if other.names.isdisjoint(layout.names)}
+        self._displace(path, layout)
         self._placed[path][layout] = division
         return self.warm
+
+    def _displace(self, path: str, layout: Layout) -> None:
+        self._placed[path] = {
+            other: how for other, how in self._placed[path].items() if other.names.isdisjoint(layout.names)
+        }
+
+    def hand_over(self, layout: Layout, paths: tuple[str, ...], device: torch.device) -> None:
+        """Let what uses `paths` from now on send what is kept elsewhere for the parameters of `layout`.
+
+        What uses none sends it as a leftover of path "". Momentum goes to where there is momentum, else it stays for
+        whatever has some again. Asked for every buffer before it is sent: a look-up where nothing has changed. That
+        residuals have to be placed anew follows from who sent them last, and not from what this rank holds of them.
+        """
+        if self._senders.get(layout) == paths:
+            return
+        others = {by for known, by in self._senders.items() if not known.names.isdisjoint(layout.names)} - {paths}
+        for path in self._placed:
+            if others or path not in paths:
+                self._displace(path, layout)
+        heir = next((path for path in reversed(paths) if not is_momentum(path)), "")
+        heir_of_momentum = next((path for path in paths if is_momentum(path)), None)
+        for path in {slot.path for slot in self.slots()} - {heir, *paths}:
+            to = heir_of_momentum if is_momentum(path) else heir
+            if to is not None and self.holds(path, layout):
+                self.redirect(path, to, layout, device)
+        self._senders = {known: by for known, by in self._senders.items() if known.names.isdisjoint(layout.names)}
+        self._senders[layout] = paths
 
     def dissolve(self, path: str, layout: Layout, kind: Kind | None = None) -> None:
         """Take apart the residuals (of one kind) with elements of `layout`; an owner's joins what the rank sends.
@@ -237,9 +269,17 @@ class Ledger:
         self._staged_of.clear()
         self._staged_factors.clear()
         self._flags.clear()
+        self._unjudged.clear()
+        self._judged = 0
 
-    def end_bucket(self, *, last: bool) -> None:
-        """Commit what is staged if all of it is finite: now, or with a GradScaler at the last bucket of the step."""
+    def end_bucket(self, result: Sequence[Tensor] = (), *, last: bool) -> None:
+        """Commit what is staged if all of it is finite: now, or with a GradScaler at the last bucket of the step.
+
+        result: where the buffer's values are, to be looked at if nobody has reported on them and anything is staged.
+        """
+        if len(self._flags) == self._judged:
+            self._unjudged.extend(result)
+        self._judged = len(self._flags)
         if last or not self.per_step:
             self._commit()
         if last:
@@ -248,9 +288,9 @@ class Ledger:
 
     def _commit(self) -> None:
         if not (self._staged or self._staged_factors):
-            self._flags.clear()
+            self.begin_step()
             return
-        finite = torch.stack(self._flags).all()
+        finite = torch.stack([*self._flags, *(values.isfinite().all() for values in self._unjudged)]).all()
         # No host sync, but for what is sent once and then gone: a few steps after a load or a change of buckets.
         if finite.device.type == "cpu" or any(slot.once for slot, _, _ in self._staged):
             if finite:
@@ -283,10 +323,10 @@ class Ledger:
     def stats(self) -> dict[str, Any]:
         """Return the L2 norm of all residuals, the sampled error, bytes kept and dropped commits; waits for devices."""
         slots = list(self.slots())
-        momentum = [slot for slot in slots if _is_momentum(slot)]
+        momentum = [slot for slot in slots if is_momentum(slot.path)]
         kept = [tensor for slot in slots for tensor in (slot.values, slot.spare) if tensor is not None]
         return {
-            "residual_norm": _norm(slot for slot in slots if not _is_momentum(slot)),
+            "residual_norm": _norm(slot for slot in slots if not is_momentum(slot.path)),
             **({"momentum_norm": _norm(momentum)} if momentum else {}),
             "compression_error": self.error.value(),
             "residual_bytes": sum(tensor.numel() * tensor.element_size() for tensor in kept),

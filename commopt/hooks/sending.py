@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import count
+from itertools import compress, count
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from commopt import lanes
-from commopt.aggregate import Aggregator
+from commopt.aggregate import Aggregator, Flat
+from commopt.aggregate.leftovers import hand_over
 from commopt.bucketing import Message, packed
 from commopt.feedback import Account, Layout, Ledger
+from commopt.feedback.fidelity import Fidelity, sample_numel
 from commopt.groups import Membership, Team
 from commopt.hooks.traffic import Traffic
 from commopt.recording import Recorder, running
@@ -34,13 +36,18 @@ class Step:
 
 
 class Sending:
-    """What one registration, called `owner`, has on the lane: operations in one order, the same on all ranks."""
+    """What one registration, called `owner`, has on the lane: operations in one order, the same on all ranks.
+
+    watch_fidelity: whether to compare lossy averages with exact ones now and then; the same on every rank.
+    """
 
     def __init__(self, membership: Membership, owner: str, recorder: Recorder) -> None:
         self.membership = membership
         self.owner = owner
         self.messages = 0
         self.traffic = Traffic()
+        self.watch_fidelity = False
+        self.fidelity = Fidelity()
         self._recorder = recorder
         self._sequence = count()
 
@@ -57,7 +64,8 @@ class Sending:
         result = message.held[-1].bucket
         by = " and ".join(dict.fromkeys(map(_name, aggregators)))
         what = f"bucket {', '.join(map(str, message.numbers))} by {by}"
-        work = self._work(message, aggregators, step, last=last)
+        sampled = [self._is_sampled(aggregator, step) for aggregator in aggregators]
+        work = self._work(message, aggregators, sampled, step, last=last)
         inputs = [each.bucket for each in message.held]
         reserved = [each.ticket for each in message.held if each.ticket is not None]
         ticket = self._submit(what, message.numel, work, result, inputs, reserved)
@@ -65,14 +73,27 @@ class Sending:
         step.buffers.extend(message.layouts)
         for layout, dtype, aggregator in zip(message.layouts, message.dtypes(), aggregators, strict=True):
             self.traffic.count(aggregator, layout, dtype, result.device, step.number)
+        for layout in compress(message.layouts, sampled):
+            sample = _anonymous(sample_numel(layout.numel))
+            self.traffic.count(Flat(), sample, torch.float32, result.device, step.number)
         return ticket
 
+    def _is_sampled(self, aggregator: Aggregator, step: Step) -> bool:
+        """Return whether the next buffer, averaged by `aggregator`, is to be compared with its exact average."""
+        return self.watch_fidelity and not aggregator.lossless and self.fidelity.takes(step.number)
+
     def _work(
-        self, message: Message, aggregators: Sequence[Aggregator], step: Step, *, last: bool
+        self,
+        message: Message,
+        aggregators: Sequence[Aggregator],
+        sampled: Sequence[bool],
+        step: Step,
+        *,
+        last: bool,
     ) -> Callable[[], None]:
         """Return what the lane is to do."""
-        team, rank, ledger = self.team, self.membership.global_rank, step.ledger
-        device, scale = message.held[-1].bucket.device, 1.0 / team.size
+        team, rank, ledger, fidelity = self.team, self.membership.global_rank, step.ledger, self.fidelity
+        device = message.held[-1].bucket.device
         numbers = range(len(step.buffers), len(step.buffers) + len(message.layouts))
         # Words only for who asks for them: this is on the way of backward.
         recorder = self._recorder
@@ -83,16 +104,12 @@ class Sending:
                 if numbers[0] == 0:
                     ledger.begin_step()
                 loss_scale = _loss_scale(step.scaler, device)
-                for number, layout, parts, aggregator in zip(
-                    numbers, message.layouts, message.parts(), aggregators, strict=True
+                for number, layout, parts, aggregator, compared in zip(
+                    numbers, message.layouts, message.parts(), aggregators, sampled, strict=True
                 ):
-                    if len(parts) == 1 or not aggregator.all_reduce_apart(parts, team, scale):
-                        # What is exact treats all elements alike; the rest may go by names and shapes.
-                        known = _anonymous(layout.numel) if aggregator.lossless else layout
-                        account = Account(known, step.number, number, rank, ledger, loss_scale)
-                        with packed(parts, ledger.scratch) as buffer:
-                            aggregator.all_reduce(buffer, team, scale, account)
-                    ledger.end_bucket(last=last and number == numbers[-1])
+                    account = Account(layout, step.number, number, rank, ledger, loss_scale)
+                    _average(parts, aggregator, team, account, fidelity if compared else None)
+                    ledger.end_bucket(parts, last=last and number == numbers[-1])
 
         return work
 
@@ -112,6 +129,22 @@ class Sending:
         device = result.device  # with its index, by which lanes are told apart
         operation = lanes.Operation(self.membership, self.owner, next(self._sequence), what, numel, device.type)
         return lanes.lane_for(device).submit(operation, work, result, inputs, reserved)
+
+
+def _average(
+    parts: Sequence[Tensor], aggregator: Aggregator, team: Team, account: Account, fidelity: Fidelity | None
+) -> None:
+    """Replace the buffer that lies in `parts` by its average; `fidelity` compares it with the exact one."""
+    scale = hand_over(aggregator, parts, 1.0 / team.size, account)
+    if len(parts) > 1 and aggregator.all_reduce_apart(parts, team, scale):
+        return
+    if aggregator.lossless:  # what is exact treats all elements alike; the rest may go by names and shapes
+        account = replace(account, layout=_anonymous(account.layout.numel))
+    with packed(parts, account.scratch) as buffer:
+        exact = None if fidelity is None else fidelity.exact(buffer, team, scale)
+        aggregator.all_reduce(buffer, team, scale, account)
+        if fidelity is not None and exact is not None:
+            fidelity.add(exact, buffer)
 
 
 # Asked for every message, in backward.

@@ -1,0 +1,92 @@
+"""How well the averages that are applied point where the exact ones do, measured on samples; and how much waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from commopt.feedback.ledger import Ledger, is_momentum
+from commopt.groups import Team
+
+EVERY_STEPS = 8
+MAX_SAMPLE_NUMEL = 2048
+_FORGETTING = 0.75  # from one sample to the next
+
+
+class Fidelity:
+    """The cosine of sampled averages and the exact ones: of one lossy buffer in every eighth step, in turn.
+
+    Counts from `first_step` on: a plan that begins there is judged by its own samples alone.
+    """
+
+    def __init__(self, first_step: int = 0) -> None:
+        self.first_step = first_step
+        self._step = -1
+        self._seen = self._last_seen = 0  # lossy buffers of this step, and of the last one
+        self._sums: Tensor | None = None
+
+    def takes(self, step: int) -> bool:
+        """Return whether to sample the next lossy buffer of `step`; asked once for each, in their order.
+
+        Alike on all ranks, as it depends on nothing else.
+        """
+        if step != self._step:
+            self._step, self._seen, self._last_seen = step, 0, self._seen
+        number = self._seen
+        self._seen += 1
+        turns, rest = divmod(step + 1 - self.first_step, EVERY_STEPS)
+        return rest == 0 < turns and number == turns % max(self._last_seen, 1)
+
+    def exact(self, buffer: Tensor, team: Team, scale: float) -> Tensor:
+        """Return `scale * sum` over the team of some elements of `buffer`, as float32; collective."""
+        sample = _sampled(buffer).to(torch.float32, copy=True)
+        team.all_reduce(sample, scale=scale)
+        return sample
+
+    def add(self, exact: Tensor, result: Tensor) -> None:
+        """Compare what `exact` returned with the buffer as it is now; what is not finite does not count. No host sync.
+
+        Replicas are alike in both, so every rank finds the same.
+        """
+        a, b = exact.double(), _sampled(result).double()
+        sums = torch.stack([a.dot(b), a.dot(a), b.dot(b)])
+        sums = sums.masked_fill(~sums.isfinite().all(), 0.0)
+        self._sums = sums if self._sums is None else self._sums * _FORGETTING + sums
+
+    def cosine(self) -> float | None:
+        """Return the cosine of recent samples: None before there is one that is not zero; waits for the device."""
+        if self._sums is None:
+            return None
+        both, exact, result = self._sums.tolist()
+        return both / (exact * result) ** 0.5 if exact * result else None
+
+
+def sample_numel(numel: int) -> int:
+    """Return how many of `numel` elements a sample has."""
+    return len(range(0, numel, _stride(numel)))
+
+
+def residual_ratio(ledger: Ledger, gradients: Iterable[Tensor]) -> float | None:
+    """Return the L2 norm of what this rank has yet to send over that of `gradients`, None where these are zero.
+
+    gradients: the last averages, without a loss scale. Momentum, and what is left of sums, do not count. Waits for the
+    device.
+    """
+    waiting = (slot.values for slot in ledger.slots() if slot.kind == "worker" and not is_momentum(slot.path))
+    squares = _squares(gradients)
+    return (_squares(waiting) / squares) ** 0.5 if squares else None
+
+
+def _squares(tensors: Iterable[Tensor]) -> float:
+    return sum(float(values.double().square().sum()) for values in tensors)
+
+
+def _sampled(buffer: Tensor) -> Tensor:
+    return buffer[:: _stride(buffer.numel())]
+
+
+def _stride(numel: int) -> int:
+    # Odd: widths of layers mostly are not, and one column of a matrix would speak for all.
+    return -(-numel // MAX_SAMPLE_NUMEL) | 1

@@ -1,0 +1,223 @@
+"""Sampled averages are compared with the exact ones: the same samples on every rank, and every byte of them counted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, sqrt
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from commopt import DGC, Aggregator, Cast, Compressed, Flat, Hierarchical, Layout, PowerSGD, Quantize
+from commopt.aggregate.calls import Call
+from commopt.bucketing import Message
+from commopt.compress import Exact
+from commopt.feedback import Ledger, Slot
+from commopt.feedback.fidelity import EVERY_STEPS, MAX_SAMPLE_NUMEL, Fidelity, residual_ratio, sample_numel
+from commopt.groups import Team, WireBytes
+from tests.catalogue import LAYOUTS
+from tests.feedback_training import NUMELS, Training, Vectors, gradients
+from tests.overheard import overheard
+from tests.ranks import run
+
+
+@dataclass(frozen=True, repr=False)
+class Halved(Cast):
+    """Hands on one element in two: of equal values the cosine with the exact average is 1 / sqrt(2)."""
+
+    def decompress(self, payload: Tensor, values: Tensor, chunk_numel: int) -> None:
+        super().decompress(payload, values, chunk_numel)
+        values[1::2] = 0
+
+    def accumulate(self, payloads: Tensor, total: Tensor) -> None:
+        super().accumulate(payloads, total)
+        total[1::2] = 0
+
+
+def add(fidelity: Fidelity, exact: list[float], result: list[float]) -> None:
+    fidelity.add(torch.tensor(exact), torch.tensor(result))
+
+
+# ------------------------------------------------------------------------------------------- one rank
+
+
+def test_the_cosine_of_equal_values_is_one() -> None:
+    fidelity = Fidelity()
+    assert fidelity.cosine() is None
+    add(fidelity, [0.0, 0.0], [0.0, 0.0])
+    assert fidelity.cosine() is None
+    add(fidelity, [1.0, -2.0], [3.0, -6.0])
+    assert fidelity.cosine() == pytest.approx(1, abs=1e-12)
+
+
+def test_old_samples_fade() -> None:
+    fidelity = Fidelity()
+    add(fidelity, [3.0, 0.0], [0.0, 5.0])
+    assert fidelity.cosine() == 0
+    add(fidelity, [1.0, 2.0], [2.0, 1.0])
+    exact, result = 0.75 * 9 + 5, 0.75 * 25 + 5
+    assert fidelity.cosine() == pytest.approx(4 / sqrt(exact * result))
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_what_is_not_finite_does_not_count(value: float) -> None:
+    fidelity = Fidelity()
+    add(fidelity, [3.0, 4.0], [3.0, 0.0])
+    add(fidelity, [value, 0.0], [1.0, 1.0])
+    add(fidelity, [1.0, 1.0], [0.0, value])
+    assert fidelity.cosine() == pytest.approx(0.6)
+
+
+def test_values_whose_squares_float32_cannot_hold() -> None:
+    fidelity = Fidelity()
+    add(fidelity, [3e30, 4e30], [3e30, 0.0])
+    assert fidelity.cosine() == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize("numel", [1, 2, 2047, 2048, 2049, 4096, 6000, 100_000, 1 << 20, (1 << 20) + 1])
+def test_samples_are_short_and_reach_from_end_to_end(numel: int) -> None:
+    sampled = sample_numel(numel)
+    assert min(numel, MAX_SAMPLE_NUMEL // 3) <= sampled <= MAX_SAMPLE_NUMEL
+    buffer = torch.zeros(numel)
+    fidelity, changed = Fidelity(), []
+    for element in {0, numel - 1 - (numel - 1) % ceil(numel / sampled)}:
+        buffer[element] = 1.0
+        changed.append(element)
+    fidelity.add(torch.full((sampled,), 1.0), buffer)
+    assert fidelity.cosine() == pytest.approx(sqrt(len(changed) / sampled))
+
+
+def test_buffers_take_turns_in_every_eighth_step() -> None:
+    fidelity = Fidelity(first_step=3)
+    taken = [(step, number) for step in range(3 + 5 * EVERY_STEPS) for number in range(3) if fidelity.takes(step)]
+    assert taken == [(10, 1), (18, 2), (26, 0), (34, 1), (42, 2)]
+
+
+def test_a_first_step_ahead_is_waited_for() -> None:
+    fidelity = Fidelity(first_step=16)
+    assert not any(fidelity.takes(step) for step in range(16))
+
+
+def test_residual_ratio() -> None:
+    ledger = Ledger()
+    assert residual_ratio(ledger, [torch.zeros(2)]) is None
+    layout = Layout.of_parameters([("a", 2)])
+    ledger.install(Slot("", "worker", layout, torch.tensor([3.0, 0.0])))
+    ledger.install(Slot("", "owner", layout, torch.tensor([100.0, 0.0])))
+    ledger.install(Slot("inter.momentum", "worker", layout, torch.tensor([100.0, 0.0])))
+    ledger.deposit("inter", layout, torch.tensor([0.0, 4.0]))
+    assert residual_ratio(ledger, [torch.tensor([6.0, 0.0]), torch.tensor([8.0])]) == pytest.approx(0.5)
+
+
+# ------------------------------------------------------------------------------------------- in training
+
+STEPS = 3 * EVERY_STEPS
+
+
+def constant_gradients(rank: int, step: int, dtype: torch.dtype) -> Vectors:
+    return {name: torch.full((numel,), 1.0 + rank, dtype=dtype) for name, numel in NUMELS.items()}
+
+
+def watch(rank: int, world_size: int, aggregator: Aggregator, constant: bool) -> float | None:
+    chosen = constant_gradients if constant else gradients
+    training = Training(rank, world_size, aggregator, chosen=chosen)
+    training.comm._registration.sending.watch_fidelity = True
+    for _ in range(STEPS):
+        training.step()
+    return training.comm._registration.sending.fidelity.cosine()
+
+
+@pytest.mark.parametrize("layout", ["2x2", "2+1"])
+@pytest.mark.parametrize(
+    ("aggregator", "constant", "low", "high"),
+    [
+        (Compressed(Exact(), feedback=None), False, 1 - 1e-9, 1 + 1e-9),
+        (Compressed(Halved(torch.bfloat16), feedback=None), True, sqrt(0.5) - 0.01, sqrt(0.5) + 0.01),
+        (Compressed(Quantize(8, 64)), False, 0.999, 1.0),
+        (Hierarchical(Compressed(Quantize(8, 64))), False, 0.999, 1.0),
+        (Compressed(DGC(0.01)), False, 0.01, 0.5),
+    ],
+    ids=["exact", "halved", "8 bits", "inter 8 bits", "1%"],
+)
+def test_cosine_in_training(layout: str, aggregator: Aggregator, constant: bool, low: float, high: float) -> None:
+    world_size, nodes = LAYOUTS[layout]
+    found = run(watch, world_size, aggregator, constant, nodes=nodes)
+    assert len(set(found)) == 1, "ranks differ"
+    assert found[0] is not None
+    assert low <= found[0] <= high
+
+
+def listen_to(rank: int, world_size: int, aggregator: Aggregator, watched: bool) -> list[tuple[int, int]]:
+    """Return the step and the bytes of each all_reduce over all ranks."""
+    heard: list[tuple[int, int]] = []
+    training = Training(rank, world_size, aggregator)
+
+    def listen(team: Team, primitive: str, nbytes: int, roots: list[int]) -> None:
+        if team.level == "world" and primitive == "all_reduce":
+            heard.append((training.steps, nbytes))
+
+    training.comm._registration.sending.watch_fidelity = watched
+    with overheard(listen):
+        for _ in range(STEPS):
+            training.step()
+    return heard
+
+
+@pytest.mark.parametrize("layout", ["2x2", "2+1"])
+def test_every_rank_sends_its_samples_in_the_same_steps(layout: str) -> None:
+    world_size, nodes = LAYOUTS[layout]
+    heard = run(listen_to, world_size, Hierarchical(Compressed(Quantize(4, 64))), True, nodes=nodes)
+    assert len({tuple(each) for each in heard}) == 1
+    assert [step for step, _ in heard[0]] == [7, 15, 23]
+    assert len({nbytes for _, nbytes in heard[0]}) == 3, "every bucket has its turn"
+
+
+def test_who_does_not_ask_is_told_nothing() -> None:
+    assert run(listen_to, 2, Compressed(Quantize(8, 64)), False) == [[], []]
+
+
+def test_what_is_exact_is_not_compared_with_itself() -> None:
+    for heard in run(listen_to, 2, Flat(), True):
+        assert len({step for step, _ in heard}) == STEPS
+        assert all(sum(at == step for at, _ in heard) == 3 for step in range(2, STEPS)), "more than the buckets"
+
+
+def count_bytes(rank: int, world_size: int) -> tuple[WireBytes, WireBytes, int]:
+    """Return what is said to be sent, with several strategies in every step, what was heard, and the samples in it."""
+    strategies = [Compressed(Quantize(4, 64)), Hierarchical(PowerSGD(2, start_step=0)), Compressed(DGC(0.25)), Flat()]
+    training = Training(rank, world_size, strategies[0])
+    registration = training.comm._registration
+    world, registration.sending.watch_fidelity = registration.sending.team, True
+    heard, samples, exact = WireBytes(), 0, Fidelity.exact
+
+    def listen(team: Team, primitive: str, nbytes: int, roots: list[int]) -> None:
+        nonlocal heard
+        heard += Call(team.level, primitive, nbytes, *roots).wire_bytes(world)
+
+    def sample(fidelity: Fidelity, buffer: Tensor, team: Team, scale: float) -> Tensor:
+        nonlocal samples
+        samples += 1
+        return exact(fidelity, buffer, team, scale)
+
+    def aggregators_for(message: Message) -> list[Aggregator]:
+        return [strategies[number % 4] for number in message.numbers]
+
+    with patch.object(registration.planning, "aggregators_for", aggregators_for):
+        for _ in range(3):
+            training.step()
+        before = registration.wire_bytes()
+        with overheard(listen), patch.object(Fidelity, "exact", sample):
+            for _ in range(STEPS):
+                training.step()
+    sent = registration.wire_bytes()
+    return WireBytes(sent.intra - before.intra, sent.inter - before.inter), heard, samples
+
+
+@pytest.mark.parametrize("layout", ["2x2", "2+1", "3"])
+def test_samples_are_counted_to_the_byte(layout: str) -> None:
+    world_size, nodes = LAYOUTS[layout]
+    for said, heard, samples in run(count_bytes, world_size, nodes=nodes):
+        assert said == heard
+        assert samples == STEPS // EVERY_STEPS

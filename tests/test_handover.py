@@ -1,0 +1,416 @@
+"""Buckets that change their strategy in mid-training lose nothing: what one has kept, the next one sends."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from commopt import DGC, Aggregator, Compressed, Flat, Hierarchical, Layout
+from commopt.aggregate.leftovers import hand_over, scale_and_add
+from commopt.bucketing import Message
+from commopt.compress import Carry
+from commopt.feedback import Account, Feedback, Ledger
+from commopt.groups import Team
+from tests.catalogue import LAYOUTS
+from tests.feedback_training import (
+    STRATEGIES,
+    Books,
+    Training,
+    Vectors,
+    assert_conserved,
+    assert_something_left,
+    drift,
+    residual_of,
+    total,
+    zero_gradients,
+)
+from tests.hook_training import assert_identical
+from tests.overheard import overheard
+from tests.ranks import run
+
+CPU = torch.device("cpu")
+EXACT = ("exact", "inter exact")
+KNOWN: dict[str, Aggregator] = {
+    **STRATEGIES,
+    "exact": Flat(),
+    "inter exact": Hierarchical(),
+    "leader top 25%": Hierarchical(Compressed(DGC(0.25)), form="leader"),
+}
+ANYWHERE = ("4 bits", "onebit mean", "inter 4 bits", "inter onebit mean", "rank 2", "inter rank 2", "leader top 25%")
+TWO_LEVELS = ("inter 4 bits, intra 8 bits", "inter rank 2, intra 8 bits", "top 25%", "inter top 5%")
+STEPS = 24
+
+Choice = Callable[[int, str], str]  # of the step and the first parameter of the buffer
+
+
+@dataclass(frozen=True)
+class AtRandom:
+    """Another strategy for every bucket of every second step, the same on every rank; exact from step `end` on."""
+
+    names: tuple[str, ...]
+    end: int = STEPS
+
+    def __call__(self, step: int, name: str) -> str:
+        return random.Random(f"{step // 2} {name}").choice(EXACT if step >= self.end else self.names)
+
+
+@dataclass(frozen=True)
+class InTurn:
+    """The same for all buckets: one after the other, the last one for ever."""
+
+    names: tuple[str, ...]
+
+    def __call__(self, step: int, name: str) -> str:
+        return self.names[min(step, len(self.names) - 1)]
+
+
+class Switching(Training):
+    """A training whose buckets are averaged by what `choice` says."""
+
+    choice: Choice
+
+    def switch(self, choice: Choice) -> None:
+        self.choice = choice
+
+        def aggregators_for(message: Message) -> list[Aggregator]:
+            return [KNOWN[choice(self.steps, layout.pieces[0].name)] for layout in message.layouts]
+
+        patch.object(self.comm._registration.planning, "aggregators_for", aggregators_for).start()
+
+
+def make(rank: int, world_size: int, choice: Choice, dtype: str = "float32", **others: Any) -> Switching:
+    training = Switching(rank, world_size, KNOWN["4 bits"], getattr(torch, dtype), **others)
+    training.switch(choice)
+    return training
+
+
+def keep_books(
+    rank: int,
+    world_size: int,
+    choice: Choice,
+    dtype: str,
+    snapshots: Sequence[int],
+    poisoned: Sequence[int] = (),
+    scaling: dict[str, Any] | None = None,
+    options: dict[str, Any] | None = None,
+) -> tuple[list[Books], str]:
+    scaler = None if scaling is None else torch.amp.GradScaler("cpu", **scaling)
+    others = {} if options is None else {"options": options}
+    training = make(rank, world_size, choice, dtype, scaler=scaler, **others)
+    books = []
+    for step in range(snapshots[-1]):
+        poison = (step % world_size, "second.weight", 2048, float("inf")) if step in poisoned else None
+        assert training.step(poison) == (poison is None), f"step {step}"
+        if training.steps in snapshots:
+            books.append(training.books())
+    return books, training.digest()
+
+
+def check(results: Sequence[tuple[list[Books], str]]) -> None:
+    """Nothing is lost at any time, something was kept before the end, and at the end nothing is."""
+    assert_identical([digest for _, digest in results])
+    for snapshot in zip(*(books for books, _ in results), strict=True):
+        assert_conserved(snapshot)
+    assert_something_left([books[-2] for books, _ in results])
+    for books, _ in results:
+        assert all(not values.any() for values in books[-1].residual.values())
+
+
+@pytest.mark.parametrize(
+    ("layout", "names"),
+    [
+        ("2x2", (*EXACT, *ANYWHERE, *TWO_LEVELS)),
+        ("2x2 interleaved", (*ANYWHERE, *TWO_LEVELS)),
+        ("2+1", (*EXACT, *ANYWHERE)),
+        ("1+1", (*EXACT, *ANYWHERE, *TWO_LEVELS)),
+        ("3", (*EXACT, *ANYWHERE, *TWO_LEVELS)),
+    ],
+)
+def test_nothing_is_lost_whatever_comes_next(layout: str, names: tuple[str, ...]) -> None:
+    world_size, nodes = LAYOUTS[layout]
+    check(run(keep_books, world_size, AtRandom(names), "float32", (2, 5, 9, 15, STEPS, STEPS + 1), nodes=nodes))
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("4 bits", "inter 4 bits", "4 bits", "inter 4 bits", "exact"),
+        ("inter onebit mean", "onebit mean", "inter onebit mean", "inter exact"),
+        ("inter rank 2", "inter exact", "inter rank 2", "rank 2", "inter rank 2", "exact"),
+        ("inter 4 bits, intra 8 bits", "inter 4 bits", "onebit mean", "inter 4 bits, intra 8 bits", "exact"),
+    ],
+    ids=" then ".join,
+)
+def test_back_to_a_strategy_that_was_there_before(names: tuple[str, ...]) -> None:
+    twice = tuple(name for name in names[:-1] for _ in range(3)) + names[-1:]
+    check(run(keep_books, 4, InTurn(twice), "float32", (*range(3, len(twice), 3), len(twice)), nodes=(2, 2)))
+
+
+@pytest.mark.parametrize("layout", ["2x2", "2+1"])
+def test_a_dropped_step_keeps_what_was_to_be_handed_over(layout: str) -> None:
+    """Without a scaler, and with one bucket, whose residuals are those of the step."""
+    world_size, nodes = LAYOUTS[layout]
+    before = ("onebit mean", "onebit mean", "exact", "inter 4 bits", "inter 4 bits", "exact", "exact", "rank 2")
+    names = (*before, "inter onebit mean", "inter exact", "inter rank 2", "4 bits", "exact", "exact")
+    snapshots, poisoned = (3, 4, 6, 8, 10, 12, 14), (2, 3, 5, 6, 9, 12)
+    results = run(keep_books, world_size, InTurn(names), "float32", snapshots, poisoned, None, {}, nodes=nodes)
+    check(results)
+
+
+@pytest.mark.parametrize("layout", ["2x2", "2+1"])
+def test_with_a_scaler_that_drops_whole_steps(layout: str) -> None:
+    """An exact bucket that is not finite drops what compressed buckets have staged before and after it."""
+    world_size, nodes = LAYOUTS[layout]
+    scaling = {"init_scale": 1000.0, "growth_interval": 2, "growth_factor": 1.5, "backoff_factor": 0.5}
+    snapshots, poisoned = (3, 8, 14, STEPS, STEPS + 2), (4, 5, 10, 13, 18, STEPS)
+    choice = AtRandom((*EXACT, *ANYWHERE))
+    check(run(keep_books, world_size, choice, "float32", snapshots, poisoned, scaling, nodes=nodes))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("layout", ["2x2", "2+1"])
+def test_16_bit_buffers(layout: str, dtype: str) -> None:
+    """Exact between what keeps residuals; then one exact step, which rounds as such steps do, sends everything."""
+    world_size, nodes = LAYOUTS[layout]
+    results = run(keep_books, world_size, AtRandom(ANYWHERE, 10), dtype, (4, 10, 11), nodes=nodes)
+    assert_identical([digest for _, digest in results])
+    for number in range(2):
+        assert_conserved([books[number] for books, _ in results], number)
+    before, after = ([books[number] for books, _ in results] for number in (1, 2))
+    lost, kept = drift(after), {name: sum(books.residual[name].abs() for books in before) for name in drift(before)}
+    tolerance = (world_size + 2) * torch.finfo(getattr(torch, dtype)).eps / 2 * after[0].largest
+    assert max(float(torch.as_tensor(values).max()) for values in kept.values()) > 4 * tolerance
+    assert max(float(values.abs().max()) for values in lost.values()) <= tolerance
+    assert all(not values.any() for books in after for values in books.residual.values())
+
+
+def load(training: Switching, saved: dict[str, Any]) -> None:
+    """Load residuals of levels that the aggregator asked for does not keep itself."""
+    with patch("commopt.hooks.saving._require_same_levels"):
+        training.comm.load_state_dict(saved)
+
+
+def go_on(rank: int, world_size: int, choice: AtRandom, at: int) -> tuple[list[str], list[Books]]:
+    """Return the digests of going on and of a run resumed after `at` steps, and the books of the latter."""
+    training = make(rank, world_size, choice)
+    for _ in range(at):
+        training.step()
+    saved, owed, told = training.comm.state_dict(), dict(training.owed), dict(training.told)
+    owed, told = ({name: values.clone() for name, values in book.items()} for book in (owed, told))
+    parameters = [parameter.detach().clone() for parameter in training.module.parameters()]
+    digests = []
+    for resumed in (False, True):
+        if resumed:
+            training = make(rank, world_size, choice)
+            load(training, saved)
+            training.steps, training.owed, training.told = at, owed, told
+            with torch.no_grad():
+                for parameter, values in zip(training.module.parameters(), parameters, strict=True):
+                    parameter.copy_(values)
+        training.forget()
+        for _ in range(choice.end + 1 - at):
+            training.step()
+        digests.append(training.digest())
+    return digests, [training.books()]
+
+
+@pytest.mark.parametrize("at", [3, 4, 7])
+def test_a_checkpoint_in_the_middle(at: int) -> None:
+    results = run(go_on, 4, AtRandom((*EXACT, *ANYWHERE, *TWO_LEVELS), 12), at, nodes=(2, 2))
+    for digests, _ in results:
+        assert digests[0] == digests[1]
+    assert_conserved([books for _, (books,) in results])
+    assert all(not values.any() for _, (books,) in results for values in books.residual.values())
+
+
+def save(rank: int, world_size: int) -> dict[str, Any] | None:
+    training = make(rank, world_size, AtRandom(ANYWHERE))
+    for _ in range(5):
+        training.step()
+    return training.comm.gathered_state_dict()
+
+
+def send_what_was_saved(rank: int, world_size: int, name: str, saved: dict[str, Any]) -> tuple[Vectors, float]:
+    """Return what is sent without any gradient, in one step and an exact one, and the norm of what is left then."""
+    training = make(rank, world_size, InTurn((name, "exact")), chosen=zero_gradients)
+    load(training, saved)
+    training.step()
+    training.step()
+    return training.told, training.comm.stats()["residual_norm"]
+
+
+@pytest.mark.parametrize(("layout", "name"), [("3", "exact"), ("3", "inter 4 bits"), ("2+1", "inter 4 bits")])
+def test_a_checkpoint_of_another_world(layout: str, name: str) -> None:
+    saved = next(state for state in run(save, 4, nodes=(2, 2)) if state is not None)
+    assert {"", "inter"} <= {role.partition("/")[0] for part in saved["ranks"] for role in part["residuals"]}
+    owed = total([residual_of(part) for part in saved["ranks"]])
+    world_size, nodes = LAYOUTS[layout]
+    for told, left in run(send_what_was_saved, world_size, name, saved, nodes=nodes):
+        assert left == 0
+        for each, values in owed.items():
+            torch.testing.assert_close(told[each], values, rtol=0, atol=1e-5)
+
+
+def count_calls(rank: int, world_size: int, names: tuple[str, ...]) -> list[list[tuple[str, str, int]]]:
+    """Return the collectives of each step."""
+    steps: list[list[tuple[str, str, int]]] = []
+
+    def listen(team: Team, primitive: str, nbytes: int, roots: list[int]) -> None:
+        steps[-1].append((team.level, primitive, nbytes))
+
+    training = make(rank, world_size, InTurn(names))
+    with overheard(listen):
+        for _ in names:
+            steps.append([])
+            training.step()
+    return steps
+
+
+def test_residuals_move_once() -> None:
+    """One all_reduce inside the node for each bucket, in the first step between nodes; none in the second."""
+    names = ("4 bits",) * 3 + ("inter 4 bits",) * 2 + ("exact",) * 2 + ("inter 4 bits",) * 2
+    for steps in run(count_calls, 4, names, nodes=(2, 2)):
+        moves = [sum(level == "intra" and what == "all_reduce" for level, what, _ in step) for step in steps]
+        assert moves == [0, 0, 0, 3, 0, 0, 0, 3, 0]
+        assert steps[5] == steps[6], "what is left over goes along with what is sent anyway"
+        assert steps[4] == steps[8]
+
+
+# ------------------------------------------------------------------------------------------- the ledger
+
+AB = Layout.of_parameters([("a", 3), ("b", 2)])
+A, B = Layout.of_parameters([("a", 3)]), Layout.of_parameters([("b", 2)])
+VALUES = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
+
+
+def kept(ledger: Ledger) -> dict[str, dict[str, list[float]]]:
+    """Return what is kept by path and piece."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for slot in ledger.slots():
+        for offset, piece in zip(slot.layout.offsets, slot.layout.pieces, strict=True):
+            values = slot.values[offset : offset + piece.numel].tolist()
+            if any(values):
+                found.setdefault(slot.path, {})[str(piece)] = values
+    return found
+
+
+def test_only_what_is_sent_is_handed_over() -> None:
+    ledger = Ledger()
+    ledger.slot("inter", "worker", AB, CPU, torch.float32, AB).values.copy_(VALUES)
+    ledger.hand_over(A, ("",), CPU)
+    assert kept(ledger) == {"": {"a[0:3]": [1.0, 2.0, 3.0]}, "inter": {"b[0:2]": [4.0, 5.0]}}
+    ledger.hand_over(B, ("intra", "inter"), CPU)
+    ledger.hand_over(AB, ("intra", "inter"), CPU)
+    assert kept(ledger) == {"inter": {"a[0:3]": [1.0, 2.0, 3.0], "b[0:2]": [4.0, 5.0]}}
+
+
+def test_nothing_is_looked_for_twice() -> None:
+    ledger = Ledger()
+    ledger.hand_over(AB, ("",), CPU)
+    ledger.deposit("inter", AB, VALUES)  # by nobody who hands over
+    ledger.hand_over(AB, ("",), CPU)
+    assert kept(ledger).keys() == {"inter"}
+    ledger.hand_over(A, (), CPU)
+    ledger.hand_over(AB, ("",), CPU)
+    assert kept(ledger).keys() == {""}
+
+
+def test_a_rank_that_holds_nothing_places_anew_as_the_others_do() -> None:
+    holding, empty = Ledger(warm=True), Ledger(warm=True)
+    holding.deposit("inter", AB, VALUES)
+    for ledger in (holding, empty):
+        assert ledger.place("inter", AB, "shards")
+        assert not ledger.place("inter", AB, "shards")
+        ledger.hand_over(AB, ("inter",), CPU)  # as after a checkpoint: it is not known who sent it
+        assert not ledger.place("inter", AB, "shards")
+        ledger.hand_over(A, (), CPU)
+        ledger.hand_over(AB, ("inter",), CPU)
+        assert ledger.place("inter", AB, "shards")
+        ledger.hand_over(AB, ("inter", "inter.momentum"), CPU)  # momentum may have stayed elsewhere
+        assert ledger.place("inter", AB, "shards")
+
+
+def test_momentum_goes_to_momentum_or_stays() -> None:
+    ledger = Ledger()
+    ledger.deposit("inter.momentum", AB, VALUES)
+    ledger.deposit("inter", AB, 2 * VALUES)
+    ledger.hand_over(AB, ("",), CPU)
+    assert {path: pieces["b[0:2]"] for path, pieces in kept(ledger).items()} == {
+        "": [8.0, 10.0],
+        "inter.momentum": [4.0, 5.0],
+    }
+    ledger.hand_over(AB, ("", "momentum"), CPU)
+    assert {path: pieces["b[0:2]"] for path, pieces in kept(ledger).items()} == {
+        "": [8.0, 10.0],
+        "momentum": [4.0, 5.0],
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_exact_adds_the_leftover_to_what_lies_in_parts(dtype: torch.dtype) -> None:
+    ledger = Ledger()
+    ledger.deposit("inter", AB, VALUES)
+    account = Account(AB, ledger=ledger, loss_scale=torch.tensor(8.0))
+    parts = [torch.tensor([4.0, 8.0], dtype=dtype), torch.tensor([12.0, 16.0, 20.0], dtype=dtype)]
+    assert hand_over(Flat(), parts, 0.25, account) == 1.0
+    assert torch.cat(parts).tolist() == [1.0 + 8, 2.0 + 16, 3.0 + 24, 4.0 + 32, 5.0 + 40]
+    ledger.end_bucket(parts, last=True)
+    assert not kept(ledger)
+    assert hand_over(Flat(), parts, 0.25, account) == 0.25
+    assert torch.cat(parts).tolist() == [9.0, 18.0, 27.0, 36.0, 45.0]
+
+
+def test_float64_keeps_its_digits() -> None:
+    values, target = torch.full((1,), 1 + 2.0**-40, dtype=torch.float64), torch.empty(1, dtype=torch.float64)
+    scale_and_add(values, target, 0.5, Carry(torch.ones(1), torch.empty(1)))
+    assert target.item() == 1.5 + 2.0**-41
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("per_step", [False, True])
+def test_what_is_not_finite_sends_no_leftover(value: float, per_step: bool) -> None:
+    ledger = Ledger(per_step=per_step)
+    ledger.deposit("", AB, VALUES)
+    buffer = torch.full((5,), value)
+    hand_over(Flat(), [buffer], 1.0, Account(AB, ledger=ledger))
+    ledger.end_bucket([buffer], last=True)
+    assert kept(ledger)[""] == {"a[0:3]": [1.0, 2.0, 3.0], "b[0:2]": [4.0, 5.0]}
+    assert int(ledger.dropped) == 1
+
+
+def test_a_leftover_that_was_not_sent_becomes_a_residual_again() -> None:
+    ledger = Ledger()
+    ledger.deposit("", AB, VALUES)
+    assert ledger.leftover("", AB, CPU) is not None
+    carry = Account(AB, ledger=ledger).carry("worker", AB, Feedback(), CPU)
+    assert carry is not None
+    carry.new.copy_(2 * VALUES)
+    ledger.end_bucket([torch.zeros(5)], last=True)
+    assert kept(ledger)[""]["b[0:2]"] == [8.0, 10.0]
+
+
+@pytest.mark.parametrize("exact_first", [False, True])
+def test_a_bucket_nobody_reports_on_is_judged_with_the_step(exact_first: bool) -> None:
+    ledger = Ledger(per_step=True)
+    exact, compressed = [torch.full((2,), float("nan"))], [torch.zeros(3)]
+    if exact_first:
+        ledger.end_bucket(exact, last=False)
+    ledger.stage(ledger.slot("", "worker", A, CPU, torch.float32, A)).fill_(1.0)
+    ledger.report(torch.tensor(True))
+    ledger.end_bucket(compressed, last=exact_first)
+    if not exact_first:
+        ledger.end_bucket(exact, last=True)
+    assert not kept(ledger)
+    assert ledger.stats()["dropped_commits"] == 1
+
+
+def test_what_concerns_no_residual_is_not_judged() -> None:
+    ledger = Ledger()
+    ledger.end_bucket([torch.full((2,), float("nan"))], last=True)
+    assert ledger.stats()["dropped_commits"] == 0
