@@ -1,6 +1,6 @@
 """Data-parallel training that stays fast on slow networks: DDP communication hooks and a standalone allreduce."""
 
-from commopt.aggregate import AGGREGATORS, Aggregator, Compressed, Flat, Hierarchical, PeriodicAverage, PowerSGD
+from commopt.aggregate import AGGREGATORS, Aggregator, Auto, Compressed, Flat, Hierarchical, PeriodicAverage, PowerSGD
 from commopt.collectives import Communicator, Work, all_reduce
 from commopt.compress import COMPRESSORS, DGC, Cast, Compressor, OneBit, Quantize
 from commopt.cost import Links
@@ -14,6 +14,7 @@ from commopt.hooks import (
     HookState,
     Preset,
     attach,
+    auto,
     build_preset,
     dgc,
     flat,
@@ -39,6 +40,7 @@ __all__ = [
     "PRESETS",
     "Account",
     "Aggregator",
+    "Auto",
     "Cast",
     "Checkpointed",
     "CommoptError",
@@ -69,6 +71,7 @@ __all__ = [
     "__version__",
     "all_reduce",
     "attach",
+    "auto",
     "build_preset",
     "dgc",
     "flat",

@@ -325,7 +325,7 @@ def test_what_a_state_holds() -> None:
         assert not state["factors"]
         assert set(state) == {
             *("format", "aggregator", "steps", "nodes", "place", "parameters", "buckets", "residuals", "layouts"),
-            *("placed", "factors", "plan"),
+            *("placed", "factors", "plan", "tuned"),
         }
     gathered, none = (gathered for _, gathered in results)
     assert none is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from commopt.bucketing.grouping import Grouping
 from commopt.bucketing.messages import Held, Message
@@ -27,6 +28,7 @@ class Assembly:
         self._target: tuple[Layout, ...] = ()
         self._patience = 0
         self._seen: list[Layout] = []
+        self._shown: list[tuple[Layout, Tensor]] = []
         self._start()
 
     def _start(self) -> None:
@@ -40,6 +42,11 @@ class Assembly:
     def buckets(self) -> tuple[Layout, ...]:
         """DDP's buckets in the last whole step."""
         return self._grouping.buckets
+
+    @property
+    def gradients(self) -> list[tuple[Layout, Tensor]]:
+        """DDP's buckets as they came in the last step, and what lies in them: averages, until the next backward."""
+        return list(self._shown)
 
     @property
     def settled(self) -> bool:
@@ -62,6 +69,7 @@ class Assembly:
     def follow(self, plan: Plan | None) -> None:
         """Send what `plan` says from the next step on; None: each of DDP's buckets by itself."""
         self._plan = plan
+        self._shown = []  # DDP may make others now
         self._grouping = Grouping.of(plan, self._grouping.buckets)
 
     def imitate(self, target: Sequence[Layout]) -> None:
@@ -76,7 +84,7 @@ class Assembly:
     def begin_step(self) -> None:
         """Start anew, without what a backward that raised has left."""
         self._start()
-        self._seen = []
+        self._seen, self._shown = [], []
 
     def add(self, held: Held, *, last: bool) -> list[Message]:
         """Take in DDP's next bucket; return the messages to send now, in order."""
@@ -87,6 +95,7 @@ class Assembly:
         self._device = held.bucket.device
         self._foreseen &= self._grouping.foresees(held.number, held.layout)
         self._seen.append(held.layout)
+        self._shown.append((held.layout, held.bucket))
         self._open.append(held)
         if self._target:
             messages += self._whole_step() if last else []

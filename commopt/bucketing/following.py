@@ -18,10 +18,11 @@ from commopt.plan import Bucket, Decision, Plan
 
 
 class Following:
-    """Sends what `plan` says; None: what DDP's buckets make of it."""
+    """Sends what `plan` says; None: what DDP's buckets make of it. changes: how often there was another plan."""
 
     def __init__(self, assembly: Assembly, layouts: Layouts) -> None:
         self.plan: Plan | None = None
+        self.changes = 0
         self._assembly, self._layouts = assembly, layouts
         self._strategies: dict[str, Aggregator] = {}
         self._aggregators: tuple[Aggregator, ...] = ()  # of the plan's buckets
@@ -47,6 +48,7 @@ class Following:
         """Send what `plan` says from the next step on."""
         self._aggregators = tuple(aggregator_of(bucket, self._strategies) for bucket in plan.buckets)
         self.plan, self._outdated = plan, True
+        self.changes += 1
         self._assembly.follow(plan)
 
     def heed(self, decision: Decision) -> None:
@@ -75,9 +77,10 @@ class Following:
         reducer.rebuild(ddp, [[parameters[name] for name in bucket.names] for bucket in plan.buckets])
         return True
 
-    def aggregators_for(self, message: Message, asked_for: Aggregator) -> list[Aggregator]:
-        """Return what averages each buffer of a message."""
-        return [asked_for if share is None else self._aggregators[share] for share in message.shares]
+    def aggregators_for(self, message: Message) -> list[Aggregator]:
+        """Return what averages each buffer of a message: what was asked for, where no plan says otherwise."""
+        first = next(iter(self._strategies.values()))
+        return [first if share is None else self._aggregators[share] for share in message.shares]
 
     def messages(self) -> tuple[Bucket, ...]:
         """Return what a step now sends, in the order in which it does."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from commopt.aggregate import Aggregator
-from commopt.bucketing.calibration import LARGEST_NBYTES, Points, packing_us_per_byte
+from torch import Tensor
+
+from commopt.bucketing.calibration import Points, packing_us_per_byte
+from commopt.bucketing.methods import Decider, Method
 from commopt.bucketing.prices import measured_points, prices_from_links, prices_from_points
 from commopt.bucketing.units import Units
 from commopt.bucketing.window import Latest, latest, own_times
@@ -15,7 +17,7 @@ from commopt.bucketing.wish import Wish
 from commopt.feedback import Layout
 from commopt.groups import Team
 from commopt.groups.payload import broadcast_bytes
-from commopt.plan import Adaptation, Bucket, Costs, Decision, Key, PriceTable, Window
+from commopt.plan import Bucket, Calendar, Costs, Decision, Faithfulness, Key, PriceTable, Tuned, Window
 from commopt.recording import StepRecord
 
 _log = logging.getLogger("commopt")
@@ -25,7 +27,9 @@ _log = logging.getLogger("commopt")
 class Agenda:
     """What all ranks know alike: the step after which they meet, the steps that were measured, and what these sent.
 
-    settled: whether the last of them had the buckets that were expected.
+    settled: whether the last of them had the buckets that were expected. gradients: averages, with what lies where.
+    fidelity: how well compressed updates follow them, on this rank, None where nothing is compressed.
+    tuned: what tuning has come to.
     """
 
     step: int
@@ -35,6 +39,9 @@ class Agenda:
     layouts: tuple[Layout, ...]
     settled: bool
     overhead_us: float
+    gradients: Sequence[tuple[Layout, Tensor]]
+    fidelity: Callable[[], Faithfulness | None]
+    tuned: Tuned | None
 
     @property
     def whole(self) -> Layout:
@@ -43,21 +50,21 @@ class Agenda:
 
 
 class Meetings:
-    """All meetings of one registration. On the first rank, which `chairs`, they add up to an Adaptation.
+    """All meetings of one registration. On the first rank, which `chairs`, they add up to a Decider.
 
     decision: of the last one, None when the first rank could not decide.
     """
 
-    def __init__(self, team: Team, strategies: Mapping[str, Aggregator], wish: Wish) -> None:
+    def __init__(self, team: Team, method: Method, wish: Wish) -> None:
         self.decision: Decision | None = None
         self.step = 0
         self._team = team
-        self._strategies = strategies
+        self._method = method
         self._wish = wish
         self._points: dict[Key, Points] | None = None
         self._packing_us_per_byte = 0.0
         self._prices: dict[Key, PriceTable] | None = None
-        self._adaptation: Adaptation | None = None
+        self._decider: Decider | None = None
 
     @property
     def chairs(self) -> bool:
@@ -66,7 +73,7 @@ class Meetings:
 
     def begin_anew(self) -> None:
         """Forget what was measured and decided so far, but for prices."""
-        self._adaptation = None
+        self._decider = None
 
     def hold(self, agenda: Agenda, records: Sequence[StepRecord], ready_us: Mapping[int, Mapping[str, float]]) -> None:
         """Meet: afterwards `decision` is the same on every rank."""
@@ -74,9 +81,11 @@ class Meetings:
         known = {record.step: record for record in records} if agenda.settled else {}
         own = own_times(known, ready_us, agenda.steps, agenda.units.names, len(agenda.messages))
         times, lateness_us = latest(team, own)
+        if self.decision is not None and self.decision.try_out:
+            self._points = self._prices = None
         if self._points is None:
             by_links = self._wish.links is not None
-            self._points = {} if by_links else measured_points(self._strategies, agenda.whole, agenda.units.dtype, team)
+            self._points = {} if by_links else self._try_out(agenda)
             if not agenda.units.single:
                 self._packing_us_per_byte = packing_us_per_byte(agenda.units.dtype, team)
         answer = b""
@@ -100,16 +109,26 @@ class Meetings:
             times.finished_us,
             lateness_us,
         )
+        priced = self._prices is not None
         if self._prices is None:
             self._prices = self._price(agenda)
-        if self._adaptation is None:
-            costs = Costs(self._prices, agenda.overhead_us, self._packing_us_per_byte)
-            # No bucket larger than what was tried: scratch grows with the largest.
-            self._adaptation = Adaptation(costs, LARGEST_NBYTES, self._wish.needed_first)
-        return self._adaptation.decide(window, agenda.step)
+        costs = Costs(self._prices, agenda.overhead_us, self._packing_us_per_byte)
+        if self._decider is None:
+            try:
+                self._decider = self._method.decider(costs, agenda.gradients, agenda.tuned)
+            except FloatingPointError as error:  # as a GradScaler has them while it looks for its scale
+                calendar = Calendar(agenda.step + 1, agenda.step + len(agenda.steps))
+                return Decision(None, calendar, f"measuring again: {error}")
+        elif not priced:
+            self._decider.reprice(costs)
+        return self._decider.decide(replace(window, fidelity=agenda.fidelity()), agenda.step)
+
+    def _try_out(self, agenda: Agenda) -> dict[Key, Points]:
+        method, dtype = self._method, agenda.units.dtype
+        return measured_points(method.tried_out, method.in_chunks, method.budget_s, agenda.whole, dtype, self._team)
 
     def _price(self, agenda: Agenda) -> dict[Key, PriceTable]:
+        method, dtype = self._method, agenda.units.dtype
         if self._wish.links is not None:
-            links = self._wish.links
-            return prices_from_links(self._strategies, agenda.whole, agenda.units.dtype, self._team, links)
-        return prices_from_points(self._points or {}, agenda.whole, agenda.units.dtype)
+            return prices_from_links(method.strategies, agenda.whole, dtype, self._team, self._wish.links)
+        return method.priced(prices_from_points(self._points or {}, agenda.whole, dtype), agenda.whole, dtype)

@@ -12,20 +12,21 @@ from collections.abc import Callable
 import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from commopt.aggregate import Aggregator
+from commopt.aggregate import Aggregator, Auto
 from commopt.bucketing.assembly import Assembly
 from commopt.bucketing.following import Following
 from commopt.bucketing.layouts import Layouts
 from commopt.bucketing.measuring import Measuring
 from commopt.bucketing.meeting import Agenda, Meetings
 from commopt.bucketing.messages import Message
+from commopt.bucketing.methods import method_for
 from commopt.bucketing.prices import require_prices
-from commopt.bucketing.strategies import strategies_for
+from commopt.bucketing.strategies import require_fit
 from commopt.bucketing.wish import Wish
 from commopt.errors import ConfigurationError
 from commopt.groups import Team
 from commopt.lanes import Ticket
-from commopt.plan import Adaptation, Calendar, Decision, Plan
+from commopt.plan import Adaptation, Bucket, Calendar, Decision, Faithfulness, Plan, Tuned
 from commopt.recording import Recorder
 
 Run = Callable[[Callable[[], None], str], Ticket]
@@ -36,15 +37,28 @@ _log = logging.getLogger("commopt")
 class Planning:
     """Which buckets travel together in one registration, and by which strategy.
 
-    record: whether every step is recorded rather than those that are measured.
+    record: whether every step is recorded rather than those that are measured. fidelity: how well compressed updates
+        follow the gradients, asked on the lane.
+    tuned: what tuning has come to.
     """
 
-    def __init__(self, recorder: Recorder, assembly: Assembly, layouts: Layouts, *, record: bool) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        assembly: Assembly,
+        layouts: Layouts,
+        fidelity: Callable[[], Faithfulness | None],
+        *,
+        record: bool,
+    ) -> None:
         self.decisions: list[Decision] = []
+        self.tuned: Tuned | None = None
         self._assembly, self._layouts = assembly, layouts
+        self._fidelity = fidelity
         self._wish = Wish()
         self._adaptive = False
         self._warm_from = 0
+        self._first = Adaptation.first
         self._following = Following(assembly, layouts)
         self._measuring = Measuring(recorder, layouts.parameters, self._first_calendar(0), record=record)
         self._meetings: Meetings | None = None
@@ -54,6 +68,15 @@ class Planning:
     def plan(self) -> Plan | None:
         """What is followed now."""
         return self._following.plan
+
+    @property
+    def changes(self) -> int:
+        """How often another plan was followed from then on."""
+        return self._following.changes
+
+    def messages(self) -> tuple[Bucket, ...]:
+        """Return what a step now sends, in the order in which it does."""
+        return self._following.messages()
 
     # ------------------------------------------------------------------------------------- setting up
 
@@ -67,16 +90,26 @@ class Planning:
         Raises as `follow`, and ConfigurationError when links were given that lack what this cluster sends. Not
         collective, but all ranks must call it, and it raises on all or none.
         """
-        strategies = strategies_for(aggregator, team)
-        self._following.choose_from(strategies)
+        method = method_for(aggregator, team, wish)
+        self._following.choose_from(method.strategies)
         self._wish, self._adaptive = wish, wish.plan == "adaptive" and team.size > 1
         if self._adaptive and wish.links is not None:
-            require_prices(strategies, self._layouts, team, wish.links)
-        self._meetings = Meetings(team, strategies, wish)
-        self._warm_from = aggregator.start_step
+            require_prices(method.strategies, self._layouts, team, wish.links)
+        if isinstance(aggregator, Auto) and wish.plan == "ddp":
+            _log.warning("auto tunes with plan='adaptive' only; with plan='ddp' gradients are averaged as flat does")
+        self._meetings = Meetings(team, method, wish)
+        self._warm_from, self._first = aggregator.start_step, method.first
         self._measuring.start_anew(self._first_calendar(0))
         if isinstance(wish.plan, Plan):
             self.follow(wish.plan)
+        if wish.tuned is not None:
+            self._adopt_tuned(wish.tuned, aggregator, team)
+
+    def _adopt_tuned(self, tuned: Tuned, aggregator: Aggregator, team: Team) -> None:
+        require_fit(tuned, aggregator, team)
+        self.tuned = tuned
+        if tuned.plan is not None:
+            self.follow(tuned.plan)
 
     def follow(self, plan: Plan) -> None:
         """Send what `plan` says from the next step on; the same plan on every rank.
@@ -86,8 +119,8 @@ class Planning:
         self._following.require(plan)
         self._following.follow(plan)
 
-    def restart(self, step: int, plan: Plan | None) -> None:
-        """Go on from a checkpoint after `step` steps, with its plan where plans are made and it fits."""
+    def restart(self, step: int, plan: Plan | None, tuned: Tuned | None) -> None:
+        """Go on from a checkpoint after `step` steps, with its plan and tuning where plans are made and they fit."""
         self._drop_meeting()
         self._measuring.start_anew(self._first_calendar(step))
         if self._meetings is not None:
@@ -95,12 +128,13 @@ class Planning:
         if plan is not None and self._wish.plan == "adaptive":
             try:
                 self.follow(plan)
+                self.tuned = tuned
             except ConfigurationError as error:  # residuals are what a checkpoint is for; a plan can be made again
                 _log.warning("the plan of the checkpoint is not followed: %s", error)
 
     def _first_calendar(self, step: int) -> Calendar:
         """Return when to measure first, from `step` on: not before warm-up is over, while messages are others."""
-        begin, first = max(step, self._warm_from), Adaptation.first
+        begin, first = max(step, self._warm_from), self._first
         return Calendar(begin + first.measure_from, begin + first.meet_at)
 
     def give_up(self, reason: str) -> None:
@@ -124,9 +158,9 @@ class Planning:
         if self._adaptive:
             self._measuring.begin_step(step)
 
-    def aggregators_for(self, message: Message, asked_for: Aggregator) -> list[Aggregator]:
+    def aggregators_for(self, message: Message) -> list[Aggregator]:
         """Return what averages each buffer of a message."""
-        return self._following.aggregators_for(message, asked_for)
+        return self._following.aggregators_for(message)
 
     def end_step(self, step: int, device: torch.device, overhead_us: float, run: Run) -> None:
         """Take times, or meet, as the calendar has it; collective. `run` puts work on the lane."""
@@ -152,6 +186,9 @@ class Planning:
             layouts=self._assembly.buckets,
             settled=self._assembly.settled,
             overhead_us=overhead_us,
+            gradients=self._assembly.gradients,
+            fidelity=self._fidelity,
+            tuned=self.tuned,
         )
         self._pending = run(lambda: meetings.hold(agenda, *read()), f"planning after step {step}")
 
@@ -168,6 +205,7 @@ class Planning:
             self._measuring.calendar = decision.calendar
             self._following.heed(decision)
             self.decisions.append(decision)
+            self.tuned = decision.tuned or self.tuned
             if self._meetings.chairs:
                 _log.info("buckets after step %d: %s", self._meetings.step, decision.reason)
         self._pending = None  # only now: after Ctrl-C above this rank would go another way than the others

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import torch
@@ -19,7 +19,6 @@ from commopt.groups import Team, TeamShape
 from commopt.lanes import lanes_here
 from commopt.plan import Key, PriceTable
 
-_BUDGET_S = 2.0
 _MOST_CHUNKS = 16
 _UNKNOWN_NUMEL = 2**22  # stands for a model whose parameters nobody has shown yet
 
@@ -54,23 +53,29 @@ def prices_from_links(
 
 
 def measured_points(
-    strategies: Mapping[str, Aggregator], whole: Layout, dtype: torch.dtype, team: Team
+    strategies: Mapping[str, Aggregator],
+    in_chunks: Collection[str],
+    budget_s: float,
+    whole: Layout,
+    dtype: torch.dtype,
+    team: Team,
 ) -> dict[Key, Points]:
     """Return what every strategy takes in short trials; collective, on a lane.
 
-    One that can be cut into chunks is also tried with the number that the times of its stages recommend.
+    Of those named in `in_chunks` one that can be cut is also tried with as many chunks as the times of its stages
+    recommend.
     """
     samples = samples_of(whole, dtype.itemsize)
     trials: dict[Key, Aggregator] = {(name, 1): aggregator for name, aggregator in strategies.items()}
-    points = calibrate(trials, samples, dtype, team, _BUDGET_S)
-    in_chunks: dict[Key, Aggregator] = {}
+    points = calibrate(trials, samples, dtype, team, budget_s)
+    cut: dict[Key, Aggregator] = {}
     for name, aggregator in strategies.items():
-        if isinstance(aggregator, Hierarchical) and _pipelines(aggregator, team):
+        if name in in_chunks and isinstance(aggregator, Hierarchical) and _pipelines(aggregator, team):
             affordable = [sample for sample in samples if sample.numel * dtype.itemsize <= points[name, 1][-1][0]]
             chunks = _recommended(stages(aggregator, affordable[-1], dtype, team))
             if chunks > 1:
-                in_chunks[name, chunks] = replace(aggregator, chunks=chunks)
-    return points | calibrate(in_chunks, samples, dtype, team, _BUDGET_S)
+                cut[name, chunks] = replace(aggregator, chunks=chunks)
+    return points | calibrate(cut, samples, dtype, team, budget_s)
 
 
 def prices_from_points(points: Mapping[Key, Points], whole: Layout, dtype: torch.dtype) -> dict[Key, PriceTable]:

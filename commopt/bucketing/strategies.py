@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from commopt.aggregate import Aggregator, Flat, Hierarchical
+from commopt.aggregate import Aggregator, Auto, Flat, Hierarchical
 from commopt.errors import ConfigurationError
 from commopt.groups import TeamShape
-from commopt.plan import Bucket, Plan
+from commopt.plan import Bucket, Plan, Tuned
 
 
 def strategies_for(aggregator: Aggregator, team: TeamShape) -> dict[str, Aggregator]:
@@ -37,5 +37,20 @@ def require_strategies(plan: Plan, strategies: Mapping[str, Aggregator]) -> None
         if bucket.strategy not in strategies:
             raise ConfigurationError(
                 f"bucket {number} of the plan is for {bucket.strategy}, and the hook averages with "
-                f"{' or '.join(strategies)}; use the plan with the aggregator it was made for"
+                f"{' or '.join(strategies)}; use the plan with the aggregator it was made for, if that was 'auto' with "
+                f"the same allow="
             )
+
+
+def require_fit(tuned: Tuned, aggregator: Aggregator, team: TeamShape) -> None:
+    """Raise ConfigurationError when an earlier tuning was of another cluster, or is for what tunes nothing."""
+    if not isinstance(aggregator, Auto):
+        raise ConfigurationError(
+            f"tuned= is for 'auto', and the hook averages with {aggregator}; use attach(ddp, 'auto', tuned=...)"
+        )
+    if tuned.nodes != team.ranks_per_node:
+        here = " + ".join(map(str, team.ranks_per_node))
+        there = " + ".join(map(str, tuned.nodes))
+        raise ConfigurationError(
+            f"tuned= was found on nodes with {there} ranks, and here they have {here}; tune again without it"
+        )

@@ -11,7 +11,7 @@ from typing import Any
 from commopt.cost import Links
 from commopt.errors import ConfigurationError
 from commopt.groups import Membership
-from commopt.plan import Plan
+from commopt.plan import Plan, Tuned
 
 _log = logging.getLogger("commopt")
 
@@ -23,19 +23,20 @@ class Wish:
     """What to do about buckets: "ddp" leaves DDP's alone, "adaptive" makes plans, a Plan is followed as it is.
 
     links: prices for plans, None to try out what messages cost. needed_first: send buckets in the order in which the
-    next forward needs them, where several are ready.
+    next forward needs them, where several are ready. tuned: what an earlier tuning came to, None to tune anew.
     """
 
     plan: Plan | str = "ddp"
     links: Links | None = None
     needed_first: bool = False
+    tuned: Tuned | None = None
 
     @classmethod
-    def read(cls, plan: Any, links: Any, needed_first: bool) -> Wish:
+    def read(cls, plan: Any, links: Any, needed_first: bool, tuned: Any = None) -> Wish:
         """Check what a user passed; paths are read. Raises ConfigurationError."""
         if not isinstance(needed_first, bool):
             raise ConfigurationError(f"needed_first is {needed_first!r}; use True or False")
-        return cls(_read_plan(plan), _read_links(links), needed_first)
+        return cls(_read_plan(plan), _read_links(links), needed_first, _read_tuned(tuned))
 
     def settled(self, owner: str, membership: Membership) -> Wish:
         """Return what all ranks follow; collective. Of different plans rank 0's counts; what else differs raises."""
@@ -45,6 +46,7 @@ class Wish:
             plan="a plan" if given else str(self.plan),
             links="none" if self.links is None else _digest(self.links),
             needed_first=str(self.needed_first),
+            tuned="none" if self.tuned is None else sha256(self.tuned.to_json().encode()).hexdigest()[:16],
         )
         if not isinstance(self.plan, Plan):
             return self
@@ -78,6 +80,17 @@ def _read_links(links: Any) -> Links | None:
             f"wrote, or None to try out what messages cost"
         )
     return Links.load(links)
+
+
+def _read_tuned(tuned: Any) -> Tuned | None:
+    if isinstance(tuned, Tuned) or tuned is None:
+        return tuned
+    if not isinstance(tuned, (str, Path)):
+        raise ConfigurationError(
+            f"tuned is a {type(tuned).__name__}; use what HookState.tuned was, the path of a file it was saved to, or "
+            f"None to tune anew"
+        )
+    return Tuned.load(tuned)
 
 
 def _digest(links: Links) -> str:

@@ -10,6 +10,7 @@ from commopt.hooks.ddp import DistributedDataParallel, attach
 from commopt.hooks.preset import Preset, hook
 from commopt.hooks.presets import (
     PRESETS,
+    auto,
     build_preset,
     dgc,
     flat,
@@ -32,6 +33,7 @@ __all__ = [
     "HookState",
     "Preset",
     "attach",
+    "auto",
     "build_preset",
     "dgc",
     "flat",

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from commopt.aggregate import Aggregator, Compressed, Flat, Hierarchical, PowerSGD
+from commopt.aggregate import Aggregator, Auto, Compressed, Flat, Hierarchical, PowerSGD
 from commopt.compress import DGC, Cast, OneBit, Quantize
 from commopt.errors import ConfigurationError
 from commopt.feedback import Feedback
@@ -186,3 +186,14 @@ def hierarchical_dgc(
     """As hierarchical, with the largest elements between the nodes and error feedback."""
     compressor = DGC(density, momentum, nesterov, momentum_masking, clip_norm, warmup, value_dtype, min_elements)
     return Hierarchical(Compressed(compressor, feedback, dense), intra)
+
+
+@preset
+def auto(
+    allow: tuple[str, ...] | str = ("lossless",),
+    max_trials: int = 4,
+    max_error: float | None = None,
+    dense: tuple[str, ...] = (),
+) -> Aggregator:
+    """Whatever pays here, of what is allowed: predicted, tried on live steps, and watched afterwards."""
+    return Auto(allow, max_trials, max_error, dense)

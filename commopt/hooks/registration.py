@@ -16,16 +16,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from commopt import lanes
-from commopt.aggregate import Aggregator
+from commopt.aggregate import Aggregator, Auto
 from commopt.bucketing import Assembly, Held, Layouts, Message, Planning, Wish
 from commopt.errors import CommoptError, ConfigurationError
 from commopt.feedback import Layout, Ledger
+from commopt.feedback.fidelity import Fidelity
 from commopt.groups import WireBytes, join
 from commopt.hooks import misuse
 from commopt.hooks.gradients import require_supported_bucket
 from commopt.hooks.periodic import ParameterAverages
 from commopt.hooks.sending import Sending, Step
-from commopt.plan import Plan
+from commopt.plan import Faithfulness, Plan, Tuned
 from commopt.recording import Recorder
 
 
@@ -64,10 +65,11 @@ class Registration:
         self.layouts = Layouts(module)
         self.recorder = Recorder()
         self.assembly = Assembly()
-        self.planning = Planning(self.recorder, self.assembly, self.layouts, record=settings.record)
+        self.planning = Planning(self.recorder, self.assembly, self.layouts, self._fidelity, record=settings.record)
         self.averages = ParameterAverages(aggregator, module, self.layouts.parameters.values(), self._average_if_due)
         self._module = None if module is None else ref(module)
         self._device: torch.device | None = None
+        self._plans_seen = 0
         self._lately_ns: deque[int] = deque(maxlen=64)
         self._reduced = None if module is None else misuse.ReducedGradients(module)
 
@@ -94,6 +96,7 @@ class Registration:
 
     def _begin(self, aggregator: Aggregator, sending: Sending) -> None:
         aggregator.check(sending.team)
+        sending.watch_fidelity = isinstance(aggregator, Auto) and bool(aggregator.residual_paths)
         self.planning.begin(sending.team, aggregator, self.settings.wish)
 
     @property
@@ -142,6 +145,9 @@ class Registration:
         self.recorder.begin_step(self.steps, device)
         self.assembly.begin_step()
         self.step = Step(self.steps, self.ledger, self.scaler)
+        if self.planning.changes != self._plans_seen:  # a new plan is judged by its own samples
+            self._plans_seen = self.planning.changes
+            self.sending.fidelity = Fidelity(self.steps)
 
     def _require_one_device(self, device: torch.device) -> None:
         assert self.aggregator is not None
@@ -175,9 +181,7 @@ class Registration:
         return future if held.ticket is None else held.ticket.future
 
     def _send(self, message: Message, *, last: bool) -> lanes.Ticket:
-        assert self.aggregator is not None  # the hook decided
-        aggregators = self.planning.aggregators_for(message, self.aggregator)
-        return self.sending.send(message, aggregators, self.step, last=last)
+        return self.sending.send(message, self.planning.aggregators_for(message), self.step, last=last)
 
     def _end_step(self) -> None:
         assert self._device is not None  # of the first bucket
@@ -212,17 +216,30 @@ class Registration:
         team = self.joined.team
         return self.joined.traffic.wire_bytes(team) + self.averages.traffic.wire_bytes(team)
 
+    def _fidelity(self) -> Faithfulness | None:
+        """Return how well compressed updates follow the gradients, where that is watched; on the lane."""
+        sending = self.joined
+        if sending is None or not sending.watch_fidelity:
+            return None
+        return Faithfulness(sending.fidelity.cosine(), self.ledger.stats()["residual_norm"])
+
     def go_on(
-        self, ledger: Ledger, steps: int, buffers: Sequence[Layout], plan: Plan | None, numels: Mapping[str, int]
+        self,
+        ledger: Ledger,
+        steps: int,
+        buffers: Sequence[Layout],
+        plan: Plan | None,
+        tuned: Tuned | None,
+        numels: Mapping[str, int],
     ) -> None:
         """Go on from a checkpoint, taken after `steps` steps of a model with parameters of `numels`.
 
-        buffers: in which it went, empty for other ones. plan: which it followed, if any.
+        buffers: in which it went, empty for other ones. plan: which it followed, if any. tuned: what tuning came to.
         """
         ledger.steps = self.steps = steps
         self.ledger = ledger
         self.step = Step(steps, ledger, self.scaler, list(buffers))
         self.averages.begin_anew()
         self.assembly.imitate(buffers)
-        self.planning.restart(steps, plan)
+        self.planning.restart(steps, plan, tuned)
         self.layouts.expect(numels)

@@ -13,14 +13,14 @@ from commopt.errors import ConfigurationError
 from commopt.feedback import Ledger, layout_of, pieces_of, restore, save, spread
 from commopt.groups import Membership
 from commopt.hooks.registration import Registration
-from commopt.plan import Plan
+from commopt.plan import Plan, Tuned
 
 FORMAT = 1
 
 
 def part_of(registration: Registration) -> dict[str, Any]:
     """Return this rank's part of a checkpoint."""
-    team, plan = registration.sending.team, registration.planning.plan
+    team, plan, tuned = registration.sending.team, registration.planning.plan, registration.planning.tuned
     return {
         "format": FORMAT,
         "aggregator": registration.aggregator_name,
@@ -30,6 +30,7 @@ def part_of(registration: Registration) -> dict[str, Any]:
         "parameters": dict(registration.layouts.numels),
         "buckets": [pieces_of(layout) for layout in registration.step.buffers],
         "plan": None if plan is None else plan.to_json(),
+        "tuned": None if tuned is None else tuned.to_json(),
         **save(registration.ledger),
     }
 
@@ -69,11 +70,12 @@ def load(saved: Mapping[str, Any], registration: Registration) -> None:
     )
     if problem:
         raise ConfigurationError(problem)
-    buffers, plan = [], None
+    buffers, plan, tuned = [], None, None
     if own is not None:  # in another world neither fits
         buffers = [layout_of(pieces) for pieces in own["buckets"]]
         plan = None if own.get("plan") is None else Plan.from_json(own["plan"])
-    registration.go_on(ledger, part["steps"], buffers, plan, part["parameters"])
+        tuned = None if own.get("tuned") is None else Tuned.from_json(own["tuned"])
+    registration.go_on(ledger, part["steps"], buffers, plan, tuned, part["parameters"])
 
 
 def _fill(ledger: Ledger, saved: Mapping[str, Any], registration: Registration) -> Mapping[str, Any] | None:

@@ -22,8 +22,9 @@ from commopt.hooks import saving
 from commopt.hooks.gradients import require_supported_parameters
 from commopt.hooks.insight import report_on, timeline_of
 from commopt.hooks.registration import Registration, Settings
-from commopt.plan import Decision, Plan
+from commopt.plan import Decision, Plan, Tuned
 from commopt.timeline import Report, Timeline
+from commopt.tuning import explain, tuner_rows, write_csv
 from topology import Cluster
 
 
@@ -45,12 +46,13 @@ class HookState:
     links: what messages cost, from `python -m commopt probe` (or the path of its file), the same on all ranks; None:
         "adaptive" tries it out.
     needed_first: let plans send buckets in the order in which the next forward needs them, where several are ready.
+    tuned: for "auto", what an earlier tuning came to (or the path of its file): begun with, and watched.
     record: keep the times of all steps, for `timeline` and `report`; else only those that planning measures are kept.
 
     Raises ConfigurationError, UnsupportedTensorError, and MismatchError on every rank when ranks disagree.
-    Pickling keeps aggregator, ranks_per_node, timeout, plan, links, needed_first and record; groups are made again at
-    the first bucket, over the world, and `scaler` must be assigned again. Residuals are each rank's own and a pickle is
-    usually one rank's: save them with state_dict().
+    Pickling keeps aggregator, ranks_per_node, timeout, plan, links, needed_first, record and tuned; groups are made
+    again at the first bucket, over the world, and `scaler` must be assigned again. Residuals are each rank's own and a
+    pickle is usually one rank's: save them with state_dict().
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class HookState:
         links: Links | str | Path | None = None,
         needed_first: bool = False,
         record: bool = False,
+        tuned: Tuned | str | Path | None = None,
     ) -> None:
         if aggregator is not None and not isinstance(aggregator, Aggregator):
             raise ConfigurationError(
@@ -77,7 +80,7 @@ class HookState:
             require_supported_parameters(module)
         _require_scaler(scaler)
         timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        settings = Settings(ranks_per_node, timeout_s, Wish.read(plan, links, needed_first), record)
+        settings = Settings(ranks_per_node, timeout_s, Wish.read(plan, links, needed_first, tuned), record)
         self._start(settings, aggregator, module, scaler)
         self._registration.join(process_group)
 
@@ -213,6 +216,27 @@ class HookState:
     def decisions(self) -> tuple[Decision, ...]:
         """What was decided about the plan so far, and why."""
         return tuple(self._planning.decisions)
+
+    @property
+    def tuned(self) -> Tuned | None:
+        """What tuning has come to, None before; `save()` writes it to a file for the next run."""
+        return self._planning.tuned
+
+    def explain(self) -> str:
+        """Return in words and numbers what averages the gradients now, and why; the same on every rank."""
+        return explain(self.aggregator, self.tuned, self.decisions)
+
+    def save_nccl_tuning(self, path: str | Path, links: Links | str | Path) -> None:
+        """Write what NCCL should send the messages of a step by, as the file of its example tuner plugin.
+
+        links: what `python -m commopt probe` measured over NCCL, or nominal ones. A prediction, by closed forms; see
+        commopt.tuning.nccl. Not collective. Raises ConfigurationError before the first step, and for other links.
+        """
+        lengths = [bucket.nbytes for bucket in self._planning.messages()]
+        if not lengths:
+            raise ConfigurationError("no step was taken yet, so it is not known how long messages are; train first")
+        known = links if isinstance(links, Links) else Links.load(links)
+        write_csv(tuner_rows(self.membership.team, known, lengths), path)
 
     def freeze(self) -> None:
         """Change the plan no more, as under a CUDA graph; every rank must call it between the same two steps."""

@@ -1,0 +1,245 @@
+"""Find the way of averaging that pays, on live steps, and leave it when it stops paying; decided on rank 0.
+
+measured as it is -> trial -> trial .. -> the best, or what ran before -> watch -> drift -> trial ..
+                                                                            \\> less faithful -> an exact average
+
+Each trial is a plan that all ranks follow for nine steps. Its messages correct the prices, by which the next one is
+chosen. What is compared in the end was measured, all of it in this run.
+
+Prices follow what is observed within reason only. So before a search because conditions have moved, messages are
+tried out anew.
+
+A window is looked at 50, 100, .. 800 steps apart while nothing moves; news halves the distance. The k-th tuning keeps
+the next one 50 * 2^k steps away, so that T steps see at most log2(T / 50) of them, whatever is measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from commopt.plan import Calendar, Costs, Decision, Measured, Tuned, Window
+from commopt.plan.conditions import Conditions
+from commopt.plan.correction import Correction
+from commopt.plan.evidence import DRIFT, ms
+from commopt.tuning.guard import Guard
+from commopt.tuning.verdict import LEAST_SHARE, choose
+from commopt.tuning.ways import Proposals, Way
+
+_SETTLING_STEPS = 2
+_WINDOW_STEPS = 7
+_LEAST_STEPS = 4
+_FIRST_DISTANCE_STEPS = 50
+_LARGEST_DISTANCE_STEPS = 800
+_HOPELESS = 1.05  # what is expected to take so much longer than the best is not tried
+_REFINED = 0.98  # what another plan of the best kind must promise, with all that trials taught
+
+
+@dataclass
+class _Round:
+    """One search: from what ran before to a choice. began: the step after which it did; why: what it is for."""
+
+    before: Way
+    waiting: list[Way]
+    began: int
+    why: str
+    tried: list[Way]
+    on_trial: Way | None = None
+    refined: bool = False
+
+    @property
+    def base(self) -> Measured:
+        """What everything is compared with."""
+        assert self.before.measured is not None
+        return self.before.measured
+
+
+class Tuning:
+    """Plain computation, without clock, chance or communication: windows of measurements in, decisions out.
+
+    nodes: ranks on each. adopted: what an earlier tuning came to, to go on with.
+    """
+
+    first = Calendar(3, 3 + _WINDOW_STEPS - 1)
+
+    def __init__(
+        self,
+        proposals: Proposals,
+        costs: Costs,
+        allow: tuple[str, ...],
+        max_trials: int,
+        nodes: tuple[int, ...],
+        adopted: Tuned | None = None,
+    ) -> None:
+        self._proposals = proposals
+        self._correction = Correction(costs)
+        self._allow, self._max_trials, self._nodes = allow, max_trials, nodes
+        self._tuned = adopted
+        self._plan = None if adopted is None else adopted.plan
+        self._round: _Round | None = None
+        self._guard = Guard()
+        self._reference: Conditions | None = None
+        self._refused: set[str] = set()
+        self._moved = ""  # what a search is about to begin for
+        self._rounds = self._no_round_before = 0
+        self._distance = _FIRST_DISTANCE_STEPS
+        self._retry_steps = _WINDOW_STEPS
+
+    @property
+    def costs(self) -> Costs:
+        """Costs as corrected so far."""
+        return self._correction.costs
+
+    def reprice(self, costs: Costs) -> None:
+        """Go by new trials of what messages cost."""
+        self._correction = Correction(costs)
+
+    def decide(self, window: Window, step: int) -> Decision:
+        """Decide after `step`, with what was measured since the calendar's measure_from."""
+        if len(window.step_us) < _LEAST_STEPS:
+            meet_at = step + self._retry_steps
+            self._retry_steps = min(2 * self._retry_steps, _LARGEST_DISTANCE_STEPS)
+            reason = f"{len(window.step_us)} steps could be measured, fewer than {_LEAST_STEPS}; measuring again"
+            return Decision(None, Calendar(meet_at - _WINDOW_STEPS + 1, meet_at), reason)
+        self._retry_steps = _WINDOW_STEPS
+        now = Measured.of(window, self._plan)
+        if self._round is not None:
+            return self._after_trial(self._round, now, window, step)
+        if self._tuned is None:
+            self._correction.learn(window.observed)
+            return self._search("first tuning", now, step)
+        if self._moved:
+            why, self._moved = self._moved, ""
+            self._correction.learn(window.observed)
+            return self._search(why, now, step)
+        return self._watch(self._tuned, now, window, step)
+
+    # ------------------------------------------------------------------------------------- searching
+
+    def _search(self, why: str, now: Measured, step: int) -> Decision:
+        losses = self._proposals.losses
+        kind = f"{next(iter(self._proposals.exact))} as found" if self._tuned is None else self._tuned.name
+        before = Way(kind, now.plan, losses.error(now.plan.buckets), measured=now)
+        ways = [way for way in self._proposals.ways(now.units, self.costs) if way.kind not in self._refused]
+        waiting = [way for way in ways if way.plan.contents != now.plan.contents]
+        began = 0 if self._tuned is None else step
+        self._round = _Round(before, waiting, began, why, [before])
+        return self._next(self._round, step)
+
+    def _after_trial(self, search: _Round, now: Measured, window: Window, step: int) -> Decision:
+        assert search.on_trial is not None  # a round without one is over
+        self._correction.learn(window.observed)
+        if now.plan.contents == search.on_trial.plan.contents:  # else DDP went other ways meanwhile, as in join()
+            search.tried.append(replace(search.on_trial, measured=now))
+        search.on_trial = None
+        return self._next(search, step)
+
+    def _next(self, search: _Round, step: int) -> Decision:
+        """Try what promises most, or end the search."""
+        way = self._promising(search) if len(search.tried) <= self._max_trials else None
+        if way is None:
+            return self._conclude(search, step)
+        step_us, exposed_us = expects = way.prediction(search.base, self.costs)
+        search.on_trial, self._plan = replace(way, expected=expects), way.plan
+        expected = f"a step of {ms(step_us)} expected, {ms(exposed_us)} of it exposed"
+        begin = step + 1 + _SETTLING_STEPS
+        calendar = Calendar(begin, begin + _WINDOW_STEPS - 1)
+        return Decision(way.plan, calendar, f"{search.why}: trying {way.name}, {expected}; {_told(search.tried[-1])}")
+
+    def _promising(self, search: _Round) -> Way | None:
+        """Return the next way to try, None when none is left that could pay."""
+        best_us = min(way.measured.step.value for way in search.tried if way.measured is not None)
+        for way in sorted(search.waiting, key=lambda way: way.prediction(search.base, self.costs)):
+            step_us, exposed_us = way.prediction(search.base, self.costs)
+            saves = exposed_us < (1 - LEAST_SHARE) * search.base.exposed.value
+            if step_us <= _HOPELESS * best_us and (saves or not search.before.exact):
+                search.waiting.remove(way)
+                return way
+        return self._refinement(search)
+
+    def _refinement(self, search: _Round) -> Way | None:
+        """Return another plan of the kind that did best, if all that was learned makes one that promises more."""
+        best = choose(search.tried)
+        if search.refined or best is search.before or best.measured is None:
+            return None
+        search.refined = True
+        again = replace(self._proposals.best(best.kind, best.measured.units, self.costs), refined=True)
+        step_us = again.prediction(best.measured, self.costs)[0]
+        return again if step_us < _REFINED * best.measured.step.value else None
+
+    def _conclude(self, search: _Round, step: int) -> Decision:
+        best = choose(search.tried)
+        assert best.measured is not None  # it was tried
+        self._round, self._reference = None, best.measured.conditions
+        running = self._plan if self._plan is not None else search.before.plan
+        stays = best.plan.contents == running.contents
+        predicted = best.measured.expected(self.costs)
+        self._plan = replace(best.plan, predicted=predicted)
+        by = f"{best.name}, {len(best.plan.buckets)} buckets"
+        if best is search.before:
+            reason = f"{by}, as before: nothing tried saves {LEAST_SHARE:.0%} of the exposed communication"
+        else:
+            reason = f"{by}: {_told(search.before)} -> {_told(best)}"
+        considered = [way.told(search.base, self.costs) for way in [*search.tried, *search.waiting]]
+        planned = not (best is search.before and best.plan.origin == "found")
+        self._tuned = Tuned(
+            best.name,
+            self._allow,
+            self._nodes,
+            step + 1 - search.began,
+            tuple(considered),
+            self._plan if planned else None,
+            reason,
+        )
+        self._rounds += 1
+        self._no_round_before = step + _FIRST_DISTANCE_STEPS * 2**self._rounds
+        self._distance = _FIRST_DISTANCE_STEPS
+        self._guard = Guard()
+        decision = self._later(step, reason)
+        if stays:
+            return replace(decision, predicted=predicted, tuned=self._tuned)
+        return replace(decision, plan=self._plan, tuned=self._tuned)
+
+    # ------------------------------------------------------------------------------------- watching
+
+    def _watch(self, tuned: Tuned, now: Measured, window: Window, step: int) -> Decision:
+        moved = "" if self._reference is None else now.conditions.drift_from(self._reference, self.costs)
+        self._correction.learn(window.observed, drifted=bool(moved))
+        if astray := self._guard.astray(window.fidelity):
+            return self._fall_back(tuned, astray, now, step)
+        if self._reference is None:
+            self._reference = now.conditions
+        distance = self._distance // 2 if moved else 2 * self._distance
+        self._distance = min(max(distance, _FIRST_DISTANCE_STEPS), _LARGEST_DISTANCE_STEPS)
+        if not moved:
+            return self._later(step, f"{tuned.name}: nothing moved by more than {DRIFT:.0%}; {_told_of(now)}")
+        if step < self._no_round_before:
+            return self._later(step, f"{tuned.name}: {moved}; too soon to tune again")
+        self._moved = moved
+        reason = f"{tuned.name}: {moved}; trying out what messages cost now"
+        return Decision(None, Calendar(step + 1, step + _WINDOW_STEPS), reason, try_out=True)
+
+    def _fall_back(self, tuned: Tuned, astray: str, now: Measured, step: int) -> Decision:
+        """Average exactly from now on; what went astray is not chosen again."""
+        self._refused.add(tuned.name)
+        exact = min(
+            (way for way in self._proposals.ways(now.units, self.costs) if way.exact),
+            key=lambda way: way.prediction(now, self.costs),
+        )
+        self._plan, self._reference = exact.plan, None
+        reason = f"{tuned.name} -> {exact.name}: {astray}"
+        considered = tuple(tried for tried in tuned.considered if tried.name != exact.name)
+        told = exact.told(now, self.costs)
+        self._tuned = replace(tuned, name=exact.name, considered=(*considered, told), plan=exact.plan, reason=reason)
+        return replace(self._later(step, reason), plan=exact.plan, tuned=self._tuned)
+
+    def _later(self, step: int, reason: str) -> Decision:
+        meet_at = step + self._distance
+        return Decision(None, Calendar(meet_at - _WINDOW_STEPS + 1, meet_at), reason)
+
+
+def _told(way: Way) -> str:
+    return f"{way.name} takes {'nothing' if way.measured is None else _told_of(way.measured)}"
+
+
+def _told_of(measured: Measured) -> str:
+    return f"{ms(measured.step.value)}, {ms(measured.exposed.value)} of it exposed"

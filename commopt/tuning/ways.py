@@ -1,0 +1,96 @@
+"""Ways of averaging all gradients of a step: which are worth a trial, by prediction, and what trials made of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from commopt.plan import Costs, Measured, Plan, Tried, Unit, best_plan, best_plan_within, simulate
+from commopt.tuning.candidates import Ladder
+from commopt.tuning.losses import Losses
+
+EXACT = "lossless"
+
+
+@dataclass(frozen=True)
+class Way:
+    """A plan of a kind, how much of the gradient it leaves out (0: exact), and how it did if it was tried.
+
+    refined: whether it was made after another plan of the kind had been tried. expected: of the step and its exposed
+    part, in microseconds, before it was tried.
+    """
+
+    kind: str
+    plan: Plan
+    error: float = 0.0
+    refined: bool = False
+    expected: tuple[float, float] | None = None
+    measured: Measured | None = None
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        return f"{self.kind}, refined" if self.refined else self.kind
+
+    @property
+    def exact(self) -> bool:
+        """Whether nothing is left out."""
+        return self.error == 0
+
+    def prediction(self, base: Measured, costs: Costs) -> tuple[float, float]:
+        """Return the step and its exposed part that are to be expected, in microseconds, where `base` was measured.
+
+        They differ from those as the simulated steps do: what costs do not know about is the same in both.
+        """
+        then = simulate(base.units, self.plan.buckets, costs, self.plan.order)
+        saved_us = base.expected(costs).finish_us - then.finish_us
+        return max(0.0, base.step.value - saved_us), max(0.0, base.exposed.value - saved_us)
+
+    def told(self, base: Measured, costs: Costs) -> Tried:
+        """Return what is known of it as data."""
+        step_us, exposed_us = self.expected or self.prediction(base, costs)
+        nbytes: Counter[str] = Counter()
+        for bucket in self.plan.buckets:
+            nbytes[bucket.strategy] += bucket.nbytes
+        tried = Tried(self.name, tuple(nbytes.items()), self.error, step_us, exposed_us)
+        if self.measured is None:
+            return tried
+        return replace(tried, step_us=self.measured.step.value, exposed_us=self.measured.exposed.value)
+
+
+@dataclass(frozen=True)
+class Proposals:
+    """All there is to choose from. max_error: see Auto. max_bytes: of a bucket of several units.
+
+    exact: the strategies that leave nothing out, as plans call them, by the names they have here.
+    """
+
+    exact: Mapping[str, str]
+    ladders: Sequence[Ladder]
+    losses: Losses
+    max_error: float | None
+    max_bytes: int
+
+    def ways(self, units: Sequence[Unit], costs: Costs) -> list[Way]:
+        """Return the best plan of each kind, no two alike."""
+        kinds = [*([EXACT] if len(self.exact) > 1 else []), *self.exact, *(ladder.name for ladder in self.ladders)]
+        found: dict[frozenset[tuple[frozenset[str], str, int]], Way] = {}
+        for kind in kinds:
+            way = self.best(kind, units, costs)
+            found.setdefault(way.plan.contents, way)
+        return list(found.values())
+
+    def best(self, kind: str, units: Sequence[Unit], costs: Costs) -> Way:
+        """Return the best plan of one kind: a strategy's, all exact ones', or a ladder's beside the exact ones."""
+        ladder = next((ladder for ladder in self.ladders if ladder.name == kind), None)
+        if ladder is None:
+            chosen = list(self.exact.values()) if kind == EXACT else [self.exact[kind]]
+            return Way(kind, best_plan(units, costs.only(chosen), self.max_bytes))
+        strategies = [*self.exact.values(), *ladder.strategies]
+        energies = self.losses.energies(strategies, units)
+        limit = sum(energies[ladder.limit])
+        if self.max_error is not None:
+            limit = self.max_error**2 * sum(self.losses.squares.values())
+        plan = best_plan_within(units, costs.only(strategies), energies, limit, self.max_bytes)
+        return Way(kind, plan, self.losses.error(plan.buckets))

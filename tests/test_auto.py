@@ -1,0 +1,260 @@
+"""`auto` on real process groups: what the search does to a training, and what is saved of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import commopt
+from commopt import Auto, ConfigurationError
+from commopt.bucketing import methods
+from commopt.cost import Speeds, nominal_links
+from commopt.groups import TeamShape
+from commopt.plan import Bucket, Calendar, Costs, Decision, Tried, Tuned, Window
+from commopt.tuning import Proposals
+from tests.hook_training import SMALL_BUCKET, Tower, batch_of, expected_gradients, loss_of, seeded
+from tests.ranks import run
+
+ALL = "bf16+quantized+onebit+dgc+powersgd"
+
+
+class Cycling:
+    """Follows every way there is for two steps each, and ends with an exact one."""
+
+    first = Calendar(3, 4)
+
+    def __init__(self, proposals: Proposals, costs: Costs, *_: object) -> None:
+        self._proposals, self._costs = proposals, costs
+        self._waiting: list[Any] | None = None
+        self.seen: list[str] = []
+
+    def decide(self, window: Window, step: int) -> Decision:
+        if self._waiting is None:
+            kinds = [*self._proposals.exact, *(ladder.name for ladder in self._proposals.ladders)]
+            ways = [self._proposals.best(kind, window.units, self._costs) for kind in kinds]
+            self._waiting = [*ways[2:], *ways[:2], *reversed(ways)]
+        later = Calendar(step + 1, step + 2)
+        if not self._waiting:
+            return Decision(None, later, "done")
+        way = self._waiting.pop(0)
+        return Decision(way.plan, later, way.name)
+
+
+@contextmanager
+def cycling() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(methods, "Tuning", Cycling)
+        patch.setattr(methods.Choosing, "first", Cycling.first)
+        yield
+
+
+def bits(module: torch.nn.Module) -> bytes:
+    return b"".join(parameter.detach().numpy().tobytes() for parameter in module.parameters())
+
+
+def go_through_all(rank: int, world_size: int, steps: int) -> tuple[bytes, list[str], float, float]:
+    with cycling():
+        ddp = TorchDDP(seeded(Tower), **SMALL_BUCKET)
+        # Nothing may be left out for good: the fastest way at any strength.
+        state = commopt.attach(ddp, "auto", allow=ALL, max_error=1.0, plan="adaptive")
+        owed = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in ddp.module.named_parameters()}
+        largest = 0.0
+        for step in range(steps):
+            batches = [[batch_of(other, step)] for other in range(world_size)]
+            means = expected_gradients(ddp.module, batches)
+            ddp.zero_grad(set_to_none=True)
+            loss_of(ddp, batches[rank][0]).backward()
+            for name, parameter in ddp.module.named_parameters():
+                assert parameter.grad is not None
+                owed[name] += means[name].value - parameter.grad.double()
+                largest = max(largest, float(means[name].value.norm()))
+            with torch.no_grad():
+                for parameter in ddp.module.parameters():
+                    parameter -= 1e-3 * parameter.grad
+        left = max(float(each.norm()) for each in owed.values())
+        return bits(ddp.module), [decision.reason for decision in state.decisions], left, largest
+
+
+@pytest.mark.parametrize("nodes", [(2, 2), (2, 1), (1, 1)], ids=["2x2", "2+1", "1x2"])
+def test_switching_between_all_ways_loses_nothing(nodes: Sequence[int]) -> None:
+    results = run(go_through_all, sum(nodes), 60, nodes=nodes, timeout_s=120.0)
+    replicas, reasons, owed, largest = zip(*results, strict=True)
+    assert len(set(replicas)) == 1
+    assert len({tuple(each) for each in reasons}) == 1
+    assert reasons[0][-1] == "done", reasons[0]
+    assert any("powersgd" in reason for reason in reasons[0])
+    # The last plans average exactly and take along what was kept: only rounding is left (bf16 has no feedback).
+    assert max(owed) <= 0.02 * max(largest)
+
+
+def tune(rank: int, world_size: int, folder: Path, allow: str) -> tuple[bytes, str, str, int]:
+    ddp = TorchDDP(seeded(Tower), **SMALL_BUCKET)
+    state = commopt.attach(ddp, "auto", allow=allow, plan="adaptive")
+    assert state.tuned is None
+    assert "nothing was decided yet" in state.explain()
+    steps = 0
+    while state.tuned is None and steps < 61:
+        step(ddp, rank, steps)
+        steps += 1
+    assert state.tuned is not None
+    state.tuned.save(folder / f"tuned-{rank}.json")
+    return bits(ddp.module), state.explain(), state.tuned.to_json(), steps
+
+
+def step(ddp: TorchDDP, rank: int, number: int) -> None:
+    ddp.zero_grad(set_to_none=True)
+    loss_of(ddp, batch_of(rank, number)).backward()
+    with torch.no_grad():
+        for parameter in ddp.module.parameters():
+            parameter -= 1e-3 * parameter.grad
+
+
+@pytest.mark.parametrize("allow", ["lossless", "quantized+powersgd"])
+def test_tunes_by_itself_within_sixty_steps(tmp_path: Path, allow: str) -> None:
+    results = run(tune, 4, tmp_path, allow, nodes=(2, 2), timeout_s=120.0)
+    replicas, texts, documents, steps = zip(*results, strict=True)
+    assert len(set(replicas)) == len(set(texts)) == len(set(documents)) == 1
+    assert max(steps) <= 61  # the decision is known one step after the last that was measured
+    tuned = Tuned.from_json(documents[0])
+    assert tuned.steps <= 60
+    assert tuned.nodes == (2, 2)
+    if allow == "lossless":
+        assert all(tried.error == 0 for tried in tuned.considered)
+
+
+def tuned_by_hand(plan: commopt.Plan, nodes: tuple[int, ...] = (2, 2)) -> Tuned:
+    tried = Tried("by hand", ((plan.buckets[0].strategy, 1),), 0.5, 1.0, 1.0)
+    return Tuned("by hand", ("lossless", "quantized"), nodes, 1, (tried,), plan, "for a test")
+
+
+def strategy(bits_: Literal[8, 4, 2]) -> str:
+    return repr(commopt.Hierarchical(commopt.Compressed(commopt.Quantize(bits_))))
+
+
+def plan_by_hand(bits_: Literal[8, 4, 2] = 4) -> commopt.Plan:
+    parameters = dict(Tower().named_parameters())
+    names = list(reversed(parameters))
+    parts = (names[:4], names[4:])
+    exact = repr(commopt.Flat())
+    return commopt.Plan(
+        tuple(
+            Bucket(tuple(part), sum(parameters[name].nbytes for name in part), how)
+            for part, how in zip(parts, (exact, strategy(bits_)), strict=True)
+        )
+    )
+
+
+def load_tuned(rank: int, world_size: int, folder: Path) -> tuple[int, float, str, str, str]:
+    path = folder / f"tuned-{rank}.json"
+    tuned_by_hand(plan_by_hand()).save(path)
+    ddp = TorchDDP(seeded(Tower), **SMALL_BUCKET)
+    state = commopt.attach(ddp, "auto", allow="quantized", plan="adaptive", tuned=path)
+    for number in range(5):
+        step(ddp, rank, number)
+    assert state.plan is not None
+    assert state.tuned is not None
+    error = state.stats()["residual_norm"]
+
+    def refused(choice: str, tuned: Tuned, **options: Any) -> str:
+        with pytest.raises(commopt.CommoptError) as info:
+            commopt.attach(TorchDDP(seeded(Tower)), choice, tuned=tuned, plan="adaptive", **options)
+        return str(info.value)
+
+    not_allowed = refused("auto", tuned_by_hand(plan_by_hand()))
+    elsewhere = refused("auto", tuned_by_hand(plan_by_hand(), (4, 4)), allow="quantized")
+    not_auto = refused("hierarchical", tuned_by_hand(plan_by_hand()))
+    return len(state.plan.buckets), error, not_allowed, elsewhere, not_auto
+
+
+def test_an_earlier_tuning_is_followed_from_the_first_step(tmp_path: Path) -> None:
+    for buckets, residual_norm, not_allowed, elsewhere, not_auto in run(load_tuned, 4, tmp_path, nodes=(2, 2)):
+        assert buckets == 2
+        assert residual_norm > 0
+        assert "Quantize" in not_allowed
+        assert "allow" in not_allowed
+        assert "4 + 4" in elsewhere
+        assert "2 + 2" in elsewhere
+        assert "'auto'" in not_auto
+
+
+def differ(rank: int, world_size: int) -> str:
+    tuned = tuned_by_hand(plan_by_hand(4 if rank else 2))
+    with pytest.raises(commopt.MismatchError) as info:
+        commopt.attach(TorchDDP(seeded(Tower)), "auto", allow="quantized", plan="adaptive", tuned=tuned)
+    return str(info.value)
+
+
+def test_ranks_with_different_tunings_are_told() -> None:
+    for text in run(differ, 2):
+        assert "tuned" in text
+
+
+def resume(rank: int, world_size: int) -> tuple[bool, bool]:
+    tuned = tuned_by_hand(plan_by_hand())
+    first = TorchDDP(seeded(Tower), **SMALL_BUCKET)
+    state = commopt.attach(first, "auto", allow="quantized", plan="adaptive", tuned=tuned)
+    for number in range(4):
+        step(first, rank, number)
+    saved, weights = state.state_dict(), {name: each.clone() for name, each in first.module.state_dict().items()}
+    second = TorchDDP(seeded(Tower), **SMALL_BUCKET)
+    second.module.load_state_dict(weights)
+    again = commopt.attach(second, "auto", allow="quantized", plan="adaptive")
+    again.load_state_dict(saved)
+    for number in range(4, 8):
+        step(first, rank, number)
+        step(second, rank, number)
+    return bits(first.module) == bits(second.module), again.tuned == state.tuned
+
+
+def save_for_nccl(rank: int, world_size: int, folder: Path) -> list[str]:
+    ddp = TorchDDP(seeded(Tower), **SMALL_BUCKET)
+    state = commopt.attach(ddp, "hierarchical", plan="ddp")
+    links = nominal_links(TeamShape.of((2, 2)), Speeds(nic_gbps=25, intra_gb_per_s=20))
+    path = folder / f"nccl-{rank}.csv"
+    with pytest.raises(ConfigurationError, match="no step was taken"):
+        state.save_nccl_tuning(path, links)
+    step(ddp, rank, 0)
+    step(ddp, rank, 1)
+    state.save_nccl_tuning(path, links)
+    return [line for line in path.read_text().splitlines() if not line.startswith("#")]
+
+
+def test_nccl_is_told_what_suits_the_messages(tmp_path: Path) -> None:
+    lines = run(save_for_nccl, 4, tmp_path, nodes=(2, 2))
+    assert lines[0] == lines[3]
+    assert {line.split(",")[0] for line in lines[0]} == {"allreduce", "reducescatter", "allgather"}
+
+
+def test_a_checkpoint_knows_the_tuning() -> None:
+    assert run(resume, 4, nodes=(2, 2)) == [(True, True)] * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"allow": ("quantised",)}, "quantised"),
+        ({"allow": 3}, "allow=3"),
+        ({"max_trials": 0}, "max_trials=0"),
+        ({"max_trials": True}, "max_trials=True"),
+        ({"max_error": 0.0}, "max_error=0.0"),
+        ({"max_error": 1.5}, "max_error=1.5"),
+        ({"dense": "*.bias"}, "dense"),
+    ],
+)
+def test_bad_wishes_are_named(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigurationError, match=named):
+        Auto(**options)
+
+
+def test_exact_averages_are_always_allowed() -> None:
+    assert Auto(allow=("quantized",)) == Auto("quantized") == Auto(("lossless", "quantized"))
+    assert Auto().lossless
+    assert Auto().residual_paths == ()
+    assert not Auto("powersgd").lossless
+    assert commopt.build_preset("auto:allow=quantized+dgc:max_trials=2") == Auto("quantized+dgc", 2)

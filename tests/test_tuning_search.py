@@ -1,0 +1,168 @@
+"""The tuner's decisions, on a machine in the model of the planner whose truth is not what was predicted."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from commopt import ConfigurationError
+from commopt.plan import Costs, Decision, Faithfulness, Tuned
+from commopt.tuning import explain
+from commopt.tuning.guard import Guard
+from tests.plan_machine import Truth, line
+from tests.tuning_machine import EIGHT, FOLLOWS, FOUR, PRICES, TWO, TunedMachine
+
+
+def test_finds_the_compression_that_pays_within_sixty_steps() -> None:
+    machine = TunedMachine(noise=0.01).run(300)
+    assert machine.tuned_after <= 60
+    assert machine.tuned.steps == machine.tuned_after
+    assert machine.tuned.name.startswith("quantized")
+    assert {bucket.strategy for bucket in machine.plan.buckets} & {EIGHT, FOUR, TWO}
+    best = min(machine.step_us(way, 300) for way in machine.every_plan())
+    assert machine.step_us(machine.plan, 300) <= 1.05 * best
+
+
+def test_compresses_only_if_allowed() -> None:
+    machine = TunedMachine(ladders=()).run(300)
+    assert {bucket.strategy for bucket in machine.plan.buckets} <= {"flat", "hierarchical"}
+    assert machine.tuned.allow == ("lossless",)
+    assert machine.tuned.used.error == 0
+
+
+def test_keeps_what_runs_where_nothing_pays() -> None:
+    fast = Costs({key: line(100.0, 1e-6) for key in PRICES}, overhead_us=100.0)
+    machine = TunedMachine(costs=fast, noise=0.01).run(400)
+    assert machine.changes == []
+    assert machine.tuned.name == "flat as found"
+    assert machine.tuned.plan is None
+    assert "as before" in machine.tuned.reason
+
+
+def test_takes_nothing_that_only_promises_to_pay() -> None:
+    """Compression is twice as slow as was predicted, and more."""
+    truth = Truth(transfers={EIGHT: 20.0, FOUR: 20.0, TWO: 20.0})
+    machine = TunedMachine(truth=lambda _: truth, noise=0.01).run(300)
+    assert {bucket.strategy for bucket in machine.plan.buckets} <= {"flat", "hierarchical"}
+    tried = {each.name for each in machine.tuned.considered if each.step_us is not None}
+    assert any(name.startswith("quantized") for name in tried)
+    assert machine.tuned_after <= 60
+
+
+def test_trials_are_no_more_than_allowed() -> None:
+    for most in (1, 2, 4):
+        machine = TunedMachine(max_trials=most, noise=0.02).run(200)
+        tried = [each for each in machine.tuned.considered if each.step_us is not None]
+        assert len(tried) <= most + 1
+        assert machine.tuned_after <= 10 + 9 * most
+
+
+def test_leaves_out_no_more_than_the_reference_strength_does_everywhere() -> None:
+    machine = TunedMachine().run(200)
+    assert 0 < machine.tuned.used.error <= 0.1 + 1e-9
+
+
+def test_leaves_out_no_more_than_was_asked_for() -> None:
+    for most in (0.02, 0.05, 0.3):
+        machine = TunedMachine(max_error=most).run(200)
+        assert machine.tuned.used.error <= most
+
+
+def test_only_what_is_exposed_is_compressed_hard() -> None:
+    """Messages that hide behind backward leave out less than those after it."""
+    machine = TunedMachine(max_error=0.3).run(200)
+    order = {EIGHT: 1, FOUR: 2, TWO: 3, "flat": 0, "hierarchical": 0}
+    strength = [order[bucket.strategy] for bucket in machine.plan.buckets]
+    assert strength[0] <= strength[-1]
+
+
+def test_a_faster_network_ends_compression() -> None:
+    def truth(step: int) -> Truth:
+        exact = 1.0 if step < 150 else 0.02
+        lossy = 1.0 if step < 150 else 0.8
+        return Truth(transfers={"flat": exact, "hierarchical": exact, EIGHT: lossy, FOUR: lossy, TWO: lossy})
+
+    machine = TunedMachine(truth=truth, noise=0.005).run(140)
+    assert machine.tuned.used.error > 0
+    machine.run(5000)
+    assert machine.tuned.used.error == 0
+    assert machine.step_us(machine.plan, 5000) <= 1.03 * machine.step_us(machine.found, 5000)
+
+
+def test_a_slower_network_is_tuned_for_anew() -> None:
+    slow = {name: 40.0 for name, _ in PRICES}
+    fast = Costs({key: table.along(0.01, 0.0) for key, table in PRICES.items()}, overhead_us=100.0)
+    machine = TunedMachine(costs=fast, truth=lambda step: Truth(transfers=slow if step > 200 else {}), noise=0.005).run(
+        150
+    )
+    assert machine.tuned.used.error == 0
+    machine.run(2000)
+    assert machine.tuned.used.error > 0
+    assert len(machine.changes) < 30
+
+
+def test_falls_back_when_updates_stray_from_the_gradients() -> None:
+    bad = Faithfulness(cosine=0.2, residual_norm=1.0)
+    machine = TunedMachine(fidelity={0: FOLLOWS, 400: bad}).run(380)
+    assert machine.tuned.used.error > 0
+    machine.run(1500)
+    assert machine.tuned.used.error == 0
+    assert "cosine" in machine.tuned.reason
+    assert {bucket.strategy for bucket in machine.plan.buckets} <= {"flat", "hierarchical"}
+
+
+def test_guard_compares_with_the_beginning() -> None:
+    guard = Guard()
+    assert guard.astray(None) == ""
+    assert guard.astray(Faithfulness(0.6, 2.0)) == ""
+    assert guard.astray(Faithfulness(0.31, 7.9)) == ""
+    assert "0.60 to 0.29" in guard.astray(Faithfulness(0.29, 2.0))
+    assert "grew from 2 to 8.1" in guard.astray(Faithfulness(0.6, 8.1))
+    assert guard.astray(Faithfulness(None, 2.0)) == ""
+
+
+def test_goes_on_from_an_earlier_tuning_without_trials() -> None:
+    before = TunedMachine(noise=0.01).run(100).tuned
+    machine = TunedMachine(adopted=Tuned.from_json(before.to_json()), noise=0.01).run(1000)
+    assert machine.changes == []
+    assert machine.plan == before.plan
+
+
+def test_few_measured_steps_are_not_enough() -> None:
+    machine = TunedMachine(steps_lost=5).run(200)
+    assert all("fewer than" in decision.reason for _, decision in machine.log)
+
+
+def test_a_decision_survives_its_way_to_the_other_ranks() -> None:
+    machine = TunedMachine(noise=0.01).run(300)
+    for _, decision in machine.log:
+        assert Decision.from_json(decision.to_json()) == decision
+
+
+def test_explains_itself() -> None:
+    machine = TunedMachine(noise=0.01).run(100)
+    decisions = [decision for _, decision in machine.log]
+    text = explain(None, machine.tuned, decisions)
+    for tried in machine.tuned.considered:
+        assert tried.name in text
+    assert "used" in text
+    assert decisions[-1].reason in text
+    assert all(bucket.names[0] in text or bucket.strategy in text for bucket in machine.plan.buckets)
+    assert "nothing was decided yet" in explain(None, None, [])
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"format": 9}, "format 9"),
+        ({"name": "other"}, "'other'"),
+        ({"nodes": [0]}, "ranks of a node"),
+        ({"considered": [{"name": "flat"}]}, "strategies"),
+        ({"reason": ""}, "reason"),
+    ],
+)
+def test_broken_files_are_refused(change: dict[str, object], named: str) -> None:
+    document = json.loads(TunedMachine().run(100).tuned.to_json()) | change
+    with pytest.raises(ConfigurationError, match=named):
+        Tuned.from_json(json.dumps(document))
