@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 from commopt.doctor import cli as doctor
 from commopt.probe import cli as probe
+from commopt.run import cli as run
+from commopt.simulate import cli as simulate
 
 
 class Parser(argparse.ArgumentParser):
@@ -22,9 +24,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     parser = Parser(prog="python -m commopt")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    runs = {"doctor": doctor.run, "probe": probe.run}
+    runs = {"doctor": doctor.run, "probe": probe.run, "run": run.run, "simulate": simulate.run}
     doctor.add_arguments(commands.add_parser("doctor", help="look for what makes communication slow"))
     probe.add_arguments(commands.add_parser("probe", help="measure what messages and compression cost"))
+    run.add_arguments(commands.add_parser("run", help="train with a strategy and leave the script as it is"))
+    simulate.add_arguments(commands.add_parser("simulate", help="what a training step takes on a cluster you describe"))
     options = parser.parse_args(arguments)
     return runs[options.command](options)
 

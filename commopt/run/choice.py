@@ -1,0 +1,71 @@
+"""What a command line asks `attach` for, checked before anything starts."""
+
+from __future__ import annotations
+
+from ast import literal_eval
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from commopt.bucketing import Wish
+from commopt.errors import ConfigurationError
+from commopt.hooks import build_preset
+
+STATE_OPTIONS: dict[str, tuple[type, ...]] = {
+    "ranks_per_node": (int,),
+    "timeout": (int, float),
+    "plan": (str,),
+    "links": (str,),
+    "needed_first": (bool,),
+    "record": (bool,),
+    "tuned": (str,),
+}
+"""Options of HookState that can be written down, and of which type they are."""
+SCRIPT_OPTIONS = ("aggregator", "module", "process_group", "scaler")
+"""Options of HookState that are objects of the script."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A strategy as `build_preset` reads it, and further options of `attach`."""
+
+    strategy: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, strategy: str, settings: Iterable[str] = ()) -> Choice:
+        """Check `strategy` and "option=value" settings; files are read.
+
+        Raises ConfigurationError for what `attach` would refuse on any model.
+        """
+        options: dict[str, Any] = {}
+        for setting in settings:
+            name, equals, text = setting.partition("=")
+            if not equals or not name:
+                raise ConfigurationError(f"--option {setting!r} is no OPTION=VALUE, for example --option plan=ddp")
+            options[name] = _value(text)
+        for name in SCRIPT_OPTIONS:
+            if name in options:
+                raise ConfigurationError(
+                    f"--option {name}={options[name]} is no value that a command line can hold; call "
+                    f"commopt.attach(ddp, {strategy!r}, {name}=...) in the script, which is then left alone"
+                )
+        for name, types in STATE_OPTIONS.items():
+            _require_type(name, options.get(name, types[0]()), types)
+        build_preset(strategy, **{name: value for name, value in options.items() if name not in STATE_OPTIONS})
+        given = options.get
+        Wish.read(given("plan", "ddp"), given("links"), given("needed_first", False), given("tuned"))
+        return cls(strategy, options)
+
+
+def _value(text: str) -> Any:
+    try:
+        return literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _require_type(name: str, value: object, types: tuple[type, ...]) -> None:
+    if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+        names = " or ".join(each.__name__ for each in types)
+        raise ConfigurationError(f"--option {name}={value} is a {type(value).__name__}; {name} takes a {names}")

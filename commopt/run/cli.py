@@ -1,0 +1,73 @@
+"""`python -m commopt run`: train with a strategy and leave the script as it is."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from commopt.errors import ConfigurationError
+from commopt.run import report
+from commopt.run.choice import Choice
+from commopt.run.models import Models
+from commopt.run.patch import watching
+from commopt.run.script import Script
+
+BAD_INPUT = 64
+
+USAGE = (
+    "torchrun ... -m commopt run --strategy NAME[:OPTION=VALUE...] [--option OPTION=VALUE] [--report] SCRIPT ARGS..."
+)
+EPILOG = f"""A DDP model whose hook the script has registered itself is left alone. Give every rank the same command.
+exit status: the script's; {BAD_INPUT} unusable input (one line on stderr, on every rank, before the script starts)."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of run."""
+    parser.usage = USAGE
+    parser.description = "Run a training script unchanged; every DistributedDataParallel model in it gets a hook."
+    parser.epilog = EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--strategy", required=True, metavar="NAME", help="a preset and its options: hierarchical_quantized:bits=4")
+    add(
+        "--option",
+        dest="settings",
+        action="append",
+        default=[],
+        metavar="OPTION=VALUE",
+        help="another option of commopt.attach: plan=ddp, links=links.json, ranks_per_node=8; may be repeated",
+    )
+    add("--report", action="store_true", help="print at the end what was sent, on rank 0")
+    add("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as in python -m")
+    add("script", nargs=argparse.REMAINDER, metavar="SCRIPT ARGS...", help="the script and its arguments")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the script; what it raises, SystemExit too, passes through. Return 0 when it ends by itself."""
+    try:
+        if not options.script:
+            raise ConfigurationError(f"no script was named; {USAGE}")
+        script = Script(options.script[0], tuple(options.script[1:]), options.module)
+        choice = Choice.read(options.strategy, options.settings)
+        script.require_there()
+    except ConfigurationError as error:
+        sys.stderr.write(f"commopt run: {error}\n")  # in one piece: all ranks write at once
+        return BAD_INPUT
+    models = Models(choice)
+    try:
+        with watching(models):
+            made = script.run()
+    except SystemExit:  # it holds on to what the script made, through its traceback
+        _conclude(models, options)
+        raise
+    _conclude(models, options)
+    del made
+    return 0
+
+
+def _conclude(models: Models, options: argparse.Namespace) -> None:
+    models.close()
+    if not models.seen:
+        report.say_nothing_was_done()
+    elif options.report:
+        report.show(models.trained)

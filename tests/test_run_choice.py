@@ -1,0 +1,105 @@
+"""What `commopt run` takes from its command line, and what it refuses before anything starts."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import commopt
+from commopt.__main__ import main
+from commopt.errors import ConfigurationError
+from commopt.run.choice import SCRIPT_OPTIONS, STATE_OPTIONS, Choice
+
+
+def test_every_option_of_a_state_is_known() -> None:
+    assert set(inspect.signature(commopt.HookState).parameters) == {*STATE_OPTIONS, *SCRIPT_OPTIONS}
+
+
+def test_options_are_python_values_or_else_text() -> None:
+    settings = ["timeout=2.5", "ranks_per_node=4", "record=True", "plan=adaptive", "bits=4", "dense=('*.bias',)"]
+    assert Choice.read("hierarchical_quantized", settings).options == {
+        "timeout": 2.5,
+        "ranks_per_node": 4,
+        "record": True,
+        "plan": "adaptive",
+        "bits": 4,
+        "dense": ("*.bias",),
+    }
+
+
+def test_a_value_may_have_equals_signs() -> None:
+    with pytest.raises(ConfigurationError, match=r"a=b\.json"):
+        Choice.read("flat", ["links=a=b.json"])
+
+
+@pytest.mark.parametrize("text", ["flat", "hierarchical_powersgd:matrix_rank=2", "auto:allow=lossless+quantized"])
+def test_strategies_are_presets_with_their_options(text: str) -> None:
+    assert Choice.read(text) == Choice(text, {})
+
+
+BAD: list[tuple[str, list[str], str]] = [
+    ("hierarchy", [], "preset 'hierarchy' is unknown"),
+    ("quantized:bits", [], "is no option=value"),
+    ("quantized:bits=5", [], "bits"),
+    ("flat", ["bits=4"], "preset flat has no option bits=4"),
+    ("flat", ["record"], "--option 'record' is no OPTION=VALUE"),
+    ("flat", ["=3"], "is no OPTION=VALUE"),
+    ("flat", ["scaler=1"], r"commopt.attach\(ddp, 'flat', scaler=...\)"),
+    ("flat", ["process_group=dp"], "no value that a command line can hold"),
+    ("flat", ["timeout=soon"], "timeout takes a int or float"),
+    ("flat", ["timeout=True"], "timeout=True is a bool"),
+    ("flat", ["ranks_per_node=2.0"], "ranks_per_node takes a int"),
+    ("flat", ["record=1"], "record takes a bool"),
+    ("flat", ["plan=mine.json"], "'mine.json' cannot be read"),
+    ("flat", ["links=none.json"], "none.json cannot be read"),
+    ("auto", ["tuned=none.json"], "none.json"),
+]
+
+
+@pytest.mark.parametrize(("strategy", "settings", "says"), BAD)
+def test_what_attach_would_refuse_is_refused_at_once(
+    strategy: str, settings: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        Choice.read(strategy, settings)
+    mark = tmp_path / "started"
+    script = tmp_path / "train.py"
+    script.write_text(f"open({str(mark)!r}, 'w')")
+    given = [each for setting in settings for each in ("--option", setting)]
+    assert main(["run", "--strategy", strategy, *given, str(script)]) == 64
+    assert not mark.exists()
+    message = capsys.readouterr().err
+    assert message.startswith("commopt run: ")
+    assert message.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--strategy", "flat"], "no script was named"),
+        (["--strategy", "flat", "no/such.py"], "there is no file no/such.py"),
+        (["--strategy", "flat", "-m", "no.such.module"], "there is no module no.such.module"),
+        (["--strategy", "flat", "-m", "json.nothing"], "there is no module json.nothing"),
+    ],
+)
+def test_a_script_that_is_not_there(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", *arguments]) == 64
+    assert says in capsys.readouterr().err
+
+
+def test_the_strategy_must_be_given(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exited:
+        main(["run", "train.py"])
+    assert exited.value.code == 64
+    assert "--strategy" in capsys.readouterr().err
+
+
+def test_what_comes_after_the_script_is_the_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[Any]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import sys; print(sys.argv[1:])")
+    given = ["--strategy", "other", "--report", "-m", "--", "--help"]
+    assert main(["run", "--strategy", "flat", str(script), *given]) == 0
+    assert capsys.readouterr().out == f"{given}\n"

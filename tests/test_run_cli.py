@@ -1,0 +1,118 @@
+"""`python -m commopt run` from the shell: exit status, report, and what it says when there was nothing to do."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import commopt
+from commopt.__main__ import main
+from commopt.run import report
+
+ROOT = Path(__file__).parent.parent
+
+TRAINING = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    torch.manual_seed(3)
+    ddp = DistributedDataParallel(nn.Linear(8, 4, bias=False))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for step in range(int(sys.argv[1])):
+        optimizer.zero_grad()
+        ddp(torch.full((2, 8), dist.get_rank() + 1.0)).sum().backward()
+        optimizer.step()
+    sys.stderr.write(f"weight {ddp.module.weight.sum().item():.6f}\\n")
+    dist.destroy_process_group()
+    sys.exit()
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(TRAINING)
+    return path
+
+
+def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
+    return subprocess.run(
+        [*launcher, *arguments],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COMMOPT_RANKS_PER_NODE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_a_script_trains_with_the_hook(script: Path) -> None:
+    done = torchrun("-m", "commopt", "run", "--strategy", "hierarchical_bf16", "--report", str(script), "3")
+    assert done.returncode == 0, done.stderr
+    weights = re.findall(r"weight (\S+)", done.stderr)
+    assert len(weights) == 2
+    assert len(set(weights)) == 1
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("Linear")]
+    model, *hook, steps, intra, inter = line.split()
+    assert (model, " ".join(hook)) == ("Linear", repr(commopt.build_preset("hierarchical_bf16")))
+    # both of two ranks send all of 32 gradients in 16 bits
+    assert (steps, intra, float(inter)) == ("3", "0", 32 * 2 / 1e6)
+
+
+def test_bad_input_reaches_the_launcher(script: Path) -> None:
+    refused = torchrun("-m", "commopt", "run", "--strategy", "hierarchy", str(script), "1")
+    said = [line for line in refused.stderr.splitlines() if line.startswith("commopt run: ")]
+    assert len(set(said)) == 1  # from one rank or both: torchrun ends the others with the first
+    assert "preset 'hierarchy' is unknown" in said[0]
+    assert re.search(r"exitcode\s*:\s*64", refused.stderr)
+    assert "weight" not in refused.stderr
+
+
+def run_here(tmp_path: Path, text: str, *options: str) -> int:
+    script = tmp_path / "here.py"
+    script.write_text(text)
+    return main(["run", "--strategy", "flat", *options, str(script)])
+
+
+@pytest.mark.parametrize(("text", "status"), [("", None), ("raise SystemExit(5)", 5), ("raise SystemExit('no')", "no")])
+def test_a_script_without_a_model_is_told_of(
+    text: str, status: object, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    if text:
+        with pytest.raises(SystemExit) as exited:
+            run_here(tmp_path, text, "--report")
+        assert exited.value.code == status
+    else:
+        assert run_here(tmp_path, text, "--report") == 0
+    said = capsys.readouterr()
+    assert said.err == report.NOTHING + "\n"
+    assert said.out == ""
+
+
+def test_one_rank_says_it_for_all(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert run_here(tmp_path, "") == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_errors_of_the_script_are_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ZeroDivisionError):
+        run_here(tmp_path, "1 / 0", "--report")
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,376 @@
+"""What `commopt run` does to the models of a script: the same, bit for bit, as attaching by hand."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import logging
+import pickle
+from collections.abc import Callable
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import commopt
+from commopt.run import report
+from commopt.run.choice import Choice
+from commopt.run.models import Models
+from commopt.run.patch import watching
+from tests.hook_training import SMALL_BUCKET, Branches, Tower, batch_of, digest_of, loss_of, seeded
+from tests.ranks import run
+
+STRATEGY = "hierarchical_quantized:bits=4"  # every step depends on the ones before, and on who shares a block
+STEPS = 4
+
+Attach = Callable[[TorchDDP], None]
+
+
+class Subclass(TorchDDP):
+    """Wraps forward, as people do."""
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        return super().forward(*inputs, **kwargs)
+
+
+def train(ddp: Any, rank: int, *, micros: int = 1, branches: int = 0, scaler: Any = None) -> str:
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        batches = [batch_of(rank, step, micro) for micro in range(micros)]
+        if branches:
+            batches = [(*batch, (rank + step) % branches) for batch in batches]
+        for batch in batches[:-1]:
+            with ddp.no_sync():
+                loss_of(ddp, batch).backward()
+        loss = loss_of(ddp, batches[-1])
+        if scaler is None:
+            loss.backward()
+            optimizer.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    module = ddp.module if isinstance(ddp, TorchDDP) else ddp._orig_mod.module
+    return digest_of(module)
+
+
+def plain(rank: int, attach: Attach) -> str:
+    ddp = TorchDDP(seeded(Tower), **SMALL_BUCKET)
+    attach(ddp)
+    return train(ddp, rank)
+
+
+def subclass(rank: int, attach: Attach) -> str:
+    ddp = Subclass(seeded(Tower), **SMALL_BUCKET)
+    attach(ddp)
+    return train(ddp, rank)
+
+
+def own_subclass(rank: int, attach: Attach) -> str:
+    ddp = commopt.DistributedDataParallel(seeded(Tower), **SMALL_BUCKET)
+    attach(ddp)
+    return train(ddp, rank)
+
+
+def static_graph(rank: int, attach: Attach) -> str:
+    ddp = TorchDDP(seeded(Tower), static_graph=True, **SMALL_BUCKET)
+    attach(ddp)
+    return train(ddp, rank)
+
+
+def unused_parameters(rank: int, attach: Attach) -> str:
+    ddp = TorchDDP(seeded(Branches), find_unused_parameters=True, **SMALL_BUCKET)
+    attach(ddp)
+    return train(ddp, rank, branches=2)
+
+
+def no_sync(rank: int, attach: Attach) -> str:
+    ddp = TorchDDP(seeded(Tower), **SMALL_BUCKET)
+    attach(ddp)
+    return train(ddp, rank, micros=3)
+
+
+def compiled(rank: int, attach: Attach) -> str:
+    torch._dynamo.reset()
+    ddp = TorchDDP(seeded(Tower))  # no cap: the compiler refuses those below 1 MiB
+    attach(ddp)
+    return train(torch.compile(ddp, backend="eager"), rank)
+
+
+def compiled_step(rank: int, attach: Attach) -> str:
+    """What is compiled is a function that calls the model."""
+    torch._dynamo.reset()
+    ddp = TorchDDP(seeded(Tower))  # no cap: the compiler refuses those below 1 MiB
+    attach(ddp)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    loss: Any = torch.compile(loss_of, backend="eager")
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss(ddp, batch_of(rank, step)).backward()
+        optimizer.step()
+    return digest_of(ddp.module)
+
+
+def evaluated_before(rank: int, attach: Attach) -> str:
+    """One rank alone looks at the untrained model."""
+    ddp = TorchDDP(seeded(Tower), **SMALL_BUCKET)
+    if rank == 0:
+        with torch.no_grad():
+            loss_of(ddp, batch_of(rank, 0))
+    attach(ddp)
+    return train(ddp, rank)
+
+
+def two_models(rank: int, attach: Attach) -> str:
+    models = [TorchDDP(seeded(Tower), **SMALL_BUCKET) for _ in range(2)]
+    for ddp in models:
+        attach(ddp)
+    return "".join(train(ddp, rank) for ddp in models)
+
+
+def copied(rank: int, attach: Attach) -> str:
+    """A copy of a model that has its hook is a model without."""
+    ddp = TorchDDP(seeded(Tower), **SMALL_BUCKET)
+    attach(ddp)
+    train(ddp, rank)
+    other = copy.deepcopy(ddp)
+    attach(other)
+    return train(other, rank) + digest_of(ddp.module)
+
+
+def loss_scaling(rank: int, attach: Attach) -> str:
+    ddp = TorchDDP(seeded(Tower), **SMALL_BUCKET)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    attach(ddp, scaler=scaler)  # type: ignore[call-arg]  # by_hand takes it
+    return train(ddp, rank, scaler=scaler)
+
+
+WAYS = (
+    plain,
+    subclass,
+    own_subclass,
+    static_graph,
+    unused_parameters,
+    no_sync,
+    compiled,
+    compiled_step,
+    evaluated_before,
+    two_models,
+    copied,
+    loss_scaling,
+)
+
+
+def both(rank: int, world_size: int, name: str) -> tuple[str, str, str, int]:
+    way: Any = next(way for way in WAYS if way.__name__ == name)
+
+    def by_hand(ddp: TorchDDP, **options: Any) -> None:
+        commopt.attach(ddp, STRATEGY, **options)
+
+    def not_at_all(ddp: TorchDDP, **options: Any) -> None:
+        pass
+
+    expected, stock = way(rank, by_hand), way(rank, not_at_all)
+    models = Models(Choice(STRATEGY))
+    with watching(models):
+        found = way(rank, not_at_all)
+    return expected, found, stock, len(models.trained)
+
+
+@pytest.mark.parametrize("name", [way.__name__ for way in WAYS])
+def test_it_trains_as_if_attached_by_hand(name: str) -> None:
+    for expected, found, stock, attached in run(both, 2, name, nodes=(1, 1)):
+        assert found == expected
+        assert found != stock, "without a hook the parameters would be others"
+        assert attached == (2 if name in ("two_models", "copied") else 1)
+
+
+# --------------------------------------------------------------------------------------- what is left alone
+
+
+class Heard(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    def __enter__(self) -> Heard:
+        logging.getLogger("commopt").addHandler(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        logging.getLogger("commopt").removeHandler(self)
+
+
+def leave_alone(rank: int, world_size: int) -> None:
+    models = Models(Choice(STRATEGY))
+    with watching(models), Heard() as heard:
+        theirs = TorchDDP(seeded(Tower))
+        theirs.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        train(theirs, rank)
+        ours = TorchDDP(seeded(Tower))
+        state = commopt.attach(ours, "flat")
+        train(ours, rank)
+    assert [line.rpartition("is left alone: ")[2] for line in heard.lines] == [
+        "the script has registered the communication hook fp16_compress_hook itself",
+        "the script has registered the communication hook hook itself",
+    ]
+    assert state.stats()["steps"] == STEPS
+    assert models.seen
+    assert not models.trained
+
+
+def test_a_model_with_a_hook_is_left_alone() -> None:
+    run(leave_alone, 2)
+
+
+def leave_the_unhookable_alone(rank: int, world_size: int) -> list[str]:
+    models = Models(Choice(STRATEGY))
+    found = []
+    module = seeded(Tower)
+    frozen, *delayed = list(module.named_parameters())
+    frozen[1].requires_grad_(False)  # DDP wants one that is not delayed
+    with Heard() as heard:
+        models.before_forward(
+            TorchDDP(module, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=delayed[-1][1])
+        )
+        found += heard.lines
+    with watching(models), Heard() as heard, torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        ddp = TorchDDP(seeded(Tower))
+        loss_of(ddp, batch_of(rank, 0)).backward()
+        found += heard.lines
+    assert not models.trained
+    return found
+
+
+def test_models_without_buckets_are_left_alone() -> None:
+    for delayed, python_reducer in run(leave_the_unhookable_alone, 2):
+        assert "delay_all_reduce_named_params" in delayed
+        assert "python reducer" in python_reducer
+
+
+def leave_no_trace(rank: int, world_size: int) -> None:
+    call, scale = TorchDDP.__call__, torch.amp.GradScaler.scale
+    models = Models(Choice("flat"))
+    with watching(models):
+        assert TorchDDP.__call__ is not call
+        assert nn.Module.__call__ is call, "other modules are none of our business"
+        ddp = TorchDDP(seeded(Tower))
+        saved = pickle.dumps(ddp)
+        assert b"commopt" not in saved
+        train(ddp, rank)
+        restored = pickle.loads(saved)
+        assert train(restored, rank) == digest_of(ddp.module)
+        assert len(models.trained) == 2
+    assert "__call__" not in vars(TorchDDP)
+    assert (TorchDDP.__call__, torch.amp.GradScaler.scale) == (call, scale)
+    with pytest.raises(KeyError), watching(models):
+        raise KeyError
+    assert (TorchDDP.__call__, torch.amp.GradScaler.scale) == (call, scale)
+
+
+def test_nothing_stays_behind() -> None:
+    run(leave_no_trace, 2)
+
+
+# ----------------------------------------------------------------------------------------------- scalers
+
+
+def share_scalers(rank: int, world_size: int) -> dict[str, list[str]]:
+    found = {}
+
+    def scalers(count: int, enabled: int) -> list[torch.amp.GradScaler]:
+        return [torch.amp.GradScaler("cpu", enabled=number < enabled) for number in range(count)]
+
+    for name, count, enabled in (("several", 2, 2), ("one enabled", 2, 1), ("one", 1, 1)):
+        made = scalers(count, enabled)
+        models = Models(Choice(STRATEGY))
+        with watching(models), Heard() as heard:
+            ddp = TorchDDP(seeded(Tower))
+            train(ddp, rank, scaler=made[0])
+        found[name] = heard.lines
+        del ddp, made
+    return found
+
+
+def test_of_several_scalers_none_is_taken() -> None:
+    for found in run(share_scalers, 2, nodes=(1, 1)):
+        ours = [line for line in found["several"] if line.startswith("commopt run")]
+        assert len(ours) == 1
+        assert "2 enabled GradScalers" in ours[0]
+        assert f"commopt.attach(ddp, '{STRATEGY}', scaler=scaler)" in ours[0]
+        assert found["one enabled"] == found["one"] == []
+
+
+def overheard(expect: Callable[[Any], None], states: list[commopt.HookState]) -> Callable[[Any], None]:
+    def both_of_them(state: commopt.HookState) -> None:
+        states.append(state)
+        expect(state)
+
+    return both_of_them
+
+
+def follow_a_scaler(rank: int, world_size: int) -> None:
+    models = Models(Choice(STRATEGY))
+    states: list[commopt.HookState] = []
+    with watching(models), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(models.scalers, "expect", overheard(models.scalers.expect, states))
+        ddp = TorchDDP(seeded(Tower))
+        loss = loss_of(ddp, batch_of(rank, 0))
+        scaler = torch.amp.GradScaler("cpu")  # made as late as can be
+        assert states[0].scaler is None
+        scaled = scaler.scale(loss)
+        assert states[0].scaler is scaler
+        scaled.backward()
+        other = TorchDDP(seeded(Tower))
+        scaler.scale(loss_of(other, batch_of(rank, 0))).backward()
+        assert states[1].scaler is scaler
+        assert float(scaler.scale(torch.ones(()))) == scaler.get_scale()
+
+
+def test_the_scaler_is_known_before_the_first_bucket() -> None:
+    run(follow_a_scaler, 2, nodes=(1, 1))
+
+
+# ------------------------------------------------------------------------------------------------ the end
+
+
+def let_go(rank: int, world_size: int) -> list[str]:
+    models = Models(Choice(STRATEGY))
+    with watching(models):
+        ddp = TorchDDP(seeded(Tower))
+        train(ddp, rank)
+        model = ref(ddp)
+        del ddp
+        gc.collect()
+        assert model() is None, "a model must not be kept alive for a report"
+        assert models.trained[0].stats["steps"] == STEPS
+        kept = TorchDDP(seeded(Tower))
+        train(kept, rank)
+        assert not models.trained[1].stats
+    torch.distributed.destroy_process_group()  # as scripts do: the end must do without
+    models.close()
+    stream = io.StringIO()
+    report.show(models.trained, stream)
+    return stream.getvalue().splitlines()
+
+
+def test_the_report_has_a_line_for_each_model() -> None:
+    lines, silent = run(let_go, 2, nodes=(1, 1))
+    assert silent == []
+    name, hook, steps, intra, inter = lines[-1].split()
+    assert (name, hook, steps, intra) == ("Tower", "Hierarchical(inter=Compressed(Quantize(bits=4)))", str(STEPS), "0")
+    # to one other rank: matrices at 4 bits, a scale of 4 bytes for each 512 elements, and the biases as they are
+    assert inter == f"{(6 * 64 * 64 / 2 + 6 * 64 * 64 / 512 * 4 + 6 * 64 * 4) / 1e6:.4g}"
+    assert len(lines) == 5
+    assert lines[-2].split()[:3] == [name, hook, steps]
