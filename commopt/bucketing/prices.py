@@ -40,14 +40,23 @@ def require_prices(strategies: Mapping[str, Aggregator], layouts: Layouts, team:
 
 
 def prices_from_links(
-    strategies: Mapping[str, Aggregator], whole: Layout, dtype: torch.dtype, team: TeamShape, links: Links
+    strategies: Mapping[str, Aggregator],
+    whole: Layout,
+    dtype: torch.dtype,
+    team: TeamShape,
+    links: Links,
+    lanes: int | None = None,
 ) -> dict[Key, PriceTable]:
-    """Return what every strategy costs by a probe's curves, also in chunks; without communication."""
+    """Return what every strategy costs by a probe's curves, also in chunks; without communication.
+
+    lanes: as for `cost`, None for those of this process.
+    """
     largest = whole.numel * dtype.itemsize
+    lanes = _lanes(team) if lanes is None else lanes
     prices: dict[Key, PriceTable] = {}
     for name, aggregator in strategies.items():
-        for chunks in {1, _best_by_links(aggregator, whole, dtype, team, links)}:
-            by_bytes = price(aggregator, team, links, whole, dtype, chunks=chunks, lanes=_lanes(team))
+        for chunks in {1, _best_by_links(aggregator, whole, dtype, team, links, lanes)}:
+            by_bytes = price(aggregator, team, links, whole, dtype, chunks=chunks, lanes=lanes)
             prices[name, chunks] = PriceTable.of(by_bytes, largest)
     return prices
 
@@ -70,7 +79,7 @@ def measured_points(
     points = calibrate(trials, samples, dtype, team, budget_s)
     cut: dict[Key, Aggregator] = {}
     for name, aggregator in strategies.items():
-        if name in in_chunks and isinstance(aggregator, Hierarchical) and _pipelines(aggregator, team):
+        if name in in_chunks and isinstance(aggregator, Hierarchical) and _pipelines(aggregator, team, _lanes(team)):
             affordable = [sample for sample in samples if sample.numel * dtype.itemsize <= points[name, 1][-1][0]]
             chunks = _recommended(stages(aggregator, affordable[-1], dtype, team))
             if chunks > 1:
@@ -89,18 +98,20 @@ def _table(points: Points, largest_nbytes: int) -> PriceTable:
     return PriceTable.of(Curve.fit(points).time_us, largest_nbytes)
 
 
-def _pipelines(aggregator: Aggregator, team: TeamShape) -> bool:
+def _pipelines(aggregator: Aggregator, team: TeamShape, lanes: int) -> bool:
     """Return whether two levels of the network can be busy with different chunks at once, and nobody said otherwise."""
     two_levels = isinstance(aggregator, Hierarchical) and aggregator.chunks == 1 and team.intra is not None
-    return two_levels and _lanes(team) == 2
+    return two_levels and lanes == 2
 
 
 def _lanes(team: TeamShape) -> int:
     return lanes_here(team.backend(team.default_device))
 
 
-def _best_by_links(aggregator: Aggregator, whole: Layout, dtype: torch.dtype, team: TeamShape, links: Links) -> int:
-    if not _pipelines(aggregator, team):
+def _best_by_links(
+    aggregator: Aggregator, whole: Layout, dtype: torch.dtype, team: TeamShape, links: Links, lanes: int
+) -> int:
+    if not _pipelines(aggregator, team, lanes):
         return 1
     return best_chunks(
         lambda chunks: cost_us(aggregator, whole, dtype, team, links, chunks=chunks, lanes=2), _MOST_CHUNKS

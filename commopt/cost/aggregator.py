@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import chain
 from math import ceil
+from typing import NamedTuple
 
 import torch
 
@@ -26,7 +28,8 @@ Price = Callable[[int], float]
 class Cost:
     """`total_us` is what passes until the slowest rank is done; the parts are how long each is busy.
 
-    compress_us: work of the ranks themselves. notes: what the figures leave out or assume.
+    compress_us: work of the ranks themselves. notes: what the figures leave out or assume. chunks: the stages of each,
+    as the slowest rank takes them.
     """
 
     total_us: float
@@ -34,6 +37,7 @@ class Cost:
     intra_us: float
     inter_us: float
     notes: tuple[str, ...] = ()
+    chunks: tuple[StageTimes, ...] = ()
 
 
 def cost(
@@ -53,7 +57,7 @@ def cost(
     cannot run, or the links lack a collective.
     """
     layout = Layout.anonymous(layout) if isinstance(layout, int) else layout
-    return _Pricing(_with_chunks(aggregator, chunks), dtype, shape, links, lanes).cost(layout)
+    return Pricing(aggregator, dtype, shape, links, chunks=chunks, lanes=lanes).cost(layout)
 
 
 def cost_us(
@@ -85,54 +89,81 @@ def price(
     layout: the whole model's. Where names and shapes matter (PowerSGD, dense patterns), a bucket counts as an equal
     share of everything in it; otherwise only its length does.
     """
-    pricing = _Pricing(_with_chunks(aggregator, chunks), dtype, shape, links, lanes)
-    if layout is None or layout.numel == 0 or not pricing.heeds(layout):
-        return lambda nbytes: pricing.cost(Layout.anonymous(ceil(nbytes / dtype.itemsize))).total_us
-    whole, whole_nbytes = pricing.ranks(layout), layout.numel * dtype.itemsize
-    return lambda nbytes: pricing.summed(whole, nbytes / whole_nbytes).total_us
+    return Pricing(aggregator, dtype, shape, links, chunks=chunks, lanes=lanes).by_nbytes(layout)
 
 
-_Rank = tuple[TeamShape, tuple[Stages, ...]]
+class _Alike(NamedTuple):
+    """Ranks, of nodes of equal length, that do the same: how one of them sees the cluster, what they do, how many."""
+
+    shape: TeamShape
+    stages: tuple[Stages, ...]
+    ranks: int
 
 
-class _Pricing:
-    """One aggregator on one cluster; curves are looked up once."""
+class Pricing:
+    """One aggregator on one cluster; curves are looked up once. Arguments and errors are those of `cost`."""
 
     def __init__(
-        self, aggregator: Aggregator, dtype: torch.dtype, shape: TeamShape, links: Links, lanes: int | None
+        self,
+        aggregator: Aggregator,
+        dtype: torch.dtype,
+        shape: TeamShape,
+        links: Links,
+        *,
+        chunks: int | None = None,
+        lanes: int | None = None,
     ) -> None:
         aggregator.check(shape)
-        self._aggregator, self._dtype, self._links = aggregator, dtype, links
+        self._aggregator, self._dtype, self._links = _with_chunks(aggregator, chunks), dtype, links
         self._device = shape.default_device
         self._lanes = lanes_available(shape.backend(self._device)) if lanes is None else lanes
-        self._shapes = [shape.seen_from(rank) for rank in _telling(shape)]
+        self._shape = shape
         self._curves: dict[tuple[str, str, int, int], Curve] = {}
 
     def cost(self, layout: Layout) -> Cost:
-        return self.summed(self.ranks(layout), 1.0)
+        """Return what one all_reduce of a buffer of `layout` costs."""
+        return self._summed(self._ranks(layout), 1.0)
 
-    def heeds(self, layout: Layout) -> bool:
+    def by_nbytes(self, whole: Layout | None) -> Price:
+        """Return what buckets cost by their bytes; see `price`."""
+        if whole is None or whole.numel == 0 or not self._heeds(whole):
+            return lambda nbytes: self.cost(Layout.anonymous(ceil(nbytes / self._dtype.itemsize))).total_us
+        ranks, whole_nbytes = self._ranks(whole), whole.numel * self._dtype.itemsize
+        return lambda nbytes: self._summed(ranks, nbytes / whole_nbytes).total_us
+
+    def inter_nbytes(self, layout: Layout) -> int:
+        """Return what all ranks of the first node together send to other nodes."""
+        ranks = _first_node(self._shape)
+        return sum(self._aggregator.wire_bytes(layout, self._dtype, rank, self._device).inter for rank in ranks)
+
+    def _heeds(self, layout: Layout) -> bool:
         """Return whether names and shapes matter to what is sent."""
         anonymous = Layout.anonymous(layout.numel)
-        return [stages for _, stages in self.ranks(layout)] != [stages for _, stages in self.ranks(anonymous)]
+        return [each.stages for each in self._ranks(layout)] != [each.stages for each in self._ranks(anonymous)]
 
-    def ranks(self, layout: Layout) -> list[_Rank]:
+    def _ranks(self, layout: Layout) -> list[_Alike]:
         """Return what the ranks do that can be the slowest."""
-        return [(shape, self._aggregator.stages(layout, self._dtype, shape, self._device)) for shape in self._shapes]
+        found: dict[tuple[int, tuple[Stages, ...]], _Alike] = {}
+        for shape in _telling(self._shape):
+            stages = self._aggregator.stages(layout, self._dtype, shape, self._device)
+            key = (shape.intra.size if shape.intra is not None else 1, stages)
+            alike = found.get(key, _Alike(shape, stages, 0))
+            found[key] = alike._replace(ranks=alike.ranks + 1)
+        return list(found.values())
 
-    def summed(self, ranks: Sequence[_Rank], share: float) -> Cost:
+    def _summed(self, ranks: Sequence[_Alike], share: float) -> Cost:
         """Return what it costs when every message and all work have only a `share` of their bytes."""
-        groups = sum(any(_is_inter(step) for step in _steps(stages)) for _, stages in ranks)
-        groups = groups if self._shapes[0].uniform else 1
+        groups = sum(each.ranks for each in ranks if any(_is_inter(step) for step in _steps(each.stages)))
+        groups = groups if self._shape.uniform else 1
         notes: dict[str, None] = {}
         parts = {"compress": 0.0, "intra": 0.0, "inter": 0.0}
         chunks = []
-        for chunk in zip(*(stages for _, stages in ranks), strict=True):
+        for chunk in zip(*(each.stages for each in ranks), strict=True):
             slowest = []
             for stage in range(len(StageTimes._fields)):
                 spent = [
-                    self._spent(each[stage], shape, groups, share, notes)
-                    for each, (shape, _) in zip(chunk, ranks, strict=True)
+                    self._spent(steps[stage], each.shape, groups, share, notes)
+                    for steps, each in zip(chunk, ranks, strict=True)
                 ]
                 worst = max(spent, key=lambda each: sum(each.values()))
                 for part, time_us in worst.items():
@@ -140,7 +171,7 @@ class _Pricing:
                 slowest.append(sum(worst.values()))
             chunks.append(StageTimes(*slowest))
         total_us = overlapped_us(chunks) if self._lanes > 1 else sum(map(sum, chunks))
-        return Cost(total_us, parts["compress"], parts["intra"], parts["inter"], tuple(notes))
+        return Cost(total_us, parts["compress"], parts["intra"], parts["inter"], tuple(notes), tuple(chunks))
 
     def _spent(
         self, steps: Iterable[Step], shape: TeamShape, groups: int, share: float, notes: dict[str, None]
@@ -175,13 +206,24 @@ class _Pricing:
         return self._curves[key]
 
 
-def _telling(shape: TeamShape) -> list[int]:
+@lru_cache(maxsize=4)  # by identity: at thousands of ranks this takes longer than all the prices
+def _first_node(shape: TeamShape) -> tuple[TeamShape, ...]:
+    """Return the shape as each rank of the first node sees it."""
+    return tuple(shape.seen_from(rank) for rank in range(shape.ranks_per_node[0]))
+
+
+def _telling(shape: TeamShape) -> tuple[TeamShape, ...]:
     """Return the ranks that can be the slowest: all of the first node, or the leaders of nodes of unequal length."""
-    counts = shape.ranks_per_node
     if shape.uniform:
-        return list(range(counts[0]))
+        return _first_node(shape)
+    return _leaders(shape)
+
+
+@lru_cache(maxsize=4)
+def _leaders(shape: TeamShape) -> tuple[TeamShape, ...]:
+    counts = shape.ranks_per_node
     firsts = {count: sum(counts[:node]) for node, count in enumerate(counts)}
-    return sorted(firsts.values())
+    return tuple(shape.seen_from(rank) for rank in sorted(firsts.values()))
 
 
 def _with_chunks(aggregator: Aggregator, chunks: int | None) -> Aggregator:

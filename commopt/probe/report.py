@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from typing import TextIO
 
 from commopt.cost import Curve, Links
 from commopt.probe.linerate import Network, node_gbps
 from commopt.probe.settings import nbytes_text
 from commopt.probe.surveyor import Survey, link_text
-from commopt.timeline.table import aligned
+from commopt.timeline.table import show_table
 
-_WIDTH = 120  # of a file or a pipe
 _KINDS = ("encode", "decode", "recode", "factor", "copy")
 _LEVELS = ("intra", "inter", "world")
 
@@ -29,9 +27,9 @@ def show(survey: Survey, network: Network | None, budget_s: float, stream: TextI
     stream = sys.stdout if stream is None else stream
     links = survey.links
     if links.curves:
-        _table("Links", _link_rows(links), 2, LINKS, stream)
+        show_table("Links", _link_rows(links), 2, LINKS, stream)
     if links.work:
-        _table("Compression, on one rank", _work_rows(links), 1, WORK, stream)
+        show_table("Compression, on one rank", _work_rows(links), 1, WORK, stream)
     for line in closing(survey, network, budget_s):
         print(line, file=stream)
 
@@ -94,26 +92,3 @@ def _work_rows(links: Links) -> list[list[str]]:
 def _gigabytes(curve: Curve) -> str:
     beta = curve.segments[-1].beta_us_per_byte
     return f"{1e-3 / beta:.3g}" if beta else "-"
-
-
-def _table(title: str, rows: Sequence[Sequence[str]], left: int, caption: str, stream: TextIO) -> None:
-    """Print rows under the first of them, with rich where it is installed; the first `left` columns are names."""
-    headings, *body = ([cell.replace(" ", "\n", 1) for cell in rows[0]], *rows[1:])
-    try:
-        from rich import box
-        from rich.console import Console
-        from rich.table import Column, Table
-    except ImportError:
-        print(title, *aligned(headings, body, left), caption, sep="\n", file=stream)
-        return
-    columns = [
-        Column(name, justify="left" if place < left else "right", overflow="fold")
-        for place, name in enumerate(headings)
-    ]
-    table = Table(*columns, title=title, caption=caption, caption_justify="left", box=box.SIMPLE, show_edge=False)
-    for row in body:
-        table.add_row(*row)
-    console = Console(file=stream, highlight=False)
-    if not console.is_terminal:
-        console = Console(file=stream, highlight=False, width=_WIDTH)
-    console.print(table)

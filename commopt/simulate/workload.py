@@ -1,0 +1,173 @@
+"""A training step of one rank without communication: when each gradient is ready, computed or measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
+from math import isfinite
+
+import torch
+
+from commopt.errors import ConfigurationError
+from commopt.feedback import Layout
+from commopt.plan import Unit, Window
+from commopt.plan.document import require_text, require_time, require_whole
+from commopt.simulate.gpus import Gpu, usual_efficiency
+from commopt.simulate.models import Model, Parameter
+
+BACKWARD_PER_FORWARD = 2  # gradients of the inputs and of the weights: a product each, as large as forward's
+# SGD with momentum on float32: parameter, momentum and gradient are read, parameter and momentum written.
+OPTIMIZER_PASSES = 5
+_OPTIMIZER_BYTES = OPTIMIZER_PASSES * torch.float32.itemsize
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A step counts from the end of the last reduction: optimizer, forward, backward.
+
+    units: one for each parameter, in the order of backward. layout: the same parameters with their shapes.
+    samples: batch of a rank; 0 when unknown. note: what the times rest on.
+    optimizer_us: how much of each time does not grow with the batch.
+
+    Raises ConfigurationError when units and layout differ, or a gradient is ready within optimizer_us.
+    """
+
+    name: str
+    units: tuple[Unit, ...]
+    layout: Layout
+    samples: int
+    note: str = ""
+    optimizer_us: float = 0.0
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        gradients: Iterable[tuple[Parameter, float, torch.dtype]],
+        samples: int,
+        note: str = "",
+        optimizer_us: float = 0.0,
+    ) -> Workload:
+        """Put it together from gradients in the order of backward: parameter, ready_us, dtype."""
+        rows = tuple(gradients)
+        units = tuple(
+            Unit((parameter.name,), parameter.numel * dtype.itemsize, ready_us, str(dtype))
+            for parameter, ready_us, dtype in rows
+        )
+        layout = Layout.of_parameters((parameter.name, parameter.shape) for parameter, _, _ in rows)
+        return cls(name, units, layout, samples, note, optimizer_us)
+
+    def __post_init__(self) -> None:
+        require_text(self.name, "workload: name")
+        require_whole(self.samples, 0, f"workload {self.name!r}: samples")
+        require_time(self.optimizer_us, f"workload {self.name!r}: optimizer_us")
+        if not self.units:
+            raise ConfigurationError(f"workload {self.name!r} has no parameters; give it at least one")
+        if [unit.names for unit in self.units] != [(piece.name,) for piece in self.layout.pieces]:
+            raise ConfigurationError(f"workload {self.name!r}: units and layout must name the same parameters in order")
+        if len(self.layout.names) < len(self.units):
+            raise ConfigurationError(f"workload {self.name!r}: a parameter is in it twice; name each one once")
+        first = min(self.units, key=lambda unit: unit.ready_us)
+        if first.ready_us < self.optimizer_us:
+            raise ConfigurationError(
+                f"workload {self.name!r}: {first.names[0]!r} is ready after {first.ready_us:g} us, but the optimizer "
+                f"takes {self.optimizer_us:g} us before; count ready times from the beginning of the step"
+            )
+
+    @cached_property
+    def compute_us(self) -> float:
+        """When the last gradient is ready."""
+        return max(unit.ready_us for unit in self.units)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of all gradients."""
+        return sum(unit.nbytes for unit in self.units)
+
+    def scaled(self, batch: int) -> Workload:
+        """Return the workload of another batch: forward and backward in proportion, the optimizer as it is.
+
+        That a GPU does worse with few samples is not in it. Raises ConfigurationError when the own batch is unknown.
+        """
+        require_whole(batch, 1, f"workload {self.name!r}: batch")
+        if batch == self.samples:
+            return self
+        if not self.samples:
+            raise ConfigurationError(f"workload {self.name!r} does not say for how many samples it is; give samples")
+        factor = batch / self.samples
+        units = tuple(
+            replace(unit, ready_us=self.optimizer_us + factor * (unit.ready_us - self.optimizer_us))
+            for unit in self.units
+        )
+        note = f"{self.note}; {batch} samples from {self.samples}".removeprefix("; ")
+        return replace(self, units=units, samples=batch, note=note)
+
+
+def of_model(
+    model: Model,
+    gpu: Gpu,
+    batch: int,
+    precision: str = "fp16",
+    efficiency: float | None = None,
+    gradient_dtype: torch.dtype = torch.float32,
+    optimizer_us: float | None = None,
+) -> Workload:
+    """Compute when gradients are ready on `gpu`: backward takes twice forward in each layer, the last layer first.
+
+    efficiency: share of the GPU's peak, in (0, 1]; by default an assumption, see `gpus.usual_efficiency`.
+    optimizer_us: by default that of SGD with momentum in float32 at the memory's peak rate, 5 passes of 4 bytes.
+    """
+    require_whole(batch, 1, f"workload of {model.name}: batch")
+    if efficiency is None:
+        efficiency = usual_efficiency(precision, convolutional=model.convolutional)
+    if not (isfinite(efficiency) and 0 < efficiency <= 1):
+        raise ConfigurationError(f"efficiency is {efficiency!r}; it must be above 0 and at most 1")
+    peak_tflops = gpu.peak_tflops(precision)
+    us_per_flop = batch / (peak_tflops * 1e6 * efficiency)
+    if optimizer_us is None:
+        optimizer_us = _OPTIMIZER_BYTES * model.numel / (gpu.memory_gb_per_s * 1e3)
+    ready_us = optimizer_us + model.forward_flops * us_per_flop
+    gradients = []
+    for _, layer in groupby(reversed(model.parameters), lambda parameter: parameter.layer):
+        parameters = tuple(layer)
+        ready_us += BACKWARD_PER_FORWARD * us_per_flop * sum(parameter.forward_flops for parameter in parameters)
+        gradients += [(parameter, ready_us, gradient_dtype) for parameter in parameters]
+    note = f"{batch} x {model.sample} at {efficiency:.3g} of {peak_tflops:g} TFLOP/s ({gpu.name}, {precision})"
+    return Workload.of(model.name, gradients, batch, note, optimizer_us)
+
+
+def of_window(
+    window: Window, shapes: Mapping[str, tuple[int, ...]], *, name: str = "measured", samples: int = 0
+) -> Workload:
+    """Take the ready times that a run measured; all parameters of one of its units are ready when the unit is.
+
+    What the optimizer took is in them, unknown, and scales with the rest. Raises ConfigurationError when the shape of a
+    parameter is missing, or is not that of the unit.
+    """
+    if not window.step_us:
+        raise ConfigurationError("window: no step was measured; record some with plan='adaptive'")
+    gradients = []
+    for unit in window.units:
+        missing = [each for each in unit.names if each not in shapes]
+        if missing:
+            raise ConfigurationError(f"window: the shape of {missing[0]!r} is missing; give those of all parameters")
+        dtype = dtype_named(unit.dtype)
+        members = [Parameter(each, tuple(shapes[each])) for each in unit.names]
+        nbytes = dtype.itemsize * sum(member.numel for member in members)
+        if nbytes != unit.nbytes:
+            raise ConfigurationError(
+                f"window: the unit of {unit.names[0]!r} has {unit.nbytes} bytes, but its shapes make {nbytes}; "
+                f"give the shapes of the model that was measured"
+            )
+        gradients += [(member, unit.ready_us, dtype) for member in members]
+    return Workload.of(name, gradients, samples, f"measured, mean of {len(window.step_us)} steps")
+
+
+def dtype_named(text: str) -> torch.dtype:
+    """Return the dtype of a gradient by its name, "float32" or "torch.float32"."""
+    dtype = getattr(torch, text.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ConfigurationError(f"dtype {text!r} is none that gradients have; give one of torch's, such as float32")
+    return dtype

@@ -1,0 +1,197 @@
+"""The command: options, tables, files, pictures, and what it says of unusable input."""
+
+from __future__ import annotations
+
+import json
+import sys
+from math import isfinite
+from pathlib import Path
+
+import pytest
+
+from commopt.__main__ import main
+from commopt.cost import Speeds, nominal_links
+from commopt.errors import ConfigurationError
+from commopt.groups import TeamShape
+from commopt.simulate import Cluster, Network, gpu, model, of_model, published, save, simulate_step, strategy
+from commopt.simulate.options import parse_gb_per_s, parse_gbps, parse_nodes
+from commopt.version import __version__
+
+BASE = ["simulate", "--model", "resnet50", "--nic", "25gbps"]
+QUICK = [*BASE, "--nodes", "1,4", "--strategies", "stock", "powersgd:matrix_rank=2"]
+
+
+def test_output_has_inputs_and_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "out.json"
+    assert main([*QUICK, "--gpus-per-node", "4", "--batch", "16", "--straggler", "0.02", "-o", str(target)]) == 0
+    found = json.loads(target.read_text())
+    assert (found["format"], found["version"]) == (1, __version__)
+    assert found["inputs"]["options"]["batch"] == 16
+    assert found["inputs"]["network"]["nic_gbps"] == 25
+    assert found["inputs"]["network"]["socket_gbps"] is None
+    assert found["inputs"]["computation"]["gradient_nbytes"] == 4 * 25_557_032
+    rows = found["rows"]
+    assert [(row["strategy"], row["nodes"], row["ranks"]) for row in rows] == [
+        ("stock", 1, 4),
+        ("powersgd:matrix_rank=2", 1, 4),
+        ("stock", 4, 16),
+        ("powersgd:matrix_rank=2", 4, 16),
+    ]
+    for row in rows:
+        assert row["step_us"] == pytest.approx(row["compute_us"] + row["waiting_us"] + row["exposed_us"])
+        assert sum(bucket["nbytes"] for bucket in row["buckets"]) == 4 * 25_557_032
+        assert sum(bucket["parameters"] for bucket in row["buckets"]) == 161
+    shown = capsys.readouterr().out
+    assert "resnet50 on nodes of 4 GPUs, weak scaling" in shown
+    assert "Simulated, not measured." in shown
+    assert "16 x image of 224 x 224 pixels at 0.35 of 312 TFLOP/s (a100, fp16)" in shown
+    assert f"{rows[-1]['gpu_efficiency']:.1%}" in shown
+
+
+def test_the_command_simulates_what_the_library_does(tmp_path: Path) -> None:
+    target = tmp_path / "out.json"
+    options = ["--nics", "2", "--intra", "pcie4", "--efficiency", "0.8", "--latency-us", "30", "--socket-gbps", "6"]
+    options += ["--sockets", "2", "--channels", "1", "--rings", "--gpu", "t4", "--precision", "fp32", "--batch", "4"]
+    options += ["--compute-efficiency", "0.5", "--buckets", "ddp", "--overhead-us", "250", "--lanes", "2"]
+    wanted = ["--nodes", "4", "--strategies", "hierarchical"]
+    assert main([*BASE, *options, *wanted, "-o", str(target)]) == 0
+    network = Network(25, 20, nics=2, efficiency=0.8, inter_latency_us=30, socket_gbps=6, connections=2, trees=False)
+    cluster = Cluster(8, gpu("t4"), network)
+    shape = cluster.shape(4)
+    aggregator = strategy("hierarchical").candidates[0].build()
+    expected = simulate_step(
+        of_model(model("resnet50"), gpu("t4"), 4, "fp32", 0.5),
+        aggregator,
+        shape,
+        cluster.links_for(shape, [aggregator]),
+        overhead_us=250,
+        lanes=2,
+    )
+    row = json.loads(target.read_text())["rows"][0]
+    assert row["step_us"] == expected.step_us
+    assert row["inter_bytes_per_node"] == expected.inter_bytes_per_node
+
+
+def test_measured_links_and_a_workload_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    links, workload, target = (tmp_path / name for name in ("links.json", "workload.json", "out.json"))
+    nominal_links(TeamShape.of((2, 2)), Speeds(10, 20)).save(links)
+    save(of_model(model("swin-t"), gpu("v100"), 8), workload)
+    command = ["simulate", "--model", str(workload), "--links", str(links), "--gpus-per-node", "2"]
+    assert main([*command, "--nodes", "2,8", "--strategies", "stock", "-o", str(target)]) == 0
+    rows = json.loads(target.read_text())["rows"]
+    assert [row["batch"] for row in rows] == [8, 8]
+    assert rows[0]["notes"] == []
+    assert rows[1]["notes"] == ["all_reduce at level world: for 16 ranks from 4"]
+    assert "note: all_reduce at level world: for 16 ranks from 4" in capsys.readouterr().out
+
+
+def test_smallest_batch_and_strong_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "out.json"
+    command = [*BASE, "--nodes", "2", "--strategies", "stock", "--strong", "--batch", "1024"]
+    assert main([*command, "--smallest-batch", "0.8", "-o", str(target)]) == 0
+    found = json.loads(target.read_text())
+    assert found["rows"][0]["batch"] == 64
+    batch = found["smallest_batch"]["stock"]
+    shown = capsys.readouterr().out
+    assert "Samples per GPU that keep 80% of one GPU's speed on 16 GPUs" in shown
+    assert str(batch) in shown
+
+
+def test_published_figures_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(published, "CLAIMS", [claim for claim in published.CLAIMS if claim.setup.nodes == 4][:2])
+    target = tmp_path / "out.json"
+    assert main(["simulate", "--published", "-o", str(target)]) == 0
+    rows = json.loads(target.read_text())["published"]
+    assert len(rows) == 2
+    assert all({"source", "assumed", "published", "simulated", "verdict", "setup"} <= set(row) for row in rows)
+    assert all(isfinite(row["simulated"]) for row in rows)
+
+
+def test_tables_need_no_rich(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich", None)
+    assert main(QUICK) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = (line for line in lines if line.startswith("stock ") and " 32 " in line)
+    cells = line.split()
+    assert cells[:4] == ["stock", "4", "32", "64"]
+    step_ms, compute_ms, waiting_ms, exposed_ms = map(float, cells[4:8])
+    assert step_ms == pytest.approx(compute_ms + waiting_ms + exposed_ms, abs=0.2)
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_a_picture_is_drawn(tmp_path: Path, suffix: str) -> None:
+    pytest.importorskip("matplotlib")
+    target = tmp_path / f"scaling{suffix}"
+    assert main([*QUICK, "--plot", str(target)]) == 0
+    content = target.read_bytes()
+    assert content.startswith(b"\x89PNG" if suffix == ".png" else b"<?xml")
+    if suffix == ".svg":
+        assert all(f"<!-- {name} -->".encode() in content for name in ("stock", "powersgd:matrix_rank=2", "32"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["simulate", "--nic", "25"], "--model is missing"),
+        (["simulate", "--model", "resnet5", "--nic", "25"], "'resnet5' is no file, and none of resnet50"),
+        (["simulate", "--model", "resnet50"], "the network is missing; pass --nic"),
+        ([*BASE, "--nodes", "4..1"], "must count up from 1"),
+        ([*BASE, "--nodes", "many"], "write for example 4, 1,2,5 or 1..512"),
+        ([*BASE, "--nodes", "10000"], "makes 80000 GPUs"),
+        ([*BASE, "--gpu", "gtx"], "GPU 'gtx' is unknown"),
+        ([*BASE, "--precision", "int8"], "has no figure for 'int8'"),
+        ([*BASE, "--batch", "0"], "batch is 0"),
+        ([*BASE, "--intra", "fast"], "--intra 'fast' is no rate in GB/s"),
+        ([*BASE, "--sockets", "4"], "tell nothing without --socket-gbps"),
+        ([*BASE, "--links", "links.json"], "--links says what the network does"),
+        ([*BASE, "--strategies", "magic"], "strategy 'magic' is unknown"),
+        ([*BASE, "--strategies", "auto"], "chooses on live steps"),
+        ([*BASE, "--straggler", "-1"], "sigma=-1.0"),
+        ([*BASE, "--efficiency", "2"], "efficiency 2.0"),
+        ([*BASE, "--nodes", "1", "--plot", "a.png"], "a curve needs two numbers of nodes"),
+        ([*BASE, "--plot", "a.bmp"], "no format to draw in"),
+        ([*BASE, "--strong", "--batch", "100"], "cannot be shared equally"),
+        ([*BASE, "-o", "no/such/folder/out.json"], "there is no folder"),
+        (["simulate", "--model", "resnet50", "--links", "missing.json"], "missing.json cannot be read"),
+    ],
+)
+def test_unusable_input_is_one_line(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    pytest.importorskip("matplotlib")
+    assert main(arguments) == 64
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.startswith("commopt simulate: ")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes"),
+    [("4", (4,)), ("1,2,5", (1, 2, 5)), ("1..16", (1, 2, 4, 8, 16)), ("3..9", (3, 4, 8, 9)), ("1..2,2,7", (1, 2, 7))],
+)
+def test_numbers_of_nodes(text: str, nodes: tuple[int, ...]) -> None:
+    assert parse_nodes(text, 8) == nodes
+
+
+@pytest.mark.parametrize("text", ["25gbps", "25Gbps", "25", "25G", "25 Gbit/s", "25.0"])
+def test_rates_in_bits(text: str) -> None:
+    assert parse_gbps(text, "--nic") == 25
+
+
+@pytest.mark.parametrize(("text", "rate"), [("200GBps", 200), ("200 GB/s", 200), ("12.5", 12.5), ("pcie4", 20)])
+def test_rates_in_bytes(text: str, rate: float) -> None:
+    assert parse_gb_per_s(text, "--intra") == rate
+
+
+@pytest.mark.parametrize("text", ["25GB/s", "25GBps", "fast", "", "-25", "25mbps"])
+def test_rates_that_are_not_in_bits(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="write for example 25gbps"):
+        parse_gbps(text, "--nic")
+
+
+@pytest.mark.parametrize("text", ["200Gbps", "nvlink9", "", "-1"])
+def test_rates_that_are_not_in_bytes(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="or one of pcie3"):
+        parse_gb_per_s(text, "--intra")

@@ -1,0 +1,164 @@
+"""Models against what is published of them: every parameter, the FLOPs of a forward, and real modules."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from math import prod
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from bench.models import ResNet50
+from commopt.errors import ConfigurationError
+from commopt.simulate.models import MODELS, Model, Parameter, bert_base, bert_large, gpt2, model, resnet50
+from commopt.simulate.models.layers import attention_flops
+
+
+def numel(parameters: list[Parameter]) -> int:
+    return sum(prod(parameter.shape) for parameter in parameters)
+
+
+def names(name: str) -> list[str]:
+    return [parameter.name for parameter in model(name).parameters]
+
+
+@pytest.mark.parametrize(
+    ("name", "elements", "tensors"),
+    [
+        ("resnet50", 25_557_032, 161),
+        ("vgg16", 138_357_544, 32),
+        ("swin-t", 28_288_354, 173),
+        ("bert-base", 110_106_428, 206),
+        ("bert-large", 336_226_108, 398),
+        ("gpt2", 124_439_808, 148),
+    ],
+)
+def test_every_parameter_is_there(name: str, elements: int, tensors: int) -> None:
+    found = model(name)
+    assert found.name == name
+    assert (found.numel, len(found.parameters)) == (elements, tensors)
+    assert len({parameter.name for parameter in found.parameters}) == tensors
+
+
+def test_all_models_have_been_counted() -> None:
+    assert set(MODELS) == {"resnet50", "vgg16", "swin-t", "bert-base", "bert-large", "gpt2"}
+
+
+@pytest.mark.parametrize(("make", "elements"), [(bert_base, 109_482_240), (bert_large, 335_141_888)])
+def test_bert_before_its_heads(make: Callable[..., Model], elements: int) -> None:
+    assert numel([p for p in make().parameters if p.name.startswith("bert.")]) == elements
+
+
+@pytest.mark.parametrize(("name", "gmacs"), [("resnet50", 4.089), ("vgg16", 15.47), ("swin-t", 4.491)])
+def test_forward_of_an_image_as_published(name: str, gmacs: float) -> None:
+    assert model(name).forward_flops == pytest.approx(2e9 * gmacs, rel=5e-4)  # published to four digits
+
+
+def test_resnet_is_the_module_that_bench_trains() -> None:
+    with torch.device("meta"):
+        module = ResNet50()
+    shapes = [tuple(parameter.shape) for parameter in module.parameters()]
+    assert Counter(parameter.shape for parameter in resnet50().parameters) == Counter(shapes)
+
+
+@pytest.mark.parametrize("pixels", [32, 100, 224])
+def test_resnet_computes_what_the_module_does(pixels: int) -> None:
+    with torch.device("meta"):
+        module, image = ResNet50().eval(), torch.empty(1, 3, pixels, pixels)
+    with FlopCounterMode(display=False) as counted:
+        module(image)
+    assert resnet50(pixels).forward_flops == counted.get_total_flops()
+    assert resnet50(pixels).sample == f"image of {pixels} x {pixels} pixels"
+
+
+def test_attention_is_two_products() -> None:
+    query, key = torch.empty(1, 4, 10, 8, device="meta"), torch.empty(1, 4, 30, 8, device="meta")
+    with FlopCounterMode(display=False) as counted:
+        (query @ key.transpose(-1, -2)).softmax(-1) @ key
+    assert attention_flops(10, 30, 4 * 8) == counted.get_total_flops()
+
+
+@pytest.mark.parametrize("sequence", [128, 512])
+@pytest.mark.parametrize(("make", "layers", "width"), [(bert_base, 12, 768), (bert_large, 24, 1024)])
+def test_bert_computes_two_flops_per_weight_and_token_and_attention(
+    make: Callable[..., Model], layers: int, width: int, sequence: int
+) -> None:
+    found = make(sequence=sequence)
+    matrices = [p for p in found.parameters if p.name.startswith("bert.encoder.") and len(p.shape) == 2]
+    attention = layers * 2 * 2 * sequence**2 * width
+    encoder = 2 * numel(matrices) * sequence + attention
+    assert sum(parameter.forward_flops for parameter in matrices) == encoder
+    masked = {128: 20, 512: 77}[sequence]
+    heads = 2 * masked * width * (width + 30_522) + 2 * width * 2 + 2 * width * width  # and the pooler
+    assert found.forward_flops == encoder + heads
+
+
+@pytest.mark.parametrize("sequence", [256, 1024])
+def test_gpt2_computes_as_the_formula_of_palm_says(sequence: int) -> None:
+    """arXiv 2204.02311, appendix B: 6 N + 12 L H Q T for each token, forward a third of it; N without positions."""
+    found = gpt2(sequence)
+    per_token = (6 * (124_439_808 - 1024 * 768) + 12 * 12 * 768 * sequence) / 3
+    assert found.forward_flops == pytest.approx(sequence * per_token, rel=0.002)  # N has biases and norms in it
+
+
+def test_attention_is_counted_at_the_projection_after_it() -> None:
+    flops = {parameter.name: parameter.forward_flops for parameter in gpt2(1024).parameters}
+    projection = 2 * 768**2 * 1024
+    assert flops["transformer.h.3.attn.c_proj.weight"] == projection + 4 * 1024**2 * 768
+    assert flops["transformer.h.3.attn.c_attn.weight"] == 3 * projection
+
+
+def test_tied_weights_stand_at_their_first_use_and_their_product_at_the_last_layer() -> None:
+    first, *_, last, shift = gpt2().parameters
+    assert (first.name, first.shape, first.forward_flops) == ("transformer.wte.weight", (50_257, 768), 0)
+    assert (last.name, last.forward_flops) == ("transformer.ln_f.weight", 2 * 50_257 * 768 * 1024)
+    assert (shift.name, shift.forward_flops) == ("transformer.ln_f.bias", 0)
+    assert not [each for each in (*names("gpt2"), *names("bert-base")) if "lm_head" in each or "decoder" in each]
+
+
+def test_names_are_those_of_the_usual_implementations() -> None:
+    resnet, vgg, swin, bert = names("resnet50"), names("vgg16"), names("swin-t"), names("bert-base")
+    assert resnet[:4] == ["conv1.weight", "bn1.weight", "bn1.bias", "layer1.0.conv1.weight"]
+    assert resnet[-5:] == ["layer4.2.conv3.weight", "layer4.2.bn3.weight", "layer4.2.bn3.bias", "fc.weight", "fc.bias"]
+    assert [each for each in resnet if "downsample.0" in each] == [
+        f"layer{i}.0.downsample.0.weight" for i in range(1, 5)
+    ]
+    convolutions = (0, 2, 5, 7, 10, 12, 14, 17, 19, 21, 24, 26, 28)
+    layers = [f"features.{place}" for place in convolutions] + [f"classifier.{place}" for place in (0, 3, 6)]
+    assert vgg == [f"{layer}.{what}" for layer in layers for what in ("weight", "bias")]
+    assert swin[:4] == ["features.0.0.weight", "features.0.0.bias", "features.0.2.weight", "features.0.2.bias"]
+    assert {"features.5.5.mlp.3.bias", "features.6.reduction.weight", "features.6.norm.weight"} <= set(swin)
+    assert "features.6.reduction.bias" not in swin
+    assert bert[0] == "bert.embeddings.word_embeddings.weight"
+    assert "bert.encoder.layer.11.attention.self.query.weight" in bert
+    assert bert[-3:] == ["cls.predictions.bias", "cls.seq_relationship.weight", "cls.seq_relationship.bias"]
+
+
+def test_which_models_are_convolutional() -> None:
+    assert {name for name in MODELS if model(name).convolutional} == {"resnet50", "vgg16"}
+
+
+def test_a_parameter_belongs_to_the_module_in_its_name() -> None:
+    assert Parameter("layer1.0.conv1.weight", (1,)).layer == "layer1.0.conv1"
+    assert Parameter("scale", (1,)).layer == "scale"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (lambda: model("resnet51"), r"model 'resnet51' is unknown; there are resnet50, vgg16"),
+        (lambda: resnet50(0), r"resnet50: pixels is 0; it must be a whole number >= 1"),
+        (lambda: bert_base(513), r"bert-base: sequence 513 is longer than its 512 positions"),
+        (lambda: bert_large(0), r"bert-large: sequence is 0"),
+        (lambda: gpt2(1025), r"gpt2: sequence 1025 is longer than its 1024 positions"),
+        (lambda: gpt2(1.5), r"gpt2: sequence is 1.5; it must be a whole number"),  # type: ignore[arg-type]
+        (lambda: Parameter("", (1,)), r"parameter: name is ''"),
+        (lambda: Parameter("w", (2, 0)), r"parameter 'w': an extent of its shape is 0"),
+        (lambda: Parameter("w", (2,), -1), r"parameter 'w': forward_flops is -1"),
+    ],
+)
+def test_what_cannot_be_is_refused(wrong: Callable[[], object], told: str) -> None:
+    with pytest.raises(ConfigurationError, match=told):
+        wrong()

@@ -1,0 +1,181 @@
+"""Clusters: rates, connections, trees, and what work takes on a GPU."""
+
+from __future__ import annotations
+
+from math import inf
+
+import pytest
+import torch
+
+from commopt import Cast, Compressed, Flat, Hierarchical, Layout, PowerSGD, Quantize
+from commopt.compress import DGC
+from commopt.cost import Curve, Header, LinkKey, Links, Speeds, WorkKey, cost, nominal_links
+from commopt.cost.formulas import Link, ring_over_nodes_us, sharded_us, tree_us
+from commopt.errors import ConfigurationError
+from commopt.groups import TeamShape
+from commopt.simulate import Cluster, Network, gpu
+from commopt.simulate.work import LAUNCH_US, MEMORY_EFFICIENCY, gpu_work
+
+GPUS = {"cpu": "gloo", "cuda": "nccl"}
+SHAPE = TeamShape.of((8,) * 4, backends=GPUS)
+PLAIN = Network(25, 200, efficiency=1.0, trees=False)
+NUMEL = 2**22
+S = 4 * NUMEL
+
+
+def test_without_limits_links_are_the_nominal_ones() -> None:
+    assert PLAIN.links(SHAPE) == nominal_links(SHAPE, Speeds(25, 200))
+
+
+def test_efficiency_and_ports_set_the_rate_of_a_node() -> None:
+    found = Network(25, 200, nics=2, efficiency=0.8, trees=False).links(SHAPE)
+    assert found == nominal_links(SHAPE, Speeds(40, 200, nics=2))
+
+
+def test_connections_limit_a_ring_and_eight_of_them_less() -> None:
+    """Two connections of 5 Gb/s: a flat ring gets 10 Gb/s of 25, the eight rings of a sharded hierarchy all of them."""
+    links = Network(25, 200, efficiency=1.0, socket_gbps=5, connections=2, trees=False).links(SHAPE)
+    intra = Link(3, 1 / 200e3)
+    flat = cost(Flat(), NUMEL, torch.float32, SHAPE, links).total_us
+    assert flat == pytest.approx(ring_over_nodes_us(S, 4, 8, intra, Link(15, 8e-3 / 10)))
+    sharded = cost(Hierarchical(form="reduce_scatter"), NUMEL, torch.float32, SHAPE, links).total_us
+    assert sharded == pytest.approx(sharded_us(S, 4, 8, intra, Link(15, 8 * 8e-3 / 25)))
+
+
+@pytest.mark.parametrize(
+    ("key", "gbps"),
+    [
+        (LinkKey("world", "all_reduce", 32), 4.0),
+        (LinkKey("inter", "all_reduce", 4, 1), 4.0),
+        (LinkKey("inter", "all_reduce", 4, 4), 16.0),
+        (LinkKey("inter", "all_reduce", 4, 8), 25.0),
+        (LinkKey("inter", "all_to_all", 4, 1), 12.0),
+        (LinkKey("world", "all_to_all", 32), 25.0),
+    ],
+)
+def test_rates_by_hand(key: LinkKey, gbps: float) -> None:
+    assert Network(25, 200, efficiency=1.0, socket_gbps=4, connections=1).node_gbps(key) == gbps
+
+
+def test_trees_take_over_where_they_are_faster() -> None:
+    links = Network(25, 200, efficiency=1.0).links(SHAPE)
+    intra, node = Link(3, 1 / 200e3), Link(15, 8e-3 / 25)
+    curve = links.curve("world", "all_reduce", 32)
+    for nbytes in (8, 2**16, 2**18, 2**20, 2**24):
+        tree, ring = tree_us(nbytes, 4, 8, intra, node), ring_over_nodes_us(nbytes, 4, 8, intra, node)
+        assert curve.time_us(nbytes) == pytest.approx(min(tree, ring))
+    assert tree_us(8, 4, 8, intra, node) < ring_over_nodes_us(8, 4, 8, intra, node)
+    assert links.curve("world", "all_gather", 32) == PLAIN.links(SHAPE).curve("world", "all_gather", 32)
+
+
+def test_trees_do_nothing_between_two_nodes_or_inside_one() -> None:
+    """A ring of two is as short as a tree, and moves less."""
+    shape = TeamShape.of((1, 1), backends=GPUS)
+    assert Network(25, 200, efficiency=1.0).links(shape) == PLAIN.links(shape)
+    one = TeamShape.of((8,), backends=GPUS)
+    assert Network(25, 200, efficiency=1.0).links(one) == PLAIN.links(one)
+
+
+def test_a_rank_alone_has_one_port_and_its_connections() -> None:
+    network = Network(25, 200, nics=2, efficiency=1.0, socket_gbps=4, connections=1)
+    assert network.node_gbps(LinkKey("inter", "all_reduce", 4, 1)) == 8  # of which it has half
+
+
+@pytest.mark.parametrize("nodes", [(8,) * 2, (8,) * 4, (64, 64)])
+def test_links_inside_a_node_have_no_tree(nodes: tuple[int, ...]) -> None:
+    shape = TeamShape.of(nodes, backends=GPUS)
+    with_trees, without = Network(25, 200, efficiency=1.0).links(shape), PLAIN.links(shape)
+    inside = [key for key in without.curves if key.level == "intra"]
+    assert inside
+    assert all(with_trees.curves[key] == without.curves[key] for key in inside)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"nic_gbps": 0}, "nic_gbps 0 must be a finite number above 0"),
+        ({"nic_gbps": inf}, "nic_gbps inf"),
+        ({"efficiency": 1.2}, "efficiency 1.2 must be above 0 and at most 1"),
+        ({"socket_gbps": 0}, "socket_gbps 0 must be above 0"),
+        ({"connections": 0}, "connections 0 must be a whole number"),
+        ({"nics": 1.5}, "nics 1.5 must be a whole number"),
+        ({"intra_gb_per_s": -1}, "intra_gb_per_s=-1"),
+        ({"inter_latency_us": -1}, "inter_latency_us=-1"),
+    ],
+)
+def test_networks_that_cannot_be(options: dict[str, float], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        Network(**{"nic_gbps": 25, "intra_gb_per_s": 200} | options)  # type: ignore[arg-type]
+
+
+# ----------------------------------------------------------------------------------------------- work
+
+
+def test_work_is_bytes_over_bandwidth() -> None:
+    """8 bits in one pass: value, old and new residual of 4 bytes each, a byte and 1/128 of an entry of 4."""
+    card = gpu("h200")
+    found = gpu_work(card, [Compressed(Quantize(8))], rows=4)
+    moved = 4 + 8 + 1 + 4 / 512
+    expected_us = LAUNCH_US + NUMEL * moved / (MEMORY_EFFICIENCY * card.memory_gb_per_s * 1e3)
+    assert found[WorkKey("encode", repr(Quantize(8)))].time_us(S) == pytest.approx(expected_us, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "aggregator",
+    [
+        Compressed(Quantize(4)),
+        Hierarchical(inter=Compressed(Cast(torch.bfloat16), feedback=None)),
+        Hierarchical(inter=Compressed(DGC(density=0.01, warmup=((10, 0.1),)))),
+        Hierarchical(inter=PowerSGD(2), intra=Compressed(Quantize(8))),
+        Compressed(Quantize(8), dense=("*.bias",)),
+    ],
+    ids=repr,
+)
+def test_all_work_of_an_aggregator_has_a_price(aggregator: Compressed | Hierarchical) -> None:
+    layout = Layout.of_parameters([("a.weight", (512, 512)), ("a.bias", (512,)), ("b.weight", (64, 4096))])
+    links = Cluster(8, gpu("a100"), PLAIN).links_for(SHAPE, [aggregator])
+    found = cost(aggregator, layout, torch.float32, SHAPE, links)
+    assert found.notes == ()
+    assert found.compress_us > 0
+
+
+def test_selecting_reads_its_values_again_and_again() -> None:
+    """Values and residual in, p out, two histograms, a count, and the pass that writes: 8 times 4 bytes."""
+    card, compressor = gpu("a100"), DGC(density=0.001)
+    found = gpu_work(card, [Compressed(compressor)], rows=4)[WorkKey("encode", repr(compressor))]
+    wire = compressor.payload_nbytes(2**20) / 2**20
+    moved_us = NUMEL * (32 + wire) / (MEMORY_EFFICIENCY * card.memory_gb_per_s * 1e3)
+    assert found.time_us(S) == pytest.approx(9 * LAUNCH_US + moved_us)
+
+
+def test_more_rows_share_one_sum() -> None:
+    """An owner reads every row, and writes its sum and residual once, however many rows there are."""
+    keys = [WorkKey("recode", repr(Quantize(8))), WorkKey("recode", repr(DGC()))]
+    cluster = Cluster(8, gpu("a100"), PLAIN)
+    both = [Compressed(Quantize(8)), Compressed(DGC())]
+    few, many = (cluster.links_for(cluster.shape(nodes), both).work for nodes in (2, 64))
+    assert all(many[key].time_us(S) < few[key].time_us(S) for key in keys)
+
+
+def test_the_larger_the_bandwidth_the_shorter_the_work() -> None:
+    slow, fast = (gpu_work(gpu(name), [PowerSGD(4)], 2) for name in ("t4", "h100"))
+    assert all(slow[key].time_us(S) > fast[key].time_us(S) for key in slow)
+
+
+def test_measured_work_comes_before_estimates() -> None:
+    measured = nominal_links(SHAPE, Speeds(25, 200))
+    key = WorkKey("encode", repr(Quantize(8)))
+    measured = Links(Header(backend="gloo"), measured.curves, {key: Curve.linear(1, 2)})
+    cluster = Cluster(8, gpu("a100"), measured)
+    links = cluster.links_for(SHAPE, [Compressed(Quantize(8))])
+    assert links.work[key] == Curve.linear(1, 2)
+    assert WorkKey("decode", repr(Quantize(8))) in links.work
+    assert cluster.shape(2).backend(torch.device("cpu")) == "gloo"
+    assert cluster.shape(2).default_device.type == "cpu"
+
+
+def test_clusters_that_cannot_be() -> None:
+    with pytest.raises(ConfigurationError, match="gpus_per_node 0 must be"):
+        Cluster(0, gpu("a100"), PLAIN)
+    with pytest.raises(ConfigurationError, match="0 nodes make no cluster"):
+        Cluster(8, gpu("a100"), PLAIN).shape(0)
