@@ -10,19 +10,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
 from math import ceil
 from pathlib import Path
 from statistics import median
-from time import perf_counter
 
 import torch
 from torch import Tensor
 
+from bench.environment import machine
 from bench.table import print_rows
+from bench.turns import times_s
 from commopt.compress import COMPRESSORS, Carry, Cast, Compressor, Dice, OneBit, Quantize
 
 _ROWS = 4
@@ -100,7 +99,7 @@ class Gradient:
             lambda: compressor.decompress(row, self.decoded, chunk_numel),
             lambda: compressor.recompress(parts, sent, part_numel, sum_numel, part_carry, dice),
         ]
-        clones, *others = _times_s(operations, repeats)
+        clones, *others = times_s(operations, repeats)
         costs = [_cost(times, clones, numel) for times in others]
         return Row(repr(compressor), row.numel() * 8 / chunk_numel, *costs)
 
@@ -109,17 +108,6 @@ def _rows(compressor: Compressor, numel: int, count: int) -> tuple[int, Tensor]:
     """Return the elements of a chunk, and that many rows of payload."""
     chunk_numel = ceil(numel / (count * compressor.granularity)) * compressor.granularity
     return chunk_numel, torch.zeros(count, compressor.payload_nbytes(chunk_numel), dtype=torch.uint8)
-
-
-def _times_s(operations: Sequence[Callable[[], None]], repeats: int) -> list[list[float]]:
-    """Time the operations in turns, after a round that counts for nothing."""
-    times: list[list[float]] = [[] for _ in operations]
-    for _ in range(repeats + 1):
-        for operation, taken in zip(operations, times, strict=True):
-            started = perf_counter()
-            operation()
-            taken.append(perf_counter() - started)
-    return [taken[1:] for taken in times]
 
 
 def _cost(times_s: list[float], clones_s: list[float], numel: int) -> Cost:
@@ -161,12 +149,10 @@ def main() -> None:
     print_table(rows, f"{options.numel:,} elements, {options.threads} threads; ns and clones: the fastest runs")
     if options.json is not None:
         environment = {
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "kind": "compression",
+            **machine(),
             "command": f"python -m bench.compression --numel {options.numel} --repeats {options.repeats} "
             f"--threads {options.threads}",
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "cpu_count": os.cpu_count(),
         }
         records = [asdict(row) for row in rows]
         options.json.write_text(json.dumps({"environment": environment, "rows": records}, indent=1) + "\n")

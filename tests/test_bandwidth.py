@@ -28,6 +28,7 @@ from bench.bandwidth.pattern import PERIOD, Pattern, count_wrong, fill
 from bench.bandwidth.settings import DTYPES, parse_nbytes, parse_settings
 from bench.bandwidth.table import Measurement, Row, footer, format_row, heading
 from bench.bandwidth.timing import Timing, percentile
+from commopt import AGGREGATORS, COMPRESSORS
 from commopt.groups import Team
 from tests.ranks import RankError, run
 
@@ -92,7 +93,10 @@ def test_every_preset_and_every_form_has_a_name() -> None:
     assert known["hierarchical_bf16:all_reduce"] == commopt.Hierarchical(
         commopt.Compressed(commopt.Cast(torch.bfloat16), feedback=None), form="all_reduce"
     )
-    assert known["compressed:cast"] == commopt.Compressed(commopt.Cast())
+    for name, kind in COMPRESSORS.items():
+        assert known[f"compressed:{name}"] == commopt.Compressed(kind())
+        assert known[f"hierarchical:{name}"] == commopt.Hierarchical(commopt.Compressed(kind()))
+    assert set(AGGREGATORS) - {"compressed"} <= set(known)
 
 
 # ------------------------------------------------------------------------------ arithmetic

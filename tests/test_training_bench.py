@@ -15,9 +15,15 @@ from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
 import commopt
-from bench import demo, plot, report, training
+from bench import demo
 from bench.cluster import Cluster
-from bench.report import Environment, Look, Outcome
+from bench.plot import training as picture_of_training
+from bench.plot.__main__ import main as plot_main
+from bench.plot.style import styles
+from bench.training import report
+from bench.training.options import parse_options
+from bench.training.report import Environment, Look, Outcome
+from bench.training.run import steps_until_look
 
 ROOT = Path(__file__).parents[1]
 
@@ -63,7 +69,7 @@ OUTCOMES = [outcome("ddp", 30, 1200.0), outcome("hierarchical", 40, 800.0), outc
     ],
 )
 def test_steps_until_look(step_s: list[float], steps: int) -> None:
-    assert training.steps_until_look(step_s, budget_s=40.0, look_every_s=5.0) == steps
+    assert steps_until_look(step_s, budget_s=40.0, look_every_s=5.0) == steps
 
 
 # ------------------------------------------------------------------------------ file and table
@@ -97,26 +103,62 @@ def test_table_fits_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     printed = capsys.readouterr().out
     assert "…" not in printed  # nothing is cut off
     rows = {line.split()[0]: line.split()[1:] for line in printed.splitlines() if line.strip()}
-    assert rows["hierarchical_bf16"] == ["600", "400", "0.33", "58.6", "65", f"{OUTCOMES[2].held_out_loss:.3f}"]
+    assert rows["hierarchical_bf16"] == ["600", "400", "0.33", "58.6", "1.62", f"{OUTCOMES[2].held_out_loss:.3f}"]
     assert rows["torch_fp16"][3] == "-"
+    assert "s to" not in printed
+
+
+def test_table_says_when_a_loss_was_reached(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    curve = [Look(2, 10.0, 5.0), Look(4, 20.0, 4.0), Look(6, 30.0, 2.0)]
+    reached, missed = (
+        replace(OUTCOMES[0], strategy=name, curve=curve[:end]) for name, end in (("ddp", 3), ("flat", 2))
+    )
+    assert reached.seconds_to(3.0) == 25.0
+    assert reached.seconds_to(5.0) == 10.0
+    assert missed.seconds_to(3.0) is None
+    report.print_table(replace(ENVIRONMENT, target_loss=3.0), [reached, missed], ["a note below"])
+    printed = capsys.readouterr().out
+    assert {line.split()[0]: line.split()[-1] for line in printed.splitlines() if line.strip()}.items() >= {
+        "ddp": "25.0",
+        "flat": "-",
+    }.items()
+    assert printed.rstrip().endswith("a note below")
+
+
+def test_old_files_say_in_their_command_what_was_trained(tmp_path: Path) -> None:
+    path = tmp_path / "old.json"
+    report.write(path, replace(ENVIRONMENT, command="python -m bench.training --model resnet50"), OUTCOMES)
+    header, *rows = path.read_text().splitlines()
+    added = ("model", "kind", "target_loss")
+    old = {name: value for name, value in json.loads(header).items() if name not in added}
+    path.write_text("\n".join([json.dumps(old), *rows]))
+    assert report.read(path)[0].model == "resnet50"
+    path.write_text("\n".join([json.dumps(old | {"command": "python -m bench.training"}), *rows]))
+    assert report.read(path)[0].model == "gpt"
 
 
 # ------------------------------------------------------------------------------------ the picture
 
 
 def test_headline() -> None:
-    assert plot.headline(ENVIRONMENT, OUTCOMES) == (
+    assert picture_of_training.headline(ENVIRONMENT, OUTCOMES) == (
         "In the same 40 s hierarchical_bf16 takes 2.2x as many steps as stock DDP"
     )
-    assert plot.headline(ENVIRONMENT, OUTCOMES[1:]) == "40 s of training with each strategy"
-    assert plot.headline(ENVIRONMENT, [OUTCOMES[2], outcome("ddp", 70, 300.0)]) == "40 s of training with each strategy"
+    assert picture_of_training.headline(ENVIRONMENT, OUTCOMES[1:]) == "40 s of training with each strategy"
+    assert (
+        picture_of_training.headline(ENVIRONMENT, [OUTCOMES[2], outcome("ddp", 70, 300.0)])
+        == "40 s of training with each strategy"
+    )
 
 
 @pytest.mark.parametrize(
     ("rate", "network"), [("200mbit", "200mbit links"), ("none", "unshaped links"), (None, "network not emulated")]
 )
 def test_circumstances_name_the_network(rate: str | None, network: str) -> None:
-    text = plot.circumstances(replace(ENVIRONMENT, emulated_rate=rate))
+    text = picture_of_training.circumstances(replace(ENVIRONMENT, emulated_rate=rate))
     assert text.startswith(f"4.9M-parameter GPT, 2 nodes x 2 ranks, {network}, gloo on 2 CPU cores")
 
 
@@ -129,11 +171,11 @@ def test_picture_is_redrawn_from_the_file_alone(tmp_path: Path, monkeypatch: pyt
     report.write(tmp_path / "out.json", ENVIRONMENT, OUTCOMES)
     picture = tmp_path / "out.png"
     monkeypatch.setattr(sys, "argv", ["bench.plot", str(tmp_path / "out.json"), "-o", str(picture)])
-    plot.main()
+    plot_main()
     height, width, _ = imread(picture).shape
     assert width > 1000
     assert height > 400
-    colours = [colour for colour, _ in plot._styles(OUTCOMES)]
+    colours = [colour for colour, _ in styles([outcome.strategy for outcome in OUTCOMES])]
     assert len(set(colours)) == 3
     # Bars dominate each colour: they must be there, and in the order of the exposed times.
     shares = [pixels(picture, colour) for colour in colours]
@@ -146,7 +188,7 @@ def test_plot_refuses_another_file(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["bench.plot", str(tmp_path / "none.json"), "-o", str(tmp_path / "out.png")])
     with pytest.raises(SystemExit):
-        plot.main()
+        plot_main()
     assert "none.json" in capsys.readouterr().err
 
 
@@ -213,7 +255,7 @@ def test_unknown_strategy_lists_the_known_ones(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["bench.training", "--strategies", "ddp,hierarchy"])
     with pytest.raises(SystemExit):
-        training.parse_options()
+        parse_options()
     message = capsys.readouterr().err
     assert "strategy 'hierarchy' is unknown" in message
     assert all(name in message for name in ("ddp", "noop", "torch_fp16", *commopt.PRESETS))

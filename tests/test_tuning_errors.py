@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bench.compression_error import relative_error
-from bench.images import ResNet50
+from bench.models import ResNet50
 from commopt import ConfigurationError
 from commopt.aggregate import Aggregator, Compressed, Flat, Hierarchical, PeriodicAverage, PowerSGD
 from commopt.compress import DGC, Cast, Compressor, OneBit, Quantize

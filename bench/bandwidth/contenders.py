@@ -12,7 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commopt import AGGREGATORS, COMPRESSORS, PRESETS, Aggregator, Communicator, Hierarchical, WireBytes, build_preset
+from commopt import (
+    AGGREGATORS,
+    COMPRESSORS,
+    PRESETS,
+    Aggregator,
+    Communicator,
+    Compressed,
+    Hierarchical,
+    WireBytes,
+    build_preset,
+)
 from commopt.aggregate.hierarchical import Form
 from commopt.collectives.communicator import Op
 from commopt.groups import all_gather_single, reduce_scatter_single
@@ -111,7 +121,8 @@ def find_aggregator(name: str) -> Aggregator | None:
 def known_aggregators() -> dict[str, Aggregator]:
     """Return every aggregator that has a name: what the registries and presets hold, and variants of those.
 
-    `NAME:FORM` fixes the form of a hierarchical one, `NAME:COMPRESSOR` fills in what an aggregator compresses with.
+    `NAME:FORM` fixes the form of a hierarchical one, `NAME:COMPRESSOR` fills in what an aggregator compresses with, on
+    its way between the nodes where it is hierarchical.
     """
     known: dict[str, Aggregator] = {}
     for name, kind in AGGREGATORS.items():
@@ -125,4 +136,5 @@ def known_aggregators() -> dict[str, Aggregator]:
     for name, aggregator in list(known.items()):
         if isinstance(aggregator, Hierarchical):
             known |= {f"{name}:{form}": replace(aggregator, form=form) for form in get_args(Form)}
-    return known
+    inters = {name: Compressed(kind()) for name, kind in COMPRESSORS.items()}
+    return known | {f"hierarchical:{name}": Hierarchical(inter=inter) for name, inter in inters.items()}

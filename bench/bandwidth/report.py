@@ -112,6 +112,7 @@ def document(settings: Settings, cluster: Cluster, device: torch.device, rows: S
     """Return everything as JSON values."""
     return {
         "environment": {
+            "kind": "bandwidth",
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "command": shlex.join(["python", "-m", "bench.bandwidth", *sys.argv[1:]]),
             "commopt": commopt.__version__,

@@ -63,7 +63,13 @@ def main() -> None:
             contender.draw(options.plot)
     standings = [contender.standing() for contender in contenders]
     if dist.get_rank() == 0:
-        record = {"model": options.model, "batch": batch, **run_of("bench.bucketing"), **verdict(standings)}
+        record = {
+            "kind": "bucketing",
+            "model": options.model,
+            "batch": batch,
+            **run_of("bench.bucketing"),
+            **verdict(standings),
+        }
         record["standings"] = [asdict(standing) for standing in standings]
         if options.json:
             with options.json.open("a") as file:

@@ -24,7 +24,7 @@ from bench.convergence import plan, report, tables
 from bench.convergence.ranks import describe, look
 from bench.convergence.report import Environment, Run
 from bench.environment import machine
-from bench.training import gather, slowest_rank_ms
+from bench.ranks import gather, slowest_rank_ms
 from commopt import Hierarchical, PeriodicAverage
 from examples.train_gpt import progress_bar, start_process_group
 
@@ -120,6 +120,7 @@ def main() -> None:
         command=shlex.join(["torchrun", "--nproc-per-node", "4", "-m", parser.prog, *sys.argv[1:]]),
         ranks_per_node=[len(node) for node in commopt.Communicator().cluster.nodes],
         settings=plan.settings(tasks),
+        kind="periodic",
     )
     environment, runs = report.resume(options.json, environment)
     done = {run.key for run in runs}

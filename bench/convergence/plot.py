@@ -11,10 +11,17 @@ from matplotlib.figure import Figure
 
 from bench.convergence.plan import CONTENDERS, DIGITS, GPT, NO_FEEDBACK, OPTIMIZERS, RATE, STOCK
 from bench.convergence.report import PERCENT_ALLOWED, POINTS_ALLOWED, Environment, Run, Summary, summarize
-from bench.report import Outcome
+from bench.training.report import Outcome
 
 # Okabe and Ito's colours, one for each way to compress; what is exact is grey.
-_COLOURS = {"quantized": "#E69F00", "onebit": "#D55E00", "dgc": "#0072B2", "powersgd": "#009E73", "bf16": "#56B4E9"}
+_COLOURS = {
+    "quantized": "#E69F00",
+    "onebit": "#D55E00",
+    "dgc": "#0072B2",
+    "powersgd": "#009E73",
+    "bf16": "#56B4E9",
+    "Periodic": "#CC79A7",
+}
 _EXACT = "#555555"
 _MARKERS = {"sgd": "o", "adamw": "D"}
 _TITLES = {"sgd": "SGD with momentum", "adamw": "AdamW"}

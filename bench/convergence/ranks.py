@@ -14,7 +14,7 @@ from bench.convergence import report
 from bench.convergence.options import parse_options
 from bench.convergence.plan import Case, Training, cases
 from bench.convergence.report import Point, Run
-from bench.training import gather, slowest_rank_ms
+from bench.ranks import gather, slowest_rank_ms
 from examples import train_digits
 from examples.train_gpt import choose_averaging, progress_bar, start_process_group
 

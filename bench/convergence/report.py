@@ -11,6 +11,7 @@ from statistics import mean
 from typing import Any
 
 from bench.convergence.plan import STOCK
+from bench.crossing import first_below
 
 POINTS_ALLOWED = 0.5
 PERCENT_ALLOWED = 1.0
@@ -30,6 +31,7 @@ class Environment:
     ranks_per_node: list[int]
     settings: dict[str, Any]
     """As plan.settings has it: what the trainings of each task have in common."""
+    kind: str = "convergence"
 
 
 @dataclass(frozen=True)
@@ -69,16 +71,9 @@ class Run:
 
     def steps_to(self, loss: float) -> float | None:
         """Return after how many steps the held-out loss was down at `loss`, between two looks; None if it never was."""
-        before: Point | None = None
-        for point in self.curve:
-            now = inf if point.held_out_loss is None else point.held_out_loss
-            if now <= loss:
-                if before is None or before.held_out_loss is None:
-                    return point.step
-                fallen = (before.held_out_loss - loss) / (before.held_out_loss - now)
-                return before.step + fallen * (point.step - before.step)
-            before = point
-        return None
+        return first_below(
+            ((point.step, inf if point.held_out_loss is None else point.held_out_loss) for point in self.curve), loss
+        )
 
 
 def write(path: Path, environment: Environment, runs: Sequence[Run]) -> None:

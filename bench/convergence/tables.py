@@ -18,8 +18,8 @@ from bench.convergence.report import (
     seconds_to_target,
     summarize,
 )
-from bench.report import Outcome
 from bench.table import print_rows
+from bench.training.report import Outcome
 
 _YARDSTICK = "hierarchical"
 BEGIN, END = "<!-- results: written by bench.convergence -->", "<!-- end of results -->"

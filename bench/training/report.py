@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from bench.crossing import first_below
 from bench.table import print_rows
 
 STOCK = "ddp"
@@ -33,6 +35,10 @@ class Environment:
     compute_ms: float
     """Step with a hook that returns the bucket unchanged: median over steps of the slowest rank's."""
     evaluation: str
+    model: str = "gpt"
+    target_loss: float | None = None
+    """The held-out loss to which seconds are reported."""
+    kind: str = "training"
 
     @property
     def network(self) -> str:
@@ -76,6 +82,15 @@ class Outcome:
         """Loss at the end of the budget."""
         return self.curve[-1].held_out_loss
 
+    @property
+    def steps_per_s(self) -> float:
+        """Over the whole budget, slow steps included."""
+        return self.steps / self.seconds
+
+    def seconds_to(self, loss: float) -> float | None:
+        """Return when the held-out loss was down at `loss`, between two looks; None if it never was."""
+        return first_below(((look.seconds, look.held_out_loss) for look in self.curve), loss)
+
 
 def fraction_of_stock(outcome: Outcome, outcomes: Sequence[Outcome]) -> float | None:
     """Return the exposed time as a fraction of stock DDP's; None when stock DDP was not run or hid everything."""
@@ -98,6 +113,7 @@ def read(path: Path) -> tuple[Environment, list[Outcome]]:
         header, *rows = (json.loads(line) for line in path.read_text().splitlines())
         if header.pop("record") != "environment" or any(row.pop("record") != "strategy" for row in rows):
             raise ValueError("unexpected kinds of records")
+        header.setdefault("model", _model_in(header["command"]))
         curves = [[Look(**look) for look in row.pop("curve")] for row in rows]
         outcomes = [Outcome(**row, curve=curve) for row, curve in zip(rows, curves, strict=True)]
         return Environment(**header), outcomes
@@ -105,32 +121,41 @@ def read(path: Path) -> tuple[Environment, list[Outcome]]:
         raise ValueError(f"{path} is not a file that bench.training --json wrote: {error}") from error
 
 
-def print_table(environment: Environment, outcomes: Sequence[Outcome]) -> None:
-    """Print one row per strategy to stdout."""
+def _model_in(command: str) -> str:
+    """Return what a command trains: headers did not say it from the beginning."""
+    words = shlex.split(command)
+    return words[words.index("--model") + 1] if "--model" in words else "gpt"
+
+
+def print_table(environment: Environment, outcomes: Sequence[Outcome], notes: Sequence[str] = ()) -> None:
+    """Print one row per strategy to stdout, and notes below."""
     title = (
         f"{environment.nodes} nodes x {max(environment.ranks_per_node)} ranks, {environment.network}; "
         f"no-op step {environment.compute_ms:.0f} ms; {environment.seconds:g} s each"
     )
-    headings = ["strategy", "step ms", "exposed ms", "of stock's", "inter-node MiB/step", "steps", "held-out loss"]
-    rows = [_row(outcome, outcomes) for outcome in outcomes]
-    caption = "\n".join(
+    target_loss = environment.target_loss
+    headings = ["strategy", "step ms", "exposed ms", "of stock's", "inter-node MiB/step", "steps /s", "held-out loss"]
+    headings += [] if target_loss is None else [f"s to {target_loss:g}"]
+    rows = [_row(outcome, outcomes, target_loss) for outcome in outcomes]
+    payloads = [
         f"{outcome.strategy}: {outcome.inter_payload_mib_per_step:.2f} MiB/step between nodes without headers, "
         f"{outcome.inter_predicted_mib_per_step:.2f} predicted"
         for outcome in outcomes
         if outcome.inter_payload_mib_per_step is not None and outcome.inter_predicted_mib_per_step is not None
-    )
-    print_rows(title, headings, rows, caption)
+    ]
+    print_rows(title, headings, rows, "\n".join([*payloads, *notes]))
 
 
-def _row(outcome: Outcome, outcomes: Sequence[Outcome]) -> list[str]:
+def _row(outcome: Outcome, outcomes: Sequence[Outcome], target_loss: float | None) -> list[str]:
     return [
         outcome.strategy,
         f"{outcome.step_ms:.0f}",
         f"{outcome.exposed_ms:.0f}",
         _number(fraction_of_stock(outcome, outcomes), 2),
         _number(outcome.inter_mib_per_step, 1),
-        str(outcome.steps),
+        f"{outcome.steps_per_s:.2f}",
         f"{outcome.held_out_loss:.3f}",
+        *([] if target_loss is None else [_number(outcome.seconds_to(target_loss), 1)]),
     ]
 
 

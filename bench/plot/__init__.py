@@ -1,0 +1,5 @@
+"""Draw what benchmarks found, from their files alone.
+
+python -m bench.plot                            # every figure of bench/results, into docs/images
+python -m bench.plot out.json -o out.png        # one
+"""

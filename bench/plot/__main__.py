@@ -1,0 +1,68 @@
+"""Command line: `python -m bench.plot --help`."""
+
+from __future__ import annotations
+
+import argparse
+from importlib.util import find_spec
+from pathlib import Path
+
+import bench.plot
+from commopt import ConfigurationError
+
+_RESULTS, _IMAGES = Path("bench/results"), Path("docs/images")
+
+
+def main() -> None:
+    """Draw one picture, or all."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.plot", description=(bench.plot.__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("json", type=Path, nargs="*", help=f"what to draw (default: everything in {_RESULTS})")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help=f"PNG, SVG or PDF (default: into {_IMAGES}, by name)"
+    )
+    parser.add_argument("--figure", metavar="NAME", help="what a file is drawn as (default: by what is in it)")
+    options = parser.parse_args()
+    if not find_spec("matplotlib"):
+        parser.error("pictures need matplotlib: pip install 'commopt[plot]'")
+    if bool(options.json) != bool(options.output) or (options.figure and not options.json):
+        parser.error("name the files and, with -o, where to draw them; or nothing at all, and everything is drawn")
+    try:
+        if options.json:
+            draw_one(options.json, options.output, options.figure)
+        else:
+            draw_all(_RESULTS, _IMAGES)
+    except (OSError, ValueError, ConfigurationError) as error:
+        parser.error(str(error))
+
+
+def draw_one(files: list[Path], output: Path, figure: str | None) -> None:
+    """Draw some files as one picture. Raises ValueError when they cannot be, OSError when one cannot be read."""
+    from bench.plot.files import kind_of
+    from bench.plot.pictures import pictures_of
+
+    kinds = {kind_of(file) for file in files}
+    if len(kinds) > 1:
+        raise ValueError(f"{', '.join(map(str, files))} are results of different benchmarks; draw one kind at a time")
+    known = {picture.name: picture for picture in pictures_of(kinds.pop())}
+    if not known:
+        raise ValueError(f"{files[0]} is no result of a benchmark that there is a picture of")
+    picture = known.get(figure or next(iter(known)))
+    if picture is None:
+        raise ValueError(f"--figure {figure} is no picture of {files[0]}; known: {', '.join(known)}")
+    if len(files) > 1 and not picture.together:
+        raise ValueError(f"{picture.name} is a picture of one file, not of {len(files)}; name one")
+    picture.draw(files, output)
+
+
+def draw_all(results: Path, images: Path) -> None:
+    """Draw every picture of the files in `results` into `images`, and say so."""
+    from bench.plot.pictures import drawings
+
+    for picture, files, output in drawings(results.glob("*.json"), images):
+        picture.draw(files, output)
+        print(f"{output}: {', '.join(file.name for file in files)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

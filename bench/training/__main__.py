@@ -1,0 +1,86 @@
+"""Command line: `python -m bench.training --help`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+import commopt
+from bench.cluster import link_rate
+from bench.environment import command_of, machine
+from bench.models import Trainable
+from bench.ranks import slowest_rank_ms
+from bench.training import report
+from bench.training.contenders import NOTES
+from bench.training.measure import measure
+from bench.training.options import parse_options
+from bench.training.report import Environment, Outcome
+from bench.training.run import FIRST_STEPS, Run, Show
+from examples.train_gpt import progress_bar, start_process_group
+from topology import Cluster
+
+
+def describe(options: argparse.Namespace, cluster: Cluster, training: Trainable, compute_ms: float) -> Environment:
+    """Say where and how the numbers are made; `training` is any of those compared."""
+    device = training.device
+    ranks_per_node = [len(node) for node in cluster.nodes]
+    return Environment(
+        **machine(),
+        command=command_of("bench.training", ranks_per_node),
+        device=torch.cuda.get_device_name() if device.type == "cuda" else device.type,
+        backend=dist.get_backend(),
+        nodes=len(cluster.nodes),
+        ranks_per_node=ranks_per_node,
+        emulated_rate=link_rate(),
+        parameters=sum(parameter.numel() for parameter in training.ddp.parameters()),
+        seconds=options.seconds,
+        seed=options.seed,
+        compute_ms=compute_ms,
+        evaluation=f"{training.evaluation}, shared out over all ranks",
+        model=options.model,
+        target_loss=options.target_loss,
+    )
+
+
+def main() -> None:
+    """Measure the no-op step, then every strategy, and report on rank 0."""
+    options = parse_options()
+    device = start_process_group()
+    is_reporter = dist.get_rank() == 0
+    cluster = commopt.Communicator().cluster
+    if is_reporter and not link_rate():
+        print(f"{cluster}; not on bench.cluster, so the bytes between nodes are unknown", file=sys.stderr)
+    outcomes: list[Outcome] = []
+    with progress_bar() as show:
+        show(0.0, "steps without communication")
+        baseline = Run("noop", options, device)
+        for _ in range(FIRST_STEPS + options.noop_steps):
+            baseline.step()
+        compute_ms = median(slowest_rank_ms(baseline.step_s)[FIRST_STEPS:])
+        environment = describe(options, cluster, baseline.training, compute_ms)
+        for index, strategy in enumerate(options.strategies):
+            show_part = _part(show, index, len(options.strategies))
+            outcomes.append(measure(Run(strategy, options, device), options, cluster, compute_ms, show_part))
+            if is_reporter and options.json:  # after each, so that an interrupted run keeps what it has
+                report.write(options.json, environment, outcomes)
+    if is_reporter:
+        notes = [NOTES[outcome.strategy] for outcome in outcomes if outcome.strategy in NOTES]
+        report.print_table(environment, outcomes, notes)
+        if options.plot:
+            from bench.plot.training import draw
+
+            draw(environment, outcomes, options.plot)
+            print(f"picture: {options.plot}")
+    dist.destroy_process_group()
+
+
+def _part(show: Show, index: int, count: int) -> Show:
+    return lambda fraction, message: show((index + min(fraction, 1.0)) / count, message)
+
+
+if __name__ == "__main__":
+    main()

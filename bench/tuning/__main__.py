@@ -1,0 +1,91 @@
+"""Let commopt tune itself, and compare its choice with the fastest of all choices, found by trying every one.
+
+    python -m bench.cluster --nodes 2 --ranks-per-node 2 --rate 100mbit -m bench.tuning --allow lossless,quantized
+    python -m bench.tuning --summary out.json
+
+Every preset of the allowed families trains with DDP's buckets and, where it could win by that, with adaptive ones. A
+fresh model with "auto" then trains until it is tuned. In the end the tuned model, the fastest of the others, stock DDP
+and one that does not communicate take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+import commopt
+from bench.environment import run_of
+from bench.prediction.lines import World
+from bench.prediction.models import MODELS, subject
+from bench.tuning import record, summary
+from bench.tuning.candidates import FAMILIES, candidates
+from bench.tuning.comparison import compare
+from commopt.groups import join
+from examples.train_gpt import progress_bar, start_process_group
+
+
+def parse_options() -> argparse.Namespace:
+    """Read the command line; a wrong one ends here, before anything is started."""
+    parser = argparse.ArgumentParser(prog="python -m bench.tuning", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", default="gpt", metavar="NAME[:OPTION=VALUE]", help=f"of {', '.join(MODELS)}")
+    parser.add_argument(
+        "--allow",
+        type=lambda text: text.split(","),
+        default=["lossless", "quantized"],
+        metavar="FAMILY[,FAMILY...]",
+        help=f"of {', '.join(FAMILIES)} (default lossless,quantized)",
+    )
+    parser.add_argument(
+        "--candidates",
+        type=lambda text: text.split(","),
+        metavar="NAME[:OPTION=VALUE][,NAME...]",
+        help="the only presets to try (default: all of the families, at every strength within the tuner's limit)",
+    )
+    parser.add_argument("--seconds", type=float, default=2.0, help="of timed steps for each candidate (default 2)")
+    parser.add_argument("--most-steps", type=int, default=60, help="for the tuner (default 60)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append JSON lines")
+    parser.add_argument("--summary", type=Path, nargs="+", metavar="FILE", help="measure nothing, show what is there")
+    options = parser.parse_args()
+    try:
+        options.subject = subject(options.model)
+        for name in options.candidates or candidates(options.allow, two_levels=True):
+            commopt.build_preset(name)
+    except commopt.ConfigurationError as error:
+        parser.error(str(error))
+    return options
+
+
+def main() -> None:
+    """Search, tune and compare; rank 0 reports."""
+    options = parse_options()
+    if options.summary:
+        try:
+            summary.show(record.read(options.summary))
+        except ValueError as error:
+            sys.exit(f"bench.tuning: {error}")
+        return
+    start_process_group()
+    nodes = [len(node) for node in join(None).cluster.nodes]
+    with progress_bar() as show:
+        found = compare(
+            options.subject,
+            options.allow,
+            options.candidates or candidates(options.allow, two_levels=1 < len(nodes) < sum(nodes)),
+            seconds=options.seconds,
+            most_steps=options.most_steps,
+            show=lambda message: show(0.0, message),
+        )
+    if dist.get_rank() == 0:
+        environment = World(**run_of("bench.tuning"), nodes=nodes)
+        if options.json:
+            record.append(options.json, environment, [found])
+        summary.show([(environment, [found])])
+        print(found.explanation)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

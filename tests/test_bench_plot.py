@@ -1,0 +1,203 @@
+"""Pictures of results: what is in a file, which pictures there are of it, and that they show what it says."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+
+from bench.plot import breakdown, bucketing, busbw, learning, loss, scaling, style
+from bench.plot.__main__ import draw_all, draw_one, main
+from bench.plot.files import kind_of
+from bench.plot.pictures import PICTURES, drawings, pictures_of
+from bench.scaling import report as scaling_report
+from bench.training.report import read as read_training
+from tests.test_bench_scaling import ENVIRONMENT, FOUR, POINTS
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "bench" / "results"
+
+KINDS = {
+    "all_gather_2x1_50mbit": "bandwidth",
+    "bucketing": "bucketing",
+    "compression": "compression",
+    "compression_error": "compression_error",
+    "convergence": "convergence",
+    "convergence_50mbit": "training",
+    "hook_overhead": "hook_overhead",
+    "periodic": "periodic",
+    "probe_200mbit": "probe",
+    "recording_cost": "recording_cost",
+    "training_50mbit": "training",
+}
+
+
+@pytest.mark.parametrize(("stem", "kind"), KINDS.items())
+def test_files_from_before_there_were_kinds_are_known_by_their_command(stem: str, kind: str) -> None:
+    assert kind_of(RESULTS / f"{stem}.json") == kind
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ('{"record": "environment", "kind": "scaling"}\n{}\n', "scaling"),
+        ('{"environment": {"kind": "bandwidth", "command": "python -m bench.other"}}', "bandwidth"),
+        ('{"command": "python -m bench.cluster --nodes 2 -m bench.training --json bench/out.json"}', "training"),
+        ('{"command": "python -m other"}', None),
+        ('{"environment": 3}', None),
+        ("[]", None),
+        ("", None),
+        ("no json", None),
+    ],
+)
+def test_kinds(text: str, kind: str | None, tmp_path: Path) -> None:
+    file = tmp_path / "file.json"
+    file.write_text(text)
+    assert kind_of(file) == kind
+
+
+def test_every_file_of_results_that_has_a_picture_is_drawn_once() -> None:
+    planned = drawings(RESULTS.glob("*.json"), Path("images"))
+    outputs = [output.name for _, _, output in planned]
+    assert len(set(outputs)) == len(outputs)
+    assert set(outputs) >= {
+        *("demo.png", "probe.png", "convergence.png", "learning_convergence.png", "bucketing.png", "busbw.png"),
+        *("training_50mbit.png", "step_breakdown.png", "loss_by_time.png", "loss_by_bytes.png"),
+    }
+    assert "convergence_50mbit.png" not in outputs  # it belongs to the picture of convergence.json
+    drawn = {file for _, files, _ in planned for file in files}
+    known = {picture.kind for picture in PICTURES}
+    left_out = {file.name for file in RESULTS.glob("*.json") if kind_of(file) in known} - {file.name for file in drawn}
+    assert left_out == {"convergence_50mbit.json"}
+
+
+def test_all_is_drawn_from_the_files_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results, images = tmp_path / "results", tmp_path / "images"
+    results.mkdir()
+    images.mkdir()
+    for name in ("bucketing.json", "training_unshaped.json", "compression.json"):
+        (results / name).write_text((RESULTS / name).read_text())
+    draw_all(results, images)
+    assert sorted(path.name for path in images.iterdir()) == [
+        "bucketing.png",
+        "loss_by_bytes.png",
+        "loss_by_time.png",
+        "step_breakdown.png",
+        "training_unshaped.png",
+    ]
+    assert "bucketing.png: bucketing.json" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["compression.json", "-o", "out.png"], "is no result of a benchmark that there is a picture of"),
+        (["bucketing.json", "convergence.json", "-o", "out.png"], "draw one kind at a time"),
+        (["bucketing.json", "-o", "out.png", "--figure", "loss_by_time"], "known: bucketing"),
+        (["training_50mbit.json", "demo_200mbit.json", "-o", "out.png"], "a picture of one file, not of 2"),
+        (["bucketing.json"], "name the files and, with -o"),
+        (["-o", "out.png"], "name the files and, with -o"),
+        (["--figure", "busbw"], "name the files and, with -o"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(RESULTS)
+    monkeypatch.setattr(sys, "argv", ["bench.plot", *arguments])
+    with pytest.raises(SystemExit):
+        main()
+    assert message in capsys.readouterr().err
+
+
+def test_several_files_make_one_picture(tmp_path: Path) -> None:
+    files = [RESULTS / "training_50mbit.json", RESULTS / "demo_200mbit.json"]
+    draw_one(files, tmp_path / "two.png", "loss_by_time")
+    draw_one(files[:1], tmp_path / "one.png", "loss_by_time")
+    assert imread(tmp_path / "two.png").shape[1] > 1.8 * imread(tmp_path / "one.png").shape[1]
+
+
+# ------------------------------------------------------------------------------ what they show
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """Every figure that is saved while the test runs."""
+    saved: list[Figure] = []
+    for module in (breakdown, bucketing, busbw, learning, loss, scaling):
+        monkeypatch.setattr(module, "save", lambda figure, path: saved.append(figure))
+    return saved
+
+
+def test_a_strategy_looks_the_same_wherever_it_is() -> None:
+    first, second, again, stock = style.styles(["flat", "hierarchical", "flat", "ddp"])
+    assert first == again != second
+    assert stock[0] == style.GREY
+
+
+def test_bars_are_computing_and_exposed_time(figures: list[Figure]) -> None:
+    breakdown.draw_files([RESULTS / "training_50mbit.json"], Path("unused.png"))
+    environment, outcomes = read_training(RESULTS / "training_50mbit.json")
+    widths = [bar.get_width() for bar in figures[0].axes[0].patches]  # type: ignore[attr-defined]
+    count = len(outcomes)
+    assert widths[:count] == [environment.compute_ms] * count
+    assert widths[count:] == [outcome.exposed_ms for outcome in outcomes]
+
+
+def test_loss_is_drawn_against_what_was_sent_so_far(figures: list[Figure]) -> None:
+    loss.draw_by_bytes([RESULTS / "training_50mbit.json"], Path("unused.png"))
+    _, outcomes = read_training(RESULTS / "training_50mbit.json")
+    for line, outcome in zip(figures[0].axes[0].lines, outcomes, strict=True):
+        assert outcome.inter_mib_per_step is not None
+        sent = [outcome.inter_mib_per_step * look.step for look in outcome.curve]
+        np.testing.assert_allclose(np.asarray(line.get_xdata()), sent)
+
+
+def test_bandwidth_is_that_in_place_where_there_is_one(figures: list[Figure]) -> None:
+    files = [RESULTS / "forms_2x2_50mbit.json"]
+    busbw.draw_files(files, Path("unused.png"))
+    rows = json.loads(files[0].read_text())["rows"]
+    expected = {row["aggregator"]: row["in_place"]["busbw_gbps"] for row in rows}
+    assert {str(line.get_label()): line.get_ydata()[0] for line in figures[0].axes[0].lines} == expected  # type: ignore[index]
+
+
+def test_learning_has_a_mark_for_each_strategy_at_what_it_sent(figures: list[Figure]) -> None:
+    learning.draw_file(RESULTS / "convergence.json", Path("unused.png"))
+    titles = [axes.get_title(loc="left") for axes in figures[0].axes]
+    assert titles == ["digits, SGD with momentum", "digits, AdamW", "gpt, SGD with momentum", "gpt, AdamW"]
+    lines = {str(line.get_label()): line for line in figures[0].axes[2].lines}
+    runs = [json.loads(text) for text in (RESULTS / "convergence.json").read_text().splitlines()[1:]]
+    own = [run for run in runs if (run["task"], run["optimizer"], run["strategy"]) == ("gpt", "sgd", "hierarchical")]
+    (mib,), (end,) = np.asarray(lines["hierarchical"].get_data())
+    assert mib == pytest.approx(own[0]["inter_bytes_per_step"] * 400 / 2**20, rel=1e-3)
+    assert end == pytest.approx(np.mean([run["curve"][-1]["held_out_loss"] for run in own]))
+
+
+def test_scaling_has_a_line_through_the_fullest_nodes(tmp_path: Path, figures: list[Figure]) -> None:
+    beside = replace(FOUR, nodes=4, ranks_per_node=1, step_ms=500.0)
+    scaling_report.write(
+        tmp_path / "scaling.json", ENVIRONMENT, [*POINTS[:2], replace(FOUR, predicted_ms=250.0), beside]
+    )
+    scaling.draw_file(tmp_path / "scaling.json", Path("unused.png"))
+    efficiency, left = figures[0].axes
+    measured, hollow, expected, alone = efficiency.lines
+    np.testing.assert_allclose(np.asarray(measured.get_data()), [[1.0, 2.0, 4.0], [1.0, 0.8, 0.25]])
+    np.testing.assert_allclose(np.asarray(hollow.get_data()), [[4.0], [0.2]])
+    np.testing.assert_allclose(np.asarray(expected.get_data()), [[4.0], [0.4]])
+    assert (measured.get_linestyle(), expected.get_linestyle(), alone.get_linestyle()) == ("-", "--", ":")
+    np.testing.assert_allclose(np.asarray(alone.get_data()), [[1.0, 2.0, 4.0], [1.0, 90 / 120, 90 / 200]])
+    np.testing.assert_allclose(np.asarray(left.lines[0].get_data()), [[1.0, 2.0, 4.0], [0.9, 0.96, 0.5]])
+
+
+def test_buckets_that_adapt_stand_out(tmp_path: Path) -> None:
+    pictures_of("bucketing")[0].draw([RESULTS / "bucketing.json"], tmp_path / "out.png")
+    pixels = imread(tmp_path / "out.png")[..., :3]
+    green = np.isclose(pixels, to_rgb(style.COLOURS[2]), atol=1 / 255).all(axis=-1).mean()
+    assert 0.01 < green < 0.2

@@ -1,0 +1,507 @@
+"""Predictions against measurements: what is probed, how a prediction is made of it, and the files and figures."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import Module
+
+import commopt
+from bench.bucketing.models import Subject
+from bench.prediction import __main__ as prediction
+from bench.prediction import lines, matrix, record, summary
+from bench.prediction.contest import hold
+from bench.prediction.links import Probe, Probed, sizes
+from bench.prediction.matrix import PLACES, Place
+from bench.prediction.models import MODELS, subject
+from bench.prediction.own_work import with_own_work
+from bench.prediction.predict import predict
+from bench.prediction.profile import Profile
+from bench.prediction.record import Configuration, Environment
+from bench.prediction.sharing import Processors, delayed
+from bench.prediction.trainee import STOCK, Trainee
+from bench.prediction.wanted import Wanted, wanted
+from commopt import ConfigurationError
+from commopt.cost import Curve, Header, LinkKey, Links, Speeds, WorkKey, cost, nominal_links
+from commopt.feedback import Layout
+from commopt.groups import TeamShape, join
+from commopt.plan import Bucket, Unit
+from commopt.simulate import Workload
+from tests.ranks import run
+
+# ----------------------------------------------------------------------------------------- the models
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_are_of_the_promised_kind(name: str) -> None:
+    made = subject(name)
+    model = made.make()
+    assert 3e6 < sum(parameter.numel() for parameter in model.parameters()) < 30e6
+    assert list(model.buffers()) == []  # DDP would broadcast them
+    outputs = model(made.inputs(made.batch))
+    outputs.float().square().mean().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_a_full_width_resnet_is_the_papers() -> None:
+    def shapes(model: Module) -> list[tuple[int, ...]]:
+        return [tuple(parameter.shape) for parameter in model.parameters()]
+
+    assert sum(torch.Size(shape).numel() for shape in shapes(subject("resnet50:width=64").make())) == 25_557_032
+    assert len(shapes(subject("resnet50").make())) == 161
+
+
+def test_options_of_models() -> None:
+    assert subject("gpt:batch=7").batch == 7
+    assert subject("gpt:batch=7").name == "gpt:batch=7"
+    assert subject("gpt:context=16").inputs(3).shape == (3, 16)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("alexnet", "model 'alexnet' is unknown; known models: gpt, resnet50, vgg"),
+        (
+            "gpt:heads=2",
+            "'heads=2' in 'gpt:heads=2' is no option=number above 0; gpt takes layers, width, context",
+        ),
+        ("vgg:width=0", "'width=0' in 'vgg:width=0' is no option=number above 0"),
+        ("vgg:width", "'width' in 'vgg:width' is no option=number above 0"),
+    ],
+)
+def test_bad_models(text: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        subject(text)
+
+
+# ------------------------------------------------------------------------------------ what is probed
+
+LAYOUT = Layout.of_parameters([("weight", (64, 64)), ("bias", (64,))])  # 16,640 bytes
+
+
+def test_what_exact_averages_need_by_hand() -> None:
+    flat, hierarchical = commopt.Flat(), commopt.Hierarchical(form="reduce_scatter")
+    nbytes = 4 * LAYOUT.numel
+    assert wanted([flat], [LAYOUT], TeamShape.of((2, 2))) == Wanted({LinkKey("world", "all_reduce", 4): nbytes}, {})
+    assert wanted([hierarchical], [LAYOUT], TeamShape.of((2, 2, 2))).links == {
+        LinkKey("intra", "reduce_scatter", 2, 3): nbytes,
+        LinkKey("inter", "all_reduce", 3, 2): nbytes // 2,
+        LinkKey("intra", "all_gather", 2, 3): nbytes // 2,
+    }
+
+
+def test_the_largest_buffer_counts() -> None:
+    small = Layout.of_parameters([("bias", (64,))])
+    found = wanted([commopt.Flat()], [small, LAYOUT, small], TeamShape.of((1, 1)))
+    assert found.links == {LinkKey("world", "all_reduce", 2): 4 * LAYOUT.numel}
+
+
+@pytest.mark.parametrize("nodes", [(1, 1), (2, 2), (2, 2, 2), (1, 1, 1, 1), (2, 1)])
+@pytest.mark.parametrize("strategy", prediction.STRATEGIES)
+def test_prices_need_what_is_probed_and_no_more(strategy: str, nodes: tuple[int, ...]) -> None:
+    aggregator, shape = commopt.build_preset(strategy), TeamShape.of(nodes)
+    needed = wanted([aggregator], [LAYOUT], shape)
+    curve = Curve.linear(10.0, 0.01)
+    links = Links(Header(), dict.fromkeys(needed.links, curve), dict.fromkeys(needed.work, curve))
+    # Nothing is scaled, nothing counted as nothing.
+    assert notes_on(aggregator, shape, links) == ()
+    lacking = [replace(links, curves={other: curve for other in needed.links if other != key}) for key in needed.links]
+    lacking += [replace(links, work={other: curve for other in needed.work if other != key}) for key in needed.work]
+    assert all(notes_on(aggregator, shape, fewer) for fewer in lacking)
+
+
+def notes_on(aggregator: commopt.Aggregator, shape: TeamShape, links: Links) -> tuple[str, ...]:
+    try:
+        return cost(aggregator, LAYOUT, torch.float32, shape, links).notes
+    except ConfigurationError as error:
+        return (str(error),)
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3, 8])
+@pytest.mark.parametrize("most", [100, 1_000_000, 26_214_401])
+def test_sizes_end_at_the_most(most: int, blocks: int) -> None:
+    found = sizes(4096, most, blocks)
+    assert len(found) >= 4
+    assert found[0] >= 4096
+    assert all(nbytes % (4 * blocks) == 0 for nbytes in found)
+    assert most <= found[-1] < max(most, 8 * 4096) + 4 * blocks
+    assert all(1.9 < larger / smaller < 2.1 for smaller, larger in pairwise(found))
+
+
+# --------------------------------------------------------------------------- processors that are shared
+
+
+def test_load_of_a_machine() -> None:
+    assert Processors(ranks=1, cores=2).load == 0  # a core for backward, one for the lane
+    assert Processors(ranks=2, cores=3).load == 1  # one of the lanes has none
+    assert Processors(ranks=2, cores=2).load == 1
+    assert Processors(ranks=8, cores=2).load == 4
+
+
+def test_what_many_are_busy_with_takes_longer() -> None:
+    assert Processors(ranks=8, cores=2).least_us(10.0, ranks=8) == 40
+    assert Processors(ranks=8, cores=2).least_us(10.0, ranks=2) == 10
+    assert Processors(ranks=2, cores=4).least_us(10.0, ranks=16) == 5  # the others are on other machines
+
+
+def test_who_shares_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.delenv("BENCH_CLUSTER_RATE", raising=False)
+    assert Processors.of_this_machine(8).ranks == 2
+    monkeypatch.setenv("BENCH_CLUSTER_RATE", "none")
+    assert Processors.of_this_machine(8).ranks == 8  # emulated nodes are one machine
+
+
+def unit(name: str, ready_us: float, numel: int = 256) -> Unit:
+    return Unit((name,), 4 * numel, ready_us, "torch.float32")
+
+
+def test_gradients_that_are_not_ready_are_delayed() -> None:
+    units = [unit("a", 100), unit("b", 150), unit("c", 400)]
+    buckets = [Bucket(("a",), 1024, "flat"), Bucket(("b",), 1024, "flat"), Bucket(("c",), 1024, "flat")]
+    found = delayed(units, buckets, lane_us=[100, 200, 50], busy_us=[20, 40, 9], load=2.0)
+    # a is on the lane from 100 to 200: half of it is before b (20 us of delay at load 2), all of it before c (40 us).
+    # b is ready at 170, on the lane from 200 to 400: all of it before c, which comes at 440 + 80.
+    assert [each.ready_us for each in found] == [100, 170, 520]
+    assert delayed(units, buckets, [100, 200, 50], [20, 40, 9], load=0.0) == tuple(units)
+
+
+def linear(alpha_us: float, beta_us_per_byte: float) -> Links:
+    """Return what all_reduce of two ranks takes."""
+    return Links(Header(), {LinkKey("world", "all_reduce", 2): Curve.linear(alpha_us, beta_us_per_byte)})
+
+
+def test_a_prediction_by_hand() -> None:
+    numel = 300_000  # more than DDP's first bucket of 1 MiB, so that there are two
+    workload = Workload(
+        "hand-made",
+        (unit("a", 1000, numel), unit("b", 5000, numel)),
+        Layout.of_parameters([("a", (numel,)), ("b", (numel,))]),
+        samples=1,
+    )
+    probed = Probed(time=linear(0, 0.005), processor=linear(0, 0.001), spent_s=1.0)
+    found = predict(workload, commopt.Flat(), TeamShape.of((1, 1)), probed, load=1.0)
+    message_us, overhead_us = 4 * numel * 0.005, 100
+    # Alone the first ends at 7100, after b is ready.
+    assert found.apart.step_us == pytest.approx(1000 + 2 * (overhead_us + message_us))
+    # It takes 1200 us of a core, two thirds of them (by the time that passes) before b would be ready, at 5800 now.
+    assert found.shared.compute_us == pytest.approx(5000 + 1200 * 4000 / 6000)
+    assert found.shared.step_us == found.apart.step_us  # which the lane hides
+    alone = predict(workload, commopt.Flat(), TeamShape.of((1, 1)), probed, load=0.0)
+    assert alone.shared == alone.apart
+
+
+# --------------------------------------------------------------------------------------------- on ranks
+
+TINY = Subject("tiny", lambda: torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 32)), torch.randn, 4)
+
+
+def tiny() -> Subject:
+    return replace(TINY, inputs=lambda count: torch.randn(count, 64))
+
+
+def profile_a_model(rank: int, world_size: int) -> tuple[Workload, list[int], list[float], float]:
+    profile = Profile(tiny())
+    profile.turn(2, counts=False)
+    profile.turn(4)
+    workload = profile.workload()
+    return workload, [bucket.numel for bucket in profile.buckets], profile.step_s, profile.tail_us(workload)
+
+
+def test_a_profile_is_the_same_on_all_ranks() -> None:
+    found = run(profile_a_model, 2)
+    assert found[0] == found[1]
+    workload, buckets, step_s, tail_us = found[0]
+    numels = {"1.bias": 32, "1.weight": 4096, "0.bias": 128, "0.weight": 8192}
+    assert {unit.names[0]: unit.nbytes for unit in workload.units} == {name: 4 * n for name, n in numels.items()}
+    assert {unit.names[0][0] for unit in workload.units[:2]} == {"1"}  # the last layer's come first
+    assert sum(buckets) == sum(numels.values())
+    assert len(step_s) == 4
+    assert 0 < workload.units[0].ready_us < workload.compute_us <= 1e6 * max(step_s)
+    assert 0 <= tail_us < 1e6 * max(step_s)
+
+
+def train_in_turns(
+    rank: int, world_size: int
+) -> list[tuple[list[float], list[float], list[float], list[torch.Tensor]]]:
+    found = []
+    for strategy in (STOCK, "flat"):
+        trainee = Trainee(strategy, tiny())
+        not_kept = trainee.turn(2, counts=False)
+        kept = trainee.turn(3)
+        gradients = [parameter.grad.clone() for parameter in trainee.ddp.parameters() if parameter.grad is not None]
+        found.append((not_kept, kept, trainee.step_s, gradients))
+    return found
+
+
+def test_trainees_take_turns() -> None:
+    ranks = run(train_in_turns, 2)
+    for (not_kept, kept, step_s, stock), (*_, flat) in [ranks[0], ranks[1]]:
+        assert len(not_kept) == 2
+        assert kept == step_s
+        assert len(kept) == 3
+        assert min(kept) > 0
+        for ours, theirs in zip(flat, stock, strict=True):
+            torch.testing.assert_close(ours, theirs)
+    assert [each[:3] for each in ranks[0]] == [each[:3] for each in ranks[1]]  # of the slowest rank
+
+
+def probe_and_compare(rank: int, world_size: int) -> tuple[list[Configuration], Environment]:
+    strategies = ["flat", "hierarchical_quantized", "hierarchical_powersgd:start_step=0"]
+    made = tiny()
+    profile = Profile(made)
+    profile.turn(3, counts=False)
+    membership = join()
+    shape = TeamShape.of(tuple(len(node) for node in membership.cluster.nodes))
+    aggregators = [commopt.build_preset(strategy) for strategy in strategies]
+    needed = wanted(aggregators, profile.buckets, shape)
+    probed = Probe(membership, needed, Processors.of_this_machine(world_size), budget_s=1.0).run()
+    contest = hold(made, strategies, seconds=0.1, profile=profile)
+    return prediction.compare(made, contest, shape, probed), prediction.describe(shape, probed)
+
+
+def test_the_whole_on_ranks() -> None:
+    results = run(probe_and_compare, 4, nodes=(2, 2))
+    found, environment = results[0]
+    assert all(each[0] == found for each in results)
+    assert environment.nodes == [2, 2]
+    assert {name.partition(",")[0] for name in environment.links} >= {
+        "world all_reduce of 4 ranks",
+        "inter all_reduce of 2 ranks",
+        "encode Quantize(bits=8)",
+        "factor PowerSGD(4)",
+    }
+    assert [each.strategy for each in found] == ["flat", "hierarchical_quantized", "hierarchical_powersgd:start_step=0"]
+    for each in found:
+        assert each.parameters == 12_448
+        assert each.buckets == each.simulated_buckets == [4 * 12_448]
+        assert len(each.steps_ms) >= 4
+        assert min(each.steps_ms) <= each.measured_ms <= max(each.steps_ms)
+        assert each.predicted_ms > each.communication_ms > 0
+        assert each.predicted_ms >= each.apart_ms
+        assert all("times the probe's, as on this model" in note for note in each.notes)
+        assert each.lane_ms > 0
+        assert each.cpu_ms > 0
+        assert each.compute_cpu_ms > 0
+
+
+def probe_for_the_unknown(rank: int, world_size: int) -> str:
+    needed = Wanted({}, {WorkKey("encode", "Quantize(bits=8, block=64)"): 4096})
+    try:
+        Probe(join(), needed, Processors(1, 1), budget_s=1.0).run()
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+def test_work_that_nobody_measures() -> None:
+    (message,) = run(probe_for_the_unknown, 1)
+    assert message == "nobody measures encode Quantize(bits=8, block=64); leave the strategies out that do it"
+
+
+# --------------------------------------------------------------------------------- files and summaries
+
+ENVIRONMENT = Environment(
+    date="2026-01-01T00:00:00+00:00",
+    torch="2",
+    python="3",
+    cpu_count=2,
+    command="python",
+    world_size=2,
+    emulated_rate="50mbit",
+    nodes=[1, 1],
+    probe_s=12.0,
+    links={"world all_reduce of 2 ranks": [1024, 2000.0, 10.0]},
+)
+
+
+def made(measured_ms: float, predicted_ms: float, strategy: str = "flat", model: str = "gpt") -> Configuration:
+    return Configuration(
+        model=model,
+        parameters=10,
+        batch=1,
+        strategy=strategy,
+        measured_ms=measured_ms,
+        predicted_ms=predicted_ms,
+        apart_ms=predicted_ms / 2,
+        compute_ms=1.0,
+        exposed_ms=1.0,
+        communication_ms=1.0,
+        lane_ms=1.0,
+        cpu_ms=1.0,
+        compute_cpu_ms=1.0,
+        steps_ms=[measured_ms] * 4,
+        buckets=[40],
+        simulated_buckets=[40],
+        notes=["a note"],
+    )
+
+
+def test_files_hold_several_runs(tmp_path: Path) -> None:
+    file, other = tmp_path / "a.json", replace(ENVIRONMENT, nodes=[2, 2])
+    record.append(file, ENVIRONMENT, [made(100, 90), made(100, 110)])
+    record.append(file, other, [made(50, 50)])
+    assert record.read([file]) == [(ENVIRONMENT, [made(100, 90), made(100, 110)]), (other, [made(50, 50)])]
+    assert record.read([file, file]) == 2 * record.read([file])
+    header = json.loads(file.read_text().splitlines()[0])
+    assert (header["record"], header["kind"]) == ("environment", "prediction")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "nonsense",
+        '{"record": "environment", "kind": "tuning"}',
+        '{"record": "configuration", "model": "gpt"}',
+        '{"record": "environment", "kind": "prediction", "date": ""}',
+        "[]",
+    ],
+)
+def test_other_files_are_refused(content: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=r"a\.json is not a file that bench\.prediction --json wrote"):
+        record.read([file])
+    with pytest.raises(ValueError, match=r"none\.json is not a file"):
+        record.read([tmp_path / "none.json"])
+
+
+def test_errors_are_relative_to_the_measurement() -> None:
+    assert made(100, 90).error == pytest.approx(-0.1)
+    assert made(100, 90).apart_error == pytest.approx(-0.55)
+    assert summary.typical([-0.1, 0.2, -0.3]) == 0.2
+    assert summary.worst([-0.1, 0.2, -0.3]) == -0.3
+
+
+def test_summary_of_several_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [
+        (ENVIRONMENT, [made(100, 90), made(100, 105, "hierarchical")]),
+        (replace(ENVIRONMENT, nodes=[2, 2]), [made(100, 120, model="vgg")]),
+    ]
+    assert summary.sentence(runs).splitlines() == [
+        "3 configurations: 2 clusters, 2 models, 2 strategies",
+        "step time: median error 10.0 %, worst +20.0 %",
+        "as if each rank had processors of its own: median 47.5 %, worst -55.0 %",
+    ]
+    summary.show(runs)
+    shown = capsys.readouterr().out
+    assert "1+1 ranks, 50mbit: gpt hierarchical" in shown
+    assert "Error by strategy" in shown
+    assert "Error by cluster" in shown
+    summary.show([])
+    assert capsys.readouterr().out == "no configurations\n"
+
+
+def test_summary_from_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "a.json"
+    record.append(file, ENVIRONMENT, [made(100, 90)])
+    monkeypatch.setattr(sys, "argv", ["bench.prediction", "--summary", str(file)])
+    prediction.main()
+    assert "1 configurations: 1 clusters, 1 models, 1 strategies" in capsys.readouterr().out
+    file.write_text("{}")
+    with pytest.raises(SystemExit, match=r"bench\.prediction: .*a\.json is not a file"):
+        prediction.main()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--models", "alexnet"], "model 'alexnet' is unknown"), (["--strategies", "ring"], "preset 'ring' is unknown")],
+)
+def test_bad_options_end_before_anything_starts(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench.prediction", *arguments])
+    with pytest.raises(SystemExit):
+        prediction.main()
+    assert message in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------ the matrix
+
+
+def test_the_matrix_spans_what_it_should() -> None:
+    assert {place.nodes for place in PLACES} == {2, 3, 4}
+    assert {place.ranks_per_node for place in PLACES} == {1, 2}
+    rates = {int(place.rate.removesuffix("mbit")) for place in PLACES}
+    assert (min(rates), max(rates)) == (50, 400)
+    assert len(PLACES) * len(MODELS) * len(prediction.STRATEGIES) >= 12
+    assert len(MODELS) == 3
+    assert len(prediction.STRATEGIES) == 4
+
+
+def test_the_matrix_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "a.json"
+    record.append(file, ENVIRONMENT, [made(100, 90)])
+    asked: list[tuple[Place, list[str]]] = []
+
+    def run_at(place: Place, command: list[str], timeout_s: float) -> int:
+        asked.append((place, command))
+        return 3 if place.nodes == 4 else 0
+
+    monkeypatch.setattr(matrix, "run_at", run_at)
+    monkeypatch.setattr(sys, "argv", ["matrix", "--json", str(file), "--seconds", "1"])
+    assert matrix.main() == 3  # one failed; the others ran
+    assert [place for place, _ in asked] == [place for place in PLACES if place != Place(2, 1, "50mbit")]
+    assert all(command == ["bench.prediction", "--json", str(file), "--seconds", "1"] for _, command in asked)
+    assert "2 nodes x 1 ranks at 50mbit: in" in capsys.readouterr().out
+
+
+def test_the_matrix_refuses_another_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "a.json"
+    lines.append(file, "tuning", {}, [])
+    monkeypatch.setattr(sys, "argv", ["matrix", "--json", str(file)])
+    assert matrix.main() == matrix.UNUSABLE
+    assert "its kind is 'tuning'" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------- own work
+
+
+def probed_by_hand(what: str) -> Probed:
+    """All work takes 1 ns for a byte, and keeps a core for half of that."""
+    keys = [WorkKey(kind, name) for kind in ("encode", "decode", "recode") for name in (what, "Exact()")]
+    keys += [WorkKey("factor", "PowerSGD(4)"), WorkKey("copy", "")]
+    time, processor = (Links(Header(), {}, {key: Curve.linear(0.0, beta) for key in keys}) for beta in (1e-3, 0.5e-3))
+    return Probed(time, processor, 0.0)
+
+
+def own_work(rank: int, world_size: int, preset: str, nodes: tuple[int, ...]) -> tuple[float, float, bool]:
+    aggregator = commopt.build_preset(preset)
+    layouts = [Layout.of_parameters([("a", (200, 300)), ("b", (7,))]), Layout.of_parameters([("c", (64, 64))])]
+    shape, probed = TeamShape.of(nodes), probed_by_hand("Quantize(bits=8)")
+    links = nominal_links(shape, Speeds(nic_gbps=1.0, intra_gb_per_s=1.0))
+    probed = replace(probed, time=replace(probed.time, curves=links.curves))
+    probed = replace(probed, processor=replace(probed.processor, curves=links.curves))
+    slow = Processors(ranks=1000 * world_size, cores=1)  # so that what cores are busy for decides
+    suited = with_own_work(probed, aggregator, layouts, shape, slow)
+
+    def own_us(kind: Links) -> float:
+        return sum(cost(aggregator, layout, torch.float32, shape, kind).compress_us for layout in layouts)
+
+    return own_us(suited.time), own_us(suited.processor), suited is probed
+
+
+@pytest.mark.parametrize("preset", ["quantized", "hierarchical_quantized", "hierarchical_powersgd:start_step=0"])
+@pytest.mark.parametrize("nodes", [(1, 1), (2, 2)])
+def test_work_adds_up_to_the_aggregators_own(preset: str, nodes: tuple[int, ...]) -> None:
+    results = run(own_work, sum(nodes), preset, nodes, nodes=nodes)
+    assert len(set(results)) == 1
+    time_us, busy_us, _ = results[0]
+    assert busy_us > 0
+    assert time_us >= 0.999 * sum(nodes) * busy_us  # all ranks on one core
+
+
+def test_exact_averages_have_no_work_of_their_own() -> None:
+    assert all(same for *_, same in run(own_work, 2, "flat", (1, 1), nodes=(1, 1)))

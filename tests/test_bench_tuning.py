@@ -1,0 +1,303 @@
+"""The tuner against every choice it had: what is tried, how the choice is awaited, and the files and figures."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import commopt
+from bench.bucketing.models import Subject
+from bench.prediction.lines import World
+from bench.prediction.models import subject
+from bench.prediction.trainee import STOCK, Trainee
+from bench.tuning import __main__ as tuning
+from bench.tuning import matrix, record, summary
+from bench.tuning.candidates import FAMILIES, candidates
+from bench.tuning.comparison import compare, take_turns
+from bench.tuning.exhaustive import search
+from bench.tuning.matrix import COMPARISONS, Comparison
+from bench.tuning.record import Configuration
+from bench.tuning.tuned import Choice, tune
+from commopt import ConfigurationError
+from tests.ranks import run
+
+# -------------------------------------------------------------------------------------- candidates
+
+
+def test_lossless_is_always_among_them() -> None:
+    assert candidates([], two_levels=False) == ["flat"]
+    assert candidates(["lossless"], two_levels=True) == ["flat", "hierarchical"]
+    assert candidates(["quantized"], two_levels=False) == ["flat", "quantized", "quantized:bits=4"]
+    assert candidates(["quantized"], two_levels=True) == [
+        "flat",
+        "hierarchical",
+        "quantized",
+        "hierarchical_quantized",
+        "quantized:bits=4",
+        "hierarchical_quantized:bits=4",
+    ]
+
+
+@pytest.mark.parametrize("two_levels", [False, True])
+def test_every_candidate_can_be_built(two_levels: bool) -> None:
+    found = candidates(FAMILIES, two_levels=two_levels)
+    assert len(set(found)) == len(found)
+    assert len({repr(commopt.build_preset(text)) for text in found}) == len(found)
+
+
+def test_unknown_families() -> None:
+    with pytest.raises(ConfigurationError, match="--allow ternary is no family; name some of lossless, bf16"):
+        candidates(["ternary"], two_levels=False)
+
+
+# ------------------------------------------------------------------------------------------ on ranks
+
+
+def tiny() -> Subject:
+    def model() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 32))
+
+    return Subject("tiny", model, lambda count: torch.randn(count, 64), 4)
+
+
+def search_all(rank: int, world_size: int, compute_ms: float) -> list[tuple[str, float]]:
+    with patch("bench.tuning.exhaustive._SETTLING", 6):
+        found, fastest = search(tiny(), ["flat", "quantized"], compute_ms, 0.05, lambda message: None)
+    assert fastest.strategy == found[0].strategy
+    assert fastest.options["plan"] == found[0].plan
+    return [(each.name, each.step_ms) for each in found]
+
+
+def test_all_candidates_are_tried_with_both_kinds_of_buckets() -> None:
+    first, second = run(search_all, 2, 1e6, nodes=(1, 1))
+    assert first == second
+    assert {name for name, _ in first} == {"flat (ddp)", "flat (adaptive)", "quantized (ddp)", "quantized (adaptive)"}
+    assert [step_ms for _, step_ms in first] == sorted(step_ms for _, step_ms in first)
+
+
+def test_other_buckets_are_tried_only_where_they_could_win() -> None:
+    first, _ = run(search_all, 2, 0.0, nodes=(1, 1))
+    assert len(first) == 3  # nothing can be hidden behind a backward of no time: the fastest alone has another chance
+    adaptive = [name for name, _ in first if "adaptive" in name]
+    of_ddp = min((each for each in first if "ddp" in each[0]), key=lambda each: each[1])
+    assert adaptive == [of_ddp[0].replace("ddp", "adaptive")]
+
+
+@dataclass
+class StandIn:
+    """Stands for the state of a tuner that has chosen after so many steps; one rank hears of it a step later."""
+
+    ddp: DistributedDataParallel
+    after: int
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        self.ddp.register_forward_pre_hook(self.count)
+
+    def count(self, *_: object) -> None:
+        self.steps += 1
+
+    @property
+    def tuned(self) -> SimpleNamespace | None:
+        return SimpleNamespace(name="quantized") if self.steps >= self.after else None
+
+    def explain(self) -> str:
+        return f"{self.steps} steps"
+
+
+def attach_stand_in(after: int) -> Any:
+    real = commopt.attach
+
+    def attach(ddp: DistributedDataParallel, choice: str, **options: Any) -> Any:
+        if choice != "auto":
+            return real(ddp, choice, **options)
+        assert options == {"allow": ("lossless", "quantized")}
+        real(ddp, "flat", plan="ddp")
+        return StandIn(ddp, after + torch.distributed.get_rank())
+
+    return attach
+
+
+def tune_with_a_stand_in(rank: int, world_size: int, after: int, most_steps: int) -> Choice:
+    with patch("commopt.attach", attach_stand_in(after)):
+        choice = tune(tiny(), ["lossless", "quantized"], most_steps)
+    return replace(choice, trainee=None)  # type: ignore[arg-type]  # a model does not travel
+
+
+@pytest.mark.parametrize(
+    ("after", "most_steps", "name", "steps"),
+    [(7, 60, "quantized", 9), (9, 60, "quantized", 12), (100, 10, "", 10)],
+)
+def test_the_choice_is_awaited_on_all_ranks(after: int, most_steps: int, name: str, steps: int) -> None:
+    found = run(tune_with_a_stand_in, 2, after, most_steps)
+    assert [(each.name, each.steps, each.explanation) for each in found] == 2 * [(name, steps, f"{steps} steps")]
+
+
+def compare_with_a_stand_in(rank: int, world_size: int) -> Configuration:
+    with patch("commopt.attach", attach_stand_in(4)), patch("bench.tuning.exhaustive._SETTLING", 6):
+        return compare(
+            tiny(),
+            ["lossless", "quantized"],
+            ["flat", "quantized", "quantized:bits=4"],
+            seconds=0.1,
+            most_steps=60,
+            show=lambda message: None,
+        )
+
+
+def test_the_whole_on_ranks() -> None:
+    found, other = run(compare_with_a_stand_in, 2, nodes=(1, 1))
+    assert found == other
+    assert (found.model, found.parameters, found.batch) == ("tiny", 12_448, 4)
+    assert set(found.candidates_ms) >= {"flat (ddp)", "quantized (ddp)", "quantized:bits=4 (ddp)"}
+    assert found.best == min(found.candidates_ms, key=lambda name: found.candidates_ms[name])
+    assert (found.tuned, found.steps) == ("quantized", 6)
+    assert found.explanation == "6 steps"
+    assert min(found.compute_ms, found.stock_ms, found.best_ms, found.tuned_ms) > 0
+
+
+def turns(rank: int, world_size: int) -> list[int]:
+    contenders = [Trainee(STOCK, tiny()), Trainee("flat", tiny())]
+    return [len(taken_s) for taken_s in take_turns(contenders, seconds=1e-6)]
+
+
+def test_the_first_step_of_a_turn_does_not_count() -> None:
+    assert run(turns, 2) == [[9, 9], [9, 9]]  # three turns of three steps and one before
+
+
+# --------------------------------------------------------------------------------- files and summaries
+
+WORLD = World(
+    date="2026-01-01T00:00:00+00:00",
+    torch="2",
+    python="3",
+    cpu_count=2,
+    command="python",
+    world_size=2,
+    emulated_rate="50mbit",
+    nodes=[1, 1],
+)
+
+
+def made(tuned_ms: float, best_ms: float = 100.0, tuned: str = "quantized") -> Configuration:
+    return Configuration(
+        model="gpt:layers=4:width=128",
+        parameters=10,
+        batch=1,
+        allow=["lossless", "quantized"],
+        compute_ms=50.0,
+        stock_ms=250.0,
+        best="quantized (adaptive)",
+        best_ms=best_ms,
+        tuned=tuned,
+        tuned_ms=tuned_ms,
+        steps=30,
+        candidates_ms={"flat (ddp)": 240.0, "quantized (adaptive)": best_ms},
+        explanation="because\nit is so",
+    )
+
+
+def test_ratios() -> None:
+    found = made(110)
+    assert found.to_best == pytest.approx(1.1)
+    assert found.to_stock == pytest.approx(0.44)
+    assert found.exposed_to_stock == pytest.approx(60 / 200)
+    assert replace(found, stock_ms=49.0).exposed_to_stock is None  # it hides everything
+
+
+def test_files_hold_several_runs(tmp_path: Path) -> None:
+    file, other = tmp_path / "a.json", replace(WORLD, nodes=[2, 2])
+    record.append(file, WORLD, [made(110)])
+    record.append(file, other, [made(90), made(95)])
+    assert record.read([file]) == [(WORLD, [made(110)]), (other, [made(90), made(95)])]
+    header = json.loads(file.read_text().splitlines()[0])
+    assert (header["record"], header["kind"]) == ("environment", "tuning")
+    file.write_text('{"record": "environment", "kind": "prediction"}')
+    with pytest.raises(ValueError, match=r"a\.json is not a file that bench\.tuning --json wrote: its kind is"):
+        record.read([file])
+
+
+def test_summary(capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [(WORLD, [made(110), made(102)]), (WORLD, [made(99, tuned="")])]
+    assert summary.sentence(runs).splitlines() == [
+        "3 configurations, 1 of them not tuned in time; 30 steps at most",
+        "of the fastest of all choices: median 1.020, worst 1.100",
+        "of stock DDP: median 0.408, worst 0.440",
+    ]
+    summary.show(runs)
+    assert "not tuned" in capsys.readouterr().out
+    summary.show([])
+    assert capsys.readouterr().out == "no configurations\n"
+
+
+def test_summary_from_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "a.json"
+    record.append(file, WORLD, [made(110)])
+    monkeypatch.setattr(sys, "argv", ["bench.tuning", "--summary", str(file)])
+    tuning.main()
+    assert "worst 1.100" in capsys.readouterr().out
+    file.write_text("[1]")
+    with pytest.raises(SystemExit, match=r"bench\.tuning: .*a\.json is not a file"):
+        tuning.main()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--model", "alexnet"], "model 'alexnet' is unknown"), (["--allow", "ternary"], "--allow ternary is no family")],
+)
+def test_bad_options_end_before_anything_starts(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench.tuning", *arguments])
+    with pytest.raises(SystemExit):
+        tuning.main()
+    assert message in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------ the matrix
+
+
+def test_the_matrix_spans_what_it_should() -> None:
+    shaped = [each for each in COMPARISONS if each.place.rate != "none"]
+    assert len(shaped) >= 12
+    assert len(shaped) < len(COMPARISONS)  # the link that is not shaped
+    assert {each.place.nodes for each in shaped} == {2, 3, 4}
+    assert {each.place.ranks_per_node for each in shaped} == {1, 2}
+    assert len(set(COMPARISONS)) == len(COMPARISONS)
+    for each in COMPARISONS:
+        assert subject(each.model)
+        assert candidates(each.allow, two_levels=each.place.ranks_per_node > 1)
+
+
+def test_the_matrix_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "a.json"
+    record.append(file, WORLD, [made(110)])  # the first of them
+    asked: list[tuple[object, list[str]]] = []
+
+    def run_at(place: object, command: list[str], timeout_s: float) -> int:
+        asked.append((place, command))
+        return 0
+
+    monkeypatch.setattr(matrix, "run_at", run_at)
+    monkeypatch.setattr(sys, "argv", ["matrix", "--json", str(file)])
+    assert matrix.main() == 0
+    assert [place for place, _ in asked] == [each.place for each in COMPARISONS[1:]]
+    assert asked[0][1] == [*COMPARISONS[1].command, "--json", str(file)]
+
+
+def test_another_choice_is_another_comparison() -> None:
+    first = COMPARISONS[0]
+    assert first.is_in([(WORLD, [made(110)])])
+    assert not Comparison(first.place, first.model, ("lossless",)).is_in([(WORLD, [made(110)])])
+    assert not first.is_in([(replace(WORLD, emulated_rate="100mbit"), [made(110)])])
