@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint types compile bench clean
+.PHONY: demo test lint types compile bench plots clean
 
 demo: $(VENV)/.demo  ## train a GPT on two emulated nodes with stock DDP and with commopt; table and picture
 	$(BIN)/python -m bench.demo
@@ -27,6 +27,9 @@ compile: $(VENV)/.dev  ## every CUDA kernel for sm_80, sm_90, sm_100, by nvcc an
 bench: $(VENV)/.demo  ## bandwidth of every aggregator on two emulated nodes
 	$(BIN)/python -m bench.cluster --nodes 2 --ranks-per-node 2 --rate 200mbit -m bench.bandwidth \
 	    -b 4K -e 16M -f 8 -n 5 -w 1 --aggregator torch,flat,hierarchical,hierarchical_bf16
+
+plots: $(VENV)/.demo  ## every picture of bench/results again, into docs/images
+	$(BIN)/python -m bench.plot
 
 clean:
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
