@@ -169,6 +169,8 @@ def load_tuned(rank: int, world_size: int, folder: Path) -> tuple[int, float, st
     not_allowed = refused("auto", tuned_by_hand(plan_by_hand()))
     elsewhere = refused("auto", tuned_by_hand(plan_by_hand(), (4, 4)), allow="quantized")
     not_auto = refused("hierarchical", tuned_by_hand(plan_by_hand()))
+    with pytest.raises(ConfigurationError, match="both"):
+        commopt.HookState(commopt.Auto("quantized"), plan=plan_by_hand(), tuned=tuned_by_hand(plan_by_hand()))
     return len(state.plan.buckets), error, not_allowed, elsewhere, not_auto
 
 

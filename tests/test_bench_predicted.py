@@ -13,6 +13,7 @@ import commopt
 from bench.plot.pictures import drawings
 from bench.scaling import predicted
 from bench.scaling.predicted import GBPS, STRATEGIES, Assumptions, floors, predictions, read
+from commopt.simulate import strategy
 
 
 def given() -> Assumptions:
@@ -23,11 +24,11 @@ def test_more_gpus_are_less_efficient_and_faster_networks_more() -> None:
     found = list(predictions(given(), ["vgg16"], [1, 8, 64]))
     assert len(found) == 3 * len(GBPS) * len(STRATEGIES)
     by = {(each.gbps, each.gpus, each.strategy): each.efficiency for each in found}
-    for strategy in STRATEGIES:
+    for name in STRATEGIES:
         for gbps in GBPS:
-            assert by[gbps, 8, strategy] >= by[gbps, 64, strategy] >= by[gbps, 512, strategy]
+            assert by[gbps, 8, name] >= by[gbps, 64, name] >= by[gbps, 512, name]
         for gpus in (64, 512):
-            assert by[10, gpus, strategy] <= by[25, gpus, strategy] <= by[100, gpus, strategy]
+            assert by[10, gpus, name] <= by[25, gpus, name] <= by[100, gpus, name]
     # What may be chosen from more is never worse.
     for gbps in GBPS:
         for gpus in (8, 64, 512):
@@ -38,14 +39,12 @@ def test_a_floor_is_the_slowest_network_above_it() -> None:
     for floor in floors(given(), 2):
         if floor.gbps is None:
             continue
-        row = predicted.scaling(floor.model, floor.gbps, given()).weak(
-            [2], [predicted.strategy(floor.strategy)], floor.batch
-        )[0]
+        row = predicted.scaling(floor.model, floor.gbps, given()).weak([2], [strategy(floor.strategy)], floor.batch)[0]
         assert row.gpu_efficiency > floor.efficiency
         slower = [gbps for gbps in predicted._NETWORKS_GBPS if gbps < floor.gbps]
         if slower:
             below = predicted.scaling(floor.model, slower[-1], given()).weak(
-                [2], [predicted.strategy(floor.strategy)], floor.batch
+                [2], [strategy(floor.strategy)], floor.batch
             )[0]
             assert below.gpu_efficiency <= floor.efficiency
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
+import torch
 
 from commopt import ConfigurationError
-from commopt.plan import Costs, Decision, Faithfulness, Tuned
-from commopt.tuning import explain
+from commopt.feedback import Layout
+from commopt.plan import Calendar, Costs, Decision, Faithfulness, Tuned, Window
+from commopt.tuning import Losses, Proposals, explain, unit_energies
 from commopt.tuning.guard import Guard
 from tests.plan_machine import Truth, line
-from tests.tuning_machine import EIGHT, FOLLOWS, FOUR, PRICES, TWO, TunedMachine
+from tests.tuning_machine import EIGHT, FOLLOWS, FOUR, LADDER, LOSSES, NAMES, PRICES, TWO, TunedMachine
 
 
 def test_finds_the_compression_that_pays_within_sixty_steps() -> None:
@@ -166,3 +169,122 @@ def test_broken_files_are_refused(change: dict[str, object], named: str) -> None
     document = json.loads(TunedMachine().run(100).tuned.to_json()) | change
     with pytest.raises(ConfigurationError, match=named):
         Tuned.from_json(json.dumps(document))
+
+
+# ------------------------------------------------------------------------------------------ what goes wrong
+
+
+class Stubborn(TunedMachine):
+    """DDP goes on in its own buckets, whatever the plan."""
+
+    def window(self) -> Window:
+        planned, self.plan = self.plan, self.found
+        window = super().window()
+        self.plan = planned
+        return window
+
+
+class Weightless(TunedMachine):
+    """On the one gradient that was measured compression left nothing out, as on an average by the same PowerSGD."""
+
+    @property
+    def proposals(self) -> Proposals:
+        nothing = {strategy: dict.fromkeys(NAMES, 0.0) for strategy in (EIGHT, FOUR, TWO)}
+        return replace(super().proposals, losses=Losses(nothing, LOSSES.squares))
+
+
+def test_a_trial_that_ddp_does_not_follow_is_a_trial() -> None:
+    machine = Stubborn(max_trials=1).run(200)
+    assert machine.tuned_after == 10 + 9
+    assert machine.changes == [9, 18]
+    assert machine.tuned.name == "flat as found"
+    assert sum(each.step_us is not None for each in machine.tuned.considered) == 1
+
+
+def test_a_trial_that_cannot_be_measured_is_over_in_time() -> None:
+    machine = TunedMachine().run(10)
+    tried = machine.plan
+    machine.steps_lost = 5
+    machine.run(200)
+    assert tried != machine.found
+    assert machine.tuned_after <= 46
+    assert machine.tuned.name == "flat as found"
+    assert machine.plan.contents == machine.found.contents
+    assert len(machine.tuned.considered) > 1
+
+
+def test_what_was_used_before_has_a_name_of_its_own() -> None:
+    machine = TunedMachine(
+        truth=lambda step: Truth(transfers={name: 3.0 if step > 300 else 1.0 for name, _ in PRICES}), noise=0.005
+    ).run(2000)
+    outcomes = [decision.tuned for _, decision in machine.log if decision.tuned is not None]
+    assert len(outcomes) > 1
+    for tuned in outcomes:
+        names = [tried.name for tried in tuned.considered]
+        assert len(set(names)) == len(names)
+    assert {tried.name for tried in outcomes[1].considered} >= {"quantized", "quantized as before"}
+
+
+def test_what_went_astray_is_refused_under_any_name() -> None:
+    found = TunedMachine().run(100).tuned
+    by_hand = replace(found, name="by hand", considered=(replace(found.used, name="by hand"),))
+    machine = TunedMachine(
+        adopted=by_hand,
+        fidelity={0: FOLLOWS, 200: Faithfulness(cosine=0.2, residual_norm=1.0), 400: FOLLOWS},
+        truth=lambda step: Truth(transfers={name: 3.0 if step > 1000 else 1.0 for name, _ in PRICES}),
+    ).run(4000)
+    outcomes = [decision.tuned for _, decision in machine.log if decision.tuned is not None]
+    assert "cosine" in outcomes[0].reason
+    assert len(outcomes) > 1
+    assert not any(tried.name.startswith("quantized") for tried in outcomes[-1].considered)
+
+
+def test_falls_back_to_what_is_exact_rather_than_to_what_seemed_to_be() -> None:
+    machine = Weightless(fidelity={0: FOLLOWS, 400: Faithfulness(cosine=0.2, residual_norm=1.0)}).run(380)
+    assert {bucket.strategy for bucket in machine.plan.buckets} & {EIGHT, FOUR, TWO}
+    machine.run(1500)
+    assert {bucket.strategy for bucket in machine.plan.buckets} <= {"flat", "hierarchical"}
+
+
+def test_residuals_may_fill_up_after_an_earlier_tuning() -> None:
+    before = TunedMachine().run(100).tuned
+    machine = TunedMachine(adopted=before, fidelity={0: FOLLOWS, 40: Faithfulness(0.9, 5.0)}).run(1000)
+    assert machine.changes == []
+
+
+@pytest.mark.parametrize("adopted", [False, True], ids=["first tuning", "later tuning"])
+def test_a_checkpoint_from_the_middle_of_a_search_starts_from_what_was_before(adopted: bool) -> None:
+    """Of a search that no choice had come before, or only one to change nothing."""
+    fast = Costs({key: line(100.0, 1e-6) for key in PRICES}, overhead_us=100.0)
+    nothing_pays = TunedMachine(costs=fast).run(100).tuned
+    assert nothing_pays.plan is None
+    trial = TunedMachine().run(100).plan
+    machine = TunedMachine(adopted=nothing_pays if adopted else None)
+    machine.plan, machine.calendar = trial, Calendar(5003, 5009)
+    machine.run(5100)
+    back = machine.log[0][1].plan
+    assert back is not None
+    assert {bucket.strategy for bucket in back.buckets} == {"flat"}
+    if not adopted:
+        assert machine.tuned.considered[0].error == 0
+        assert machine.tuned.steps == machine.tuned_after - 5000 <= 55
+
+
+def test_steps_are_counted_from_the_checkpoint() -> None:
+    machine = TunedMachine()
+    machine.calendar = Calendar(703, 709)
+    machine.run(800)
+    assert machine.tuned.steps == machine.tuned_after - 700 <= 46
+
+
+def test_an_empty_gradient_tells_nothing() -> None:
+    layout = Layout.of_parameters([("weight", (30, 40))])
+    with pytest.raises(FloatingPointError, match="all gradients are zero"):
+        unit_energies({EIGHT: LADDER.rungs[0]}, [(layout, torch.zeros(1200))], [("weight",)])
+
+
+def test_guard_waits_for_the_first_sample() -> None:
+    guard = Guard()
+    assert guard.astray(Faithfulness(None, 1.0)) == ""
+    assert guard.astray(Faithfulness(0.8, 1.0)) == ""
+    assert "0.80 to 0.30" in guard.astray(Faithfulness(0.3, 1.0))

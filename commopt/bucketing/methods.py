@@ -54,7 +54,7 @@ class Method(ABC):
     def decider(self, costs: Costs, gradients: Sequence[tuple[Layout, Tensor]], tuned: Tuned | None) -> Decider:
         """Return who decides; `gradients` are the averages of the last step, `tuned` what tuning came to before.
 
-        Raises FloatingPointError when it needs gradients that are finite, and these are not.
+        Raises FloatingPointError when it needs gradients that are finite and not all zero, and these are not.
         """
 
 
@@ -100,18 +100,20 @@ class Choosing(Method):
 
     def decider(self, costs: Costs, gradients: Sequence[tuple[Layout, Tensor]], tuned: Tuned | None) -> Decider:
         """See Method."""
-        names = [(piece.name,) for layout, _ in gradients for piece in layout.pieces]
-        lossy = {name: way for each in self._ladders for name, way in each.strategies.items()}
-        left_out, squares = unit_energies(lossy, gradients, names)
-        keys = [name for (name,) in names]
-        losses = Losses(
-            {strategy: dict(zip(keys, each, strict=True)) for strategy, each in left_out.items()},
-            dict(zip(keys, squares, strict=True)),
-        )
+        losses = self._losses(gradients) if self._ladders else Losses({}, {})
         exact_names = {name: repr(way) for name, way in self._exact.items()}
         proposals = Proposals(exact_names, self._ladders, losses, self._auto.max_error, LARGEST_NBYTES)
         nodes = self._team.ranks_per_node
         return Tuning(proposals, costs, self._auto.families, self._auto.max_trials, nodes, tuned)
+
+    def _losses(self, gradients: Sequence[tuple[Layout, Tensor]]) -> Losses:
+        names = [piece.name for layout, _ in gradients for piece in layout.pieces]
+        lossy = {name: way for each in self._ladders for name, way in each.strategies.items()}
+        left_out, squares = unit_energies(lossy, gradients, [(name,) for name in names])
+        return Losses(
+            {strategy: dict(zip(names, each, strict=True)) for strategy, each in left_out.items()},
+            dict(zip(names, squares, strict=True)),
+        )
 
 
 def method_for(aggregator: Aggregator, team: Team, wish: Wish) -> Method:

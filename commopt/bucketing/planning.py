@@ -125,12 +125,17 @@ class Planning:
         self._measuring.start_anew(self._first_calendar(step))
         if self._meetings is not None:
             self._meetings.begin_anew()
-        if plan is not None and self._wish.plan == "adaptive":
-            try:
-                self.follow(plan)
-                self.tuned = tuned
-            except ConfigurationError as error:  # residuals are what a checkpoint is for; a plan can be made again
-                _log.warning("the plan of the checkpoint is not followed: %s", error)
+        if self._wish.plan == "adaptive":
+            self.tuned = tuned
+            if plan is not None:
+                self._follow_if_it_fits(plan)
+
+    def _follow_if_it_fits(self, plan: Plan) -> None:
+        try:
+            self.follow(plan)
+        except ConfigurationError as error:  # residuals are what a checkpoint is for; a plan can be made again
+            self.tuned = None
+            _log.warning("the plan of the checkpoint is not followed: %s", error)
 
     def _first_calendar(self, step: int) -> Calendar:
         """Return when to measure first, from `step` on: not before warm-up is over, while messages are others."""

@@ -36,7 +36,10 @@ class Wish:
         """Check what a user passed; paths are read. Raises ConfigurationError."""
         if not isinstance(needed_first, bool):
             raise ConfigurationError(f"needed_first is {needed_first!r}; use True or False")
-        return cls(_read_plan(plan), _read_links(links), needed_first, _read_tuned(tuned))
+        wish = cls(_read_plan(plan), _read_links(links), needed_first, _read_tuned(tuned))
+        if isinstance(wish.plan, Plan) and wish.tuned is not None:
+            raise ConfigurationError("plan= and tuned= both say what to send; pass one of them")
+        return wish
 
     def settled(self, owner: str, membership: Membership) -> Wish:
         """Return what all ranks follow; collective. Of different plans rank 0's counts; what else differs raises."""

@@ -67,6 +67,7 @@ def load(saved: Mapping[str, Any], registration: Registration) -> None:
         loading=problem or "works",
         steps=str(part.get("steps")),
         buckets=sha256(repr(part.get("buckets")).encode()).hexdigest(),
+        plan=sha256(repr((part.get("plan"), part.get("tuned"))).encode()).hexdigest(),
     )
     if problem:
         raise ConfigurationError(problem)

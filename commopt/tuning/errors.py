@@ -40,10 +40,12 @@ def unit_energies(
     across neighbours in a bucket. What rounds to inf has the error inf. PowerSGD leaves out what is beyond the best
     matrix_rank directions of whole matrices; it comes near that once its factors are warm. Errors of both levels of
     Hierarchical add up.
-    Raises FloatingPointError when a gradient is not finite: such a step tells nothing, measure another one. Raises
-    ConfigurationError for a strategy whose error cannot be measured, and for a parameter that is in no buffer.
+    Raises FloatingPointError when a gradient is not finite, or all are zero: such a step tells nothing, measure another
+    one. Raises ConfigurationError for a strategy whose error cannot be measured, and for a parameter in no buffer.
     """
     squares = _squares(gradients)
+    if not any(squares.values()):
+        raise FloatingPointError("all gradients are zero; measure another step")
     for unit in names:
         for name in unit:
             if name not in squares:

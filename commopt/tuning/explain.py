@@ -16,7 +16,7 @@ def explain(aggregator: Aggregator | None, tuned: Tuned | None, decisions: Seque
     lines = [f"asked for: {aggregator if aggregator is not None else 'what the hook stands for'}"]
     if tuned is not None:
         lines += [f"used: {tuned.reason}", "", *_table(tuned), "", *_buckets(tuned)]
-    last = decisions[-1].reason if decisions else "nothing was decided yet; the first steps are measured as they are"
+    last = decisions[-1].reason if decisions else "nothing was decided yet"
     return "\n".join([*lines, f"last decision: {last}"])
 
 
@@ -31,7 +31,7 @@ def _row(tried: Tried, tuned: Tuned) -> tuple[str, ...]:
     mark = "used" if tried.name == tuned.name else "" if tried.step_us is not None else "not tried"
     return (
         tried.name,
-        f"{tried.error:.0%}" if tried.error else "nothing",
+        f"{tried.error:.1%}" if tried.error else "nothing",
         "" if tried.step_us is None else ms(tried.step_us),
         "" if tried.exposed_us is None else ms(tried.exposed_us),
         f"{ms(tried.predicted_step_us)}, {ms(tried.predicted_exposed_us)} exposed",

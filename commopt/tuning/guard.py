@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from commopt.plan import Faithfulness
 
 _LEAST_COSINE_SHARE = 0.5  # of what it was
@@ -21,6 +23,8 @@ class Guard:
         if self._first is None:
             self._first = now
             return ""
+        if self._first.cosine is None:
+            self._first = replace(self._first, cosine=now.cosine)
         then = self._first
         if now.cosine is not None and then.cosine is not None and now.cosine < _LEAST_COSINE_SHARE * then.cosine:
             return f"the cosine of updates to the dense mean fell from {then.cosine:.2f} to {now.cosine:.2f}"

@@ -9,19 +9,23 @@ chosen. What is compared in the end was measured, all of it in this run.
 Prices follow what is observed within reason only. So before a search because conditions have moved, messages are
 tried out anew.
 
+A search makes max_trials trials at most, whatever becomes of them: with 4, and a first window that can be measured, it
+is over after 10 + 4 * 9 = 46 steps, or 55 where a checkpoint came out of the middle of another search.
+
 A window is looked at 50, 100, .. 800 steps apart while nothing moves; news halves the distance. The k-th tuning keeps
-the next one 50 * 2^k steps away, so that T steps see at most log2(T / 50) of them, whatever is measured.
+the next one 50 * 2^k steps away, so that T steps see at most log2(T / 50) after the first, whatever is measured.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from commopt.plan import Calendar, Costs, Decision, Measured, Tuned, Window
+from commopt.plan import Calendar, Costs, Decision, Measured, Plan, Tuned, Window
 from commopt.plan.conditions import Conditions
 from commopt.plan.correction import Correction
 from commopt.plan.evidence import DRIFT, ms
 from commopt.tuning.guard import Guard
+from commopt.tuning.round import Round
 from commopt.tuning.verdict import LEAST_SHARE, choose
 from commopt.tuning.ways import Proposals, Way
 
@@ -32,25 +36,6 @@ _FIRST_DISTANCE_STEPS = 50
 _LARGEST_DISTANCE_STEPS = 800
 _HOPELESS = 1.05  # what is expected to take so much longer than the best is not tried
 _REFINED = 0.98  # what another plan of the best kind must promise, with all that trials taught
-
-
-@dataclass
-class _Round:
-    """One search: from what ran before to a choice. began: the step after which it did; why: what it is for."""
-
-    before: Way
-    waiting: list[Way]
-    began: int
-    why: str
-    tried: list[Way]
-    on_trial: Way | None = None
-    refined: bool = False
-
-    @property
-    def base(self) -> Measured:
-        """What everything is compared with."""
-        assert self.before.measured is not None
-        return self.before.measured
 
 
 class Tuning:
@@ -75,7 +60,9 @@ class Tuning:
         self._allow, self._max_trials, self._nodes = allow, max_trials, nodes
         self._tuned = adopted
         self._plan = None if adopted is None else adopted.plan
-        self._round: _Round | None = None
+        self._is_new = True
+        self._began: int | None = None
+        self._round: Round | None = None
         self._guard = Guard()
         self._reference: Conditions | None = None
         self._refused: set[str] = set()
@@ -95,6 +82,10 @@ class Tuning:
 
     def decide(self, window: Window, step: int) -> Decision:
         """Decide after `step`, with what was measured since the calendar's measure_from."""
+        if self._began is None:
+            self._began = max(0, step - self.first.meet_at)
+        if self._round is not None:
+            return self._after_trial(self._round, window, step)
         if len(window.step_us) < _LEAST_STEPS:
             meet_at = step + self._retry_steps
             self._retry_steps = min(2 * self._retry_steps, _LARGEST_DISTANCE_STEPS)
@@ -102,50 +93,80 @@ class Tuning:
             return Decision(None, Calendar(meet_at - _WINDOW_STEPS + 1, meet_at), reason)
         self._retry_steps = _WINDOW_STEPS
         now = Measured.of(window, self._plan)
-        if self._round is not None:
-            return self._after_trial(self._round, now, window, step)
+        if self._is_new:
+            self._is_new = False
+            if self._runs_a_trial(now.plan):
+                return self._leave_trial(now.plan, step)
         if self._tuned is None:
             self._correction.learn(window.observed)
             return self._search("first tuning", now, step)
         if self._moved:
             why, self._moved = self._moved, ""
             self._correction.learn(window.observed)
+            self._began = step
             return self._search(why, now, step)
         return self._watch(self._tuned, now, window, step)
+
+    # ------------------------------------------------------------------------------------- beginning
+
+    def _goes_as_found(self, plan: Plan) -> bool:
+        """Return whether everything is sent as it is without a plan."""
+        return {bucket.strategy for bucket in plan.buckets} == {next(iter(self._proposals.exact.values()))}
+
+    def _runs_a_trial(self, plan: Plan) -> bool:
+        """Return whether a checkpoint brought what was on trial when it was written."""
+        return not self._goes_as_found(plan) if self._plan is None else plan.contents != self._plan.contents
+
+    def _leave_trial(self, plan: Plan, step: int) -> Decision:
+        """Do as before the search that the trial belonged to: nothing is known of what it is to be compared with."""
+        if self._plan is None:
+            exact = next(iter(self._proposals.exact.values()))
+            buckets = tuple(replace(bucket, strategy=exact, chunks=1) for bucket in plan.buckets)
+            self._plan = Plan(buckets, plan.order, origin="measured")
+        reason = "what runs is not what tuning came to, as after a checkpoint from the middle of a search; going back"
+        return Decision(self._plan, _settled(step), reason)
 
     # ------------------------------------------------------------------------------------- searching
 
     def _search(self, why: str, now: Measured, step: int) -> Decision:
-        losses = self._proposals.losses
-        kind = f"{next(iter(self._proposals.exact))} as found" if self._tuned is None else self._tuned.name
-        before = Way(kind, now.plan, losses.error(now.plan.buckets), measured=now)
+        before = replace(self._proposals.way(self._running(), now.plan), measured=now)
         ways = [way for way in self._proposals.ways(now.units, self.costs) if way.kind not in self._refused]
         waiting = [way for way in ways if way.plan.contents != now.plan.contents]
-        began = 0 if self._tuned is None else step
-        self._round = _Round(before, waiting, began, why, [before])
+        self._round = Round(before, waiting, self._began or 0, why, [before])
         return self._next(self._round, step)
 
-    def _after_trial(self, search: _Round, now: Measured, window: Window, step: int) -> Decision:
-        assert search.on_trial is not None  # a round without one is over
-        self._correction.learn(window.observed)
-        if now.plan.contents == search.on_trial.plan.contents:  # else DDP went other ways meanwhile, as in join()
-            search.tried.append(replace(search.on_trial, measured=now))
-        search.on_trial = None
+    def _running(self) -> str:
+        """Return what to call what runs before a search, so that nothing that it finds is called the same."""
+        if self._tuned is None:
+            return f"{next(iter(self._proposals.exact))} as found"
+        name = self._tuned.name
+        return name if name.endswith((" as found", " as before")) else f"{name} as before"
+
+    def _after_trial(self, search: Round, window: Window, step: int) -> Decision:
+        trial, search.on_trial = search.on_trial, None
+        assert trial is not None  # a round without one is over
+        now = None
+        if len(window.step_us) >= _LEAST_STEPS:
+            self._correction.learn(window.observed)
+            now = Measured.of(window, trial.plan)
+        if now is None or now.plan is not trial.plan:  # DDP went other ways meanwhile, as in join()
+            search.abandoned.append(trial)
+        else:
+            search.tried.append(replace(trial, measured=now))
         return self._next(search, step)
 
-    def _next(self, search: _Round, step: int) -> Decision:
+    def _next(self, search: Round, step: int) -> Decision:
         """Try what promises most, or end the search."""
-        way = self._promising(search) if len(search.tried) <= self._max_trials else None
+        way = self._promising(search) if search.trials < self._max_trials else None
         if way is None:
             return self._conclude(search, step)
         step_us, exposed_us = expects = way.prediction(search.base, self.costs)
         search.on_trial, self._plan = replace(way, expected=expects), way.plan
         expected = f"a step of {ms(step_us)} expected, {ms(exposed_us)} of it exposed"
-        begin = step + 1 + _SETTLING_STEPS
-        calendar = Calendar(begin, begin + _WINDOW_STEPS - 1)
-        return Decision(way.plan, calendar, f"{search.why}: trying {way.name}, {expected}; {_told(search.tried[-1])}")
+        reason = f"{search.why}: trying {way.name}, {expected}; {_told(search.tried[-1])}"
+        return Decision(way.plan, _settled(step), reason)
 
-    def _promising(self, search: _Round) -> Way | None:
+    def _promising(self, search: Round) -> Way | None:
         """Return the next way to try, None when none is left that could pay."""
         best_us = min(way.measured.step.value for way in search.tried if way.measured is not None)
         for way in sorted(search.waiting, key=lambda way: way.prediction(search.base, self.costs)):
@@ -156,7 +177,7 @@ class Tuning:
                 return way
         return self._refinement(search)
 
-    def _refinement(self, search: _Round) -> Way | None:
+    def _refinement(self, search: Round) -> Way | None:
         """Return another plan of the kind that did best, if all that was learned makes one that promises more."""
         best = choose(search.tried)
         if search.refined or best is search.before or best.measured is None:
@@ -166,7 +187,7 @@ class Tuning:
         step_us = again.prediction(best.measured, self.costs)[0]
         return again if step_us < _REFINED * best.measured.step.value else None
 
-    def _conclude(self, search: _Round, step: int) -> Decision:
+    def _conclude(self, search: Round, step: int) -> Decision:
         best = choose(search.tried)
         assert best.measured is not None  # it was tried
         self._round, self._reference = None, best.measured.conditions
@@ -179,8 +200,8 @@ class Tuning:
             reason = f"{by}, as before: nothing tried saves {LEAST_SHARE:.0%} of the exposed communication"
         else:
             reason = f"{by}: {_told(search.before)} -> {_told(best)}"
-        considered = [way.told(search.base, self.costs) for way in [*search.tried, *search.waiting]]
-        planned = not (best is search.before and best.plan.origin == "found")
+        considered = [way.told(search.base, self.costs) for way in [*search.tried, *search.abandoned, *search.waiting]]
+        planned = best.plan.origin != "found" or not self._goes_as_found(best.plan)
         self._tuned = Tuned(
             best.name,
             self._allow,
@@ -195,8 +216,8 @@ class Tuning:
         self._distance = _FIRST_DISTANCE_STEPS
         self._guard = Guard()
         decision = self._later(step, reason)
-        if stays:
-            return replace(decision, predicted=predicted, tuned=self._tuned)
+        if stays:  # where no plan is followed there is none to have a prediction
+            return replace(decision, predicted=predicted if planned else None, tuned=self._tuned)
         return replace(decision, plan=self._plan, tuned=self._tuned)
 
     # ------------------------------------------------------------------------------------- watching
@@ -204,7 +225,9 @@ class Tuning:
     def _watch(self, tuned: Tuned, now: Measured, window: Window, step: int) -> Decision:
         moved = "" if self._reference is None else now.conditions.drift_from(self._reference, self.costs)
         self._correction.learn(window.observed, drifted=bool(moved))
-        if astray := self._guard.astray(window.fidelity):
+        # An earlier tuning's is new with the run: residuals have yet to become what they are going to be.
+        watched = self._reference is not None and self._proposals.lossy_kinds(now.plan)
+        if watched and (astray := self._guard.astray(window.fidelity)):
             return self._fall_back(tuned, astray, now, step)
         if self._reference is None:
             self._reference = now.conditions
@@ -220,7 +243,7 @@ class Tuning:
 
     def _fall_back(self, tuned: Tuned, astray: str, now: Measured, step: int) -> Decision:
         """Average exactly from now on; what went astray is not chosen again."""
-        self._refused.add(tuned.name)
+        self._refused |= self._proposals.lossy_kinds(now.plan)
         exact = min(
             (way for way in self._proposals.ways(now.units, self.costs) if way.exact),
             key=lambda way: way.prediction(now, self.costs),
@@ -235,6 +258,12 @@ class Tuning:
     def _later(self, step: int, reason: str) -> Decision:
         meet_at = step + self._distance
         return Decision(None, Calendar(meet_at - _WINDOW_STEPS + 1, meet_at), reason)
+
+
+def _settled(step: int) -> Calendar:
+    """Return when to measure another plan, which is followed after `step`."""
+    begin = step + 1 + _SETTLING_STEPS
+    return Calendar(begin, begin + _WINDOW_STEPS - 1)
 
 
 def _told(way: Way) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 
 from commopt.plan import Costs, Measured, Plan, Tried, Unit, best_plan, best_plan_within, simulate
 from commopt.tuning.candidates import Ladder
@@ -15,14 +16,16 @@ EXACT = "lossless"
 
 @dataclass(frozen=True)
 class Way:
-    """A plan of a kind, how much of the gradient it leaves out (0: exact), and how it did if it was tried.
+    """A plan of a kind, how much of the gradient it leaves out, and how it did if it was tried.
 
+    exact: whether nothing can be left out; on one gradient, what is lossy may happen to leave nothing out either.
     refined: whether it was made after another plan of the kind had been tried. expected: of the step and its exposed
     part, in microseconds, before it was tried.
     """
 
     kind: str
     plan: Plan
+    exact: bool
     error: float = 0.0
     refined: bool = False
     expected: tuple[float, float] | None = None
@@ -32,11 +35,6 @@ class Way:
     def name(self) -> str:
         """What it is called."""
         return f"{self.kind}, refined" if self.refined else self.kind
-
-    @property
-    def exact(self) -> bool:
-        """Whether nothing is left out."""
-        return self.error == 0
 
     def prediction(self, base: Measured, costs: Costs) -> tuple[float, float]:
         """Return the step and its exposed part that are to be expected, in microseconds, where `base` was measured.
@@ -86,11 +84,20 @@ class Proposals:
         ladder = next((ladder for ladder in self.ladders if ladder.name == kind), None)
         if ladder is None:
             chosen = list(self.exact.values()) if kind == EXACT else [self.exact[kind]]
-            return Way(kind, best_plan(units, costs.only(chosen), self.max_bytes))
+            return self.way(kind, best_plan(units, costs.only(chosen), self.max_bytes))
         strategies = [*self.exact.values(), *ladder.strategies]
         energies = self.losses.energies(strategies, units)
-        limit = sum(energies[ladder.limit])
+        # What encodes some gradient to no number limits the others all the same.
+        limit = sum(filter(isfinite, energies[ladder.limit]))
         if self.max_error is not None:
             limit = self.max_error**2 * sum(self.losses.squares.values())
-        plan = best_plan_within(units, costs.only(strategies), energies, limit, self.max_bytes)
-        return Way(kind, plan, self.losses.error(plan.buckets))
+        return self.way(kind, best_plan_within(units, costs.only(strategies), energies, limit, self.max_bytes))
+
+    def way(self, kind: str, plan: Plan) -> Way:
+        """Return what a plan is, as a way of some kind."""
+        return Way(kind, plan, not self.lossy_kinds(plan), self.losses.error(plan.buckets))
+
+    def lossy_kinds(self, plan: Plan) -> set[str]:
+        """Return the ladders that a plan makes use of."""
+        used = {bucket.strategy for bucket in plan.buckets}
+        return {ladder.name for ladder in self.ladders if used & ladder.strategies.keys()}

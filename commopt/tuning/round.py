@@ -1,0 +1,36 @@
+"""A search for the way that pays: what has become of it so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from commopt.plan import Measured
+from commopt.tuning.ways import Way
+
+
+@dataclass
+class Round:
+    """One search: from what ran before to a choice. began: after how many steps it did; why: what it is for.
+
+    tried: what was measured. abandoned: what was not, though it had its trial.
+    """
+
+    before: Way
+    waiting: list[Way]
+    began: int
+    why: str
+    tried: list[Way]
+    abandoned: list[Way] = field(default_factory=list)
+    on_trial: Way | None = None
+    refined: bool = False
+
+    @property
+    def trials(self) -> int:
+        """How many trials are over."""
+        return len(self.tried) - 1 + len(self.abandoned)
+
+    @property
+    def base(self) -> Measured:
+        """What everything is compared with."""
+        assert self.before.measured is not None
+        return self.before.measured
