@@ -10,7 +10,7 @@ import torch
 
 from commopt import ConfigurationError
 from commopt.feedback import Layout
-from commopt.plan import Calendar, Costs, Decision, Faithfulness, Tuned, Window
+from commopt.plan import Calendar, Costs, Decision, Faithfulness, Plan, Tuned, Window
 from commopt.tuning import Losses, Proposals, explain, unit_energies
 from commopt.tuning.guard import Guard
 from tests.plan_machine import Truth, line
@@ -25,6 +25,31 @@ def test_finds_the_compression_that_pays_within_sixty_steps() -> None:
     assert {bucket.strategy for bucket in machine.plan.buckets} & {EIGHT, FOUR, TWO}
     best = min(machine.step_us(way, 300) for way in machine.every_plan())
     assert machine.step_us(machine.plan, 300) <= 1.05 * best
+
+
+def test_few_buckets_at_one_strength_are_tried_too() -> None:
+    """Each message slows everything down, which no price knows: what ran before has the fewest."""
+
+    def bias(plan: Plan) -> float:
+        return 1 + 0.2 * max(0, len(plan.buckets) - 6)
+
+    # A price without latency makes the planner send as many messages as there are gradients.
+    prices = {key: line(1.0, table.last_slope) for key, table in PRICES.items()}
+    costs = Costs(prices, overhead_us=1.0)
+    machine = TunedMachine(costs=costs, truth=lambda _: Truth(bias=bias), noise=0.005).run(100)
+    assert len(machine.plan.buckets) <= 6, machine.tuned.reason
+    assert machine.tuned.name == "quantized, plain"
+    assert {bucket.strategy for bucket in machine.plan.buckets} == {FOUR}
+    assert machine.tuned_after <= 60
+
+
+def test_one_strength_keeps_the_limit() -> None:
+    machine = TunedMachine(max_error=0.05)
+    plain = machine.proposals.plain("quantized", machine.found.buckets)
+    assert plain is not None
+    assert {bucket.strategy for bucket in plain.plan.buckets} == {EIGHT}
+    assert TunedMachine(max_error=0.001).proposals.plain("quantized", machine.found.buckets) is None
+    assert machine.proposals.plain("flat", machine.found.buckets) is None
 
 
 def test_compresses_only_if_allowed() -> None:

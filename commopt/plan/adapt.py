@@ -30,6 +30,7 @@ from commopt.plan.correction import Correction
 from commopt.plan.evidence import DRIFT, LEAST_GAIN, SIGNIFICANT_ERRORS, WORSE, ms
 from commopt.plan.measured import Measured
 from commopt.plan.order import prioritized
+from commopt.plan.patience import Patience
 from commopt.plan.plan import Plan, Prediction
 from commopt.plan.planner import best_plan
 from commopt.plan.prices import Costs
@@ -77,7 +78,7 @@ class Adaptation:
         self._refinements = self._drifts = 0
         self._no_trial_before = 0
         self._watch_steps = FIRST_DISTANCE_STEPS
-        self._retry_steps = WINDOW_STEPS
+        self._patience = Patience(WINDOW_STEPS, LEAST_STEPS)
 
     @property
     def costs(self) -> Costs:
@@ -90,12 +91,8 @@ class Adaptation:
 
     def decide(self, window: Window, step: int) -> Decision:
         """Decide after `step`, with what was measured since the calendar's measure_from."""
-        if len(window.step_us) < LEAST_STEPS:
-            meet_at = step + self._retry_steps
-            self._retry_steps = min(2 * self._retry_steps, LARGEST_WATCH_STEPS)
-            reason = f"{len(window.step_us)} steps could be measured, fewer than {LEAST_STEPS}; measuring again"
-            return Decision(None, Calendar(meet_at - WINDOW_STEPS + 1, meet_at), reason)
-        self._retry_steps = WINDOW_STEPS
+        if again := self._patience.wait(window, step):
+            return again
         if self._trial is not None:
             trial, self._trial = self._trial, None
             return self._verify(trial, window, step)

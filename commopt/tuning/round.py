@@ -12,7 +12,8 @@ from commopt.tuning.ways import Way
 class Round:
     """One search: from what ran before to a choice. began: after how many steps it did; why: what it is for.
 
-    tried: what was measured. abandoned: what was not, though it had its trial.
+    tried: what was measured. abandoned: what was not, though it had its trial. varied: in which ways the best kind was
+        varied.
     """
 
     before: Way
@@ -22,7 +23,7 @@ class Round:
     tried: list[Way]
     abandoned: list[Way] = field(default_factory=list)
     on_trial: Way | None = None
-    refined: bool = False
+    varied: set[str] = field(default_factory=set)
 
     @property
     def trials(self) -> int:

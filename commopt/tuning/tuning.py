@@ -18,12 +18,14 @@ the next one 50 * 2^k steps away, so that T steps see at most log2(T / 50) after
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from commopt.plan import Calendar, Costs, Decision, Measured, Plan, Tuned, Window
 from commopt.plan.conditions import Conditions
 from commopt.plan.correction import Correction
 from commopt.plan.evidence import DRIFT, ms
+from commopt.plan.patience import Patience
 from commopt.tuning.guard import Guard
 from commopt.tuning.round import Round
 from commopt.tuning.verdict import LEAST_SHARE, choose
@@ -36,6 +38,7 @@ _FIRST_DISTANCE_STEPS = 50
 _LARGEST_DISTANCE_STEPS = 800
 _HOPELESS = 1.05  # what is expected to take so much longer than the best is not tried
 _REFINED = 0.98  # what another plan of the best kind must promise, with all that trials taught
+_PLAIN = 1.15  # and what the buckets that ran before may, at one strength
 
 
 class Tuning:
@@ -69,7 +72,7 @@ class Tuning:
         self._moved = ""  # what a search is about to begin for
         self._rounds = self._no_round_before = 0
         self._distance = _FIRST_DISTANCE_STEPS
-        self._retry_steps = _WINDOW_STEPS
+        self._patience = Patience(_WINDOW_STEPS, _LEAST_STEPS)
 
     @property
     def costs(self) -> Costs:
@@ -86,12 +89,8 @@ class Tuning:
             self._began = max(0, step - self.first.meet_at)
         if self._round is not None:
             return self._after_trial(self._round, window, step)
-        if len(window.step_us) < _LEAST_STEPS:
-            meet_at = step + self._retry_steps
-            self._retry_steps = min(2 * self._retry_steps, _LARGEST_DISTANCE_STEPS)
-            reason = f"{len(window.step_us)} steps could be measured, fewer than {_LEAST_STEPS}; measuring again"
-            return Decision(None, Calendar(meet_at - _WINDOW_STEPS + 1, meet_at), reason)
-        self._retry_steps = _WINDOW_STEPS
+        if again := self._patience.wait(window, step):
+            return again
         now = Measured.of(window, self._plan)
         if self._is_new:
             self._is_new = False
@@ -175,17 +174,33 @@ class Tuning:
             if step_us <= _HOPELESS * best_us and (saves or not search.before.exact):
                 search.waiting.remove(way)
                 return way
-        return self._refinement(search)
+        return self._variation(search)
 
-    def _refinement(self, search: Round) -> Way | None:
-        """Return another plan of the kind that did best, if all that was learned makes one that promises more."""
+    def _variation(self, search: Round) -> Way | None:
+        """Return another plan of the kind that did best, if there is one that may do better.
+
+        One that is made of all that was learned; and the buckets that ran before, at one strength: few messages cost
+        processors that are busy less than any price says.
+        """
         best = choose(search.tried)
-        if search.refined or best is search.before or best.measured is None:
+        if best is search.before or best.measured is None:
             return None
-        search.refined = True
-        again = replace(self._proposals.best(best.kind, best.measured.units, self.costs), refined=True)
-        step_us = again.prediction(best.measured, self.costs)[0]
-        return again if step_us < _REFINED * best.measured.step.value else None
+        units, step_us = best.measured.units, best.measured.step.value
+        makers: dict[str, tuple[Callable[[], Way | None], float]] = {
+            "refined": (lambda: self._proposals.best(best.kind, units, self.costs), _REFINED),
+            "plain": (lambda: self._proposals.plain(best.kind, search.before.plan.buckets), _PLAIN),
+        }
+        for variation, (make, most) in makers.items():
+            if variation in search.varied:
+                continue
+            search.varied.add(variation)
+            way = make()
+            known = {each.plan.contents for each in [*search.tried, *search.abandoned]}
+            if way is None or way.plan.contents in known:
+                continue
+            if way.prediction(best.measured, self.costs)[0] < most * step_us:
+                return replace(way, variation=variation)
+        return None
 
     def _conclude(self, search: Round, step: int) -> Decision:
         best = choose(search.tried)

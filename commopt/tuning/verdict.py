@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import hypot
 
-from commopt.plan import Measured
+from commopt.plan import Estimate, Measured
 from commopt.plan.evidence import LEAST_GAIN
 from commopt.tuning.ways import Way
 
 LEAST_SHARE = 0.03  # of the exposed communication that a change must save
+# What is compared is a few ways, once: a wrong choice between two that are much alike costs little.
+_SIGNIFICANT_ERRORS = 2.0
 
 
 def pays(before: Measured, after: Measured) -> bool:
     """Return whether a step, and its exposed communication, fell by enough, and by more than noise explains."""
-    exposed = before.exposed.exceeds(after.exposed, LEAST_SHARE * before.exposed.value)
-    return exposed and before.step.exceeds(after.step, LEAST_GAIN * before.step.value)
+    exposed = _fell(before.exposed, after.exposed, LEAST_SHARE)
+    return exposed and _fell(before.step, after.step, LEAST_GAIN)
+
+
+def _fell(before: Estimate, after: Estimate, share: float) -> bool:
+    noise_us = _SIGNIFICANT_ERRORS * hypot(before.error, after.error)
+    return before.value - after.value > max(share * before.value, noise_us)
 
 
 def choose(tried: Sequence[Way]) -> Way:

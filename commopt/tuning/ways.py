@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 
-from commopt.plan import Costs, Measured, Plan, Tried, Unit, best_plan, best_plan_within, simulate
+from commopt.plan import Bucket, Costs, Measured, Plan, Tried, Unit, best_plan, best_plan_within, simulate
 from commopt.tuning.candidates import Ladder
 from commopt.tuning.losses import Losses
 
@@ -19,7 +19,7 @@ class Way:
     """A plan of a kind, how much of the gradient it leaves out, and how it did if it was tried.
 
     exact: whether nothing can be left out; on one gradient, what is lossy may happen to leave nothing out either.
-    refined: whether it was made after another plan of the kind had been tried. expected: of the step and its exposed
+    variation: how it differs from the plan of the kind that is tried first. expected: of the step and its exposed
     part, in microseconds, before it was tried.
     """
 
@@ -27,14 +27,14 @@ class Way:
     plan: Plan
     exact: bool
     error: float = 0.0
-    refined: bool = False
+    variation: str = ""
     expected: tuple[float, float] | None = None
     measured: Measured | None = None
 
     @property
     def name(self) -> str:
         """What it is called."""
-        return f"{self.kind}, refined" if self.refined else self.kind
+        return f"{self.kind}, {self.variation}" if self.variation else self.kind
 
     def prediction(self, base: Measured, costs: Costs) -> tuple[float, float]:
         """Return the step and its exposed part that are to be expected, in microseconds, where `base` was measured.
@@ -92,6 +92,18 @@ class Proposals:
         if self.max_error is not None:
             limit = self.max_error**2 * sum(self.losses.squares.values())
         return self.way(kind, best_plan_within(units, costs.only(strategies), energies, limit, self.max_bytes))
+
+    def plain(self, kind: str, buckets: Sequence[Bucket]) -> Way | None:
+        """Return these buckets at one strength of a kind, the most that the limit allows; None where none does."""
+        ladder = next((ladder for ladder in self.ladders if ladder.name == kind), None)
+        if ladder is None:
+            return None
+        rungs = [ladder.limit] if self.max_error is None else [repr(rung) for rung in reversed(ladder.rungs)]
+        for rung in rungs:
+            same = tuple(replace(bucket, strategy=rung, chunks=1) for bucket in buckets)
+            if self.max_error is None or self.losses.error(same) <= self.max_error:
+                return self.way(kind, Plan(same, origin="measured"))
+        return None
 
     def way(self, kind: str, plan: Plan) -> Way:
         """Return what a plan is, as a way of some kind."""
