@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from commopt import DGC, Aggregator, Compressed, Flat, Hierarchical, Layout
+from commopt import DGC, Aggregator, Compressed, Flat, Hierarchical, Layout, PowerSGD
 from commopt.aggregate.leftovers import hand_over, scale_and_add
 from commopt.bucketing import Message
 from commopt.compress import Carry
@@ -41,8 +41,11 @@ KNOWN: dict[str, Aggregator] = {
     "exact": Flat(),
     "inter exact": Hierarchical(),
     "leader top 25%": Hierarchical(Compressed(DGC(0.25)), form="leader"),
+    "rank 1": PowerSGD(1, start_step=0),
+    "inter rank 1": Hierarchical(PowerSGD(1, start_step=0)),
 }
 ANYWHERE = ("4 bits", "onebit mean", "inter 4 bits", "inter onebit mean", "rank 2", "inter rank 2", "leader top 25%")
+RANKS = ("rank 1", "inter rank 1", "rank 2", "inter rank 2")  # of factors in buffers that are otherwise the same
 TWO_LEVELS = ("inter 4 bits, intra 8 bits", "inter rank 2, intra 8 bits", "top 25%", "inter top 5%")
 STEPS = 24
 
@@ -130,6 +133,8 @@ def check(results: Sequence[tuple[list[Books], str]]) -> None:
         ("2+1", (*EXACT, *ANYWHERE)),
         ("1+1", (*EXACT, *ANYWHERE, *TWO_LEVELS)),
         ("3", (*EXACT, *ANYWHERE, *TWO_LEVELS)),
+        ("2x2", RANKS),
+        ("1+1", RANKS),
     ],
 )
 def test_nothing_is_lost_whatever_comes_next(layout: str, names: tuple[str, ...]) -> None:

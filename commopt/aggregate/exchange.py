@@ -59,7 +59,7 @@ class Exchange:
 
     def remembered(self) -> Factors:
         """Return the factors that the last step left."""
-        return self._account.factors(self._plan.stacked, self._plan.shapes, self.random)
+        return self._account.factors(self._plan.stacked, self._matrix_rank, self._plan.shapes, self.random)
 
     def random(self, side: Side, step: int | None = None) -> Tensor:
         """Return orthonormal factors [rows of all, r] that are random, but the same on every rank and machine."""

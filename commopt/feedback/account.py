@@ -117,10 +117,10 @@ class Account:
         if self.ledger is not None:
             self.ledger.dissolve(self.path, self.layout, "owner")
 
-    def factors(self, layout: Layout, shapes: tuple[tuple[int, int], ...], make: Make) -> Factors:
+    def factors(self, layout: Layout, matrix_rank: int, shapes: tuple[tuple[int, int], ...], make: Make) -> Factors:
         """Return what the last step left of the factors of the matrices in `layout`; see FactorStore.take."""
         store = FactorStore() if self.ledger is None else self.ledger.factors
-        return store.take(self.path, layout, shapes, make)
+        return store.take(self.path, layout, matrix_rank, shapes, make)
 
     def stage_factors(self, factors: Tensor) -> Tensor | None:
         """Return where to write the next values of `factors`, None where nothing is remembered."""

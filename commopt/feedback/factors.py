@@ -32,6 +32,11 @@ class Factors:
     now: dict[Side, Tensor]
     initial: dict[Side, Tensor]
 
+    @property
+    def matrix_rank(self) -> int:
+        """The r of all of them."""
+        return self.now["right"].shape[1]
+
     def each(self) -> Iterator[tuple[Piece, Tensor, Tensor]]:
         """Iterate over the matrices, each with its left and its right factor."""
         lefts = self.now["left"].split([rows for rows, _ in self.shapes])
@@ -59,14 +64,17 @@ class FactorStore:
     _used: dict[tuple[str, Layout], Factors] = field(default_factory=dict)
     _kept: dict[str, dict[str, list[Kept]]] = field(default_factory=dict)  # by path and name
 
-    def take(self, path: str, layout: Layout, shapes: tuple[tuple[int, int], ...], make: Make) -> Factors:
+    def take(
+        self, path: str, layout: Layout, matrix_rank: int, shapes: tuple[tuple[int, int], ...], make: Make
+    ) -> Factors:
         """Return the factors of a buffer's matrices: as they were for the same rows, else the nearest known ones.
 
         A right factor suits all blocks of rows of a parameter: that of the first block known starts the others. What
-        nobody knows begins with what `make` returns, as do left factors of other rows than before.
+        nobody knows begins with what `make` returns, as do left factors of other rows than before, and those that were
+        of another rank.
         """
         key = (path, layout)
-        if key not in self._used:
+        if key not in self._used or self._used[key].matrix_rank != matrix_rank:
             self.release(path, layout.names)
             initial: dict[Side, Tensor] = {"left": make("left"), "right": make("right")}
             factors = Factors(layout, shapes, {side: values.clone() for side, values in initial.items()}, initial)
