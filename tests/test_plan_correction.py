@@ -120,6 +120,14 @@ def test_windows_before_are_forgotten_after_a_drift_or_when_they_do_not_fit() ->
         assert line_of(learner) == pytest.approx((2.0, 0.0), abs=1e-6)
 
 
+def test_small_messages_that_wait_do_not_overrule_large_ones() -> None:
+    learner = correction("flat", "tree")
+    learner.learn(observed("flat", 1.0, 0.0, SIZES[-3:] * 2))
+    learner.learn([*observed("tree", 1.0), *observed("flat", 100.0, sizes=[1000])])
+    assert learner.costs.lane_us(10**8, "flat", 1, 1) == pytest.approx(TRUE(10**8), rel=0.25)
+    assert learner.costs.lane_us(10**8, "tree", 1, 1) == pytest.approx(TRUE(10**8), rel=0.25)
+
+
 def test_what_slows_one_strategy_slows_those_not_seen() -> None:
     learner = correction("flat", "tree")
     learner.learn(observed("flat", 2.0, 300.0))

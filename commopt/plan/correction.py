@@ -14,6 +14,7 @@ from commopt.plan.prices import Costs
 from commopt.plan.window import Observed
 
 _WINDOWS_KEPT = 4
+_TELLING_PRICE = 0.1  # of the largest message before, to say that something is wrong with that
 
 
 def ratios(observed: Sequence[Observed], costs: Costs) -> dict[str, Estimate]:
@@ -36,7 +37,7 @@ class Correction:
     A busy machine does both: it slows transfers down, and it lets every message wait, for a thread to wake up and for
     the rank that comes last, whatever its size. Messages of a window before, which another plan may have cut
     otherwise, help to tell the two apart. They count half as much as those of the window after it, and no more when
-    the line through all of them misses what was observed last.
+    the line through all of them misses what was observed last, unless those were small messages only.
 
     A strategy that was not observed shares the change of those that were, by price: what slows one message slows the
     others. That is a guess, and how wrong it was says nothing about the others when the strategy is observed at last.
@@ -67,10 +68,13 @@ class Correction:
         self._guessed -= found.keys()
 
     def _fit(self, name: str, sample: Sample) -> Line:
-        samples = [sample, *self._samples.get(name, [])][:_WINDOWS_KEPT]
+        before = self._samples.get(name, [])
+        samples = [sample, *before][:_WINDOWS_KEPT]
         line = fit(samples, self._lines[name])
         missed = Estimate.of((sample.time_us / line.times_us(sample.price_us)).tolist())
-        if len(samples) > 1 and missed.drifted(Estimate(1.0), DRIFT):
+        largest_us = max((each.price_us.max() for each in before), default=0.0)
+        telling = sample.price_us.max() >= _TELLING_PRICE * largest_us
+        if before and telling and missed.drifted(Estimate(1.0), DRIFT):
             samples = [sample]
             line = fit(samples, self._lines[name])
         self._samples[name] = samples
