@@ -10,12 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from commopt import DGC, Aggregator, Cast, Compressed, Flat, Hierarchical, Layout, PowerSGD, Quantize
+from commopt import DGC, Aggregator, Cast, Compressed, Flat, Hierarchical, PowerSGD, Quantize
 from commopt.aggregate.calls import Call
 from commopt.bucketing import Message
 from commopt.compress import Exact
-from commopt.feedback import Ledger, Slot
-from commopt.feedback.fidelity import EVERY_STEPS, MAX_SAMPLE_NUMEL, Fidelity, residual_ratio, sample_numel
+from commopt.feedback.fidelity import EVERY_STEPS, MAX_SAMPLE_NUMEL, Fidelity, sample_numel
 from commopt.groups import Team, WireBytes
 from tests.catalogue import LAYOUTS
 from tests.feedback_training import NUMELS, Training, Vectors, gradients
@@ -98,17 +97,6 @@ def test_buffers_take_turns_in_every_eighth_step() -> None:
 def test_a_first_step_ahead_is_waited_for() -> None:
     fidelity = Fidelity(first_step=16)
     assert not any(fidelity.takes(step) for step in range(16))
-
-
-def test_residual_ratio() -> None:
-    ledger = Ledger()
-    assert residual_ratio(ledger, [torch.zeros(2)]) is None
-    layout = Layout.of_parameters([("a", 2)])
-    ledger.install(Slot("", "worker", layout, torch.tensor([3.0, 0.0])))
-    ledger.install(Slot("", "owner", layout, torch.tensor([100.0, 0.0])))
-    ledger.install(Slot("inter.momentum", "worker", layout, torch.tensor([100.0, 0.0])))
-    ledger.deposit("inter", layout, torch.tensor([0.0, 4.0]))
-    assert residual_ratio(ledger, [torch.tensor([6.0, 0.0]), torch.tensor([8.0])]) == pytest.approx(0.5)
 
 
 # ------------------------------------------------------------------------------------------- in training

@@ -1,13 +1,10 @@
-"""How well the averages that are applied point where the exact ones do, measured on samples; and how much waits."""
+"""How well the averages that are applied point where the exact ones do, measured on samples."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from commopt.feedback.ledger import Ledger, is_momentum
 from commopt.groups import Team
 
 EVERY_STEPS = 8
@@ -66,21 +63,6 @@ class Fidelity:
 def sample_numel(numel: int) -> int:
     """Return how many of `numel` elements a sample has."""
     return len(range(0, numel, _stride(numel)))
-
-
-def residual_ratio(ledger: Ledger, gradients: Iterable[Tensor]) -> float | None:
-    """Return the L2 norm of what this rank has yet to send over that of `gradients`, None where these are zero.
-
-    gradients: the last averages, without a loss scale. Momentum, and what is left of sums, do not count. Waits for the
-    device.
-    """
-    waiting = (slot.values for slot in ledger.slots() if slot.kind == "worker" and not is_momentum(slot.path))
-    squares = _squares(gradients)
-    return (_squares(waiting) / squares) ** 0.5 if squares else None
-
-
-def _squares(tensors: Iterable[Tensor]) -> float:
-    return sum(float(values.double().square().sum()) for values in tensors)
 
 
 def _sampled(buffer: Tensor) -> Tensor:
