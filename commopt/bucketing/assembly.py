@@ -48,6 +48,10 @@ class Assembly:
         """DDP's buckets as they came in the last step, and what lies in them: averages, until the next backward."""
         return list(self._shown)
 
+    def forget_gradients(self) -> None:
+        """Keep DDP's buckets of the last step no longer in memory."""
+        self._shown = []
+
     @property
     def settled(self) -> bool:
         """Whether the last whole step had the buckets of the one before, and no checkpoint is being followed."""
@@ -69,7 +73,7 @@ class Assembly:
     def follow(self, plan: Plan | None) -> None:
         """Send what `plan` says from the next step on; None: each of DDP's buckets by itself."""
         self._plan = plan
-        self._shown = []  # DDP may make others now
+        self.forget_gradients()  # DDP may make others now
         self._grouping = Grouping.of(plan, self._grouping.buckets)
 
     def imitate(self, target: Sequence[Layout]) -> None:

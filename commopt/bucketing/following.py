@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from weakref import ref
 
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from commopt.aggregate import Aggregator
@@ -65,6 +67,22 @@ class Following:
         if ddp is not None and self.plan is not None:
             self._outdated = not self._is_up_to_date(ddp, self.plan)
 
+    def leave_to_ddp(self, ddp: TorchDDP) -> Tensor | None:
+        """Let `ddp` average by itself, in the buckets it has, if it can be told to and every backward can be counted.
+
+        Returns a parameter that gets a gradient in every step then, else None. Between a step and the next forward.
+        """
+        parameters = self._layouts.parameters
+        names = [[piece.name for piece in layout.pieces] for layout in self._assembly.buckets]
+        # With unused parameters there is none that gets a gradient in every step.
+        if ddp.find_unused_parameters or not self._adjustable(ddp, chain.from_iterable(names)):
+            return None
+        if not reducer.can_rebuild(ddp, parameters.values()):
+            return None
+        self._assembly.forget_gradients()  # or there would be two of each until the hook is back
+        self._rebuild(ddp, names, hooked=False)
+        return parameters[names[-1][-1]]
+
     def _is_up_to_date(self, ddp: TorchDDP, plan: Plan) -> bool:
         """Give `ddp` the plan's buckets, if it can have them now; return whether there is nothing left to do."""
         parameters = self._layouts.parameters
@@ -74,8 +92,12 @@ class Following:
             return True  # messages are put together from the buckets there are
         if not reducer.can_rebuild(ddp, parameters.values()):
             return False
-        reducer.rebuild(ddp, [[parameters[name] for name in bucket.names] for bucket in plan.buckets])
+        self._rebuild(ddp, [bucket.names for bucket in plan.buckets])
         return True
+
+    def _rebuild(self, ddp: TorchDDP, buckets: Sequence[Sequence[str]], *, hooked: bool = True) -> None:
+        parameters = self._layouts.parameters
+        reducer.rebuild(ddp, [[parameters[name] for name in names] for names in buckets], hooked=hooked)
 
     def aggregators_for(self, message: Message) -> list[Aggregator]:
         """Return what averages each buffer of a message: what was asked for, where no plan says otherwise."""

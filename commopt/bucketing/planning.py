@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from math import inf
 
 import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -22,6 +23,7 @@ from commopt.bucketing.messages import Message
 from commopt.bucketing.methods import method_for
 from commopt.bucketing.prices import require_prices
 from commopt.bucketing.strategies import require_fit
+from commopt.bucketing.turns import Turns
 from commopt.bucketing.wish import Wish
 from commopt.errors import ConfigurationError
 from commopt.groups import Team
@@ -33,13 +35,19 @@ Run = Callable[[Callable[[], None], str], Ticket]
 
 _log = logging.getLogger("commopt")
 
+# With a hook again before what is measured: for the buckets to settle, and for the step that is recorded before.
+_EARLIER_STEPS = 3
+# With the hook still, after the last change: what compression kept back goes into exact averages first.
+_OWED_STEPS = 3
+_LEAST_ABSENCE_STEPS = 10
+
 
 class Planning:
     """Which buckets travel together in one registration, and by which strategy.
 
     record: whether every step is recorded rather than those that are measured. fidelity: how well compressed updates
         follow the gradients, asked on the lane.
-    tuned: what tuning has come to.
+    tuned: what tuning has come to. turns: whose it is to average, the hook's or DDP's by itself.
     """
 
     def __init__(
@@ -60,9 +68,12 @@ class Planning:
         self._warm_from = 0
         self._first = Adaptation.first
         self._following = Following(assembly, layouts)
+        self.turns = Turns(self._following.leave_to_ddp)
         self._measuring = Measuring(recorder, layouts.parameters, self._first_calendar(0), record=record)
         self._meetings: Meetings | None = None
         self._pending: Ticket | None = None
+        self._record = record
+        self._leave_after: float = inf  # the step after which DDP may be left to itself
 
     @property
     def plan(self) -> Plan | None:
@@ -83,6 +94,7 @@ class Planning:
     def serve(self, ddp: TorchDDP) -> None:
         """Take note of the model, whose buckets can then be made anew where torch allows it."""
         self._following.serve(ddp)
+        self.turns.serve(ddp)
 
     def begin(self, team: Team, aggregator: Aggregator, wish: Wish) -> None:
         """Learn, before the first bucket, who averages, how, and by what plan.
@@ -122,6 +134,7 @@ class Planning:
     def restart(self, step: int, plan: Plan | None, tuned: Tuned | None) -> None:
         """Go on from a checkpoint after `step` steps, with its plan and tuning where plans are made and they fit."""
         self._drop_meeting()
+        self._leave_after = inf
         self._measuring.start_anew(self._first_calendar(step))
         if self._meetings is not None:
             self._meetings.begin_anew()
@@ -149,13 +162,15 @@ class Planning:
             _log.info("no more plans for the buckets: %s", reason)
         self._drop_meeting()
         self._measuring.stop()
+        self.turns.freeze()
 
     # ------------------------------------------------------------------------------------- every step
 
     def before_forward(self) -> None:
-        """Adopt what was decided; only here can DDP be given other buckets."""
+        """Adopt what was decided; only here can DDP be given other buckets, or be left to itself."""
         self._adopt()
         self._following.before_forward()
+        self.turns.before_forward()
 
     def begin_step(self, step: int) -> None:
         """Adopt what was decided if there was no forward to do it."""
@@ -177,6 +192,9 @@ class Planning:
         self._measuring.end_step(step, device)
         if self._measuring.calendar.meets(step):
             self._meet(step, overhead_us, run)
+        elif step >= self._leave_after:
+            length = self._measuring.calendar.measure_from - _EARLIER_STEPS - (step + 1)
+            self.turns.leave(length if length >= _LEAST_ABSENCE_STEPS else 0)
 
     # ------------------------------------------------------------------------------------- meetings
 
@@ -208,6 +226,8 @@ class Planning:
             self._adaptive = False
         else:
             self._measuring.calendar = decision.calendar
+            leaves = decision.leave_to_ddp and not self._record
+            self._leave_after = self._meetings.step + _OWED_STEPS if leaves else inf
             self._following.heed(decision)
             self.decisions.append(decision)
             self.tuned = decision.tuned or self.tuned

@@ -53,9 +53,7 @@ def can_rebuild(ddp: TorchDDP, parameters: Iterable[Tensor]) -> bool:
     Only of one that supports it. Alike on all ranks, if what is frozen is.
     """
     # In join() a rank without data makes no forward, which is when buckets change.
-    if ddp._join_config.enable:
-        return False
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if ddp._join_config.enable or is_capturing():
         return False
     # A new reducer knows what trains now. A parameter that is frozen for a while (a discriminator, while the generator
     # learns) would be left out for ever, and its gradients would never be averaged again.
@@ -66,10 +64,16 @@ def can_rebuild(ddp: TorchDDP, parameters: Iterable[Tensor]) -> bool:
     return len(trained) == len(known) and set(map(id, trained)) == set(map(id, known))
 
 
-def rebuild(ddp: TorchDDP, buckets: Sequence[Sequence[Tensor]]) -> None:
+def is_capturing() -> bool:
+    """Return whether what happens now will be repeated by a CUDA graph."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def rebuild(ddp: TorchDDP, buckets: Sequence[Sequence[Tensor]], *, hooked: bool = True) -> None:
     """Let `ddp` make `buckets` of all its parameters; between a step and the next forward, if it can.
 
-    Not collective, but every rank must do the same before the next backward.
+    hooked: whether its hook averages them, or DDP itself. Not collective, but every rank must do the same before the
+    next backward.
     """
     # With find_unused_parameters a reducer keeps the buckets it is made with, which come in reverse.
     in_order = buckets if not ddp.find_unused_parameters else buckets[::-1]
@@ -89,8 +93,15 @@ def rebuild(ddp: TorchDDP, buckets: Sequence[Sequence[Tensor]]) -> None:
     ddp.reducer._rebuild_buckets()
     ddp.reducer._update_process_group(ddp.process_group)
     assert ddp.logger is not None  # made by the helper
-    for hook, state in ddp._comm_hooks:
+    for hook, _ in ddp._comm_hooks:
         ddp.logger._set_comm_hook_name(hook.__qualname__)  # by which a second registration is refused
+    if hooked:
+        put_hook(ddp)
+
+
+def put_hook(ddp: TorchDDP) -> None:
+    """Let the hook of `ddp`, whose reducer has none, average from the next backward on."""
+    for hook, state in ddp._comm_hooks:
         dist._register_comm_hook(ddp.reducer, state, hook)
 
 

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from commopt.aggregate import Aggregator
 from commopt.errors import ConfigurationError
-from commopt.hooks.forward import BeforeForward
+from commopt.hooks.forward import watch_forwards
 from commopt.hooks.periodic import warn_of_broadcasts
 from commopt.hooks.preset import Preset, hook
 from commopt.hooks.presets import build_preset
@@ -85,13 +85,13 @@ class DistributedDataParallel(TorchDDP):
                 state.know(self.module)
             super().register_comm_hook(state, registered)
             if isinstance(state, HookState):
-                state.serve(self)  # the forward hook came with the pickle
+                state.serve(self)  # the forward hooks came with the pickle
 
 
 def _connect(ddp: TorchDDP, state: HookState) -> None:
-    """Let the state know its model, and when a forward begins."""
+    """Let the state know its model, and its forwards."""
     state.serve(ddp)
-    ddp.register_forward_pre_hook(BeforeForward(state))
+    watch_forwards(ddp, state)
 
 
 def _require_free(ddp: object) -> None:

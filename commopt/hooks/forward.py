@@ -1,4 +1,4 @@
-"""Tell a HookState that a forward begins: the moment between two steps in which DDP can be given other buckets."""
+"""Tell a HookState that a forward begins, when DDP can be given other buckets, and that it has ended."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from commopt.hooks.state import HookState
 
@@ -18,5 +19,27 @@ class BeforeForward:
 
     def __call__(self, module: nn.Module, inputs: Any) -> None:
         """Pass it on, if a backward may follow. Not while a compiler looks: the next hook call sees to the rest."""
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if _is_seen():
             self._state.before_forward()
+
+
+class AfterForward:
+    """A forward hook of the DDP model, which torch does not call for one that raised; pickled with it."""
+
+    def __init__(self, state: HookState) -> None:
+        self._state = state
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Pass it on, if a backward may follow."""
+        if _is_seen():
+            self._state.after_forward()
+
+
+def watch_forwards(ddp: TorchDDP, state: HookState) -> None:
+    """Let `state` hear of all forwards of `ddp`."""
+    ddp.register_forward_pre_hook(BeforeForward(state))
+    ddp.register_forward_hook(AfterForward(state))
+
+
+def _is_seen() -> bool:
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()

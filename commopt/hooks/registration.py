@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from commopt import lanes
-from commopt.aggregate import Aggregator, Auto
+from commopt.aggregate import Aggregator, Auto, Flat
 from commopt.bucketing import Assembly, Held, Layouts, Message, Planning, Wish
 from commopt.errors import CommoptError, ConfigurationError
 from commopt.feedback import Layout, Ledger
@@ -46,7 +46,8 @@ class Settings:
 class Registration:
     """The memory of one hook: made without communication; `join` finds the other ranks, `settle` what averages.
 
-    steps: how many are complete, with those before the checkpoint it goes on from; reduced_steps: without.
+    steps: how many are complete, with those before the checkpoint it goes on from; reduced_steps: without. Those that
+    DDP averages by itself join them when the hook is back; steps_by_ddp: how many of them were.
     step: the one under way, or the last. joined: None before `join`. loads: numbers the checkpoints that are loaded.
     """
 
@@ -58,7 +59,7 @@ class Registration:
         self.scaler = scaler
         self.joined: Sending | None = None
         self.loads = count()
-        self.steps = self.reduced_steps = 0
+        self.steps = self.reduced_steps = self.steps_by_ddp = 0
         self.ledger = Ledger(per_step=scaler is not None and scaler.is_enabled())
         self.step = Step(0, self.ledger, scaler)
         self.hook_ns = self.hook_calls = 0
@@ -71,6 +72,7 @@ class Registration:
         self._device: torch.device | None = None
         self._plans_seen = 0
         self._lately_ns: deque[int] = deque(maxlen=64)
+        self._sent_by_ddp = WireBytes()
         self._reduced = None if module is None else misuse.ReducedGradients(module)
 
     # ------------------------------------------------------------------------------------- setting up
@@ -80,7 +82,8 @@ class Registration:
         lanes.require_healthy()
         membership = join(process_group, self.settings.ranks_per_node, self.settings.timeout_s)
         sending = Sending(membership, f"HookState {next(membership.owners)}", self.recorder)
-        membership.agree(f"{sending.owner} setup", aggregator=self.aggregator_name)
+        record = str(self.settings.record)  # what is recorded is never left to DDP
+        membership.agree(f"{sending.owner} setup", aggregator=self.aggregator_name, record=record)
         self.settings = replace(self.settings, wish=self.settings.wish.settled(sending.owner, membership))
         if self.aggregator is not None:
             self._begin(self.aggregator, sending)
@@ -110,6 +113,23 @@ class Registration:
         return repr(self.aggregator) if self.aggregator is not None else "chosen by the hook"
 
     # ------------------------------------------------------------------------------------- every bucket
+
+    def before_forward(self) -> None:
+        """Change, between two steps, what was decided to be changed."""
+        self.recorder.forward_begins()
+        self.planning.before_forward()
+        self._count_by_ddp()
+
+    def _count_by_ddp(self) -> None:
+        """Take note of the steps that DDP has averaged by itself before the hook came back."""
+        steps = self.planning.turns.fetch_steps_away()
+        if steps == 0:  # then this rank need not even have joined the others yet
+            return
+        self._sent_by_ddp += self._wire_bytes_by_ddp(steps)
+        self.steps_by_ddp += steps
+        self.reduced_steps += steps
+        self.steps += steps
+        self.ledger.steps += steps
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Average one bucket over the ranks; the future resolves to `bucket.buffer()` itself."""
@@ -213,8 +233,18 @@ class Registration:
         """Return the payload this rank has sent, nothing before it has joined."""
         if self.joined is None:
             return WireBytes()
-        team = self.joined.team
-        return self.joined.traffic.wire_bytes(team) + self.averages.traffic.wire_bytes(team)
+        team, away = self.joined.team, self.planning.turns.steps_away()
+        sent = self.joined.traffic.wire_bytes(team) + self.averages.traffic.wire_bytes(team) + self._sent_by_ddp
+        return sent + self._wire_bytes_by_ddp(away) if away else sent
+
+    def _wire_bytes_by_ddp(self, steps: int) -> WireBytes:
+        """Return what DDP by itself sends in so many steps."""
+        sent, team, device = WireBytes(), self.sending.team, self._device
+        assert device is not None  # it has shown its buckets
+        for layout in self.assembly.buckets:
+            dtype = self.layouts.parameters[layout.pieces[0].name].dtype
+            sent += Flat().wire_bytes(layout, dtype, team, device, 0) * steps
+        return sent
 
     def _fidelity(self) -> Faithfulness | None:
         """Return how well compressed updates follow the gradients, where that is watched; on the lane."""
@@ -236,6 +266,8 @@ class Registration:
 
         buffers: in which it went, empty for other ones. plan: which it followed, if any. tuned: what tuning came to.
         """
+        self.planning.turns.come_back()
+        self._count_by_ddp()
         ledger.steps = self.steps = steps
         self.ledger = ledger
         self.step = Step(steps, ledger, self.scaler, list(buffers))

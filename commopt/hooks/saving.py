@@ -24,7 +24,7 @@ def part_of(registration: Registration) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "aggregator": registration.aggregator_name,
-        "steps": registration.steps,
+        "steps": registration.steps + registration.planning.turns.steps_away(alike=True),
         "nodes": list(team.wire.nodes),
         "place": team.rank,
         "parameters": dict(registration.layouts.numels),

@@ -48,6 +48,7 @@ class HookState:
     needed_first: let plans send buckets in the order in which the next forward needs them, where several are ready.
     tuned: for "auto", what an earlier tuning came to (or the path of its file): begun with, and watched.
     record: keep the times of all steps, for `timeline` and `report`; else only those that planning measures are kept.
+        The same on all ranks.
 
     Raises ConfigurationError, UnsupportedTensorError, and MismatchError on every rank when ranks disagree.
     Pickling keeps aggregator, ranks_per_node, timeout, plan, links, needed_first, record and tuned; groups are made
@@ -144,8 +145,11 @@ class HookState:
 
     def before_forward(self) -> None:
         """Change, between two steps, what was decided to be changed."""
-        self._registration.recorder.forward_begins()
-        self._planning.before_forward()
+        self._registration.before_forward()
+
+    def after_forward(self) -> None:
+        """Count, while DDP averages by itself, the steps that follow."""
+        self._planning.turns.after_forward()
 
     def decide(self, aggregator: Aggregator, hook_name: str) -> None:
         """Settle on `aggregator`, the one the registered hook stands for; collective the first time.
@@ -170,8 +174,9 @@ class HookState:
     def stats(self) -> dict[str, Any]:
         """Return what was done so far.
 
-        Steps, DDP's buckets, the messages they made, payload bytes this rank sent and microseconds spent in the hook;
-        with error feedback also residual_norm (of this rank, in units of the average gradient), compression_error (left
+        Steps, those of them in which DDP averaged by itself (as "auto" lets it where nothing pays), DDP's buckets that
+        the hook saw, the messages they made, payload bytes this rank sent and microseconds spent in the hook; with
+        error feedback also residual_norm (of this rank, in units of the average gradient), compression_error (left
         out over what should have been sent, sampled), residual_bytes kept, and dropped_commits (non-finite values).
         Waits for the device.
         """
@@ -181,7 +186,8 @@ class HookState:
         return {
             "aggregator": registration.aggregator_name,
             "cluster": str(joined.membership.cluster) if joined else "not joined yet",
-            "steps": registration.steps,
+            "steps": registration.steps + self._planning.turns.steps_away(),
+            "steps_by_ddp": registration.steps_by_ddp + self._planning.turns.steps_away(),
             "buckets": calls,
             "messages": joined.messages if joined else 0,
             "intra_bytes": sent.intra,
@@ -203,7 +209,8 @@ class HookState:
     def report(self) -> Report:
         """Return where the time of a step goes: print it; collective, between two steps. Raises as `timeline`."""
         timeline, ddp = self.timeline(), None if self._ddp is None else self._ddp()
-        return report_on(timeline, self._registration.wire_bytes(), self._registration.reduced_steps, ddp, self.plan)
+        steps = self._registration.reduced_steps + self._planning.turns.steps_away()
+        return report_on(timeline, self._registration.wire_bytes(), steps, ddp, self.plan)
 
     # ------------------------------------------------------------------------------------- plans
 
@@ -224,7 +231,7 @@ class HookState:
 
     def explain(self) -> str:
         """Return in words and numbers what averages the gradients now, and why; the same on every rank."""
-        return explain(self.aggregator, self.tuned, self.decisions)
+        return explain(self.aggregator, self.tuned, self.decisions, by_ddp=self._planning.turns.is_away)
 
     def save_nccl_tuning(self, path: str | Path, links: Links | str | Path) -> None:
         """Write what NCCL should send the messages of a step by, as the file of its example tuner plugin.

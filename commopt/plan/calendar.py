@@ -44,6 +44,7 @@ class Decision:
 
     predicted: without a plan, what is now expected of the one that goes on; nothing else of that plan changes.
     tuned: what tuning has come to, if it has now. try_out: whether to try out what messages cost before the next one.
+    leave_to_ddp: whether no hook is needed until the next window, since DDP by itself does as well.
     """
 
     plan: Plan | None
@@ -52,6 +53,7 @@ class Decision:
     predicted: Prediction | None = None
     tuned: Tuned | None = None
     try_out: bool = False
+    leave_to_ddp: bool = False
 
     def __post_init__(self) -> None:
         require_text(self.reason, "decision: reason")
@@ -68,7 +70,8 @@ class Decision:
         predicted = None if self.predicted is None else asdict(self.predicted)
         tuned = None if self.tuned is None else self.tuned.to_json()
         document = {"format": _FORMAT, "plan": plan, "predicted": predicted, "tuned": tuned}
-        return json.dumps({**document, "reason": self.reason, "try_out": self.try_out, **asdict(self.calendar)})
+        flags = {"try_out": self.try_out, "leave_to_ddp": self.leave_to_ddp}
+        return json.dumps({**document, "reason": self.reason, **flags, **asdict(self.calendar)})
 
     @classmethod
     def from_json(cls, text: str) -> Decision:
@@ -85,4 +88,5 @@ class Decision:
             predicted=None if predicted is None else Prediction.from_entry(predicted, "decision, predicted"),
             tuned=None if tuned is None else Tuned.from_json(tuned),
             try_out=field(document, "try_out", bool, "decision"),
+            leave_to_ddp=field(document, "leave_to_ddp", bool, "decision"),
         )

@@ -11,11 +11,18 @@ from commopt.plan.evidence import ms
 _COLUMNS = ("way", "leaves out", "step", "exposed", "expected", "")
 
 
-def explain(aggregator: Aggregator | None, tuned: Tuned | None, decisions: Sequence[Decision]) -> str:
-    """Return what is used, what it was compared with, what each bucket does, and the last decision."""
+def explain(
+    aggregator: Aggregator | None, tuned: Tuned | None, decisions: Sequence[Decision], *, by_ddp: bool = False
+) -> str:
+    """Return what is used, what it was compared with, what each bucket does, and the last decision.
+
+    by_ddp: whether DDP averages by itself now.
+    """
     lines = [f"asked for: {aggregator if aggregator is not None else 'what the hook stands for'}"]
     if tuned is not None:
         lines += [f"used: {tuned.reason}", "", *_table(tuned), "", *_buckets(tuned)]
+    if by_ddp:
+        lines += ["now: DDP averages by itself, without the hook", ""]
     last = decisions[-1].reason if decisions else "nothing was decided yet"
     return "\n".join([*lines, f"last decision: {last}"])
 
