@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from commopt import ConfigurationError
+from commopt import Auto, ConfigurationError, PowerSGD
 from commopt.feedback import Layout
+from commopt.groups import TeamShape
 from commopt.plan import Calendar, Costs, Decision, Faithfulness, Plan, Tuned, Window
-from commopt.tuning import Losses, Proposals, explain, unit_energies
+from commopt.tuning import Losses, Proposals, explain, ladders, unit_energies
 from commopt.tuning.guard import Guard
 from tests.plan_machine import Truth, line
 from tests.tuning_machine import EIGHT, FOLLOWS, FOUR, LADDER, LOSSES, NAMES, PRICES, TWO, TunedMachine
@@ -27,11 +28,12 @@ def test_finds_the_compression_that_pays_within_sixty_steps() -> None:
     assert machine.step_us(machine.plan, 300) <= 1.05 * best
 
 
-def test_few_buckets_at_one_strength_are_tried_too() -> None:
+@pytest.mark.parametrize("slower", [0.2, 2.0], ids=["better than before", "worse than before"])
+def test_few_buckets_at_one_strength_are_tried_too(slower: float) -> None:
     """Each message slows everything down, which no price knows: what ran before has the fewest."""
 
     def bias(plan: Plan) -> float:
-        return 1 + 0.2 * max(0, len(plan.buckets) - 6)
+        return 1 + slower * max(0, len(plan.buckets) - 6)
 
     # A price without latency makes the planner send as many messages as there are gradients.
     prices = {key: line(1.0, table.last_slope) for key, table in PRICES.items()}
@@ -39,6 +41,8 @@ def test_few_buckets_at_one_strength_are_tried_too() -> None:
     machine = TunedMachine(costs=costs, truth=lambda _: Truth(bias=bias), noise=0.005).run(100)
     assert len(machine.plan.buckets) <= 6, machine.tuned.reason
     assert machine.tuned.name == "quantized, plain"
+    steps = {tried.name: tried.step_us for tried in machine.tuned.considered if tried.step_us is not None}
+    assert (steps["quantized"] > steps["flat as found"]) == (slower > 1)
     assert {bucket.strategy for bucket in machine.plan.buckets} == {FOUR}
     assert machine.tuned_after <= 60
 
@@ -66,6 +70,18 @@ def test_keeps_what_runs_where_nothing_pays() -> None:
     assert machine.tuned.name == "flat as found"
     assert machine.tuned.plan is None
     assert "as before" in machine.tuned.reason
+    later = [decision for _, decision in machine.log if decision.calendar.measure_from > 60]
+    assert later
+    assert all(decision.leave_to_ddp for decision in later)
+
+
+def test_nothing_is_left_to_ddp_before_it_is_known_or_where_something_pays() -> None:
+    machine = TunedMachine(noise=0.01).run(300)
+    assert machine.tuned.plan is not None
+    assert not any(decision.leave_to_ddp for _, decision in machine.log)
+    fast = Costs({key: line(100.0, 1e-6) for key in PRICES}, overhead_us=100.0)
+    before = [decision for step, decision in TunedMachine(costs=fast).run(400).log if step < 9]
+    assert not any(decision.leave_to_ddp for decision in before)
 
 
 def test_takes_nothing_that_only_promises_to_pay() -> None:
@@ -178,6 +194,8 @@ def test_explains_itself() -> None:
     assert decisions[-1].reason in text
     assert all(bucket.names[0] in text or bucket.strategy in text for bucket in machine.plan.buckets)
     assert "nothing was decided yet" in explain(None, None, [])
+    assert "without the hook" not in text
+    assert "without the hook" in explain(None, machine.tuned, decisions, by_ddp=True)
 
 
 @pytest.mark.parametrize(
@@ -313,3 +331,24 @@ def test_guard_waits_for_the_first_sample() -> None:
     assert guard.astray(Faithfulness(None, 1.0)) == ""
     assert guard.astray(Faithfulness(0.8, 1.0)) == ""
     assert "0.80 to 0.30" in guard.astray(Faithfulness(0.3, 1.0))
+
+
+def test_strengths_between_those_that_were_tried_out_cost_what_lies_between() -> None:
+    (ladder,) = ladders(Auto(allow="powersgd"), TeamShape.of((1, 1)))
+    assert [name for name in ladder.tried_out] == [repr(PowerSGD(rank)) for rank in (16, 4, 1)]
+    whole = Layout.of_parameters([("a", (512, 512))])
+    # The middle is dearer than both ends, as bits that are packed can be: no line through the ends would find that.
+    tried = dict(zip(ladder.tried_out, (line(1000.0, 0.0), line(3000.0, 0.0), line(500.0, 0.0)), strict=True))
+    prices = ladder.priced(
+        {(name, 1): price for name, price in tried.items()}, whole, torch.float32, TeamShape.of((1, 1))
+    )
+    found = [prices[repr(rung), 1](2**20) for rung in ladder.rungs]
+    # Of rank r each side sends r rows: 16, 8, 4 and 4, 2, 1 lie a third of the way from the stronger one.
+    assert found == pytest.approx([1000.0, 1000 + 2000 * 8 / 12, 3000.0, 3000 - 2500 * 2 / 3, 500.0], rel=1e-6)
+
+
+def test_a_single_strength_is_tried_out() -> None:
+    (ladder,) = ladders(Auto(allow="onebit"), TeamShape.of((1, 1)))
+    prices = {(name, 1): line(7.0, 0.0) for name in ladder.tried_out}
+    whole = Layout.of_parameters([("a", (64, 64))])
+    assert ladder.priced(prices, whole, torch.float32, TeamShape.of((1, 1))) == prices

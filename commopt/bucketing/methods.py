@@ -87,7 +87,7 @@ class Choosing(Method):
         exact_ones = {repr(way): way for way in self._exact.values()}
         self.in_chunks = tuple(exact_ones)
         self.strategies = exact_ones | {name: way for each in self._ladders for name, way in each.strategies.items()}
-        self.tried_out = exact_ones | {name: way for each in self._ladders for name, way in each.ends.items()}
+        self.tried_out = exact_ones | {name: way for each in self._ladders for name, way in each.tried_out.items()}
         self.budget_s = _BUDGET_OF_EACH_S * len(self.tried_out)
 
     def priced(self, prices: dict[Key, PriceTable], whole: Layout, dtype: torch.dtype) -> dict[Key, PriceTable]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -36,21 +37,23 @@ class Ladder:
         return repr(self.rungs[self.reference])
 
     @property
-    def ends(self) -> dict[str, Aggregator]:
-        """Its weakest and its strongest rung: what the others cost lies between."""
-        return {repr(rung): rung for rung in (self.rungs[0], self.rungs[-1])}
+    def tried_out(self) -> dict[str, Aggregator]:
+        """Its weakest rung, the one that sets the limit, and its strongest: what the others cost lies between."""
+        return {repr(rung): rung for rung in (self.rungs[0], self.rungs[self.reference], self.rungs[-1])}
 
     def priced(
         self, prices: Mapping[Key, PriceTable], whole: Layout, dtype: torch.dtype, team: TeamShape
     ) -> dict[Key, PriceTable]:
-        """Return a price for every rung from those of the ends: by the bytes sent, which is all they differ in."""
-        first, last = (prices[repr(rung), 1] for rung in (self.rungs[0], self.rungs[-1]))
-        sent = [_payload(rung, whole, dtype, team) for rung in self.rungs]
+        """Return a price for every rung from those that were tried out: by the bytes sent, between the nearest two."""
+        sent = {repr(rung): _payload(rung, whole, dtype, team) for rung in self.rungs}
         found = {}
-        for rung, nbytes in zip(self.rungs, sent, strict=True):
-            share = (sent[0] - nbytes) / (sent[0] - sent[-1]) if sent[0] != sent[-1] else 0.0
-            found[repr(rung), 1] = _between(first, last, share, whole.numel * dtype.itemsize)
-        return found
+        for weaker, stronger in pairwise(self.tried_out):
+            for name in _stretch(list(sent), weaker, stronger):
+                between = sent[weaker] - sent[stronger]
+                share = (sent[weaker] - sent[name]) / between if between else 0.0
+                table = _between(prices[weaker, 1], prices[stronger, 1], share, whole.numel * dtype.itemsize)
+                found[name, 1] = table
+        return found or {(name, 1): prices[name, 1] for name in sent}
 
 
 def exact(team: TeamShape) -> dict[str, Aggregator]:
@@ -82,6 +85,10 @@ def ladders(auto: Auto, team: TeamShape) -> tuple[Ladder, ...]:
 def _payload(way: Aggregator, whole: Layout, dtype: torch.dtype, team: TeamShape) -> int:
     sent = way.wire_bytes(whole, dtype, team)
     return sent.intra + sent.inter
+
+
+def _stretch(names: list[str], first: str, last: str) -> list[str]:
+    return names[names.index(first) : names.index(last) + 1]
 
 
 def _between(first: PriceTable, last: PriceTable, share: float, largest_nbytes: int) -> PriceTable:

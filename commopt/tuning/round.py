@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from commopt.plan import Measured
+from commopt.tuning.verdict import choose
 from commopt.tuning.ways import Way
 
 
@@ -12,8 +13,7 @@ from commopt.tuning.ways import Way
 class Round:
     """One search: from what ran before to a choice. began: after how many steps it did; why: what it is for.
 
-    tried: what was measured. abandoned: what was not, though it had its trial. varied: in which ways the best kind was
-        varied.
+    tried: what was measured. abandoned: what was not, though it had its trial. varied: which kinds were, and how.
     """
 
     before: Way
@@ -23,7 +23,7 @@ class Round:
     tried: list[Way]
     abandoned: list[Way] = field(default_factory=list)
     on_trial: Way | None = None
-    varied: set[str] = field(default_factory=set)
+    varied: set[tuple[str, str]] = field(default_factory=set)
 
     @property
     def trials(self) -> int:
@@ -35,3 +35,14 @@ class Round:
         """What everything is compared with."""
         assert self.before.measured is not None
         return self.before.measured
+
+    @property
+    def best_tried(self) -> Way | None:
+        """What did best of all trials, if there was one: of those that pay, if any does."""
+        best = choose(self.tried)
+        return best if best is not self.before else min(self.tried[1:], key=lambda way: way.step_us, default=None)
+
+    @property
+    def least_us(self) -> float:
+        """The shortest step that was measured."""
+        return min(way.step_us for way in self.tried)

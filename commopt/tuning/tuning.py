@@ -18,7 +18,6 @@ the next one 50 * 2^k steps away, so that T steps see at most log2(T / 50) after
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from commopt.plan import Calendar, Costs, Decision, Measured, Plan, Tuned, Window
@@ -37,8 +36,9 @@ _LEAST_STEPS = 4
 _FIRST_DISTANCE_STEPS = 50
 _LARGEST_DISTANCE_STEPS = 800
 _HOPELESS = 1.05  # what is expected to take so much longer than the best is not tried
+_DISAPPOINTING = 1.05  # what takes so much longer than expected has costs that no price knows
 _REFINED = 0.98  # what another plan of the best kind must promise, with all that trials taught
-_PLAIN = 1.15  # and what the buckets that ran before may, at one strength
+_PLAIN = 1.5  # and what the buckets that ran before may, at one strength
 
 
 class Tuning:
@@ -167,40 +167,46 @@ class Tuning:
 
     def _promising(self, search: Round) -> Way | None:
         """Return the next way to try, None when none is left that could pay."""
-        best_us = min(way.measured.step.value for way in search.tried if way.measured is not None)
-        for way in sorted(search.waiting, key=lambda way: way.prediction(search.base, self.costs)):
+        waiting = sorted(search.waiting, key=lambda way: way.prediction(search.base, self.costs))
+        best = search.best_tried
+        if best is not None and best.disappoints(_DISAPPOINTING) and (way := self._plain(search, best.kind)):
+            return way
+        for way in waiting:
             step_us, exposed_us = way.prediction(search.base, self.costs)
             saves = exposed_us < (1 - LEAST_SHARE) * search.base.exposed.value
-            if step_us <= _HOPELESS * best_us and (saves or not search.before.exact):
+            if step_us <= _HOPELESS * search.least_us and (saves or not search.before.exact):
                 search.waiting.remove(way)
                 return way
-        return self._variation(search)
-
-    def _variation(self, search: Round) -> Way | None:
-        """Return another plan of the kind that did best, if there is one that may do better.
-
-        One that is made of all that was learned; and the buckets that ran before, at one strength: few messages cost
-        processors that are busy less than any price says.
-        """
-        best = choose(search.tried)
-        if best is search.before or best.measured is None:
+        if best is None:
             return None
-        units, step_us = best.measured.units, best.measured.step.value
-        makers: dict[str, tuple[Callable[[], Way | None], float]] = {
-            "refined": (lambda: self._proposals.best(best.kind, units, self.costs), _REFINED),
-            "plain": (lambda: self._proposals.plain(best.kind, search.before.plan.buckets), _PLAIN),
-        }
-        for variation, (make, most) in makers.items():
-            if variation in search.varied:
-                continue
-            search.varied.add(variation)
-            way = make()
-            known = {each.plan.contents for each in [*search.tried, *search.abandoned]}
-            if way is None or way.plan.contents in known:
-                continue
-            if way.prediction(best.measured, self.costs)[0] < most * step_us:
-                return replace(way, variation=variation)
-        return None
+        kinds = dict.fromkeys(way.kind for way in [best, *search.tried[1:], *search.abandoned, *waiting])
+        plain = (way for kind in kinds if (way := self._plain(search, kind)))
+        return self._refined(search, best) or next(plain, None)
+
+    def _refined(self, search: Round, best: Way) -> Way | None:
+        """Return another plan of the kind that did best, made of all that was learned, if it promises more."""
+        assert best.measured is not None  # it was tried
+        way = self._proposals.best(best.kind, best.measured.units, self.costs)
+        return self._varied(search, way, "refined", best.measured, _REFINED)
+
+    def _plain(self, search: Round, kind: str) -> Way | None:
+        """Return the buckets that ran before, at one strength of a kind, if that may do better than all so far.
+
+        Few messages, and little work, cost processors that are busy less than any price says. What another plan of the
+        kind has cost them says nothing about it.
+        """
+        way = self._proposals.plain(kind, search.before.plan.buckets)
+        return None if way is None else self._varied(search, way, "plain", search.base, _PLAIN)
+
+    def _varied(self, search: Round, way: Way, variation: str, base: Measured, most: float) -> Way | None:
+        """Return `way` as a variation, once, if it is expected to take less than `most` times the least step."""
+        known = {each.plan.contents for each in [*search.tried, *search.abandoned]}
+        if (way.kind, variation) in search.varied or way.plan.contents in known:
+            return None
+        if way.prediction(base, self.costs)[0] >= most * search.least_us:
+            return None
+        search.varied.add((way.kind, variation))
+        return replace(way, variation=variation)
 
     def _conclude(self, search: Round, step: int) -> Decision:
         best = choose(search.tried)
@@ -272,7 +278,10 @@ class Tuning:
 
     def _later(self, step: int, reason: str) -> Decision:
         meet_at = step + self._distance
-        return Decision(None, Calendar(meet_at - _WINDOW_STEPS + 1, meet_at), reason)
+        # Nothing but flat averages of DDP's own buckets then: a hook can only cost.
+        as_ddp_does = self._tuned is not None and self._tuned.plan is None
+        calendar = Calendar(meet_at - _WINDOW_STEPS + 1, meet_at)
+        return Decision(None, calendar, reason, leave_to_ddp=as_ddp_does)
 
 
 def _settled(step: int) -> Calendar:

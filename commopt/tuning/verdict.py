@@ -38,9 +38,4 @@ def choose(tried: Sequence[Way]) -> Way:
 def _best(start: Way, others: Sequence[Way]) -> Way:
     assert start.measured is not None
     worthwhile = [way for way in others if way.measured is not None and pays(start.measured, way.measured)]
-    return min(worthwhile, key=_step_us, default=start)
-
-
-def _step_us(way: Way) -> float:
-    assert way.measured is not None
-    return way.measured.step.value
+    return min(worthwhile, key=lambda way: way.step_us, default=start)

@@ -36,6 +36,12 @@ class Way:
         """What it is called."""
         return f"{self.kind}, {self.variation}" if self.variation else self.kind
 
+    @property
+    def step_us(self) -> float:
+        """What its step took; it must have been tried."""
+        assert self.measured is not None
+        return self.measured.step.value
+
     def prediction(self, base: Measured, costs: Costs) -> tuple[float, float]:
         """Return the step and its exposed part that are to be expected, in microseconds, where `base` was measured.
 
@@ -44,6 +50,10 @@ class Way:
         then = simulate(base.units, self.plan.buckets, costs, self.plan.order)
         saved_us = base.expected(costs).finish_us - then.finish_us
         return max(0.0, base.step.value - saved_us), max(0.0, base.exposed.value - saved_us)
+
+    def disappoints(self, share: float) -> bool:
+        """Return whether its step took more than `share` of what was expected before it was tried."""
+        return self.expected is not None and self.measured is not None and self.step_us > share * self.expected[0]
 
     def told(self, base: Measured, costs: Costs) -> Tried:
         """Return what is known of it as data."""
