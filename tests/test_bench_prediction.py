@@ -15,10 +15,10 @@ from torch.nn import Module
 import commopt
 from bench.bucketing.models import Subject
 from bench.prediction import __main__ as prediction
-from bench.prediction import lines, matrix, record, summary
+from bench.prediction import record, summary
 from bench.prediction.contest import hold
 from bench.prediction.links import Probe, Probed, sizes
-from bench.prediction.matrix import PLACES, Place
+from bench.prediction.matrix import MATRIX
 from bench.prediction.models import MODELS, subject
 from bench.prediction.own_work import with_own_work
 from bench.prediction.predict import predict
@@ -428,42 +428,20 @@ def test_bad_options_end_before_anything_starts(
 
 
 def test_the_matrix_spans_what_it_should() -> None:
-    assert {place.nodes for place in PLACES} == {2, 3, 4}
-    assert {place.ranks_per_node for place in PLACES} == {1, 2}
-    rates = {int(place.rate.removesuffix("mbit")) for place in PLACES}
+    places = [entry.place for entry in MATRIX.entries]
+    assert {place.nodes for place in places} == {2, 3, 4}
+    assert {place.ranks_per_node for place in places} == {1, 2}
+    rates = {int(place.rate.removesuffix("mbit")) for place in places}
     assert (min(rates), max(rates)) == (50, 400)
-    assert len(PLACES) * len(MODELS) * len(prediction.STRATEGIES) >= 12
+    assert len(places) * len(MODELS) * len(prediction.STRATEGIES) >= 12
     assert len(MODELS) == 3
     assert len(prediction.STRATEGIES) == 4
 
 
-def test_the_matrix_resumes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "a.json"
-    record.append(file, ENVIRONMENT, [made(100, 90)])
-    asked: list[tuple[Place, list[str]]] = []
-
-    def run_at(place: Place, command: list[str], timeout_s: float) -> int:
-        asked.append((place, command))
-        return 3 if place.nodes == 4 else 0
-
-    monkeypatch.setattr(matrix, "run_at", run_at)
-    monkeypatch.setattr(sys, "argv", ["matrix", "--json", str(file), "--seconds", "1"])
-    assert matrix.main() == 3  # one failed; the others ran
-    assert [place for place, _ in asked] == [place for place in PLACES if place != Place(2, 1, "50mbit")]
-    assert all(command == ["bench.prediction", "--json", str(file), "--seconds", "1"] for _, command in asked)
-    assert "2 nodes x 1 ranks at 50mbit: in" in capsys.readouterr().out
-
-
-def test_the_matrix_refuses_another_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "a.json"
-    lines.append(file, "tuning", {}, [])
-    monkeypatch.setattr(sys, "argv", ["matrix", "--json", str(file)])
-    assert matrix.main() == matrix.UNUSABLE
-    assert "its kind is 'tuning'" in capsys.readouterr().err
+def test_a_cluster_that_was_run_is_not_run_again() -> None:
+    first, second, *_ = MATRIX.entries
+    assert first.is_in([(ENVIRONMENT, [made(100, 90)])])
+    assert not second.is_in([(ENVIRONMENT, [made(100, 90)])])
 
 
 # ------------------------------------------------------------------------------------------- own work
@@ -501,6 +479,10 @@ def test_work_adds_up_to_the_aggregators_own(preset: str, nodes: tuple[int, ...]
     time_us, busy_us, _ = results[0]
     assert busy_us > 0
     assert time_us >= 0.999 * sum(nodes) * busy_us  # all ranks on one core
+
+
+def test_nothing_is_encoded_on_one_node() -> None:
+    assert run(own_work, 2, "hierarchical_quantized", (2,), nodes=(2,)) == [(0.0, 0.0, False)] * 2
 
 
 def test_exact_averages_have_no_work_of_their_own() -> None:

@@ -20,7 +20,7 @@ from bench.prediction.lines import World
 from bench.prediction.models import subject
 from bench.prediction.trainee import STOCK, Trainee
 from bench.tuning import __main__ as tuning
-from bench.tuning import matrix, record, summary
+from bench.tuning import record, summary
 from bench.tuning.candidates import FAMILIES, candidates
 from bench.tuning.comparison import compare, take_turns
 from bench.tuning.exhaustive import search
@@ -171,7 +171,7 @@ def turns(rank: int, world_size: int) -> list[int]:
 
 
 def test_the_first_step_of_a_turn_does_not_count() -> None:
-    assert run(turns, 2) == [[9, 9], [9, 9]]  # three turns of three steps and one before
+    assert run(turns, 2) == [[18, 18], [18, 18]]  # six turns of three steps and one before
 
 
 # --------------------------------------------------------------------------------- files and summaries
@@ -278,22 +278,6 @@ def test_the_matrix_spans_what_it_should() -> None:
     for each in COMPARISONS:
         assert subject(each.model)
         assert candidates(each.allow, two_levels=each.place.ranks_per_node > 1)
-
-
-def test_the_matrix_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "a.json"
-    record.append(file, WORLD, [made(110)])  # the first of them
-    asked: list[tuple[object, list[str]]] = []
-
-    def run_at(place: object, command: list[str], timeout_s: float) -> int:
-        asked.append((place, command))
-        return 0
-
-    monkeypatch.setattr(matrix, "run_at", run_at)
-    monkeypatch.setattr(sys, "argv", ["matrix", "--json", str(file)])
-    assert matrix.main() == 0
-    assert [place for place, _ in asked] == [each.place for each in COMPARISONS[1:]]
-    assert asked[0][1] == [*COMPARISONS[1].command, "--json", str(file)]
 
 
 def test_another_choice_is_another_comparison() -> None:

@@ -98,6 +98,8 @@ def _measured(aggregator: Aggregator, buckets: Sequence[Layout], shape: TeamShap
 
 def _scaled(links: Links, aggregator: Aggregator, buckets: Sequence[Layout], shape: TeamShape, own_us: float) -> Links:
     priced_us = sum(cost(aggregator, layout, torch.float32, shape, links).compress_us for layout in buckets)
+    if priced_us == 0:  # one node sends nothing between nodes, and so encodes nothing
+        return links
     factor = own_us / priced_us
     note = f"{factor:.2f} times the probe's, as on this model"
     return replace(links, work={key: curve.scaled(factor, factor, note) for key, curve in links.work.items()})

@@ -13,7 +13,8 @@ from bench.tuning.record import Configuration
 from bench.tuning.tuned import tune
 
 _WARM_UP = 4  # steps: connections are made, and DDP makes its buckets anew after the first
-_TURNS = 3
+_FEWEST_TURNS, _MOST_TURNS = 6, 12
+_MORE_AT_LAST = 3  # times as long as each candidate was tried
 _FEWEST, _MOST = 3, 10  # steps in a turn
 
 
@@ -28,8 +29,8 @@ def compare(
 ) -> Configuration:
     """Return what was found; collective, the same on every rank.
 
-    strategies: the presets to try. seconds: of timed steps for each candidate, and for each contender in the end.
-    most_steps: that the tuner may take.
+    strategies: the presets to try. seconds: of timed steps for each candidate; in the end each contender gets three
+    times that. most_steps: that the tuner may take.
     """
     show("steps without communication")
     profile, stock = Profile(subject), Trainee(STOCK, subject)
@@ -39,7 +40,7 @@ def compare(
     show("tuning")
     choice = tune(subject, allow, most_steps)
     show(f"turns: {choice.name}, {tried[0].name}, stock DDP")
-    taken_s = take_turns([profile, stock, best, choice.trainee], seconds)
+    taken_s = take_turns([profile, stock, best, choice.trainee], _MORE_AT_LAST * seconds)
     compute_ms, stock_ms, best_ms, tuned_ms = (1000 * median(each) for each in taken_s)
     return Configuration(
         model=subject.name,
@@ -59,13 +60,18 @@ def compare(
 
 
 def take_turns(contenders: Sequence[Profile | Trainee], seconds: float) -> list[list[float]]:
-    """Return what each contender's steps took, in seconds; collective. The first of every turn does not count."""
-    counts = [
-        max(_FEWEST, min(_MOST, round(seconds / _TURNS / contender.turn(2, counts=False)[-1])))
-        for contender in contenders
-    ]
+    """Return what each contender's steps took, in seconds; collective. The first of every turn does not count.
+
+    Every other round goes the other way: who comes after whom makes a difference of a percent or two. seconds: of timed
+    steps, about, for the slowest contender.
+    """
+    usual_s = [contender.turn(2, counts=False)[-1] for contender in contenders]
+    counts = [max(_FEWEST, min(_MOST, round(seconds / _FEWEST_TURNS / step_s))) for step_s in usual_s]
+    longest_s = max(count * step_s for count, step_s in zip(counts, usual_s, strict=True))
     taken_s: list[list[float]] = [[] for _ in contenders]
-    for _ in range(_TURNS):
-        for place, contender in enumerate(contenders):
-            taken_s[place] += contender.turn(1 + counts[place], counts=False)[1:]
+    places = list(range(len(contenders)))
+    for _ in range(max(_FEWEST_TURNS, min(_MOST_TURNS, round(seconds / longest_s)))):
+        for place in places:
+            taken_s[place] += contenders[place].turn(1 + counts[place], counts=False)[1:]
+        places.reverse()
     return taken_s

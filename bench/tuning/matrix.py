@@ -8,13 +8,10 @@ below go to bench.tuning.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
-from bench.cluster import ClusterUnavailableError
-from bench.prediction.matrix import UNUSABLE, Place, run_at
+from bench.matrix import Matrix, Place
 from bench.tuning import record, summary
 from bench.tuning.record import Run
 
@@ -67,29 +64,9 @@ COMPARISONS = (
 )
 
 
-def main() -> int:
-    """Run what the file lacks, then show all of it."""
-    description = (__doc__ or "").splitlines()[0]
-    parser = argparse.ArgumentParser(prog="python -m bench.tuning.matrix", description=description)
-    parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="append JSON lines")
-    parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="for each cluster (default 600)")
-    options, passed_on = parser.parse_known_args()
-    failed = 0
-    try:
-        done = record.read([options.json]) if options.json.exists() else []
-        for comparison in COMPARISONS:
-            if comparison.is_in(done):
-                print(f"{comparison}: in {options.json} already")
-                continue
-            command = [*comparison.command, "--json", str(options.json), *passed_on]
-            failed = run_at(comparison.place, command, options.timeout) or failed
-        if options.json.exists():
-            summary.show(record.read([options.json]))
-    except (ClusterUnavailableError, ValueError) as error:
-        print(f"bench.tuning.matrix: {error}", file=sys.stderr)
-        return UNUSABLE
-    return failed
-
+MATRIX = Matrix(
+    "bench.tuning.matrix", (__doc__ or "").splitlines()[0], COMPARISONS, record.read, summary.show, timeout_s=600.0
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(MATRIX.main())
