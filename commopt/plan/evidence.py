@@ -49,6 +49,14 @@ class Estimate:
         error = sqrt(fsum((value - mean) ** 2 for value in known) / (len(known) - 1) / len(known)) if known[1:] else 0.0
         return cls(mean, max(error, every.error))
 
+    def pooled(self, other: Estimate) -> Estimate:
+        """Return what this and another measurement of the same value, as long as this one, tell together.
+
+        The error is theirs, or what they differ by: each knows only of what moved while it was made.
+        """
+        error = max(hypot(self.error, other.error), abs(self.value - other.value)) / 2
+        return Estimate((self.value + other.value) / 2, error)
+
     def exceeds(self, other: Estimate, least: float) -> bool:
         """Return whether this is larger by more than `least`, and by more than noise explains."""
         return self.value - other.value > max(least, SIGNIFICANT_ERRORS * hypot(self.error, other.error))

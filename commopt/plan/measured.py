@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from commopt.plan.conditions import Conditions
 from commopt.plan.evidence import Estimate
@@ -28,6 +28,10 @@ class Measured:
         found = Plan(window.buckets, origin="found")
         plan = current if current is not None and current.contents == found.contents else found
         return cls(plan, window.units, window.step, window.exposed, Conditions.of(window))
+
+    def pooled(self, earlier: Measured) -> Measured:
+        """Return what this and an earlier window of the same plan tell together, in the conditions of this one."""
+        return replace(self, step=earlier.step.pooled(self.step), exposed=earlier.exposed.pooled(self.exposed))
 
     def expected(self, costs: Costs) -> Prediction:
         """Return what is expected of the plan, in these conditions, with all that is known of costs now."""

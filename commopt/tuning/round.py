@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from commopt.plan import Measured
-from commopt.tuning.verdict import choose
+from commopt.tuning.verdict import choose, pays
 from commopt.tuning.ways import Way
 
 
@@ -14,6 +14,7 @@ class Round:
     """One search: from what ran before to a choice. began: after how many steps it did; why: what it is for.
 
     tried: what was measured. abandoned: what was not, though it had its trial. varied: which kinds were, and how.
+    again: which of those tried had a second trial.
     """
 
     before: Way
@@ -24,11 +25,12 @@ class Round:
     abandoned: list[Way] = field(default_factory=list)
     on_trial: Way | None = None
     varied: set[tuple[str, str]] = field(default_factory=set)
+    again: set[str] = field(default_factory=set)
 
     @property
     def trials(self) -> int:
         """How many trials are over."""
-        return len(self.tried) - 1 + len(self.abandoned)
+        return len(self.tried) - 1 + len(self.abandoned) + len(self.again)
 
     @property
     def base(self) -> Measured:
@@ -43,6 +45,27 @@ class Round:
         return best if best is not self.before else min(self.tried[1:], key=lambda way: way.step_us, default=None)
 
     @property
+    def doubtful(self) -> Way | None:
+        """What would be chosen if noise were nothing, and what ran before is instead: once for each way."""
+        if choose(self.tried) is not self.before:
+            return None
+        seem = [way for way in self.tried[1:] if way.measured is not None and pays(self.base, way.measured, errors=0)]
+        return min((way for way in seem if way.name not in self.again), key=lambda way: way.step_us, default=None)
+
+    @property
     def least_us(self) -> float:
         """The shortest step that was measured."""
         return min(way.step_us for way in self.tried)
+
+    def end_trial(self, measured: Measured | None) -> None:
+        """Take note of what the trial that is on showed; None: nothing."""
+        trial, self.on_trial = self.on_trial, None
+        assert trial is not None  # a round without one is over
+        if trial.measured is not None:
+            if measured is not None:
+                both = measured.pooled(trial.measured)
+                self.tried[self.tried.index(trial)] = replace(trial, measured=both)
+        elif measured is None:
+            self.abandoned.append(trial)
+        else:
+            self.tried.append(replace(trial, measured=measured))

@@ -142,16 +142,13 @@ class Tuning:
         return name if name.endswith((" as found", " as before")) else f"{name} as before"
 
     def _after_trial(self, search: Round, window: Window, step: int) -> Decision:
-        trial, search.on_trial = search.on_trial, None
-        assert trial is not None  # a round without one is over
         now = None
         if len(window.step_us) >= _LEAST_STEPS:
             self._correction.learn(window.observed)
-            now = Measured.of(window, trial.plan)
-        if now is None or now.plan is not trial.plan:  # DDP went other ways meanwhile, as in join()
-            search.abandoned.append(trial)
-        else:
-            search.tried.append(replace(trial, measured=now))
+            now = Measured.of(window, self._plan)
+        if now is not None and now.plan is not self._plan:
+            now = None  # DDP went other ways meanwhile, as in join()
+        search.end_trial(now)
         return self._next(search, step)
 
     def _next(self, search: Round, step: int) -> Decision:
@@ -160,9 +157,11 @@ class Tuning:
         if way is None:
             return self._conclude(search, step)
         step_us, exposed_us = expects = way.prediction(search.base, self.costs)
-        search.on_trial, self._plan = replace(way, expected=expects), way.plan
+        search.on_trial = way if way.measured is not None else replace(way, expected=expects)
+        self._plan = way.plan
         expected = f"a step of {ms(step_us)} expected, {ms(exposed_us)} of it exposed"
-        reason = f"{search.why}: trying {way.name}, {expected}; {_told(search.tried[-1])}"
+        verb = "trying" if way.measured is None else "trying once more"
+        reason = f"{search.why}: {verb} {way.name}, {expected}; {_told(search.tried[-1])}"
         return Decision(way.plan, _settled(step), reason)
 
     def _promising(self, search: Round) -> Way | None:
@@ -181,7 +180,7 @@ class Tuning:
             return None
         kinds = dict.fromkeys(way.kind for way in [best, *search.tried[1:], *search.abandoned, *waiting])
         plain = (way for kind in kinds if (way := self._plain(search, kind)))
-        return self._refined(search, best) or next(plain, None)
+        return self._refined(search, best) or next(plain, None) or self._again(search)
 
     def _refined(self, search: Round, best: Way) -> Way | None:
         """Return another plan of the kind that did best, made of all that was learned, if it promises more."""
@@ -197,6 +196,13 @@ class Tuning:
         """
         way = self._proposals.plain(kind, search.before.plan.buckets)
         return None if way is None else self._varied(search, way, "plain", search.base, _PLAIN)
+
+    def _again(self, search: Round) -> Way | None:
+        """Return what noise alone speaks against, to be measured once more."""
+        way = search.doubtful
+        if way is not None:
+            search.again.add(way.name)
+        return way
 
     def _varied(self, search: Round, way: Way, variation: str, base: Measured, most: float) -> Way | None:
         """Return `way` as a variation, once, if it is expected to take less than `most` times the least step."""

@@ -14,14 +14,17 @@ LEAST_SHARE = 0.03  # of the exposed communication that a change must save
 _SIGNIFICANT_ERRORS = 2.0
 
 
-def pays(before: Measured, after: Measured) -> bool:
-    """Return whether a step, and its exposed communication, fell by enough, and by more than noise explains."""
-    exposed = _fell(before.exposed, after.exposed, LEAST_SHARE)
-    return exposed and _fell(before.step, after.step, LEAST_GAIN)
+def pays(before: Measured, after: Measured, errors: float = _SIGNIFICANT_ERRORS) -> bool:
+    """Return whether a step, and its exposed communication, fell by enough, and by more than noise explains.
+
+    errors: how many standard errors noise is taken to explain.
+    """
+    exposed = _fell(before.exposed, after.exposed, LEAST_SHARE, errors)
+    return exposed and _fell(before.step, after.step, LEAST_GAIN, errors)
 
 
-def _fell(before: Estimate, after: Estimate, share: float) -> bool:
-    noise_us = _SIGNIFICANT_ERRORS * hypot(before.error, after.error)
+def _fell(before: Estimate, after: Estimate, share: float, errors: float) -> bool:
+    noise_us = errors * hypot(before.error, after.error)
     return before.value - after.value > max(share * before.value, noise_us)
 
 
