@@ -38,5 +38,5 @@ def draw_file(file: Path, path: Path) -> None:
     panel.invert_yaxis()
     panel.axvline(1.0, color="#999999", lw=0.8)
     unframe(panel, "", "share of stock DDP's step")
-    panel.legend(fontsize=8, frameon=False, loc="lower right")
+    figure.legend(fontsize=8, frameon=False, loc="outside lower center", ncols=len(bars))
     save(figure, path)

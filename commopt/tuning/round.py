@@ -8,13 +8,15 @@ from commopt.plan import Measured
 from commopt.tuning.verdict import choose, pays
 from commopt.tuning.ways import Way
 
+_LITTLE = 0.75  # of the step before: what leaves more of it is compared with it twice
+
 
 @dataclass
 class Round:
     """One search: from what ran before to a choice. began: after how many steps it did; why: what it is for.
 
     tried: what was measured. abandoned: what was not, though it had its trial. varied: which kinds were, and how.
-    again: which of those tried had a second trial.
+    again: which of those tried had a second trial. confirmed: whether what ran before had one too, which is no trial.
     """
 
     before: Way
@@ -26,6 +28,7 @@ class Round:
     on_trial: Way | None = None
     varied: set[tuple[str, str]] = field(default_factory=set)
     again: set[str] = field(default_factory=set)
+    confirmed: bool = False
 
     @property
     def trials(self) -> int:
@@ -45,6 +48,11 @@ class Round:
         return best if best is not self.before else min(self.tried[1:], key=lambda way: way.step_us, default=None)
 
     @property
+    def least_us(self) -> float:
+        """The shortest step that was measured."""
+        return min(way.step_us for way in self.tried)
+
+    @property
     def doubtful(self) -> Way | None:
         """What would be chosen if noise were nothing, and what ran before is instead: once for each way."""
         if choose(self.tried) is not self.before:
@@ -52,10 +60,20 @@ class Round:
         seem = [way for way in self.tried[1:] if way.measured is not None and pays(self.base, way.measured, errors=0)]
         return min((way for way in seem if way.name not in self.again), key=lambda way: way.step_us, default=None)
 
-    @property
-    def least_us(self) -> float:
-        """The shortest step that was measured."""
-        return min(way.step_us for way in self.tried)
+    def second_look(self) -> Way | None:
+        """Return what noise alone speaks against, to be measured once more."""
+        way = self.doubtful
+        if way is not None:
+            self.again.add(way.name)
+        return way
+
+    def to_confirm(self) -> Way | None:
+        """Return what ran before, once, where what would be chosen gains little."""
+        best = choose(self.tried)
+        if self.confirmed or best is self.before or best.step_us <= _LITTLE * self.base.step.value:
+            return None
+        self.confirmed = True
+        return self.before
 
     def end_trial(self, measured: Measured | None) -> None:
         """Take note of what the trial that is on showed; None: nothing."""
@@ -63,9 +81,13 @@ class Round:
         assert trial is not None  # a round without one is over
         if trial.measured is not None:
             if measured is not None:
-                both = measured.pooled(trial.measured)
-                self.tried[self.tried.index(trial)] = replace(trial, measured=both)
+                self._replace(trial, replace(trial, measured=measured.pooled(trial.measured)))
         elif measured is None:
             self.abandoned.append(trial)
         else:
             self.tried.append(replace(trial, measured=measured))
+
+    def _replace(self, trial: Way, better_known: Way) -> None:
+        self.tried[self.tried.index(trial)] = better_known
+        if trial is self.before:
+            self.before = better_known

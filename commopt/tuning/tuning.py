@@ -9,8 +9,10 @@ chosen. What is compared in the end was measured, all of it in this run.
 Prices follow what is observed within reason only. So before a search because conditions have moved, messages are
 tried out anew.
 
-A search makes max_trials trials at most, whatever becomes of them: with 4, and a first window that can be measured, it
-is over after 10 + 4 * 9 = 46 steps, or 55 where a checkpoint came out of the middle of another search.
+A search makes max_trials trials at most, whatever becomes of them. Before a small gain is believed, what ran before is
+measured again: its first window may have seen a program that warms up. With 4 trials, and a first window that can be
+measured, a search is over after 10 + 4 * 9 = 46 steps, or 55 with that; nine more where a checkpoint came out of the
+middle of another search.
 
 A window is looked at 50, 100, .. 800 steps apart while nothing moves; news halves the distance. The k-th tuning keeps
 the next one 50 * 2^k steps away, so that T steps see at most log2(T / 50) after the first, whatever is measured.
@@ -154,6 +156,7 @@ class Tuning:
     def _next(self, search: Round, step: int) -> Decision:
         """Try what promises most, or end the search."""
         way = self._promising(search) if search.trials < self._max_trials else None
+        way = way or search.to_confirm()
         if way is None:
             return self._conclude(search, step)
         step_us, exposed_us = expects = way.prediction(search.base, self.costs)
@@ -180,7 +183,7 @@ class Tuning:
             return None
         kinds = dict.fromkeys(way.kind for way in [best, *search.tried[1:], *search.abandoned, *waiting])
         plain = (way for kind in kinds if (way := self._plain(search, kind)))
-        return self._refined(search, best) or next(plain, None) or self._again(search)
+        return self._refined(search, best) or next(plain, None) or search.second_look()
 
     def _refined(self, search: Round, best: Way) -> Way | None:
         """Return another plan of the kind that did best, made of all that was learned, if it promises more."""
@@ -196,13 +199,6 @@ class Tuning:
         """
         way = self._proposals.plain(kind, search.before.plan.buckets)
         return None if way is None else self._varied(search, way, "plain", search.base, _PLAIN)
-
-    def _again(self, search: Round) -> Way | None:
-        """Return what noise alone speaks against, to be measured once more."""
-        way = search.doubtful
-        if way is not None:
-            search.again.add(way.name)
-        return way
 
     def _varied(self, search: Round, way: Way, variation: str, base: Measured, most: float) -> Way | None:
         """Return `way` as a variation, once, if it is expected to take less than `most` times the least step."""
