@@ -149,7 +149,7 @@ class Check:
         chunk_numel = row_blocks * codec.block
         sources = encoded(codec, rows, row_blocks)
         wanted = torch.full((numel + 9,), 7.0, dtype=dtype)
-        got = wanted.to(self._device)
+        got = wanted.to(self._device, copy=True)
         reference.decode(codec, sources.payload, wanted[offset:][:numel], chunk_numel)
         moved = self._moved(sources)
         quantize_cuda.decode(self._loader, codec, moved, got[offset:][:numel], chunk_numel)
@@ -159,7 +159,7 @@ class Check:
         """Sum rows, exactly."""
         sources = encoded(codec, peers, row_blocks)
         wanted = torch.full((row_blocks * codec.block + 8,), 7.0)
-        got = wanted.to(self._device)
+        got = wanted.to(self._device, copy=True)
         reference.accumulate(codec, sources.payload, wanted[4:-4])
         quantize_cuda.accumulate(self._loader, codec, self._moved(sources), got[4:-4])
         assert torch.equal(got.cpu(), wanted)

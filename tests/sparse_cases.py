@@ -145,7 +145,7 @@ class Check:
         """Decode every row."""
         sources = selected(row, rows)
         wanted = torch.full((numel + 9,), 7.0, dtype=dtype)
-        got = wanted.to(self._device)
+        got = wanted.to(self._device, copy=True)
         reference.scatter(row, sources.payload, wanted[offset:][:numel])
         sparse_cuda.scatter(self._loader, row, self._payload(sources, row), got[offset:][:numel])
         assert torch.equal(got.cpu(), wanted)
@@ -154,7 +154,7 @@ class Check:
         """Sum rows."""
         sources = selected(row, peers)
         wanted = torch.full((row.chunk_numel + 8,), 7.0)
-        got = wanted.to(self._device)
+        got = wanted.to(self._device, copy=True)
         reference.accumulate(row, sources.payload, wanted[4:-4])
         sparse_cuda.accumulate(self._loader, row, self._payload(sources, row), got[4:-4])
         assert torch.equal(got.cpu(), wanted)
