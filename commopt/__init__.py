@@ -6,7 +6,7 @@ from commopt.compress import COMPRESSORS, DGC, Cast, Compressor, OneBit, Quantiz
 from commopt.cost import Links
 from commopt.errors import CommoptError, ConfigurationError, LaneError, MismatchError, UnsupportedTensorError
 from commopt.feedback import Account, Feedback, Layout
-from commopt.groups import WireBytes
+from commopt.groups import NcclOptions, WireBytes
 from commopt.hooks import (
     PRESETS,
     Checkpointed,
@@ -57,6 +57,7 @@ __all__ = [
     "Layout",
     "Links",
     "MismatchError",
+    "NcclOptions",
     "OneBit",
     "PeriodicAverage",
     "Plan",

@@ -17,7 +17,7 @@ from commopt.collectives.arrays import Operand, readable, require_reducible, wri
 from commopt.collectives.work import Work
 from commopt.errors import ConfigurationError, UnsupportedTensorError
 from commopt.feedback import Account, Layout
-from commopt.groups import WireBytes, join
+from commopt.groups import NcclByLevel, WireBytes, join
 from topology import Cluster
 
 Op = Literal["avg", "sum"]
@@ -35,12 +35,19 @@ class Communicator:
     in the order of torch's current stream: make it CuPy's with torch.cuda.ExternalStream where they differ.
 
     `ranks_per_node` declares blocks of ranks to be nodes; by default the hosts are asked. `timeout` is in seconds,
-    for a collective or a rank that never arrives; default 600.
+    for a collective or a rank that never arrives; default 600. `nccl` limits what NCCL takes of the GPU on a level
+    ("world", "intra", "inter"; levels that this cluster lacks are no error): {"inter": NcclOptions(max_ctas=4)}.
     """
 
-    def __init__(self, group: Any = None, ranks_per_node: int | None = None, timeout: float | None = None) -> None:
+    def __init__(
+        self,
+        group: Any = None,
+        ranks_per_node: int | None = None,
+        timeout: float | None = None,
+        nccl: NcclByLevel | None = None,
+    ) -> None:
         lanes.require_healthy()
-        self._membership = join(group, ranks_per_node, timeout)
+        self._membership = join(group, ranks_per_node, timeout, nccl)
         self._owner = f"Communicator {next(self._membership.owners)}"
         self._sequence = count()
 

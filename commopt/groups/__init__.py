@@ -2,6 +2,7 @@
 
 from commopt.groups.build import join, resolve_group
 from commopt.groups.membership import Membership, Place, checking, joined
+from commopt.groups.nccl import NcclByLevel, NcclOptions
 from commopt.groups.scaling import apply_scale
 from commopt.groups.shape import TeamShape
 from commopt.groups.team import Team, all_gather_single, reduce_scatter_single
@@ -9,6 +10,8 @@ from commopt.groups.wire import WireBytes, WireModel
 
 __all__ = [
     "Membership",
+    "NcclByLevel",
+    "NcclOptions",
     "Place",
     "Team",
     "TeamShape",

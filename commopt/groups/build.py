@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 from commopt.errors import ConfigurationError
 from commopt.groups.agreement import exchange_facts, require_equal
 from commopt.groups.membership import Membership, checking
+from commopt.groups.nccl import NcclByLevel, NcclOptions, require_nccl_options
 from commopt.groups.shape import levels_of
 from commopt.groups.team import Team, is_alive
 from commopt.version import __version__
@@ -30,8 +31,10 @@ _LONGEST_TIMEOUT_S = 365 * 24 * 3600.0
 _log = logging.getLogger("commopt")
 
 
+_Ranks = tuple[int, ...]
+_Arguments = tuple[int | None, float, frozenset[tuple[str, NcclOptions]]]
 # Keyed weakly: a Membership must not keep a process group alive that its user destroyed.
-_memberships: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int | None, float], Membership]] = WeakKeyDictionary()
+_memberships: WeakKeyDictionary[dist.ProcessGroup, dict[_Arguments, Membership]] = WeakKeyDictionary()
 
 
 def resolve_group(group: Any) -> dist.ProcessGroup:
@@ -61,28 +64,41 @@ def resolve_group(group: Any) -> dist.ProcessGroup:
     return group
 
 
-def join(group: Any = None, ranks_per_node: int | None = None, timeout_s: float | None = None) -> Membership:
+def join(
+    group: Any = None,
+    ranks_per_node: int | None = None,
+    timeout_s: float | None = None,
+    nccl: NcclByLevel | None = None,
+) -> Membership:
     """Return the membership of `group`, building it on the first call: collective over the group's ranks.
 
     Calls with equal arguments share one set of process groups: all of them use one lane, in one order, anyway.
     `ranks_per_node` declares blocks of the group's ranks to be nodes instead of asking the hosts, as
-    COMMOPT_RANKS_PER_NODE does with blocks of global ranks.
-    Raises ConfigurationError for a shape that cannot be, MismatchError when ranks disagree.
+    COMMOPT_RANKS_PER_NODE does with blocks of global ranks. `nccl` holds options for the communicators of a level,
+    which this cluster need not have.
+    Raises ConfigurationError for a shape or options that cannot be, MismatchError when ranks disagree.
     """
     parent = resolve_group(group)
+    nccl = {} if nccl is None else nccl
+    require_nccl_options(nccl, _backends(parent))
     timeout_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
     if not 0 < timeout_s <= _LONGEST_TIMEOUT_S:
         raise ConfigurationError(
             f"timeout {timeout_s} is not between 0 and {_LONGEST_TIMEOUT_S:.0f} seconds; pass for example timeout=60"
         )
     known = _memberships.setdefault(parent, {})
-    key = (ranks_per_node, timeout_s)
+    key = (ranks_per_node, timeout_s, frozenset(nccl.items()))
     if key not in known or not known[key].alive:
-        known[key] = _build(parent, ranks_per_node, timeout_s)
+        known[key] = _build(parent, ranks_per_node, timeout_s, nccl)
     return known[key]
 
 
-def _build(parent: dist.ProcessGroup, ranks_per_node: int | None, timeout_s: float) -> Membership:
+def _backends(parent: dist.ProcessGroup) -> dict[str, str]:
+    """Return which backend moves the tensors of which type of device."""
+    return dict(part.split(":") for part in str(dist.get_backend_config(parent)).split(","))
+
+
+def _build(parent: dist.ProcessGroup, ranks_per_node: int | None, timeout_s: float, nccl: NcclByLevel) -> Membership:
     emulated = _ranks_per_node_from_environment() if ranks_per_node is None else None
     facts = {
         "commopt version": __version__,
@@ -90,6 +106,7 @@ def _build(parent: dist.ProcessGroup, ranks_per_node: int | None, timeout_s: flo
         "ranks_per_node": ranks_per_node,
         ENVIRONMENT_VARIABLE: emulated,
         "timeout in seconds": timeout_s,
+        "NCCL options": {level: str(nccl[level]) for level in sorted(nccl)},
         "COMMOPT_CHECK": checking(),
     }
     own = {"host": _host(emulated).as_dict(), "token": secrets.token_hex(4)}
@@ -109,7 +126,7 @@ def _build(parent: dist.ProcessGroup, ranks_per_node: int | None, timeout_s: flo
             cluster.nodes,
         )
     name = f"commopt/{parent.group_name}/{answers[0]['token']}"
-    team = _build_team(parent, cluster, name, timeout_s)
+    team = _build_team(parent, cluster, name, timeout_s, nccl)
     # A rank that went on and destroyed its groups would break the connections others are still making.
     exchange_facts(store, ranks, parent.rank(), "the end of commopt group setup", {}, timeout_s)
     return Membership(name, ref(parent), cluster, team, timeout_s, _private_store(name))
@@ -131,31 +148,33 @@ def _blocks(world_size: int, ranks_per_node: int) -> Cluster:
         raise ConfigurationError(str(error)) from None
 
 
-def _build_team(parent: dist.ProcessGroup, cluster: Cluster, name: str, timeout_s: float) -> Team:
+def _build_team(
+    parent: dist.ProcessGroup, cluster: Cluster, name: str, timeout_s: float, nccl: Mapping[str, NcclOptions]
+) -> Team:
     """Create the groups in one fixed order: world, intra, inter."""
     global_ranks = [dist.get_process_group_ranks(parent)[position] for position in cluster.order]
     node_of = [cluster.node_of(position) for position in cluster.order]
-    backends = dict(part.split(":") for part in str(dist.get_backend_config(parent)).split(","))
+    backends = _backends(parent)
 
-    def created(label: str, members: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...], Any]:
+    def created(level: str, members: Sequence[int], number: object = "") -> tuple[_Ranks, _Ranks, Any]:
         ranks = tuple(global_ranks[member] for member in members)
         nodes = tuple(node_of[member] for member in members)
-        return ranks, nodes, _new_group(parent, ranks, f"{name}/{label}", timeout_s)
+        return ranks, nodes, _new_group(parent, ranks, f"{name}/{level}{number}", timeout_s, nccl.get(level))
 
     me = cluster.order.index(parent.rank())
     world = created("world", range(len(node_of)))
     levels = levels_of(node_of, me)
     if levels is None:
         return Team(*world, backends)
-    intra = Team(*created(f"intra{node_of[me]}", levels.intra), backends, "intra")
+    intra = Team(*created("intra", levels.intra, node_of[me]), backends, "intra")
     inter = None
     if levels.inter is not None:
-        inter = Team(*created(f"inter{levels.intra.index(me)}", levels.inter), backends, "inter")
+        inter = Team(*created("inter", levels.inter, levels.intra.index(me)), backends, "inter")
     return Team(*world, backends, "world", intra, inter)
 
 
 def _new_group(
-    parent: dist.ProcessGroup, ranks: tuple[int, ...], name: str, timeout_s: float
+    parent: dist.ProcessGroup, ranks: tuple[int, ...], name: str, timeout_s: float, nccl: NcclOptions | None
 ) -> dist.ProcessGroup | None:
     """Create a process group of exactly `ranks` in exactly this order; only they take part.
 
@@ -165,6 +184,10 @@ def _new_group(
     if len(ranks) == 1:
         return None
     create: Any = c10d._new_process_group_helper  # not public, hence typed differently from one torch to the next
+    timeout = timedelta(seconds=timeout_s)
+    options = None if nccl is None else nccl.for_torch()
+    if options is not None:
+        options._timeout = timeout  # else torch warns that it will replace the default
     group: dist.ProcessGroup
     with _unbound():
         group, _ = create(
@@ -174,7 +197,8 @@ def _new_group(
             dist.Backend(str(dist.get_backend_config(parent))),
             c10d._get_default_store(),
             name,
-            timeout=timedelta(seconds=timeout_s),
+            options,
+            timeout=timeout,
             group_desc=name,
         )
     c10d._world.pg_group_ranks[group] = {global_rank: position for position, global_rank in enumerate(ranks)}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from weakref import ref
 
@@ -142,17 +144,16 @@ class Team(TeamShape):
 
     def close(self) -> None:
         """Destroy the process groups, which also frees peers that wait in them; later primitives raise."""
-        for part in (self.intra, self.inter):
-            if part is not None:
-                part.close()
-        group = self._live_group()
-        self._closed = True
-        if group is None:
-            return
-        if "nccl" in self._backends.values():
-            c10d._abort_process_group(group)  # a NCCL kernel that waits for a peer ends only by an abort
-        else:
-            dist.destroy_process_group(group)
+        levels = [part for part in (self.intra, self.inter, self) if part is not None]
+        groups = [group for part in levels if (group := part._part_with()) is not None]
+        if "nccl" not in self._backends.values():
+            for group in groups:
+                dist.destroy_process_group(group)
+        elif groups:
+            # An abort waits for the kernels of its communicator, which may be queued behind one of another level that
+            # only that level's abort ends.
+            with ThreadPoolExecutor(len(groups)) as pool:
+                list(pool.map(_abort, groups))
 
     def release(self) -> None:
         """Close when nothing but gloo is behind it, whose threads are then joined; of NCCL nothing is aborted."""
@@ -163,6 +164,12 @@ class Team(TeamShape):
     def closed(self) -> bool:
         """Whether the team can no longer communicate: it was closed, or its process group destroyed."""
         return self._closed or not dist.is_initialized() or (self._group is not None and self._live_group() is None)
+
+    def _part_with(self) -> dist.ProcessGroup | None:
+        """Close this level alone; return the group that is to be destroyed, if it still exists."""
+        group = self._live_group()
+        self._closed = True
+        return group
 
     def _live_group(self) -> dist.ProcessGroup | None:
         group = None if self._group is None else self._group()
@@ -187,6 +194,15 @@ class Team(TeamShape):
             raise
         except RuntimeError as error:
             raise TransportError(f"{primitive} over ranks {self.ranks} failed: {error}") from error
+
+
+def _abort(group: dist.ProcessGroup) -> None:
+    """End a group of NCCL and its kernels, also those that wait for a peer, and never free it.
+
+    Freeing it waits for a thread of torch, which sleeps for a minute once it has seen an error.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    c10d._abort_process_group(group)
 
 
 def is_alive(group: dist.ProcessGroup) -> bool:

@@ -28,10 +28,11 @@ def attach(ddp: TorchDDP, choice: Choice, **options: Any) -> HookState:
     """Average the gradients of `ddp` with an aggregator, a preset or a preset's name; return the hook's state.
 
     A name may carry options of its own: "hierarchical_quantized:bits=4". Other options are HookState's (process_group,
-    ranks_per_node, scaler, timeout, plan, links, needed_first, record) and those of the preset. `plan` is "adaptive"
-    here unless COMMOPT_PLAN says otherwise: after ten measured steps gradients travel in the buckets that finish first.
-    Collective over DDP's process group. Raises ConfigurationError when `ddp` is no DDP model, has a hook already, or an
-    option or a name is unknown, UnsupportedTensorError when a parameter's gradient could not be averaged.
+    ranks_per_node, scaler, timeout, plan, links, needed_first, record, nccl) and those of the preset. `plan` is
+    "adaptive" here unless COMMOPT_PLAN says otherwise: after ten measured steps gradients travel in the buckets that
+    finish first. Collective over DDP's process group. Raises ConfigurationError when `ddp` is no DDP model, has a hook
+    already, or an option or a name is unknown, UnsupportedTensorError when a parameter's gradient could not be
+    averaged.
     """
     _require_free(ddp)
     for_state = {name: value for name, value in options.items() if name in _STATE_OPTIONS}

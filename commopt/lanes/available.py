@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 import torch
+import torch.distributed as dist
 
 _ORDER_VARIABLE = "NCCL_LAUNCH_ORDER_IMPLICIT"
 _NCCL_SINCE = (2, 26)
@@ -43,6 +44,8 @@ def lanes_here(backend: str) -> int:
 
 @lru_cache(maxsize=1)
 def _versions() -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the versions of NCCL and CUDA that torch was built with."""
-    nccl = torch.cuda.nccl.version()
+    """Return the versions of NCCL and CUDA that torch was built with, () where it was built without."""
+    if not dist.is_nccl_available():
+        return (), ()
+    nccl = torch.cuda.nccl.version()[:3]  # its fourth part is a text
     return tuple(nccl), tuple(int(part) for part in (torch.version.cuda or "0").split("."))
