@@ -214,9 +214,10 @@ class Training:
     chosen: Callable[[int, int, torch.dtype], Vectors] = gradients
     make: Callable[[torch.dtype], nn.Module] = Controlled
     micros: int = 1
+    device: str = "cpu"  # of the model; the books are kept on the CPU
 
     def __post_init__(self) -> None:
-        self.module = self.make(self.dtype)
+        self.module = self.make(self.dtype).to(self.device)
         self.ddp = TorchDDP(self.module, **self.options)
         self.comm: HookState = commopt.attach(self.ddp, self.aggregator, scaler=self.scaler)
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.01)
@@ -233,7 +234,7 @@ class Training:
         self.optimizer.zero_grad()
         for micro, coefficients in enumerate(own):
             with self.ddp.no_sync() if micro + 1 < self.micros else contextlib.nullcontext():
-                loss = self.ddp(coefficients)
+                loss = self.ddp({name: values.to(self.device) for name, values in coefficients.items()})
                 (self.scaler.scale(loss) if self.scaler else loss).backward()
         results = self.results()
         for values in results.values():
@@ -274,13 +275,13 @@ class Training:
         """Return a hash of every result so far, or since `forget`, and of the parameters."""
         digest = self._digest.copy()
         for parameter in self.module.parameters():
-            digest.update(parameter.detach().flatten().view(torch.uint8).numpy().tobytes())
+            digest.update(parameter.detach().flatten().cpu().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
     def results(self) -> Vectors:
         """Return the gradients that the optimizer sees."""
         named = self.module.named_parameters()
-        return {name: parameter.grad.flatten().clone() for name, parameter in named if parameter.grad is not None}
+        return {name: p.grad.flatten().to("cpu", copy=True) for name, p in named if p.grad is not None}
 
     def forget(self) -> None:
         """Begin the digest anew."""

@@ -73,7 +73,8 @@ class ManyDtypes(nn.Module):
 
 def batch_of(rank: int, step: int, micro: int = 0) -> Batch:
     generator = torch.Generator().manual_seed(10_000 * step + 100 * micro + rank)
-    return (torch.randn(4, WIDTH, generator=generator) * (1 + rank),)
+    values = torch.randn(4, WIDTH, generator=generator, device="cpu") * (1 + rank)
+    return (values.to(torch.get_default_device()),)
 
 
 def loss_of(module: nn.Module, batch: Batch) -> Tensor:
@@ -164,7 +165,7 @@ def train(
 def digest_of(module: nn.Module) -> str:
     digest = hashlib.sha256()
     for parameter in module.parameters():
-        digest.update(parameter.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

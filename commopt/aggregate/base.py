@@ -10,6 +10,7 @@ from torch import Tensor
 
 from commopt.aggregate.calls import Call, Stages, Step
 from commopt.brief import Brief
+from commopt.errors import ConfigurationError
 from commopt.feedback import Account, Layout, Shapes, Spans
 from commopt.groups import Team, TeamShape, WireBytes
 
@@ -119,6 +120,14 @@ class Aggregator(Brief, ABC):
 
     def check(self, team: TeamShape) -> None:
         """Raise ConfigurationError when this aggregator cannot run on `team`."""
+
+    def check_capture(self, step: int) -> None:
+        """Raise ConfigurationError when a later step would do otherwise than `step`, which a CUDA graph repeats."""
+        if step < self.start_step:
+            raise ConfigurationError(
+                f"{self} warms up until step {self.start_step} and a CUDA graph would repeat step {step} for ever; "
+                f"capture a step from {self.start_step} on, or set no warm-up"
+            )
 
 
 def mark_non_finite(buffer: Tensor, finite: Tensor) -> None:

@@ -21,7 +21,15 @@ from commopt.aggregate.clipping import clip
 from commopt.aggregate.rows import Region, RowFormat, row_format
 from commopt.compress import Carry, Compressor, Exact, Velocity
 from commopt.errors import ConfigurationError
-from commopt.feedback import Account, Feedback, Kind, Layout, checked_patterns, require_feedback
+from commopt.feedback import (
+    Account,
+    Feedback,
+    Kind,
+    Layout,
+    checked_patterns,
+    require_feedback,
+    require_repeatable,
+)
 from commopt.feedback.ledger import momentum_path
 from commopt.groups import Team, TeamShape, apply_scale
 from commopt.kernels.reference import advance
@@ -293,6 +301,16 @@ class Compressed(Aggregator):
     def phase(self, step: int) -> int:
         """See Aggregator."""
         return self.compressor.stage(step)
+
+    def check_capture(self, step: int) -> None:
+        """See Aggregator; dice are thrown on the host, once for each launch."""
+        super().check_capture(step)
+        require_repeatable(str(self), self.feedback)
+        if self.compressor.throws_dice:
+            raise ConfigurationError(
+                f"{self} rounds up or down at random and a CUDA graph would repeat the same dice in every step; use "
+                f"rounding='nearest'"
+            )
 
     @property
     def residual_paths(self) -> tuple[str, ...]:

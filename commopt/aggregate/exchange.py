@@ -63,13 +63,13 @@ class Exchange:
 
     def random(self, side: Side, step: int | None = None) -> Tensor:
         """Return orthonormal factors [rows of all, r] that are random, but the same on every rank and machine."""
-        drawn = torch.empty(self._plan.rows[side], self._matrix_rank)
+        drawn = torch.empty(self._plan.rows[side], self._matrix_rank, device="cpu")  # whatever the default is
         heights = [rows if side == "left" else cols for rows, cols in self._plan.shapes]
         for piece, part in zip(self._plan.stacked.pieces, drawn.split(heights), strict=True):
             # Not by name: who registers without a module has no names, and trains alike.
             text = f"{piece.shape} {piece.begin}:{piece.end} {side} {step}"
             generator = torch.Generator().manual_seed(crc32(text.encode()))
-            words = torch.randint(1 << 16, (_WORDS, *part.shape), generator=generator)
+            words = torch.randint(1 << 16, (_WORDS, *part.shape), generator=generator, device="cpu")
             torch.sub(words.sum(0), (_WORDS * 0xFFFF) // 2, out=part)  # integers: every machine draws the same
         factors = drawn.to(self._device)
         self.orthogonalize(side, factors, factors, None)

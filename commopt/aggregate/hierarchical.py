@@ -241,6 +241,11 @@ class Hierarchical(Aggregator):
         alike = (at for at in range(earliest, min(step, earliest + 2)) if [part.phase(at) for part in parts] == phases)
         return next(alike, step)
 
+    def check_capture(self, step: int) -> None:
+        """See Aggregator; the level says what has to be changed."""
+        self.inter.check_capture(step)
+        self.intra.check_capture(step)
+
     @property
     def residual_paths(self) -> tuple[str, ...]:
         """See Aggregator."""

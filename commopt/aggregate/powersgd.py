@@ -20,7 +20,18 @@ from commopt.aggregate.leftovers import scale_and_add
 from commopt.aggregate.matrices import Rule, divide, plan
 from commopt.compress import Carry
 from commopt.errors import ConfigurationError
-from commopt.feedback import Account, Factors, Feedback, Layout, Shapes, Side, Spans, checked_patterns, require_feedback
+from commopt.feedback import (
+    Account,
+    Factors,
+    Feedback,
+    Layout,
+    Shapes,
+    Side,
+    Spans,
+    checked_patterns,
+    require_feedback,
+    require_repeatable,
+)
 from commopt.groups import Team, TeamShape, apply_scale
 
 _NBYTES = torch.float32.itemsize
@@ -171,6 +182,21 @@ class PowerSGD(Aggregator):
         if step < self.start_step:
             return 0
         return self.start_step + ((step - self.start_step) % 2 if self.alternating else 0)
+
+    def check_capture(self, step: int) -> None:
+        """See Aggregator; factors of both sides every time, from those of the step before."""
+        super().check_capture(step)
+        require_repeatable(str(self), self.feedback)
+        if self.alternating:
+            raise ConfigurationError(
+                f"{self} refreshes left and right factors in turns and a CUDA graph would refresh one of them for "
+                f"ever; use alternating=False"
+            )
+        if not self.warm_start:
+            raise ConfigurationError(
+                f"{self} draws other factors in every step and a CUDA graph would repeat one draw for ever; use "
+                f"warm_start=True"
+            )
 
     def divide(self, layout: Layout, dtype: torch.dtype, parts: int) -> tuple[Spans, ...] | None:
         """See Aggregator: whole matrices, or blocks of rows."""

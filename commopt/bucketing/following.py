@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from weakref import ref
 
@@ -98,6 +98,11 @@ class Following:
     def _rebuild(self, ddp: TorchDDP, buckets: Sequence[Sequence[str]], *, hooked: bool = True) -> None:
         parameters = self._layouts.parameters
         reducer.rebuild(ddp, [[parameters[name] for name in names] for names in buckets], hooked=hooked)
+
+    def aggregators(self) -> Iterator[Aggregator]:
+        """Iterate over all that may average a buffer now."""
+        yield next(iter(self._strategies.values()))
+        yield from self._aggregators
 
     def aggregators_for(self, message: Message) -> list[Aggregator]:
         """Return what averages each buffer of a message: what was asked for, where no plan says otherwise."""

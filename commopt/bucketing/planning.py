@@ -22,6 +22,7 @@ from commopt.bucketing.meeting import Agenda, Meetings
 from commopt.bucketing.messages import Message
 from commopt.bucketing.methods import method_for
 from commopt.bucketing.prices import require_prices
+from commopt.bucketing.reducer import is_capturing
 from commopt.bucketing.strategies import require_fit
 from commopt.bucketing.turns import Turns
 from commopt.bucketing.wish import Wish
@@ -40,6 +41,10 @@ _EARLIER_STEPS = 3
 # With the hook still, after the last change: what compression kept back goes into exact averages first.
 _OWED_STEPS = 3
 _LEAST_ABSENCE_STEPS = 10
+# Until DDP has new buckets, and has shown them twice.
+_STEPS_TO_SETTLE = 3
+# What torch asks for before it captures DDP: in the first ten iterations the reducer takes times of its own.
+_STEPS_TO_CAPTURE = 11
 
 
 class Planning:
@@ -166,14 +171,16 @@ class Planning:
 
     # ------------------------------------------------------------------------------------- every step
 
-    def before_forward(self) -> None:
+    def before_forward(self, step: int) -> None:
         """Adopt what was decided; only here can DDP be given other buckets, or be left to itself."""
+        self._require_repeatable(step)
         self._adopt()
         self._following.before_forward()
         self.turns.before_forward()
 
     def begin_step(self, step: int) -> None:
         """Adopt what was decided if there was no forward to do it."""
+        self._require_repeatable(step)
         self._adopt()
         if self._adaptive:
             self._measuring.begin_step(step)
@@ -186,15 +193,29 @@ class Planning:
         """Take times, or meet, as the calendar has it; collective. `run` puts work on the lane."""
         if not self._adaptive:
             return
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            self.give_up("a CUDA graph repeats one step for ever")
-            return
         self._measuring.end_step(step, device)
         if self._measuring.calendar.meets(step):
             self._meet(step, overhead_us, run)
         elif step >= self._leave_after:
             length = self._measuring.calendar.measure_from - _EARLIER_STEPS - (step + 1)
             self.turns.leave(length if length >= _LEAST_ABSENCE_STEPS else 0)
+
+    def _require_repeatable(self, step: int) -> None:
+        """Raise ConfigurationError when `step` is captured in a CUDA graph and is not what all later ones will be."""
+        if self.turns.is_away or not is_capturing():
+            return
+        if self._adaptive:
+            raise ConfigurationError(
+                f"step {step} is captured in a CUDA graph while other buckets may yet be planned; call state.freeze() "
+                f"on every rank and take {_STEPS_TO_SETTLE} more steps before"
+            )
+        if not self._assembly.settled:
+            raise ConfigurationError(
+                f"step {step} is captured in a CUDA graph before DDP has shown the same buckets twice; take "
+                f"{_STEPS_TO_CAPTURE} steps before, on the stream that is captured"
+            )
+        for aggregator in self._following.aggregators():
+            aggregator.check_capture(step)
 
     # ------------------------------------------------------------------------------------- meetings
 

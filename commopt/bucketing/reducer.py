@@ -66,7 +66,7 @@ def can_rebuild(ddp: TorchDDP, parameters: Iterable[Tensor]) -> bool:
 
 def is_capturing() -> bool:
     """Return whether what happens now will be repeated by a CUDA graph."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def rebuild(ddp: TorchDDP, buckets: Sequence[Sequence[Tensor]], *, hooked: bool = True) -> None:

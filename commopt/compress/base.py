@@ -47,6 +47,11 @@ class Compressor(Brief, ABC):
         return False
 
     @property
+    def throws_dice(self) -> bool:
+        """Whether encoding rounds at random: otherwise in every step."""
+        return False
+
+    @property
     def inertia(self) -> Momentum | None:
         """The momentum that is applied before compression, in place of the optimizer's."""
         return None

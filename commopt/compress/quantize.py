@@ -49,6 +49,11 @@ class Quantize(Blockwise):
             )
 
     @property
+    def throws_dice(self) -> bool:
+        """See Compressor."""
+        return self.codec.stochastic
+
+    @property
     def codec(self) -> Codec:
         """See Blockwise."""
         stochastic = self.rounding == "stochastic"

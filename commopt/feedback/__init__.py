@@ -2,7 +2,7 @@
 
 from commopt.feedback.account import Account
 from commopt.feedback.checkpoint import layout_of, pieces_of, restore, save, spread
-from commopt.feedback.config import Feedback, checked_patterns, require_feedback
+from commopt.feedback.config import Feedback, checked_patterns, require_feedback, require_repeatable
 from commopt.feedback.factors import Factors, FactorStore, Shapes, Side
 from commopt.feedback.layout import Layout, Piece
 from commopt.feedback.ledger import Kind, Ledger, Slot
@@ -26,6 +26,7 @@ __all__ = [
     "matches",
     "pieces_of",
     "require_feedback",
+    "require_repeatable",
     "restore",
     "save",
     "split",

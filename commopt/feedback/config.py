@@ -16,6 +16,15 @@ def require_feedback(owner: str, feedback: object) -> None:
         raise ConfigurationError(f"{owner}(feedback={feedback!r}) must be a Feedback(), or None for none")
 
 
+def require_repeatable(owner: str, feedback: Feedback | None) -> None:
+    """Raise ConfigurationError when residuals are rounded at random, by dice that a CUDA graph would repeat."""
+    if feedback is not None and feedback.dtype != torch.float32:
+        raise ConfigurationError(
+            f"{owner} keeps residuals in {feedback.dtype}, rounded at random, and a CUDA graph would repeat the same "
+            f"dice in every step; use feedback=Feedback(dtype=torch.float32)"
+        )
+
+
 def checked_patterns(owner: str, dense: object) -> tuple[str, ...]:
     """Return the patterns of parameter names that `owner` was given, as a tuple: a list could not be hashed.
 

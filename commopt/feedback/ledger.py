@@ -301,8 +301,14 @@ class Ledger:
                 torch.where(finite, self._rounded(slot, staged, name), slot.values, out=slot.values)
         for factors, staged in self._staged_factors:
             torch.where(finite, staged, factors, out=factors)
-        self.dropped = self.dropped + (~finite).long()
+        self._count(~finite)
         self.begin_step()
+
+    def _count(self, dropped: Tensor) -> None:
+        if isinstance(self.dropped, int):
+            self.dropped = self.dropped + dropped.long()
+        else:
+            self.dropped += dropped  # where it is: a CUDA graph goes on counting there
 
     def _replace(self, slot: Slot, staged: Tensor, name: str) -> None:
         if slot.once:

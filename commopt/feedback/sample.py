@@ -18,7 +18,10 @@ class SampledError:
         """Take one sample in; those of dropped steps, which are not finite, do not count. No host sync."""
         squares = torch.stack([left_out.square().sum(), sent.square().sum()])
         squares = squares.masked_fill(~squares.isfinite().all(), 0.0)
-        self._squares = squares if self._squares is None else self._squares * _FORGETTING + squares
+        if self._squares is None:
+            self._squares = squares
+        else:
+            self._squares.mul_(_FORGETTING).add_(squares)  # where they are: a CUDA graph may repeat it
 
     def value(self) -> float | None:
         """Return the error, None before the first sample; waits for the device."""

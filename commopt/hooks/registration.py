@@ -21,7 +21,7 @@ from commopt.bucketing import Assembly, Held, Layouts, Message, Planning, Wish
 from commopt.errors import CommoptError, ConfigurationError
 from commopt.feedback import Layout, Ledger
 from commopt.feedback.fidelity import Fidelity
-from commopt.groups import WireBytes, join
+from commopt.groups import NcclByLevel, WireBytes, join
 from commopt.hooks import misuse
 from commopt.hooks.gradients import require_supported_bucket
 from commopt.hooks.periodic import ParameterAverages
@@ -41,6 +41,7 @@ class Settings:
     timeout_s: float | None
     wish: Wish
     record: bool
+    nccl: NcclByLevel | None
 
 
 class Registration:
@@ -80,7 +81,7 @@ class Registration:
     def join(self, process_group: Any = None) -> Sending:
         """Find the other ranks of the group, None meaning the world, and agree with them; collective."""
         lanes.require_healthy()
-        membership = join(process_group, self.settings.ranks_per_node, self.settings.timeout_s)
+        membership = join(process_group, self.settings.ranks_per_node, self.settings.timeout_s, self.settings.nccl)
         sending = Sending(membership, f"HookState {next(membership.owners)}", self.recorder)
         record = str(self.settings.record)  # what is recorded is never left to DDP
         membership.agree(f"{sending.owner} setup", aggregator=self.aggregator_name, record=record)
@@ -117,7 +118,7 @@ class Registration:
     def before_forward(self) -> None:
         """Change, between two steps, what was decided to be changed."""
         self.recorder.forward_begins()
-        self.planning.before_forward()
+        self.planning.before_forward(self.steps)
         self._count_by_ddp()
 
     def _count_by_ddp(self) -> None:
@@ -211,6 +212,12 @@ class Registration:
         self.reduced_steps += 1
 
     # ------------------------------------------------------------------------------------- between steps
+
+    def freeze(self) -> None:
+        """See HookState.freeze."""
+        self.planning.give_up("frozen")
+        if self.joined is not None:
+            self.joined.watch_fidelity = False  # which nobody will ask for
 
     def run(self, work: Callable[[], None], what: str, device: torch.device | None = None) -> lanes.Ticket:
         """Put work of another kind on the lane, which every rank does at the same point."""

@@ -17,7 +17,7 @@ from commopt.aggregate import Aggregator
 from commopt.bucketing import Wish
 from commopt.cost import Links
 from commopt.errors import ConfigurationError
-from commopt.groups import Membership
+from commopt.groups import Membership, NcclByLevel
 from commopt.hooks import saving
 from commopt.hooks.gradients import require_supported_parameters
 from commopt.hooks.insight import report_on, timeline_of
@@ -49,11 +49,13 @@ class HookState:
     tuned: for "auto", what an earlier tuning came to (or the path of its file): begun with, and watched.
     record: keep the times of all steps, for `timeline` and `report`; else only those that planning measures are kept.
         The same on all ranks.
+    nccl: what NCCL may take of the GPU on a level ("world", "intra", "inter"; levels that this cluster lacks are no
+        error): {"inter": NcclOptions(max_ctas=4)}.
 
     Raises ConfigurationError, UnsupportedTensorError, and MismatchError on every rank when ranks disagree.
-    Pickling keeps aggregator, ranks_per_node, timeout, plan, links, needed_first, record and tuned; groups are made
-    again at the first bucket, over the world, and `scaler` must be assigned again. Residuals are each rank's own and a
-    pickle is usually one rank's: save them with state_dict().
+    Pickling keeps aggregator, ranks_per_node, timeout, plan, links, needed_first, record, tuned and nccl; groups are
+    made again at the first bucket, over the world, and `scaler` must be assigned again. Residuals are each rank's own
+    and a pickle is usually one rank's: save them with state_dict().
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class HookState:
         needed_first: bool = False,
         record: bool = False,
         tuned: Tuned | str | Path | None = None,
+        nccl: NcclByLevel | None = None,
     ) -> None:
         if aggregator is not None and not isinstance(aggregator, Aggregator):
             raise ConfigurationError(
@@ -81,7 +84,8 @@ class HookState:
             require_supported_parameters(module)
         _require_scaler(scaler)
         timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        settings = Settings(ranks_per_node, timeout_s, Wish.read(plan, links, needed_first, tuned), record)
+        wish = Wish.read(plan, links, needed_first, tuned)
+        settings = Settings(ranks_per_node, timeout_s, wish, record, nccl)
         self._start(settings, aggregator, module, scaler)
         self._registration.join(process_group)
 
@@ -246,8 +250,12 @@ class HookState:
         write_csv(tuner_rows(self.membership.team, known, lengths), path)
 
     def freeze(self) -> None:
-        """Change the plan no more, as under a CUDA graph; every rank must call it between the same two steps."""
-        self._planning.give_up("frozen")
+        """Change the plan no more; every rank must call it between the same two steps.
+
+        A step can then be captured in a CUDA graph, once DDP has shown the same buckets twice: what cannot be repeated
+        (docs/bucketing.md) raises ConfigurationError while it is captured. Replayed steps are not in `stats()`.
+        """
+        self._registration.freeze()
 
     # ------------------------------------------------------------------------------------- checkpoints
 

@@ -1,0 +1,352 @@
+"""Steps in a CUDA graph: what can be repeated trains as without one, what cannot is refused while it is captured."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import commopt
+from commopt import (
+    DGC,
+    Aggregator,
+    Compressed,
+    ConfigurationError,
+    Feedback,
+    Flat,
+    Hierarchical,
+    OneBit,
+    PeriodicAverage,
+    PowerSGD,
+    Quantize,
+)
+from commopt.bucketing import planning
+from commopt.feedback import Ledger
+from commopt.feedback.sample import SampledError
+from commopt.plan import Plan
+from tests.gpu_training import ON_GPU, every_device, kept, on_ranks
+from tests.hook_training import (
+    SMALL_BUCKET,
+    STEPS,
+    Tower,
+    assert_identical,
+    batch_of,
+    digest_of,
+    loss_of,
+    seeded,
+    train,
+)
+from tests.plan_changes import plan_of
+from tests.ranks import Nodes, run
+
+WARM_UP = {"cpu": 4, "cuda": 11}  # steps that torch's notes on CUDA graphs ask for
+REPLAYS = 4
+NAMES = [name for name, _ in reversed(list(Tower().named_parameters()))]
+MERGED = " in few messages"
+
+# ------------------------------------------------------------------------------------- which steps differ
+
+BFLOAT16 = Feedback(dtype=torch.bfloat16)
+REPEATABLE: list[tuple[Aggregator, int]] = [
+    (Flat(), 0),
+    (Hierarchical(chunks=3), 0),
+    (Hierarchical(Compressed(Quantize(4))), 0),
+    (Compressed(Quantize(8), feedback=None), 0),
+    (Compressed(OneBit(start_step=5)), 5),
+    (Compressed(DGC(warmup=((3, 0.25), (2, 0.1)))), 5),
+    (PowerSGD(alternating=False), 2),
+    (Hierarchical(PowerSGD(alternating=False, feedback=None), Compressed(Quantize(8))), 2),
+]
+UNREPEATABLE: list[tuple[Aggregator, int, str]] = [
+    (Compressed(OneBit(start_step=5)), 4, r"until step 5 .* repeat step 4 for ever; capture a step from 5 on"),
+    (Compressed(DGC(warmup=((3, 0.25), (2, 0.1)))), 4, "until step 5"),
+    (Hierarchical(Flat(), Compressed(Quantize(8, start_step=9))), 8, "until step 9"),
+    (Compressed(Quantize(8, rounding="stochastic")), 0, "use rounding='nearest'"),
+    (Hierarchical(Compressed(Quantize(4, rounding="stochastic"))), 0, "use rounding='nearest'"),
+    (Compressed(OneBit(), feedback=BFLOAT16), 0, r"use feedback=Feedback\(dtype=torch.float32\)"),
+    (PowerSGD(alternating=False, feedback=BFLOAT16), 2, r"use feedback=Feedback\(dtype=torch.float32\)"),
+    (PowerSGD(alternating=False), 1, "until step 2"),
+    (PowerSGD(), 2, "in turns .* use alternating=False"),
+    (PowerSGD(alternating=False, warm_start=False), 2, "use warm_start=True"),
+    (PeriodicAverage(), 0, "averages parameters every 8 steps"),
+]
+
+
+@pytest.mark.parametrize(("aggregator", "step"), REPEATABLE, ids=str)
+def test_steps_that_a_graph_may_repeat(aggregator: Aggregator, step: int) -> None:
+    aggregator.check_capture(step)
+
+
+@pytest.mark.parametrize(("aggregator", "step", "message"), UNREPEATABLE, ids=str)
+def test_steps_that_no_graph_may_repeat(aggregator: Aggregator, step: int, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        aggregator.check_capture(step)
+
+
+@pytest.mark.parametrize("preset", commopt.PRESETS)
+def test_a_preset_that_is_not_refused_sends_the_same_in_every_step(preset: str) -> None:
+    """What `phase` knows of later steps must not have been forgotten."""
+    aggregator = commopt.PRESETS[preset].build()
+    try:
+        aggregator.check_capture(2)
+    except ConfigurationError:
+        assert aggregator.phase(2) != aggregator.phase(3)
+    else:
+        assert len({aggregator.phase(step) for step in range(2, 2000)}) == 1
+
+
+# ------------------------------------------------------------------------------------- what is refused in a hook
+
+
+def capturing(rank: int, world_size: int, strategy: str, plan: str, steps: int, freeze: bool) -> tuple[str, str]:
+    """Let a step, made after `steps` others, seem to be captured; return what it was told, and a hash in the end."""
+    ddp = TorchDDP(seeded(Tower), **SMALL_BUCKET)
+    state = commopt.attach(ddp, strategy, plan=plan)
+    said = ""
+    for step in range(steps):
+        ddp.zero_grad()
+        loss_of(ddp, batch_of(rank, step)).backward()
+    if freeze:
+        state.freeze()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning, "is_capturing", lambda: True)
+        try:
+            loss_of(ddp, batch_of(rank, steps)).backward()
+        except ConfigurationError as error:
+            said = str(error)
+    ddp.zero_grad()
+    loss_of(ddp, batch_of(rank, steps)).backward()  # nothing is left behind
+    return said, gradients_of(ddp)
+
+
+def gradients_of(ddp: TorchDDP) -> str:
+    parts = [parameter.grad.cpu().flatten() for parameter in ddp.parameters() if parameter.grad is not None]
+    return hashlib.sha256(torch.cat(parts).numpy().tobytes()).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "plan", "steps", "freeze", "message"),
+    [
+        ("flat", "ddp", 3, False, ""),
+        ("flat", "adaptive", 3, True, ""),
+        ("quantized", "adaptive", 3, True, ""),
+        ("flat", "adaptive", 3, False, "while other buckets may yet be planned; call state.freeze() on every rank"),
+        ("flat", "ddp", 0, False, "step 0 is captured in a CUDA graph before DDP has shown the same buckets twice"),
+        ("flat", "ddp", 2, False, "step 2 is captured in a CUDA graph before DDP has shown the same buckets twice"),
+        ("quantized:rounding=stochastic", "ddp", 3, False, "use rounding='nearest'"),
+        ("powersgd", "adaptive", 4, True, "use alternating=False"),
+    ],
+)
+def test_a_captured_step_is_looked_at(strategy: str, plan: str, steps: int, freeze: bool, message: str) -> None:
+    results = run(capturing, 2, strategy, plan, steps, freeze)
+    assert_identical([digest for _, digest in results])
+    for said, _ in results:
+        assert message in said
+        assert bool(said) == bool(message)
+
+
+def without_forwards(rank: int, world_size: int) -> str:
+    """Torch's own DDP, in its two-argument form, shows no forwards: then backward is refused."""
+    ddp = TorchDDP(seeded(Tower), **SMALL_BUCKET)
+    ddp.register_comm_hook(commopt.HookState(), commopt.PRESETS["flat"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning, "is_capturing", lambda: True)
+        loss = loss_of(ddp, batch_of(rank, 0))
+        with pytest.raises((ConfigurationError, RuntimeError)) as refused:
+            loss.backward()
+    return str(refused.value)
+
+
+def test_without_forwards_the_backward_is_refused() -> None:
+    for said in run(without_forwards, 2):
+        assert "step 0 is captured in a CUDA graph before DDP has shown the same buckets twice" in said
+
+
+def refuse(self: Aggregator, step: int) -> None:
+    raise ConfigurationError(f"{self} is refused in step {step}")
+
+
+def follow_a_plan(rank: int, world_size: int) -> str:
+    """Follow a plan in which one bucket goes by another strategy than the user's."""
+    by_user, by_flat = plan_of(NAMES[:6], strategy=repr(Hierarchical())), plan_of(NAMES[6:])
+    ddp = TorchDDP(seeded(Tower))
+    commopt.attach(ddp, "hierarchical", plan=Plan((*by_user.buckets, *by_flat.buckets)))
+    train(ddp, rank, world_size, Hierarchical())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning, "is_capturing", lambda: True)
+        patch.setattr(Hierarchical, "check_capture", lambda self, step: None)
+        patch.setattr(Flat, "check_capture", refuse)
+        with pytest.raises(ConfigurationError) as refused:
+            ddp(*batch_of(rank, 0))
+    return str(refused.value)
+
+
+def test_what_a_plan_takes_for_a_bucket_is_asked_too() -> None:
+    assert run(follow_a_plan, 4, nodes=(2, 2)) == [f"Flat() is refused in step {STEPS}"] * 4
+
+
+# ------------------------------------------------------------------------------------- what stays at its address
+
+
+def test_what_a_graph_goes_on_writing_stays_where_it_is() -> None:
+    """Freed memory that a graph still reads would be another's, or nobody's."""
+    ledger, error = Ledger(), SampledError()
+    addresses = set()
+    for dropped in (False, True, True, False):
+        ledger._count(torch.tensor(dropped))
+        error.add(torch.full((4,), 3.0), torch.full((4,), 4.0))
+        assert isinstance(ledger.dropped, Tensor)
+        assert error._squares is not None
+        addresses.add((ledger.dropped.data_ptr(), error._squares.data_ptr()))
+    assert len(addresses) == 1
+    assert ledger.stats()["dropped_commits"] == 2
+    assert error.value() == pytest.approx(0.75)
+
+
+# ------------------------------------------------------------------------------------- whole steps
+
+
+class Trained(NamedTuple):
+    """What training came to on one rank."""
+
+    losses: list[float]
+    parameters: Tensor
+    kept: dict[str, Tensor]
+
+
+class Loop:
+    """A training whose every step reads the same memory: made, warmed up and captured on the current stream."""
+
+    def __init__(self, rank: int, device: str, strategy: str) -> None:
+        self.rank, self.device = rank, device
+        self.module = seeded(Tower).to(device)
+        self.ddp = TorchDDP(self.module, **SMALL_BUCKET)
+        name = strategy.removesuffix(MERGED)
+        few = plan_of(NAMES[:6], NAMES[6:], strategy=repr(commopt.build_preset(name)))
+        self.state = commopt.attach(self.ddp, name, plan="adaptive" if name == strategy else few)
+        self.state.freeze()
+        self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.01, momentum=0.9)
+        self.inputs = torch.empty_like(batch_of(rank, 0)[0], device=device)
+        self.loss = torch.empty((), device=device)
+
+    def body(self) -> None:
+        """Take a step on what lies in `inputs`, and leave its loss."""
+        loss = self.ddp(self.inputs).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.loss.copy_(loss.detach())
+
+    def step(self, number: int, graph: torch.cuda.CUDAGraph | None = None) -> float:
+        """Take step `number`, replayed if there is a graph; return its loss."""
+        self.inputs.copy_(batch_of(self.rank, number)[0])
+        if graph is None:
+            self.optimizer.zero_grad(set_to_none=True)
+            self.body()
+        else:
+            graph.replay()
+        return float(self.loss)
+
+    def capture(self, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+        """Return a graph of a step; nothing of it is done yet."""
+        graph = torch.cuda.CUDAGraph()
+        self.optimizer.zero_grad(set_to_none=True)
+        with torch.cuda.graph(graph, stream=stream):
+            self.body()
+        return graph
+
+    def result(self, losses: list[float]) -> Trained:
+        parameters = torch.cat([parameter.detach().cpu().flatten() for parameter in self.module.parameters()])
+        return Trained(losses, parameters, kept(self.state))
+
+
+def loop(rank: int, world_size: int, device: str, strategy: str, captures: bool) -> Trained:
+    """Train on; with `captures` all steps after the first 11 are replays of one."""
+    if not captures:
+        training = Loop(rank, device, strategy)
+        return training.result([training.step(number) for number in range(WARM_UP[device] + REPLAYS)])
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        training = Loop(rank, device, strategy)
+        losses = [training.step(number) for number in range(WARM_UP[device])]
+        graph = training.capture(stream)
+        losses += [training.step(WARM_UP[device] + number, graph) for number in range(REPLAYS)]
+        result = training.result(losses)
+        torch.cuda.synchronize()
+        graph.reset()  # NCCL's communicators end after the graphs that use them
+    return result
+
+
+def replay_as_eagerly(rank: int, world_size: int, device: str, strategies: list[str]) -> dict[str, list[Trained]]:
+    """Return, for each strategy, what a graph's replays and what steps without a graph came to."""
+    ways = (False, True) if device == "cuda" else (False, False)
+    return {
+        strategy: [loop(rank, world_size, device, strategy, captures) for captures in ways] for strategy in strategies
+    }
+
+
+POWERSGD = "powersgd:alternating=False"
+REPLAYED: dict[str, tuple[list[str], int, Nodes | None]] = {
+    "flat": (["flat", f"flat{MERGED}", "quantized:bits=4", "onebit", "dgc:density=0.05", POWERSGD], 2, None),
+    "on nodes": (
+        ["hierarchical", f"hierarchical{MERGED}", "hierarchical_quantized", f"hierarchical_{POWERSGD}"],
+        4,
+        (2, 2),
+    ),
+}
+
+
+@every_device
+@pytest.mark.parametrize("world", REPLAYED)
+def test_replays_train_as_steps_without_a_graph(device: str, world: str) -> None:
+    """On the CPU, where there are no graphs, this shows that two trainings come to the same bits."""
+    strategies, world_size, nodes = REPLAYED[world]
+    env = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    options: dict[str, Any] = {"fresh": True} if device == "cuda" else {}  # what reads these reads them once
+    results = on_ranks(
+        device, replay_as_eagerly, world_size, strategies, nodes=nodes, env=env, timeout_s=150, **options
+    )
+    for strategy in strategies:
+        for eager, replayed in (found[strategy] for found in results):
+            assert eager.losses[-1] != eager.losses[WARM_UP[device]]
+            assert eager.kept.keys() == replayed.kept.keys()
+            kept_pairs = ((eager.kept[key], replayed.kept[key]) for key in eager.kept)
+            pairs = [(eager.parameters, replayed.parameters), *kept_pairs]
+            if POWERSGD in strategy:  # cuBLAS may add in another order under a graph
+                assert replayed.losses == pytest.approx(eager.losses, rel=1e-4)
+                assert all((a - b).norm() <= 1e-3 * a.norm() for a, b in pairs), strategy
+            else:
+                assert replayed.losses == eager.losses, strategy
+                assert all(torch.equal(a, b) for a, b in pairs), strategy
+        assert_identical([found[strategy][1].parameters.numpy().tobytes().hex() for found in results])
+
+
+def refuse_and_go_on(rank: int, world_size: int, device: str, strategies: list[str]) -> dict[str, tuple[str, str]]:
+    """Try to capture what cannot be repeated, then train on; return what was said, and a hash of the parameters."""
+    found = {}
+    for strategy in strategies:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            training = Loop(rank, device, strategy)
+            for number in range(WARM_UP[device]):
+                training.step(number)
+            with pytest.raises(ConfigurationError) as refused:
+                training.capture(stream)
+            training.step(WARM_UP[device])
+            torch.cuda.synchronize()
+        found[strategy] = str(refused.value), digest_of(training.module)
+    return found
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
+def test_a_refused_capture_ends_well(device: str) -> None:
+    strategies = {"quantized:rounding=stochastic": "rounding='nearest'", "powersgd": "alternating=False"}
+    env = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+    results = on_ranks(device, refuse_and_go_on, 2, list(strategies), env=env, fresh=True)
+    for strategy, fix in strategies.items():
+        assert_identical([found[strategy][1] for found in results])
+        assert all(fix in found[strategy][0] for found in results)
