@@ -18,10 +18,13 @@ from commopt import (
     Cast,
     Compressed,
     Compressor,
+    Flat,
     Hierarchical,
     OneBit,
+    PowerSGD,
     Quantize,
 )
+from commopt.aggregate.hierarchical import Form
 from tests.ranks import Nodes
 
 # name: (world size, nodes); ranks are dealt to nodes in blocks unless they are listed one by one.
@@ -71,6 +74,13 @@ def aggregators(name: str | None = None) -> list[Aggregator]:
     leaves = [made for kind in AGGREGATORS.values() if not _nests(kind) for made in _variants(kind, inner=[])]
     made = [aggregator for kind in kinds for aggregator in _variants(kind, inner=leaves)]
     return made + [aggregator for aggregator in _COMPRESSED_INSIDE if type(aggregator) in kinds]
+
+
+def representatives() -> list[Aggregator]:
+    """Return one aggregator of every kind, every compressor among them, where all would take too long."""
+    wires = [*(Compressed(made) for made in compressors()), PowerSGD()]
+    forms: list[Aggregator] = [Hierarchical(form=form) for form in get_args(Form)]
+    return [Flat(), *wires, *forms, *(Hierarchical(inter=wire) for wire in wires[::2]), *_COMPRESSED_INSIDE]
 
 
 def uses_compression(aggregator: Any) -> list[Compressor]:

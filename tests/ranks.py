@@ -1,7 +1,8 @@
-"""Run a function on every rank of a small gloo world, in worker processes that live from job to job.
+"""Run a function on every rank of a small gloo or NCCL world, in worker processes that live from job to job.
 
     from tests.ranks import run
     sums = run(add_up, 4, nodes=(2, 2))       # add_up(rank, world_size) on four ranks of two emulated nodes
+    sums = run(add_up, 4, nodes=(2, 2), device="cuda")       # the same over NCCL; ranks may share a GPU
 
 Importing torch takes seconds. Workers are therefore kept, so that a job costs a new process group, not a new
 process, and new ones are forked from a server that has torch loaded and nothing running. A job that fails, hangs or
@@ -43,7 +44,10 @@ _CLEAN_ENV: dict[str, str | None] = {
     **dict.fromkeys(("NCCL_HOSTID", "COMMOPT_RANKS_PER_NODE", "COMMOPT_CHECK")),
     "COMMOPT_PLAN": "ddp",  # plans depend on the clock: only for who asks
 }
-_WORKER_ENV = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+# Whether there is a GPU is asked through NVML: the CUDA runtime, once it was asked, is of no use in forked processes.
+_WORKER_ENV = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+# NCCL refuses two ranks on one GPU of a host, so each claims a host of its own; then all traffic goes through sockets.
+_NCCL_ENV = {"NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
 # Loaded once, by the single-threaded server that workers are forked from: a new worker costs no second import.
 _PRELOAD = ["numpy", "torch.distributed", "torch.nn.parallel", "torch.utils.checkpoint", "torch._dynamo"]
 _PRELOAD += ["commopt", "pytest"]
@@ -71,6 +75,7 @@ class _Job:
     world_size: int
     rendezvous: str
     timeout_s: float
+    device: str
     env: dict[str, str | None]
     args: tuple[object, ...]
     kwargs: dict[str, object]
@@ -85,26 +90,32 @@ def run(
     nodes: Nodes | None = None,
     fresh: bool = False,
     dies: Collection[int] = (),
+    device: str = "cpu",
     **kwargs: object,
 ) -> list[T]:
     """Return `[fn(rank, world_size, *args, **kwargs) for every rank]`, each called in its own process.
 
-    fn: module-level function; the gloo process group exists when it is called and is destroyed after it.
+    fn: module-level function; the process group exists when it is called and is destroyed after it.
     env: variables to set (or, with None, to unset) on every rank for this job.
     nodes: ranks of each emulated node, `((0, 2), (1, 3))`, or just their number, `(2, 2)`; default: one node.
-    fresh: use new processes and discard them afterwards, for jobs that leave a poisoned lane behind.
+    fresh: use new processes and discard them afterwards, for jobs that leave a poisoned lane behind, or set variables
+        that NCCL reads once in the life of a process.
+    device: "cpu" for a gloo group, "cuda" for an NCCL group; ranks are dealt to the GPUs in turn, and nodes must be
+        equal blocks of consecutive ranks there.
     dies: ranks whose processes must end instead of returning; their result is None.
     Raises RankError with the traceback of every rank that failed, or the stack of every rank that hung.
     """
-    hostids = _hostids(nodes, world_size)
+    node_of = _node_of(nodes, world_size)
+    ranks_per_node = _ranks_per_node(node_of) if device == "cuda" else None
     workers = _pool.start(world_size) if fresh else _pool.take(world_size)
     folder = tempfile.mkdtemp(prefix="rendezvous-")
     reusable = False
     try:
         for rank, worker in enumerate(workers):
-            job_env = {**_CLEAN_ENV, "NCCL_HOSTID": hostids[rank], **(env or {})}
+            place = _place(node_of[rank], ranks_per_node, worker, alone=nodes is None)
+            job_env = {**_CLEAN_ENV, **place, **(env or {})}
             store = str(Path(folder, "store"))
-            worker.send(_Job(fn, rank, world_size, store, timeout_s, job_env, args, kwargs))
+            worker.send(_Job(fn, rank, world_size, store, timeout_s, device, job_env, args, kwargs))
         results, errors = _collect(workers, timeout_s, dies)
         reusable = not (errors or fresh or dies)
     finally:  # also when a test timeout or Ctrl-C lands here
@@ -118,16 +129,31 @@ def run(
     return [results[rank] for rank in range(world_size)]
 
 
-def _hostids(nodes: Nodes | None, world_size: int) -> list[str | None]:
-    """Return the NCCL_HOSTID of every rank: what tells emulated nodes apart on one machine."""
+def _node_of(nodes: Nodes | None, world_size: int) -> list[int]:
+    """Return the emulated node of every rank."""
     if nodes is None:
-        return [None] * world_size
+        return [0] * world_size
     ranks = count()
     groups = [tuple(next(ranks) for _ in range(node)) if isinstance(node, int) else tuple(node) for node in nodes]
-    node_of = {rank: f"emulated-node-{index}" for index, group in enumerate(groups) for rank in group}
+    node_of = {rank: index for index, group in enumerate(groups) for rank in group}
     if sorted(node_of) != list(range(world_size)) or sum(map(len, groups)) != world_size:
         raise ValueError(f"nodes={nodes!r} must name each of the {world_size} ranks once")
     return [node_of[rank] for rank in range(world_size)]
+
+
+def _ranks_per_node(node_of: Sequence[int]) -> int:
+    """Return the ranks of each node where nodes are equal blocks: all that commopt can be told beside NCCL_HOSTID."""
+    per_node = node_of.count(0)
+    if len(node_of) % per_node or list(node_of) != [rank // per_node for rank in range(len(node_of))]:
+        raise ValueError(f"ranks lie on nodes {list(node_of)}; over NCCL nodes must be equal blocks, such as (2, 2)")
+    return per_node
+
+
+def _place(node: int, ranks_per_node: int | None, worker: _Worker, *, alone: bool) -> dict[str, str | None]:
+    """Return what tells a rank's node, to commopt and to NCCL, which keeps the first NCCL_HOSTID of a process."""
+    if ranks_per_node is not None:
+        return {**_NCCL_ENV, "NCCL_HOSTID": worker.name, "COMMOPT_RANKS_PER_NODE": str(ranks_per_node)}
+    return {"NCCL_HOSTID": None if alone else f"emulated-node-{node}"}
 
 
 def _collect(
@@ -176,7 +202,8 @@ class _Worker:
     def __init__(self, folder: Path) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)
-        self._log = folder / f"worker-{next(self._numbers)}.log"
+        self.name = f"worker-{next(self._numbers)}"
+        self._log = folder / f"{self.name}.log"
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, str(self._log)), daemon=True)
         with _environment(_WORKER_ENV):  # OMP_NUM_THREADS counts only when it is set before torch is imported
@@ -293,11 +320,12 @@ def _do(job: _Job, log: Any) -> object:
     faulthandler.dump_traceback_later(job.timeout_s + 30, exit=True, file=log)
     with _environment(job.env):
         dist.init_process_group(
-            "gloo",
+            "nccl" if job.device == "cuda" else "gloo",
             init_method=f"file://{job.rendezvous}",
             rank=job.rank,
             world_size=job.world_size,
             timeout=timedelta(seconds=job.timeout_s),
+            device_id=_own_gpu(job.rank) if job.device == "cuda" else None,
         )
         dist.barrier()  # else a rank that is done at once closes the connections its peers are still making
         result = job.fn(job.rank, job.world_size, *job.args, **job.kwargs)
@@ -305,6 +333,13 @@ def _do(job: _Job, log: Any) -> object:
             dist.destroy_process_group()
     faulthandler.cancel_dump_traceback_later()
     return result
+
+
+def _own_gpu(rank: int) -> torch.device:
+    """Make a rank's GPU the current one of this process, whose CUDA context begins here, and return it."""
+    gpu = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(gpu)
+    return gpu
 
 
 _pool = _Pool()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,21 +16,23 @@ from commopt import Communicator
 from tests.catalogue import LAYOUTS
 from tests.ranks import run
 
-SHAPES: list[tuple[int, ...]] = [(), (0,), (1,), (7,), (3, 5), (2, 0, 3), (4, 3, 2), (30_001,)]
+Shape = tuple[int, ...]
+SHAPES: list[Shape] = [(), (0,), (1,), (7,), (3, 5), (2, 0, 3), (4, 3, 2), (30_001,)]
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32]
 
 
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 
-def whole(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+def whole(rank: int, shape: Shape, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
     """Return small whole numbers: their sums are exact in every dtype."""
     generator = torch.Generator().manual_seed(rank + 1)
-    return torch.randint(-8, 9, shape, generator=generator).to(dtype)
+    return torch.randint(-8, 9, shape, generator=generator).to(device, dtype)
 
 
-def total(world_size: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-    return sum((whole(peer, shape, dtype) for peer in range(1, world_size)), whole(0, shape, dtype))
+def total(world_size: int, shape: Shape, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
+    values = (whole(peer, shape, dtype, device) for peer in range(1, world_size))
+    return sum(values, whole(0, shape, dtype, device))
 
 
 def run_on(layout: str, fn: Callable[..., Any], *args: Any) -> list[Any]:
@@ -41,21 +43,21 @@ def run_on(layout: str, fn: Callable[..., Any], *args: Any) -> list[Any]:
 # ------------------------------------------------------------------------------ the five primitives
 
 
-def all_reduce(rank: int, world_size: int) -> None:
+def all_reduce(rank: int, world_size: int, device: str = "cpu", shapes: Sequence[Shape] = SHAPES) -> None:
     comm = Communicator()
-    for shape in SHAPES:
+    for shape in shapes:
         for dtype in DTYPES:
-            x = whole(rank, shape, dtype)
+            x = whole(rank, shape, dtype, device)
             data_ptr = x.data_ptr()
             assert comm.all_reduce(x, op="sum") is x
             assert x.data_ptr() == data_ptr
-            assert torch.equal(x, total(world_size, shape, dtype)), (shape, dtype)
-        x = whole(rank, shape) * world_size
+            assert torch.equal(x, total(world_size, shape, dtype, device)), (shape, dtype)
+        x = whole(rank, shape, device=device) * world_size
         comm.all_reduce(x)
-        assert torch.allclose(x, total(world_size, shape), rtol=1e-6), shape
-        x = whole(rank, shape)
+        assert torch.allclose(x, total(world_size, shape, device=device), rtol=1e-6), shape
+        x = whole(rank, shape, device=device)
         assert commopt.all_reduce(x, op="sum") is x
-        assert torch.equal(x, total(world_size, shape))
+        assert torch.equal(x, total(world_size, shape, device=device))
 
 
 @every_layout
@@ -63,18 +65,19 @@ def test_all_reduce(layout: str) -> None:
     run_on(layout, all_reduce)
 
 
-def reduce_scatter(rank: int, world_size: int) -> None:
+def reduce_scatter(rank: int, world_size: int, device: str = "cpu", shapes: Sequence[Shape] = SHAPES) -> None:
     comm = Communicator()
-    for shape in SHAPES:
+    for shape in shapes:
+        many = (world_size, *shape)
         for dtype in DTYPES:
-            source, output = whole(rank, (world_size, *shape), dtype), torch.full(shape, 99, dtype=dtype)
+            source, output = whole(rank, many, dtype, device), torch.full(shape, 99, dtype=dtype, device=device)
             before = source.clone()
             assert comm.reduce_scatter(output, source, op="sum") is output
-            assert torch.equal(output, total(world_size, (world_size, *shape), dtype)[rank]), (shape, dtype)
+            assert torch.equal(output, total(world_size, many, dtype, device)[rank]), (shape, dtype)
             assert torch.equal(source, before), "the input was changed"
-        source, output = whole(rank, (world_size, *shape)), torch.empty(shape)
+        source, output = whole(rank, many, device=device), torch.empty(shape, device=device)
         comm.reduce_scatter(output, source)
-        want = total(world_size, (world_size, *shape))[rank] / world_size
+        want = total(world_size, many, device=device)[rank] / world_size
         assert torch.allclose(output, want, rtol=1e-6, atol=1e-6), shape
 
 
@@ -83,13 +86,14 @@ def test_reduce_scatter(layout: str) -> None:
     run_on(layout, reduce_scatter)
 
 
-def all_gather(rank: int, world_size: int) -> None:
+def all_gather(rank: int, world_size: int, device: str = "cpu", shapes: Sequence[Shape] = SHAPES) -> None:
     comm = Communicator()
-    for shape in SHAPES:
+    for shape in shapes:
         for dtype in [*DTYPES, torch.bool, torch.complex64, torch.uint8]:
-            source, output = whole(rank, shape, dtype), torch.empty((world_size, *shape), dtype=dtype)
+            source = whole(rank, shape, dtype, device)
+            output = torch.empty((world_size, *shape), dtype=dtype, device=device)
             assert comm.all_gather(output, source) is output
-            want = torch.stack([whole(peer, shape, dtype) for peer in range(world_size)])
+            want = torch.stack([whole(peer, shape, dtype, device) for peer in range(world_size)])
             assert torch.equal(output, want), (shape, dtype)
 
 
@@ -98,15 +102,15 @@ def test_all_gather(layout: str) -> None:
     run_on(layout, all_gather)
 
 
-def broadcast(rank: int, world_size: int) -> None:
+def broadcast(rank: int, world_size: int, device: str = "cpu", shapes: Sequence[Shape] = SHAPES) -> None:
     comm = Communicator()
     for src in range(world_size):
-        for shape in SHAPES:
+        for shape in shapes:
             for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
-                x = whole(rank, shape, dtype)
+                x = whole(rank, shape, dtype, device)
                 assert comm.broadcast(x, src) is x
-                assert torch.equal(x, whole(src, shape, dtype)), (src, shape, dtype)
-    x = torch.full((3,), float(rank))
+                assert torch.equal(x, whole(src, shape, dtype, device)), (src, shape, dtype)
+    x = torch.full((3,), float(rank), device=device)
     comm.broadcast(x)
     assert x.tolist() == [0, 0, 0]
 
@@ -116,13 +120,14 @@ def test_broadcast(layout: str) -> None:
     run_on(layout, broadcast)
 
 
-def all_to_all(rank: int, world_size: int) -> None:
+def all_to_all(rank: int, world_size: int, device: str = "cpu", shapes: Sequence[Shape] = SHAPES) -> None:
     comm = Communicator()
-    for shape in SHAPES:
+    for shape in shapes:
+        many = (world_size, *shape)
         for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
-            source, output = whole(rank, (world_size, *shape), dtype), torch.empty((world_size, *shape), dtype=dtype)
+            source, output = whole(rank, many, dtype, device), torch.empty(many, dtype=dtype, device=device)
             assert comm.all_to_all(output, source) is output
-            want = torch.stack([whole(peer, (world_size, *shape), dtype)[rank] for peer in range(world_size)])
+            want = torch.stack([whole(peer, many, dtype, device)[rank] for peer in range(world_size)])
             assert torch.equal(output, want), (shape, dtype)
 
 

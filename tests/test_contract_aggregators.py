@@ -1,10 +1,14 @@
-"""What every aggregator promises: the right mean, equal bits on all ranks, NaN seen by all, exact byte counts."""
+"""What every aggregator promises: the right mean, equal bits on all ranks, NaN seen by all, exact byte counts.
+
+The jobs take a device: here it is the CPU, with gloo; tests/test_gpu_contract.py runs them over NCCL.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from itertools import cycle, product
+from collections.abc import Mapping, Sequence
+from itertools import cycle, islice, product
 from pathlib import Path
 
 import pytest
@@ -31,7 +35,8 @@ from tests.ranks import run
 
 ROOT = Path(__file__).parents[1]
 UNEVEN = [name for name in LAYOUTS if name.startswith("2+1")]
-SIZES = {
+Sizes = Mapping[torch.dtype, Sequence[int]]
+SIZES: Sizes = {
     torch.float32: (0, 1, 2, 7, 64, 1023, 4099, 40_000, 150_001),
     torch.float16: (0, 1, 7, 1023, 40_001),
     torch.bfloat16: (0, 1, 7, 1023, 40_001),
@@ -49,18 +54,18 @@ def random_input(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def guarded(values: Tensor) -> tuple[Tensor, Tensor]:
+def guarded(values: Tensor, device: str) -> tuple[Tensor, Tensor]:
     """Return a copy of `values` inside a larger storage, and that storage."""
-    storage = torch.full((values.numel() + 2 * GUARD,), 77.0, dtype=values.dtype)
+    storage = torch.full((values.numel() + 2 * GUARD,), 77.0, dtype=values.dtype, device=device)
     buffer = storage[GUARD : GUARD + values.numel()]
     buffer.copy_(values)
     return buffer, storage
 
 
-def usable(comm: Communicator, aggregator: Aggregator) -> bool:
+def usable(comm: Communicator, aggregator: Aggregator, device: str) -> bool:
     """Tell whether the aggregator accepts this cluster; it must say so before it sends anything."""
     try:
-        comm.all_reduce(torch.ones(1), aggregator=aggregator)
+        comm.all_reduce(torch.ones(1, device=device), aggregator=aggregator)
     except ConfigurationError:
         return False
     return True
@@ -69,34 +74,43 @@ def usable(comm: Communicator, aggregator: Aggregator) -> bool:
 # ------------------------------------------------------------------------------ promises 1 and 2
 
 
-def average_everything(rank: int, world_size: int, family: str) -> dict[str, str]:
+def average_everything(
+    rank: int, world_size: int, tried: Sequence[Aggregator], device: str = "cpu", sizes: Sizes = SIZES
+) -> dict[str, str]:
     """Check the mean of every dtype and size; return a hash of all results by aggregator."""
     comm = Communicator()
-    accepted = [aggregator for aggregator in aggregators(family) if usable(comm, aggregator)]
+    accepted = [aggregator for aggregator in tried if usable(comm, aggregator, device)]
     digests = {repr(aggregator): hashlib.sha256() for aggregator in accepted}
-    for dtype, numels in SIZES.items():
+    for dtype, numels in sizes.items():
         for numel in numels:
             inputs = [random_input(peer, numel, dtype) for peer in range(world_size)]
             mean = Mean.of(inputs)
             for aggregator in accepted:
-                buffer, storage = guarded(inputs[rank])
+                buffer, storage = guarded(inputs[rank], device)
                 assert comm.all_reduce(buffer, aggregator=aggregator) is buffer
-                assert_average(buffer, mean, aggregator, (dtype, numel))
-                assert (storage[:GUARD] == 77).all(), f"{aggregator} wrote before the buffer"
-                assert (storage[GUARD + numel :] == 77).all(), f"{aggregator} wrote past the buffer"
-                digests[repr(aggregator)].update(buffer.view(torch.uint8).numpy().tobytes())
+                everything = storage.cpu()
+                got = everything[GUARD : GUARD + numel]
+                assert_average(got, mean, aggregator, (dtype, numel))
+                assert (everything[:GUARD] == 77).all(), f"{aggregator} wrote before the buffer"
+                assert (everything[GUARD + numel :] == 77).all(), f"{aggregator} wrote past the buffer"
+                digests[repr(aggregator)].update(got.view(torch.uint8).numpy().tobytes())
     return {name: digest.hexdigest() for name, digest in digests.items()}
+
+
+def assert_equal_bits(digests: Sequence[Mapping[str, str]]) -> None:
+    """Compare what `average_everything` returned on all ranks."""
+    for rank, mine in enumerate(digests):
+        assert mine.keys() == digests[0].keys(), f"rank {rank} accepts other aggregators than rank 0"
+        for name, digest in mine.items():
+            assert digest == digests[0][name], f"{name}: rank {rank} holds other bits than rank 0"
 
 
 @every_family
 @every_layout
 def test_mean_is_right_and_bit_identical(layout: str, family: str) -> None:
     world_size, nodes = LAYOUTS[layout]
-    digests = run(average_everything, world_size, family, nodes=nodes)
-    for rank, mine in enumerate(digests):
-        assert mine.keys() == digests[0].keys(), f"rank {rank} accepts other aggregators than rank 0"
-        for name, digest in mine.items():
-            assert digest == digests[0][name], f"{name}: rank {rank} holds other bits than rank 0"
+    digests = run(average_everything, world_size, aggregators(family), nodes=nodes)
+    assert_equal_bits(digests)
     for aggregator in aggregators(family):
         if repr(aggregator) not in digests[0]:
             assert layout in UNEVEN, f"{aggregator} refused"
@@ -105,17 +119,17 @@ def test_mean_is_right_and_bit_identical(layout: str, family: str) -> None:
             assert sharded, f"{aggregator} refused"
 
 
-def average_large_values(rank: int, world_size: int, family: str) -> None:
+def average_large_values(rank: int, world_size: int, tried: Sequence[Aggregator], device: str = "cpu") -> None:
     comm = Communicator()
-    for aggregator in aggregators(family):
-        if not usable(comm, aggregator):
+    for aggregator in tried:
+        if not usable(comm, aggregator, device):
             continue
         wires = uses_compression(aggregator)
         for dtype in SIZES:
             magnitude = 3e4 if dtype == torch.float16 else 1e38
             values = [magnitude * (1 + peer / world_size) for peer in range(world_size)]
             inputs = [torch.full((100,), value, dtype=dtype) for value in values]
-            buffer = comm.all_reduce(inputs[rank].clone(), aggregator=aggregator)
+            buffer = comm.all_reduce(inputs[rank].to(device, copy=True), aggregator=aggregator).cpu()
             float16_wire = any(getattr(wire, "dtype", None) == torch.float16 for wire in wires)
             if float16_wire and magnitude > 65504 and not buffer.isfinite().any():
                 continue  # too large for the wire, and plain to see
@@ -126,47 +140,51 @@ def average_large_values(rank: int, world_size: int, family: str) -> None:
 @pytest.mark.parametrize("layout", ["3", "2x2", "3x2", "2+1"])
 def test_average_overflows_only_if_a_value_does(layout: str, family: str) -> None:
     world_size, nodes = LAYOUTS[layout]
-    run(average_large_values, world_size, family, nodes=nodes)
+    run(average_large_values, world_size, aggregators(family), nodes=nodes)
 
 
-def sum_integers(rank: int, world_size: int) -> None:
+def sum_integers(rank: int, world_size: int, tried: Sequence[Aggregator], device: str = "cpu") -> None:
     """Lossless aggregators on small integers are exact, whatever the order of additions."""
     comm = Communicator()
-    for aggregator in aggregators():
-        if not aggregator.lossless or not usable(comm, aggregator):
+    for aggregator in tried:
+        if not aggregator.lossless or not usable(comm, aggregator, device):
             continue
         for numel in (1, 5, 1000):
-            x = torch.arange(numel, dtype=torch.float32) * world_size + rank
+            x = torch.arange(numel, dtype=torch.float32, device=device) * world_size + rank
             comm.all_reduce(x, op="sum", aggregator=aggregator)
             want = world_size * torch.arange(numel) * world_size + sum(range(world_size))
-            assert torch.equal(x, want.float()), aggregator
-            x = torch.arange(numel) * world_size + rank + 2**53
+            assert torch.equal(x.cpu(), want.float()), aggregator
+            x = torch.arange(numel, device=device) * world_size + rank + 2**53
             comm.all_reduce(x, op="sum", aggregator=aggregator)
-            assert torch.equal(x, want + world_size * 2**53), f"{aggregator} on int64"
+            assert torch.equal(x.cpu(), want + world_size * 2**53), f"{aggregator} on int64"
 
 
 @every_layout
 def test_sums_of_integers_are_exact(layout: str) -> None:
     world_size, nodes = LAYOUTS[layout]
-    run(sum_integers, world_size, nodes=nodes)
+    run(sum_integers, world_size, aggregators(), nodes=nodes)
 
 
 # ------------------------------------------------------------------------------ not finite
 
 
-def spread_non_finite(rank: int, world_size: int) -> None:
+def spread_non_finite(
+    rank: int, world_size: int, tried: Sequence[Aggregator], device: str = "cpu", every: int = 1
+) -> None:
+    """Have ranks in turn hold one bad value, in one of `every` cases."""
     comm = Communicator()
     numel = 1001
     cases = list(product((torch.float32, torch.float16, torch.bfloat16), ("nan", "inf", "-inf"), (0, numel - 1)))
     culprits = cycle(range(world_size))
-    for aggregator in aggregators():
-        if not usable(comm, aggregator):
+    for number, aggregator in enumerate(tried):
+        if not usable(comm, aggregator, device):
             continue
-        for (dtype, value, index), culprit in zip(cases, culprits, strict=False):
+        chosen = islice(cases, number % every, None, every)  # by turns, so that each case is somebody's
+        for (dtype, value, index), culprit in zip(chosen, culprits, strict=False):
             values = random_input(rank, numel, dtype)
             if rank == culprit:
                 values[index] = float(value)
-            got = comm.all_reduce(values, aggregator=aggregator)
+            got = comm.all_reduce(values.to(device), aggregator=aggregator).cpu()
             seen = f"{value} of rank {culprit}, {dtype} element {index}"
             assert not got.isfinite().all(), f"{aggregator}: {seen} vanished"
             wires = uses_compression(aggregator)
@@ -175,32 +193,32 @@ def spread_non_finite(rank: int, world_size: int) -> None:
                 assert got.isfinite().sum() == numel - 1, f"{aggregator}: {seen} spread to other elements"
         both = random_input(rank, numel, torch.float32)
         both[17] = {0: float("inf"), 1: -float("inf")}.get(rank, 1.0)
-        assert not comm.all_reduce(both, aggregator=aggregator).isfinite().all()
+        assert not comm.all_reduce(both.to(device), aggregator=aggregator).isfinite().all()
 
 
 @pytest.mark.parametrize("layout", ["2", "3", "2x2", "2+1"])
 def test_non_finite_values_reach_every_rank(layout: str) -> None:
     world_size, nodes = LAYOUTS[layout]
-    run(spread_non_finite, world_size, nodes=nodes)
+    run(spread_non_finite, world_size, aggregators(), nodes=nodes)
 
 
 # ------------------------------------------------------------------------------ fp32 accumulation
 
 
-def compression_errors(rank: int, world_size: int) -> list[float]:
+def compression_errors(rank: int, world_size: int, device: str = "cpu") -> list[float]:
     """Return the relative error of every compressor's flat all_reduce against the float64 mean."""
     comm = Communicator()
     errors = []
     for compressor in compressors():
         inputs = [random_input(peer, 60_000, torch.float32) for peer in range(world_size)]
-        got = comm.all_reduce(inputs[rank].clone(), aggregator=Compressed(compressor))
+        got = comm.all_reduce(inputs[rank].to(device, copy=True), aggregator=Compressed(compressor)).cpu()
         want = torch.stack(inputs).double().mean(0)
         errors.append(((got - want).norm() / want.norm()).item())
     return errors
 
 
-def test_error_of_compression_does_not_grow_with_the_world() -> None:
-    at = {world_size: run(compression_errors, world_size)[0] for world_size in (2, 4, 8)}
+def assert_errors_do_not_grow(at: Mapping[int, Sequence[float]]) -> None:
+    """Compare the errors of every compressor in worlds of 2, 4 and 8 ranks."""
     for compressor, two, four, eight in zip(compressors(), at[2], at[4], at[8], strict=True):
         if isinstance(compressor, DGC) and compressor.density > 0.2:
             assert eight < 1
@@ -211,12 +229,16 @@ def test_error_of_compression_does_not_grow_with_the_world() -> None:
         assert eight <= 1.5 * two, f"{compressor}: {two:.2e} {four:.2e} {eight:.2e}"
 
 
+def test_error_of_compression_does_not_grow_with_the_world() -> None:
+    assert_errors_do_not_grow({world_size: run(compression_errors, world_size)[0] for world_size in (2, 4, 8)})
+
+
 # ------------------------------------------------------------------------------ promise 9
 
 
-def return_legal_tensors(rank: int, world_size: int) -> None:
-    for aggregator in aggregators():
-        module = nn.Sequential(*(nn.Linear(17, 17) for _ in range(4)))
+def return_legal_tensors(rank: int, world_size: int, tried: Sequence[Aggregator], device: str = "cpu") -> None:
+    for aggregator in tried:
+        module = nn.Sequential(*(nn.Linear(17, 17) for _ in range(4))).to(device)
         ddp = DistributedDataParallel(module, bucket_cap_mb=0.002)
         seen: list[tuple[Tensor, int, int, torch.futures.Future[Tensor]]] = []
 
@@ -230,7 +252,7 @@ def return_legal_tensors(rank: int, world_size: int) -> None:
         spy.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
         ddp.register_comm_hook(commopt.HookState(aggregator), spy)
         for _ in range(3):
-            ddp(torch.randn(2, 17)).sum().backward()
+            ddp(torch.randn(2, 17, device=device)).sum().backward()
         assert len(seen) > 3, "one bucket only tests little"
         for buffer, data_ptr, numel, future in seen:
             result = future.value()
@@ -242,7 +264,7 @@ def return_legal_tensors(rank: int, world_size: int) -> None:
 
 
 def test_hooks_return_the_bucket_itself() -> None:
-    run(return_legal_tensors, 4, nodes=(2, 2))
+    run(return_legal_tensors, 4, aggregators(), nodes=(2, 2))
 
 
 # ------------------------------------------------------------------------------ promise 10
@@ -279,11 +301,16 @@ def exchanged_nbytes(aggregator: Aggregator, ranks: int, numel: int, dtype: torc
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", ["2x2", "3x2", "2x2 interleaved", "1+1", "4"])
 def test_wire_bytes_follow_the_formulas(layout: str, dtype: torch.dtype) -> None:
+    assert_wire_bytes(layout, dtype, "cpu")
+
+
+def assert_wire_bytes(layout: str, dtype: torch.dtype, device: str) -> None:
+    """Compare what all ranks of a layout say they send with closed forms."""
     world_size, nodes = LAYOUTS[layout]
     node_count = len(nodes) if nodes else 1
     per_node = world_size // node_count
     numel = 12 * 4096
-    counts = run(count_bytes, world_size, numel, dtype, nodes=nodes)
+    counts = run(count_bytes, world_size, numel, dtype, nodes=nodes, device=device)
     total_inter = {name: sum(mine[name][1] for mine in counts) for name in counts[0]}
     total_intra = {name: sum(mine[name][0] for mine in counts) for name in counts[0]}
     nbytes = numel * dtype.itemsize

@@ -34,11 +34,18 @@ POISONS = [
 
 
 def skip_steps(
-    rank: int, world_size: int, strategy: str, dtype: str, steps: int, every: int, scaling: dict[str, Any]
+    rank: int,
+    world_size: int,
+    strategy: str,
+    dtype: str,
+    steps: int,
+    every: int,
+    scaling: dict[str, Any],
+    device: str = "cpu",
 ) -> tuple[Books, str, list[float], float]:
     """Train with a GradScaler, one rank's gradients being non-finite in every `every`th step, from the first on."""
-    scaler = torch.amp.GradScaler("cpu", **scaling)
-    training = Training(rank, world_size, STRATEGIES[strategy], getattr(torch, dtype), scaler)
+    scaler = torch.amp.GradScaler(device, **scaling)
+    training = Training(rank, world_size, STRATEGIES[strategy], getattr(torch, dtype), scaler, device=device)
     scales = []
     for step in range(steps):
         poison = None
@@ -91,9 +98,9 @@ def test_skipped_steps_leave_no_trace(strategy: str, layout: str, dtype: str, st
         assert dropped > 0 or not books.residual_nbytes, "a rank that keeps residuals has noticed nothing"
 
 
-def poison_buckets(rank: int, world_size: int, strategy: str) -> str:
+def poison_buckets(rank: int, world_size: int, strategy: str, device: str = "cpu") -> str:
     """Poison one step after another without a scaler; check bucket by bucket. Return a hash of the results."""
-    training = Training(rank, world_size, STRATEGIES[strategy])
+    training = Training(rank, world_size, STRATEGIES[strategy], device=device)
     for _ in range(3):
         training.step()
     buckets = [{name for name, *_ in bucket} for bucket in training.comm.state_dict()["buckets"]]

@@ -152,6 +152,30 @@ def test_nodes_must_cover_the_world(nodes: tuple[int, ...]) -> None:
         run(process_id, 3, nodes=nodes)
 
 
+def test_nodes_over_nccl_are_equal_blocks() -> None:
+    """They are told by COMMOPT_RANKS_PER_NODE, as NCCL_HOSTID keeps ranks on one GPU apart; no GPU is asked for."""
+    for nodes in ((2, 1), ((0, 2), (1, 3))):
+        with pytest.raises(ValueError, match="equal blocks"):
+            run(process_id, 3 if nodes == (2, 1) else 4, nodes=nodes, device="cuda")
+
+
+def look_at_cuda(rank: int, world_size: int) -> tuple[bool, str, str | None, float]:
+    total = torch.ones(3, device="cuda")
+    dist.all_reduce(total)
+    name = dist.get_backend()
+    ranks_per_node = os.environ.get("COMMOPT_RANKS_PER_NODE")
+    return torch.cuda._is_in_bad_fork(), name, ranks_per_node, total.sum().item()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_ranks_share_a_gpu_over_nccl() -> None:
+    assert run(look_at_cuda, 4, nodes=(2, 2), device="cuda") == [(False, "nccl", "2", 12.0)] * 4
+    assert run(look_at_cuda, 2, device="cuda") == [(False, "nccl", "2", 6.0)] * 2
+    hosts = run(read_env, 4, "NCCL_HOSTID", device="cuda")
+    assert len({host for (host,) in hosts}) == 4, "NCCL refuses a GPU twice on one host"
+
+
 def test_a_dead_rank_is_an_error_unless_expected() -> None:
     with pytest.raises(RankError, match=r"rank 1 died \(exit code -9\)"):
         run(die, 2, 1)

@@ -1,0 +1,180 @@
+"""The contract of tests/test_contract_aggregators.py over NCCL, with 2, 4 and 8 ranks that may share one GPU.
+
+Equal bits on all ranks are promised here too. The bits of gloo are promised only where commopt itself adds, in rank
+order, or where two values are added: NCCL adds more of them in an order of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from commopt import DGC, Aggregator, Cast, Communicator, Compressed, Flat, Hierarchical, Quantize, lanes
+from commopt.lanes import lanes_here
+from commopt.lanes.second import SecondStream, SecondWorker
+from tests import test_collectives as collectives
+from tests import test_contract_aggregators as contract
+from tests.catalogue import LAYOUTS, aggregators, representatives
+from tests.ranks import Nodes, run
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+over_nccl = pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])
+
+WORLDS: dict[str, tuple[int, Nodes | None]] = {
+    **{layout: LAYOUTS[layout] for layout in ("2", "4", "1+1", "2x2")},
+    "4x2": (8, (2, 2, 2, 2)),
+}
+SIZES: contract.Sizes = {
+    torch.float32: (0, 1, 1023, 40_000),
+    torch.float16: (1023,),
+    torch.bfloat16: (1023,),
+    torch.float64: (7,),
+}
+TIMEOUT_S = 90.0
+
+every_world = pytest.mark.parametrize("layout", WORLDS)
+
+
+@pytest.mark.gpu
+@needs_gpu
+class TestOverNccl:
+    @every_world
+    def test_mean_is_right_and_bit_identical(self, layout: str) -> None:
+        world_size, nodes = WORLDS[layout]
+        tried = aggregators() if layout == "2x2" else representatives()
+        arguments = (contract.average_everything, world_size, tried, "cuda", SIZES)
+        digests = run(*arguments, nodes=nodes, device="cuda", timeout_s=TIMEOUT_S)
+        contract.assert_equal_bits(digests)
+        assert digests[0].keys() == {repr(aggregator) for aggregator in tried}, "some were refused"
+
+    @every_world
+    def test_awkward_values(self, layout: str) -> None:
+        world_size, nodes = WORLDS[layout]
+        run(average_awkward_values, world_size, "cuda", nodes=nodes, device="cuda", timeout_s=TIMEOUT_S)
+
+    def test_error_of_compression_does_not_grow_with_the_world(self) -> None:
+        errors = {ranks: run(contract.compression_errors, ranks, "cuda", device="cuda") for ranks in (2, 4, 8)}
+        contract.assert_errors_do_not_grow({ranks: everyones[0] for ranks, everyones in errors.items()})
+
+    @pytest.mark.parametrize("layout", ["4", "2x2"])
+    def test_wire_bytes_follow_the_formulas(self, layout: str) -> None:
+        contract.assert_wire_bytes(layout, torch.float32, "cuda")
+
+    def test_hooks_return_the_bucket_itself(self) -> None:
+        tried = [Flat(), Hierarchical(inter=Compressed(Quantize(8)))]
+        run(contract.return_legal_tensors, 4, tried, "cuda", nodes=(2, 2), device="cuda")
+
+    def test_five_collectives(self) -> None:
+        run(move_everything, 4, "cuda", nodes=(2, 2), device="cuda", timeout_s=TIMEOUT_S)
+
+
+def average_awkward_values(rank: int, world_size: int, device: str) -> None:
+    """Large, whole and not finite ones."""
+    contract.sum_integers(rank, world_size, aggregators(), device)
+    contract.average_large_values(rank, world_size, representatives(), device)
+    contract.spread_non_finite(rank, world_size, representatives(), device, every=6)
+
+
+def move_everything(rank: int, world_size: int, device: str) -> None:
+    """Run the standalone collectives on few shapes."""
+    shapes: list[collectives.Shape] = [(), (2, 0, 3), (3, 5), (30_001,)]
+    collectives.all_reduce(rank, world_size, device, shapes)
+    collectives.reduce_scatter(rank, world_size, device, shapes)
+    collectives.all_gather(rank, world_size, device, shapes)
+    collectives.broadcast(rank, world_size, device, shapes[1:3])
+    collectives.all_to_all(rank, world_size, device, shapes)
+
+
+# ------------------------------------------------------------------------------ the bits of gloo
+
+# A code of 1 or 2 bits stands for a mean, whose last bits depend on the order of a sum over its block.
+EXACT = (
+    Cast(torch.bfloat16),
+    Cast(torch.float16),
+    Quantize(8),
+    Quantize(4),
+    Quantize(8, rounding="stochastic"),
+    DGC(0.05, value_dtype=torch.float32),
+)
+SAME_BITS: dict[str, list[Aggregator]] = {
+    "2": [Flat()],
+    "4": [Compressed(compressor) for compressor in EXACT],
+    "2x2": [Hierarchical(inter=inter) for inter in (Flat(), Compressed(Quantize(8)), Compressed(DGC(0.05)))],
+}
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("layout", SAME_BITS)
+def test_sums_of_a_fixed_order_have_the_bits_of_the_cpu(layout: str) -> None:
+    world_size, nodes = WORLDS[layout]
+    sizes = {torch.float32: (1, 1023, 150_001)}
+    arguments = (contract.average_everything, world_size, SAME_BITS[layout])
+    on_cpu = run(*arguments, "cpu", sizes, nodes=nodes)[0]
+    assert run(*arguments, "cuda", sizes, nodes=nodes, device="cuda")[0] == on_cpu
+
+
+# ------------------------------------------------------------------------------ two lanes
+
+IN_CHUNKS = (
+    Hierarchical(chunks=4),
+    Hierarchical(form="leader", chunks=3),
+    Hierarchical(form="all_reduce", chunks=4),
+    Hierarchical(inter=Compressed(Quantize(8)), chunks=4),
+)
+
+
+@contextmanager
+def counted_starts() -> Iterator[list[type]]:
+    """Give a list to which every start of work on a second lane adds."""
+    starts: list[type] = []
+
+    def counting(kind: type[SecondStream | SecondWorker]):
+        start = kind.start
+
+        def count_and_start(self, work):
+            starts.append(kind)
+            return start(self, work)
+
+        return patch.object(kind, "start", count_and_start)
+
+    with counting(SecondStream), counting(SecondWorker):
+        yield starts
+
+
+def average_in_chunks(rank: int, world_size: int, device: str) -> tuple[int, list[str], list[str]]:
+    """Return how many lanes there may be, and the digests with as many and with one."""
+    comm = Communicator()
+    allowed = lanes_here("nccl" if device == "cuda" else "gloo")
+
+    def digests() -> list[str]:
+        results = []
+        for aggregator in IN_CHUNKS:
+            for numel in (150_001, 300_000):
+                values = contract.random_input(rank, numel, torch.float32).to(device)
+                results.append(hashlib.sha256(comm.all_reduce(values, aggregator=aggregator).cpu().numpy()).hexdigest())
+        return results
+
+    with counted_starts() as starts:
+        with_all = digests()
+    assert len(starts) >= (len(IN_CHUNKS) if allowed > 1 and rank % 2 == 0 else 0), "all went on one lane"
+    with patch.object(lanes, "lanes_here", lambda backend: 1), counted_starts() as starts:
+        with_one = digests()
+    assert not starts
+    return allowed, with_all, with_one
+
+
+@pytest.mark.parametrize("device", ["cpu", over_nccl])
+def test_two_lanes_give_the_bits_of_one(device: str) -> None:
+    """NCCL reads the variable once in the life of a process."""
+    env = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
+    results = run(average_in_chunks, 4, device, nodes=(2, 2), env=env, device=device, fresh=device == "cuda")
+    for allowed, with_all, with_one in results:
+        assert with_all == with_one == results[0][1]
+        if allowed < 2:
+            pytest.skip("NCCL or CUDA is too old for two lanes")
