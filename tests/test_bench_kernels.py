@@ -5,21 +5,33 @@ from __future__ import annotations
 import ast
 import json
 import sys
-from itertools import chain
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from bench.clocks import Reading, host_clock
 from bench.kernels import __main__ as kernels
-from bench.kernels.case import KERNEL, REFERENCE
-from bench.kernels.cases import RANKS, cases
-from bench.turns import times_s
+from bench.kernels.alternatives import TOPK, bitsandbytes_int8, hook_orthogonalize, int8_blocks, topk_route
+from bench.kernels.asked import Figures, Verdict, microseconds, of_copy, times_copy_of, times_faster
+from bench.kernels.case import KERNEL, REFERENCE, SCALE, Absent, Case, Contender
+from bench.kernels.cases import PEERS, cases, families
+from bench.kernels.family import Family, Setting
+from bench.kernels.measure import DeviceCopy, calls_for, measure, require_written
+from bench.kernels.report import Measurement, Missing, print_table
 from commopt.compress import Quantize
 from commopt.kernels import lowrank, pack, quantize, sparse, unpack
+from commopt.kernels.codec import Dice
+from commopt.kernels.sparse_row import SparseRow
+from commopt.simulate.models import Model, Parameter, gpt2, resnet50
 
 CPU = torch.device("cpu")
 NUMEL = 10_007
+TINY = Model("tiny", (Parameter("weight", (7, 3)), Parameter("bias", (7,)), Parameter("kernel", (2, 3, 3, 3))), "word")
 
 # Of `finite` there is no kernel, `orthogonalize_each` is what `orthogonalize` calls.
 WRAPPERS = {pack, unpack} | {
@@ -30,18 +42,38 @@ WRAPPERS = {pack, unpack} | {
 }
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads of so small operations wait for each other, the longer the busier the machine is."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def every_case() -> Iterator[Case]:
+    return cases(NUMEL, CPU, [TINY])
+
+
+# ------------------------------------------------------------------------------ what is measured
+
+
 def test_every_kernel_is_measured() -> None:
     left_out = {quantize.finite, sparse.finite, lowrank.orthogonalize_each}
-    assert {case.kernel for case in cases(NUMEL, CPU)} == WRAPPERS - left_out
+    assert {case.kernel for case in every_case()} == WRAPPERS - left_out
+
+
+def test_families_know_the_names_of_their_cases() -> None:
+    setting = Setting(NUMEL, PEERS, CPU)
+    for family in families([TINY]):
+        assert {case.name for case in family.build(setting)} == set(family.names), family.title
 
 
 def test_kernel_and_reference_do_the_same() -> None:
     """On the CPU the wrapper runs the reference: with the arguments of the benchmark both must write the same bits."""
-    for case in cases(NUMEL, CPU):
-        calls = case.calls(CPU)
-        assert list(calls) == [REFERENCE]
+    for case in every_case():
         before = [tensor.clone() for tensor in case.written]
-        calls[REFERENCE]()
+        case.reference(*case.arguments)
         expected = [tensor.clone() for tensor in case.written]
         for tensor, old in zip(case.written, before, strict=True):
             tensor.copy_(old)
@@ -50,40 +82,318 @@ def test_kernel_and_reference_do_the_same() -> None:
             assert torch.equal(tensor.view(torch.uint8), other.view(torch.uint8)), case
 
 
+def test_every_contender_writes_all_of_its_output() -> None:
+    for case in every_case():
+        for contender in case.contenders(CPU):
+            require_written(contender)
+        assert len(case.overwritten) == (0 if case.name == "subtract" else len(case.written))
+
+
+def test_inputs_are_random() -> None:
+    for case in every_case():
+        for tensor in case.read:
+            few = tensor.view(-1).view(torch.uint8)[:4096]
+            assert len(few.unique()) > min(100, len(few) // 8), case
+
+
 def test_on_a_gpu_both_are_timed() -> None:
-    assert list(next(cases(NUMEL, CPU)).calls(torch.device("cuda"))) == [KERNEL, REFERENCE]
+    case = next(every_case())
+    assert [each.name for each in case.contenders(torch.device("cuda"))] == [KERNEL, REFERENCE]
+    assert [each.name for each in case.contenders(CPU)] == [REFERENCE]
 
 
 def test_bytes_are_what_a_kernel_must_move() -> None:
-    by_name = {(case.name, case.variant): case.nbytes for case in cases(NUMEL, CPU)}
+    by_name = {(case.name, case.variant): case.nbytes for case in every_case()}
     assert by_name["pack", "64 tensors, float32 and bfloat16"] == (4 + 2) * NUMEL
+    assert by_name["unpack", "tiny: 3 tensors, float32 and float32"] == (4 + 4) * (21 + 7 + 54)
     codec = Quantize(8).codec
-    chunk_numel = -(-NUMEL // (RANKS * codec.block)) * codec.block
-    payload_nbytes = RANKS * codec.payload_nbytes(chunk_numel)
+    chunk_numel = -(-NUMEL // (PEERS * codec.block)) * codec.block
+    payload_nbytes = PEERS * codec.payload_nbytes(chunk_numel)
     assert by_name["encode", "uniform, 8 bits"] == 3 * 4 * NUMEL + payload_nbytes
+    assert by_name["encode", "uniform, 8 bits, no residual"] == 4 * NUMEL + payload_nbytes
     assert by_name["decode", "uniform, 8 bits"] == 4 * NUMEL + payload_nbytes
+    # 20 blocks of 512 elements hold them all: 10240 codes of a bit and 20 scales, in each of 8 rows.
+    row_nbytes = 10_240 // 8 + 20 * 4
+    assert by_name["accumulate", "sign_mean, 1 bit, 8 peers"] == 4 * 10_240 + 8 * row_nbytes
+    assert by_name["recode", "sign_mean, 1 bit, 8 peers"] == 2 * 4 * NUMEL + 9 * row_nbytes
+    # 11 of 10007: an end, 11 indices and a gap of 2 bytes, 11 values, padding.
+    assert by_name["select", "0.1% as bfloat16"] == 3 * 4 * NUMEL + 64
+    assert by_name["select", "0.1% as bfloat16, momentum"] == 5 * 4 * NUMEL + 64
+    assert by_name["accumulate sparse", "0.1% as bfloat16, 8 peers"] == 4 * NUMEL + 8 * 64
     assert by_name["subtract", "rank 4"] == 2 * 4 * 100 * 100 + 2 * 4 * 100 * 4
+    assert by_name["orthogonalize", "50 of 2048 x 4"] == 3 * 4 * 50 * 2048 * 4
+
+
+def test_13_bytes_an_element_at_8_bits() -> None:
+    numel = 8 * 512 * 50
+    encode = next(case for case in cases(numel, CPU) if (case.name, case.variant) == ("encode", "uniform, 8 bits"))
+    assert encode.nbytes / numel == pytest.approx(13, rel=0.001)
+
+
+def test_lists_of_gradients_are_those_of_the_models() -> None:
+    titles = {family.title: family for family in families([resnet50(), gpt2()])}
+    tensors = next(titles["gradients of resnet50"].build(Setting(1, 1, CPU))).read
+    assert (len(tensors), sum(map(Tensor.numel, tensors))) == (161, 25_557_032)
+    assert "gradients of gpt2" in titles
+
+
+# ------------------------------------------------------------------------------ what others offer
+
+
+def test_the_topk_route_sends_and_keeps_what_select_does() -> None:
+    setting = Setting(NUMEL, 1, CPU)
+    values, carry = setting.values, setting.carry
+    row = SparseRow.of(NUMEL, 0.01, torch.bfloat16)
+    payload = torch.zeros(1, row.nbytes, dtype=torch.uint8)
+    sparse.select(row, values, payload, SCALE, carry)
+    selected = torch.zeros(NUMEL)
+    sparse.scatter(row, payload, selected)
+    new, sent = torch.empty(NUMEL), torch.empty(row.count, dtype=torch.bfloat16)
+    chosen = topk_route(values, carry.old, new, sent, SCALE)
+    assert row.count == 101
+    assert torch.equal(torch.zeros(NUMEL).index_copy_(0, chosen, sent.float()), selected)
+    # What is kept differs by what rounding took from the elements sent.
+    assert torch.equal(new, carry.new.index_fill(0, chosen, 0.0))
+    assert torch.allclose(new, carry.new, rtol=0, atol=2.0**-8 * float(selected.abs().max()))
+
+
+def test_plain_int8_blocks_agree_with_the_codec() -> None:
+    codec = Quantize(8).codec
+    setting = Setting(6 * codec.block, 1, CPU)
+    values, carry = setting.values, setting.carry
+    payload = torch.zeros(1, codec.payload_nbytes(setting.numel), dtype=torch.uint8)
+    quantize.encode(codec, values, payload, setting.numel, SCALE, carry, Dice())
+    decoded = torch.empty_like(values)
+    quantize.decode(codec, payload, decoded, setting.numel)
+    codes, steps, new = int8_blocks(values, carry.old, SCALE, codec.block)
+    assert codes.dtype == torch.int8
+    assert int(codes.abs().max()) == 127
+    # Both round to the nearest of the same levels, so they differ where an element is half way between two.
+    apart = (codes * steps - decoded.view(-1, codec.block)).abs()
+    assert bool((apart <= 1.001 * steps).all())
+    assert float((apart > 0.001 * steps).float().mean()) < 0.001
+    p = values * SCALE + carry.old
+    assert torch.allclose(new.view(-1), p - (codes * steps).view(-1), rtol=0, atol=1e-6)
+    assert bool((new.abs() <= 0.501 * steps).all())
+
+
+@pytest.mark.parametrize("matrix_rank", [2, 4])
+def test_the_hook_spans_what_our_factors_span(matrix_rank: int) -> None:
+    factors = torch.randn(3, 64, matrix_rank, generator=torch.Generator().manual_seed(0))
+    out = torch.empty_like(factors)
+    before = factors.clone()
+    hook_orthogonalize(factors, out)
+    ours = lowrank.orthogonalize(factors)
+    assert torch.equal(factors, before)
+    for basis in (out, torch.linalg.qr(factors).Q):
+        # Columns are the same up to their signs, whose product with ours is then a diagonal of ones.
+        assert torch.allclose((basis.transpose(1, 2) @ ours).abs(), torch.eye(matrix_rank), atol=1e-4)
+
+
+def test_bitsandbytes_is_there_or_its_absence_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
+    absent = bitsandbytes_int8(torch.ones(512), 512)
+    assert isinstance(absent, Absent)
+    assert "ModuleNotFoundError" in absent.why
+
+
+# ------------------------------------------------------------------------------ how it is measured
+
+
+class FakeClock:
+    """Has a time for each operation, and notes what was asked of it."""
+
+    def __init__(self, taken_s: dict[Callable[[], object], float]) -> None:
+        self.taken_s = taken_s
+        self.asked: list[tuple[float, int]] = []
+
+    def __call__(self, operation: Callable[[], object], calls: int) -> Reading:
+        each_s = self.taken_s.get(operation, 8e-6)  # the copy is not known before
+        self.asked.append((each_s, calls))
+        return Reading(calls * each_s, calls * 1e-6, queued=each_s < 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("taken_us", "calls"), [(20.1, 1), (1000, 1), (19.9, 11), (11, 19), (6, 34), (3, 50), (0.1, 50), (0, 50)]
+)
+def test_short_calls_are_timed_together(taken_us: float, calls: int) -> None:
+    assert calls_for(taken_us * 1e-6) == calls
+
+
+def case_of(*others: Contender | Absent, asked: tuple[Any, ...] = ()) -> Case:
+    values, out = torch.ones(1000), torch.empty(1000)
+    return Case(
+        "double", "all", torch.add, lambda a, b: out.copy_(a + b), (values, values), (values,), (out,), others, asked
+    )
+
+
+def test_figures_are_of_one_call() -> None:
+    fast, slow = (lambda: None), (lambda: None)
+    case = case_of(Contender("fast", fast), Contender("slow", slow))
+    clock = FakeClock({fast: 10e-6, slow: 5e-3})
+    records = measure(case, DeviceCopy(CPU), CPU, 3, clock)
+    reference, quick, long = (record for record in records if isinstance(record, Measurement))
+    assert [each.implementation for each in (reference, quick, long)] == [REFERENCE, "fast", "slow"]
+    assert case.nbytes == 8000
+    assert (quick.calls, long.calls) == (20, 1)
+    assert (quick.best_us, quick.median_us) == pytest.approx((10, 10))
+    assert quick.gbps == pytest.approx(0.8)
+    assert quick.copy_gbps == pytest.approx(1.0)  # 8000 bytes in 8 us
+    assert quick.of_copy == pytest.approx(0.8)
+    assert quick.host_us == pytest.approx(1.0)
+    assert long.median_us == pytest.approx(5000)
+    assert long.host_us is None
+    # One call to see how long it takes, a round that does not count, three that do.
+    assert clock.asked.count((10e-6, 1)) == 1
+    assert clock.asked.count((10e-6, 20)) == 4
+
+
+def test_who_fails_does_not_keep_others_from_being_measured() -> None:
+    def fail() -> None:
+        raise ValueError("no such\nthing")
+
+    out = torch.zeros(3)
+    lazy = Contender("lazy", lambda: out[:2].fill_(1.0), (out,))
+    case = case_of(Contender("broken", fail), lazy, Contender("fine", lambda: None), Absent("other", "not here"))
+    found = list(measure(replace(case, reference=torch.sin), DeviceCopy(CPU), CPU, 1, host_clock))
+    missing = {each.implementation: (each.failed, each.why) for each in found if isinstance(each, Missing)}
+    assert missing.pop(REFERENCE)[0]  # a sine has one argument
+    assert missing == {
+        "other": (False, "not here"),
+        "broken": (False, "ValueError: no such thing"),
+        "lazy": (False, "RuntimeError: 4 of 12 bytes were not written"),
+    }
+    assert [each.implementation for each in found if isinstance(each, Measurement)] == ["fine"]
+
+
+def test_a_copy_moves_as_many_bytes() -> None:
+    copy = DeviceCopy(CPU)
+    for nbytes, moved in ((8003, 8000), (80, 80), (3, 8)):
+        call, moved_nbytes = copy.moving(nbytes)
+        assert moved_nbytes == moved
+        target = call()
+        assert isinstance(target, Tensor)
+        assert 2 * 4 * target.numel() == moved
+        assert target.abs().min() > 0
+
+
+def test_what_is_asked_is_judged() -> None:
+    # A copy moves 1000 bytes in a microsecond; the kernel takes 4 us for its 3000 bytes.
+    figures = Figures(3000, 1.0, 4.0, {"kernel": 4.0, "torch": 10.0})
+    assert of_copy(0.8).judge(figures) == Verdict("of copy", ">=", 0.8, 0.75, False)
+    assert of_copy(0.75).judge(figures).met
+    assert times_copy_of(1.4, 2000, "so much").judge(figures) == Verdict(
+        "times a copy of so much", "<=", 1.4, 2.0, False
+    )
+    assert times_copy_of(1.4, 3000, "so much").judge(figures).met
+    assert microseconds(4.0).judge(figures).met
+    assert not microseconds(3.9).judge(figures).met
+    assert times_faster(2, "torch").judge(figures) == Verdict("times faster than torch", ">=", 2, 2.5, True)
+    unknown = times_faster(2, "somebody").judge(figures)
+    assert (unknown.found, unknown.met) == (None, None)
+
+
+def test_what_is_asked_of_which_kernel() -> None:
+    asked = {
+        (case.name, case.variant): [(each.what, each.relation, each.limit) for each in case.asked]
+        for case in every_case()
+        if case.asked
+    }
+    few, most = [("of copy", ">=", 0.8)], [("of copy", ">=", 0.85)]
+    dtypes = ("float32", "bfloat16")
+    lists = [f"{title} tensors, float32 and {dtype}" for title in ("tiny: 3", "64") for dtype in dtypes]
+    assert asked == {
+        **{(name, variant): most for name in ("pack", "unpack") for variant in lists},
+        ("encode", "uniform, 8 bits"): most,
+        ("recode", "uniform, 8 bits, 8 peers"): few,
+        **{(name, "sign_mean, 1 bit"): few for name in ("encode", "decode")},
+        **{(name, "sign_mean, 1 bit, 8 peers"): few for name in ("accumulate", "recode")},
+        **{
+            ("select", f"{density} as bfloat16"): [
+                ("times a copy of 20 B an element", "<=", 1.4),
+                (f"times faster than {TOPK}", ">=", 5),
+            ]
+            for density in ("0.1%", "1.0%")
+        },
+        **{
+            ("select", f"{density} as bfloat16, momentum"): [("times a copy of 20 B an element", "<=", 1.4)]
+            for density in ("0.1%", "1.0%")
+        },
+        ("orthogonalize", "50 of 2048 x 4"): [("us", "<=", 60)],
+        ("orthogonalize", "50 of 2048 x 32"): [("us", "<=", 400)],
+    }  # fmt: skip
+
+
+def test_only_a_kernel_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = case_of(asked=(of_copy(0.5), microseconds(1e9)))
+    own = case.contenders(CPU)[0]
+    monkeypatch.setattr(Case, "contenders", lambda self, device: [Contender(KERNEL, own.call, own.overwritten), own])
+    kernel, reference = measure(case, DeviceCopy(CPU), CPU, 1, FakeClock({own.call: 16e-6}))
+    assert isinstance(kernel, Measurement)
+    assert isinstance(reference, Measurement)
+    assert [verdict.found for verdict in kernel.asked] == pytest.approx([0.5, 16])
+    assert all(verdict.met for verdict in kernel.asked)
+    assert reference.asked == ()
+
+
+# ------------------------------------------------------------------------------ the program
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench.kernels", *arguments])
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    kernels.main()
 
 
 def test_file_and_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "kernels.json"
-    arguments = ["--numel", "5000", "--repeats", "2", "--threads", "1", "--json", str(file)]
-    monkeypatch.setattr(sys, "argv", ["bench.kernels", *arguments])
-    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
-    kernels.main()
+    arguments = ["--numel", "5000", "--repeats", "2", "--threads", "1", "--only", "encode,scatter", "--json", str(file)]
+    run(monkeypatch, *arguments)
     header, *rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert header["kind"] == "kernels"
-    assert header["command"].endswith("--numel 5000 --repeats 2 --threads 1 --json " + str(file))
-    assert len(rows) == len(list(cases(5000, CPU))) * (2 if torch.cuda.is_available() else 1)
-    for row in rows:
+    assert header["command"].endswith("--numel 5000 --repeats 2 --threads 1 --only encode,scatter --json " + str(file))
+    assert (header["numel"], header["peers"]) == (5000, PEERS)
+    measured = [row for row in rows if row["record"] == "kernel" and row["implementation"] == REFERENCE]
+    expected = [case for case in cases(5000, CPU) if case.name in ("encode", "scatter")]
+    assert [(row["name"], row["variant"]) for row in measured] == [(case.name, case.variant) for case in expected]
+    for row in measured:
         assert 0 < row["best_us"] <= row["median_us"]
         assert row["gbps"] == pytest.approx(row["nbytes"] / row["median_us"] / 1e3)
-    assert "5,000 elements" in capsys.readouterr().out
+        assert row["of_copy"] == pytest.approx(row["gbps"] / row["copy_gbps"])
+    printed = capsys.readouterr()
+    assert "5,000 elements" in printed.out
+    assert "scatter, 1.0% as bfloat16" in printed.err
 
 
-def test_operations_take_turns_and_the_first_round_does_not_count() -> None:
-    calls: list[str] = []
-    taken = times_s([lambda: calls.append("a"), lambda: calls.append("b")], repeats=3)
-    assert calls == ["a", "b"] * 4
-    assert [len(times) for times in taken] == [3, 3]
-    assert min(chain(*taken)) > 0
+def test_a_family_that_cannot_be_built_is_told_and_the_others_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def build(setting: Setting) -> Iterator[Case]:
+        raise RuntimeError("out of memory")
+
+    known = [family for family in families(()) if "scatter" in family.names]
+    monkeypatch.setattr(kernels, "families", lambda models: [Family("odd ones", ("scatter",), build), *known])
+    file = tmp_path / "kernels.json"
+    with pytest.raises(SystemExit) as left:
+        run(monkeypatch, "--numel", "5000", "--repeats", "1", "--only", "scatter", "--json", str(file))
+    assert left.value.code == 1
+    _, first, *rest = [json.loads(line) for line in file.read_text().splitlines()]
+    assert (first["record"], first["name"], first["why"]) == ("missing", "odd ones", "RuntimeError: out of memory")
+    assert [row["record"] for row in rest if row.get("implementation") == REFERENCE] == ["kernel", "kernel"]
+    assert "out of memory" in capsys.readouterr().out
+
+
+def test_an_unknown_kernel_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "--only", "encode,decrypt")
+    assert "no kernel is called 'decrypt'; choose from accumulate, " in capsys.readouterr().err
+
+
+def test_the_table_tells_what_was_met(capsys: pytest.CaptureFixture[str]) -> None:
+    verdicts = of_copy(0.8), times_faster(2, "somebody")
+    figures = Figures(3000, 1.0, 4.0, {})
+    asked = tuple(each.judge(figures) for each in verdicts)
+    print_table("title", [Measurement("pack", "all", KERNEL, 3000, 1, 3.0, 4.0, None, 0.75, 1.0, asked)])
+    printed = " ".join(capsys.readouterr().out.split())
+    for word in ("missed", "not known", "0.750"):
+        assert word in printed

@@ -1,5 +1,6 @@
 """How close every kernel comes to the memory's speed: `python -m bench.kernels --json FILE`.
 
-Each is timed beside a clone of the same gradient, in turns: on a GPU the kernel and the plain torch it replaces, on the
-CPU plain torch alone, which is all there is. GB/s count what must be read and written, once.
+Each is timed in turns with a device copy that moves as many bytes, with the plain torch it replaces, and with what
+others offer for the same job; on a CPU there is plain torch only. GB/s count what must be read and written, once.
+`python -m bench.kernels.launches` measures what a launch costs that has nothing to do.
 """

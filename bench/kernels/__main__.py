@@ -6,58 +6,76 @@ import argparse
 import os
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
 
 import torch
-from torch import Tensor
 
 import bench.kernels
+from bench.clocks import clock_of
 from bench.environment import machine
-from bench.kernels.case import Case
-from bench.kernels.cases import cases
-from bench.kernels.report import Measurement, print_table, write
-from bench.turns import times_s
+from bench.kernels.cases import PEERS, families
+from bench.kernels.family import Setting
+from bench.kernels.measure import DeviceCopy, described, measure
+from bench.kernels.report import Missing, Record, ResultFile, print_table
+from commopt.kernels.loader import loader_for
+from commopt.simulate.models import gpt2, resnet50
+
+_GPU_REPEATS, _CPU_REPEATS = 30, 7
 
 
-def measure(case: Case, gradient: Tensor, repeats: int) -> list[Measurement]:
-    """Time every implementation of a case in turns with a clone of the gradient."""
-    calls = case.calls(gradient.device)
-    clones_s, *others_s = times_s([gradient.clone, *calls.values()], repeats, gradient.device)
-    clone_gbps = 2 * gradient.numel() * gradient.element_size() / median(clones_s) / 1e9
-    found = []
-    for implementation, taken_s in zip(calls, others_s, strict=True):
-        gbps = case.nbytes / median(taken_s) / 1e9
-        best_us, median_us = 1e6 * min(taken_s), 1e6 * median(taken_s)
-        of_clone = gbps / clone_gbps
-        found.append(
-            Measurement(case.name, case.variant, implementation, case.nbytes, best_us, median_us, gbps, of_clone)
-        )
-    return found
+def records(setting: Setting, only: set[str], repeats: int) -> Iterator[Record]:
+    """Measure the kernels of these names; what fails leaves a record and does not keep others from being measured."""
+    copy, clock = DeviceCopy(setting.device), clock_of(setting.device)
+    for family in families((resnet50(), gpt2())):
+        if only.isdisjoint(family.names):
+            continue
+        try:
+            for case in family.build(setting):
+                if case.name in only:
+                    print(f"{case.name}, {case.variant}", file=sys.stderr, flush=True)
+                    yield from measure(case, copy, setting.device, repeats, clock)
+        except Exception as error:
+            yield Missing(family.title, "", "all that follow", True, described(error))
 
 
 def main() -> None:
-    """Measure every kernel, print and write the figures."""
+    """Measure every kernel, print and write the figures; exits with 1 when something failed."""
+    names = sorted({name for family in families(()) for name in family.names})
     parser = argparse.ArgumentParser(
         prog="python -m bench.kernels", description=(bench.kernels.__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--numel", type=int, default=25_000_000, help="elements of the gradient")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--peers", type=int, default=PEERS, help="ranks whose rows an owner adds up")
+    parser.add_argument("--repeats", type=int, help=f"by default {_GPU_REPEATS} on a GPU, {_CPU_REPEATS} on a CPU")
+    parser.add_argument("--only", metavar="KERNEL,...", help=f"some of: {', '.join(names)}")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="of the CPU")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write JSON lines: the environment, then kernels")
     options = parser.parse_args()
+    only = set(names if options.only is None else options.only.split(","))
+    if unknown := only.difference(names):
+        parser.error(f"--only: no kernel is called {sorted(unknown)[0]!r}; choose from {', '.join(names)}")
     torch.set_num_threads(options.threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    gradient = torch.randn(options.numel, device=device)
-    found: list[Measurement] = []
-    for case in cases(options.numel, device):
-        print(f"{case.name}, {case.variant}", file=sys.stderr, flush=True)
-        found += measure(case, gradient, options.repeats)
-    name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {options.threads} threads"
-    print_table(f"{options.numel:,} elements, {name}; bytes read and written", found)
-    if options.json is not None:
-        command = shlex.join(["python", "-m", "bench.kernels", *sys.argv[1:]])
-        write(options.json, {**machine(), "command": command, "device": name, "numel": options.numel}, found)
+    title = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {options.threads} threads"
+    repeats = options.repeats or (_GPU_REPEATS if device.type == "cuda" else _CPU_REPEATS)
+    command = shlex.join(["python", "-m", "bench.kernels", *sys.argv[1:]])
+    environment = {**machine(), "command": command, "device": title, "numel": options.numel, "peers": options.peers}
+    file = None if options.json is None else ResultFile(options.json, {**environment, "loader": _loader(device)})
+    found: list[Record] = []
+    for record in records(Setting(options.numel, options.peers, device), only, repeats):
+        found.append(record)
+        if file is not None:
+            file.add(record)
+    print_table(f"{options.numel:,} elements, {title}; bytes read and written", found)
+    if any(isinstance(record, Missing) and record.failed for record in found):
+        sys.exit(1)
+
+
+def _loader(device: torch.device) -> str | None:
+    """Return what launches the kernels, None where plain torch does their work."""
+    loader = loader_for(device) if device.type == "cuda" else None
+    return None if loader is None else type(loader).__name__.lower()
 
 
 if __name__ == "__main__":

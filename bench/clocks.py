@@ -1,0 +1,74 @@
+"""How long operations take: by the host's clock, or by a GPU's in conditions that are the same for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil
+from time import perf_counter
+from typing import TypeAlias
+
+import torch
+
+_L2_SIZES = 4  # of other memory written before: nothing of the last turn is left in the L2
+_HOLD_S = 2e-3
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a clock read of one or more calls together."""
+
+    taken_s: float
+    host_s: float
+    """Until the last call had returned."""
+    queued: bool
+    """Whether a device had all calls in its queue before it began the first: nothing in `taken_s` is the host's."""
+
+
+Clock: TypeAlias = Callable[[Callable[[], object], int], Reading]
+"""Runs an operation so many times and tells how long that took."""
+
+
+def host_clock(operation: Callable[[], object], calls: int) -> Reading:
+    """Time calls on the CPU."""
+    started = perf_counter()
+    for _ in range(calls):
+        operation()
+    taken_s = perf_counter() - started
+    return Reading(taken_s, taken_s, queued=False)
+
+
+class GpuClock:
+    """Time calls between two events of the current stream, with nothing of theirs in the L2.
+
+    hold_s: how long the device writes other memory before the first event, at least a few times its L2. Calls that the
+    host has queued by then are timed without the gaps that launching them leaves.
+    """
+
+    def __init__(self, device: torch.device, hold_s: float = _HOLD_S) -> None:
+        nbytes = _L2_SIZES * torch.cuda.get_device_properties(device).L2_cache_size
+        self._other = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._writes = 1
+        once_s = min(self(self._other.zero_, 1).taken_s for _ in range(3))
+        self._writes = ceil(hold_s / once_s)
+
+    def __call__(self, operation: Callable[[], object], calls: int) -> Reading:
+        """See Clock."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        for _ in range(self._writes):
+            self._other.zero_()
+        begin.record()
+        started = perf_counter()
+        for _ in range(calls):
+            operation()
+        host_s = perf_counter() - started
+        queued = not begin.query()
+        end.record()
+        end.synchronize()
+        return Reading(begin.elapsed_time(end) / 1000, host_s, queued)
+
+
+def clock_of(device: torch.device) -> Clock:
+    """Return the clock of a device."""
+    return GpuClock(device) if device.type == "cuda" else host_clock
