@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bench.models import ResNet50
 from commopt.errors import ConfigurationError
-from commopt.simulate.models import MODELS, Model, Parameter, bert_base, bert_large, gpt2, model, resnet50
+from commopt.simulate.models import MODELS, Model, Parameter, bert_base, bert_large, gpt2, gpt2_medium, model, resnet50
 from commopt.simulate.models.layers import attention_flops
 
 
@@ -33,6 +33,7 @@ def names(name: str) -> list[str]:
         ("bert-base", 110_106_428, 206),
         ("bert-large", 336_226_108, 398),
         ("gpt2", 124_439_808, 148),
+        ("gpt2-medium", 354_823_168, 292),
     ],
 )
 def test_every_parameter_is_there(name: str, elements: int, tensors: int) -> None:
@@ -43,7 +44,7 @@ def test_every_parameter_is_there(name: str, elements: int, tensors: int) -> Non
 
 
 def test_all_models_have_been_counted() -> None:
-    assert set(MODELS) == {"resnet50", "vgg16", "swin-t", "bert-base", "bert-large", "gpt2"}
+    assert set(MODELS) == {"resnet50", "vgg16", "swin-t", "bert-base", "bert-large", "gpt2", "gpt2-medium"}
 
 
 @pytest.mark.parametrize(("make", "elements"), [(bert_base, 109_482_240), (bert_large, 335_141_888)])
@@ -96,10 +97,13 @@ def test_bert_computes_two_flops_per_weight_and_token_and_attention(
 
 
 @pytest.mark.parametrize("sequence", [256, 1024])
-def test_gpt2_computes_as_the_formula_of_palm_says(sequence: int) -> None:
+@pytest.mark.parametrize(("make", "layers", "width"), [(gpt2, 12, 768), (gpt2_medium, 24, 1024)])
+def test_gpt2_computes_as_the_formula_of_palm_says(
+    make: Callable[..., Model], layers: int, width: int, sequence: int
+) -> None:
     """arXiv 2204.02311, appendix B: 6 N + 12 L H Q T for each token, forward a third of it; N without positions."""
-    found = gpt2(sequence)
-    per_token = (6 * (124_439_808 - 1024 * 768) + 12 * 12 * 768 * sequence) / 3
+    found = make(sequence)
+    per_token = (6 * (found.numel - 1024 * width) + 12 * layers * width * sequence) / 3
     assert found.forward_flops == pytest.approx(sequence * per_token, rel=0.002)  # N has biases and norms in it
 
 
@@ -153,6 +157,7 @@ def test_a_parameter_belongs_to_the_module_in_its_name() -> None:
         (lambda: bert_base(513), r"bert-base: sequence 513 is longer than its 512 positions"),
         (lambda: bert_large(0), r"bert-large: sequence is 0"),
         (lambda: gpt2(1025), r"gpt2: sequence 1025 is longer than its 1024 positions"),
+        (lambda: gpt2_medium(1025), r"gpt2-medium: sequence 1025 is longer than its 1024 positions"),
         (lambda: gpt2(1.5), r"gpt2: sequence is 1.5; it must be a whole number"),  # type: ignore[arg-type]
         (lambda: Parameter("", (1,)), r"parameter: name is ''"),
         (lambda: Parameter("w", (2, 0)), r"parameter 'w': an extent of its shape is 0"),

@@ -9,48 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import count
 from statistics import median
 from time import perf_counter, process_time
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from bench.mute import LoneRank
 from bench.prediction.links import Probed
 from bench.prediction.sharing import Processors
 from commopt.aggregate import Aggregator
 from commopt.cost import Links, cost
-from commopt.feedback import Account, Layout, Ledger
+from commopt.feedback import Layout
 from commopt.groups import TeamShape
 
 _CALLS = 6
 _US = 1e6
-
-
-class Mute(TeamShape):
-    """A team whose collectives take no time, because they do nothing but what leaves a rank's own part in place."""
-
-    def all_reduce(self, buffer: Tensor, *, scale: float = 1.0) -> None:
-        """Leave `buffer` as it is."""
-
-    def reduce(self, buffer: Tensor, dst: int) -> None:
-        """Leave `buffer` as it is."""
-
-    def broadcast(self, buffer: Tensor, src: int) -> None:
-        """Leave `buffer` as it is."""
-
-    def all_gather(self, gathered: Tensor, own: Tensor) -> None:
-        """Put `own` where it belongs."""
-        gathered.view(self.size, -1)[self.rank].copy_(own)
-
-    def all_to_all(self, received: Tensor, sent: Tensor) -> None:
-        """Keep everything."""
-        received.copy_(sent)
-
-    def reduce_scatter(self, own: Tensor, buffer: Tensor) -> None:
-        """Keep this rank's part."""
-        own.copy_(buffer.view(self.size, -1)[self.rank])
 
 
 def with_own_work(
@@ -74,19 +48,14 @@ def with_own_work(
 
 def _measured(aggregator: Aggregator, buckets: Sequence[Layout], shape: TeamShape) -> tuple[float, float]:
     """Return for how long all buckets keep the slowest rank, and a core of an average one."""
-    team = Mute.of(shape.ranks_per_node, dist.get_rank())
+    alone = LoneRank(aggregator, buckets, shape.ranks_per_node, dist.get_rank())
     buffers = [torch.randn(layout.numel) for layout in buckets]
-    ledger, steps = Ledger(), count(aggregator.start_step)
     passed_s, busy_s = [], []
     for _ in range(_CALLS):
-        step = next(steps)
         dist.barrier()
         begun_s, begun_cpu_s = perf_counter(), process_time()
-        ledger.begin_step()
-        for number, (layout, buffer) in enumerate(zip(buckets, buffers, strict=True)):
-            account = Account(layout, step, number, ledger=ledger)
-            aggregator.all_reduce(buffer, team, 1.0 / shape.size, account)  # type: ignore[arg-type]  # as good as one
-            ledger.end_bucket([buffer], last=number + 1 == len(buckets))
+        for number, buffer in enumerate(buffers):
+            alone.reduce(number, buffer)
         passed_s.append(perf_counter() - begun_s)
         busy_s.append(process_time() - begun_cpu_s)
     slowest = torch.tensor([median(passed_s[2:])], dtype=torch.float64)

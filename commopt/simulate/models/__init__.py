@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from commopt.errors import ConfigurationError
 from commopt.simulate.models.bert import bert_base, bert_large
-from commopt.simulate.models.gpt import gpt2
+from commopt.simulate.models.gpt import gpt2, gpt2_medium
 from commopt.simulate.models.parameters import Model, Parameter
 from commopt.simulate.models.resnet import resnet50
 from commopt.simulate.models.swin import swin_t
@@ -17,9 +17,22 @@ MODELS: dict[str, Callable[..., Model]] = {
     "bert-large": bert_large,
     "swin-t": swin_t,
     "gpt2": gpt2,
+    "gpt2-medium": gpt2_medium,
 }
 
-__all__ = ["MODELS", "Model", "Parameter", "bert_base", "bert_large", "gpt2", "model", "resnet50", "swin_t", "vgg16"]
+__all__ = [
+    "MODELS",
+    "Model",
+    "Parameter",
+    "bert_base",
+    "bert_large",
+    "gpt2",
+    "gpt2_medium",
+    "model",
+    "resnet50",
+    "swin_t",
+    "vgg16",
+]
 
 
 def model(name: str) -> Model:

@@ -1,0 +1,105 @@
+"""Command line: `python -m bench.compressors --help`."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import bench.compressors
+from bench.compressors.contender import Contender
+from bench.compressors.contenders import CONTENDERS, contender
+from bench.compressors.gradients import Gradients, layouts_of
+from bench.compressors.measure import Measurement, TooSlowError, measure
+from bench.compressors.presets import RANKS_PER_NODE
+from bench.compressors.report import Failure, print_table, write
+from bench.compressors.torch_hooks import empty_all_reduce_us, world_of_one
+from bench.environment import machine
+from commopt import ConfigurationError
+from commopt.kernels.loader import loader_for
+
+_IN_A_CALLBACK = "Got the following error when running the callback: "  # torch's, once for each that it goes through
+_MODELS = ("resnet50", "bert-large", "gpt2-medium")
+
+
+def parse_options() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.compressors", description=(bench.compressors.__doc__ or "").splitlines()[0]
+    )
+    models, names = ",".join(_MODELS), ",".join(CONTENDERS)
+    parser.add_argument("--models", default=models, metavar="NAMES", help=f"of commopt.simulate (default {models})")
+    parser.add_argument("--strategies", default=names, metavar="NAMES", help=f"presets and torch's hooks: {names}")
+    parser.add_argument("--steps", type=int, default=10, help="that count (default 10)")
+    parser.add_argument("--seconds", type=float, default=4.0, help="for one strategy on one model (default 4)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write JSON lines: the environment, then steps")
+    options = parser.parse_args()
+    if options.steps < 1:
+        parser.error(f"--steps {options.steps}: one at least has to count")
+    try:
+        options.layouts = {name: layouts_of(name) for name in options.models.split(",")}
+        options.contenders = [contender(name) for name in options.strategies.split(",")]
+    except ConfigurationError as error:
+        parser.error(str(error))
+    return options
+
+
+def measure_model(
+    gradients: Gradients, contenders: Sequence[Contender], steps: int, limit_s: float
+) -> tuple[list[Measurement], list[Failure]]:
+    """Measure all contenders on one model; one that cannot run says why, and the others follow."""
+    found: list[Measurement] = []
+    failed: list[Failure] = []
+    for each in contenders:
+        print(f"{gradients.model}: {each.name}", file=sys.stderr, flush=True)
+        try:
+            found.append(measure(each, gradients, steps, limit_s))
+        except TooSlowError as error:
+            failed.append(Failure(gradients.model, each.name, f"{error}; give it more than --seconds {limit_s:g}"))
+        except Exception as error:  # whatever it is
+            what = next(iter(str(error).splitlines()), "").rpartition(_IN_A_CALLBACK)[2]  # a stack of calls follows
+            failed.append(Failure(gradients.model, each.name, f"{type(error).__name__}: {what}"))
+    return found, failed
+
+
+def main() -> None:
+    """Measure, print and write the figures, of one model after the other."""
+    options = parse_options()
+    device = torch.device(options.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    found: list[Measurement] = []
+    failed: list[Failure] = []
+    with world_of_one(device):
+        environment = _environment(device)
+        for name, layouts in options.layouts.items():
+            gradients = Gradients(name, layouts, device)
+            more, without = measure_model(gradients, options.contenders, options.steps, options.seconds)
+            print_table(f"{name} on {environment['device']}, a step without the network", more, without)
+            found += more
+            failed += without
+            if options.json is not None:  # now, for what comes may be killed
+                write(options.json, environment, found, failed)
+
+
+def _environment(device: torch.device) -> dict[str, Any]:
+    cuda = device.type == "cuda"
+    loader = loader_for(device) if cuda else None
+    return {
+        **machine(),
+        "command": shlex.join(["python", "-m", "bench.compressors", *sys.argv[1:]]),
+        "device": torch.cuda.get_device_name(device) if cuda else f"CPU, {torch.get_num_threads()} threads",
+        "kernels": "torch" if loader is None else type(loader).__name__.lower(),
+        "ranks_per_node": list(RANKS_PER_NODE),
+        "empty_all_reduce_us": empty_all_reduce_us(device),
+    }
+
+
+if __name__ == "__main__":
+    main()
