@@ -1,12 +1,14 @@
-# Two commands on a fresh clone do everything: `make demo` and `make test`. The rest is for developers.
+# Two commands on a fresh clone do everything: `make demo` and `make test`. The rest is for developers; `make gpu` wants a
+# GPU, and a PYTHON that has torch for it.
 
 PYTHON ?= python3
+RESULTS ?= build/gpu
 VENV := .venv
 BIN := $(VENV)/bin
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint types compile bench plots clean
+.PHONY: demo test lint types compile gpu bench plots clean
 
 demo: $(VENV)/.demo  ## train a GPT on two emulated nodes with stock DDP and with commopt; table and picture
 	$(BIN)/python -m bench.demo
@@ -23,6 +25,9 @@ types: $(VENV)/.dev  ## static types
 
 compile: $(VENV)/.dev  ## every CUDA kernel for sm_80, sm_90, sm_100, by nvcc and NVRTC where present; needs no GPU
 	$(BIN)/python -m csrc.compile_check
+
+gpu:  ## compile for the GPU here, test and measure everything on it; OPTIONS='--limit-s 540 --only kernels,overlap'
+	@$(PYTHON) -m bench.gpu --build build/gpu-environment --out $(RESULTS) $(OPTIONS)
 
 bench: $(VENV)/.demo  ## bandwidth of every aggregator on two emulated nodes
 	$(BIN)/python -m bench.cluster --nodes 2 --ranks-per-node 2 --rate 200mbit -m bench.bandwidth \

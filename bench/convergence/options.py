@@ -10,6 +10,7 @@ from pathlib import Path
 
 import bench.convergence
 from bench.convergence import plan, tables
+from bench.document import around
 
 
 def parse_options() -> argparse.Namespace:
@@ -48,7 +49,7 @@ def parse_options() -> argparse.Namespace:
     try:
         options.contenders = plan.chosen(options.only)
         if options.document:
-            tables.around(options.document)
+            around(options.document, tables.BEGIN, tables.END)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     options.link_json = options.json.with_stem(f"{options.json.stem}_{plan.RATE}")

@@ -23,6 +23,7 @@ import commopt
 from bench.convergence import plan, report, tables
 from bench.convergence.ranks import describe, look
 from bench.convergence.report import Environment, Run
+from bench.document import table, write_between
 from bench.environment import machine
 from bench.ranks import gather, slowest_rank_ms
 from commopt import Hierarchical, PeriodicAverage
@@ -98,10 +99,7 @@ def _share(runs: Sequence[Run], task: str, strategy: str) -> str:
 
 def fill_in(document: Path, runs: Sequence[Run]) -> None:
     """Replace what is between the marks in a Markdown file; raises ValueError when there are none."""
-    before, after = tables.around(document)
-    lines = [headings(runs), ["---"] * len(headings(runs)), *rows(runs)]
-    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    document.write_text(f"{before}{tables.BEGIN}\n{text}\n{tables.END}{after}")
+    write_between(document, tables.BEGIN, tables.END, table(headings(runs), rows(runs)))
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ from bench.convergence.report import (
     seconds_to_target,
     summarize,
 )
+from bench.document import table, write_between
 from bench.table import print_rows
 from bench.training.report import Outcome
 
@@ -95,20 +96,9 @@ def print_table(environment: Environment, runs: Sequence[Run], outcomes: Sequenc
 
 
 def fill_in(document: Path, environment: Environment, runs: Sequence[Run], outcomes: Sequence[Outcome]) -> None:
-    """Replace what is between the two marks in a Markdown file; raises ValueError as `around` does."""
-    before, after = around(document)
-    table = [headings(), ["---"] * len(headings()), *([f"`{row[0]}`", *row[1:]] for row in rows(runs, outcomes))]
-    lines = "\n".join(f"| {' | '.join(row)} |" for row in table)
-    document.write_text(f"{before}{BEGIN}\n{lines}\n\n{caption(environment, runs, outcomes)}\n{END}{after}")
-
-
-def around(document: Path) -> tuple[str, str]:
-    """Return what stands before and after the place for the results; raises ValueError when there is none."""
-    before, begin, rest = document.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"{document} has no place for the results; put the lines {BEGIN!r} and {END!r} into it")
-    return before, after
+    """Replace what is between the two marks in a Markdown file; raises ValueError when there are none."""
+    named = [[f"`{row[0]}`", *row[1:]] for row in rows(runs, outcomes)]
+    write_between(document, BEGIN, END, f"{table(headings(), named)}\n\n{caption(environment, runs, outcomes)}")
 
 
 def verdict(summary: Summary | None) -> str:

@@ -1,0 +1,154 @@
+"""Launch every kernel on small and awkward shapes, with each loader: what compute-sanitizer looks at.
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m bench.gpu.every_kernel
+
+Without torch's cache of memory every tensor is an allocation of its own, so that what lies beyond it is out of bounds.
+What the kernels compute is compared in the tests. Without a GPU the same calls go to the reference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from commopt.errors import ConfigurationError
+from commopt.kernels import lowrank, pack, quantize, sources, sparse, unpack
+from commopt.kernels.codec import Carry, Codec, CodecName, Dice, Momentum, Velocity
+from commopt.kernels.loader import VARIABLE, loader_for
+from commopt.kernels.sparse_row import BLOCK, SparseRow
+
+Call = Callable[[], object]
+
+LOADERS = ("native", "nvrtc")
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_KINDS: tuple[tuple[CodecName, int, bool], ...] = (
+    *(("uniform", bits, stochastic) for bits in (8, 4, 2) for stochastic in (False, True)),
+    ("companded", 4, False),
+    ("centroids", 2, False),
+    ("sign_mean", 1, False),
+    ("sign_rms", 1, False),
+)
+_BLOCKS = (64, 192, 4096)  # a part of a warp's, an odd number of them, several warps together
+_PEERS = 3
+_DICE = Dice(seed=2**63 + 1, step=7, stream=3)
+
+
+def calls(device: torch.device) -> Iterator[Call]:
+    """Yield calls that launch, all together, every kernel."""
+    yield from _transfers(device)
+    for (name, bits, stochastic), block in itertools.product(_KINDS, _BLOCKS):
+        yield from _blocks(Codec(name, bits, block, stochastic), device)
+    for value_dtype in _DTYPES:
+        yield from _sparse(value_dtype, device)
+    yield from _low_rank(device)
+
+
+def _transfers(device: torch.device) -> Iterator[Call]:
+    for inside, flat_dtype in itertools.product(_DTYPES, _DTYPES):
+        tensors = [_random(numel, device).to(inside) for numel in (1, 7, 0, 1023, 40_001)]
+        flat = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=flat_dtype, device=device)
+        for scale in (1.0, 0.5):
+            yield partial(pack, tensors, flat, scale)
+            yield partial(unpack, flat, tensors, scale)
+
+
+def _blocks(codec: Codec, device: torch.device) -> Iterator[Call]:
+    chunk_numel = 5 * codec.block
+    numel = _PEERS * chunk_numel - 37
+    rows = partial(_rows, codec.payload_nbytes(chunk_numel), device)
+    for dtype, carrying in itertools.product(_DTYPES, (False, True)):
+        values, payload, sent = _random(numel, device).to(dtype), rows(_PEERS), rows(1)
+        carry, owned = (_carry(count, device) if carrying else None for count in (numel, chunk_numel - 5))
+        yield partial(quantize.encode, codec, values, payload, chunk_numel, 0.5, carry, _DICE)
+        yield partial(quantize.decode, codec, payload, torch.empty_like(values), chunk_numel)
+        yield partial(quantize.accumulate, codec, payload, torch.empty(chunk_numel, device=device))
+        yield partial(quantize.recode, codec, payload, sent, chunk_numel, chunk_numel - 5, owned, _DICE)
+
+
+def _sparse(value_dtype: torch.dtype, device: torch.device) -> Iterator[Call]:
+    row = SparseRow.of(BLOCK + 4465, 0.01, value_dtype)
+    numel = 2 * row.chunk_numel - 11
+    values, payload = _random(numel, device), _rows(row.nbytes, device, 2)
+    carry = _carry(numel, device)
+    velocity = Velocity(_random(numel, device), torch.empty(numel, device=device), Momentum(0.9))
+    for taken in (None, carry, Carry(carry.old, carry.new, carry.loss_scale, 0.9, velocity)):
+        yield partial(sparse.select, row, values, payload, 0.5, taken)
+    for dtype in _DTYPES:
+        yield partial(sparse.scatter, row, payload, torch.empty(numel, dtype=dtype, device=device))
+    yield partial(sparse.accumulate, row, payload, torch.empty(row.chunk_numel, device=device))
+
+
+def _low_rank(device: torch.device) -> Iterator[Call]:
+    for count, rows, cols, matrix_rank in ((2, 37, 130, 1), (3, 70, 5, 4), (1, 3001, 65, 31)):
+        left, right = _random((count, rows, matrix_rank), device), _random((count, cols, matrix_rank), device)
+        matrices = _random((count, rows, cols), device)
+        for initial in (None, left.clone()):
+            yield partial(lowrank.orthogonalize, left, torch.empty_like(left), initial)
+        yield partial(lowrank.decode, left, right, torch.empty_like(matrices))
+        yield partial(lowrank.subtract, matrices, left, right)
+
+
+def _random(shape: int | tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.randn(shape, device=device)
+
+
+def _rows(nbytes: int, device: torch.device, count: int) -> Tensor:
+    return torch.zeros(count, nbytes, dtype=torch.uint8, device=device)
+
+
+def _carry(numel: int, device: torch.device) -> Carry:
+    loss_scale = torch.tensor(1024.0, device=device)
+    return Carry(_random(numel, device), torch.empty(numel, device=device), loss_scale, 0.9)
+
+
+def launched(name: str, device: torch.device) -> set[str]:
+    """Make all calls with one loader and return the kernels launched; raises ConfigurationError where it cannot."""
+    os.environ[VARIABLE] = name
+    loader = loader_for(device)
+    if loader is None:
+        raise ConfigurationError(f"{VARIABLE}={name} launches nothing on {device}; use a CUDA device")
+    with patch.object(loader, "launch", wraps=loader.launch) as launch:
+        for call in calls(device):
+            call()
+    torch.cuda.synchronize(device)
+    return {arguments.args[0] for arguments in launch.call_args_list}
+
+
+def main() -> int:
+    """Launch everything with every loader; fail when one cannot be used or a kernel was left out."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.gpu.every_kernel", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--device", default="cuda", help="cuda or cpu (default cuda)")
+    parser.add_argument("--loaders", nargs="+", choices=LOADERS, default=LOADERS, help="default: both")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    if device.type != "cuda":
+        made = [call() for call in calls(device)]
+        print(f"{device}: {len(made)} calls of the reference")
+        return 0
+    failures = []
+    for name in options.loaders:
+        try:
+            left_out = set(sources.file_of_kernel()) - launched(name, device)
+        except ConfigurationError as error:
+            failures.append(str(error))
+            continue
+        print(f"{name}: {len(sources.file_of_kernel()) - len(left_out)} kernels", flush=True)
+        if left_out:
+            failures.append(f"{name}: never launched: {', '.join(sorted(left_out))}")
+    for failure in failures:
+        print(f"FAILED {failure}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""What the files of a step say: tests counted, figures asked for, whether a model has learned."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from bench.gpu.place import Place
+from bench.gpu.record import Asked, Counted
+from bench.training import report as training
+
+_WHOLE_DEVICE = "cudaDeviceSynchronize"
+
+Read = Callable[[Place], "Found"]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a step left behind; `why` when that shows a failure, whatever its exit status was."""
+
+    tests: Counted | None = None
+    asked: list[Asked] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    why: str = ""
+
+
+def nothing(place: Place) -> Found:
+    """Read a step whose exit status says it all."""
+    return Found()
+
+
+def tests(file: str) -> Read:
+    """Return what reads the file of pytest's --junitxml in scratch."""
+
+    def read(place: Place) -> Found:
+        cases = list(ElementTree.parse(place.scratch / file).iter("testcase"))
+        failures = [_name(case) for case in cases if case.find("failure") is not None or case.find("error") is not None]
+        skipped = sum(case.find("skipped") is not None for case in cases)
+        counted = Counted(len(cases) - len(failures) - skipped, len(failures), skipped, failures)
+        if failures:
+            return Found(counted, why=f"{len(failures)} of {len(cases)} tests failed")
+        return Found(counted, why="" if counted.passed else f"no test ran, {skipped} were skipped")
+
+    return read
+
+
+def _name(case: ElementTree.Element) -> str:
+    return f"{case.get('classname', '')}::{case.get('name', '')}"
+
+
+def learned(file: str) -> Read:
+    """Return what reads a file of bench.training in scratch: losses alone, since ranks that share a GPU take turns."""
+
+    def read(place: Place) -> Found:
+        _, outcomes = training.read(place.scratch / file)
+        losses = {each.strategy: [look.held_out_loss for look in each.curve] for each in outcomes}
+        failures = [name for name, curve in losses.items() if not (isfinite(curve[-1]) and curve[-1] < curve[0])]
+        facts = {"held_out_loss": {name: [curve[0], curve[-1]] for name, curve in losses.items()}}
+        return Found(facts=facts, why=f"the loss did not fall with {', '.join(failures)}" if failures else "")
+
+    return read
+
+
+def kernels(place: Place) -> Found:
+    """Read what is asked of kernels, and whether they achieve it; a kernel that cannot run is a failure."""
+    file = place.out / "kernels.json"
+    asked = [
+        Asked(
+            f"{record['name']}, {record['variant']}",
+            f"{verdict['relation']} {verdict['limit']:g} {verdict['what']}",
+            verdict["found"],
+            verdict["met"],
+        )
+        for record in _records(file, "kernel")
+        for verdict in record["asked"]
+    ]
+    failed = [each for each in _records(file, "missing") if each["failed"]]
+    return Found(asked=asked, why="; ".join(f"{each['name']} {each['variant']}: {each['why']}" for each in failed))
+
+
+def launches(place: Place) -> Found:
+    """Read what a launch costs; one of commopt's loaders that cannot launch is a failure."""
+    file = place.out / "launches.json"
+    costs = {each["launcher"]: each["host_us"] for each in _records(file, "launcher")}
+    failed = [each for each in _records(file, "missing") if each["launcher"] != "Triton"]
+    why = "; ".join(f"{each['launcher']}: {each['why']}" for each in failed)
+    return Found(facts={"host_us": costs}, why=why)
+
+
+def compressors(place: Place) -> Found:
+    """Read what is asked of presets; one that could not be measured is a failure, one of torch's is none."""
+    file = place.out / "compressors.json"
+    asked = [
+        Asked(
+            f"{record['contender']} on {record['model']}",
+            f">= {record['asked']:g} times as fast as {record['beside']}",
+            record["times_as_fast"],
+            record["met"],
+        )
+        for record in _records(file, "step")
+        if record.get("asked") is not None
+    ]
+    failed = [each for each in _records(file, "failure") if not each["contender"].startswith("torch.")]
+    return Found(asked=asked, why="; ".join(f"{each['contender']}: {each['reason']}" for each in failed))
+
+
+def overlap(place: Place) -> Found:
+    """Read what part of the lane's work ran beside backward on each rank, and whether a step waited for the device."""
+    ranks = _records(place.out / "overlap.json", "rank")
+    parts = [round(each["both_ms"] / each["lane_ms"], 3) if each["lane_ms"] else 0.0 for each in ranks]
+    waits = [each["waits"] for each in ranks]
+    wrong = [f"rank {rank}: nothing ran beside backward" for rank, part in enumerate(parts) if part == 0]
+    for rank, calls in enumerate(waits):
+        wrong += [f"rank {rank}: {count} x {call}" for call, count in calls.items() if call.startswith(_WHOLE_DEVICE)]
+    return Found(facts={"beside_backward": parts, "waits": waits}, why="; ".join(wrong))
+
+
+def _records(file: Path, kind: str) -> list[dict[str, Any]]:
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    return [record for record in records if record["record"] == kind]
+
+
+def machine(place: Place) -> Found:
+    """Read the record of the machine."""
+    record = json.loads((place.out / "machine.json").read_text())
+    facts = {**record["versions"], **record["device"], **record["rates"]}
+    return Found(facts=facts, why="; ".join(record["failures"]))

@@ -1,0 +1,79 @@
+"""Run one command in processes of its own, under a time limit, and leave none of them behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+GRACE_S = 10.0  # for pytest to write what it knows, for launchers to end their ranks
+_MARK = "BENCH_GPU_STEP"
+_KILL_S = 10.0
+_NUMBERS = count()
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command came to its end; a status of None: it was stopped at the limit."""
+
+    status: int | None
+    seconds: float
+
+
+def run(command: Sequence[str], environment: Mapping[str, str], log: Path, limit_s: float) -> Ended:
+    """Run `command` in the project's folder until it ends or the limit is over; what it prints goes to `log`.
+
+    At the limit it is interrupted as by Ctrl-C first. In the end everything that it started is killed, in sessions of
+    their own too: torchrun gives one to every rank.
+    """
+    mark = f"{os.getpid()}-{next(_NUMBERS)}"
+    started = time.monotonic()
+    status: int | None = None
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**environment, _MARK: mark},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_S)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            _kill_marked(mark)
+            process.wait()
+    return Ended(status, time.monotonic() - started)
+
+
+def _kill_marked(mark: str) -> None:
+    """Kill every process that has the mark in its environment, whatever session it is in."""
+    deadline = time.monotonic() + _KILL_S
+    while (pids := _marked(mark)) and time.monotonic() < deadline:  # again: one may fork between listing and killing
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def _marked(mark: str) -> list[int]:
+    entry, found = f"{_MARK}={mark}".encode(), []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended meanwhile, or belongs to somebody else
+            if entry in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+    return found

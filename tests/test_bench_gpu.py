@@ -1,0 +1,609 @@
+"""`make gpu` where there is no GPU: its steps are run by the same code, all but what only a GPU can do."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import commopt
+from bench.compressors.contenders import CONTENDERS
+from bench.compressors.measure import Measurement as Measured
+from bench.compressors.report import Failure
+from bench.compressors.report import write as write_compressors
+from bench.document import table
+from bench.gpu import __main__ as command_line
+from bench.gpu import build, every_kernel, machine, rank, record, report, runner
+from bench.gpu import found as readers
+from bench.gpu.found import Found
+from bench.gpu.place import Place
+from bench.gpu.record import Asked, Counted, Outcome
+from bench.gpu.session import FILE, LOG, session
+from bench.gpu.step import Step, take
+from bench.gpu.steps import PRESETS, steps
+from bench.kernels.asked import Verdict
+from bench.kernels.report import Measurement as Timed
+from bench.kernels.report import Missing, ResultFile
+from bench.overlap.report import write as write_overlap
+from bench.overlap.trace import Overlap
+from bench.training.report import Environment, Look, write
+from bench.training.report import Outcome as Trained
+from commopt.kernels import lowrank, pack, quantize, sources, sparse
+from commopt.kernels.loader import Arguments, Loader
+
+ROOT = Path(__file__).parents[1]
+CPU = torch.device("cpu")
+FOREVER = "import time; time.sleep(600)"
+QUICK = (sys.executable, "-I", "-S", "-c")  # without packages: it has begun before its time is over
+
+
+def python(code: str) -> tuple[str, ...]:
+    return "{python}", "-c", code
+
+
+def step(name: str, code: str, limit_s: float = 60, **rest: Any) -> Step:
+    return Step(name, f"that {name} works", python(code), limit_s, **rest)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    found = Place(tmp_path / "out", tmp_path / "scratch")
+    found.out.mkdir()
+    found.scratch.mkdir()
+    return found
+
+
+def alive(pid: int) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+# ------------------------------------------------------------------------------------- the runner
+
+
+def test_the_exit_status_and_all_that_is_printed_are_kept(tmp_path: Path) -> None:
+    code = "import sys; print('out'); sys.stderr.write('err'); sys.exit(3)"
+    ended = runner.run([sys.executable, "-c", code], os.environ, tmp_path / "log", 60)
+    assert ended.status == 3
+    assert set((tmp_path / "log").read_text().split()) == {"out", "err"}
+
+
+@pytest.mark.parametrize("parent", ["waits", "ends"])
+def test_nothing_outlives_a_step_in_whatever_session_it_is(tmp_path: Path, parent: str) -> None:
+    """As torchrun's ranks: children in sessions of their own, of a parent that hangs, or is gone before them."""
+    pid = tmp_path / "pid"
+    code = (
+        "import subprocess, sys, time, pathlib\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {FOREVER!r}], start_new_session=True)\n"
+        f"pathlib.Path({str(pid)!r}).write_text(str(child.pid))\n"
+        f"{'time.sleep(600)' if parent == 'waits' else ''}"
+    )
+    ended = runner.run([*QUICK, code], os.environ, tmp_path / "log", 3.0)
+    assert ended.status == (None if parent == "waits" else 0)
+    assert not alive(int(pid.read_text()))
+
+
+def test_at_the_limit_a_program_may_still_write_what_it_knows(tmp_path: Path) -> None:
+    code = (
+        "import pathlib, time\n"
+        "try:\n    time.sleep(600)\n"
+        f"except KeyboardInterrupt:\n    pathlib.Path({str(tmp_path / 'known')!r}).write_text('half')"
+    )
+    ended = runner.run([*QUICK, code], os.environ, tmp_path / "log", 2.0)
+    assert ended.status is None
+    assert ended.seconds < 2.0 + runner.GRACE_S
+    assert (tmp_path / "known").read_text() == "half"
+
+
+def test_one_that_ignores_the_interrupt_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "GRACE_S", 0.5)
+    code = f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); {FOREVER}"
+    ended = runner.run([*QUICK, code], os.environ, tmp_path / "log", 2.0)
+    assert ended.status is None
+    assert ended.seconds >= 2.5
+
+
+# --------------------------------------------------------------------------------------- one step
+
+
+def test_a_step_that_fails_says_why(place: Place) -> None:
+    outcome = take(step("a", "raise SystemExit('the reason\\n')"), place, 100)
+    assert (outcome.verdict, outcome.why) == ("failed", "exit status 1; the reason")
+    assert outcome.command.startswith("python -c ")
+    assert outcome.fell_through
+
+
+def test_a_program_that_is_not_there_fails(place: Place) -> None:
+    outcome = take(Step("a", "", ("no-such-program",), 60), place, 100)
+    assert outcome.verdict == "failed"
+    assert "no-such-program" in outcome.why
+
+
+def test_a_step_sees_its_settings_and_this_project(place: Place) -> None:
+    code = "import os, bench.gpu; assert os.environ['COLOUR'] == 'red'"
+    outcome = take(step("a", code, settings={"COLOUR": "red"}), place, 100)
+    assert (outcome.verdict, outcome.why) == ("passed", "")
+    assert outcome.command.startswith("COLOUR=red python -c ")
+
+
+def test_results_decide_too(place: Place) -> None:
+    def unreadable(place: Place) -> Found:
+        raise KeyError("asked")
+
+    bad = take(step("a", "", read=lambda place: Found(why="the loss did not fall")), place, 100)
+    assert (bad.verdict, bad.why) == ("failed", "the loss did not fall")
+    worse = take(step("a", "exit(2)", read=lambda place: Found(why="1 of 2 tests failed")), place, 100)
+    assert (worse.verdict, worse.why) == ("failed", "exit status 2; 1 of 2 tests failed")
+    unread = take(step("b", "", read=unreadable), place, 100)
+    assert (unread.verdict, unread.why) == ("failed", "its results cannot be read: KeyError: 'asked'")
+
+
+def test_results_of_an_earlier_session_do_not_count(place: Place) -> None:
+    (place.out / "a.json").write_text("old")
+
+    def read(place: Place) -> Found:
+        return Found(facts={"text": (place.out / "a.json").read_text()})
+
+    lazy = Step("a", "", (*python(""), "--json", "{out}/a.json"), 60, read)
+    assert "FileNotFoundError" in take(lazy, place, 100).why
+    busy = Step("a", "", (*python("import sys; open(sys.argv[1], 'w').write('new')"), "{out}/a.json"), 60, read)
+    assert take(busy, place, 100).facts == {"text": "new"}
+
+
+def test_few_files_are_left() -> None:
+    files = {FILE, LOG, *(file for each in steps(build=True) for file in each.results)}
+    assert len(files) <= 8
+
+
+def test_a_step_is_skipped_where_it_cannot_run_or_has_no_time(place: Place) -> None:
+    cannot = take(step("a", "", missing=lambda: "no namespaces"), place, 100)
+    assert (cannot.verdict, cannot.why) == ("skipped", "no namespaces")
+    late = take(step("b", ""), place, 4.0)
+    assert (late.verdict, late.why) == ("skipped", "4 s were left")
+    assert not late.fell_through
+    assert take(step("c", "", limit_s=5), place, 6.0).verdict == "passed"  # it needs no more than that
+
+
+def test_a_step_gets_what_is_left_of_the_time(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.gpu.step.LEAST_S", 0.5)
+    outcome = take(step("a", FOREVER), place, 1.0)
+    assert outcome.verdict == "timed out"
+    assert outcome.why.startswith("stopped after 1 s; ")
+    assert outcome.seconds < 1.0 + runner.GRACE_S
+
+
+# ------------------------------------------------------------------------------------ the session
+
+
+def test_steps_go_on_after_one_that_failed_and_the_file_has_all(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = [step("a", "print('last words'); exit(7)"), step("b", ""), step("c", "", missing=lambda: "no")]
+    outcomes = session(chosen, place, None, {"date": "2030-01-01"}, ["a", "b", "c"])
+    assert [outcome.verdict for outcome in outcomes] == ["failed", "passed", "skipped"]
+    environment, again = record.read(place.out / FILE)
+    assert environment == {"date": "2030-01-01"}
+    assert again == outcomes
+    said = capsys.readouterr().err
+    assert "[1/3] a: that a works" in said
+    assert "      last words" in said
+    log = (place.out / LOG).read_text()
+    assert log.index("===== a: failed") < log.index("last words") < log.index("===== b: passed")
+
+
+def test_later_steps_are_left_out_when_the_time_is_over(place: Place) -> None:
+    readings = iter([0.0, 1.0, 90.0])
+    outcomes = session([step("a", ""), step("b", "")], place, 100.0, {}, ["a", "b"], clock=lambda: next(readings))
+    assert [(outcome.verdict, outcome.why) for outcome in outcomes] == [("passed", ""), ("skipped", "10 s were left")]
+
+
+def test_what_other_steps_came_to_stays_in_the_file(place: Place) -> None:
+    facts = {"gpu": "H0", "nccl": "2.0"}
+    known = step("machine", "", read=lambda place: Found(facts=facts))
+    session([known, step("a", "exit(1)"), step("b", "")], place, None, {"date": "1"}, ["machine", "a", "b"])
+    session([step("a", "")], place, None, {"date": "2"}, ["machine", "a", "b"])
+    environment, outcomes = record.read(place.out / FILE)
+    assert environment == {"date": "2", **facts}
+    assert [(outcome.name, outcome.verdict) for outcome in outcomes] == [
+        ("machine", "passed"),
+        ("a", "passed"),
+        ("b", "passed"),
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "{}\n", '{"record": "environment", "kind": "kernels"}\n', "no JSON\n"])
+def test_a_file_of_another_program_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / FILE).write_text(text)
+    with pytest.raises(ValueError, match=r"gpu\.json is not a file that bench\.gpu wrote"):
+        record.read(tmp_path / FILE)
+
+
+# ------------------------------------------------------------------------------ what files say
+
+
+def test_tests_are_counted_from_what_pytest_writes(place: Place, tmp_path: Path) -> None:
+    source = tmp_path / "test_some.py"
+    source.write_text(
+        "import pytest\n"
+        "def test_good(): pass\n"
+        "def test_bad(): assert False\n"
+        "@pytest.fixture\ndef broken(): raise OSError\n"
+        "def test_error(broken): pass\n"
+        "@pytest.mark.skip\ndef test_skipped(): pass\n"
+    )
+
+    def counted(*selection: str) -> Found:
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, str(source)]
+        xml = place.scratch / "some.xml"
+        subprocess.run([*command, "--junitxml", str(xml), *selection], cwd=tmp_path, capture_output=True, check=False)
+        return readers.tests("some.xml")(place)
+
+    everything = counted()
+    assert everything.tests == Counted(1, 2, 1, ["test_some::test_bad", "test_some::test_error"])
+    assert everything.why == "2 of 4 tests failed"
+    assert counted("-k", "good") == Found(Counted(1, 0, 0))
+    assert counted("-k", "skipped").why == "no test ran, 1 were skipped"
+
+
+def test_only_losses_are_kept_of_a_training(place: Place) -> None:
+    def trained(strategy: str, *losses: float) -> Trained:
+        curve = [Look(3 * index, float(index), loss) for index, loss in enumerate(losses, 1)]
+        return Trained(strategy, 9, 5.0, 1.0, 1.0, 0.5, None, None, None, curve)
+
+    header = Environment("2030", "c", "2", "3", 2, "cuda", "nccl", 2, [2, 2], None, 10, 5.0, 0, 1.0, "e")
+    write(place.scratch / "t.json", header, [trained("flat", 5.0, 4.0, 3.5)])
+    found = readers.learned("t.json")(place)
+    assert found == Found(facts={"held_out_loss": {"flat": [5.0, 3.5]}})
+    diverged = [trained("flat", 5.0, 4.0), trained("onebit", 5.0, float("nan")), trained("dgc", 5.0, 5.1)]
+    write(place.scratch / "t.json", header, diverged)
+    assert readers.learned("t.json")(place).why == "the loss did not fall with onebit, dgc"
+
+
+def test_what_is_asked_of_kernels(place: Place) -> None:
+    file = ResultFile(place.out / "kernels.json", {})
+    verdict = Verdict("of copy", ">=", 0.85, 0.9, True)
+    for implementation, asked in (("kernel", (verdict,)), ("reference", ())):
+        times = dict.fromkeys(("best_us", "median_us", "host_us", "gbps", "copy_gbps"), 1.0)
+        file.add(Timed("encode", "8 bits", implementation, nbytes=13, calls=1, asked=asked, **times))
+    file.add(Missing("encode", "8 bits", "bitsandbytes", False, "not installed"))
+    assert readers.kernels(place) == Found(asked=[Asked("encode, 8 bits", ">= 0.85 of copy", 0.9, True)])
+    file.add(Missing("select", "1 %", "kernel", True, "out of memory"))
+    assert readers.kernels(place).why == "select 1 %: out of memory"
+
+
+def test_what_is_asked_of_presets(place: Place) -> None:
+    (preset, beside), *_ = [(name, each) for name, each in CONTENDERS.items() if each and each.asked]
+    times = {"steps": 3, "best_ms": 1.0, "host_ms": 1.0, "peak_bytes": None, "payload_bytes": 8.0}
+    steps_taken = [
+        Measured("gpt2-medium", preset, median_ms=2.0, **times),  # type: ignore[arg-type]  # of several types
+        Measured("gpt2-medium", beside.hook, median_ms=6.0, **times),  # type: ignore[arg-type]
+    ]
+    failed = [Failure("gpt2-medium", "torch.fp16", "no")]
+    write_compressors(place.out / "compressors.json", {}, steps_taken, failed)
+    wanted = Asked(f"{preset} on gpt2-medium", f">= 4 times as fast as {beside.hook}", 3.0, False)
+    assert readers.compressors(place) == Found(asked=[wanted])
+    failed += [Failure("gpt2-medium", "onebit", "too slow")]
+    write_compressors(place.out / "compressors.json", {}, steps_taken, failed)
+    assert readers.compressors(place).why == "onebit: too slow"
+
+
+def test_a_loader_that_cannot_launch_is_a_failure_and_triton_is_not_asked_for(place: Place) -> None:
+    lines = [
+        {"record": "environment", "kind": "launches"},
+        {"record": "launcher", "launcher": "_C", "host_us": 3.5},
+        {"record": "missing", "launcher": "Triton", "why": "not installed"},
+    ]
+    file = place.out / "launches.json"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert readers.launches(place) == Found(facts={"host_us": {"_C": 3.5}})
+    file.write_text(file.read_text() + json.dumps({"record": "missing", "launcher": "CuPy", "why": "no NVRTC"}) + "\n")
+    assert readers.launches(place).why == "CuPy: no NVRTC"
+
+
+def test_overlap_and_waits(place: Place) -> None:
+    overlaps = [Overlap(3, (20,), 7, 9, 90, 4.0, 8.0, 3.0, {"cudaStreamSynchronize in aten::item": 3})]
+    write_overlap(place.out / "overlap.json", {}, overlaps)
+    facts = {"beside_backward": [0.75], "waits": [overlaps[0].waits]}
+    assert readers.overlap(place) == Found(facts=facts)
+    overlaps += [Overlap(3, (), 7, 0, 90, 0.0, 8.0, 0.0, {"cudaDeviceSynchronize in no operator": 2})]
+    write_overlap(place.out / "overlap.json", {}, overlaps)
+    assert readers.overlap(place).why == (
+        "rank 1: nothing ran beside backward; rank 1: 2 x cudaDeviceSynchronize in no operator"
+    )
+
+
+# --------------------------------------------------------------------------------------- the steps
+
+
+def test_steps_have_names_of_their_own_and_something_to_show() -> None:
+    for chosen in (steps(build=True), steps(build=False)):
+        names = [each.name for each in chosen]
+        assert len(set(names)) == len(names)
+        assert all(each.shows and each.limit_s > 0 for each in chosen)
+        assert names[0] == "build"
+        assert not any(set(name) & set(" ,") for name in names)  # one word each, also in a shell
+
+
+def options_known_to(module: str) -> str:
+    """All that the modules of a program are written in."""
+    spec = find_spec(module)
+    assert spec is not None, f"{module} is not there"
+    assert spec.origin is not None
+    origin = Path(spec.origin)
+    files = origin.parent.rglob("*.py") if spec.submodule_search_locations else [origin]
+    return "".join(file.read_text() for file in files)
+
+
+OWN = ("bench.", "commopt", "topology")
+
+
+@pytest.mark.parametrize("chosen", steps(build=True), ids=lambda each: each.name)
+def test_programs_and_their_options_exist(chosen: Step) -> None:
+    words = list(chosen.command)
+    modules = [words[index + 1] for index, word in enumerate(words[:-1]) if word == "-m" and words[index + 1] != "gpu"]
+    modules += [words[words.index("bench.gpu.rank") + 1]] if "bench.gpu.rank" in words else []
+    assert modules
+    text = "".join(options_known_to(module) for module in modules if module.startswith(OWN))
+    text += "".join((ROOT / word).read_text() for word in words if word.startswith("examples/"))
+    outside = ("-m", "--standalone", "--nproc-per-node", "--tool", "--error-exitcode", "--print-limit")
+    if any(module.startswith(OWN) for module in modules) and "pytest" not in modules:
+        wanted = [word.split("=")[0] for word in words if word.startswith("--")]
+        assert [word for word in wanted if word not in outside and f'"{word}"' not in text] == []
+
+
+def test_every_test_that_needs_a_gpu_is_in_one_step() -> None:
+    run = [word for each in steps(build=False) if "pytest" in each.command for word in each.command]
+    files = sorted(word for word in run if word.startswith("tests/"))
+    marked = [
+        file for file in (ROOT / "tests").glob("test_*.py") if re.search(r"mark[.]gpu|ON_GP[U]", file.read_text())
+    ]
+    assert files == sorted(f"tests/{file.name}" for file in marked)
+
+
+def test_every_preset_is_trained() -> None:
+    trained = {name.partition(":")[0].removeprefix("hierarchical_") for name in PRESETS}
+    assert {name.removeprefix("hierarchical_") for name in commopt.PRESETS} - {"auto"} <= trained
+
+
+def test_commands_can_be_repeated_by_whoever_reads_them(tmp_path: Path) -> None:
+    place = Place(Path("build/gpu"), tmp_path, Path("build/gpu-environment"))
+    for each in steps(build=True):
+        shown = place.shown(each.command)
+        assert not any(word in shown for word in ("{", str(tmp_path), sys.prefix, str(ROOT)))
+        assert not any("{" in word for word in place.filled(each.command))
+
+
+def test_what_is_built_runs_the_steps(tmp_path: Path) -> None:
+    place = Place(tmp_path, tmp_path, tmp_path / "built")
+    assert place.python == Path(sys.executable)
+    (tmp_path / "built" / "bin").mkdir(parents=True)
+    (tmp_path / "built" / "bin" / "python").touch()
+    assert place.python == tmp_path / "built" / "bin" / "python"
+
+
+# ----------------------------------------------------------------------------------- the programs
+
+
+class Noting(Loader):
+    """Launches nothing and remembers the names."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def launch(self, kernel: str, grid: int, block: int, stream: int, arguments: Arguments) -> None:
+        assert grid > 0
+        self.names.add(kernel)
+
+
+def test_every_kernel_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = Noting()
+    for module in (quantize, sparse, lowrank, sys.modules[pack.__module__]):
+        monkeypatch.setattr(module, "_loader", lambda *arguments: loader)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    packing = sys.modules[pack.__module__]
+    monkeypatch.setattr(packing, "_table", lambda *arguments: SimpleNamespace(chunks=1, address_for=lambda stream: 0))
+    monkeypatch.setattr(packing, "_multiprocessors", lambda device: 1)
+    for call in every_kernel.calls(CPU):
+        call()
+    assert loader.names == set(sources.file_of_kernel())
+
+
+def test_every_kernel_runs_as_reference(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["every_kernel", "--device", "cpu"])
+    assert every_kernel.main() == 0
+    assert "calls of the reference" in capsys.readouterr().out
+    monkeypatch.setenv("COMMOPT_KERNELS", "torch")
+    with pytest.raises(commopt.ConfigurationError, match="COMMOPT_KERNELS=torch launches nothing on cpu"):
+        every_kernel.launched("torch", CPU)
+
+
+def test_the_machine_is_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["--device", "cpu", "--copy-bytes", "1000000", "--side", "64", "--json", str(tmp_path / "machine.json")]
+    monkeypatch.setattr(sys, "argv", ["machine", *arguments])
+    assert machine.main() == 0
+    found = json.loads((tmp_path / "machine.json").read_text())
+    assert found["failures"] == []
+    assert found["versions"].keys() >= {"cuda", "nccl", "nvcc", "triton"}
+    assert found["rates"]["copy_gbps"] > 0
+    assert found["rates"]["bf16_matmul_tflops"] > 0
+    assert found["doctor"]["findings"]
+    assert found["topology"]
+    facts = readers.machine(Place(tmp_path, tmp_path)).facts
+    assert facts.keys() >= {"gpu", "nccl", "copy_gbps"}
+
+
+def test_what_the_machine_does_not_tell_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_of_module", lambda *arguments, **rest: machine._output(["false"]))
+    arguments = ["--device", "cpu", "--copy-bytes", "1000", "--side", "8", "--json", str(tmp_path / "machine.json")]
+    monkeypatch.setattr(sys, "argv", ["machine", *arguments])
+    assert machine.main() == 1
+    found = readers.machine(Place(tmp_path, tmp_path))
+    assert found.why == "topology: false ended with 1: ; doctor: false ended with 1: "
+    assert found.facts["copy_gbps"] > 0
+
+
+def test_ranks_that_share_a_gpu() -> None:
+    environ = {"RANK": "3", "LOCAL_RANK": "3", "PATH": "p"}
+    assert rank.shared(environ, gpus=1) == {
+        "RANK": "3",
+        "LOCAL_RANK": "0",
+        "PATH": "p",
+        "NCCL_HOSTID": "rank-3",
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_SOCKET_IFNAME": "lo",
+    }
+    assert rank.shared(environ, gpus=2)["LOCAL_RANK"] == "1"
+    assert rank.shared(environ, gpus=0)["LOCAL_RANK"] == "3"
+    emulated = {**environ, "NCCL_SOCKET_IFNAME": "eth0", "NCCL_HOSTID": "node-1"}
+    assert rank.shared(emulated, gpus=1)["NCCL_SOCKET_IFNAME"] == "eth0"
+    assert rank.shared(emulated, gpus=1)["NCCL_HOSTID"] == "rank-3"
+
+
+def test_a_rank_becomes_the_module(tmp_path: Path) -> None:
+    (tmp_path / "shown.py").write_text("import os, sys; print(__name__, os.environ['NCCL_HOSTID'], *sys.argv[1:])")
+    environ = {**os.environ, "RANK": "5", "LOCAL_RANK": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
+    command = [sys.executable, "-m", "bench.gpu.rank", "shown", "--seconds", "5"]
+    done = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "__main__ rank-5 --seconds 5\n"
+
+
+def test_kernels_that_are_not_compiled_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = ModuleType("commopt._C")
+    known = sorted(sources.file_of_kernel())
+    monkeypatch.setitem(sys.modules, "commopt._C", compiled)
+    monkeypatch.setattr(compiled, "names", lambda: known, raising=False)
+    assert build.problem() is None
+    monkeypatch.setattr(compiled, "names", lambda: [*known[1:], "zzz"])
+    assert build.problem() == f"compiled, or in csrc, but not both: {known[0]}, zzz; compile again"
+    monkeypatch.setitem(sys.modules, "commopt._C", None)
+    assert "COMMOPT_REQUIRE_CUDA=ON" in str(build.problem())
+
+
+def test_the_environment_of_a_build_sees_all_packages_and_changes_none(tmp_path: Path) -> None:
+    made = build.make_environment(tmp_path / "made")
+    code = "import sys, torch, pip; print(sys.prefix, torch.__file__)"
+    done = subprocess.run([made, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(tmp_path / "made"), torch.__file__]
+
+
+# --------------------------------------------------------------------------------- the command line
+
+
+def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["bench.gpu", *arguments])
+    return command_line.main()
+
+
+def test_without_a_gpu_it_ends_at_once_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run_main(monkeypatch, "--out", str(tmp_path / "out")) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"bench.gpu: torch {torch.__version__} of {sys.executable} is built ")
+    assert "sees no GPU" in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_steps_are_listed_and_chosen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_main(monkeypatch, "--list", "--only", "overlap,kernels,memcheck", "--skip", "memcheck") == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["kernels", "overlap"]
+    for wrong in ("--only", "--skip"):
+        with pytest.raises(SystemExit):
+            run_main(monkeypatch, wrong, "kernels,speed")
+        assert "there is no step 'speed'; known: build, machine, " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("code", "status"), [("", 0), ("exit(1)", 1)])
+def test_the_status_says_whether_a_step_fell_through(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, code: str, status: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(command_line, "steps", lambda build: [step("a", code)])
+    assert run_main(monkeypatch, "--out", str(tmp_path)) == status
+    assert record.read(tmp_path / FILE)[1][0].verdict == ("failed" if status else "passed")
+    assert "a" in capsys.readouterr().out.split()
+
+
+# ------------------------------------------------------------------------------------- the report
+
+ENVIRONMENT = {"gpu": "H0", "torch": "2.0", "cuda": "13", "nccl": "2.1", "date": "2030-01-02T03:04", "command": "c"}
+OUTCOMES = [
+    Outcome("kernel-tests", "c", "2030", 12.3, "failed", "1 of 4 tests failed", Counted(2, 1, 1, ["a::b"])),
+    Outcome(
+        "kernels",
+        "c",
+        "2030",
+        80.0,
+        "passed",
+        asked=[
+            Asked("encode, 8 bits", ">= 0.85 of copy", 0.8765, True),
+            Asked("select | 1 %", "<= 1.4 times a copy", 1.512, False),
+            Asked("encode, 4 bits", ">= 2 times faster than other", None, None),
+        ],
+    ),
+    Outcome("network", "c", "2030", 0.0, "skipped", "no ip and no tc\non PATH"),
+]
+
+
+def test_tables() -> None:
+    assert report.title(ENVIRONMENT) == "H0, torch 2.0, CUDA 13, NCCL 2.1, 2030-01-02"
+    assert report.step_rows(OUTCOMES)[0] == [
+        *("kernel-tests", "failed", "12"),
+        *("2", "1", "1"),
+        *("", ""),
+        "1 of 4 tests failed",
+    ]
+    assert report.step_rows(OUTCOMES)[1][6:8] == ["2", "1"]
+    assert report.asked_rows(OUTCOMES) == [
+        ["kernels: encode, 8 bits", ">= 0.85 of copy", "0.876", "met"],
+        ["kernels: select | 1 %", "<= 1.4 times a copy", "1.51", "missed"],
+        ["kernels: encode, 4 bits", ">= 2 times faster than other", "-", "-"],
+    ]
+
+
+def test_the_document_gets_the_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = tmp_path / "gpu.md"
+    document.write_text((ROOT / "docs" / "gpu.md").read_text())
+    record.write(tmp_path / FILE, ENVIRONMENT, OUTCOMES)
+    monkeypatch.setattr(sys, "argv", ["report", str(tmp_path), "--document", str(document)])
+    for _ in range(2):
+        assert report.main() == 0
+    text = document.read_text()
+    assert "Nothing has been run yet." not in text
+    assert text.count("| kernels: select \\| 1 % | <= 1.4 times a copy | 1.51 | missed |") == 1
+    assert text.count("| network | skipped | 0 |  |  |  |  |  | no ip and no tc on PATH |") == 1
+    assert text.count(f"{report.title(ENVIRONMENT)}; `c`") == 1
+    assert "missed" in capsys.readouterr().out
+    document.write_text("no marks")
+    assert report.main() == 2
+    assert "has no place for the results" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["report", str(tmp_path / "nowhere")])
+    assert report.main() == 2
+
+
+def test_a_cell_cannot_break_the_table() -> None:
+    rows: Sequence[Sequence[str]] = [["a|b", "one\ntwo"]]
+    assert table(["x", "y"], rows) == "| x | y |\n| --- | --- |\n| a\\|b | one two |"
+
+
+def test_the_document_names_every_step() -> None:
+    text = (ROOT / "docs" / "gpu.md").read_text()
+    assert [each.name for each in steps(build=True) if f"`{each.name}`" not in text] == []
