@@ -123,10 +123,10 @@ class Aggregator(Brief, ABC):
 
     def check_capture(self, step: int) -> None:
         """Raise ConfigurationError when a later step would do otherwise than `step`, which a CUDA graph repeats."""
-        if step < self.start_step:
+        if step <= self.start_step > 0:  # the first step after makes what later ones find
             raise ConfigurationError(
                 f"{self} warms up until step {self.start_step} and a CUDA graph would repeat step {step} for ever; "
-                f"capture a step from {self.start_step} on, or set no warm-up"
+                f"capture a step from {self.start_step + 1} on, or set no warm-up"
             )
 
 

@@ -75,6 +75,7 @@ class Assembly:
         self._plan = plan
         self.forget_gradients()  # DDP may make others now
         self._grouping = Grouping.of(plan, self._grouping.buckets)
+        self._foreseen = False  # until a step has shown that it is so
 
     def imitate(self, target: Sequence[Layout]) -> None:
         """Lay whole steps out in the buffers of a checkpoint, until DDP's buckets are again what they were there.
@@ -84,6 +85,7 @@ class Assembly:
         """
         self._target = tuple(target)
         self._patience = _PATIENCE_STEPS
+        self._foreseen = False
 
     def begin_step(self) -> None:
         """Start anew, without what a backward that raised has left."""

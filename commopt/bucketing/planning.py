@@ -171,9 +171,13 @@ class Planning:
 
     # ------------------------------------------------------------------------------------- every step
 
-    def before_forward(self, step: int) -> None:
-        """Adopt what was decided; only here can DDP be given other buckets, or be left to itself."""
-        self._require_repeatable(step)
+    def before_forward(self, step: int, *, sends: bool) -> None:
+        """Adopt what was decided; only here can DDP be given other buckets, or be left to itself.
+
+        sends: whether the backward will, which under no_sync() it does not.
+        """
+        if sends:
+            self._require_repeatable(step)
         self._adopt()
         self._following.before_forward()
         self.turns.before_forward()

@@ -5,7 +5,7 @@ from commopt.groups.membership import Membership, Place, checking, joined
 from commopt.groups.nccl import NcclByLevel, NcclOptions
 from commopt.groups.scaling import apply_scale
 from commopt.groups.shape import TeamShape
-from commopt.groups.team import Team, all_gather_single, reduce_scatter_single
+from commopt.groups.team import Team, all_gather_single, close_together, reduce_scatter_single
 from commopt.groups.wire import WireBytes, WireModel
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "all_gather_single",
     "apply_scale",
     "checking",
+    "close_together",
     "join",
     "joined",
     "reduce_scatter_single",

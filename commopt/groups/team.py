@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from weakref import ref
 
 import torch
@@ -22,6 +22,8 @@ from commopt.groups.shape import TeamShape
 # torch 2.13 renamed these and warns about the old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_parting = threading.Lock()  # a lane that fails and its watcher may both close what there is
 
 
 class Team(TeamShape):
@@ -144,16 +146,7 @@ class Team(TeamShape):
 
     def close(self) -> None:
         """Destroy the process groups, which also frees peers that wait in them; later primitives raise."""
-        levels = [part for part in (self.intra, self.inter, self) if part is not None]
-        groups = [group for part in levels if (group := part._part_with()) is not None]
-        if "nccl" not in self._backends.values():
-            for group in groups:
-                dist.destroy_process_group(group)
-        elif groups:
-            # An abort waits for the kernels of its communicator, which may be queued behind one of another level that
-            # only that level's abort ends.
-            with ThreadPoolExecutor(len(groups)) as pool:
-                list(pool.map(_abort, groups))
+        close_together([self])
 
     def release(self) -> None:
         """Close when nothing but gloo is behind it, whose threads are then joined; of NCCL nothing is aborted."""
@@ -166,9 +159,10 @@ class Team(TeamShape):
         return self._closed or not dist.is_initialized() or (self._group is not None and self._live_group() is None)
 
     def _part_with(self) -> dist.ProcessGroup | None:
-        """Close this level alone; return the group that is to be destroyed, if it still exists."""
-        group = self._live_group()
-        self._closed = True
+        """Close this level alone; return the group that is to be destroyed, if it exists and nobody is at it."""
+        with _parting:
+            group = None if self._closed else self._live_group()
+            self._closed = True
         return group
 
     def _live_group(self) -> dist.ProcessGroup | None:
@@ -196,13 +190,48 @@ class Team(TeamShape):
             raise TransportError(f"{primitive} over ranks {self.ranks} failed: {error}") from error
 
 
-def _abort(group: dist.ProcessGroup) -> None:
-    """End a group of NCCL and its kernels, also those that wait for a peer, and never free it.
+def close_together(teams: Iterable[Team]) -> None:
+    """Close several teams with all their levels; those of NCCL all at once.
 
-    Freeing it waits for a thread of torch, which sleeps for a minute once it has seen an error.
+    An abort waits for the kernels of its communicator, which may be queued behind one of another level, or of another
+    team, that only its own abort ends. All are tried; the first error of gloo is raised.
     """
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-    c10d._abort_process_group(group)
+    aborting: list[dist.ProcessGroup] = []
+    errors: list[Exception] = []
+    for team in teams:
+        levels = [part for part in (team.intra, team.inter, team) if part is not None]
+        for group in [group for part in levels if (group := part._part_with()) is not None]:
+            if "nccl" in team._backends.values():
+                aborting.append(group)
+                continue
+            try:
+                dist.destroy_process_group(group)
+            except (RuntimeError, ValueError) as error:  # the user destroys it at this very moment
+                errors.append(error)
+    threads = []
+    for group in aborting:
+        thread = threading.Thread(target=_abort, args=(group,), name="commopt-abort", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter is leaving and starts no more
+            _abort(group)
+        else:
+            threads.append(thread)
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def _abort(group: dist.ProcessGroup) -> None:
+    """End a group of NCCL and its kernels, also those that wait for a peer, and never free its NCCL part.
+
+    Freeing that waits for a thread of torch, which sleeps for a minute once it has seen an error. Gloo's part, if there
+    is one, goes with the group: peers are freed by its connections closing.
+    """
+    with suppress(RuntimeError, ValueError, KeyError):  # the user destroys it at this very moment
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group._get_backend(torch.device("cuda"))))
+        c10d._abort_process_group(group)
 
 
 def is_alive(group: dist.ProcessGroup) -> bool:

@@ -17,10 +17,10 @@ class BeforeForward:
     def __init__(self, state: HookState) -> None:
         self._state = state
 
-    def __call__(self, module: nn.Module, inputs: Any) -> None:
+    def __call__(self, ddp: TorchDDP, inputs: Any) -> None:
         """Pass it on, if a backward may follow. Not while a compiler looks: the next hook call sees to the rest."""
         if _is_seen():
-            self._state.before_forward()
+            self._state.before_forward(sends=ddp.require_backward_grad_sync)
 
 
 class AfterForward:

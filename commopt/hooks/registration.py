@@ -41,7 +41,7 @@ class Settings:
     timeout_s: float | None
     wish: Wish
     record: bool
-    nccl: NcclByLevel | None
+    nccl: NcclByLevel | None = None
 
 
 class Registration:
@@ -115,10 +115,10 @@ class Registration:
 
     # ------------------------------------------------------------------------------------- every bucket
 
-    def before_forward(self) -> None:
+    def before_forward(self, *, sends: bool) -> None:
         """Change, between two steps, what was decided to be changed."""
         self.recorder.forward_begins()
-        self.planning.before_forward(self.steps)
+        self.planning.before_forward(self.steps, sends=sends)
         self._count_by_ddp()
 
     def _count_by_ddp(self) -> None:

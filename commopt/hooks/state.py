@@ -147,9 +147,9 @@ class HookState:
         self._ddp = ref(ddp)
         self._planning.serve(ddp)
 
-    def before_forward(self) -> None:
-        """Change, between two steps, what was decided to be changed."""
-        self._registration.before_forward()
+    def before_forward(self, *, sends: bool) -> None:
+        """Change, between two steps, what was decided to be changed. sends: whether the backward will."""
+        self._registration.before_forward(sends=sends)
 
     def after_forward(self) -> None:
         """Count, while DDP averages by itself, the steps that follow."""

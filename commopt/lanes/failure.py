@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from commopt.errors import LaneError, TransportError
-from commopt.groups import Membership, joined
+from commopt.groups import Membership, close_together, joined
 from commopt.lanes.operation import Operation
 
 # An error that arrives through a socket is followed by its author's report, unless the author died.
@@ -44,9 +44,8 @@ def _close(memberships: Iterable[Membership], error: BaseException) -> None:
     while chain is not None:
         traceback.clear_frames(chain.__traceback__)
         chain = chain.__cause__ or chain.__context__
-    for membership in memberships:
-        with suppress(RuntimeError, ValueError):  # the user destroys it at this very moment
-            membership.team.close()
+    with suppress(RuntimeError, ValueError):  # the user destroys one at this very moment
+        close_together(membership.team for membership in memberships)
 
 
 def _await_report(membership: Membership) -> str | None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from commopt.errors import LaneError
-from commopt.groups import Membership, joined
+from commopt.groups import Membership, close_together, joined
 from commopt.lanes.base import Lane, Work
 from commopt.lanes.operation import Operation, Ticket
 from commopt.lanes.second import Second, SecondStream
@@ -100,6 +100,5 @@ class StreamLane(Lane):
             reports = [report for membership in joined() if (report := membership.failure()) is not None]
             if reports and self._error is None:
                 self._error = LaneError(reports[0])
-                for membership in joined():
-                    membership.team.close()
+                close_together(membership.team for membership in joined())
                 return
