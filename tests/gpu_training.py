@@ -87,6 +87,7 @@ class Learner:
         **options: Any,
     ) -> None:
         torch.manual_seed(7)
+        torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic = False, True
         chosen = SUBJECTS[subject]
         self.module = chosen.build().to(device)
         self.ddp = TorchDDP(self.module, **{"bucket_cap_mb": chosen.bucket_cap_mb, **options})

@@ -244,6 +244,7 @@ def test_tests_are_counted_from_what_pytest_writes(place: Place, tmp_path: Path)
         "@pytest.fixture\ndef broken(): raise OSError\n"
         "def test_error(broken): pass\n"
         "@pytest.mark.skip\ndef test_skipped(): pass\n"
+        "def test_loader(): pytest.skip('native: no module')\n"
     )
 
     def counted(*selection: str) -> Found:
@@ -253,10 +254,11 @@ def test_tests_are_counted_from_what_pytest_writes(place: Place, tmp_path: Path)
         return readers.tests("some.xml")(place)
 
     everything = counted()
-    assert everything.tests == Counted(1, 2, 1, ["test_some::test_bad", "test_some::test_error"])
-    assert everything.why == "2 of 4 tests failed"
+    assert everything.tests == Counted(1, 2, 2, ["test_some::test_bad", "test_some::test_error"])
+    assert everything.why == "2 of 5 tests failed"
     assert counted("-k", "good") == Found(Counted(1, 0, 0))
     assert counted("-k", "skipped").why == "no test ran, 1 were skipped"
+    assert counted("-k", "good or loader").why == "a loader was not there, and is not tested: native: no module"
 
 
 def test_only_losses_are_kept_of_a_training(place: Place) -> None:
@@ -287,7 +289,7 @@ def test_what_is_asked_of_kernels(place: Place) -> None:
 
 def test_what_is_asked_of_presets(place: Place) -> None:
     (preset, beside), *_ = [(name, each) for name, each in CONTENDERS.items() if each and each.asked]
-    times = {"steps": 3, "best_ms": 1.0, "host_ms": 1.0, "peak_bytes": None, "payload_bytes": 8.0}
+    times = {"device": "cuda", "steps": 3, "best_ms": 1.0, "host_ms": 1.0, "peak_bytes": None, "payload_bytes": 8.0}
     steps_taken = [
         Measured("gpt2-medium", preset, median_ms=2.0, **times),  # type: ignore[arg-type]  # of several types
         Measured("gpt2-medium", beside.hook, median_ms=6.0, **times),  # type: ignore[arg-type]

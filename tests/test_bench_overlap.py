@@ -157,5 +157,6 @@ def test_ranks_are_started_where_there_are_none(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(subprocess, "run", note)
     monkeypatch.delenv("RANK", raising=False)
     assert main() == 7
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+    launcher.append("--nproc-per-node=4")
     assert started == [[*launcher, "-m", "bench.overlap", "--ranks", "4"]]

@@ -15,6 +15,7 @@ from bench.gpu.record import Asked, Counted
 from bench.training import report as training
 
 _WHOLE_DEVICE = "cudaDeviceSynchronize"
+_NO_LOADER = ("native: ", "nvrtc: ", "there are not two loaders")  # why tests of kernels were skipped
 
 Read = Callable[[Place], "Found"]
 
@@ -44,6 +45,9 @@ def tests(file: str) -> Read:
         counted = Counted(len(cases) - len(failures) - skipped, len(failures), skipped, failures)
         if failures:
             return Found(counted, why=f"{len(failures)} of {len(cases)} tests failed")
+        for reason in (each.get("message", "") for case in cases for each in case.iter("skipped")):
+            if any(absent in reason for absent in _NO_LOADER):
+                return Found(counted, why=f"a loader was not there, and is not tested: {reason}")
         return Found(counted, why="" if counted.passed else f"no test ran, {skipped} were skipped")
 
     return read
@@ -112,12 +116,12 @@ def compressors(place: Place) -> Found:
 def overlap(place: Place) -> Found:
     """Read what part of the lane's work ran beside backward on each rank, and whether a step waited for the device."""
     ranks = _records(place.out / "overlap.json", "rank")
-    parts = [round(each["both_ms"] / each["lane_ms"], 3) if each["lane_ms"] else 0.0 for each in ranks]
+    parts = [each["both_ms"] / each["lane_ms"] if each["lane_ms"] else 0.0 for each in ranks]
     waits = [each["waits"] for each in ranks]
     wrong = [f"rank {rank}: nothing ran beside backward" for rank, part in enumerate(parts) if part == 0]
     for rank, calls in enumerate(waits):
         wrong += [f"rank {rank}: {count} x {call}" for call, count in calls.items() if call.startswith(_WHOLE_DEVICE)]
-    return Found(facts={"beside_backward": parts, "waits": waits}, why="; ".join(wrong))
+    return Found(facts={"beside_backward": [round(part, 3) for part in parts], "waits": waits}, why="; ".join(wrong))
 
 
 def _records(file: Path, kind: str) -> list[dict[str, Any]]:

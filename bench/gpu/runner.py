@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-GRACE_S = 10.0  # for pytest to write what it knows, for launchers to end their ranks
+GRACE_S = 25.0  # for pytest to write what it knows, for launchers to end their ranks
 _MARK = "BENCH_GPU_STEP"
 _KILL_S = 10.0
 _NUMBERS = count()

@@ -13,7 +13,7 @@ from bench.gpu.step import Step, log_of, take
 
 FILE = "gpu.json"
 LOG = "gpu.log"
-_LOG_LINES = 200  # of each step
+_LOG_LINES = 20_000  # of each step: there may be no second run
 _SHOWN_LINES = 12  # of one that fell through
 
 

@@ -58,7 +58,8 @@ def main() -> int:
     """Start the ranks unless torchrun has; in each, measure. Return 1 where no communication was seen on a stream."""
     options = parse_options()
     if "RANK" not in os.environ:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}"]
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+        launcher.append(f"--nproc-per-node={options.ranks}")
         return subprocess.run([*launcher, "-m", "bench.overlap", *sys.argv[1:]]).returncode
     device = start_process_group()
     overlaps = measure(options, device)

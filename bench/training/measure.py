@@ -51,7 +51,7 @@ def measure(run: Run, options: argparse.Namespace, cluster: Cluster, compute_ms:
         steps=steps,
         seconds=curve[-1].seconds,
         step_ms=median(step_ms),
-        step_p90_ms=quantiles(step_ms, n=10)[-1],
+        step_p90_ms=quantiles(step_ms, n=10)[-1] if len(step_ms) > 1 else step_ms[0],
         exposed_ms=median(step_ms) - compute_ms,
         inter_mib_per_step=_mib(moved.sent, steps),
         inter_payload_mib_per_step=_mib(moved.payload, steps),

@@ -56,10 +56,11 @@ class Nvrtc(Loader):
             raise ImportError(f"CuPy finds no NVRTC library: {error}") from error
         self._module = cache(self._compile)
         self._function = cache(self._find)
+        self._stream = cache(self._cupy.cuda.ExternalStream)  # CuPy 14 warns whenever one is made
 
     def launch(self, kernel: str, grid: int, block: int, stream: int, arguments: Arguments) -> None:
         function = self._function(kernel)
-        with self._cupy.cuda.ExternalStream(stream):
+        with self._stream(stream):
             function((grid,), (block,), arguments)
 
     def _compile(self, file: str) -> Any:
