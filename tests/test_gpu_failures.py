@@ -6,12 +6,10 @@ next call raises. So the others go on, as a training loop does, until they are t
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -169,21 +167,25 @@ def test_a_killed_process(device: str, victim: int, nodes: tuple[int, ...]) -> N
 
 def abort_at_once(rank: int, world_size: int) -> None:
     """Have every abort wait for those of the other levels, as one does whose kernels are queued behind theirs."""
-    together, gone = threading.Barrier(3), []
+    together = threading.Barrier(3)
+    pinned: list[str] = []
+    gone: list[str] = []
 
     def abort(group: dist.ProcessGroup) -> None:
         together.wait(timeout=10)
+        gone.append(group.group_name)
         dist.destroy_process_group(group)
-        gone.append(weakref.ref(group))
 
     with as_with_nccl():
         levels = Communicator()._membership.team
-    with patch.object(c10d, "_abort_process_group", abort):
+    pin = patch.object(team, "_pin", lambda group: pinned.append(group.group_name))
+    with patch.object(c10d, "_abort_process_group", abort), pin:
         levels.close()
     assert levels.closed
-    gc.collect()
-    assert [group() is not None for group in gone] == [True] * 3, "to free one may take a minute"
+    assert len(gone) == 3
+    assert sorted(pinned) == sorted(gone), "to free one may take a minute"
     levels.close()
+    assert len(gone) == 3
 
 
 def test_all_levels_are_aborted_at_once_and_never_freed() -> None:

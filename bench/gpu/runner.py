@@ -45,6 +45,7 @@ def run(command: Sequence[str], environment: Mapping[str, str], log: Path, limit
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=_heed_interrupts,
         )
         try:
             status = process.wait(limit_s)
@@ -58,6 +59,11 @@ def run(command: Sequence[str], environment: Mapping[str, str], log: Path, limit
             _kill_marked(mark)
             process.wait()
     return Ended(status, time.monotonic() - started)
+
+
+def _heed_interrupts() -> None:
+    """Undo what a shell does to a program that it starts in the background: let it be interrupted."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _kill_marked(mark: str) -> None:

@@ -230,8 +230,12 @@ def _abort(group: dist.ProcessGroup) -> None:
     is one, goes with the group: peers are freed by its connections closing.
     """
     with suppress(RuntimeError, ValueError, KeyError):  # the user destroys it at this very moment
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group._get_backend(torch.device("cuda"))))
+        _pin(group)
         c10d._abort_process_group(group)
+
+
+def _pin(group: dist.ProcessGroup) -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group._get_backend(torch.device("cuda"))))
 
 
 def is_alive(group: dist.ProcessGroup) -> bool:

@@ -21,7 +21,7 @@ STATE_OPTIONS: dict[str, tuple[type, ...]] = {
     "tuned": (str,),
 }
 """Options of HookState that can be written down, and of which type they are."""
-SCRIPT_OPTIONS = ("aggregator", "module", "process_group", "scaler")
+SCRIPT_OPTIONS = ("aggregator", "module", "nccl", "process_group", "scaler")
 """Options of HookState that are objects of the script."""
 
 
