@@ -59,14 +59,19 @@ class Emulator(Loader):
         for parameter, argument in zip(signature(kernel), arguments, strict=True):
             kind = "double" if isinstance(argument, float) else "long long"
             assert parameter.startswith(kind) or "*" in parameter, f"{kernel}: {parameter} is handed a {kind}"
-        file = sources.file_of_kernel()[kernel]
-        if file not in self._libraries:
-            self._libraries[file] = self.build(file, "".join(map(_run, _kernels(file))))
-        library = self._libraries[file]
+        library = self.library(sources.file_of_kernel()[kernel])
         ctypes.c_int.in_dll(library, "last_first").value = int(self.last_first)
         getattr(library, f"run_{kernel}")(*slots, ctypes.c_uint(grid), ctypes.c_uint(block))
         for name in ("misaligned", "divergent"):
             assert ctypes.c_int.in_dll(library, name).value == 0, f"{kernel}: {name}"
+
+    def library(self, file: str) -> ctypes.CDLL:
+        """Return a file's kernels, built unless they are in the folder."""
+        if file not in self._libraries:
+            built = self._folder / f"{file}.so"
+            entries = "".join(map(_run, _kernels(file)))
+            self._libraries[file] = ctypes.CDLL(str(built)) if built.exists() else self.build(file, entries)
+        return self._libraries[file]
 
     def build(self, file: str, entries: str) -> ctypes.CDLL:
         """Compile a file of device code with C++ `entries` behind it."""

@@ -1,0 +1,134 @@
+"""Whole trainings whose kernels run in the emulator: what the wrappers hand them is what DDP's buckets really are."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from commopt.kernels import lowrank, quantize, sources, sparse
+from commopt.kernels.loader import Arguments
+from commopt.kernels.quantize_cuda import DTYPES
+from tests.emulator import Emulator
+from tests.gpu_training import Learner, kept
+from tests.ranks import run
+
+pack = import_module("commopt.kernels.pack")  # the package has a function of this name
+
+STEPS = 4  # of which PowerSGD's first two are dense; DDP makes other buckets after the first
+
+# What each must have launched, so that it was no training without kernels.
+ENCODED = {
+    "hierarchical_bf16": "transfer_f32_bf16",
+    "hierarchical_quantized": "encode_uniform8",
+    "hierarchical_quantized:bits=4": "encode_companded4",
+    "quantized:bits=2": "recode_centroids2",
+    "hierarchical_onebit": "encode_sign_mean",
+    "hierarchical_dgc:density=0.05": "sparse_accumulate",
+    "dgc:density=0.05:momentum=0.9": "sparse_decode",
+    "hierarchical_powersgd": "lowrank_subtract",
+    "powersgd:alternating=False": "factor_solve",
+}
+INEXACT = [name for name in ENCODED if "powersgd" in name or "onebit" in name]  # sums in another order than torch's
+
+
+class Recorder(Emulator):
+    """An emulator for a process of several threads, which notes what it launches and finds its files built."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.launched: set[str] = set()
+        self._alone = threading.Lock()
+
+    def launch(self, kernel: str, grid: int, block: int, stream: int, arguments: Arguments) -> None:
+        with self._alone:
+            self.launched.add(kernel)
+            super().launch(kernel, grid, block, stream, arguments)
+
+
+@contextmanager
+def emulated(recorder: Recorder) -> Iterator[None]:
+    """Let kernels run for tensors on the CPU wherever they would for those on a GPU."""
+    tables = []  # which a kernel reads while it runs
+
+    def table(_: object, chunk_numel: int, addresses: Sequence[int], numels: Sequence[int]) -> SimpleNamespace:
+        rows = torch.from_numpy(pack._rows(chunk_numel, tuple(addresses), tuple(numels)))
+        tables.append(rows)
+        return SimpleNamespace(chunks=int(rows[-1, 2]), address_for=lambda stream: rows.data_ptr())
+
+    def for_dtype(_: Tensor, dtype: torch.dtype) -> Recorder | None:
+        return recorder if dtype in DTYPES else None
+
+    def for_list(tensors: Sequence[Tensor], flat: Tensor) -> Recorder | None:
+        dtypes = {tensor.dtype for tensor in tensors}
+        known = len(dtypes) == 1 and pack._KERNEL_DTYPES.keys() >= dtypes | {flat.dtype}
+        return recorder if known and flat.numel() else None
+
+    with (
+        patch.object(quantize, "_loader", for_dtype),
+        patch.object(sparse, "_loader", for_dtype),
+        patch.object(lowrank, "_loader", lambda tensor: recorder),
+        patch.multiple(pack, _loader=for_list, _table=table, _multiprocessors=lambda device: 2),
+        patch.object(torch.cuda, "device", nullcontext),
+        patch.object(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0)),
+    ):
+        yield
+
+
+def train(strategy: str, rank: int) -> tuple[Tensor, dict[str, Tensor]]:
+    learner = Learner("resnet", rank, "cpu", strategy)
+    for _ in range(STEPS):
+        learner.step()
+    assert learner.state is not None
+    return learner.parameters(), kept(learner.state)
+
+
+Trained = tuple[Tensor, dict[str, Tensor]]
+
+
+def train_twice(
+    rank: int, world_size: int, folder: Path, strategies: Sequence[str]
+) -> dict[str, tuple[Trained, Trained, set[str]]]:
+    """Return, for each strategy, what training came to without kernels and with them, and which were launched."""
+    results = {}
+    for strategy in strategies:
+        plain = train(strategy, rank)
+        recorder = Recorder(folder)
+        with emulated(recorder):
+            results[strategy] = plain, train(strategy, rank), recorder.launched
+    return results
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with all device code built, which the ranks share."""
+    folder = tmp_path_factory.mktemp("emulator")
+    emulator = Emulator(folder)
+    for file in sorted(set(sources.file_of_kernel().values())):
+        emulator.library(file)
+    return folder
+
+
+def test_trainings_with_kernels_are_those_without(built: Path) -> None:
+    job = partial(train_twice, folder=built, strategies=list(ENCODED))
+    ranks = run(job, 4, nodes=(2, 2), timeout_s=200.0)
+    for strategy, kernel in ENCODED.items():
+        for rank, results in enumerate(ranks):
+            plain, emulated, launched = results[strategy]
+            assert kernel in launched, f"{strategy} launched {sorted(launched)}"
+            assert torch.equal(emulated[0], ranks[0][strategy][1][0]), f"{strategy}: rank {rank} has other parameters"
+            assert emulated[1].keys() == plain[1].keys()
+            wanted, got = (torch.cat([found[0], *map(torch.flatten, found[1].values())]) for found in (plain, emulated))
+            if strategy in INEXACT:
+                assert (got - wanted).norm() < 1e-4 * wanted.norm(), f"{strategy} on rank {rank}"
+            else:
+                assert torch.equal(got, wanted), f"{strategy} on rank {rank}"
