@@ -52,7 +52,8 @@ class Planning:
 
     record: whether every step is recorded rather than those that are measured. fidelity: how well compressed updates
         follow the gradients, asked on the lane.
-    tuned: what tuning has come to. turns: whose it is to average, the hook's or DDP's by itself.
+    tuned: what tuning has come to. given_up: whether nothing is planned any more, whoever is yet to average.
+    turns: whose it is to average, the hook's or DDP's by itself.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Planning:
     ) -> None:
         self.decisions: list[Decision] = []
         self.tuned: Tuned | None = None
+        self.given_up = False
         self._assembly, self._layouts = assembly, layouts
         self._fidelity = fidelity
         self._wish = Wish()
@@ -109,7 +111,7 @@ class Planning:
         """
         method = method_for(aggregator, team, wish)
         self._following.choose_from(method.strategies)
-        self._wish, self._adaptive = wish, wish.plan == "adaptive" and team.size > 1
+        self._wish, self._adaptive = wish, wish.plan == "adaptive" and team.size > 1 and not self.given_up
         if self._adaptive and wish.links is not None:
             require_prices(method.strategies, self._layouts, team, wish.links)
         if isinstance(aggregator, Auto) and wish.plan == "ddp":
@@ -161,7 +163,11 @@ class Planning:
         return Calendar(begin + first.measure_from, begin + first.meet_at)
 
     def give_up(self, reason: str) -> None:
-        """Make no more plans; what is followed now stays, also if a change was decided on meanwhile."""
+        """Make no more plans; what is followed now stays, also if a change was decided on meanwhile.
+
+        Before `begin`, none is ever made.
+        """
+        self.given_up = True
         if self._adaptive:
             self._adaptive = False
             _log.info("no more plans for the buckets: %s", reason)

@@ -100,7 +100,8 @@ class Registration:
 
     def _begin(self, aggregator: Aggregator, sending: Sending) -> None:
         aggregator.check(sending.team)
-        sending.watch_fidelity = isinstance(aggregator, Auto) and bool(aggregator.residual_paths)
+        may_plan = not self.planning.given_up
+        sending.watch_fidelity = may_plan and isinstance(aggregator, Auto) and bool(aggregator.residual_paths)
         self.planning.begin(sending.team, aggregator, self.settings.wish)
 
     @property
