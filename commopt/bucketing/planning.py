@@ -71,6 +71,7 @@ class Planning:
         self._assembly, self._layouts = assembly, layouts
         self._fidelity = fidelity
         self._wish = Wish()
+        self._team: Team | None = None
         self._adaptive = False
         self._warm_from = 0
         self._first = Adaptation.first
@@ -109,7 +110,7 @@ class Planning:
         Raises as `follow`, and ConfigurationError when links were given that lack what this cluster sends. Not
         collective, but all ranks must call it, and it raises on all or none.
         """
-        method = method_for(aggregator, team, wish)
+        self._team, method = team, method_for(aggregator, team, wish)
         self._following.choose_from(method.strategies)
         self._wish, self._adaptive = wish, wish.plan == "adaptive" and team.size > 1 and not self.given_up
         if self._adaptive and wish.links is not None:
@@ -224,8 +225,9 @@ class Planning:
                 f"step {step} is captured in a CUDA graph before DDP has shown the same buckets twice; take "
                 f"{_STEPS_TO_CAPTURE} steps before, on the stream that is captured"
             )
+        assert self._team is not None  # which has averaged what is settled
         for aggregator in self._following.aggregators():
-            aggregator.check_capture(step)
+            aggregator.check_capture(step, self._team)
 
     # ------------------------------------------------------------------------------------- meetings
 
