@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commopt
 from commopt import Communicator, ConfigurationError, HookState, MismatchError
 from commopt.groups import NcclOptions, build, join
-from commopt.groups.nccl import require_nccl_options
+from commopt.groups.nccl import missing_in_torch, require_nccl_options
 from commopt.lanes import lanes_here
 from commopt.lanes.available import _versions
 from tests.ranks import run
@@ -59,8 +60,13 @@ def test_only_what_is_given_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     made = options.for_torch()
     assert (made.config.min_ctas, made.config.max_ctas) == (UNSET, 4)
     assert options.for_torch() is not made, "torch writes the ranks of a group into it"
-    with pytest.raises(ConfigurationError, match="no cga_cluster_size; leave it out"):
-        NcclOptions(cga_cluster_size=2).for_torch()
+
+
+def test_what_torch_lacks_is_found_before_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(c10d, "ProcessGroupNCCL", Torch, raising=False)
+    given = {"inter": NcclOptions(max_ctas=4), "intra": NcclOptions(max_ctas=2, cga_cluster_size=0)}
+    assert missing_in_torch(given) == ["cga_cluster_size"]
+    assert missing_in_torch({"inter": given["inter"]}) == missing_in_torch({}) == []
 
 
 @pytest.mark.parametrize(
@@ -100,7 +106,7 @@ def test_gloo_takes_none() -> None:
 
 
 @contextmanager
-def as_with_nccl() -> Iterator[dict[str, Any]]:
+def as_with_nccl(torch_of: type = Torch) -> Iterator[dict[str, Any]]:
     """Let commopt take gloo's groups for NCCL's too; give the options of each that is made, by its name."""
     given: dict[str, Any] = {}
     create = c10d._new_process_group_helper
@@ -111,7 +117,7 @@ def as_with_nccl() -> Iterator[dict[str, Any]]:
         return create(*arguments, **options)
 
     backends = patch.object(build, "_backends", lambda parent: {"cpu": "gloo", "cuda": "nccl"})
-    options = patch.object(c10d, "ProcessGroupNCCL", Torch, create=True)
+    options = patch.object(c10d, "ProcessGroupNCCL", torch_of, create=True)
     with backends, options, patch.object(c10d, "_new_process_group_helper", record):
         yield given
 
@@ -162,6 +168,38 @@ def disagree(rank: int, world_size: int) -> None:
 
 def test_ranks_must_agree() -> None:
     run(disagree, 2)
+
+
+class NewerTorch:
+    """Knows of clusters of thread blocks."""
+
+    class Options:
+        def __init__(self) -> None:
+            self.config = SimpleNamespace(min_ctas=UNSET, max_ctas=UNSET, cga_cluster_size=UNSET)
+
+
+def ask_for_clusters(rank: int, world_size: int, newer: int) -> tuple[str, list[str]]:
+    """Ask for what only the torch of the last `newer` ranks has; return what was said, and which groups were made."""
+    with as_with_nccl(NewerTorch if rank >= world_size - newer else Torch) as given:
+        try:
+            comm = Communicator(timeout=10, nccl={"world": NcclOptions(cga_cluster_size=2)})
+        except (ConfigurationError, MismatchError) as error:
+            return f"{type(error).__name__}: {error}", list(given)
+        return str(comm.all_reduce(torch.ones(1), op="sum").item()), list(given)
+
+
+@pytest.mark.parametrize(
+    ("newer", "message", "made"),
+    [
+        (0, r"ConfigurationError: .* have no cga_cluster_size; leave it out", []),
+        (1, r"MismatchError: .*torch lacks: rank 1 has \[\], rank 0 has \['cga_cluster_size'\]", []),
+        (2, r"2\.0", ["world"]),
+    ],
+)
+def test_what_some_torch_lacks_is_refused_on_every_rank(newer: int, message: str, made: list[str]) -> None:
+    for said, groups in run(ask_for_clusters, 2, newer):
+        assert re.match(message, said)
+        assert groups == made
 
 
 # ------------------------------------------------------------------------------ on a GPU
