@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commopt
 from commopt import Communicator, ConfigurationError, HookState, MismatchError
 from commopt.groups import NcclOptions, build, join
-from commopt.groups.nccl import missing_in_torch, require_nccl_options
+from commopt.groups.nccl import copied_options, missing_in_torch, require_nccl_options
 from commopt.lanes import lanes_here
 from commopt.lanes.available import _versions
 from tests.ranks import run
@@ -74,13 +75,17 @@ def test_what_torch_lacks_is_found_before_it_is_set(monkeypatch: pytest.MonkeyPa
     [
         ({"internode": NcclOptions()}, {"cuda": "nccl"}, "'internode'; the levels are world, intra, inter"),
         ({"inter": {"max_ctas": 4}}, {"cuda": "nccl"}, r"is a dict; pass for example commopt.NcclOptions"),
-        (NcclOptions(max_ctas=4), {"cuda": "nccl"}, "names no level"),
         ({"inter": NcclOptions(max_ctas=4)}, {"cpu": "gloo", "cuda": "gloo"}, "is for NCCL"),
     ],
 )
 def test_options_that_nobody_would_read(nccl: Any, backends: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         require_nccl_options(nccl, backends)
+
+
+def test_options_without_a_level_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"nccl=NcclOptions\(.*max_ctas=4.* names no level"):
+        copied_options(NcclOptions(max_ctas=4))  # type: ignore[arg-type]  # what is tested
 
 
 def test_options_of_nccl_beside_gloo_are_fine() -> None:
@@ -159,6 +164,19 @@ def share_memberships(rank: int, world_size: int) -> None:
 
 def test_equal_options_share_their_groups() -> None:
     run(share_memberships, 2)
+
+
+def change_afterwards(rank: int, world_size: int) -> None:
+    """A mapping of the caller's, which may hold other options by the time a saved state finds its groups again."""
+    given = {"world": NcclOptions(max_ctas=4)}
+    with as_with_nccl():
+        state = HookState(commopt.Flat(), nccl=given)
+        given["world"], given["inter"] = NcclOptions(max_ctas=5), NcclOptions()
+        assert pickle.loads(pickle.dumps(state)).membership is state.membership
+
+
+def test_the_callers_mapping_is_copied() -> None:
+    run(change_afterwards, 2)
 
 
 def disagree(rank: int, world_size: int) -> None:

@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 from commopt.errors import ConfigurationError
 from commopt.groups.agreement import exchange_facts, require_equal
 from commopt.groups.membership import Membership, checking
-from commopt.groups.nccl import NcclByLevel, NcclOptions, missing_in_torch, require_nccl_options
+from commopt.groups.nccl import NcclByLevel, NcclOptions, copied_options, missing_in_torch, require_nccl_options
 from commopt.groups.shape import levels_of
 from commopt.groups.team import Team, is_alive
 from commopt.version import __version__
@@ -79,7 +79,7 @@ def join(
     Raises ConfigurationError for a shape or options that cannot be, MismatchError when ranks disagree.
     """
     parent = resolve_group(group)
-    nccl = {} if nccl is None else nccl
+    nccl = copied_options(nccl)
     require_nccl_options(nccl, _backends(parent))
     timeout_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
     if not 0 < timeout_s <= _LONGEST_TIMEOUT_S:

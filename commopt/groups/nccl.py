@@ -70,10 +70,17 @@ def missing_in_torch(nccl: NcclByLevel) -> list[str]:
     return sorted({name for options in nccl.values() for name in options.missing_in_torch()})
 
 
-def require_nccl_options(nccl: NcclByLevel, backends: Mapping[str, str]) -> None:
-    """Raise ConfigurationError unless all options are for a level there can be, of a group that NCCL serves."""
+def copied_options(nccl: NcclByLevel | None) -> dict[str, NcclOptions]:
+    """Return options that the caller cannot change any more; raises ConfigurationError for what is no mapping."""
+    if nccl is None:
+        return {}
     if not isinstance(nccl, Mapping):
         raise ConfigurationError(f'nccl={nccl!r} names no level; pass for example {{"inter": NcclOptions(max_ctas=4)}}')
+    return dict(nccl)
+
+
+def require_nccl_options(nccl: NcclByLevel, backends: Mapping[str, str]) -> None:
+    """Raise ConfigurationError unless all options are for a level there can be, of a group that NCCL serves."""
     for level, options in nccl.items():
         if level not in LEVELS:
             raise ConfigurationError(f"nccl has options for {level!r}; the levels are {', '.join(LEVELS)}")

@@ -41,7 +41,7 @@ class Settings:
     timeout_s: float | None
     wish: Wish
     record: bool
-    nccl: NcclByLevel | None = None
+    nccl: NcclByLevel
 
 
 class Registration:
