@@ -196,6 +196,38 @@ def test_without_forwards_the_backward_is_refused() -> None:
         assert "step 0 is captured in a CUDA graph before DDP has shown the same buckets twice" in said
 
 
+def average_in_a_capture(rank: int, world_size: int, unseen: str) -> tuple[list[int], str]:
+    """Capture a step that has to begin with an average of the parameters, and that no forward of DDP's announces."""
+    module = seeded(Tower)
+    ddp = TorchDDP(module, **SMALL_BUCKET)
+    state = commopt.HookState(PeriodicAverage(period=3), module=module)
+    ddp.register_comm_hook(state, commopt.hook)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(ddp, batch_of(rank, step)).backward()
+        optimizer.step()
+    averages = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning, "is_capturing", lambda: True)
+        with pytest.raises(ConfigurationError, match=r"averages parameters every 3 steps"):
+            if unseen == "by DDP":
+                ddp(*batch_of(rank, 3))
+            else:
+                state._registration._begin_step(torch.device("cpu"))
+    averages.append(state.stats()["parameter_averages"])
+    ddp(*batch_of(rank, 3))
+    averages.append(state.stats()["parameter_averages"])
+    return averages, digest_of(module)
+
+
+@pytest.mark.parametrize("unseen", ["by DDP", "by the module"])
+def test_no_average_is_begun_in_a_step_that_is_refused(unseen: str) -> None:
+    results = run(average_in_a_capture, 2, unseen, nodes=(1, 1))
+    assert [averages for averages, _ in results] == [[0, 1]] * 2
+    assert_identical([digest for _, digest in results])
+
+
 def refuse(self: Aggregator, step: int, team: TeamShape) -> None:
     raise ConfigurationError(f"{self} is refused in step {step}")
 

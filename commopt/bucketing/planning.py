@@ -184,14 +184,13 @@ class Planning:
         sends: whether the backward will, which under no_sync() it does not.
         """
         if sends:
-            self._require_repeatable(step)
+            self.require_repeatable(step)
         self._adopt()
         self._following.before_forward()
         self.turns.before_forward()
 
     def begin_step(self, step: int) -> None:
         """Adopt what was decided if there was no forward to do it."""
-        self._require_repeatable(step)
         self._adopt()
         if self._adaptive:
             self._measuring.begin_step(step)
@@ -211,7 +210,7 @@ class Planning:
             length = self._measuring.calendar.measure_from - _EARLIER_STEPS - (step + 1)
             self.turns.leave(length if length >= _LEAST_ABSENCE_STEPS else 0)
 
-    def _require_repeatable(self, step: int) -> None:
+    def require_repeatable(self, step: int) -> None:
         """Raise ConfigurationError when `step` is captured in a CUDA graph and is not what all later ones will be."""
         if self.turns.is_away or not is_capturing():
             return

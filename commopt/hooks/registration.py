@@ -160,7 +160,7 @@ class Registration:
         return future
 
     def _begin_step(self, device: torch.device) -> None:
-        self._average_if_due()  # a rank that ran out of data, in DDP's join(), makes no forward before this
+        self._average_if_due()  # a rank that ran out of data, in DDP's join(), makes no forward before
         if self._device is None:
             self._device = device
         self.planning.begin_step(self.steps)
@@ -235,6 +235,8 @@ class Registration:
         self.averages.run(self.sending.team, self.run)
 
     def _average_if_due(self) -> None:
+        """Average the parameters if it is time, but start nothing in a step that must not be captured."""
+        self.planning.require_repeatable(self.steps)
         self.averages.take_turn(self.steps, self.sending.team, self.run)
 
     def wire_bytes(self) -> WireBytes:
