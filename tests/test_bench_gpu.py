@@ -178,6 +178,18 @@ def test_a_step_is_skipped_where_it_cannot_run_or_has_no_time(place: Place) -> N
     assert take(step("c", "", limit_s=5), place, 6.0).verdict == "passed"  # it needs no more than that
 
 
+@pytest.mark.parametrize("status", [0, 9])
+def test_a_tool_that_does_not_support_the_device_has_judged_nothing(place: Place, status: int) -> None:
+    said = "========= Error: Device not supported. See the list of devices"
+    code = f"print('========= COMPUTE-SANITIZER'); print({said!r}); print('========= done'); exit({status})"
+    outcome = take(step("a", code, refusal="Device not supported"), place, 100)
+    assert (outcome.verdict, outcome.why) == ("skipped", said)
+    usual = take(step("b", "print('0 errors'); exit(9)", refusal="Device not supported"), place, 100)
+    assert (usual.verdict, usual.why) == ("failed", "exit status 9; 0 errors")
+    sanitizers = [each for each in steps(build=False) if each.command[0] == "compute-sanitizer"]
+    assert [each.refusal for each in sanitizers] == ["Device not supported"] * 4
+
+
 def test_a_step_gets_what_is_left_of_the_time(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.gpu.step.LEAST_S", 0.5)
     outcome = take(step("a", FOREVER), place, 1.0)

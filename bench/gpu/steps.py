@@ -127,6 +127,7 @@ def _sanitizer(tool: str) -> Step:
         90,
         settings={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
         missing=lambda: _not_on_path("compute-sanitizer"),
+        refusal="Device not supported",
     )
 
 
