@@ -273,18 +273,32 @@ def test_tests_are_counted_from_what_pytest_writes(place: Place, tmp_path: Path)
     assert counted("-k", "good or loader").why == "a loader was not there, and is not tested: native: no module"
 
 
-def test_only_losses_are_kept_of_a_training(place: Place) -> None:
-    def trained(strategy: str, *losses: float) -> Trained:
-        curve = [Look(3 * index, float(index), loss) for index, loss in enumerate(losses, 1)]
-        return Trained(strategy, 9, 5.0, 1.0, 1.0, 0.5, None, None, None, curve)
+TRAINED_ON = Environment("2030", "c", "2", "3", 2, "cuda", "nccl", 2, [2, 2], None, 10, 5.0, 0, 1.0, "e")
 
-    header = Environment("2030", "c", "2", "3", 2, "cuda", "nccl", 2, [2, 2], None, 10, 5.0, 0, 1.0, "e")
-    write(place.scratch / "t.json", header, [trained("flat", 5.0, 4.0, 3.5)])
-    found = readers.learned("t.json")(place)
+
+def trained(strategy: str, *losses: float) -> Trained:
+    curve = [Look(3 * index, float(index), loss) for index, loss in enumerate(losses, 1)]
+    return Trained(strategy, 9, 5.0, 1.0, 1.0, 0.5, None, None, None, curve)
+
+
+def test_only_losses_are_kept_of_a_training(place: Place) -> None:
+    write(place.scratch / "t.json", TRAINED_ON, [trained("flat", 5.0, 4.0, 3.5)])
+    found = readers.learned("t.json", ["flat"])(place)
     assert found == Found(facts={"held_out_loss": {"flat": [5.0, 3.5]}})
     diverged = [trained("flat", 5.0, 4.0), trained("onebit", 5.0, float("nan")), trained("dgc", 5.0, 5.1)]
-    write(place.scratch / "t.json", header, diverged)
-    assert readers.learned("t.json")(place).why == "the loss did not fall with onebit, dgc"
+    write(place.scratch / "t.json", TRAINED_ON, diverged)
+    assert readers.learned("t.json", ["flat", "dgc", "onebit"])(place).why == "the loss did not fall with onebit, dgc"
+
+
+def test_a_training_that_did_not_come_to_all_strategies_says_which(place: Place) -> None:
+    write(place.scratch / "t.json", TRAINED_ON, [trained("flat", 5.0, 4.0)])
+    found = readers.learned("t.json", ["ddp", "flat", "onebit"])(place)
+    assert found.facts == {"held_out_loss": {"flat": [5.0, 4.0]}}
+    assert found.why == "no loss is known of ddp, onebit"
+    by_name = {each.name: each for each in steps(build=False)}
+    for name, chosen in (("training", PRESETS[0]), ("network", "hierarchical_powersgd")):
+        write(place.scratch / f"{name}.json", TRAINED_ON, [trained("flat", 5.0, 4.0)])
+        assert chosen in by_name[name].read(place).why.split(" of ")[1].split(", ")
 
 
 def test_what_is_asked_of_kernels(place: Place) -> None:
