@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -566,6 +567,23 @@ def test_the_status_says_whether_a_step_fell_through(
     assert run_main(monkeypatch, "--out", str(tmp_path)) == status
     assert record.read(tmp_path / FILE)[1][0].verdict == ("failed" if status else "passed")
     assert "a" in capsys.readouterr().out.split()
+
+
+def test_signals_end_it_and_are_the_callers_again_afterwards(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    former = [signal.getsignal(number) for number in numbers]
+
+    def told(place: Place) -> Found:
+        assert [signal.getsignal(number) for number in numbers] == [command_line._stop] * 2
+        os.kill(os.getpid(), signal.SIGTERM)
+        return Found()
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(command_line, "steps", lambda build: [step("a", "", read=told)])
+    with pytest.raises(SystemExit) as left:
+        run_main(monkeypatch, "--out", str(tmp_path))
+    assert left.value.code == 128 + signal.SIGTERM
+    assert [signal.getsignal(number) for number in numbers] == former
 
 
 # ------------------------------------------------------------------------------------- the report
