@@ -110,12 +110,11 @@ def test_at_the_limit_a_program_may_still_write_what_it_knows(tmp_path: Path) ->
     assert (tmp_path / "known").read_text() == "half"
 
 
-def test_one_that_ignores_the_interrupt_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "GRACE_S", 0.5)
+def test_one_that_ignores_the_interrupt_is_killed(tmp_path: Path) -> None:
     code = f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); {FOREVER}"
-    ended = runner.run([*QUICK, code], os.environ, tmp_path / "log", 2.0)
+    ended = runner.run([*QUICK, code], os.environ, tmp_path / "log", 2.0, grace_s=0.5)
     assert ended.status is None
-    assert ended.seconds >= 2.5
+    assert 2.5 <= ended.seconds < runner.GRACE_S
 
 
 # --------------------------------------------------------------------------------------- one step
