@@ -207,14 +207,12 @@ def average_in_a_capture(rank: int, world_size: int, unseen: str) -> tuple[list[
         optimizer.zero_grad()
         loss_of(ddp, batch_of(rank, step)).backward()
         optimizer.step()
+    begin = ddp if unseen == "by DDP" else lambda inputs: state._registration._begin_step(inputs.device)
     averages = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planning, "is_capturing", lambda: True)
         with pytest.raises(ConfigurationError, match=r"averages parameters every 3 steps"):
-            if unseen == "by DDP":
-                ddp(*batch_of(rank, 3))
-            else:
-                state._registration._begin_step(torch.device("cpu"))
+            begin(*batch_of(rank, 3))
     averages.append(state.stats()["parameter_averages"])
     ddp(*batch_of(rank, 3))
     averages.append(state.stats()["parameter_averages"])

@@ -160,7 +160,7 @@ class Registration:
         return future
 
     def _begin_step(self, device: torch.device) -> None:
-        self._average_if_due()  # a rank that ran out of data, in DDP's join(), makes no forward before
+        self._average_if_due()  # a rank that ran out of data, in DDP's join(), makes no forward before this
         if self._device is None:
             self._device = device
         self.planning.begin_step(self.steps)

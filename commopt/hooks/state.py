@@ -140,7 +140,10 @@ class HookState:
 
     def know(self, module: nn.Module) -> None:
         """Learn the names of the parameters, after unpickling."""
+        frozen = self._planning.given_up
         self._start(self._registration.settings, self.aggregator, module, self.scaler)
+        if frozen:
+            self.freeze()
 
     def serve(self, ddp: TorchDDP) -> None:
         """Learn which model this is the state of, so that its buckets can be made anew."""
