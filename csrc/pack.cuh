@@ -114,7 +114,8 @@ __device__ __forceinline__ void transfer(const Convert& convert, const Row* rows
     }
 }
 
-// transfer_SOURCE_TARGET: one CUDA block per chunk. to_flat is 1 to pack, 0 to unpack. transfer_bits_*: same dtype, scale 1.
+// transfer_SOURCE_TARGET: one CUDA block per chunk. to_flat is 1 to pack, 0 to unpack. transfer_bits_*: same dtype,
+// scale 1.
 
 extern "C" __global__ void transfer_bits_32(const Row* rows, long long tensors, void* flat, long long chunk_numel,
                                             long long to_flat) {
