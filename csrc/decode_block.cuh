@@ -43,7 +43,7 @@ __device__ __forceinline__ void decode_block(const Team& team, const Rows& rows,
         for (int k = 0; k < WIDTH; ++k) tile.value[group][k] = -0.0f;   // unlike +0 it leaves a first -0 as it is
     }
     Place<Codec::BITS> place(rows, team);
-    Encoded<Codec> batch[ROWS_AT_ONCE] = {};
+    Encoded<Codec> batch[ROWS_AT_ONCE] = {};   // groups that the block does not have stay 0
     for (int left = static_cast<int>(peers); left > 0; left -= ROWS_AT_ONCE) {
 #pragma unroll
         for (int i = 0; i < ROWS_AT_ONCE; ++i) {
