@@ -4,39 +4,56 @@
 #include "codecs.cuh"
 #include "rows.cuh"
 
+constexpr int ROWS_AT_ONCE = 4;   // under way to a thread: those of a single row are too few bytes
+
+// What a thread reads of one row.
+template <typename Codec>
+struct Encoded {
+    unsigned int entry;
+    unsigned int words[GROUPS];
+
+    __device__ __forceinline__ void read(const Team& team, const Rows& rows, const Place<Codec::BITS>& place) {
+        entry = *place.entry;
+#pragma unroll
+        for (int group = 0; group < GROUPS; ++group) {
+            if (rows.holds(team, group)) words[group] = place.word(group);
+        }
+    }
+
+    __device__ __forceinline__ void add_to(const Team& team, Tile& tile) const {
+        const typename Codec::Levels levels = Codec::levels(entry);
+#pragma unroll
+        for (int group = 0; group < GROUPS; ++group) {
+            const unsigned int codes = own_codes<Codec::BITS>(team, words[group]);
+#pragma unroll
+            for (int k = 0; k < WIDTH; ++k) {
+                const float value = Codec::value(code_of<Codec::BITS>(codes, k), levels);
+                tile.value[group][k] = __fadd_rn(tile.value[group][k], value);
+            }
+        }
+    }
+};
+
 // Sum the team's block over `peers` rows, beginning with the row that the block is in.
 template <typename Codec>
 __device__ __forceinline__ void decode_block(const Team& team, const Rows& rows, long long peers, Tile& tile) {
-    constexpr int BITS = Codec::BITS;
-    Place<BITS> place(rows, team);
-    for (long long peer = 0; peer < peers; ++peer) {
-        const typename Codec::Levels levels = Codec::levels(*place.entry);
-        unsigned int words[GROUPS];
-#pragma unroll
-        for (int group = 0; group < GROUPS; ++group) {
-            const int element = team.element(group);
-            words[group] = element < rows.block_numel ? read_codes<BITS>(place.codes, element) : 0;
-        }
-#pragma unroll
-        for (int group = 0; group < GROUPS; ++group) {
-#pragma unroll
-            for (int k = 0; k < WIDTH; ++k) {
-                const float value = Codec::value(code_of<BITS>(words[group], k), levels);
-                float& total = tile.value[group][k];
-                total = peer == 0 ? value : __fadd_rn(total, value);
-            }
-        }
-        place.advance(rows, 1);
-    }
-}
-
-// Forget what lies past the first `present` elements.
-__device__ __forceinline__ void cut(const Team& team, int present, Tile& tile) {
 #pragma unroll
     for (int group = 0; group < GROUPS; ++group) {
 #pragma unroll
-        for (int k = 0; k < WIDTH; ++k) {
-            if (team.element(group) + k >= present) tile.value[group][k] = 0.0f;
+        for (int k = 0; k < WIDTH; ++k) tile.value[group][k] = -0.0f;   // unlike +0 it leaves a first -0 as it is
+    }
+    Place<Codec::BITS> place(rows, team);
+    Encoded<Codec> batch[ROWS_AT_ONCE] = {};   // groups that the block does not have stay 0
+    for (int left = static_cast<int>(peers); left > 0; left -= ROWS_AT_ONCE) {
+#pragma unroll
+        for (int i = 0; i < ROWS_AT_ONCE; ++i) {
+            if (i >= left) continue;
+            batch[i].read(team, rows, place);
+            place.advance(rows, 1);
+        }
+#pragma unroll
+        for (int i = 0; i < ROWS_AT_ONCE; ++i) {
+            if (i < left) batch[i].add_to(team, tile);
         }
     }
 }

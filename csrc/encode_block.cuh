@@ -17,16 +17,23 @@ struct Carry {
     }
 };
 
-__device__ __forceinline__ void add_old(const Team& team, const Carry& carry, long long begin, int present,
+__device__ __forceinline__ Raw<float> fetch_old(const Team& team, const Carry& carry, long long begin, int present) {
+    return carry.old == nullptr ? Raw<float>{} : fetch(team, carry.old + begin, present);
+}
+
+__device__ __forceinline__ void add_old(const Team& team, const Carry& carry, const Raw<float>& old, int present,
                                         Tile& tile) {
     if (carry.old == nullptr) return;
-    Tile old;
-    load(team, carry.old + begin, present, carry.factor(), old);
+    const float factor = carry.factor();
 #pragma unroll
     for (int group = 0; group < GROUPS; ++group) {
 #pragma unroll
-        for (int k = 0; k < WIDTH; ++k) tile.value[group][k] = __fadd_rn(tile.value[group][k], old.value[group][k]);
+        for (int k = 0; k < WIDTH; ++k) {
+            const float share = __fmul_rn(old.value(group, k), factor);
+            tile.value[group][k] = __fadd_rn(tile.value[group][k], share);
+        }
     }
+    cut(team, present, tile);   // a factor that is not finite makes NaN of zeros
 }
 
 __device__ __forceinline__ void keep_fresh(const Team& team, const Carry& carry, long long begin, int present,
@@ -45,26 +52,25 @@ __device__ __forceinline__ void keep_fresh(const Team& team, const Carry& carry,
 
 template <typename Codec, typename Rounding>
 __device__ __forceinline__ void encode_block(const Team& team, const Rows& rows, const Carry& carry, Rounding rounding,
-                                             int present, Tile& tile) {
+                                             int present, const Raw<float>& old, Tile& tile) {
     constexpr int BITS = Codec::BITS;
     const long long begin = rows.first_element(team);
-    add_old(team, carry, begin, present, tile);
+    add_old(team, carry, old, present, tile);
     const Codec codec(team, tile, absmax(team, tile), rows.block_numel);
     const typename Codec::Levels levels = Codec::levels(codec.entry());
     const Place<BITS> place(rows, team);
 #pragma unroll
     for (int group = 0; group < GROUPS; ++group) {
-        const int element = team.element(group);
-        rounding.move_to(begin + element);
-        unsigned int word = 0;
+        rounding.move_to(begin + team.element(group));
+        unsigned int codes = 0;
 #pragma unroll
         for (int k = 0; k < WIDTH; ++k) {
             float& value = tile.value[group][k];
             const unsigned int code = codec.code(value, rounding, k);
-            word |= code << k * BITS;
+            codes |= code << k * BITS;
             value = __fsub_rn(value, Codec::value(code, levels));
         }
-        write_codes<BITS>(place.codes, element, element < rows.block_numel, word);
+        place.write_codes(team, group, rows.holds(team, group), codes);
     }
     place.write_entry(team, codec.entry());
     keep_fresh(team, carry, begin, present, tile);

@@ -2,6 +2,7 @@
 // allowed to do: ranks must agree on every bit, and a residual must have what the product left out.
 #pragma once
 
+#include "columns.cuh"
 #include "team.cuh"
 
 constexpr int PANEL = 32;                    // columns of the factors in shared memory at a time
@@ -9,30 +10,27 @@ constexpr int TILE_ROWS = 64;
 constexpr int TILE_COLS = 128;
 constexpr int EACH_ROWS = TILE_ROWS / MAX_WARPS;
 constexpr int EACH_COLS = TILE_COLS / LANES;
+constexpr int ROWS_TOGETHER = 4;             // of a thread, whose old elements are under way at once
 
 struct Write {
-    __device__ __forceinline__ void operator()(float& element, float product) const { element = product; }
+    static constexpr bool READS = false;
+
+    __device__ __forceinline__ float operator()(float, float product) const { return product; }
 };
 
 struct Subtract {
-    __device__ __forceinline__ void operator()(float& element, float product) const {
-        element = __fsub_rn(element, product);
+    static constexpr bool READS = true;
+
+    __device__ __forceinline__ float operator()(float element, float product) const {
+        return __fsub_rn(element, product);
     }
 };
 
-// Copy `count` rows of a panel of `width` columns; rows in shared memory are an odd number of elements apart.
-__device__ __forceinline__ void load_panel(const float* factor, long long rank, int count, int width,
-                                           float (*panel)[PANEL + 1]) {
-    for (int i = threadIdx.x; i < count * width; i += blockDim.x) {
-        panel[i / width][i % width] = factor[i / width * rank + i % width];
-    }
-}
-
 // Each warp has every MAX_WARPS-th row of the tile, each lane every LANES-th column: accesses of a warp are contiguous.
-template <typename Store>
+template <typename Combine>
 __device__ __forceinline__ void multiply(const float* left, const float* right, long long rows, long long cols,
                                          long long rank, float* matrices) {
-    __shared__ float left_panel[TILE_ROWS][PANEL + 1];
+    __shared__ float left_panel[TILE_ROWS][PANEL + 1];   // an odd number of elements apart: different banks
     __shared__ float right_panel[TILE_COLS][PANEL + 1];
     const int lane = static_cast<int>(threadIdx.x) % LANES;
     const int warp = static_cast<int>(threadIdx.x) / LANES;
@@ -43,12 +41,21 @@ __device__ __forceinline__ void multiply(const float* left, const float* right, 
     const long long first_col = blockIdx.x % across * TILE_COLS;
     const int here_rows = static_cast<int>(min(rows - first_row, static_cast<long long>(TILE_ROWS)));
     const int here_cols = static_cast<int>(min(cols - first_col, static_cast<long long>(TILE_COLS)));
+    const auto holds = [&](int i, int j) { return warp + i * MAX_WARPS < here_rows && lane + j * LANES < here_cols; };
+    left += (matrix * rows + first_row) * rank;
+    right += (matrix * cols + first_col) * rank;
+    const int stride = static_cast<int>(rank);
     float sums[EACH_ROWS][EACH_COLS] = {};
-    for (long long first = 0; first < rank; first += PANEL) {
-        const int width = static_cast<int>(min(rank - first, static_cast<long long>(PANEL)));
+    for (int left_over = stride; left_over > 0; left_over -= PANEL, left += PANEL, right += PANEL) {
+        const int width = min(left_over, PANEL);
         __syncthreads();   // the last panels' readers are done
-        load_panel(left + (matrix * rows + first_row) * rank + first, rank, here_rows, width, left_panel);
-        load_panel(right + (matrix * cols + first_col) * rank + first, rank, here_cols, width, right_panel);
+        const Columns columns(width);
+        for_each(
+            columns, here_rows, [&](int row, int k) { return left[row * stride + k]; },
+            [&](int row, int k, float value) { left_panel[row][k] = value; });
+        for_each(
+            columns, here_cols, [&](int row, int k) { return right[row * stride + k]; },
+            [&](int row, int k, float value) { right_panel[row][k] = value; });
         __syncthreads();
         for (int k = 0; k < width; ++k) {
 #pragma unroll
@@ -61,15 +68,26 @@ __device__ __forceinline__ void multiply(const float* left, const float* right, 
             }
         }
     }
-    float* tile = matrices + (matrix * rows + first_row) * cols + first_col;
-    const Store store{};
+    const Combine combine{};
+    float* lines = matrices + (matrix * rows + first_row + warp) * cols + first_col + lane;
 #pragma unroll
-    for (int i = 0; i < EACH_ROWS; ++i) {
+    for (int begin = 0; begin < EACH_ROWS; begin += ROWS_TOGETHER) {
+        float old[ROWS_TOGETHER][EACH_COLS] = {};
 #pragma unroll
-        for (int j = 0; j < EACH_COLS; ++j) {
-            const int row = warp + i * MAX_WARPS;
-            const int col = lane + j * LANES;
-            if (row < here_rows && col < here_cols) store(tile[row * cols + col], sums[i][j]);
+        for (int i = 0; i < ROWS_TOGETHER; ++i) {
+            const float* line = lines + (begin + i) * MAX_WARPS * cols;
+#pragma unroll
+            for (int j = 0; j < EACH_COLS; ++j) {
+                if (Combine::READS && holds(begin + i, j)) old[i][j] = line[j * LANES];
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < ROWS_TOGETHER; ++i) {
+            float* line = lines + (begin + i) * MAX_WARPS * cols;
+#pragma unroll
+            for (int j = 0; j < EACH_COLS; ++j) {
+                if (holds(begin + i, j)) line[j * LANES] = combine(old[i][j], sums[begin + i][j]);
+            }
         }
     }
 }

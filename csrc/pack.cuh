@@ -1,7 +1,7 @@
 // Move a list of tensors into one flat buffer or back, with a cast and a scale, in one launch.
 //
-// The work is cut into chunks, none of which crosses a tensor, and blocks stride over them. A table tells where
-// the tensors are: one Row per tensor and a last one that holds the totals.
+// The work is cut into chunks, none of which crosses a tensor; a CUDA block has one. A table tells where the tensors
+// are: one Row per tensor and a last one that holds the totals.
 #pragma once
 
 #include "dtype.cuh"
@@ -51,6 +51,7 @@ template <int BATCH, typename Convert, typename In, typename Out>
 __device__ __forceinline__ void sweep(const Convert& convert, const In* in, Out* out, int count) {
     const int stride = blockDim.x;
     int i = threadIdx.x;
+#pragma unroll 1
     for (; i + (BATCH - 1) * stride < count; i += BATCH * stride) {
         In batch[BATCH];
 #pragma unroll
@@ -58,6 +59,7 @@ __device__ __forceinline__ void sweep(const Convert& convert, const In* in, Out*
 #pragma unroll
         for (int k = 0; k < BATCH; ++k) out[i + k * stride] = apply(convert, batch[k]);
     }
+#pragma unroll 1
     for (; i < count; i += stride) out[i] = apply(convert, in[i]);
 }
 
@@ -82,19 +84,17 @@ __device__ __forceinline__ void convert_chunk(const Convert& convert, const type
     sweep<1>(convert, source + body_end, target + body_end, count - body_end);
 }
 
-// The tensor that a chunk belongs to: the last row that starts at or before it.
+// The tensor that a chunk belongs to. Each thread looks at some of the rows: a search by halves would wait for one load
+// after the other.
 __device__ __forceinline__ const Row& find_row(const Row* rows, long long tensors, long long chunk) {
-    long long low = 0;
-    long long high = tensors - 1;
-    while (low < high) {
-        const long long middle = (low + high + 1) / 2;
-        if (rows[middle].first_chunk <= chunk) {
-            low = middle;
-        } else {
-            high = middle - 1;
-        }
+    __shared__ long long found;
+    for (long long i = threadIdx.x; i < tensors; i += blockDim.x) {
+        const long long first = rows[i].first_chunk;
+        const long long end = rows[i + 1].first_chunk;
+        if (first <= chunk && chunk < end) found = i;
     }
-    return rows[low];
+    __syncthreads();
+    return rows[found];
 }
 
 template <typename Convert>
@@ -102,24 +102,20 @@ __device__ __forceinline__ void transfer(const Convert& convert, const Row* rows
                                          long long chunk_numel, long long to_flat) {
     using From = typename Convert::From;
     using To = typename Convert::To;
-    const long long chunks = rows[tensors].first_chunk;
-    for (long long chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
-        const Row& row = find_row(rows, tensors, chunk);
-        const Row& next = *(&row + 1);
-        const long long start = (chunk - row.first_chunk) * chunk_numel;
-        const long long in_flat = row.flat_offset + start;
-        const int count = static_cast<int>(min(chunk_numel, next.flat_offset - in_flat));
-        if (to_flat) {
-            convert_chunk(convert, static_cast<const From*>(row.tensor) + start, static_cast<To*>(flat) + in_flat,
-                          count);
-        } else {
-            convert_chunk(convert, static_cast<const From*>(flat) + in_flat, static_cast<To*>(row.tensor) + start,
-                          count);
-        }
+    const Row& row = find_row(rows, tensors, blockIdx.x);
+    const Row& next = *(&row + 1);
+    const long long start = (blockIdx.x - row.first_chunk) * chunk_numel;
+    const long long in_flat = row.flat_offset + start;
+    const int count = static_cast<int>(min(chunk_numel, next.flat_offset - in_flat));
+    if (to_flat) {
+        convert_chunk(convert, static_cast<const From*>(row.tensor) + start, static_cast<To*>(flat) + in_flat, count);
+    } else {
+        convert_chunk(convert, static_cast<const From*>(flat) + in_flat, static_cast<To*>(row.tensor) + start, count);
     }
 }
 
-// transfer_SOURCE_TARGET: to_flat is 1 to pack, 0 to unpack. transfer_bits_*: same dtype, scale 1.
+// transfer_SOURCE_TARGET: one CUDA block per chunk. to_flat is 1 to pack, 0 to unpack. transfer_bits_*: same dtype,
+// scale 1.
 
 extern "C" __global__ void transfer_bits_32(const Row* rows, long long tensors, void* flat, long long chunk_numel,
                                             long long to_flat) {

@@ -9,9 +9,11 @@ __device__ __forceinline__ void encode(const Values& values, const Rows& rows, c
     const Team team = form_team(rows.block_numel);
     if (!rows.holds(team)) return;
     const int present = rows.present(team, values.numel);
+    const long long begin = rows.first_element(team);
+    const Raw<float> old = fetch_old(team, carry, begin, present);   // under way when the values are waited for
     Tile tile;
-    values.load_block(team, rows.first_element(team), present, tile);
-    encode_block<Codec>(team, rows, carry, rounding, present, tile);
+    values.load_block(team, begin, present, tile);
+    encode_block<Codec>(team, rows, carry, rounding, present, old, tile);
 }
 
 // encode_CODEC: p = values * scale + old * decay * loss_scale, fresh = (p - decoded p) / loss_scale.

@@ -12,8 +12,9 @@ __device__ __forceinline__ void recode(const Rows& sources, long long peers, con
     const int present = target.present(team, numel);
     Tile tile;
     decode_block<Codec>(team, sources, peers, tile);
+    const Raw<float> old = fetch_old(team, carry, target.first_element(team), present);   // earlier: too many registers
     cut(team, present, tile);
-    encode_block<Codec>(team, target, carry, rounding, present, tile);
+    encode_block<Codec>(team, target, carry, rounding, present, old, tile);
 }
 
 // recode_CODEC: p = sum of the rows of `payloads` + old * decay * loss_scale, fresh = (p - decoded p) / loss_scale.

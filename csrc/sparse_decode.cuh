@@ -3,21 +3,34 @@
 
 #include "sparse_rows.cuh"
 
+// The entries of a region in one row.
+struct Entries {
+    int begin;
+    int end;
+
+    __device__ __forceinline__ Entries(const SparseRow& row, long long region)
+        : begin(region == 0 ? 0 : row.ends()[region - 1]), end(row.ends()[region]) {}
+};
+
 template <typename T>
 __device__ __forceinline__ void add_entries(unsigned char* payload, long long row_stride, long long row,
                                             long long chunk_numel, long long entries, long long value_dtype,
                                             long long peers, T* values, long long region, int present) {
+    SparseRow source(payload, row_stride, row, chunk_numel, entries, value_dtype);
+    Entries here(source, region);
     for (int element = threadIdx.x; element < present; element += blockDim.x) values[element] = from_float<T>(0.0f);
     for (long long peer = 0; peer < peers; ++peer) {
-        __syncthreads();   // the zeros, or the last row, are in place
-        const SparseRow source(payload, row_stride, row + peer, chunk_numel, entries, value_dtype);
-        const int begin = region == 0 ? 0 : source.ends()[region - 1];
-        const int end = source.ends()[region];
-        for (int entry = begin + threadIdx.x; entry < end; entry += blockDim.x) {
+        const SparseRow following(payload, row_stride, row + min(peer + 1, peers - 1), chunk_numel, entries,
+                                  value_dtype);
+        const Entries next(following, region);   // under way while these are added
+        __syncthreads();                         // the zeros, or the last row, are in place
+        for (int entry = here.begin + threadIdx.x; entry < here.end; entry += blockDim.x) {
             const int element = source.indices()[entry];
             if (element >= present) continue;   // a zero from behind the end
             values[element] = from_float<T>(__fadd_rn(to_float(values[element]), source.value(entry)));
         }
+        source = following;
+        here = next;
     }
 }
 

@@ -78,16 +78,23 @@ __device__ __forceinline__ bool vectorizes(const T* block, int present) {
     return misalignment<WIDTH>(block) == 0 && present % WIDTH == 0;
 }
 
-// Read the block's first `present` elements times `factor`, the product rounded once. All loads leave before the first
-// is waited for.
+// What memory holds of a tile; elements that do not exist are +0.
 template <typename T>
-__device__ __forceinline__ void load(const Team& team, const T* block, int present, float factor, Tile& tile) {
-    Vector<T, WIDTH> raw[GROUPS] = {};
+struct Raw {
+    Vector<T, WIDTH> group[GROUPS];
+
+    __device__ __forceinline__ float value(int at, int k) const { return to_float(group[at].lane[k]); }
+};
+
+// Ask for the block's first `present` elements; nothing is waited for until a value is used.
+template <typename T>
+__device__ __forceinline__ Raw<T> fetch(const Team& team, const T* block, int present) {
+    Raw<T> raw = {};
     if (vectorizes(block, present)) {
 #pragma unroll
         for (int group = 0; group < GROUPS; ++group) {
             const int element = team.element(group);
-            if (element < present) raw[group] = *reinterpret_cast<const Vector<T, WIDTH>*>(block + element);
+            if (element < present) raw.group[group] = *reinterpret_cast<const Vector<T, WIDTH>*>(block + element);
         }
     } else {
 #pragma unroll
@@ -95,18 +102,35 @@ __device__ __forceinline__ void load(const Team& team, const T* block, int prese
 #pragma unroll
             for (int k = 0; k < WIDTH; ++k) {
                 const int element = team.element(group) + k;
-                if (element < present) raw[group].lane[k] = block[element];
+                if (element < present) raw.group[group].lane[k] = block[element];
             }
         }
     }
+    return raw;
+}
+
+// Forget what lies past the first `present` elements.
+__device__ __forceinline__ void cut(const Team& team, int present, Tile& tile) {
+    if (present >= team.warps * WARP_NUMEL) return;   // as nearly always
 #pragma unroll
     for (int group = 0; group < GROUPS; ++group) {
 #pragma unroll
         for (int k = 0; k < WIDTH; ++k) {
-            const float product = __fmul_rn(to_float(raw[group].lane[k]), factor);
-            tile.value[group][k] = team.element(group) + k < present ? product : 0.0f;
+            if (team.element(group) + k >= present) tile.value[group][k] = 0.0f;
         }
     }
+}
+
+// Read the block's first `present` elements times `factor`, the product rounded once.
+template <typename T>
+__device__ __forceinline__ void load(const Team& team, const T* block, int present, float factor, Tile& tile) {
+    const Raw<T> raw = fetch(team, block, present);
+#pragma unroll
+    for (int group = 0; group < GROUPS; ++group) {
+#pragma unroll
+        for (int k = 0; k < WIDTH; ++k) tile.value[group][k] = __fmul_rn(raw.value(group, k), factor);
+    }
+    cut(team, present, tile);
 }
 
 // Write the block's first `present` elements.

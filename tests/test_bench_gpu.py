@@ -445,7 +445,6 @@ def test_every_kernel_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
     packing = sys.modules[pack.__module__]
     monkeypatch.setattr(packing, "_table", lambda *arguments: SimpleNamespace(chunks=1, address_for=lambda stream: 0))
-    monkeypatch.setattr(packing, "_multiprocessors", lambda device: 1)
     for call in every_kernel.calls(CPU):
         call()
     assert loader.names == set(sources.file_of_kernel())

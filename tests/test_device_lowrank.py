@@ -124,5 +124,5 @@ def test_a_gram_matrix_that_roundings_made_indefinite(emulator: Emulator) -> Non
     """Exact arithmetic knows no such matrix; the root of a negative pivot would be NaN."""
     factors = torch.randn(1, 5, 2)
     gram = torch.tensor([[1.0, 1.0], [1.0, 1.0 - 2.0**-10]])
-    emulator.launch("factor_solve", 1, 256, 0, (factors.data_ptr(), 5, 2, gram.data_ptr(), 1, 1e-6))
+    emulator.launch("factor_solve", 1, 256, 0, (factors.data_ptr(), 5, 2, gram.data_ptr(), 1, 1e-6, 0))
     assert factors.isfinite().all()

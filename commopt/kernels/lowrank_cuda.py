@@ -11,7 +11,7 @@ from commopt.kernels.factor import NOISE, RIDGE
 from commopt.kernels.loader import Loader
 
 _THREADS = 256
-_SLICE_NUMEL = 8192  # of a factor, in shared memory
+_SLICE_ROWS = 256  # of a factor, in shared memory
 _TILE_ROWS, _TILE_COLS = 64, 128  # of a product
 
 
@@ -23,19 +23,20 @@ def orthogonalize(loader: Loader, factors: Tensor, out: Tensor, initial: Tensor 
     count, rows, matrix_rank = factors.shape
     if factors.numel() == 0:
         return
-    slices = -(-rows // (_SLICE_NUMEL // (matrix_rank | 1)))
+    slices = -(-rows // _SLICE_ROWS)
     largest = torch.empty(count, slices, dtype=torch.int32, device=factors.device)
-    grams = torch.empty(count, slices, matrix_rank, matrix_rank, device=factors.device)
+    first, second = torch.empty(2, count, slices, matrix_rank, matrix_rank, device=factors.device).unbind()
 
     noise = (0 if initial is None else initial.data_ptr(), NOISE * sqrt(rows))
     with torch.cuda.device(factors.device):
         where = (count * slices, _THREADS, torch.cuda.current_stream().cuda_stream)
-        loader.launch("factor_absmax", *where, (factors.data_ptr(), rows, matrix_rank, largest.data_ptr()))
-        for source, divisor in ((factors, largest.data_ptr()), (out, 0)):
-            found = (source.data_ptr(), rows, matrix_rank, divisor, slices, *noise, out.data_ptr(), grams.data_ptr())
-            loader.launch("factor_gram", *where, found)
-            divided = (out.data_ptr(), rows, matrix_rank, grams.data_ptr(), slices, RIDGE / matrix_rank)
-            loader.launch("factor_solve", *where, divided)
+        read, written = ((each.data_ptr(), rows, matrix_rank) for each in (factors, out))
+        loader.launch("factor_absmax", *where, (*read, largest.data_ptr()))
+        prepared = (*read, largest.data_ptr(), slices, *noise, out.data_ptr(), first.data_ptr())
+        loader.launch("factor_gram", *where, prepared)
+        for grams, new_grams in ((first.data_ptr(), second.data_ptr()), (second.data_ptr(), 0)):
+            solved = (*written, grams, slices, RIDGE / matrix_rank, new_grams)
+            loader.launch("factor_solve", *where, solved)
 
 
 def decode(loader: Loader, left: Tensor, right: Tensor, out: Tensor) -> None:

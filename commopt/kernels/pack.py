@@ -19,8 +19,7 @@ _KERNEL_DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "b
 _SCALABLE_DTYPES = (*_KERNEL_DTYPES, torch.float64)
 
 _THREADS = 256
-_CHUNK_NBYTES = 32 * 1024  # of the wider dtype: hides the search for its tensor, yet balances the blocks
-_BLOCKS_PER_MULTIPROCESSOR = 16
+_CHUNK_NBYTES = 16 * 1024  # of the wider dtype: what the threads of a block have under way at once
 
 
 def pack(tensors: Sequence[Tensor], flat: Tensor, scale: float = 1.0) -> None:
@@ -125,14 +124,13 @@ def _launch(loader: Loader, tensors: Sequence[Tensor], flat: Tensor, scale: floa
             tuple(tensor.numel() for tensor in tensors),
         )
         arguments = (table.address_for(stream), len(tensors), flat.data_ptr(), chunk_numel, int(to_flat))
-        grid = min(table.chunks, _BLOCKS_PER_MULTIPROCESSOR * _multiprocessors(flat.device))
         if scale == 1.0 and dtype == flat.dtype:
             kernel = f"transfer_bits_{8 * dtype.itemsize}"
-            loader.launch(kernel, grid, _THREADS, stream.cuda_stream, arguments)
+            loader.launch(kernel, table.chunks, _THREADS, stream.cuda_stream, arguments)
             return
         source, target = (dtype, flat.dtype) if to_flat else (flat.dtype, dtype)
         kernel = f"transfer_{_KERNEL_DTYPES[source]}_{_KERNEL_DTYPES[target]}"
-        loader.launch(kernel, grid, _THREADS, stream.cuda_stream, (*arguments, float(scale)))
+        loader.launch(kernel, table.chunks, _THREADS, stream.cuda_stream, (*arguments, float(scale)))
 
 
 @dataclass(frozen=True)
@@ -166,8 +164,3 @@ def _rows(chunk_numel: int, addresses: tuple[int, ...], numels: tuple[int, ...])
     rows[1:, 1] = np.cumsum(counts)
     rows[1:, 2] = np.cumsum(-(-counts // chunk_numel))
     return rows
-
-
-@lru_cache
-def _multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
