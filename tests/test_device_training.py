@@ -77,7 +77,7 @@ def emulated(recorder: Recorder) -> Iterator[None]:
         patch.object(quantize, "_loader", for_dtype),
         patch.object(sparse, "_loader", for_dtype),
         patch.object(lowrank, "_loader", lambda tensor: recorder),
-        patch.multiple(pack, _loader=for_list, _table=table, _multiprocessors=lambda device: 2),
+        patch.multiple(pack, _loader=for_list, _table=table),
         patch.object(torch.cuda, "device", nullcontext),
         patch.object(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0)),
     ):
