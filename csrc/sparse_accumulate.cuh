@@ -60,11 +60,21 @@ extern "C" __global__ void sparse_accumulate(const void* values, long long dtype
                                              const float* velocity, float* fresh_velocity, double momentum,
                                              long long nesterov, const float* loss_scale, float* p,
                                              unsigned int* bins) {
+    __shared__ unsigned int block_bins[BINS];
     const Team team = form_team(TILE_NUMEL);
-    const Span span(chunk_numel, numel);
+    const Span span(chunk_numel, numel, blockIdx.x);
+    const Histogram histogram{Level(0), 0, block_bins};
     Tile tile;
     Values{values, dtype, numel, scale}.load_block(team, span.begin, span.present, tile);
     add_past(team, {residual, decay, velocity, fresh_velocity, momentum, nesterov, loss_scale}, span, tile);
     store(team, tile, p + span.begin, span.present);
-    count_keys(team, tile, Level(0), 0, bins + span.row * BINS);
+    histogram.clear();
+    __syncthreads();
+#pragma unroll
+    for (int group = 0; group < GROUPS; ++group) {
+#pragma unroll
+        for (int k = 0; k < WIDTH; ++k) histogram.count(tile.value[group][k]);
+    }
+    __syncthreads();
+    histogram.add_to(bins + span.row * BINS);
 }

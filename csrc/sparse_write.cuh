@@ -1,107 +1,84 @@
 // Write what was selected into payload rows, in ascending order of its elements, and keep what that leaves out.
 #pragma once
 
-#include "scan.cuh"
-#include "select.cuh"
+#include "candidates.cuh"
 
-// What a thread holds of its tile, a bit per element in the order of Tile: bit group * WIDTH + k.
-struct Chosen {
-    unsigned int above;   // the threshold
-    unsigned int equal;
+// Where the entries of a row go, and what stays behind.
+struct Destination {
+    Threshold threshold;
+    SparseRow target;
+    float* residual;      // the row's tile of p; null: nothing is kept
+    float* velocity;      // null: none
+    float inverse;        // of the loss scale
+    bool rescales;        // also what is not sent
+    int present;          // of the tile's elements
+    unsigned int first;   // element of the tile within its region
+
+    // `before` counts what precedes the element in its row.
+    __device__ __forceinline__ void write(float value, int element, const Counts& before) const {
+        const unsigned int key = key_of(value);
+        const bool chosen = key > threshold.key || (key == threshold.key && before.equal < threshold.wanted);
+        float kept = value;
+        if (chosen) {
+            const unsigned int entry = before.above + min(before.equal, threshold.wanted);
+            const bool spoils = entry == 0 && threshold.not_finite != 0;
+            target.indices()[entry] = static_cast<unsigned short>(first + element);
+            kept = __fsub_rn(value, target.write_value(entry, spoils ? __uint_as_float(0x7FC00000u) : value));
+        }
+        if (element >= present) return;
+        if (residual != nullptr && (chosen || rescales)) residual[element] = __fmul_rn(kept, inverse);
+        if (velocity != nullptr && chosen) velocity[element] = 0.0f;
+    }
 };
 
-__device__ __forceinline__ Chosen compare(const Tile& tile, unsigned int least) {
-    Chosen chosen{0, 0};
-#pragma unroll
-    for (int group = 0; group < GROUPS; ++group) {
-#pragma unroll
-        for (int k = 0; k < WIDTH; ++k) {
-            const unsigned int key = key_of(tile.value[group][k]);
-            const unsigned int bit = 1u << (group * WIDTH + k);
-            if (key > least) chosen.above |= bit;
-            if (key == least) chosen.equal |= bit;
+// `before` counts what precedes the warp's elements in their row. The loop stays one: there is much in it.
+template <typename Source>
+__device__ __forceinline__ void write_all(const Source& source, Counts before, const Destination& destination) {
+#pragma unroll 1
+    for (int step = 0; step < source.steps(); ++step) {
+        const float value = source.value(step);
+        const unsigned int key = key_of(value);
+        const unsigned int above = __ballot_sync(0xFFFFFFFFu, key > destination.threshold.key);
+        const unsigned int equal = __ballot_sync(0xFFFFFFFFu, key == destination.threshold.key);
+        if ((above | equal) != 0 || destination.rescales) {
+            destination.write(value, source.element(step),
+                              {before.above + before_lane(above), before.equal + before_lane(equal)});
         }
+        before = {before.above + __popc(above), before.equal + __popc(equal)};
     }
-    return chosen;
 }
 
-// How many bits of all threads come before the bits of each group of this thread. A warp's elements are in the order
-// group, lane, k, and come before those of the next warp.
-struct Before {
-    unsigned int group[GROUPS];
-
-    __device__ __forceinline__ explicit Before(unsigned int bits) {
-        static_assert(GROUPS == 4 && GROUP_STRIDE < 256, "the counts of all groups fit into the bytes of a word");
-        unsigned int counts = 0;
-#pragma unroll
-        for (int i = 0; i < GROUPS; ++i) counts |= __popc(bits >> i * WIDTH & ((1u << WIDTH) - 1)) << 8 * i;
-        const unsigned int inclusive = inclusive_in_warp(counts);
-        const unsigned int earlier = inclusive - counts;   // byte by byte: none is larger in `counts`
-        const unsigned int of_warp = last_of_warp(inclusive);
-        unsigned int start = scan_warps(sum_of_bytes(of_warp)).before;
-#pragma unroll
-        for (int i = 0; i < GROUPS; ++i) {
-            group[i] = start + (earlier >> 8 * i & 0xFFu);
-            start += of_warp >> 8 * i & 0xFFu;
-        }
-    }
-
-    static __device__ __forceinline__ unsigned int sum_of_bytes(unsigned int word) {
-        return (word & 0xFFu) + (word >> 8 & 0xFFu) + (word >> 16 & 0xFFu) + (word >> 24);
-    }
-
-    static __device__ __forceinline__ unsigned int last_of_warp(unsigned int value) {
-        return __shfl_sync(0xFFFFFFFFu, value, LANES - 1);
-    }
-};
-
-// sparse_write: one CUDA block of 256 threads per tile. `before` tells what earlier tiles of the row have. With `keeps`
+// sparse_write: one CUDA block of 256 threads per group. `before` tells what earlier tiles of the row have. With `keeps`
 // p becomes the new residual: without a loss scale it changes only where something is sent. There the velocity, if any,
 // becomes zero.
 extern "C" __global__ void sparse_write(float* p, long long numel, long long chunk_numel, const Threshold* thresholds,
-                                        const Counts* before, unsigned char* payload, long long row_stride,
-                                        long long entries, long long value_dtype, long long keeps,
+                                        const Candidates* candidates, const Counts* before, unsigned char* payload,
+                                        long long row_stride, long long entries, long long value_dtype, long long keeps,
                                         const float* loss_scale, float* velocity) {
-    const Team team = form_team(TILE_NUMEL);
-    const Span span(chunk_numel, numel);
-    const Threshold threshold = thresholds[span.row];
-    const SparseRow target(payload, row_stride, span.row, chunk_numel, entries, value_dtype);
-    Tile tile;
-    load(team, p + span.begin, span.present, 1.0f, tile);
-    const Chosen chosen = compare(tile, threshold.key);
-    const Before above(chosen.above);
-    const Before equal(chosen.equal);
-    const unsigned int first = static_cast<unsigned int>(span.tile % REGION_TILES * TILE_NUMEL);
-#pragma unroll
-    for (int group = 0; group < GROUPS; ++group) {
-        unsigned int larger = before[blockIdx.x].above + above.group[group];
-        unsigned int ties = before[blockIdx.x].equal + equal.group[group];
-#pragma unroll
-        for (int k = 0; k < WIDTH; ++k) {
-            const unsigned int bit = 1u << (group * WIDTH + k);
-            const int element = team.element(group) + k;
-            if ((chosen.above & bit) != 0 || ((chosen.equal & bit) != 0 && ties < threshold.wanted)) {
-                const unsigned int entry = larger + min(ties, threshold.wanted);
-                const bool spoils = entry == 0 && threshold.not_finite != 0;
-                float& value = tile.value[group][k];
-                target.indices()[entry] = static_cast<unsigned short>(first + element);
-                value = __fsub_rn(value, target.write_value(entry, spoils ? __uint_as_float(0x7FC00000u) : value));
-                if (element < span.present) {
-                    if (keeps) p[span.begin + element] = value;
-                    if (velocity != nullptr) velocity[span.begin + element] = 0.0f;
-                }
-            }
-            larger += (chosen.above & bit) != 0;
-            ties += (chosen.equal & bit) != 0;
-        }
+    const bool rescales = keeps && loss_scale != nullptr;
+    const Group group(chunk_numel, candidates, rescales);
+    const float inverse = rescales ? __fdiv_rn(1.0f, *loss_scale) : 1.0f;
+    const Threshold threshold = thresholds[group.row];
+    const SparseRow target(payload, row_stride, group.row, chunk_numel, entries, value_dtype);
+    const auto destination = [&](const Span& span) {
+        return Destination{threshold,
+                           target,
+                           keeps ? p + span.begin : nullptr,
+                           velocity == nullptr ? nullptr : velocity + span.begin,
+                           inverse,
+                           rescales,
+                           span.present,
+                           static_cast<unsigned int>(span.tile % REGION_TILES * TILE_NUMEL)};
+    };
+    if (group.fits()) {
+        write_all(group.kept(), before[group.index(group.own)], destination(group.span(numel, group.own)));
     }
-    if (keeps && loss_scale != nullptr) {
-        const float inverse = __fdiv_rn(1.0f, *loss_scale);
-#pragma unroll
-        for (int group = 0; group < GROUPS; ++group) {
-#pragma unroll
-            for (int k = 0; k < WIDTH; ++k) tile.value[group][k] = __fmul_rn(tile.value[group][k], inverse);
-        }
-        store(team, tile, p + span.begin, span.present);
+    for (unsigned int tile = 0; tile < group.tiles; ++tile) {
+        if (!group.in_full(tile)) continue;
+        const Span span = group.span(numel, tile);
+        const Share share(p, span);
+        const Counts earlier = apart(scan_warps(compare(share, threshold.key)).before);
+        const Counts of_tile = before[group.index(tile)];
+        write_all(share, {of_tile.above + earlier.above, of_tile.equal + earlier.equal}, destination(span));
     }
 }

@@ -142,6 +142,18 @@ T exchange(T value, unsigned source) {
     return bits_as<T>(fibers[source]->given[turn]);
 }
 
+// Give a condition to the warp and take those of all its threads, a bit each.
+static unsigned vote(bool condition) {
+    Fiber& fiber = current();
+    const int turn = fiber.turn;
+    fiber.turn = 1 - turn;
+    fiber.given[turn] = condition;
+    wait(AT_SHUFFLE);
+    unsigned bits = 0;
+    for (int lane = 0; lane < WARP; ++lane) bits |= fibers[threadIdx.x / WARP * WARP + lane]->given[turn] << lane;
+    return bits;
+}
+
 }   // namespace emulator
 
 template <typename T>
@@ -159,6 +171,8 @@ template <typename T>
 T __shfl_sync(unsigned, T value, int lane) {
     return emulator::exchange(value, threadIdx.x / emulator::WARP * emulator::WARP + lane);
 }
+
+static inline unsigned __ballot_sync(unsigned, bool condition) { return emulator::vote(condition); }
 
 static inline void __syncthreads() { emulator::wait(emulator::AT_BARRIER); }
 
