@@ -3,11 +3,6 @@
 
 #include "team.cuh"
 
-__device__ __forceinline__ unsigned int lane_bit() { return 1u << threadIdx.x % LANES; }
-
-// How many of the bits, one of each lane, are of lanes before this one.
-__device__ __forceinline__ unsigned int before_lane(unsigned int bits) { return __popc(bits & (lane_bit() - 1)); }
-
 // The sum over this lane and those before it.
 __device__ __forceinline__ unsigned int inclusive_in_warp(unsigned int value) {
     const int lane = static_cast<int>(threadIdx.x) % LANES;

@@ -3,49 +3,48 @@
 
 #include "candidates.cuh"
 
-template <typename Source>
-__device__ __forceinline__ void count_bins(const Histogram& histogram, const Source& source) {
-    const Strip<Source> strip(source);
+template <int COUNT>
+__device__ __forceinline__ void count_bins(const Histogram& histogram, const Strip<COUNT>& strip) {
 #pragma unroll
-    for (int step = 0; step < Source::STEPS; ++step) histogram.count(strip.value[step]);
+    for (int step = 0; step < COUNT; ++step) histogram.count(strip.value[step]);
 }
 
-// sparse_collect: one CUDA block of 256 threads per tile, the last tile first: of what was written last, the cache may
-// still have some. Keeps the candidates and counts their bins of the second level.
+// sparse_collect: one CUDA block of 256 threads per group, the last one first: of what was written last, the cache may
+// still have some. Each warp keeps the candidates of its tile, and counts their bins of the second level.
 extern "C" __global__ void sparse_collect(const float* p, long long numel, long long chunk_numel,
                                           const Threshold* thresholds, Candidates* candidates, unsigned int* bins) {
     __shared__ unsigned int block_bins[BINS];
-    const unsigned int index = gridDim.x - 1 - blockIdx.x;
-    const Span span(chunk_numel, numel, index);
-    const Histogram histogram{Level(1), thresholds[span.row].key, block_bins};
-    const Share share(p, span);
-    const Strip<Share> strip(share);
-    unsigned int can_be_selected[Share::STEPS];   // a bit per lane
-    unsigned int of_warp = 0;
-#pragma unroll
-    for (int step = 0; step < Share::STEPS; ++step) {
-        can_be_selected[step] = __ballot_sync(0xFFFFFFFFu, key_of(strip.value[step]) >= histogram.found);
-        of_warp += __popc(can_be_selected[step]);
-    }
+    const Group group(chunk_numel, gridDim.x - 1 - blockIdx.x);
+    const Histogram histogram{Level(1), thresholds[group.row].key, block_bins};
     histogram.clear();
-    const Scanned scanned = scan_warps(of_warp);   // its barriers come between the zeros and the counts
-    Candidates& target = candidates[index];
-    unsigned int slot = scanned.before;
+    __syncthreads();
+    if (group.own < group.tiles) {
+        const Span span = group.span(numel, group.own);
+        Candidates& target = candidates[group.index(group.own)];
+        unsigned int number = 0;
+#pragma unroll 1
+        for (int first = 0; first < TILE_NUMEL; first += WARP_NUMEL) {
+            const Share<const float> share(p, span, first);
+            const Strip<STEPS> strip = share.read();
 #pragma unroll
-    for (int step = 0; step < Share::STEPS; ++step) {
-        if ((can_be_selected[step] & lane_bit()) != 0) {
-            histogram.count(strip.value[step]);
-            if (scanned.total <= CAPACITY) {
-                const unsigned int own = slot + before_lane(can_be_selected[step]);
-                target.value[own] = strip.value[step];
-                target.element[own] = static_cast<unsigned short>(share.element(step));
+            for (int step = 0; step < STEPS; ++step) {
+                const float value = strip.value[step];
+                const bool can_be_selected = key_of(value) >= histogram.found;
+                const unsigned int those = vote(can_be_selected);
+                if (those == 0) continue;   // as nearly always
+                const unsigned int slot = number + before_lane(those);
+                if (can_be_selected) histogram.count(value);
+                if (can_be_selected && slot < CAPACITY) {
+                    target.value[slot] = value;
+                    target.element[slot] = static_cast<unsigned short>(share.element + step * LANES);
+                }
+                number += __popc(those);
             }
         }
-        slot += __popc(can_be_selected[step]);
+        if (lane_of_thread() == 0) target.number = number;
     }
-    if (threadIdx.x == 0) target.number = scanned.total;
     __syncthreads();
-    histogram.add_to(bins + span.row * BINS);
+    histogram.add_to(bins + static_cast<long long>(group.row) * BINS);
 }
 
 // sparse_histogram: one CUDA block of 256 threads per group. Counts the candidates' bins of the last level.
@@ -53,13 +52,14 @@ extern "C" __global__ void sparse_histogram(const float* p, long long numel, lon
                                             const Threshold* thresholds, const Candidates* candidates,
                                             unsigned int* bins) {
     __shared__ unsigned int block_bins[BINS];
-    const Group group(chunk_numel, candidates, false);
+    const Group group(chunk_numel, blockIdx.x);
+    const Visit visit(group, candidates, false);
     const Histogram histogram{Level(2), thresholds[group.row].key, block_bins};
     histogram.clear();
     __syncthreads();
-    if (group.fits()) count_bins(histogram, group.kept());
+    if (visit.few) count_bins(histogram, candidates[group.index(group.own)].read(visit.number));
     for (unsigned int tile = 0; tile < group.tiles; ++tile) {
-        if (group.in_full(tile)) count_bins(histogram, Share(p, group.span(numel, tile)));
+        if (visit.in_full(tile)) count_bins(histogram, warp_share(p, group.span(numel, tile)).read());
     }
     __syncthreads();
     histogram.add_to(bins + static_cast<long long>(group.row) * BINS);
@@ -105,15 +105,16 @@ extern "C" __global__ void sparse_threshold(const unsigned int* bins, long long 
 // sparse_count: one CUDA block of 256 threads per group. Counts what is above the threshold, and what equals it.
 extern "C" __global__ void sparse_count(const float* p, long long numel, long long chunk_numel,
                                         const Threshold* thresholds, const Candidates* candidates, Counts* counts) {
-    const Group group(chunk_numel, candidates, false);
+    const Group group(chunk_numel, blockIdx.x);
+    const Visit visit(group, candidates, false);
     const unsigned int least = thresholds[group.row].key;
-    if (group.fits()) {
-        const unsigned int both = compare(group.kept(), least);
-        if (threadIdx.x % LANES == 0) counts[group.index(group.own)] = apart(both);
+    if (visit.few) {
+        const unsigned int both = compare(candidates[group.index(group.own)].read(visit.number), least);
+        if (lane_of_thread() == 0) counts[group.index(group.own)] = apart(both);
     }
     for (unsigned int tile = 0; tile < group.tiles; ++tile) {
-        if (!group.in_full(tile)) continue;
-        const Scanned both = scan_warps(compare(Share(p, group.span(numel, tile)), least));
+        if (!visit.in_full(tile)) continue;
+        const Scanned both = scan_warps(compare(warp_share(p, group.span(numel, tile)).read(), least));
         if (threadIdx.x == 0) counts[group.index(tile)] = apart(both.total);
     }
 }

@@ -31,22 +31,22 @@ struct Destination {
     }
 };
 
-// `before` counts what precedes the warp's elements in their row. The loop stays one: there is much in it.
-template <typename Source>
-__device__ __forceinline__ void write_all(const Source& source, Counts before, const Destination& destination) {
-#pragma unroll 1
-    for (int step = 0; step < source.steps(); ++step) {
-        const float value = source.value(step);
+// A warp writes elements in ascending order. `before` counts what precedes them in their row.
+struct Writer {
+    const Destination& destination;
+    Counts before;
+
+    __device__ __forceinline__ void write(float value, int element) {
         const unsigned int key = key_of(value);
-        const unsigned int above = __ballot_sync(0xFFFFFFFFu, key > destination.threshold.key);
-        const unsigned int equal = __ballot_sync(0xFFFFFFFFu, key == destination.threshold.key);
+        const unsigned int above = vote(key > destination.threshold.key);
+        const unsigned int equal = vote(key == destination.threshold.key);
         if ((above | equal) != 0 || destination.rescales) {
-            destination.write(value, source.element(step),
+            destination.write(value, element,
                               {before.above + before_lane(above), before.equal + before_lane(equal)});
         }
         before = {before.above + __popc(above), before.equal + __popc(equal)};
     }
-}
+};
 
 // sparse_write: one CUDA block of 256 threads per group. `before` tells what earlier tiles of the row have. With `keeps`
 // p becomes the new residual: without a loss scale it changes only where something is sent. There the velocity, if any,
@@ -56,7 +56,8 @@ extern "C" __global__ void sparse_write(float* p, long long numel, long long chu
                                         long long row_stride, long long entries, long long value_dtype, long long keeps,
                                         const float* loss_scale, float* velocity) {
     const bool rescales = keeps && loss_scale != nullptr;
-    const Group group(chunk_numel, candidates, rescales);
+    const Group group(chunk_numel, blockIdx.x);
+    const Visit visit(group, candidates, rescales);
     const float inverse = rescales ? __fdiv_rn(1.0f, *loss_scale) : 1.0f;
     const Threshold threshold = thresholds[group.row];
     const SparseRow target(payload, row_stride, group.row, chunk_numel, entries, value_dtype);
@@ -70,15 +71,27 @@ extern "C" __global__ void sparse_write(float* p, long long numel, long long chu
                            span.present,
                            static_cast<unsigned int>(span.tile % REGION_TILES * TILE_NUMEL)};
     };
-    if (group.fits()) {
-        write_all(group.kept(), before[group.index(group.own)], destination(group.span(numel, group.own)));
+    if (visit.few) {
+        const Candidates& own = candidates[group.index(group.own)];
+        const Destination here = destination(group.span(numel, group.own));
+        Writer writer{here, before[group.index(group.own)]};
+#pragma unroll 1
+        for (unsigned int first = 0; first < visit.number; first += LANES) {
+            const unsigned int slot = first + lane_of_thread();   // values of earlier
+            writer.write(slot < visit.number ? own.value[slot] : 0.0f, own.element[slot]);
+        }
     }
     for (unsigned int tile = 0; tile < group.tiles; ++tile) {
-        if (!group.in_full(tile)) continue;
+        if (!visit.in_full(tile)) continue;
         const Span span = group.span(numel, tile);
-        const Share share(p, span);
-        const Counts earlier = apart(scan_warps(compare(share, threshold.key)).before);
-        const Counts of_tile = before[group.index(tile)];
-        write_all(share, {of_tile.above + earlier.above, of_tile.equal + earlier.equal}, destination(span));
+        const Share<float> share = warp_share(p, span);
+        const Counts of_warps = apart(scan_warps(compare(share.read(), threshold.key)).before);
+        const Counts of_tiles = before[group.index(tile)];
+        const Destination here = destination(span);
+        Writer writer{here, {of_tiles.above + of_warps.above, of_tiles.equal + of_warps.equal}};
+#pragma unroll 1
+        for (int step = 0; step < STEPS; ++step) {   // read again, from the cache: unrolled, this would be long
+            writer.write(share.exists(step) ? share.at[step * LANES] : 0.0f, share.element + step * LANES);
+        }
     }
 }

@@ -15,7 +15,7 @@ from commopt.kernels.sparse_row import BLOCK, SparseRow
 _THREADS = 256
 _DECODE_THREADS = 512
 _TILE_NUMEL = 4096
-_GROUP_TILES = 8  # that a CUDA block visits where only candidates are left
+_GROUP_TILES = 8  # one for each warp of a CUDA block
 _CANDIDATES_WORDS = 385  # of a tile: 256 values, 256 indices of 16 bits, and how many there are
 _BINS = 2048
 _LEVELS = 3  # of a key's bits: 11, 11 and 9
@@ -40,12 +40,12 @@ def select(loader: Loader, row: SparseRow, values: Tensor, payload: Tensor, scal
     target = (payload.data_ptr(), payload.stride(0), row.count, DTYPES[row.value_dtype])
     with torch.cuda.device(values.device):
         stream = torch.cuda.current_stream().cuda_stream
-        per_tile = partial(_launch, loader, rows * tiles, stream)
         per_group = partial(_launch, loader, rows * -(-tiles // _GROUP_TILES), stream)
         per_row = partial(_launch, loader, rows, stream)
-        per_tile("sparse_accumulate", (*_accumulated(values, scale, row, carry), p.data_ptr(), bins[0].data_ptr()))
+        accumulated = (*_accumulated(values, scale, row, carry), p.data_ptr(), bins[0].data_ptr())
+        _launch(loader, rows * tiles, stream, "sparse_accumulate", accumulated)
         per_row("sparse_threshold", (bins[0].data_ptr(), 0, row.count, found))
-        per_tile("sparse_collect", (*seen, bins[1].data_ptr()))
+        per_group("sparse_collect", (*seen, bins[1].data_ptr()))
         per_row("sparse_threshold", (bins[1].data_ptr(), 1, row.count, found))
         per_group("sparse_histogram", (*seen, bins[2].data_ptr()))
         per_row("sparse_threshold", (bins[2].data_ptr(), 2, row.count, found))
