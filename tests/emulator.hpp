@@ -3,6 +3,7 @@
 // The threads of a block are fibers. A warp runs until all its threads wait at the same shuffle or barrier; anything
 // else is an error, counted in `divergent`. The next warp to run is always the first that can, or always the last: one
 // warp gets as far ahead of the others as barriers allow, so that a missing barrier shows.
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cmath>
@@ -36,16 +37,19 @@ constexpr std::size_t STACK_NBYTES = 64 * 1024;
 
 enum State { RUNNING, AT_SHUFFLE, AT_BARRIER, DONE };
 
+// Begins in a context of its own, and is then left and resumed by jumps, which make no system call.
 struct Fiber {
     ucontext_t context;
     std::vector<char> stack = std::vector<char>(STACK_NBYTES);
+    jmp_buf place;
+    bool begun = false;
     State state = RUNNING;
     unsigned given[2];   // to this shuffle and to the last, which a slower thread may still read
     int turn = 0;
 };
 
-static std::vector<std::unique_ptr<Fiber>> fibers;
-static ucontext_t scheduler;
+static std::vector<std::unique_ptr<Fiber>> fibers;   // each runs the same thread of one block after the other
+static jmp_buf scheduler;
 static std::function<void()> body;
 
 static Fiber& current() { return *fibers[threadIdx.x]; }
@@ -53,12 +57,30 @@ static Fiber& current() { return *fibers[threadIdx.x]; }
 static void wait(State state) {
     Fiber& fiber = current();
     fiber.state = state;
-    swapcontext(&fiber.context, &scheduler);
+    if (_setjmp(fiber.place) == 0) _longjmp(scheduler, 1);
 }
 
 static void enter() {
-    body();
-    current().state = DONE;
+    for (;;) {
+        body();
+        wait(DONE);
+    }
+}
+
+static std::unique_ptr<Fiber> make_fiber() {
+    auto fiber = std::make_unique<Fiber>();
+    getcontext(&fiber->context);
+    fiber->context.uc_stack.ss_sp = fiber->stack.data();
+    fiber->context.uc_stack.ss_size = fiber->stack.size();
+    makecontext(&fiber->context, enter, 0);
+    return fiber;
+}
+
+static void resume(Fiber& fiber) {
+    if (_setjmp(scheduler) != 0) return;
+    if (fiber.begun) _longjmp(fiber.place, 1);
+    fiber.begun = true;
+    setcontext(&fiber.context);
 }
 
 // Run every thread of a warp up to where it waits next; return where that is.
@@ -66,7 +88,7 @@ static State advance(int warp) {
     for (int lane = 0; lane < WARP; ++lane) {
         threadIdx.x = warp * WARP + lane;
         current().state = RUNNING;
-        swapcontext(&scheduler, &current().context);
+        resume(current());
     }
     for (int lane = 0; lane < WARP; ++lane) divergent += fibers[warp * WARP + lane]->state != current().state;
     return current().state;
@@ -74,15 +96,7 @@ static State advance(int warp) {
 
 static void run_block() {
     const int warps = blockDim.x / WARP;
-    while (fibers.size() < blockDim.x) fibers.push_back(std::make_unique<Fiber>());
-    for (unsigned thread = 0; thread < blockDim.x; ++thread) {
-        Fiber& fiber = *fibers[thread];
-        getcontext(&fiber.context);
-        fiber.context.uc_stack.ss_sp = fiber.stack.data();
-        fiber.context.uc_stack.ss_size = fiber.stack.size();
-        fiber.context.uc_link = &scheduler;
-        makecontext(&fiber.context, enter, 0);
-    }
+    while (fibers.size() < blockDim.x) fibers.push_back(make_fiber());
     std::vector<State> states(warps, RUNNING);
     for (;;) {
         int done = 0;
@@ -94,6 +108,7 @@ static void run_block() {
         if (done == warps) return;
         if (done != 0) {
             ++divergent;   // the others would wait for ever
+            fibers.clear();
             return;
         }
         for (State& state : states) state = RUNNING;
