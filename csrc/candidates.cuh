@@ -1,9 +1,9 @@
 // The few elements that can still be selected once the first level is known, and how a CUDA block visits them.
 //
-// The threshold is then known up to an eighth of an octave. Of 4096 elements of a bell curve, 6 are candidates where 4
-// are selected, and 60 where 41 are. A tile with more of them than slots, be it of a layer with large gradients, of
-// equal values, or of a row with too few elements that are not zero, is read in full instead: that is decided tile by
-// tile, on the device.
+// The threshold is then known up to an eighth of an octave: of 4096 elements of a bell curve, at most 15 are candidates
+// where 4 are selected, and at most 95 where 41 are. A tile with more of them than slots, be it of a layer with large
+// gradients, of equal values, or of a row with too few elements that are not zero, is read in full instead: that is
+// decided tile by tile, on the device.
 #pragma once
 
 #include "scan.cuh"

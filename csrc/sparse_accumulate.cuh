@@ -27,8 +27,8 @@ struct Addition {
     // Ask for the past; nothing is waited for yet.
     __device__ __forceinline__ Addition(const Past& past, const Span& span)
         : past(past), scale(1.0f), residual{}, velocity{} {
-        if (past.residual != nullptr) residual = warp_share(past.residual, span).read();
-        if (past.velocity != nullptr) velocity = warp_share(past.velocity, span).read();
+        if (past.residual != nullptr) residual = warp_share(past.residual, span).read_all_once();
+        if (past.velocity != nullptr) velocity = warp_share(past.velocity, span).read_all_once();
         if (past.loss_scale != nullptr) scale = *past.loss_scale;
     }
 
@@ -58,7 +58,7 @@ struct Addition {
 // The gradients times `scale`.
 template <typename T>
 __device__ __forceinline__ Strip<STEPS> gradients(const void* values, double scale, const Span& span) {
-    Strip<STEPS> strip = warp_share(static_cast<const T*>(values), span).read();
+    Strip<STEPS> strip = warp_share(static_cast<const T*>(values), span).read_all_once();
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
         strip.value[step] = __fmul_rn(strip.value[step], static_cast<float>(scale));

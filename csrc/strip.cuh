@@ -18,6 +18,13 @@ __device__ __forceinline__ unsigned int before_lane(unsigned int bits) {
     return __popc(bits & ((1u << lane_of_thread()) - 1));
 }
 
+// Memory that nothing reads again soon leaves the cache first.
+__device__ __forceinline__ float read_once(const float* at) { return __ldcs(at); }
+
+__device__ __forceinline__ float read_once(const Half* at) { return to_float(Half{__ldcs(&at->bits)}); }
+
+__device__ __forceinline__ float read_once(const Bfloat16* at) { return to_float(Bfloat16{__ldcs(&at->bits)}); }
+
 // What a lane holds: elements in ascending order by step, then by lane.
 template <int COUNT>
 struct Strip {
@@ -43,7 +50,16 @@ struct Share {
         Strip<STEPS> strip;
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
-            strip.value[step] = exists(step) ? to_float(at[step * LANES]) : 0.0f;
+            strip.value[step] = exists(step) ? at[step * LANES] : 0.0f;
+        }
+        return strip;
+    }
+
+    __device__ __forceinline__ Strip<STEPS> read_all_once() const {
+        Strip<STEPS> strip;
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+            strip.value[step] = exists(step) ? read_once(at + step * LANES) : 0.0f;
         }
         return strip;
     }

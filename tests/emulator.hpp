@@ -198,6 +198,11 @@ static inline unsigned atomicAdd(unsigned* address, unsigned value) {   // one t
 }
 
 template <typename T>
+T __ldcs(const T* address) {
+    return *address;
+}
+
+template <typename T>
 T min(T a, T b) {
     return a < b ? a : b;
 }
