@@ -78,19 +78,25 @@ struct Visit {
     __device__ __forceinline__ bool in_full(unsigned int tile) const { return (full >> tile & 1) != 0; }
 };
 
-// How many of the warp's elements are above the threshold, and, in the upper half, how many equal it: at most
-// TILE_NUMEL, even when summed over a CUDA block.
+// A warp's elements against the threshold.
+struct Comparison {
+    unsigned int both;    // how many are above, and, in the upper half, how many equal it: at most TILE_NUMEL, even when
+                          // summed over a CUDA block
+    unsigned int steps;   // a bit for each step that has such elements
+};
+
 template <int COUNT>
-__device__ __forceinline__ unsigned int compare(const Strip<COUNT>& strip, unsigned int least) {
-    unsigned int above = 0;
-    unsigned int equal = 0;
+__device__ __forceinline__ Comparison compare(const Strip<COUNT>& strip, unsigned int least) {
+    Comparison result{0, 0};
 #pragma unroll
     for (int step = 0; step < COUNT; ++step) {
         const unsigned int key = key_of(strip.value[step]);
-        above += __popc(vote(key > least));
-        equal += __popc(vote(key == least));
+        const unsigned int above = vote(key > least);
+        const unsigned int equal = vote(key == least);
+        result.both += __popc(above) + (__popc(equal) << 16);
+        if ((above | equal) != 0) result.steps |= 1u << step;
     }
-    return above | equal << 16;
+    return result;
 }
 
 __device__ __forceinline__ Counts apart(unsigned int both) { return {both & 0xFFFFu, both >> 16}; }

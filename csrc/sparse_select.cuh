@@ -109,12 +109,12 @@ extern "C" __global__ void sparse_count(const float* p, long long numel, long lo
     const Visit visit(group, candidates, false);
     const unsigned int least = thresholds[group.row].key;
     if (visit.few) {
-        const unsigned int both = compare(candidates[group.index(group.own)].read(visit.number), least);
+        const unsigned int both = compare(candidates[group.index(group.own)].read(visit.number), least).both;
         if (lane_of_thread() == 0) counts[group.index(group.own)] = apart(both);
     }
     for (unsigned int tile = 0; tile < group.tiles; ++tile) {
         if (!visit.in_full(tile)) continue;
-        const Scanned both = scan_warps(compare(warp_share(p, group.span(numel, tile)).read(), least));
+        const Scanned both = scan_warps(compare(warp_share(p, group.span(numel, tile)).read(), least).both);
         if (threadIdx.x == 0) counts[group.index(tile)] = apart(both.total);
     }
 }

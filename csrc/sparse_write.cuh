@@ -3,31 +3,29 @@
 
 #include "candidates.cuh"
 
-// Where the entries of a row go, and what stays behind.
+// Where the entries of a tile go, and what stays behind of its elements.
 struct Destination {
     Threshold threshold;
     SparseRow target;
-    float* residual;      // the row's tile of p; null: nothing is kept
-    float* velocity;      // null: none
-    float inverse;        // of the loss scale
-    bool rescales;        // also what is not sent
-    int present;          // of the tile's elements
     unsigned int first;   // element of the tile within its region
+    int present;          // of the tile's elements
+    float* residual;      // of the tile; null: nothing is kept
+    float inverse;        // of the loss scale
+    float* velocity;      // of the tile; null: none
 
-    // `before` counts what precedes the element in its row.
-    __device__ __forceinline__ void write(float value, int element, const Counts& before) const {
+    // Return whether the element is chosen. `before` counts what precedes it in its row.
+    __device__ __forceinline__ bool write(float value, int element, const Counts& before) const {
         const unsigned int key = key_of(value);
-        const bool chosen = key > threshold.key || (key == threshold.key && before.equal < threshold.wanted);
-        float kept = value;
-        if (chosen) {
-            const unsigned int entry = before.above + min(before.equal, threshold.wanted);
-            const bool spoils = entry == 0 && threshold.not_finite != 0;
-            target.indices()[entry] = static_cast<unsigned short>(first + element);
-            kept = __fsub_rn(value, target.write_value(entry, spoils ? __uint_as_float(0x7FC00000u) : value));
+        if (key < threshold.key || (key == threshold.key && before.equal >= threshold.wanted)) return false;
+        const unsigned int entry = before.above + min(before.equal, threshold.wanted);
+        const bool spoils = entry == 0 && threshold.not_finite != 0;
+        target.indices()[entry] = static_cast<unsigned short>(first + element);
+        const float sent = target.write_value(entry, spoils ? __uint_as_float(0x7FC00000u) : value);
+        if (element < present) {
+            if (residual != nullptr) residual[element] = __fmul_rn(__fsub_rn(value, sent), inverse);
+            if (velocity != nullptr) velocity[element] = 0.0f;
         }
-        if (element >= present) return;
-        if (residual != nullptr && (chosen || rescales)) residual[element] = __fmul_rn(kept, inverse);
-        if (velocity != nullptr && chosen) velocity[element] = 0.0f;
+        return true;
     }
 };
 
@@ -36,15 +34,14 @@ struct Writer {
     const Destination& destination;
     Counts before;
 
-    __device__ __forceinline__ void write(float value, int element) {
+    // Return whether the lane's is chosen.
+    __device__ __forceinline__ bool write(float value, int element) {
         const unsigned int key = key_of(value);
         const unsigned int above = vote(key > destination.threshold.key);
         const unsigned int equal = vote(key == destination.threshold.key);
-        if ((above | equal) != 0 || destination.rescales) {
-            destination.write(value, element,
-                              {before.above + before_lane(above), before.equal + before_lane(equal)});
-        }
+        const Counts own{before.above + before_lane(above), before.equal + before_lane(equal)};
         before = {before.above + __popc(above), before.equal + __popc(equal)};
+        return destination.write(value, element, own);
     }
 };
 
@@ -61,37 +58,48 @@ extern "C" __global__ void sparse_write(float* p, long long numel, long long chu
     const float inverse = rescales ? __fdiv_rn(1.0f, *loss_scale) : 1.0f;
     const Threshold threshold = thresholds[group.row];
     const SparseRow target(payload, row_stride, group.row, chunk_numel, entries, value_dtype);
-    const auto destination = [&](const Span& span) {
+    const auto destination_of = [&](const Span& span) {
         return Destination{threshold,
                            target,
-                           keeps ? p + span.begin : nullptr,
-                           velocity == nullptr ? nullptr : velocity + span.begin,
-                           inverse,
-                           rescales,
+                           static_cast<unsigned int>(span.tile % REGION_TILES * TILE_NUMEL),
                            span.present,
-                           static_cast<unsigned int>(span.tile % REGION_TILES * TILE_NUMEL)};
+                           keeps ? p + span.begin : nullptr,
+                           inverse,
+                           velocity == nullptr ? nullptr : velocity + span.begin};
     };
     if (visit.few) {
         const Candidates& own = candidates[group.index(group.own)];
-        const Destination here = destination(group.span(numel, group.own));
-        Writer writer{here, before[group.index(group.own)]};
+        const Destination destination = destination_of(group.span(numel, group.own));
+        Writer writer{destination, before[group.index(group.own)]};
 #pragma unroll 1
         for (unsigned int first = 0; first < visit.number; first += LANES) {
-            const unsigned int slot = first + lane_of_thread();   // values of earlier
-            writer.write(slot < visit.number ? own.value[slot] : 0.0f, own.element[slot]);
+            const unsigned int slot = first + lane_of_thread();
+            const bool exists = slot < visit.number;
+            writer.write(exists ? own.value[slot] : 0.0f, exists ? own.element[slot] : 0);
         }
     }
     for (unsigned int tile = 0; tile < group.tiles; ++tile) {
         if (!visit.in_full(tile)) continue;
         const Span span = group.span(numel, tile);
         const Share<float> share = warp_share(p, span);
-        const Counts of_warps = apart(scan_warps(compare(share.read(), threshold.key)).before);
+        const Strip<STEPS> strip = share.read();
+        const Comparison comparison = compare(strip, threshold.key);
+        const Counts of_warps = apart(scan_warps(comparison.both).before);
         const Counts of_tiles = before[group.index(tile)];
-        const Destination here = destination(span);
-        Writer writer{here, {of_tiles.above + of_warps.above, of_tiles.equal + of_warps.equal}};
+        const Destination destination = destination_of(span);
+        Writer writer{destination, {of_tiles.above + of_warps.above, of_tiles.equal + of_warps.equal}};
+        unsigned int sent = 0;   // a bit for each step of the lane
 #pragma unroll 1
-        for (int step = 0; step < STEPS; ++step) {   // read again, from the cache: unrolled, this would be long
-            writer.write(share.exists(step) ? share.at[step * LANES] : 0.0f, share.element + step * LANES);
+        for (unsigned int steps = comparison.steps; steps != 0; steps &= steps - 1) {
+            const int step = __ffs(static_cast<int>(steps)) - 1;   // `strip` cannot be indexed: its values are registers
+            const float value = share.exists(step) ? share.at[step * LANES] : 0.0f;
+            if (writer.write(value, share.element + step * LANES)) sent |= 1u << step;
+        }
+        if (!rescales) continue;
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+            const bool stays = share.exists(step) && (sent >> step & 1) == 0;
+            if (stays) share.at[step * LANES] = __fmul_rn(strip.value[step], inverse);
         }
     }
 }

@@ -213,6 +213,7 @@ T max(T a, T b) {
 }
 
 static inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+static inline int __ffs(int bits) { return __builtin_ffs(bits); }
 static inline float __uint_as_float(unsigned bits) { return emulator::bits_as<float>(bits); }
 static inline unsigned __float_as_uint(float value) { return emulator::bits_as<unsigned>(value); }
 static inline float __fadd_rn(float a, float b) { return a + b; }
