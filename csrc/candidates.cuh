@@ -10,7 +10,7 @@
 #include "select.cuh"
 #include "strip.cuh"
 
-constexpr int CAPACITY = 256;
+constexpr int CAPACITY = 256;   // 1540 bytes a tile, 3/8 byte an element
 constexpr int SLOT_STEPS = CAPACITY / LANES;
 
 // The elements of a tile whose key is not below what the first level has found, in ascending order. Zeros are never

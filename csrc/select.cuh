@@ -2,10 +2,10 @@
 // the top. No threshold is guessed and nothing is tried again, so the host never waits.
 //
 // The first level is counted while p is written, the second while p is read again. That pass also keeps the few
-// elements that can still be selected (candidates.cuh), and what follows reads no others. So a float32 is worth 16
-// bytes of memory traffic: 4 of gradient and 4 of residual are read, 4 of p written, and 4 of p read. A tile with too
-// many candidates is read thrice more, 12 bytes; with a loss scale every element of the new residual is read and
-// written once more, 8 bytes.
+// elements that can still be selected (candidates.cuh), and what follows reads no others. So an element moves 16 bytes,
+// if gradients are float32: 4 of gradient and 4 of residual are read, 4 of p written, and 4 of p read. A velocity is
+// read and written, 8 more. A tile with too many candidates is read thrice more, 12 bytes an element; with a loss scale
+// all of p is read and written once more, 8 bytes.
 //
 // Zeros are not counted: many threads would wait for one bin, and where the other keys are too few the search ends at
 // the key zero anyway. Among equal keys those with the lowest index are selected. So what lies behind the elements of a

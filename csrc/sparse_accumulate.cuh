@@ -24,11 +24,11 @@ struct Addition {
     Strip<STEPS> residual;
     Strip<STEPS> velocity;
 
-    // Ask for the past; nothing is waited for yet.
+    // Ask for the past.
     __device__ __forceinline__ Addition(const Past& past, const Span& span)
         : past(past), scale(1.0f), residual{}, velocity{} {
-        if (past.residual != nullptr) residual = warp_share(past.residual, span).read_all_once();
-        if (past.velocity != nullptr) velocity = warp_share(past.velocity, span).read_all_once();
+        if (past.residual != nullptr) residual = warp_share(past.residual, span).read_once();
+        if (past.velocity != nullptr) velocity = warp_share(past.velocity, span).read_once();
         if (past.loss_scale != nullptr) scale = *past.loss_scale;
     }
 
@@ -58,7 +58,7 @@ struct Addition {
 // The gradients times `scale`.
 template <typename T>
 __device__ __forceinline__ Strip<STEPS> gradients(const void* values, double scale, const Span& span) {
-    Strip<STEPS> strip = warp_share(static_cast<const T*>(values), span).read_all_once();
+    Strip<STEPS> strip = warp_share(static_cast<const T*>(values), span).read_once();
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
         strip.value[step] = __fmul_rn(strip.value[step], static_cast<float>(scale));
@@ -84,11 +84,9 @@ extern "C" __global__ void sparse_accumulate(const void* values, long long dtype
     __shared__ unsigned int block_bins[BINS];
     const Span span(chunk_numel, numel, blockIdx.x);
     const Past past{residual, decay, velocity, fresh_velocity, momentum, nesterov, loss_scale};
-    Addition addition(past, span);
+    const Addition addition(past, span);   // before the gradients: all loads leave before the first is waited for
     Strip<STEPS> strip = gradients(values, dtype, scale, span);
-    if (velocity != nullptr) {
-        addition.add_velocity(warp_share(fresh_velocity, span), strip);
-    }
+    if (velocity != nullptr) addition.add_velocity(warp_share(fresh_velocity, span), strip);
     if (residual != nullptr) addition.add_residual(strip);
     const Share<float> share = warp_share(p, span);
     share.write(strip);

@@ -18,12 +18,11 @@ __device__ __forceinline__ unsigned int before_lane(unsigned int bits) {
     return __popc(bits & ((1u << lane_of_thread()) - 1));
 }
 
-// Memory that nothing reads again soon leaves the cache first.
-__device__ __forceinline__ float read_once(const float* at) { return __ldcs(at); }
+__device__ __forceinline__ float load_streaming(const float* at) { return __ldcs(at); }
 
-__device__ __forceinline__ float read_once(const Half* at) { return to_float(Half{__ldcs(&at->bits)}); }
+__device__ __forceinline__ Half load_streaming(const Half* at) { return {__ldcs(&at->bits)}; }
 
-__device__ __forceinline__ float read_once(const Bfloat16* at) { return to_float(Bfloat16{__ldcs(&at->bits)}); }
+__device__ __forceinline__ Bfloat16 load_streaming(const Bfloat16* at) { return {__ldcs(&at->bits)}; }
 
 // What a lane holds: elements in ascending order by step, then by lane.
 template <int COUNT>
@@ -50,17 +49,20 @@ struct Share {
         Strip<STEPS> strip;
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
-            strip.value[step] = exists(step) ? at[step * LANES] : 0.0f;
+            strip.value[step] = exists(step) ? to_float(at[step * LANES]) : 0.0f;
         }
         return strip;
     }
 
-    __device__ __forceinline__ Strip<STEPS> read_all_once() const {
+    // The same, of memory that nothing reads again soon: it leaves the cache first.
+    __device__ __forceinline__ Strip<STEPS> read_once() const {
+        if (!exists(STEPS - 1)) return read();
+        decltype(load_streaming(at)) raw[STEPS];
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) raw[step] = load_streaming(at + step * LANES);
         Strip<STEPS> strip;
 #pragma unroll
-        for (int step = 0; step < STEPS; ++step) {
-            strip.value[step] = exists(step) ? read_once(at + step * LANES) : 0.0f;
-        }
+        for (int step = 0; step < STEPS; ++step) strip.value[step] = to_float(raw[step]);
         return strip;
     }
 
