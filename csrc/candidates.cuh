@@ -60,8 +60,8 @@ struct Group {
     }
 };
 
-// How a CUDA block visits a group: first every warp the candidates of its own tile, if they are all there; then all
-// warps together, one after the other, the tiles that must be read in full.
+// How a CUDA block visits a group: first every warp the candidates of its own tile, if they are all there; then all of
+// them, tile after tile, what must be read in full.
 struct Visit {
     unsigned int full;     // a bit for each tile
     unsigned int number;   // of candidates of the warp's tile
@@ -80,8 +80,8 @@ struct Visit {
 
 // A warp's elements against the threshold.
 struct Comparison {
-    unsigned int both;    // how many are above, and, in the upper half, how many equal it: at most TILE_NUMEL, even when
-                          // summed over a CUDA block
+    unsigned int both;    // how many are above, and, in the upper half, how many equal it: at most TILE_NUMEL, even
+                          // when summed over a CUDA block
     unsigned int steps;   // a bit for each step that has such elements
 };
 

@@ -42,7 +42,7 @@ struct Addition {
             const float sum = __fadd_rn(__fmul_rn(velocity.value[step], factor), p);
             const float w = past.nesterov ? __fmul_rn(momentum, sum) : sum;
             p = past.nesterov ? __fadd_rn(w, p) : w;
-            if (fresh.exists(step)) fresh.at[step * LANES] = __fmul_rn(w, inverse);
+            if (fresh.exists(step)) __stcs(fresh.at + step * LANES, __fmul_rn(w, inverse));   // p is to stay cached
         }
     }
 

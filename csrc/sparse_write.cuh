@@ -45,9 +45,9 @@ struct Writer {
     }
 };
 
-// sparse_write: one CUDA block of 256 threads per group. `before` tells what earlier tiles of the row have. With `keeps`
-// p becomes the new residual: without a loss scale it changes only where something is sent. There the velocity, if any,
-// becomes zero.
+// sparse_write: one CUDA block of 256 threads per group. `before` tells what earlier tiles of the row have. With
+// `keeps`, p becomes the new residual: without a loss scale it changes only where something is sent. There the
+// velocity, if any, becomes zero.
 extern "C" __global__ void sparse_write(float* p, long long numel, long long chunk_numel, const Threshold* thresholds,
                                         const Candidates* candidates, const Counts* before, unsigned char* payload,
                                         long long row_stride, long long entries, long long value_dtype, long long keeps,
@@ -91,7 +91,7 @@ extern "C" __global__ void sparse_write(float* p, long long numel, long long chu
         unsigned int sent = 0;   // a bit for each step of the lane
 #pragma unroll 1
         for (unsigned int steps = comparison.steps; steps != 0; steps &= steps - 1) {
-            const int step = __ffs(static_cast<int>(steps)) - 1;   // `strip` cannot be indexed: its values are registers
+            const int step = __ffs(static_cast<int>(steps)) - 1;   // the registers of `strip` have no index
             const float value = share.exists(step) ? share.at[step * LANES] : 0.0f;
             if (writer.write(value, share.element + step * LANES)) sent |= 1u << step;
         }
