@@ -1,6 +1,12 @@
 // The exact k-th largest key of each row, by a radix histogram over the bits of a float32: 11, 11 and 9 of them, from
 // the top. No threshold is guessed and nothing is tried again, so the host never waits.
 //
+// The first level is counted while p is written, the second while p is read again. That pass also keeps the few
+// elements that can still be selected (candidates.cuh), and what follows reads no others. So an element moves 16 bytes,
+// if gradients are float32: 4 of gradient and 4 of residual are read, 4 of p written, and 4 of p read. A velocity is
+// read and written, 8 more. A tile with too many candidates is read thrice more, 12 bytes an element; with a loss scale
+// all of p is read and written once more, 8 bytes.
+//
 // Zeros are not counted: many threads would wait for one bin, and where the other keys are too few the search ends at
 // the key zero anyway. Among equal keys those with the lowest index are selected. So what lies behind the elements of a
 // row may count as zero, too: a row has enough zeros before it.
@@ -18,16 +24,16 @@ struct Level {
     __device__ __forceinline__ explicit Level(long long level)
         : low(level == 0 ? 20 : level == 1 ? 9 : 0), high(level == 0 ? 31 : level == 1 ? 20 : 9) {}
 
-    __device__ __forceinline__ unsigned int bin(unsigned int key) const {
-        return key >> low & ((1u << (high - low)) - 1);
-    }
+    __device__ __forceinline__ int bins() const { return 1 << (high - low); }
+
+    __device__ __forceinline__ unsigned int bin(unsigned int key) const { return key >> low & (bins() - 1); }
 
     __device__ __forceinline__ bool agree(unsigned int key, unsigned int found) const {
         return key >> high == found >> high;
     }
 };
 
-// What is known about the smallest key that is selected: complete after the last level.
+// What is known about the smallest key that is selected: complete after the last level, zeros below until then.
 struct Threshold {
     unsigned int key;
     unsigned int wanted;       // how many keys are to be selected among those that agree with it; the first ones are
@@ -41,22 +47,34 @@ struct Counts {
     unsigned int equal;
 };
 
-// Count the tile's keys into their row's bins. The counts are integers: their order is of no consequence.
-__device__ __forceinline__ void count_keys(const Team& team, const Tile& tile, const Level& level, unsigned int found,
-                                           unsigned int* row_bins) {
-    __shared__ unsigned int bins[BINS];
-    for (int bin = threadIdx.x; bin < BINS; bin += blockDim.x) bins[bin] = 0;
-    __syncthreads();
+// How often each bin of a level occurs in what a CUDA block visits. These are integers: their order is of no
+// consequence. Between two of the three steps there must be a barrier.
+struct Histogram {
+    static constexpr int EACH = BINS / BLOCK_THREADS;   // bins of a thread
+
+    Level level;
+    unsigned int found;    // of the threshold, by earlier levels
+    unsigned int* bins;    // BINS of the block
+
+    __device__ __forceinline__ void clear() const {
 #pragma unroll
-    for (int group = 0; group < GROUPS; ++group) {
-#pragma unroll
-        for (int k = 0; k < WIDTH; ++k) {
-            const unsigned int key = key_of(tile.value[group][k]);
-            if (key != 0 && level.agree(key, found)) atomicAdd(&bins[level.bin(key)], 1u);
+        for (int i = 0; i < EACH; ++i) {
+            const int bin = static_cast<int>(threadIdx.x) + i * BLOCK_THREADS;
+            if (bin < level.bins()) bins[bin] = 0;
         }
     }
-    __syncthreads();
-    for (int bin = threadIdx.x; bin < BINS; bin += blockDim.x) {
-        if (bins[bin] != 0) atomicAdd(&row_bins[bin], bins[bin]);
+
+    __device__ __forceinline__ void count(float value) const {
+        const unsigned int key = key_of(value);
+        if (key != 0 && level.agree(key, found)) atomicAdd(&bins[level.bin(key)], 1u);
     }
-}
+
+    __device__ __forceinline__ void add_to(unsigned int* row_bins) const {
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            const int bin = static_cast<int>(threadIdx.x) + i * BLOCK_THREADS;
+            const unsigned int times = bin < level.bins() ? bins[bin] : 0;
+            if (times != 0) atomicAdd(&row_bins[bin], times);
+        }
+    }
+};

@@ -7,6 +7,7 @@
 #include "team.cuh"
 
 constexpr int TILE_NUMEL = MAX_WARPS * WARP_NUMEL;   // what a CUDA block of MAX_WARPS warps holds
+constexpr int BLOCK_THREADS = MAX_WARPS * LANES;
 constexpr int REGION_NUMEL = 65536;
 constexpr int REGION_TILES = REGION_NUMEL / TILE_NUMEL;
 
@@ -15,22 +16,28 @@ __device__ __forceinline__ unsigned int key_of(float value) { return __float_as_
 
 constexpr unsigned int FIRST_KEY_NOT_FINITE = 0x7F800000u;
 
-// The tile that this CUDA block takes.
+__device__ __forceinline__ unsigned int tiles_of(long long chunk_numel) {   // no more than a grid has blocks
+    return static_cast<unsigned int>((chunk_numel + TILE_NUMEL - 1) / TILE_NUMEL);
+}
+
+// A tile of a row.
 struct Span {
     long long row;
-    long long tile;    // within its row
+    long long tile;
     long long begin;   // its first element, counted over all rows
     int present;       // how many of its elements exist; the others count as zero, and the selection takes them last
 
-    __device__ __forceinline__ Span(long long chunk_numel, long long numel) {
-        const long long tiles = (chunk_numel + TILE_NUMEL - 1) / TILE_NUMEL;
-        row = blockIdx.x / tiles;
-        tile = blockIdx.x % tiles;
-        const long long first = tile * TILE_NUMEL;
+    __device__ __forceinline__ Span(long long chunk_numel, long long numel, unsigned int row, unsigned int tile)
+        : row(row), tile(tile) {
+        const long long first = this->tile * TILE_NUMEL;
         begin = row * chunk_numel + first;
         const long long inside = min(chunk_numel - first, static_cast<long long>(TILE_NUMEL));
         present = static_cast<int>(max(0ll, min(numel - begin, inside)));
     }
+
+    // `index` counts over all rows.
+    __device__ __forceinline__ Span(long long chunk_numel, long long numel, unsigned int index)
+        : Span(chunk_numel, numel, index / tiles_of(chunk_numel), index % tiles_of(chunk_numel)) {}
 };
 
 // [ends of the regions: int32][indices: uint16][values], each section at a multiple of 4 bytes, zeros up to one of 16.

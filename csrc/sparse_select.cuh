@@ -1,23 +1,74 @@
 // Find the smallest key to send in each row, and where in the payload each tile's entries go.
 #pragma once
 
-#include "scan.cuh"
-#include "select.cuh"
+#include "candidates.cuh"
 
-// sparse_histogram: one CUDA block per tile. Counts the keys that agree with what is known of the threshold.
-extern "C" __global__ void sparse_histogram(const float* p, long long numel, long long chunk_numel, long long level,
-                                            const Threshold* thresholds, unsigned int* bins) {
-    const Team team = form_team(TILE_NUMEL);
-    const Span span(chunk_numel, numel);
-    Tile tile;
-    load(team, p + span.begin, span.present, 1.0f, tile);
-    count_keys(team, tile, Level(level), thresholds[span.row].key, bins + span.row * BINS);
+template <int COUNT>
+__device__ __forceinline__ void count_bins(const Histogram& histogram, const Strip<COUNT>& strip) {
+#pragma unroll
+    for (int step = 0; step < COUNT; ++step) histogram.count(strip.value[step]);
+}
+
+// sparse_collect: one CUDA block of 256 threads per group, the last one first: of what was written last, the cache may
+// still have some. Each warp keeps the candidates of its tile, and counts their bins of the second level.
+extern "C" __global__ void sparse_collect(const float* p, long long numel, long long chunk_numel,
+                                          const Threshold* thresholds, Candidates* candidates, unsigned int* bins) {
+    __shared__ unsigned int block_bins[BINS];
+    const Group group(chunk_numel, gridDim.x - 1 - blockIdx.x);
+    const Histogram histogram{Level(1), thresholds[group.row].key, block_bins};
+    histogram.clear();
+    __syncthreads();
+    if (group.own < group.tiles) {
+        const Span span = group.span(numel, group.own);
+        Candidates& target = candidates[group.index(group.own)];
+        unsigned int number = 0;
+#pragma unroll 1
+        for (int first = 0; first < TILE_NUMEL; first += WARP_NUMEL) {
+            const Share<const float> share(p, span, first);
+            const Strip<STEPS> strip = share.read();
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step) {
+                const float value = strip.value[step];
+                const bool can_be_selected = key_of(value) >= histogram.found;
+                const unsigned int those = vote(can_be_selected);
+                if (those == 0) continue;   // as nearly always
+                const unsigned int slot = number + before_lane(those);
+                if (can_be_selected) histogram.count(value);
+                if (can_be_selected && slot < CAPACITY) {
+                    target.value[slot] = value;
+                    target.element[slot] = static_cast<unsigned short>(share.element + step * LANES);
+                }
+                number += __popc(those);
+            }
+        }
+        if (lane_of_thread() == 0) target.number = number;
+    }
+    __syncthreads();
+    histogram.add_to(bins + static_cast<long long>(group.row) * BINS);
+}
+
+// sparse_histogram: one CUDA block of 256 threads per group. Counts the candidates' bins of the last level.
+extern "C" __global__ void sparse_histogram(const float* p, long long numel, long long chunk_numel,
+                                            const Threshold* thresholds, const Candidates* candidates,
+                                            unsigned int* bins) {
+    __shared__ unsigned int block_bins[BINS];
+    const Group group(chunk_numel, blockIdx.x);
+    const Visit visit(group, candidates, false);
+    const Histogram histogram{Level(2), thresholds[group.row].key, block_bins};
+    histogram.clear();
+    __syncthreads();
+    if (visit.few) count_bins(histogram, candidates[group.index(group.own)].read(visit.number));
+    for (unsigned int tile = 0; tile < group.tiles; ++tile) {
+        if (visit.in_full(tile)) count_bins(histogram, warp_share(p, group.span(numel, tile)).read());
+    }
+    __syncthreads();
+    histogram.add_to(bins + static_cast<long long>(group.row) * BINS);
 }
 
 // sparse_threshold: one CUDA block of 256 threads per row. Finds the next bits of its threshold.
 extern "C" __global__ void sparse_threshold(const unsigned int* bins, long long level, long long entries,
                                             Threshold* thresholds) {
-    constexpr int EACH = BINS / (MAX_WARPS * LANES);
+    constexpr int EACH = BINS / BLOCK_THREADS;
     const unsigned int* row_bins = bins + static_cast<long long>(blockIdx.x) * BINS;
     Threshold& threshold = thresholds[blockIdx.x];
     const unsigned int wanted = level == 0 ? static_cast<unsigned int>(entries) : threshold.wanted;
@@ -51,29 +102,21 @@ extern "C" __global__ void sparse_threshold(const unsigned int* bins, long long 
     }
 }
 
-struct Add {
-    __device__ __forceinline__ unsigned int operator()(unsigned int a, unsigned int b) const { return a + b; }
-};
-
-// sparse_count: one CUDA block per tile. Counts what is above the threshold, and what equals it.
+// sparse_count: one CUDA block of 256 threads per group. Counts what is above the threshold, and what equals it.
 extern "C" __global__ void sparse_count(const float* p, long long numel, long long chunk_numel,
-                                        const Threshold* thresholds, Counts* counts) {
-    const Team team = form_team(TILE_NUMEL);
-    const Span span(chunk_numel, numel);
-    const unsigned int least = thresholds[span.row].key;
-    Tile tile;
-    load(team, p + span.begin, span.present, 1.0f, tile);
-    unsigned int both = 0;   // two sums of at most TILE_NUMEL in one
-#pragma unroll
-    for (int group = 0; group < GROUPS; ++group) {
-#pragma unroll
-        for (int k = 0; k < WIDTH; ++k) {
-            const unsigned int key = key_of(tile.value[group][k]);
-            both += key > least ? 1u : key == least ? 1u << 16 : 0u;
-        }
+                                        const Threshold* thresholds, const Candidates* candidates, Counts* counts) {
+    const Group group(chunk_numel, blockIdx.x);
+    const Visit visit(group, candidates, false);
+    const unsigned int least = thresholds[group.row].key;
+    if (visit.few) {
+        const unsigned int both = compare(candidates[group.index(group.own)].read(visit.number), least).both;
+        if (lane_of_thread() == 0) counts[group.index(group.own)] = apart(both);
     }
-    both = reduce<Add>(team, both);
-    if (threadIdx.x == 0) counts[blockIdx.x] = {both & 0xFFFFu, both >> 16};
+    for (unsigned int tile = 0; tile < group.tiles; ++tile) {
+        if (!visit.in_full(tile)) continue;
+        const Scanned both = scan_warps(compare(warp_share(p, group.span(numel, tile)).read(), least).both);
+        if (threadIdx.x == 0) counts[group.index(tile)] = apart(both.total);
+    }
 }
 
 // sparse_offsets: one CUDA block of 256 threads per row. Turns counts into those of all tiles before, in place, and
@@ -81,27 +124,34 @@ extern "C" __global__ void sparse_count(const float* p, long long numel, long lo
 extern "C" __global__ void sparse_offsets(Counts* counts, long long chunk_numel, const Threshold* thresholds,
                                           unsigned char* payload, long long row_stride, long long entries,
                                           long long value_dtype) {
+    constexpr int EACH = 8;   // a thread's tiles, so that a long row needs few scans
     const long long row = blockIdx.x;
-    const long long tiles = (chunk_numel + TILE_NUMEL - 1) / TILE_NUMEL;
+    const long long tiles = tiles_of(chunk_numel);
     const unsigned int wanted = thresholds[row].wanted;
     const SparseRow target(payload, row_stride, row, chunk_numel, entries, value_dtype);
     Counts* row_counts = counts + row * tiles;
     Counts before{0, 0};
-    for (long long first = 0; first < tiles; first += blockDim.x) {
-        const long long tile = first + threadIdx.x;
-        const Counts own = tile < tiles ? row_counts[tile] : Counts{0, 0};
-        const Scanned above = scan_block(own.above);
-        const Scanned equal = scan_block(own.equal);
-        const Counts start{before.above + above.before, before.equal + equal.before};
-        if (tile < tiles) {
+    for (long long first = threadIdx.x * EACH; first - threadIdx.x * EACH < tiles; first += BLOCK_THREADS * EACH) {
+        Counts own[EACH];
+        Counts sum{0, 0};
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) own[i] = first + i < tiles ? row_counts[first + i] : Counts{0, 0};
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) sum = {sum.above + own[i].above, sum.equal + own[i].equal};
+        const Scanned above = scan_block(sum.above);
+        const Scanned equal = scan_block(sum.equal);
+        Counts start{before.above + above.before, before.equal + equal.before};
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            const long long tile = first + i;
+            if (tile >= tiles) break;
             row_counts[tile] = start;
+            start = {start.above + own[i].above, start.equal + own[i].equal};
             if ((tile + 1) % REGION_TILES == 0 || tile == tiles - 1) {
-                const unsigned int end = start.above + own.above + min(start.equal + own.equal, wanted);
-                target.ends()[tile / REGION_TILES] = static_cast<int>(end);
+                target.ends()[tile / REGION_TILES] = static_cast<int>(start.above + min(start.equal, wanted));
             }
         }
-        before.above += above.total;
-        before.equal += equal.total;
+        before = {before.above + above.total, before.equal + equal.total};
     }
     if (threadIdx.x == 0) target.clear_gaps();
 }

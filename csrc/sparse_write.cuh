@@ -1,107 +1,105 @@
 // Write what was selected into payload rows, in ascending order of its elements, and keep what that leaves out.
 #pragma once
 
-#include "scan.cuh"
-#include "select.cuh"
+#include "candidates.cuh"
 
-// What a thread holds of its tile, a bit per element in the order of Tile: bit group * WIDTH + k.
-struct Chosen {
-    unsigned int above;   // the threshold
-    unsigned int equal;
-};
+// Where the entries of a tile go, and what stays behind of its elements.
+struct Destination {
+    Threshold threshold;
+    SparseRow target;
+    unsigned int first;   // element of the tile within its region
+    int present;          // of the tile's elements
+    float* residual;      // of the tile; null: nothing is kept
+    float inverse;        // of the loss scale
+    float* velocity;      // of the tile; null: none
 
-__device__ __forceinline__ Chosen compare(const Tile& tile, unsigned int least) {
-    Chosen chosen{0, 0};
-#pragma unroll
-    for (int group = 0; group < GROUPS; ++group) {
-#pragma unroll
-        for (int k = 0; k < WIDTH; ++k) {
-            const unsigned int key = key_of(tile.value[group][k]);
-            const unsigned int bit = 1u << (group * WIDTH + k);
-            if (key > least) chosen.above |= bit;
-            if (key == least) chosen.equal |= bit;
+    // Return whether the element is chosen. `before` counts what precedes it in its row.
+    __device__ __forceinline__ bool write(float value, int element, const Counts& before) const {
+        const unsigned int key = key_of(value);
+        if (key < threshold.key || (key == threshold.key && before.equal >= threshold.wanted)) return false;
+        const unsigned int entry = before.above + min(before.equal, threshold.wanted);
+        const bool spoils = entry == 0 && threshold.not_finite != 0;
+        target.indices()[entry] = static_cast<unsigned short>(first + element);
+        const float sent = target.write_value(entry, spoils ? __uint_as_float(0x7FC00000u) : value);
+        if (element < present) {
+            if (residual != nullptr) residual[element] = __fmul_rn(__fsub_rn(value, sent), inverse);
+            if (velocity != nullptr) velocity[element] = 0.0f;
         }
-    }
-    return chosen;
-}
-
-// How many bits of all threads come before the bits of each group of this thread. A warp's elements are in the order
-// group, lane, k, and come before those of the next warp.
-struct Before {
-    unsigned int group[GROUPS];
-
-    __device__ __forceinline__ explicit Before(unsigned int bits) {
-        static_assert(GROUPS == 4 && GROUP_STRIDE < 256, "the counts of all groups fit into the bytes of a word");
-        unsigned int counts = 0;
-#pragma unroll
-        for (int i = 0; i < GROUPS; ++i) counts |= __popc(bits >> i * WIDTH & ((1u << WIDTH) - 1)) << 8 * i;
-        const unsigned int inclusive = inclusive_in_warp(counts);
-        const unsigned int earlier = inclusive - counts;   // byte by byte: none is larger in `counts`
-        const unsigned int of_warp = last_of_warp(inclusive);
-        unsigned int start = scan_warps(sum_of_bytes(of_warp)).before;
-#pragma unroll
-        for (int i = 0; i < GROUPS; ++i) {
-            group[i] = start + (earlier >> 8 * i & 0xFFu);
-            start += of_warp >> 8 * i & 0xFFu;
-        }
-    }
-
-    static __device__ __forceinline__ unsigned int sum_of_bytes(unsigned int word) {
-        return (word & 0xFFu) + (word >> 8 & 0xFFu) + (word >> 16 & 0xFFu) + (word >> 24);
-    }
-
-    static __device__ __forceinline__ unsigned int last_of_warp(unsigned int value) {
-        return __shfl_sync(0xFFFFFFFFu, value, LANES - 1);
+        return true;
     }
 };
 
-// sparse_write: one CUDA block of 256 threads per tile. `before` tells what earlier tiles of the row have. With `keeps`
-// p becomes the new residual: without a loss scale it changes only where something is sent. There the velocity, if any,
-// becomes zero.
+// A warp writes elements in ascending order. `before` counts what precedes them in their row.
+struct Writer {
+    const Destination& destination;
+    Counts before;
+
+    // Return whether the lane's is chosen.
+    __device__ __forceinline__ bool write(float value, int element) {
+        const unsigned int key = key_of(value);
+        const unsigned int above = vote(key > destination.threshold.key);
+        const unsigned int equal = vote(key == destination.threshold.key);
+        const Counts own{before.above + before_lane(above), before.equal + before_lane(equal)};
+        before = {before.above + __popc(above), before.equal + __popc(equal)};
+        return destination.write(value, element, own);
+    }
+};
+
+// sparse_write: one CUDA block of 256 threads per group. `before` tells what earlier tiles of the row have. With
+// `keeps`, p becomes the new residual: without a loss scale it changes only where something is sent. There the
+// velocity, if any, becomes zero.
 extern "C" __global__ void sparse_write(float* p, long long numel, long long chunk_numel, const Threshold* thresholds,
-                                        const Counts* before, unsigned char* payload, long long row_stride,
-                                        long long entries, long long value_dtype, long long keeps,
+                                        const Candidates* candidates, const Counts* before, unsigned char* payload,
+                                        long long row_stride, long long entries, long long value_dtype, long long keeps,
                                         const float* loss_scale, float* velocity) {
-    const Team team = form_team(TILE_NUMEL);
-    const Span span(chunk_numel, numel);
-    const Threshold threshold = thresholds[span.row];
-    const SparseRow target(payload, row_stride, span.row, chunk_numel, entries, value_dtype);
-    Tile tile;
-    load(team, p + span.begin, span.present, 1.0f, tile);
-    const Chosen chosen = compare(tile, threshold.key);
-    const Before above(chosen.above);
-    const Before equal(chosen.equal);
-    const unsigned int first = static_cast<unsigned int>(span.tile % REGION_TILES * TILE_NUMEL);
-#pragma unroll
-    for (int group = 0; group < GROUPS; ++group) {
-        unsigned int larger = before[blockIdx.x].above + above.group[group];
-        unsigned int ties = before[blockIdx.x].equal + equal.group[group];
-#pragma unroll
-        for (int k = 0; k < WIDTH; ++k) {
-            const unsigned int bit = 1u << (group * WIDTH + k);
-            const int element = team.element(group) + k;
-            if ((chosen.above & bit) != 0 || ((chosen.equal & bit) != 0 && ties < threshold.wanted)) {
-                const unsigned int entry = larger + min(ties, threshold.wanted);
-                const bool spoils = entry == 0 && threshold.not_finite != 0;
-                float& value = tile.value[group][k];
-                target.indices()[entry] = static_cast<unsigned short>(first + element);
-                value = __fsub_rn(value, target.write_value(entry, spoils ? __uint_as_float(0x7FC00000u) : value));
-                if (element < span.present) {
-                    if (keeps) p[span.begin + element] = value;
-                    if (velocity != nullptr) velocity[span.begin + element] = 0.0f;
-                }
-            }
-            larger += (chosen.above & bit) != 0;
-            ties += (chosen.equal & bit) != 0;
+    const bool rescales = keeps && loss_scale != nullptr;
+    const Group group(chunk_numel, blockIdx.x);
+    const Visit visit(group, candidates, rescales);
+    const float inverse = rescales ? __fdiv_rn(1.0f, *loss_scale) : 1.0f;
+    const Threshold threshold = thresholds[group.row];
+    const SparseRow target(payload, row_stride, group.row, chunk_numel, entries, value_dtype);
+    const auto destination_of = [&](const Span& span) {
+        return Destination{threshold,
+                           target,
+                           static_cast<unsigned int>(span.tile % REGION_TILES * TILE_NUMEL),
+                           span.present,
+                           keeps ? p + span.begin : nullptr,
+                           inverse,
+                           velocity == nullptr ? nullptr : velocity + span.begin};
+    };
+    if (visit.few) {
+        const Candidates& own = candidates[group.index(group.own)];
+        const Destination destination = destination_of(group.span(numel, group.own));
+        Writer writer{destination, before[group.index(group.own)]};
+#pragma unroll 1
+        for (unsigned int first = 0; first < visit.number; first += LANES) {
+            const unsigned int slot = first + lane_of_thread();
+            const bool exists = slot < visit.number;
+            writer.write(exists ? own.value[slot] : 0.0f, exists ? own.element[slot] : 0);
         }
     }
-    if (keeps && loss_scale != nullptr) {
-        const float inverse = __fdiv_rn(1.0f, *loss_scale);
-#pragma unroll
-        for (int group = 0; group < GROUPS; ++group) {
-#pragma unroll
-            for (int k = 0; k < WIDTH; ++k) tile.value[group][k] = __fmul_rn(tile.value[group][k], inverse);
+    for (unsigned int tile = 0; tile < group.tiles; ++tile) {
+        if (!visit.in_full(tile)) continue;
+        const Span span = group.span(numel, tile);
+        const Share<float> share = warp_share(p, span);
+        const Strip<STEPS> strip = share.read();
+        const Comparison comparison = compare(strip, threshold.key);
+        const Counts of_warps = apart(scan_warps(comparison.both).before);
+        const Counts of_tiles = before[group.index(tile)];
+        const Destination destination = destination_of(span);
+        Writer writer{destination, {of_tiles.above + of_warps.above, of_tiles.equal + of_warps.equal}};
+        unsigned int sent = 0;   // a bit for each step of the lane
+#pragma unroll 1
+        for (unsigned int steps = comparison.steps; steps != 0; steps &= steps - 1) {
+            const int step = __ffs(static_cast<int>(steps)) - 1;   // the registers of `strip` have no index
+            const float value = share.exists(step) ? share.at[step * LANES] : 0.0f;
+            if (writer.write(value, share.element + step * LANES)) sent |= 1u << step;
         }
-        store(team, tile, p + span.begin, span.present);
+        if (!rescales) continue;
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+            const bool stays = share.exists(step) && (sent >> step & 1) == 0;
+            if (stays) share.at[step * LANES] = __fmul_rn(strip.value[step], inverse);
+        }
     }
 }

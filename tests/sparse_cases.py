@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,10 @@ from commopt.kernels.reference import sparse as reference
 from commopt.kernels.sparse_row import SparseRow
 
 VALUE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+TILE_NUMEL = 4096
+CAPACITY = 256
+"""Candidates that a tile has slots for."""
 
 
 def _normal(numel: int) -> Tensor:
@@ -54,6 +58,17 @@ CONTENTS: dict[str, Callable[[int], Tensor]] = {
     "close": _close,
     "every magnitude": _every_magnitude,
 }
+
+
+def large_in_tiles(numbers: Sequence[int], *, ties: bool) -> Tensor:
+    """Return a tile for each of `numbers` with that many magnitudes between 1 and 9/8, all 1 with `ties`; others < 1/8.
+
+    All that is between 1 and 9/8 has one bin of the first level.
+    """
+    values = torch.rand(len(numbers), TILE_NUMEL) / 8
+    for tile, number in zip(values, numbers, strict=True):
+        tile[torch.randperm(TILE_NUMEL)[:number]] = 1.0 + (0.0 if ties else 1.0) * torch.rand(number) / 8
+    return values.flatten() * torch.randint(0, 2, (values.numel(),)).mul(2).sub(1)
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,19 @@ import pytest
 import torch
 
 from commopt.kernels import sparse
-from commopt.kernels.codec import Carry
+from commopt.kernels.codec import Carry, Momentum
 from commopt.kernels.sparse_row import SparseRow
 from tests.emulator import Emulator
-from tests.sparse_cases import CARRYING, CONTENTS, VALUE_DTYPES, Carrying, Check
+from tests.sparse_cases import (
+    CAPACITY,
+    CARRYING,
+    CONTENTS,
+    TILE_NUMEL,
+    VALUE_DTYPES,
+    Carrying,
+    Check,
+    large_in_tiles,
+)
 
 
 @pytest.fixture(scope="module")
@@ -66,11 +75,79 @@ def test_indices_of_several_regions(
     check.accumulate(row, 3)
 
 
-def test_more_tiles_than_one_scan_takes(check: Check) -> None:
-    values = torch.zeros(257 * 4096)
-    values[:: 4096 * 3] = torch.randn(values[:: 4096 * 3].numel())
-    values[-1] = 5.0
-    check.select(SparseRow(values.numel(), 80, torch.float32), values, 1)
+@pytest.mark.parametrize("tiles", [1, 8, 2048, 2049, 5003])
+def test_offsets(emulator: Emulator, tiles: int) -> None:
+    """More tiles than one scan takes, and fewer; the second row has fewer ties than are wanted in its last tiles."""
+    counts = torch.randint(0, 3, (2, tiles, 2), dtype=torch.int32)
+    row = SparseRow(tiles * TILE_NUMEL, int(counts[..., 0].sum(1).max()) + 7, torch.float32)
+    thresholds = torch.tensor([[0, 7, 0, 0], [0, 10**6, 0, 0]], dtype=torch.int32)
+    payload = torch.full((2, row.nbytes), 0xAB, dtype=torch.uint8)
+    begins = counts.cumsum(1).sub(counts)
+    ends = (counts[..., 0].cumsum(1) + counts[..., 1].cumsum(1).minimum(thresholds[:, 1:2])).tolist()
+    target = (payload.data_ptr(), payload.stride(0), row.count, 0)
+    emulator.launch("sparse_offsets", 2, 256, 0, (counts.data_ptr(), row.chunk_numel, thresholds.data_ptr(), *target))
+    assert torch.equal(counts.long(), begins)
+    last_tiles = [*range(15, tiles, 16), tiles - 1][: row.blocks]
+    for part, wanted in zip(payload, ends, strict=True):
+        assert part[: row.indices_begin].view(torch.int32).tolist() == [wanted[tile] for tile in last_tiles]
+
+
+@pytest.mark.parametrize("last_first", [False, True])
+def test_collected_candidates(emulator: Emulator, monkeypatch: pytest.MonkeyPatch, last_first: bool) -> None:
+    """Two rows of ten tiles, so two groups each, of which the last is not full."""
+    monkeypatch.setattr(emulator, "last_first", last_first)
+    larges = [[0, 1, 40, CAPACITY - 1, CAPACITY, CAPACITY + 1, 300, 4096, 3, 17], [2] * 10]
+    p = torch.stack([large_in_tiles(numbers, ties=False) for numbers in larges])
+    p[0, 9 * TILE_NUMEL - 1] = float("nan")
+    larges[0][8] += 1
+    keys = torch.tensor([[1.0, 0, 0, 0], [1.0, 0, 0, 0]]).view(torch.int32)
+    candidates = torch.full((20, 385), -1, dtype=torch.int32)
+    bins = torch.zeros(2, 2048, dtype=torch.int32)
+    pointers = (keys.data_ptr(), candidates.data_ptr(), bins.data_ptr())
+    emulator.launch("sparse_collect", 4, 256, 0, (p.data_ptr(), p.numel(), p.shape[1], *pointers))
+    numbers = [number for row in larges for number in row]
+    assert candidates[:, -1].tolist() == numbers
+    for number, tile, own in zip(numbers, p.view(20, TILE_NUMEL), candidates, strict=True):
+        if number <= CAPACITY:
+            elements = (~(tile.abs() < 1.0)).nonzero().flatten()
+            assert torch.equal(own[:number], tile[elements].view(torch.int32))
+            assert own[CAPACITY:].view(torch.int16)[:number].tolist() == elements.tolist()
+    assert bins.sum(1).tolist() == [sum(larges[0]) - 1, sum(larges[1])]
+
+
+@pytest.mark.parametrize("carrying", [None, *CARRYING[1::2]], ids=str)
+@pytest.mark.parametrize("ties", [False, True])
+def test_tiles_that_fit_their_slots_and_others(check: Check, ties: bool, carrying: Carrying | None) -> None:
+    numbers = (CAPACITY, CAPACITY + 1, 0, 5, 2000, CAPACITY - 1, 33, 1, CAPACITY + 1, 70, 400)
+    values = large_in_tiles(numbers, ties=ties)
+    for count in (1, 600, sum(numbers) - 1):
+        check.select(SparseRow(values.numel(), count, torch.bfloat16), values, 1, carrying=carrying)
+
+
+@pytest.mark.parametrize("number", [CAPACITY, CAPACITY + 1, 4096])
+@pytest.mark.parametrize("ties", [False, True])
+def test_all_tiles_alike(check: Check, number: int, ties: bool) -> None:
+    values = large_in_tiles([number] * 9, ties=ties)
+    check.select(SparseRow(values.numel(), 5 * number, torch.float32), values, 1, carrying=Carrying())
+
+
+@pytest.mark.parametrize("numel", [3 * 37_000, 3 * 37_000 - 5, 3 * 37_000 - 4500])
+@pytest.mark.parametrize("carrying", [None, Carrying(1024.0), Carrying(momentum=Momentum(0.9))], ids=str)
+def test_rows_of_different_thresholds(check: Check, numel: int, carrying: Carrying | None) -> None:
+    """Rows of ten tiles, the last of them short. In the second row most is zero, the third is small."""
+    values = torch.randn(3, 37_000) * torch.tensor([100.0, 1.0, 1e-6])[:, None]
+    values[1, 700:] = 0.0
+    for count in (37, 800, 9000):
+        check.select(SparseRow(37_000, count, torch.bfloat16), values.flatten()[:numel], 3, carrying=carrying)
+
+
+@pytest.mark.parametrize("crowded", [False, True])
+def test_not_finite_among_candidates(check: Check, crowded: bool) -> None:
+    values = large_in_tiles([300 if crowded else 30] * 10, ties=False)
+    for where in (0, 3 * TILE_NUMEL + 17, values.numel() - 1):
+        spoilt = torch.cat((values, values))
+        spoilt[where] = float("nan")
+        check.select(SparseRow(values.numel(), 50, torch.float32), spoilt, 2, carrying=Carrying(), spoilt=0)
 
 
 @pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan"), -float("nan")])

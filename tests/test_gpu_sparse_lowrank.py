@@ -10,7 +10,7 @@ from commopt.kernels.loader import Loader
 from commopt.kernels.sparse_row import SparseRow
 from tests import lowrank_cases, sparse_cases
 from tests.lowrank_cases import SHAPES, orthonormal, spread
-from tests.sparse_cases import CARRYING, CONTENTS, VALUE_DTYPES, Carrying
+from tests.sparse_cases import CAPACITY, CARRYING, CONTENTS, VALUE_DTYPES, Carrying, large_in_tiles
 
 pytestmark = [
     pytest.mark.gpu,
@@ -51,6 +51,17 @@ class TestSparse:
             values = torch.randn(2 * 70_001 - offset).to(dtype)
             row = SparseRow(70_001, 701, value_dtype)
             check.select(row, values, 2, scale=-1 / 3, carrying=carrying, offset=offset)
+
+    @pytest.mark.parametrize("carrying", [None, Carrying(), Carrying(1024.0)], ids=str)
+    @pytest.mark.parametrize("ties", [False, True])
+    def test_tiles_that_fit_their_slots_and_others(
+        self, check: sparse_cases.Check, ties: bool, carrying: Carrying | None
+    ) -> None:
+        choices = torch.tensor([0, 1, 9, 70, CAPACITY - 1, CAPACITY, CAPACITY + 1, 900, 4096])
+        numbers = choices[torch.randint(0, len(choices), (1003,))].tolist()
+        values = large_in_tiles(numbers, ties=ties)
+        for count in (1, 5000, sum(numbers) - 1):
+            check.select(SparseRow(values.numel(), count, torch.bfloat16), values, 1, carrying=carrying)
 
     @pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])
     def test_not_finite(self, check: sparse_cases.Check, bad: float) -> None:

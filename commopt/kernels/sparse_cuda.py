@@ -14,7 +14,9 @@ from commopt.kernels.sparse_row import BLOCK, SparseRow
 
 _THREADS = 256
 _DECODE_THREADS = 512
-_TILE_NUMEL = 4096  # of a CUDA block
+_TILE_NUMEL = 4096
+_GROUP_TILES = 8  # one for each warp of a CUDA block
+_CANDIDATES_WORDS = 385  # of a tile: 256 values, 256 indices of 16 bits, and how many there are
 _BINS = 2048
 _LEVELS = 3  # of a key's bits: 11, 11 and 9
 _THRESHOLD_WORDS = 4
@@ -30,23 +32,26 @@ def select(loader: Loader, row: SparseRow, values: Tensor, payload: Tensor, scal
     p = torch.empty(values.numel(), device=values.device) if carry is None else carry.new
     bins = torch.zeros(_LEVELS, rows, _BINS, dtype=torch.int32, device=values.device)
     thresholds = torch.empty(rows, _THRESHOLD_WORDS, dtype=torch.int32, device=values.device)
+    candidates = torch.empty(rows, tiles, _CANDIDATES_WORDS, dtype=torch.int32, device=values.device)
     counts = torch.empty(rows, tiles, _COUNT_WORDS, dtype=torch.int32, device=values.device)
 
-    span = (p.data_ptr(), values.numel(), row.chunk_numel)
     found = thresholds.data_ptr()
+    seen = (p.data_ptr(), values.numel(), row.chunk_numel, found, candidates.data_ptr())
     target = (payload.data_ptr(), payload.stride(0), row.count, DTYPES[row.value_dtype])
     with torch.cuda.device(values.device):
         stream = torch.cuda.current_stream().cuda_stream
-        per_tile = partial(_launch, loader, rows * tiles, stream)
+        per_group = partial(_launch, loader, rows * -(-tiles // _GROUP_TILES), stream)
         per_row = partial(_launch, loader, rows, stream)
-        per_tile("sparse_accumulate", (*_accumulated(values, scale, row, carry), p.data_ptr(), bins.data_ptr()))
-        for level in range(_LEVELS):
-            if level:
-                per_tile("sparse_histogram", (*span, level, found, bins[level].data_ptr()))
-            per_row("sparse_threshold", (bins[level].data_ptr(), level, row.count, found))
-        per_tile("sparse_count", (*span, found, counts.data_ptr()))
+        accumulated = (*_accumulated(values, scale, row, carry), p.data_ptr(), bins[0].data_ptr())
+        _launch(loader, rows * tiles, stream, "sparse_accumulate", accumulated)
+        per_row("sparse_threshold", (bins[0].data_ptr(), 0, row.count, found))
+        per_group("sparse_collect", (*seen, bins[1].data_ptr()))
+        per_row("sparse_threshold", (bins[1].data_ptr(), 1, row.count, found))
+        per_group("sparse_histogram", (*seen, bins[2].data_ptr()))
+        per_row("sparse_threshold", (bins[2].data_ptr(), 2, row.count, found))
+        per_group("sparse_count", (*seen, counts.data_ptr()))
         per_row("sparse_offsets", (counts.data_ptr(), row.chunk_numel, found, *target))
-        per_tile("sparse_write", (*span, found, counts.data_ptr(), *target, *_kept(carry)))
+        per_group("sparse_write", (*seen, counts.data_ptr(), *target, *_kept(carry)))
 
 
 def scatter(loader: Loader, row: SparseRow, payload: Tensor, values: Tensor) -> None:
