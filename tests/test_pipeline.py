@@ -56,7 +56,7 @@ KINDS: dict[str, Hierarchical] = {
     "top 5%": Hierarchical(Compressed(DGC(0.05))),
     "momentum": Hierarchical(Compressed(DGC(0.05, momentum=0.9))),
     "rank 2": Hierarchical(PowerSGD(2, start_step=0)),
-    "rank 1 both ways, leader": Hierarchical(PowerSGD(1, start_step=0, alternating=False), form="leader"),
+    "rank 1 alternating, leader": Hierarchical(PowerSGD(1, start_step=0, alternating=True), form="leader"),
     "rank 2, intra 8 bits": Hierarchical(PowerSGD(2, start_step=0), Compressed(Quantize(8, 64))),
 }
 
@@ -233,7 +233,7 @@ def keep_books(rank: int, world_size: int, kind: str, dtype: str, per_step: bool
         ("top 5%", "2+1", "float32", True, "mixed"),
         ("momentum", "2x2", "float32", False, None),
         ("rank 2", "2x2", "bfloat16", True, None),
-        ("rank 1 both ways, leader", "2+1", "float32", False, None),
+        ("rank 1 alternating, leader", "2+1", "float32", False, None),
         ("rank 2, intra 8 bits", "2x2", "float32", False, "one"),
     ],
 )
