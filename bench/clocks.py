@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
+from statistics import median
 from time import perf_counter
 from typing import TypeAlias
 
@@ -12,6 +13,7 @@ import torch
 
 _L2_SIZES = 4  # of other memory written before: nothing of the last turn is left in the L2
 _HOLD_S = 2e-3
+_EMPTY_PAIRS = 31
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,7 @@ class Reading:
     """What a clock read of one or more calls together."""
 
     taken_s: float
+    """Without what the clock itself takes, so that of nothing at all it may be a little less than 0."""
     host_s: float
     """Until the last call had returned."""
     queued: bool
@@ -41,6 +44,7 @@ def host_clock(operation: Callable[[], object], calls: int) -> Reading:
 class GpuClock:
     """Time calls between two events of the current stream, with nothing of theirs in the L2.
 
+    events_s: what two events with nothing between them take, the median of some pairs; no reading has it in it.
     hold_s: how long the device writes other memory before the first event, at least a few times its L2. Calls that the
     host has queued by then are timed without the gaps that launching them leaves.
     """
@@ -48,9 +52,10 @@ class GpuClock:
     def __init__(self, device: torch.device, hold_s: float = _HOLD_S) -> None:
         nbytes = _L2_SIZES * torch.cuda.get_device_properties(device).L2_cache_size
         self._other = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self._writes = 1
+        self._writes, self.events_s = 1, 0.0
         once_s = min(self(self._other.zero_, 1).taken_s for _ in range(3))
         self._writes = ceil(hold_s / once_s)
+        self.events_s = median(self(self._other.zero_, 0).taken_s for _ in range(_EMPTY_PAIRS))
 
     def __call__(self, operation: Callable[[], object], calls: int) -> Reading:
         """See Clock."""
@@ -66,9 +71,14 @@ class GpuClock:
         queued = not begin.query()
         end.record()
         end.synchronize()
-        return Reading(begin.elapsed_time(end) / 1000, host_s, queued)
+        return Reading(begin.elapsed_time(end) / 1000 - self.events_s, host_s, queued)
 
 
 def clock_of(device: torch.device) -> Clock:
     """Return the clock of a device."""
     return GpuClock(device) if device.type == "cuda" else host_clock
+
+
+def events_us(clock: Clock) -> float:
+    """Return what a clock's events take by themselves, which its readings leave out; the host's has none."""
+    return 1e6 * clock.events_s if isinstance(clock, GpuClock) else 0.0

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.clocks import GpuClock, clock_of
+from bench.clocks import GpuClock, clock_of, events_us, host_clock
 from bench.turns import times_s
 
 CPU = torch.device("cpu")
@@ -23,7 +23,7 @@ def test_operations_take_turns_and_the_first_round_does_not_count() -> None:
 
 
 class FakeGpu:
-    """A device that takes 50 us to write a byte buffer and 10 us for anything else, in the order it is told."""
+    """A device that takes 50 us to write a byte buffer, 3 us for an event and 10 us for anything else, in turn."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, lead_s: float) -> None:
         self.lead_s = lead_s  # how far the host is ahead
@@ -36,6 +36,7 @@ class FakeGpu:
                 assert enable_timing
 
             def record(self) -> None:
+                gpu.now_s += 3e-6
                 self.at_s = gpu.now_s
 
             def query(self) -> bool:
@@ -74,12 +75,19 @@ def test_a_gpu_is_kept_busy_while_calls_are_queued(
 ) -> None:
     gpu = FakeGpu(monkeypatch, lead_s)
     clock = GpuClock(CPU, hold_s=1.99e-3)
+    assert events_us(clock) == pytest.approx(3.0)
     gpu.writes = 0
     reading = clock(gpu.work, 7)
-    assert gpu.writes == 40  # of 50 us each
+    assert gpu.writes == 38  # of 53 us each, with the event
     assert reading.taken_s == pytest.approx(70e-6)
+    assert clock(gpu.work, 0).taken_s == pytest.approx(0.0, abs=1e-12)
     assert reading.host_s > 0
     assert reading.queued is queued
+
+
+def test_the_clock_of_the_host_has_no_events() -> None:
+    assert clock_of(CPU) is host_clock
+    assert events_us(host_clock) == 0.0
 
 
 @pytest.mark.gpu

@@ -20,7 +20,7 @@ from torch import Tensor
 import commopt
 from bench.compressors import __main__ as compressors
 from bench.compressors.contender import Contender, Start
-from bench.compressors.contenders import CONTENDERS, contender
+from bench.compressors.contenders import CONTENDERS, contender, in_rounds
 from bench.compressors.gradients import Gradients, layouts_of
 from bench.compressors.measure import Measurement, TooSlowError, measure
 from bench.compressors.presets import RANKS_PER_NODE
@@ -361,9 +361,9 @@ def test_one_that_fails_does_not_take_the_others_with_it(capsys: pytest.CaptureF
         raise ValueError("Got the following error when running the callback: KeyError: 7\n\nAt:\n  hooks.py(9)")
 
     broken = Contender("broken", enter, lambda own: 0)
-    found, failed = compressors.measure_model(gradients(), [broken, contender("flat")], steps=1, limit_s=inf)
-    assert [each.contender for each in found] == ["flat"]
-    assert failed == [Failure("tiny", "broken", "ValueError: KeyError: 7")]
+    failed, found = compressors.measure_model(gradients(), [broken, contender("flat")], steps=1, limit_s=inf)
+    assert failed == Failure("tiny", "broken", "ValueError: KeyError: 7")
+    assert found.contender == "flat"
     assert capsys.readouterr().err == "tiny: broken\ntiny: flat\n"
 
 
@@ -433,9 +433,43 @@ def test_from_the_command_line(
     assert header["kernels"] in (["torch"] if device.type == "cpu" else ["native", "nvrtc"])
     assert header["empty_all_reduce_us"] > 0
     assert [(step["model"], step["contender"]) for step in steps] == [
-        (model, name) for model in "ab" for name in ("torch.fp16", "flat", "powersgd")
+        *((model, "powersgd") for model in "ab"),
+        *((model, name) for model in "ab" for name in ("torch.fp16", "flat")),
     ]
     assert f"b on {header['device']}, a step without the network" in capsys.readouterr().out
+
+
+def test_what_is_asked_for_is_measured_first_and_the_rest_follows() -> None:
+    first, others = in_rounds([contender(name) for name in CONTENDERS])
+    assert {each.name for each in first} == {"powersgd", "torch.powerSGD:r=4"}
+    assert [each.name for each in others] == [name for name in CONTENDERS if name not in {each.name for each in first}]
+    (alone,) = in_rounds([contender("flat"), contender("onebit")])
+    assert [each.name for each in alone] == ["flat", "onebit"]
+
+
+def test_a_run_that_is_killed_leaves_what_is_asked_for_and_all_it_has(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, begun = tmp_path / "compressors.json", list[str]()
+
+    def measure_some(each: Contender, own: Gradients, steps: int, limit_s: float) -> Measurement:
+        recorded = [json.loads(line) for line in file.read_text().splitlines()[1:]] if begun else []
+        assert [f"{step['model']} {step['contender']}" for step in recorded] == begun
+        begun.append(f"{own.model} {each.name}")
+        if len(begun) == 6:
+            raise KeyboardInterrupt
+        return replace(THEIRS, model=own.model, contender=each.name)
+
+    arguments = ["--models", "a,b", "--strategies", "flat,powersgd,onebit,torch.powerSGD:r=4", "--device", device.type]
+    monkeypatch.setattr(sys, "argv", ["bench.compressors", *arguments, "--json", str(file)])
+    monkeypatch.setattr(compressors, "layouts_of", lambda name: LAYOUTS)
+    monkeypatch.setattr(compressors, "world_of_one", lambda device: nullcontext())  # it is there
+    monkeypatch.setattr(compressors, "measure", measure_some)
+    with pytest.raises(KeyboardInterrupt):
+        compressors.main()
+    asked = ["powersgd", "torch.powerSGD:r=4"]
+    assert begun == [*(f"{model} {name}" for model in "ab" for name in asked), "a flat", "a onebit"]
+    assert [path.name for path in tmp_path.iterdir()] == ["compressors.json"]
 
 
 @pytest.mark.parametrize(

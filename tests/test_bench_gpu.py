@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -109,12 +110,11 @@ def test_at_the_limit_a_program_may_still_write_what_it_knows(tmp_path: Path) ->
     assert (tmp_path / "known").read_text() == "half"
 
 
-def test_one_that_ignores_the_interrupt_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "GRACE_S", 0.5)
+def test_one_that_ignores_the_interrupt_is_killed(tmp_path: Path) -> None:
     code = f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); {FOREVER}"
-    ended = runner.run([*QUICK, code], os.environ, tmp_path / "log", 2.0)
+    ended = runner.run([*QUICK, code], os.environ, tmp_path / "log", 2.0, grace_s=0.5)
     assert ended.status is None
-    assert ended.seconds >= 2.5
+    assert 2.5 <= ended.seconds < runner.GRACE_S
 
 
 # --------------------------------------------------------------------------------------- one step
@@ -176,6 +176,18 @@ def test_a_step_is_skipped_where_it_cannot_run_or_has_no_time(place: Place) -> N
     assert (late.verdict, late.why) == ("skipped", "4 s were left")
     assert not late.fell_through
     assert take(step("c", "", limit_s=5), place, 6.0).verdict == "passed"  # it needs no more than that
+
+
+@pytest.mark.parametrize("status", [0, 9])
+def test_a_tool_that_does_not_support_the_device_has_judged_nothing(place: Place, status: int) -> None:
+    said = "========= Error: Device not supported. See the list of devices"
+    code = f"print('========= COMPUTE-SANITIZER'); print({said!r}); print('========= done'); exit({status})"
+    outcome = take(step("a", code, refusal="Device not supported"), place, 100)
+    assert (outcome.verdict, outcome.why) == ("skipped", said)
+    usual = take(step("b", "print('0 errors'); exit(9)", refusal="Device not supported"), place, 100)
+    assert (usual.verdict, usual.why) == ("failed", "exit status 9; 0 errors")
+    sanitizers = [each for each in steps(build=False) if each.command[0] == "compute-sanitizer"]
+    assert [each.refusal for each in sanitizers] == ["Device not supported"] * 4
 
 
 def test_a_step_gets_what_is_left_of_the_time(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,18 +273,32 @@ def test_tests_are_counted_from_what_pytest_writes(place: Place, tmp_path: Path)
     assert counted("-k", "good or loader").why == "a loader was not there, and is not tested: native: no module"
 
 
-def test_only_losses_are_kept_of_a_training(place: Place) -> None:
-    def trained(strategy: str, *losses: float) -> Trained:
-        curve = [Look(3 * index, float(index), loss) for index, loss in enumerate(losses, 1)]
-        return Trained(strategy, 9, 5.0, 1.0, 1.0, 0.5, None, None, None, curve)
+TRAINED_ON = Environment("2030", "c", "2", "3", 2, "cuda", "nccl", 2, [2, 2], None, 10, 5.0, 0, 1.0, "e")
 
-    header = Environment("2030", "c", "2", "3", 2, "cuda", "nccl", 2, [2, 2], None, 10, 5.0, 0, 1.0, "e")
-    write(place.scratch / "t.json", header, [trained("flat", 5.0, 4.0, 3.5)])
-    found = readers.learned("t.json")(place)
+
+def trained(strategy: str, *losses: float) -> Trained:
+    curve = [Look(3 * index, float(index), loss) for index, loss in enumerate(losses, 1)]
+    return Trained(strategy, 9, 5.0, 1.0, 1.0, 0.5, None, None, None, curve)
+
+
+def test_only_losses_are_kept_of_a_training(place: Place) -> None:
+    write(place.scratch / "t.json", TRAINED_ON, [trained("flat", 5.0, 4.0, 3.5)])
+    found = readers.learned("t.json", ["flat"])(place)
     assert found == Found(facts={"held_out_loss": {"flat": [5.0, 3.5]}})
     diverged = [trained("flat", 5.0, 4.0), trained("onebit", 5.0, float("nan")), trained("dgc", 5.0, 5.1)]
-    write(place.scratch / "t.json", header, diverged)
-    assert readers.learned("t.json")(place).why == "the loss did not fall with onebit, dgc"
+    write(place.scratch / "t.json", TRAINED_ON, diverged)
+    assert readers.learned("t.json", ["flat", "dgc", "onebit"])(place).why == "the loss did not fall with onebit, dgc"
+
+
+def test_a_training_that_did_not_come_to_all_strategies_says_which(place: Place) -> None:
+    write(place.scratch / "t.json", TRAINED_ON, [trained("flat", 5.0, 4.0)])
+    found = readers.learned("t.json", ["ddp", "flat", "onebit"])(place)
+    assert found.facts == {"held_out_loss": {"flat": [5.0, 4.0]}}
+    assert found.why == "no loss is known of ddp, onebit"
+    by_name = {each.name: each for each in steps(build=False)}
+    for name, chosen in (("training", PRESETS[0]), ("network", "hierarchical_powersgd")):
+        write(place.scratch / f"{name}.json", TRAINED_ON, [trained("flat", 5.0, 4.0)])
+        assert chosen in by_name[name].read(place).why.split(" of ")[1].split(", ")
 
 
 def test_what_is_asked_of_kernels(place: Place) -> None:
@@ -540,6 +566,23 @@ def test_the_status_says_whether_a_step_fell_through(
     assert run_main(monkeypatch, "--out", str(tmp_path)) == status
     assert record.read(tmp_path / FILE)[1][0].verdict == ("failed" if status else "passed")
     assert "a" in capsys.readouterr().out.split()
+
+
+def test_signals_end_it_and_are_the_callers_again_afterwards(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    former = [signal.getsignal(number) for number in numbers]
+
+    def told(place: Place) -> Found:
+        assert [signal.getsignal(number) for number in numbers] == [command_line._stop] * 2
+        os.kill(os.getpid(), signal.SIGTERM)
+        return Found()
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(command_line, "steps", lambda build: [step("a", "", read=told)])
+    with pytest.raises(SystemExit) as left:
+        run_main(monkeypatch, "--out", str(tmp_path))
+    assert left.value.code == 128 + signal.SIGTERM
+    assert [signal.getsignal(number) for number in numbers] == former
 
 
 # ------------------------------------------------------------------------------------- the report

@@ -353,6 +353,7 @@ def test_file_and_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert header["kind"] == "kernels"
     assert header["command"].endswith("--numel 5000 --repeats 2 --threads 1 --only encode,scatter --json " + str(file))
     assert (header["numel"], header["peers"]) == (5000, PEERS)
+    assert header["events_us"] == 0  # on a CPU
     measured = [row for row in rows if row["record"] == "kernel" and row["implementation"] == REFERENCE]
     expected = [case for case in cases(5000, CPU) if case.name in ("encode", "scatter")]
     assert [(row["name"], row["variant"]) for row in measured] == [(case.name, case.variant) for case in expected]

@@ -27,6 +27,7 @@ from commopt import (
 from commopt.bucketing import planning
 from commopt.feedback import Ledger
 from commopt.feedback.sample import SampledError
+from commopt.groups import TeamShape
 from commopt.plan import Plan
 from tests.gpu_training import ON_GPU, every_device, kept, on_ranks
 from tests.hook_training import (
@@ -51,6 +52,7 @@ MERGED = " in few messages"
 # ------------------------------------------------------------------------------------- which steps differ
 
 BFLOAT16 = Feedback(dtype=torch.bfloat16)
+ONE_NODE, LONE_RANKS, BOTH_LEVELS = TeamShape.of((4,)), TeamShape.of((1, 1)), TeamShape.of((2, 2))
 REPEATABLE: list[tuple[Aggregator, int]] = [
     (Flat(), 0),
     (Hierarchical(chunks=3), 0),
@@ -79,13 +81,40 @@ UNREPEATABLE: list[tuple[Aggregator, int, str]] = [
 
 @pytest.mark.parametrize(("aggregator", "step"), REPEATABLE, ids=str)
 def test_steps_that_a_graph_may_repeat(aggregator: Aggregator, step: int) -> None:
-    aggregator.check_capture(step)
+    aggregator.check_capture(step, BOTH_LEVELS)
 
 
 @pytest.mark.parametrize(("aggregator", "step", "message"), UNREPEATABLE, ids=str)
 def test_steps_that_no_graph_may_repeat(aggregator: Aggregator, step: int, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        aggregator.check_capture(step)
+        aggregator.check_capture(step, BOTH_LEVELS)
+
+
+DICE = Compressed(Quantize(8, rounding="stochastic"))
+
+
+@pytest.mark.parametrize(
+    ("aggregator", "repeatable"),
+    [
+        (Hierarchical(inter=PowerSGD()), [ONE_NODE]),
+        (Hierarchical(inter=Compressed(OneBit(start_step=9))), [ONE_NODE]),
+        (Hierarchical(intra=DICE), [LONE_RANKS]),
+        (Hierarchical(PowerSGD(alternating=False), DICE), [LONE_RANKS]),
+        (Hierarchical(DICE, DICE), []),
+        (Compressed(DGC(warmup=((9, 0.1),))), []),
+        (PeriodicAverage(), [ONE_NODE]),
+        (PeriodicAverage(gradients=Compressed(Quantize(8, rounding="stochastic"), feedback=None)), []),
+    ],
+    ids=str,
+)
+def test_only_what_this_cluster_runs_is_judged(aggregator: Aggregator, repeatable: list[TeamShape]) -> None:
+    leader_only = TeamShape.of((2, 1), rank=1)  # not a leader itself
+    for team in (ONE_NODE, LONE_RANKS, BOTH_LEVELS, leader_only):
+        if team in repeatable:
+            aggregator.check_capture(6, team)
+        else:
+            with pytest.raises(ConfigurationError, match="CUDA graph"):
+                aggregator.check_capture(6, team)
 
 
 @pytest.mark.parametrize("preset", commopt.PRESETS)
@@ -93,7 +122,7 @@ def test_a_preset_that_is_not_refused_sends_the_same_in_every_step(preset: str) 
     """What `phase` knows of later steps must not have been forgotten."""
     aggregator = commopt.PRESETS[preset].build()
     try:
-        aggregator.check_capture(3)
+        aggregator.check_capture(3, BOTH_LEVELS)
     except ConfigurationError:
         assert aggregator.phase(3) != aggregator.phase(4)
     else:
@@ -167,7 +196,37 @@ def test_without_forwards_the_backward_is_refused() -> None:
         assert "step 0 is captured in a CUDA graph before DDP has shown the same buckets twice" in said
 
 
-def refuse(self: Aggregator, step: int) -> None:
+def average_in_a_capture(rank: int, world_size: int, unseen: str) -> tuple[list[int], str]:
+    """Capture a step that has to begin with an average of the parameters, and that no forward of DDP's announces."""
+    module = seeded(Tower)
+    ddp = TorchDDP(module, **SMALL_BUCKET)
+    state = commopt.HookState(PeriodicAverage(period=3), module=module)
+    ddp.register_comm_hook(state, commopt.hook)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(ddp, batch_of(rank, step)).backward()
+        optimizer.step()
+    begin = ddp if unseen == "by DDP" else lambda inputs: state._registration._begin_step(inputs.device)
+    averages = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning, "is_capturing", lambda: True)
+        with pytest.raises(ConfigurationError, match=r"averages parameters every 3 steps"):
+            begin(*batch_of(rank, 3))
+    averages.append(state.stats()["parameter_averages"])
+    ddp(*batch_of(rank, 3))
+    averages.append(state.stats()["parameter_averages"])
+    return averages, digest_of(module)
+
+
+@pytest.mark.parametrize("unseen", ["by DDP", "by the module"])
+def test_no_average_is_begun_in_a_step_that_is_refused(unseen: str) -> None:
+    results = run(average_in_a_capture, 2, unseen, nodes=(1, 1))
+    assert [averages for averages, _ in results] == [[0, 1]] * 2
+    assert_identical([digest for _, digest in results])
+
+
+def refuse(self: Aggregator, step: int, team: TeamShape) -> None:
     raise ConfigurationError(f"{self} is refused in step {step}")
 
 
@@ -179,7 +238,7 @@ def follow_a_plan(rank: int, world_size: int) -> str:
     train(ddp, rank, world_size, Hierarchical())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planning, "is_capturing", lambda: True)
-        patch.setattr(Hierarchical, "check_capture", lambda self, step: None)
+        patch.setattr(Hierarchical, "check_capture", lambda self, step, team: None)
         patch.setattr(Flat, "check_capture", refuse)
         with pytest.raises(ConfigurationError) as refused:
             ddp(*batch_of(rank, 0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 from typing import Any
 from weakref import ref
 
@@ -136,6 +137,32 @@ def meet_and(rank: int, world_size: int, do: str) -> tuple[Plan | None, int]:
 
 def test_after_freeze_nothing_changes_any_more() -> None:
     assert [plan for plan, _ in run(meet_and, 2, "freeze")] == [None, None]
+
+
+def freeze_early(
+    rank: int, world_size: int, aggregator: commopt.Aggregator | None, knows: bool
+) -> tuple[int, int, bool]:
+    """Freeze before it is known what averages (None), or before a state that was saved has found the other ranks."""
+    ddp = TorchDDP(seeded(Tower), **SMALL_BUCKET)
+    state = commopt.HookState(aggregator, plan="adaptive")
+    if aggregator is not None:
+        state = pickle.loads(pickle.dumps(state))
+    state.freeze()
+    if knows:
+        state.know(ddp.module)
+    with changing():
+        ddp.register_comm_hook(state, commopt.PRESETS["flat"] if aggregator is None else commopt.hook)
+        steps(ddp, rank, 8)
+    return state.stats()["steps"], len(state.decisions), state._registration.sending.watch_fidelity
+
+
+@pytest.mark.parametrize(
+    ("aggregator", "knows"),
+    [(None, False), (commopt.Flat(), False), (commopt.Flat(), True), (commopt.Auto("quantized"), False)],
+    ids=str,
+)
+def test_freeze_holds_from_before_the_first_step(aggregator: commopt.Aggregator | None, knows: bool) -> None:
+    assert run(freeze_early, 2, aggregator, knows) == [(8, 0, False)] * 2
 
 
 def test_what_was_decided_before_a_checkpoint_was_loaded_is_forgotten() -> None:

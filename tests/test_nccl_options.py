@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -17,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commopt
 from commopt import Communicator, ConfigurationError, HookState, MismatchError
 from commopt.groups import NcclOptions, build, join
-from commopt.groups.nccl import require_nccl_options
+from commopt.groups.nccl import copied_options, missing_in_torch, require_nccl_options
 from commopt.lanes import lanes_here
 from commopt.lanes.available import _versions
 from tests.ranks import run
@@ -59,8 +61,13 @@ def test_only_what_is_given_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     made = options.for_torch()
     assert (made.config.min_ctas, made.config.max_ctas) == (UNSET, 4)
     assert options.for_torch() is not made, "torch writes the ranks of a group into it"
-    with pytest.raises(ConfigurationError, match="no cga_cluster_size; leave it out"):
-        NcclOptions(cga_cluster_size=2).for_torch()
+
+
+def test_what_torch_lacks_is_found_before_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(c10d, "ProcessGroupNCCL", Torch, raising=False)
+    given = {"inter": NcclOptions(max_ctas=4), "intra": NcclOptions(max_ctas=2, cga_cluster_size=0)}
+    assert missing_in_torch(given) == ["cga_cluster_size"]
+    assert missing_in_torch({"inter": given["inter"]}) == missing_in_torch({}) == []
 
 
 @pytest.mark.parametrize(
@@ -68,13 +75,17 @@ def test_only_what_is_given_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"internode": NcclOptions()}, {"cuda": "nccl"}, "'internode'; the levels are world, intra, inter"),
         ({"inter": {"max_ctas": 4}}, {"cuda": "nccl"}, r"is a dict; pass for example commopt.NcclOptions"),
-        (NcclOptions(max_ctas=4), {"cuda": "nccl"}, "names no level"),
         ({"inter": NcclOptions(max_ctas=4)}, {"cpu": "gloo", "cuda": "gloo"}, "is for NCCL"),
     ],
 )
 def test_options_that_nobody_would_read(nccl: Any, backends: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         require_nccl_options(nccl, backends)
+
+
+def test_options_without_a_level_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"nccl=NcclOptions\(.*max_ctas=4.* names no level"):
+        copied_options(NcclOptions(max_ctas=4))  # type: ignore[arg-type]  # what is tested
 
 
 def test_options_of_nccl_beside_gloo_are_fine() -> None:
@@ -100,7 +111,7 @@ def test_gloo_takes_none() -> None:
 
 
 @contextmanager
-def as_with_nccl() -> Iterator[dict[str, Any]]:
+def as_with_nccl(torch_of: type = Torch) -> Iterator[dict[str, Any]]:
     """Let commopt take gloo's groups for NCCL's too; give the options of each that is made, by its name."""
     given: dict[str, Any] = {}
     create = c10d._new_process_group_helper
@@ -111,7 +122,7 @@ def as_with_nccl() -> Iterator[dict[str, Any]]:
         return create(*arguments, **options)
 
     backends = patch.object(build, "_backends", lambda parent: {"cpu": "gloo", "cuda": "nccl"})
-    options = patch.object(c10d, "ProcessGroupNCCL", Torch, create=True)
+    options = patch.object(c10d, "ProcessGroupNCCL", torch_of, create=True)
     with backends, options, patch.object(c10d, "_new_process_group_helper", record):
         yield given
 
@@ -155,6 +166,19 @@ def test_equal_options_share_their_groups() -> None:
     run(share_memberships, 2)
 
 
+def change_afterwards(rank: int, world_size: int) -> None:
+    """A mapping of the caller's, which may hold other options by the time a saved state finds its groups again."""
+    given = {"world": NcclOptions(max_ctas=4)}
+    with as_with_nccl():
+        state = HookState(commopt.Flat(), nccl=given)
+        given["world"], given["inter"] = NcclOptions(max_ctas=5), NcclOptions()
+        assert pickle.loads(pickle.dumps(state)).membership is state.membership
+
+
+def test_the_callers_mapping_is_copied() -> None:
+    run(change_afterwards, 2)
+
+
 def disagree(rank: int, world_size: int) -> None:
     with as_with_nccl(), pytest.raises(MismatchError, match=r"NCCL options: rank 1 .*max_ctas=5.*rank 0 .*max_ctas=4"):
         Communicator(nccl={"inter": NcclOptions(max_ctas=4 + rank)})
@@ -162,6 +186,38 @@ def disagree(rank: int, world_size: int) -> None:
 
 def test_ranks_must_agree() -> None:
     run(disagree, 2)
+
+
+class NewerTorch:
+    """Knows of clusters of thread blocks."""
+
+    class Options:
+        def __init__(self) -> None:
+            self.config = SimpleNamespace(min_ctas=UNSET, max_ctas=UNSET, cga_cluster_size=UNSET)
+
+
+def ask_for_clusters(rank: int, world_size: int, newer: int) -> tuple[str, list[str]]:
+    """Ask for what only the torch of the last `newer` ranks has; return what was said, and which groups were made."""
+    with as_with_nccl(NewerTorch if rank >= world_size - newer else Torch) as given:
+        try:
+            comm = Communicator(timeout=10, nccl={"world": NcclOptions(cga_cluster_size=2)})
+        except (ConfigurationError, MismatchError) as error:
+            return f"{type(error).__name__}: {error}", list(given)
+        return str(comm.all_reduce(torch.ones(1), op="sum").item()), list(given)
+
+
+@pytest.mark.parametrize(
+    ("newer", "message", "made"),
+    [
+        (0, r"ConfigurationError: .* have no cga_cluster_size; leave it out", []),
+        (1, r"MismatchError: .*torch lacks: rank 1 has \[\], rank 0 has \['cga_cluster_size'\]", []),
+        (2, r"2\.0", ["world"]),
+    ],
+)
+def test_what_some_torch_lacks_is_refused_on_every_rank(newer: int, message: str, made: list[str]) -> None:
+    for said, groups in run(ask_for_clusters, 2, newer):
+        assert re.match(message, said)
+        assert groups == made
 
 
 # ------------------------------------------------------------------------------ on a GPU

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 import bench.compressors
 from bench.compressors.contender import Contender
-from bench.compressors.contenders import CONTENDERS, contender
+from bench.compressors.contenders import CONTENDERS, contender, in_rounds
 from bench.compressors.gradients import Gradients, layouts_of
 from bench.compressors.measure import Measurement, TooSlowError, measure
 from bench.compressors.presets import RANKS_PER_NODE
@@ -52,24 +53,21 @@ def parse_options() -> argparse.Namespace:
 
 def measure_model(
     gradients: Gradients, contenders: Sequence[Contender], steps: int, limit_s: float
-) -> tuple[list[Measurement], list[Failure]]:
-    """Measure all contenders on one model; one that cannot run says why, and the others follow."""
-    found: list[Measurement] = []
-    failed: list[Failure] = []
+) -> Iterator[Measurement | Failure]:
+    """Yield what each contender takes on one model; one that cannot run says why, and the others follow."""
     for each in contenders:
         print(f"{gradients.model}: {each.name}", file=sys.stderr, flush=True)
         try:
-            found.append(measure(each, gradients, steps, limit_s))
+            yield measure(each, gradients, steps, limit_s)
         except TooSlowError as error:
-            failed.append(Failure(gradients.model, each.name, f"{error}; give it more than --seconds {limit_s:g}"))
+            yield Failure(gradients.model, each.name, f"{error}; give it more than --seconds {limit_s:g}")
         except Exception as error:  # whatever it is
             what = next(iter(str(error).splitlines()), "").rpartition(_IN_A_CALLBACK)[2]  # a stack of calls follows
-            failed.append(Failure(gradients.model, each.name, f"{type(error).__name__}: {what}"))
-    return found, failed
+            yield Failure(gradients.model, each.name, f"{type(error).__name__}: {what}")
 
 
 def main() -> None:
-    """Measure, print and write the figures, of one model after the other."""
+    """Measure, write and print the figures: of what is asked for on all models first, then of the rest."""
     options = parse_options()
     device = torch.device(options.device)
     if device.type == "cuda":
@@ -78,14 +76,19 @@ def main() -> None:
     failed: list[Failure] = []
     with world_of_one(device):
         environment = _environment(device)
-        for name, layouts in options.layouts.items():
+        for contenders, (name, layouts) in product(in_rounds(options.contenders), options.layouts.items()):
             gradients = Gradients(name, layouts, device)
-            more, without = measure_model(gradients, options.contenders, options.steps, options.seconds)
-            print_table(f"{name} on {environment['device']}, a step without the network", more, without)
-            found += more
-            failed += without
-            if options.json is not None:  # now, for what comes may be killed
-                write(options.json, environment, found, failed)
+            for each in measure_model(gradients, contenders, options.steps, options.seconds):
+                if isinstance(each, Failure):
+                    failed.append(each)
+                else:
+                    found.append(each)
+                if options.json is not None:  # now, for what comes may be killed
+                    write(options.json, environment, found, failed)
+    for name in options.layouts:
+        without = [each for each in failed if each.model == name]
+        measured = [each for each in found if each.model == name]
+        print_table(f"{name} on {environment['device']}, a step without the network", measured, without)
 
 
 def _environment(device: torch.device) -> dict[str, Any]:

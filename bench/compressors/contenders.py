@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from bench.compressors.contender import Contender
@@ -45,6 +46,17 @@ CONTENDERS: dict[str, Beside | None] = {
     "torch.powerSGD:r=32:batched": None,
     "powersgd:matrix_rank=32": Beside("torch.powerSGD:r=32"),
 }
+
+
+def in_rounds(contenders: Sequence[Contender]) -> list[list[Contender]]:
+    """Return those of whom something is asked, with the hooks they are held against, and then the others.
+
+    A run that is killed in the second round has what is asked, of all models.
+    """
+    asked = {name for preset, beside in CONTENDERS.items() if beside and beside.asked for name in (preset, beside.hook)}
+    first = [each for each in contenders if each.name in asked]
+    others = [each for each in contenders if each.name not in asked]
+    return [each for each in (first, others) if each]
 
 
 def contender(name: str) -> Contender:

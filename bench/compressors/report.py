@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from bench.compressors.contenders import CONTENDERS
 from bench.compressors.measure import Measurement
+from bench.json_lines import write_lines
 from bench.table import print_rows
 
 KIND = "compressors"
@@ -54,13 +54,13 @@ def compare(found: Measurement, among: Sequence[Measurement]) -> Comparison | No
 
 
 def write(path: Path, environment: dict[str, Any], found: Sequence[Measurement], failed: Sequence[Failure]) -> None:
-    """Write one JSON object per line, each naming its kind under "record"."""
+    """Write one JSON object per line, each naming its kind under "record"; a killed writer leaves the old file."""
     records: list[dict[str, Any]] = [{"record": "environment", "kind": KIND, **environment}]
     for each in found:
         comparison = compare(each, found)
         records.append({"record": "step", **asdict(each), **(asdict(comparison) if comparison else {})})
     records += [{"record": "failure", **asdict(each)} for each in failed]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_lines(path, records)
 
 
 def print_table(title: str, found: Sequence[Measurement], failed: Sequence[Failure]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from bench.convergence.plan import STOCK
 from bench.crossing import first_below
+from bench.json_lines import write_lines
 
 POINTS_ALLOWED = 0.5
 PERCENT_ALLOWED = 1.0
@@ -80,9 +81,7 @@ def write(path: Path, environment: Environment, runs: Sequence[Run]) -> None:
     """Write one JSON object per line, each naming its kind under "record"; a killed writer leaves the old file."""
     records = [{"record": "environment", **asdict(environment)}, *({"record": "run", **asdict(run)} for run in runs)]
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text("".join(json.dumps(record) + "\n" for record in records))
-    unfinished.replace(path)
+    write_lines(path, records)
 
 
 def read(path: Path) -> tuple[Environment, list[Run]]:

@@ -7,7 +7,8 @@ import shlex
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -46,12 +47,10 @@ def main() -> int:
     if not torch.cuda.is_available():
         print(f"bench.gpu: {no_gpu()}", file=sys.stderr)
         return _UNUSABLE
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _stop)
     options.out.mkdir(parents=True, exist_ok=True)
     command = shlex.join(["python", "-m", "bench.gpu", *sys.argv[1:]])
     try:
-        with tempfile.TemporaryDirectory(prefix="bench-gpu-") as scratch:
+        with _ending_when_told(), tempfile.TemporaryDirectory(prefix="bench-gpu-") as scratch:
             place = Place(options.out, Path(scratch), options.build)
             order = [step.name for step in known]
             outcomes = session(chosen, place, options.limit_s, {**machine(), "command": command}, order)
@@ -83,6 +82,18 @@ def no_gpu() -> str:
 
 def _split(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
+
+
+@contextmanager
+def _ending_when_told() -> Iterator[None]:
+    """Let signals end what runs inside as errors do, so that no step outlives it."""
+    former = {number: signal.signal(number, _stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            if handler is not None:  # else it is none of Python's
+                signal.signal(number, handler)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
@@ -57,15 +57,21 @@ def _name(case: ElementTree.Element) -> str:
     return f"{case.get('classname', '')}::{case.get('name', '')}"
 
 
-def learned(file: str) -> Read:
-    """Return what reads a file of bench.training in scratch: losses alone, since ranks that share a GPU take turns."""
+def learned(file: str, strategies: Sequence[str]) -> Read:
+    """Return what reads a file of bench.training in scratch, in which all of `strategies` should be.
+
+    Losses alone, since ranks that share a GPU take turns.
+    """
 
     def read(place: Place) -> Found:
         _, outcomes = training.read(place.scratch / file)
         losses = {each.strategy: [look.held_out_loss for look in each.curve] for each in outcomes}
         failures = [name for name, curve in losses.items() if not (isfinite(curve[-1]) and curve[-1] < curve[0])]
+        missing = [name for name in strategies if name not in losses]
+        wrong = [f"the loss did not fall with {', '.join(failures)}"] if failures else []
+        wrong += [f"no loss is known of {', '.join(missing)}"] if missing else []
         facts = {"held_out_loss": {name: [curve[0], curve[-1]] for name, curve in losses.items()}}
-        return Found(facts=facts, why=f"the loss did not fall with {', '.join(failures)}" if failures else "")
+        return Found(facts=facts, why="; ".join(wrong))
 
     return read
 

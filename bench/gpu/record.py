@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from bench.json_lines import write_lines
+
 KIND = "gpu"
 
 Verdict = Literal["passed", "failed", "timed out", "skipped"]
@@ -57,9 +59,7 @@ def write(path: Path, environment: dict[str, Any], outcomes: Sequence[Outcome]) 
     """Write one JSON object per line, each naming its kind under "record"; a killed writer leaves the old file."""
     records = [{"record": "environment", "kind": KIND, **environment}]
     records += [{"record": "step", **asdict(outcome)} for outcome in outcomes]
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text("".join(json.dumps(record) + "\n" for record in records))
-    unfinished.replace(path)
+    write_lines(path, records)
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[Outcome]]:

@@ -27,11 +27,13 @@ class Ended:
     seconds: float
 
 
-def run(command: Sequence[str], environment: Mapping[str, str], log: Path, limit_s: float) -> Ended:
+def run(
+    command: Sequence[str], environment: Mapping[str, str], log: Path, limit_s: float, grace_s: float = GRACE_S
+) -> Ended:
     """Run `command` in the project's folder until it ends or the limit is over; what it prints goes to `log`.
 
-    At the limit it is interrupted as by Ctrl-C first. In the end everything that it started is killed, in sessions of
-    their own too: torchrun gives one to every rank.
+    At the limit it is interrupted as by Ctrl-C first, and has `grace_s` from then on to end by itself. In the end
+    everything that it started is killed, in sessions of their own too: torchrun gives one to every rank.
     """
     mark = f"{os.getpid()}-{next(_NUMBERS)}"
     started = time.monotonic()
@@ -52,7 +54,7 @@ def run(command: Sequence[str], environment: Mapping[str, str], log: Path, limit
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGINT)
             with suppress(subprocess.TimeoutExpired):
-                process.wait(GRACE_S)
+                process.wait(grace_s)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)

@@ -30,6 +30,8 @@ class Step:
     """Of the environment."""
     missing: Callable[[], str | None] = lambda: None
     """Asked just before: why it cannot run on this machine, None when it can."""
+    refusal: str | None = None
+    """What the program says on a machine that it cannot serve."""
 
     @property
     def results(self) -> list[str]:
@@ -52,6 +54,8 @@ def take(step: Step, place: Place, left_s: float) -> Outcome:
         ended = run(place.filled(step.command), {**environment(), **step.settings}, log, limit_s)
     except OSError as error:  # a program that is not there
         return _outcome(step, place, time.monotonic() - started, "failed", str(error))
+    if ended.status is not None and (why := _refusal(step, log)):
+        return _outcome(step, place, ended.seconds, "skipped", why)
     found, unread = _found(step, place)
     verdict, why = _verdict(ended, limit_s, found.why or _last_line(log), found.why or unread)
     return _outcome(step, place, ended.seconds, verdict, why, found)
@@ -79,9 +83,19 @@ def _verdict(ended: Ended, limit_s: float, said: str, wrong: str) -> tuple[Verdi
     return ("failed", wrong) if wrong else ("passed", "")
 
 
+def _refusal(step: Step, log: Path) -> str | None:
+    """Return the line in which the program says that it cannot serve this machine, None when it does not."""
+    refusal = step.refusal
+    return None if refusal is None else next((line for line in _lines(log) if refusal in line), None)
+
+
 def _last_line(log: Path) -> str:
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    lines = _lines(log)
     return lines[-1][-_WHY_CHARACTERS:] if lines else "it printed nothing"
+
+
+def _lines(log: Path) -> list[str]:
+    return [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
 
 
 def _outcome(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from shutil import which
 
 from bench.cluster import Cluster
@@ -34,6 +35,7 @@ SANITIZER_TOOLS = {
 }
 _TIMES = ("--seconds", "5", "--look-every", "2", "--noop-steps", "5")  # of a training: enough to see it learn
 _LINK_RATE = "1gbit"
+_ACROSS = ("ddp", "hierarchical", "hierarchical_quantized", "hierarchical_powersgd")
 _LAUNCHER, _TWO_NODES = local_ranks(2, 2)
 _TEST_TIMEOUT_S = 170  # longer than any job of ranks, which then shows where each rank hangs
 _TEST_PROCESSES = 6
@@ -72,7 +74,7 @@ def steps(build: bool) -> list[Step]:
             "--trace",
             "{out}/overlap-trace.json.gz",
         ),
-        _training("training", "a GPT learns by every preset on 2 x 2 ranks", ",".join(PRESETS), 110),
+        _training("training", "a GPT learns by every preset on 2 x 2 ranks", PRESETS, 110),
         _tuner("exact-tuning", "auto"),
         _tuner("lossy-tuning", "auto:allow=quantized+powersgd"),
         _sanitizer("initcheck"),
@@ -127,6 +129,7 @@ def _sanitizer(tool: str) -> Step:
         90,
         settings={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
         missing=lambda: _not_on_path("compute-sanitizer"),
+        refusal="Device not supported",
     )
 
 
@@ -134,11 +137,11 @@ def _not_on_path(program: str) -> str | None:
     return None if which(program, path=environment()["PATH"]) else f"no {program} on PATH; it comes with CUDA's toolkit"
 
 
-def _training(name: str, shows: str, strategies: str, limit_s: float) -> Step:
-    arguments = ("--strategies", strategies, *_TIMES, "--json", f"{{scratch}}/{name}.json")
-    return Step(
-        name, shows, _ranks("bench.training", *arguments), limit_s, learned(f"{name}.json"), settings=_TWO_NODES
-    )
+def _training(name: str, shows: str, strategies: Sequence[str], limit_s: float) -> Step:
+    file = f"{name}.json"
+    arguments = ("--strategies", ",".join(strategies), *_TIMES, "--json", f"{{scratch}}/{file}")
+    command = _ranks("bench.training", *arguments)
+    return Step(name, shows, command, limit_s, learned(file, strategies), settings=_TWO_NODES)
 
 
 def _tuner(name: str, strategy: str) -> Step:
@@ -150,14 +153,13 @@ def _tuner(name: str, strategy: str) -> Step:
 def _emulated_network() -> Step:
     """Return a training on two nodes whose link is slow, where namespaces can be had."""
     shape = ("--nodes", "2", "--ranks-per-node", "2", "--rate", _LINK_RATE)
-    strategies = "ddp,hierarchical,hierarchical_quantized,hierarchical_powersgd"
-    training = ("bench.training", "--strategies", strategies, *_TIMES, "--json", "{scratch}/network.json")
+    training = ("bench.training", "--strategies", ",".join(_ACROSS), *_TIMES, "--json", "{scratch}/network.json")
     return Step(
         "network",
         f"a GPT learns on two emulated nodes with a {_LINK_RATE} link between them",
         _module("bench.cluster", *shape, "-m", "bench.gpu.rank", *training),
         90,
-        learned("network.json"),
+        learned("network.json", _ACROSS),
         settings=_TWO_NODES,
         missing=lambda: Cluster.missing(_LINK_RATE),
     )

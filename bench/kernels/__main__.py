@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import bench.kernels
-from bench.clocks import clock_of
+from bench.clocks import Clock, clock_of, events_us
 from bench.environment import machine
 from bench.kernels.cases import PEERS, families
 from bench.kernels.family import Setting
@@ -24,9 +24,9 @@ from commopt.simulate.models import gpt2, resnet50
 _GPU_REPEATS, _CPU_REPEATS = 30, 7
 
 
-def records(setting: Setting, only: set[str], repeats: int) -> Iterator[Record]:
+def records(setting: Setting, only: set[str], repeats: int, clock: Clock) -> Iterator[Record]:
     """Measure the kernels of these names; what fails leaves a record and does not keep others from being measured."""
-    copy, clock = DeviceCopy(setting.device), clock_of(setting.device)
+    copy = DeviceCopy(setting.device)
     for family in families((resnet50(), gpt2())):
         if only.isdisjoint(family.names):
             continue
@@ -61,9 +61,11 @@ def main() -> None:
     repeats = options.repeats or (_GPU_REPEATS if device.type == "cuda" else _CPU_REPEATS)
     command = shlex.join(["python", "-m", "bench.kernels", *sys.argv[1:]])
     environment = {**machine(), "command": command, "device": title, "numel": options.numel, "peers": options.peers}
-    file = None if options.json is None else ResultFile(options.json, {**environment, "loader": _loader(device)})
+    clock = clock_of(device)
+    environment |= {"loader": _loader(device), "events_us": events_us(clock)}
+    file = None if options.json is None else ResultFile(options.json, environment)
     found: list[Record] = []
-    for record in records(Setting(options.numel, options.peers, device), only, repeats):
+    for record in records(Setting(options.numel, options.peers, device), only, repeats, clock):
         found.append(record)
         if file is not None:
             file.add(record)

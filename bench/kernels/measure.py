@@ -15,7 +15,7 @@ from bench.kernels.case import KERNEL, REFERENCE, Case, Contender
 from bench.kernels.report import Measurement, Missing, Record
 from bench.turns import Turns, take_turns
 
-_SMALL_S = 20e-6  # below, what an event takes itself would count
+_SMALL_S = 20e-6  # below, what events take now more and now less would count
 _BATCH_S = 200e-6
 _MOST_CALLS = 50
 _POISONS = (0xA5, 0x5A)  # no byte equals both

@@ -121,8 +121,11 @@ class Aggregator(Brief, ABC):
     def check(self, team: TeamShape) -> None:
         """Raise ConfigurationError when this aggregator cannot run on `team`."""
 
-    def check_capture(self, step: int) -> None:
-        """Raise ConfigurationError when a later step would do otherwise than `step`, which a CUDA graph repeats."""
+    def check_capture(self, step: int, team: TeamShape) -> None:
+        """Raise ConfigurationError when a later step on `team` would do otherwise than `step`.
+
+        A CUDA graph repeats `step` for ever. The same on every rank.
+        """
         if step <= self.start_step > 0:  # the first step after makes what later ones find
             raise ConfigurationError(
                 f"{self} warms up until step {self.start_step} and a CUDA graph would repeat step {step} for ever; "

@@ -302,9 +302,9 @@ class Compressed(Aggregator):
         """See Aggregator."""
         return self.compressor.stage(step)
 
-    def check_capture(self, step: int) -> None:
+    def check_capture(self, step: int, team: TeamShape) -> None:
         """See Aggregator; dice are thrown on the host, once for each launch."""
-        super().check_capture(step)
+        super().check_capture(step, team)
         require_repeatable(str(self), self.feedback)
         if self.compressor.throws_dice:
             raise ConfigurationError(

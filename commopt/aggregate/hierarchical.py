@@ -241,10 +241,13 @@ class Hierarchical(Aggregator):
         alike = (at for at in range(earliest, min(step, earliest + 2)) if [part.phase(at) for part in parts] == phases)
         return next(alike, step)
 
-    def check_capture(self, step: int) -> None:
+    def check_capture(self, step: int, team: TeamShape) -> None:
         """See Aggregator; the level says what has to be changed."""
-        self.inter.check_capture(step)
-        self.intra.check_capture(step)
+        if team.intra is None:
+            self._single_level(team)[1].check_capture(step, team)
+            return
+        self.inter.check_capture(step, team.inter or team)  # also where only other ranks of the node talk across
+        self.intra.check_capture(step, team.intra)
 
     @property
     def residual_paths(self) -> tuple[str, ...]:

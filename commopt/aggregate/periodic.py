@@ -117,8 +117,11 @@ class PeriodicAverage(Aggregator):
         nearby = range(self.start_step, min(step, self.start_step + 2))
         return next((at for at in nearby if self.gradients.phase(at) == earliest), step)
 
-    def check_capture(self, step: int) -> None:
-        """See Aggregator: never."""
+    def check_capture(self, step: int, team: TeamShape) -> None:
+        """See Aggregator: never where there are several nodes."""
+        if team.node_count == 1:
+            self.gradients.check_capture(step, team)
+            return
         raise ConfigurationError(
             f"{self} averages parameters every {self.period} steps and a CUDA graph would repeat step {step} for "
             f"ever; use Hierarchical(), or capture nothing"

@@ -184,9 +184,9 @@ class PowerSGD(Aggregator):
             return 0
         return self.start_step + ((step - self.start_step) % 2 if self.alternating else 0)
 
-    def check_capture(self, step: int) -> None:
+    def check_capture(self, step: int, team: TeamShape) -> None:
         """See Aggregator; factors of both sides every time, from those of the step before."""
-        super().check_capture(step)
+        super().check_capture(step, team)
         require_repeatable(str(self), self.feedback)
         if self.alternating:
             raise ConfigurationError(

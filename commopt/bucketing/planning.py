@@ -52,7 +52,8 @@ class Planning:
 
     record: whether every step is recorded rather than those that are measured. fidelity: how well compressed updates
         follow the gradients, asked on the lane.
-    tuned: what tuning has come to. turns: whose it is to average, the hook's or DDP's by itself.
+    tuned: what tuning has come to. given_up: whether nothing is planned any more, whoever is yet to average.
+    turns: whose it is to average, the hook's or DDP's by itself.
     """
 
     def __init__(
@@ -66,9 +67,11 @@ class Planning:
     ) -> None:
         self.decisions: list[Decision] = []
         self.tuned: Tuned | None = None
+        self.given_up = False
         self._assembly, self._layouts = assembly, layouts
         self._fidelity = fidelity
         self._wish = Wish()
+        self._team: Team | None = None
         self._adaptive = False
         self._warm_from = 0
         self._first = Adaptation.first
@@ -107,9 +110,9 @@ class Planning:
         Raises as `follow`, and ConfigurationError when links were given that lack what this cluster sends. Not
         collective, but all ranks must call it, and it raises on all or none.
         """
-        method = method_for(aggregator, team, wish)
+        self._team, method = team, method_for(aggregator, team, wish)
         self._following.choose_from(method.strategies)
-        self._wish, self._adaptive = wish, wish.plan == "adaptive" and team.size > 1
+        self._wish, self._adaptive = wish, wish.plan == "adaptive" and team.size > 1 and not self.given_up
         if self._adaptive and wish.links is not None:
             require_prices(method.strategies, self._layouts, team, wish.links)
         if isinstance(aggregator, Auto) and wish.plan == "ddp":
@@ -161,7 +164,11 @@ class Planning:
         return Calendar(begin + first.measure_from, begin + first.meet_at)
 
     def give_up(self, reason: str) -> None:
-        """Make no more plans; what is followed now stays, also if a change was decided on meanwhile."""
+        """Make no more plans; what is followed now stays, also if a change was decided on meanwhile.
+
+        Before `begin`, none is ever made.
+        """
+        self.given_up = True
         if self._adaptive:
             self._adaptive = False
             _log.info("no more plans for the buckets: %s", reason)
@@ -177,14 +184,13 @@ class Planning:
         sends: whether the backward will, which under no_sync() it does not.
         """
         if sends:
-            self._require_repeatable(step)
+            self.require_repeatable(step)
         self._adopt()
         self._following.before_forward()
         self.turns.before_forward()
 
     def begin_step(self, step: int) -> None:
         """Adopt what was decided if there was no forward to do it."""
-        self._require_repeatable(step)
         self._adopt()
         if self._adaptive:
             self._measuring.begin_step(step)
@@ -204,7 +210,7 @@ class Planning:
             length = self._measuring.calendar.measure_from - _EARLIER_STEPS - (step + 1)
             self.turns.leave(length if length >= _LEAST_ABSENCE_STEPS else 0)
 
-    def _require_repeatable(self, step: int) -> None:
+    def require_repeatable(self, step: int) -> None:
         """Raise ConfigurationError when `step` is captured in a CUDA graph and is not what all later ones will be."""
         if self.turns.is_away or not is_capturing():
             return
@@ -218,8 +224,9 @@ class Planning:
                 f"step {step} is captured in a CUDA graph before DDP has shown the same buckets twice; take "
                 f"{_STEPS_TO_CAPTURE} steps before, on the stream that is captured"
             )
+        assert self._team is not None  # which has averaged what is settled
         for aggregator in self._following.aggregators():
-            aggregator.check_capture(step)
+            aggregator.check_capture(step, self._team)
 
     # ------------------------------------------------------------------------------------- meetings
 

@@ -2,7 +2,7 @@
 
 from commopt.groups.build import join, resolve_group
 from commopt.groups.membership import Membership, Place, checking, joined
-from commopt.groups.nccl import NcclByLevel, NcclOptions
+from commopt.groups.nccl import NcclByLevel, NcclOptions, copied_options
 from commopt.groups.scaling import apply_scale
 from commopt.groups.shape import TeamShape
 from commopt.groups.team import Team, all_gather_single, close_together, reduce_scatter_single
@@ -21,6 +21,7 @@ __all__ = [
     "apply_scale",
     "checking",
     "close_together",
+    "copied_options",
     "join",
     "joined",
     "reduce_scatter_single",

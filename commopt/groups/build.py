@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 from commopt.errors import ConfigurationError
 from commopt.groups.agreement import exchange_facts, require_equal
 from commopt.groups.membership import Membership, checking
-from commopt.groups.nccl import NcclByLevel, NcclOptions, require_nccl_options
+from commopt.groups.nccl import NcclByLevel, NcclOptions, copied_options, missing_in_torch, require_nccl_options
 from commopt.groups.shape import levels_of
 from commopt.groups.team import Team, is_alive
 from commopt.version import __version__
@@ -79,7 +79,7 @@ def join(
     Raises ConfigurationError for a shape or options that cannot be, MismatchError when ranks disagree.
     """
     parent = resolve_group(group)
-    nccl = {} if nccl is None else nccl
+    nccl = copied_options(nccl)
     require_nccl_options(nccl, _backends(parent))
     timeout_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
     if not 0 < timeout_s <= _LONGEST_TIMEOUT_S:
@@ -100,6 +100,7 @@ def _backends(parent: dist.ProcessGroup) -> dict[str, str]:
 
 def _build(parent: dist.ProcessGroup, ranks_per_node: int | None, timeout_s: float, nccl: NcclByLevel) -> Membership:
     emulated = _ranks_per_node_from_environment() if ranks_per_node is None else None
+    lacking = missing_in_torch(nccl)
     facts = {
         "commopt version": __version__,
         "torch version": torch.__version__,
@@ -107,6 +108,7 @@ def _build(parent: dist.ProcessGroup, ranks_per_node: int | None, timeout_s: flo
         ENVIRONMENT_VARIABLE: emulated,
         "timeout in seconds": timeout_s,
         "NCCL options": {level: str(nccl[level]) for level in sorted(nccl)},
+        "NCCL options that torch lacks": lacking,
         "COMMOPT_CHECK": checking(),
     }
     own = {"host": _host(emulated).as_dict(), "token": secrets.token_hex(4)}
@@ -114,6 +116,11 @@ def _build(parent: dist.ProcessGroup, ranks_per_node: int | None, timeout_s: flo
     store = c10d._get_process_group_store(parent)
     answers = exchange_facts(store, ranks, parent.rank(), "commopt group setup", facts | own, timeout_s)
     require_equal(ranks, answers, facts)
+    if lacking:  # on every rank, so that nobody waits for one that has gone
+        raise ConfigurationError(
+            f"nccl={dict(nccl)} cannot be had: the NCCL options of torch {torch.__version__} have no "
+            f"{' and no '.join(lacking)}; leave it out"
+        )
     if ranks_per_node is None:
         hosts = [HostIdentity(**answer["host"]) for answer in answers]
         cluster = Cluster.from_hosts(hosts, emulated=emulated is not None)

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from torch.distributed import distributed_c10d as c10d
 
 from commopt.errors import ConfigurationError
@@ -48,26 +47,40 @@ class NcclOptions:
             )
 
     def for_torch(self) -> Any:
-        """Return new options of torch for one process group. Raises ConfigurationError where its NCCL has no such."""
+        """Return new options of torch for one process group. Raises AttributeError where its NCCL has no such."""
         options = c10d.ProcessGroupNCCL.Options()  # of a torch with NCCL only
-        for name, value in asdict(self).items():
-            if value is None:
-                continue
-            if not hasattr(options.config, name):
-                raise ConfigurationError(
-                    f"{self} cannot be had: the NCCL options of torch {torch.__version__} have no {name}; leave it out"
-                )
+        for name, value in self._given().items():
             setattr(options.config, name, value)
         return options
+
+    def missing_in_torch(self) -> list[str]:
+        """Return the names of what is given here and the NCCL of this torch does not have."""
+        config = c10d.ProcessGroupNCCL.Options().config
+        return [name for name in self._given() if not hasattr(config, name)]
+
+    def _given(self) -> dict[str, int]:
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 NcclByLevel = Mapping[str, NcclOptions]
 
 
-def require_nccl_options(nccl: NcclByLevel, backends: Mapping[str, str]) -> None:
-    """Raise ConfigurationError unless all options are for a level there can be, of a group that NCCL serves."""
+def missing_in_torch(nccl: NcclByLevel) -> list[str]:
+    """Return the names of all that is given for some level and the NCCL of this torch does not have."""
+    return sorted({name for options in nccl.values() for name in options.missing_in_torch()})
+
+
+def copied_options(nccl: NcclByLevel | None) -> dict[str, NcclOptions]:
+    """Return options that the caller cannot change any more; raises ConfigurationError for what is no mapping."""
+    if nccl is None:
+        return {}
     if not isinstance(nccl, Mapping):
         raise ConfigurationError(f'nccl={nccl!r} names no level; pass for example {{"inter": NcclOptions(max_ctas=4)}}')
+    return dict(nccl)
+
+
+def require_nccl_options(nccl: NcclByLevel, backends: Mapping[str, str]) -> None:
+    """Raise ConfigurationError unless all options are for a level there can be, of a group that NCCL serves."""
     for level, options in nccl.items():
         if level not in LEVELS:
             raise ConfigurationError(f"nccl has options for {level!r}; the levels are {', '.join(LEVELS)}")

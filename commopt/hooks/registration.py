@@ -41,7 +41,7 @@ class Settings:
     timeout_s: float | None
     wish: Wish
     record: bool
-    nccl: NcclByLevel | None = None
+    nccl: NcclByLevel
 
 
 class Registration:
@@ -100,7 +100,8 @@ class Registration:
 
     def _begin(self, aggregator: Aggregator, sending: Sending) -> None:
         aggregator.check(sending.team)
-        sending.watch_fidelity = isinstance(aggregator, Auto) and bool(aggregator.residual_paths)
+        may_plan = not self.planning.given_up
+        sending.watch_fidelity = may_plan and isinstance(aggregator, Auto) and bool(aggregator.residual_paths)
         self.planning.begin(sending.team, aggregator, self.settings.wish)
 
     @property
@@ -234,6 +235,8 @@ class Registration:
         self.averages.run(self.sending.team, self.run)
 
     def _average_if_due(self) -> None:
+        """Average the parameters if it is time, but start nothing in a step that must not be captured."""
+        self.planning.require_repeatable(self.steps)
         self.averages.take_turn(self.steps, self.sending.team, self.run)
 
     def wire_bytes(self) -> WireBytes:

@@ -17,7 +17,7 @@ from commopt.aggregate import Aggregator
 from commopt.bucketing import Wish
 from commopt.cost import Links
 from commopt.errors import ConfigurationError
-from commopt.groups import Membership, NcclByLevel
+from commopt.groups import Membership, NcclByLevel, copied_options
 from commopt.hooks import saving
 from commopt.hooks.gradients import require_supported_parameters
 from commopt.hooks.insight import report_on, timeline_of
@@ -85,7 +85,7 @@ class HookState:
         _require_scaler(scaler)
         timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         wish = Wish.read(plan, links, needed_first, tuned)
-        settings = Settings(ranks_per_node, timeout_s, wish, record, nccl)
+        settings = Settings(ranks_per_node, timeout_s, wish, record, copied_options(nccl))
         self._start(settings, aggregator, module, scaler)
         self._registration.join(process_group)
 
@@ -140,7 +140,10 @@ class HookState:
 
     def know(self, module: nn.Module) -> None:
         """Learn the names of the parameters, after unpickling."""
+        frozen = self._planning.given_up
         self._start(self._registration.settings, self.aggregator, module, self.scaler)
+        if frozen:
+            self.freeze()
 
     def serve(self, ddp: TorchDDP) -> None:
         """Learn which model this is the state of, so that its buckets can be made anew."""
