@@ -23,7 +23,7 @@ WITHOUT = [
     flat("onebit mean", feedback=None),
     flat("2 bits", feedback=None),
     flat("top 5%", feedback=None),
-    PowerSGD(1, start_step=0, warm_start=False, feedback=None),
+    PowerSGD(1, start_step=0, warm_start=False, alternating=True, feedback=None),
 ]
 
 
