@@ -50,9 +50,9 @@ STRATEGIES: dict[str, Aggregator] = {
     "momentum": Compressed(DGC(0.05, momentum=0.9)),
     "inter momentum": Hierarchical(Compressed(DGC(0.05, momentum=0.9))),
     "rank 2": PowerSGD(2, start_step=0),
-    "rank 2 both ways": PowerSGD(2, start_step=0, alternating=False),
+    "rank 2 alternating": PowerSGD(2, start_step=0, alternating=True),
     "inter rank 2": Hierarchical(PowerSGD(2, start_step=0)),
-    "inter rank 1 both ways": Hierarchical(PowerSGD(1, start_step=0, alternating=False)),
+    "inter rank 1 alternating": Hierarchical(PowerSGD(1, start_step=0, alternating=True)),
     "inter rank 2, intra 8 bits": Hierarchical(PowerSGD(2, start_step=0), flat("8 bits")),
     "late rank 2": PowerSGD(2, start_step=6),
 }

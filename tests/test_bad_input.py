@@ -410,7 +410,7 @@ DIFFERENCES: list[tuple[str, Any, Any, tuple[str, ...]]] = [
     ("aggregator", Hierarchical(), Flat(), ("Hierarchical(", "Flat()")),
     ("aggregator", Compressed(Cast(torch.bfloat16)), Compressed(Cast(torch.float16)), ("bfloat16", "float16")),
     ("aggregator", Compressed(DGC(0.1)), Compressed(DGC(0.1, momentum=0.9)), ("momentum=0.9",)),
-    ("aggregator", PowerSGD(2), PowerSGD(2, alternating=False), ("PowerSGD(matrix_rank=2)", "alternating=False")),
+    ("aggregator", PowerSGD(2), PowerSGD(2, alternating=True), ("PowerSGD(matrix_rank=2)", "alternating=True")),
     ("aggregator", Flat(), None, ("Flat()",)),
     ("ranks_per_node", 2, 4, ("2", "4")),
     ("timeout", 30, 40, ("30", "40")),

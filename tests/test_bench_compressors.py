@@ -207,9 +207,9 @@ def test_powersgd_sends_the_same_values_as_torchs() -> None:
     own = gradients()
     sent = {name: contender(name).payload_nbytes(own) / 4 for name in CONTENDERS if "powersgd" in name.lower()}
     assert sent["torch.powerSGD:r=4"] == sent["torch.powerSGD:r=4:batched"] == factors + DENSE_NUMEL
-    assert sent["powersgd:alternating=False"] == factors + DENSE_NUMEL
+    assert sent["powersgd"] == factors + DENSE_NUMEL
     # One side in even steps, the other in odd ones; the dense elements in both.
-    assert sent["powersgd"] == (lefts + (factors - lefts)) / 2 + DENSE_NUMEL
+    assert sent["powersgd:alternating=True"] == (lefts + (factors - lefts)) / 2 + DENSE_NUMEL
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_bytes_of_plain_values(name: str, bytes_per_element: int) -> None:
     assert contender(name).payload_nbytes(gradients()) == bytes_per_element * NUMEL
 
 
-POWERSGD = ("torch.powerSGD:r=4", "torch.powerSGD:r=4:batched", "powersgd", "powersgd:alternating=False")
+POWERSGD = ("torch.powerSGD:r=4", "torch.powerSGD:r=4:batched", "powersgd", "powersgd:alternating=True")
 
 
 def share_of(name: str) -> int:
@@ -259,9 +259,9 @@ def test_powersgd_leaves_out_as_much_as_torchs(device: torch.device) -> None:
     torchs = missing("torch.powerSGD:r=4", device, steps)
     assert 0.9 < torchs[0] < 1.0
     assert torchs[2] < 0.5 * torchs[0]
-    for other in ("torch.powerSGD:r=4:batched", "powersgd:alternating=False"):
+    for other in ("torch.powerSGD:r=4:batched", "powersgd"):
         assert missing(other, device, steps) == pytest.approx(torchs, abs=0.02)
-    alternating = missing("powersgd", device, (1, 32, 64))  # half the values, twice the steps
+    alternating = missing("powersgd:alternating=True", device, (1, 32, 64))  # half the values, twice the steps
     assert torchs[2] < alternating[1] < 0.7
     assert alternating[2] == pytest.approx(torchs[2], abs=0.05)
 

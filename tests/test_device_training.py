@@ -36,7 +36,7 @@ ENCODED = {
     "hierarchical_dgc:density=0.05": "sparse_accumulate",
     "dgc:density=0.05:momentum=0.9": "sparse_decode",
     "hierarchical_powersgd": "lowrank_subtract",
-    "powersgd:alternating=False": "factor_solve",
+    "powersgd:alternating=True": "factor_solve",
 }
 INEXACT = [name for name in ENCODED if "powersgd" in name or "onebit" in name]  # sums in another order than torch's
 

@@ -71,10 +71,10 @@ CASES: list[tuple[str, str, str]] = [
     ("inter top 25%", "2x2 interleaved", "bfloat16"),
     ("inter 4 bits, intra top 25%", "2x2", "float32"),
     ("rank 2", "3", "bfloat16"),
-    ("rank 2 both ways", "2", "float32"),
+    ("rank 2 alternating", "2", "float32"),
     ("inter rank 2", "2x2", "bfloat16"),
     ("inter rank 2", "3x2", "float32"),
-    ("inter rank 1 both ways", "2+1", "bfloat16"),
+    ("inter rank 1 alternating", "2+1", "bfloat16"),
     ("inter rank 2, intra 8 bits", "2x2", "float32"),
 ]
 

@@ -23,7 +23,7 @@ WITHOUT = [
     flat("onebit mean", feedback=None),
     flat("2 bits", feedback=None),
     flat("top 5%", feedback=None),
-    PowerSGD(1, start_step=0, warm_start=False, feedback=None),
+    PowerSGD(1, start_step=0, warm_start=False, alternating=True, feedback=None),
 ]
 
 
@@ -71,7 +71,7 @@ def losses(layout: str, aggregators: Sequence[Aggregator]) -> list[float]:
     return [loss for loss, _ in results[0]]
 
 
-EVERYWHERE = [*COMPRESSORS, "rank 2", "rank 2 both ways"]
+EVERYWHERE = [*COMPRESSORS, "rank 2", "rank 2 alternating"]
 BETWEEN_NODES = ["inter 2 bits", "inter onebit mean", "inter 4 bits, intra 8 bits", "inter top 5%", "inter rank 2"]
 
 

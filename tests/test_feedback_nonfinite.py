@@ -76,9 +76,9 @@ def skip_steps(
         ("inter 4 bits, intra 8 bits", "2x2", "float32", 25),
         ("top 5%", "2", "bfloat16", 25),
         ("inter momentum", "2x2", "float32", 25),
-        ("rank 2 both ways", "3", "float32", 25),
+        ("rank 2 alternating", "3", "float32", 25),
         ("inter rank 2", "2x2", "bfloat16", 25),
-        ("inter rank 1 both ways", "2+1", "float32", 25),
+        ("inter rank 1 alternating", "2+1", "float32", 25),
     ],
 )
 def test_skipped_steps_leave_no_trace(strategy: str, layout: str, dtype: str, steps: int) -> None:
@@ -161,7 +161,7 @@ def poison_buckets(rank: int, world_size: int, strategy: str, device: str = "cpu
         ("inter momentum", "2x2"),
         ("rank 2", "2"),
         ("inter rank 2", "2x2"),
-        ("inter rank 1 both ways", "2+1"),
+        ("inter rank 1 alternating", "2+1"),
         ("inter rank 2, intra 8 bits", "2x2"),
     ],
 )

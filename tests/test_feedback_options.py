@@ -62,8 +62,8 @@ def test_presets_are_these_aggregators() -> None:
         Compressed(DGC(**sparse)), Compressed(Quantize(8))
     )
     low_rank: dict[str, Any] = {"matrix_rank": 2, "min_compression_rate": 3, "start_step": 5, "warm_start": False}
-    low_rank |= {"alternating": False, "feedback": bf16, "dense": ("*.bias",)}
-    assert commopt.powersgd.build() == PowerSGD(4, 2, 2, True, True, Feedback(), ())
+    low_rank |= {"alternating": True, "feedback": bf16, "dense": ("*.bias",)}
+    assert commopt.powersgd.build() == PowerSGD(4, 2, 2, True, False, Feedback(), ())
     assert commopt.powersgd.build(**low_rank) == PowerSGD(**low_rank)
     assert commopt.hierarchical_powersgd.build(**low_rank) == Hierarchical(PowerSGD(**low_rank), Flat())
 
@@ -95,7 +95,7 @@ WARMING: list[tuple[str, str, dict[str, Any]]] = [
     ("hierarchical_onebit", "2+1", {"scale": "rms", **BLOCKS}),
     ("powersgd", "3", {}),
     ("hierarchical_powersgd", "2x2", {"matrix_rank": 2}),
-    ("hierarchical_powersgd", "2+1", {"alternating": False}),
+    ("hierarchical_powersgd", "2+1", {"alternating": True}),
 ]
 
 
@@ -121,7 +121,7 @@ DENSE: list[tuple[str, str, dict[str, Any]]] = [
     ("dgc", "3", {}),
     ("hierarchical_dgc", "2x2", {"density": 0.1}),
     ("powersgd", "2", {"start_step": 0}),
-    ("hierarchical_powersgd", "2x2", {"start_step": 0, "alternating": False}),
+    ("hierarchical_powersgd", "2x2", {"start_step": 0, "alternating": True}),
 ]
 
 

@@ -126,7 +126,7 @@ def assert_same(first: list[tuple[str, dict[str, Vectors]]], second: list[tuple[
         ("rank 2", "3", False, "scaler"),
         ("late rank 2", "2", False, ""),
         ("inter rank 2", "2x2", True, ""),
-        ("inter rank 1 both ways", "2+1", False, "static_graph"),
+        ("inter rank 1 alternating", "2+1", False, "static_graph"),
     ],
 )
 def test_resuming_changes_no_bit(tmp_path: Path, strategy: str, layout: str, gathered: bool, option: str) -> None:

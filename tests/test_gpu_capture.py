@@ -60,8 +60,8 @@ REPEATABLE: list[tuple[Aggregator, int]] = [
     (Compressed(Quantize(8), feedback=None), 0),
     (Compressed(OneBit(start_step=5)), 6),
     (Compressed(DGC(warmup=((3, 0.25), (2, 0.1)))), 6),
-    (PowerSGD(alternating=False), 3),
-    (Hierarchical(PowerSGD(alternating=False, feedback=None), Compressed(Quantize(8))), 3),
+    (PowerSGD(), 3),
+    (Hierarchical(PowerSGD(feedback=None), Compressed(Quantize(8))), 3),
 ]
 UNREPEATABLE: list[tuple[Aggregator, int, str]] = [
     (Compressed(OneBit(start_step=5)), 4, r"until step 5 .* repeat step 4 for ever; capture a step from 6 on"),
@@ -71,10 +71,10 @@ UNREPEATABLE: list[tuple[Aggregator, int, str]] = [
     (Compressed(Quantize(8, rounding="stochastic")), 0, "use rounding='nearest'"),
     (Hierarchical(Compressed(Quantize(4, rounding="stochastic"))), 0, "use rounding='nearest'"),
     (Compressed(OneBit(), feedback=BFLOAT16), 0, r"use feedback=Feedback\(dtype=torch.float32\)"),
-    (PowerSGD(alternating=False, feedback=BFLOAT16), 3, r"use feedback=Feedback\(dtype=torch.float32\)"),
-    (PowerSGD(alternating=False), 1, "until step 2"),
-    (PowerSGD(), 3, "in turns .* use alternating=False"),
-    (PowerSGD(alternating=False, warm_start=False), 3, "use warm_start=True"),
+    (PowerSGD(feedback=BFLOAT16), 3, r"use feedback=Feedback\(dtype=torch.float32\)"),
+    (PowerSGD(), 1, "until step 2"),
+    (PowerSGD(alternating=True), 3, "in turns .* use alternating=False"),
+    (PowerSGD(warm_start=False), 3, "use warm_start=True"),
     (PeriodicAverage(), 0, "averages parameters every 8 steps"),
 ]
 
@@ -96,7 +96,7 @@ DICE = Compressed(Quantize(8, rounding="stochastic"))
 @pytest.mark.parametrize(
     ("aggregator", "repeatable"),
     [
-        (Hierarchical(inter=PowerSGD()), [ONE_NODE]),
+        (Hierarchical(inter=PowerSGD(alternating=True)), [ONE_NODE]),
         (Hierarchical(inter=Compressed(OneBit(start_step=9))), [ONE_NODE]),
         (Hierarchical(intra=DICE), [LONE_RANKS]),
         (Hierarchical(PowerSGD(alternating=False), DICE), [LONE_RANKS]),
@@ -168,7 +168,7 @@ def gradients_of(ddp: TorchDDP) -> str:
         ("flat", "ddp", 0, False, "step 0 is captured in a CUDA graph before DDP has shown the same buckets twice"),
         ("flat", "ddp", 2, False, "step 2 is captured in a CUDA graph before DDP has shown the same buckets twice"),
         ("quantized:rounding=stochastic", "ddp", 3, False, "use rounding='nearest'"),
-        ("powersgd", "adaptive", 4, True, "use alternating=False"),
+        ("powersgd:alternating=True", "adaptive", 4, True, "use alternating=False"),
     ],
 )
 def test_a_captured_step_is_looked_at(strategy: str, plan: str, steps: int, freeze: bool, message: str) -> None:
@@ -349,7 +349,7 @@ def replay_as_eagerly(rank: int, world_size: int, device: str, strategies: list[
     }
 
 
-POWERSGD = "powersgd:alternating=False"
+POWERSGD = "powersgd"
 REPLAYED: dict[str, tuple[list[str], int, Nodes | None]] = {
     "flat": (["flat", f"flat{MERGED}", "quantized:bits=4", "onebit", "dgc:density=0.05", POWERSGD], 2, None),
     "on nodes": (
@@ -404,7 +404,7 @@ def refuse_and_go_on(rank: int, world_size: int, device: str, strategies: list[s
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
 def test_a_refused_capture_ends_well(device: str) -> None:
-    strategies = {"quantized:rounding=stochastic": "rounding='nearest'", "powersgd": "alternating=False"}
+    strategies = {"quantized:rounding=stochastic": "rounding='nearest'", "powersgd:alternating=True": "alternating=False"}
     env = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
     results = on_ranks(device, refuse_and_go_on, 2, list(strategies), env=env, fresh=True)
     for strategy, fix in strategies.items():

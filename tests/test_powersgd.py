@@ -118,13 +118,14 @@ def test_what_is_not_finite_spoils_its_own_matrix(bad: float) -> None:
 
 
 def test_defaults() -> None:
-    assert PowerSGD() == PowerSGD(4, 2, 2, True, True, Feedback(), ())
+    assert PowerSGD() == PowerSGD(4, 2, 2, True, False, Feedback(), ())
     assert PowerSGD().start_step == 2
     assert not PowerSGD().lossless
     assert repr(PowerSGD()) == "PowerSGD(matrix_rank=4)"
     assert PowerSGD(dense=["*.bias"]) == PowerSGD(dense=("*.bias",))  # type: ignore[arg-type]
     assert PowerSGD(start_step=3).phase(1) == 0
-    assert [PowerSGD(start_step=3).phase(step) for step in (3, 4, 5, 6)] == [3, 4, 3, 4]
+    assert [PowerSGD(start_step=3).phase(step) for step in (3, 4, 5, 6)] == [3, 3, 3, 3]
+    assert [PowerSGD(start_step=3, alternating=True).phase(step) for step in (3, 4, 5, 6)] == [3, 4, 3, 4]
 
 
 @pytest.mark.parametrize(
@@ -290,7 +291,7 @@ def test_a_cold_start_looks_in_a_new_direction_every_time(alternating: bool) -> 
 
 
 def test_without_feedback_no_residual_is_kept() -> None:
-    traces = run(follow, 2, PowerSGD(RANK, start_step=0, feedback=None), 4, False, False)
+    traces = run(follow, 2, PowerSGD(RANK, start_step=0, alternating=True, feedback=None), 4, False, False)
     assert_identical([trace.digest() for trace in traces])
     for step, results in enumerate(traces[0].results):
         matrix = torch.stack([fresh(rank, step)["matrix"].double() for rank in range(2)]).mean(0)
@@ -314,16 +315,17 @@ def constant(rank: int, matrix_rank: int, scale: float = 1.0) -> dict[str, Tenso
 
 
 LOW_RANK: dict[str, tuple[PowerSGD, int, float]] = {
-    "alternating": (PowerSGD(3, start_step=0), 3, 1.0),
-    "both ways": (PowerSGD(3, start_step=0, alternating=False), 3, 1.0),
+    "alternating": (PowerSGD(3, start_step=0, alternating=True), 3, 1.0),
+    "both ways": (PowerSGD(3, start_step=0), 3, 1.0),
     "rank 1 of 4": (PowerSGD(4, start_step=0), 1, 1.0),
-    "rank 1 of 4, both ways": (PowerSGD(4, start_step=0, alternating=False), 1, 1.0),
+    "rank 1 of 4, alternating": (PowerSGD(4, start_step=0, alternating=True), 1, 1.0),
     "1e30": (PowerSGD(3, start_step=0), 3, 1e30),
-    "1e-30": (PowerSGD(3, start_step=0), 3, 1e-30),
-    "1e30, rank 1 of 4": (PowerSGD(4, start_step=0), 1, 1e30),
-    "1e-30, rank 1 of 4, both ways": (PowerSGD(4, start_step=0, alternating=False), 1, 1e-30),
+    "1e30, alternating": (PowerSGD(3, start_step=0, alternating=True), 3, 1e30),
+    "1e-30, alternating": (PowerSGD(3, start_step=0, alternating=True), 3, 1e-30),
+    "1e30, rank 1 of 4, alternating": (PowerSGD(4, start_step=0, alternating=True), 1, 1e30),
+    "1e-30, rank 1 of 4": (PowerSGD(4, start_step=0), 1, 1e-30),
     "after a dense start": (PowerSGD(3), 3, 1.0),
-    "alternating, no feedback": (PowerSGD(3, start_step=0, feedback=None), 3, 1.0),
+    "alternating, no feedback": (PowerSGD(3, start_step=0, alternating=True, feedback=None), 3, 1.0),
 }
 
 
@@ -368,7 +370,7 @@ def late(rank: int, world_size: int, aggregators: Sequence[Aggregator]) -> list[
 
 
 def test_zero_is_zero_and_nothing_gets_stuck_there() -> None:
-    aggregators = [PowerSGD(3, start_step=0), PowerSGD(3, start_step=0, alternating=False)]
+    aggregators = [PowerSGD(3, start_step=0), PowerSGD(3, start_step=0, alternating=True)]
     results = run(late, 2, aggregators)
     mean = torch.stack([constant(rank, 3)["matrix"] for rank in range(2)]).mean(0)
     for traces in zip(*results, strict=True):
@@ -484,7 +486,7 @@ def count(rank: int, world_size: int, aggregators: Sequence[Aggregator]) -> list
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_bytes_of_every_kind_of_step(world_size: int) -> None:
-    aggregators = [PowerSGD(RANK), PowerSGD(RANK, alternating=False), PowerSGD(RANK, dense=("*",))]
+    aggregators = [PowerSGD(RANK, alternating=True), PowerSGD(RANK), PowerSGD(RANK, dense=("*",))]
     results = run(count, world_size, aggregators)
     dense, even, odd = 4 * (ROWS * COLS + 7), 4 * (ROWS * RANK + 7), 4 * COLS * RANK
     wanted = [
@@ -590,8 +592,7 @@ def test_divided_matrices_of_low_rank_arrive_whole_and_cost_their_factors() -> N
         assert float((told - 6 * mean).abs().max()) < 1e-3 * float(mean.abs().max())
     for stats, blocks in ((0, 2), (1, 1)):
         sent = sum(mine[stats].stats["inter_bytes"] for mine in results)
-        even, odd = 64 * 2 + 5, blocks * 48 * 2 + 5
-        assert sent == 2 * 4 * 3 * (even + odd)  # from two nodes, in three steps of each kind
+        assert sent == 2 * 4 * 6 * (64 * 2 + 5 + blocks * 48 * 2)  # from two nodes, in six steps
 
 
 def test_compression_inside_the_node_leaves_fragments_dense() -> None:
@@ -623,7 +624,7 @@ def train_with_other_threads(
 
 def test_replicas_are_alike_whatever_their_threads() -> None:
     power = PowerSGD(8, start_step=0)
-    aggregators = [power, replace(power, alternating=False, matrix_rank=3)]
+    aggregators = [power, replace(power, alternating=True, matrix_rank=3)]
     for digests in zip(*run(train_with_other_threads, 3, aggregators, LARGE, fresh=True), strict=True):
         assert_identical(list(digests))
 

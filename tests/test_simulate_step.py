@@ -175,7 +175,7 @@ def test_names_and_shapes_count_where_they_decide() -> None:
     assert [bucket.names for bucket in found.buckets] == [("a",), ("b", "c")]
     expected = [100 + cost(aggregator, part, torch.float32, shape, links).total_us for part in parts]
     assert found.communication_us == pytest.approx(sum(expected))
-    sent = 4 * (2 * 512 * 4 + 512)
+    sent = 4 * (2 * (512 + 512) * 4 + 512)
     assert found.inter_bytes_per_node == pytest.approx(2 * 7 / 8 * sent, rel=1e-3)
 
 

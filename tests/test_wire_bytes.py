@@ -17,8 +17,8 @@ from tests.ranks import run
 
 SETTLED = 4  # steps: then buckets change no more, and no residual moves to another rank
 STEPS = 6  # one of each kind
-ALONE = ["top 5%", "momentum", "rank 2", "rank 2 both ways", "late rank 2"]
-BETWEEN = ["inter 4 bits", "inter top 5%", "inter momentum", "inter rank 2", "inter rank 1 both ways"]
+ALONE = ["top 5%", "momentum", "rank 2", "rank 2 alternating", "late rank 2"]
+BETWEEN = ["inter 4 bits", "inter top 5%", "inter momentum", "inter rank 2", "inter rank 1 alternating"]
 INSIDE = ["inter 4 bits, intra 8 bits", "inter 4 bits, intra top 25%", "inter rank 2, intra 8 bits"]
 
 

@@ -69,6 +69,8 @@ CONTENDERS = (
     _on_link("hierarchical_powersgd"),
     Contender("hierarchical_powersgd" + NO_FEEDBACK),
     Contender("hierarchical_powersgd:start_step=50"),
+    _on_link("hierarchical_powersgd:alternating=True"),
+    _on_link("hierarchical_powersgd:matrix_rank=8:alternating=True"),
     _on_link("hierarchical_powersgd:matrix_rank=1"),
     _on_link("hierarchical_powersgd:matrix_rank=16"),
 )

@@ -50,8 +50,9 @@ class PowerSGD(Aggregator):
     start_step: the first step to compress; everything travels dense before. Advised: 10 % of all steps, and no less
         than the learning rate takes to warm up.
     warm_start: start from the last step's factors rather than from random ones.
-    alternating: refresh one factor per step, P in even and Q in odd ones (arXiv 2008.01425): half the bytes and one
-        message per step. False is the original: both in every step, in two messages.
+    alternating: False is the paper's algorithm: both factors are refreshed in every step, in two messages. True refreshes
+        one per step, P in even and Q in odd ones (arXiv 2008.01425): half the bytes and one message, for the slowest
+        of networks, since the model learns more slowly by steps (docs/convergence.md).
     feedback: how what the product leaves out is kept for the next step; None forgets it, which is for experiments.
     dense: patterns of parameter names that travel uncompressed ("*.bias").
     """
@@ -60,7 +61,7 @@ class PowerSGD(Aggregator):
     min_compression_rate: float = 2
     start_step: int = 2
     warm_start: bool = True
-    alternating: bool = True
+    alternating: bool = False
     feedback: Feedback | None = Feedback()
     dense: tuple[str, ...] = ()
 

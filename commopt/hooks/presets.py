@@ -127,7 +127,7 @@ def powersgd(
     min_compression_rate: float = 2,
     start_step: int = 2,
     warm_start: bool = True,
-    alternating: bool = True,
+    alternating: bool = False,
     feedback: Feedback | None = Feedback(),
     dense: tuple[str, ...] = (),
 ) -> Aggregator:
@@ -141,7 +141,7 @@ def hierarchical_powersgd(
     min_compression_rate: float = 2,
     start_step: int = 2,
     warm_start: bool = True,
-    alternating: bool = True,
+    alternating: bool = False,
     feedback: Feedback | None = Feedback(),
     dense: tuple[str, ...] = (),
     intra: Flat | Compressed = Flat(),
