@@ -450,7 +450,7 @@ def test_a_cluster_that_was_run_is_not_run_again() -> None:
 def probed_by_hand(what: str) -> Probed:
     """All work takes 1 ns for a byte, and keeps a core for half of that."""
     keys = [WorkKey(kind, name) for kind in ("encode", "decode", "recode") for name in (what, "Exact()")]
-    keys += [WorkKey("factor", "PowerSGD(4)"), WorkKey("copy", "")]
+    keys += [WorkKey("factor", "PowerSGD(4)"), WorkKey("refresh", "PowerSGD(4)"), WorkKey("copy", "")]
     time, processor = (Links(Header(), {}, {key: Curve.linear(0.0, beta) for key in keys}) for beta in (1e-3, 0.5e-3))
     return Probed(time, processor, 0.0)
 

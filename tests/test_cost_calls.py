@@ -133,12 +133,12 @@ def test_compression_inside_a_node_decodes_shares_and_encodes_their_sums() -> No
 
 
 @pytest.mark.parametrize("alternating", [True, False])
-def test_factors_are_work_before_every_message(alternating: bool) -> None:
+def test_there_is_work_before_every_message_of_factors(alternating: bool) -> None:
     steps = calls(PowerSGD(2, alternating=alternating), (1, 1), layout=MODEL)
     rows, cols, dense = 300 + 64, 200 + 32 * 9, 300 + 7 * 5
     first = Call("world", "all_reduce", 4 * (2 * rows + dense))
-    factor = Work("factor", "PowerSGD(2)", 4 * (300 * 200 + 64 * 32 * 9))
-    second = () if alternating else (factor, Call("world", "all_reduce", 8 * cols))
+    factor, refresh = (Work(kind, "PowerSGD(2)", 4 * (300 * 200 + 64 * 32 * 9)) for kind in ("factor", "refresh"))
+    second = () if alternating else (refresh, Call("world", "all_reduce", 8 * cols))
     assert steps == (factor, first, *second)
 
 

@@ -404,7 +404,10 @@ def refuse_and_go_on(rank: int, world_size: int, device: str, strategies: list[s
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
 def test_a_refused_capture_ends_well(device: str) -> None:
-    strategies = {"quantized:rounding=stochastic": "rounding='nearest'", "powersgd:alternating=True": "alternating=False"}
+    strategies = {
+        "quantized:rounding=stochastic": "rounding='nearest'",
+        "powersgd:alternating=True": "alternating=False",
+    }
     env = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
     results = on_ranks(device, refuse_and_go_on, 2, list(strategies), env=env, fresh=True)
     for strategy, fix in strategies.items():

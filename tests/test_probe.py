@@ -220,7 +220,7 @@ def test_all_work_has_a_key_and_does_something() -> None:
     jobs = jobs_of([Cast(), Quantize(4)])
     keys = {job.key for job in jobs}
     assert {WorkKey(kind, "Quantize(bits=4)") for kind in ("encode", "decode", "recode")} < keys
-    assert {WorkKey("copy"), WorkKey("factor", "PowerSGD(4)")} < keys
+    assert {WorkKey("copy"), *(WorkKey(kind, "PowerSGD(4)") for kind in ("factor", "refresh"))} < keys
     for job in jobs:
         sizes = job.sizes(Settings(256, 4096, factor=16))
         assert len(sizes) > 1

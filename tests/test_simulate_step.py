@@ -273,7 +273,8 @@ def test_what_is_left_out_is_said() -> None:
     assert found.notes == ()  # vectors only: no factors
     job = of_model(model("resnet50"), gpu("v100"), 1)
     found = simulate_step(job, PowerSGD(4), shape, NETWORK.links(shape))
-    assert found.notes == ("factor by PowerSGD(4): not measured, counted as nothing",)
+    missing = "by PowerSGD(4): not measured, counted as nothing"
+    assert found.notes == (f"factor {missing}", f"refresh {missing}")
 
 
 def test_bad_input() -> None:

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from commopt.groups import TeamShape, WireBytes
 
-WorkKind = Literal["encode", "decode", "recode", "factor", "copy"]
+WorkKind = Literal["encode", "decode", "recode", "factor", "refresh", "copy"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ class Work:
     """Work of one rank by itself: `nbytes` as float32 of the values that it reads, or decodes.
 
     encode, decode: by the compressor whose repr is `what`; recode: add up encoded rows and encode the sum; factor: all
-    arithmetic that one message of low-rank factors takes; copy: into another order, or another dtype.
+    arithmetic that one message of low-rank factors takes; refresh: what a second message of the other factors adds;
+    copy: into another order, or another dtype.
     """
 
     kind: WorkKind

@@ -8,7 +8,6 @@ next step starts from the factors of this one, which is what makes them good: re
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -50,7 +49,7 @@ class PowerSGD(Aggregator):
     start_step: the first step to compress; everything travels dense before. Advised: 10 % of all steps, and no less
         than the learning rate takes to warm up.
     warm_start: start from the last step's factors rather than from random ones.
-    alternating: False is the paper's algorithm: both factors are refreshed in every step, in two messages. True refreshes
+    alternating: False is the paper's algorithm, both factors refreshed in every step, in two messages. True refreshes
         one per step, P in even and Q in odd ones (arXiv 2008.01425): half the bytes and one message, for the slowest
         of networks, since the model learns more slowly by steps (docs/convergence.md).
     feedback: how what the product leaves out is kept for the next step; None forgets it, which is for experiments.
@@ -172,11 +171,11 @@ class PowerSGD(Aggregator):
         side = "left" if step is None or not self.alternating else self._sides(step)[0]
         nbytes = _NBYTES * (found.rows[side] * self.matrix_rank + found.dense.numel)
         what, numel = f"PowerSGD({self.matrix_rank})", found.stacked.numel
-        messages = [nbytes] if self.alternating else [nbytes, _NBYTES * found.rows["right"] * self.matrix_rank]
-        exchanges: list[tuple[Step, ...]] = [
-            (work("factor", what, numel), *call(team, "all_reduce", sent)) for sent in messages
-        ]
-        return tuple(chain.from_iterable(exchanges))
+        first = (work("factor", what, numel), *call(team, "all_reduce", nbytes))
+        if self.alternating:
+            return first
+        right_nbytes = _NBYTES * found.rows["right"] * self.matrix_rank
+        return (*first, work("refresh", what, numel), *call(team, "all_reduce", right_nbytes))
 
     def phase(self, step: int) -> int:
         """See Aggregator: left and right factors are not equally long."""

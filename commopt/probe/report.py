@@ -11,7 +11,7 @@ from commopt.probe.settings import nbytes_text
 from commopt.probe.surveyor import Survey, link_text
 from commopt.timeline.table import show_table
 
-_KINDS = ("encode", "decode", "recode", "factor", "copy")
+_KINDS = ("encode", "decode", "recode", "factor", "refresh", "copy")
 _LEVELS = ("intra", "inter", "world")
 
 LINKS = "GB/s: of the message, when it is long; node Gb/s: what that makes a node send into the network; 1e9."

@@ -55,7 +55,7 @@ def jobs_of(compressors: Iterable[Compressor]) -> list[Job]:
     jobs = [Job(WorkKey("copy"), _copy)]
     for compressor in compressors:
         jobs += compression_jobs(compressor)
-    return jobs + [factor_job(matrix_rank) for matrix_rank in _MATRIX_RANKS]
+    return jobs + [job for matrix_rank in _MATRIX_RANKS for job in low_rank_jobs(matrix_rank)]
 
 
 def compression_jobs(compressor: Compressor) -> list[Job]:
@@ -86,18 +86,22 @@ def compression_jobs(compressor: Compressor) -> list[Job]:
     ]
 
 
-def factor_job(matrix_rank: int) -> Job:
-    """Return what PowerSGD does to matrices for one message: fill, project, subtract, the next basis, the product.
+def low_rank_jobs(matrix_rank: int) -> list[Job]:
+    """Return what PowerSGD does to matrices: for one message (fill, project, subtract, the next basis, the product).
 
-    They are square, up to 1024 x 1024; of those there are several.
+    And what a second message adds: project and orthogonalize once more. The matrices are square, up to 1024 x 1024; of
+    those there are several.
     """
 
-    def factor(numel: int, device: torch.device) -> Callable[[], None]:
+    def stacks(numel: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         side = min(round(sqrt(numel)), _SIDE)
         count = max(numel // side**2, 1)
-        matrices, result = (_normal(count * side**2, device).view(count, side, side) for _ in range(2))
         basis = lowrank.orthogonalize(_normal(count * side * matrix_rank, device).view(count, side, matrix_rank))
-        product = torch.zeros_like(basis)
+        return _normal(count * side**2, device).view(count, side, side), basis, torch.zeros_like(basis)
+
+    def factor(numel: int, device: torch.device) -> Callable[[], None]:
+        matrices, basis, product = stacks(numel, device)
+        result = matrices.clone()
 
         def step() -> None:
             torch.add(matrices, result, out=matrices)
@@ -108,10 +112,18 @@ def factor_job(matrix_rank: int) -> Job:
 
         return step
 
-    # A smaller matrix is not worth its factors.
-    return Job(
-        WorkKey("factor", f"PowerSGD({matrix_rank})"), factor, max(4 * (4 * matrix_rank + 1) ** 2, _LEAST_NBYTES)
-    )
+    def refresh(numel: int, device: torch.device) -> Callable[[], None]:
+        matrices, basis, product = stacks(numel, device)
+
+        def step() -> None:
+            lowrank.project(matrices, basis, product)
+            lowrank.orthogonalize(product)
+
+        return step
+
+    what = f"PowerSGD({matrix_rank})"
+    least_nbytes = max(4 * (4 * matrix_rank + 1) ** 2, _LEAST_NBYTES)  # a smaller matrix is not worth its factors
+    return [Job(WorkKey("factor", what), factor, least_nbytes), Job(WorkKey("refresh", what), refresh, least_nbytes)]
 
 
 def _copy(numel: int, device: torch.device) -> Callable[[], None]:

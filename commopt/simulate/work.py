@@ -41,7 +41,8 @@ def gpu_work(gpu: Gpu, aggregators: Iterable[Aggregator], rows: int) -> dict[Wor
     work = {WorkKey("copy"): Passes(2 * _VALUE, 1).curve(gpu)}
     for part in (part for aggregator in aggregators for part in _inside(aggregator)):
         if isinstance(part, PowerSGD):
-            work[WorkKey("factor", f"PowerSGD({part.matrix_rank})")] = _FACTOR.curve(gpu)
+            for kind, passes in _LOW_RANK.items():
+                work[WorkKey(kind, f"PowerSGD({part.matrix_rank})")] = passes.curve(gpu)
         if isinstance(part, Compressor):
             for compressor in (part, Exact()):  # the latter for what is left dense beside it
                 for kind, passes in _passes(compressor, rows).items():
@@ -50,8 +51,9 @@ def gpu_work(gpu: Gpu, aggregators: Iterable[Aggregator], rows: int) -> dict[Wor
 
 
 # Fill the matrices with gradients and residuals (three passes), read them for the product, subtract what travels (two),
-# write the result; the factors themselves are small. Twelve kernels, six of them for orthonormal columns.
-_FACTOR = Passes(7 * _VALUE, 12)
+# write the result; the factors themselves are small. Ten kernels, four of them for orthonormal columns. A second
+# message reads the matrices once more, for another product and its orthonormal columns.
+_LOW_RANK = {"factor": Passes(7 * _VALUE, 10), "refresh": Passes(_VALUE, 5)}
 
 
 def _passes(compressor: Compressor, rows: int) -> dict[str, Passes]:
@@ -65,8 +67,8 @@ def _passes(compressor: Compressor, rows: int) -> dict[str, Passes]:
             "recode": Passes(wire + 2 * _VALUE, rows + 1),
         }
     if compressor.sparse:
-        # Values and residual in, p out; p read by two histograms and the count, read and written by the last pass.
-        encode = Passes(8 * _VALUE + wire, 9)
+        # Values and residual in, p out, and p read once more; what comes after reads the few that can be selected.
+        encode = Passes(4 * _VALUE + wire, 9)
         # A message to all is decoded with those of all ranks into one result.
         decode = Passes(wire + _VALUE / rows, 1)
         return {"encode": encode, "decode": decode, "recode": Passes(wire + (_VALUE + encode.nbytes) / rows, 10)}
