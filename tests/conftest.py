@@ -8,9 +8,12 @@ import shutil
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.emulator import Emulator
 
 _FOLDER = "commopt_turns"
 
@@ -59,6 +62,17 @@ def pytest_configure(config: pytest.Config) -> None:
         folder = tempfile.mkdtemp(prefix="turns-")
         setattr(config, _FOLDER, folder)
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+@pytest.fixture(scope="session")
+def emulator(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+    """Run device code on the CPU; it is built once for all processes."""
+    from tests.emulator import Emulator  # which loads torch
+
+    worker: dict[str, Any] | None = getattr(request.config, "workerinput", None)
+    folder = tmp_path_factory.mktemp("emulator") if worker is None else Path(worker[_FOLDER], "emulator")
+    folder.mkdir(exist_ok=True)
+    return Emulator(folder)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import re
 import subprocess
 from pathlib import Path
@@ -49,7 +50,7 @@ class Emulator(Loader):
     def __init__(self, folder: Path) -> None:
         if which("g++") is None:
             pytest.skip("needs g++")
-        self._folder = folder
+        self.folder = folder
         self._libraries: dict[str, ctypes.CDLL] = {}
         self.last_first = False
 
@@ -66,11 +67,13 @@ class Emulator(Loader):
             assert ctypes.c_int.in_dll(library, name).value == 0, f"{kernel}: {name}"
 
     def library(self, file: str) -> ctypes.CDLL:
-        """Return a file's kernels, built unless they are in the folder."""
+        """Return a file's kernels, built unless a process that shares the folder has done so."""
         if file not in self._libraries:
-            built = self._folder / f"{file}.so"
-            entries = "".join(map(_run, _kernels(file)))
-            self._libraries[file] = ctypes.CDLL(str(built)) if built.exists() else self.build(file, entries)
+            with open(self.folder / f"{file}.lock", "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                built = self.folder / f"{file}.so"
+                entries = "".join(map(_run, _kernels(file)))
+                self._libraries[file] = ctypes.CDLL(str(built)) if built.exists() else self.build(file, entries)
         return self._libraries[file]
 
     def build(self, file: str, entries: str) -> ctypes.CDLL:
@@ -80,7 +83,7 @@ class Emulator(Loader):
             code = code.replace(instruction, replacement)
         assert "asm(" not in code
         header = Path(__file__).with_suffix(".hpp")
-        source, library = self._folder / f"{file}.cpp", self._folder / f"{file}.so"
+        source, library = self.folder / f"{file}.cpp", self.folder / f"{file}.so"
         source.write_text(f'#include "{header}"\n{code}\n{entries}')
         subprocess.run(["g++", *_FLAGS, "-o", str(library), str(source)], check=True, timeout=120)
         return ctypes.CDLL(str(library))

@@ -28,11 +28,6 @@ EMULATED = {
 NUMELS = (0, 1, 5000, 7, 64, 0, 4096, 33, 12_301, 3)
 
 
-@pytest.fixture(scope="module")
-def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
-    return Emulator(tmp_path_factory.mktemp("emulator"))
-
-
 @pytest.mark.parametrize("tensor_offset", [0, 1, 3])
 @pytest.mark.parametrize("flat_offset", [0, 1, 4, 7])
 @pytest.mark.parametrize("block", [32, 96])

@@ -13,11 +13,6 @@ from tests.emulator import Emulator
 from tests.lowrank_cases import SHAPES, Check, orthonormal, spread
 
 
-@pytest.fixture(scope="module")
-def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
-    return Emulator(tmp_path_factory.mktemp("emulator"))
-
-
 @pytest.fixture
 def check(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Check:
     monkeypatch.setattr(torch.cuda, "device", nullcontext)

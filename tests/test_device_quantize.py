@@ -29,11 +29,6 @@ BLOCKS = (64, 192, 512, 1088)
 CARRYING = (None, Carrying(), Carrying(1024.0, 0.9), Carrying(3.0, 0.5, old_offset=1, new_offset=2))
 
 
-@pytest.fixture(scope="module")
-def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
-    return Emulator(tmp_path_factory.mktemp("emulator"))
-
-
 @pytest.fixture
 def check(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Check:
     monkeypatch.setattr(torch.cuda, "device", nullcontext)

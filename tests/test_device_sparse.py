@@ -24,11 +24,6 @@ from tests.sparse_cases import (
 )
 
 
-@pytest.fixture(scope="module")
-def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
-    return Emulator(tmp_path_factory.mktemp("emulator"))
-
-
 @pytest.fixture
 def check(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Check:
     monkeypatch.setattr(torch.cuda, "device", nullcontext)

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -108,18 +107,10 @@ def train_twice(
     return results
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with all device code built, which the ranks share."""
-    folder = tmp_path_factory.mktemp("emulator")
-    emulator = Emulator(folder)
+def test_trainings_with_kernels_are_those_without(emulator: Emulator) -> None:
     for file in sorted(set(sources.file_of_kernel().values())):
-        emulator.library(file)
-    return folder
-
-
-def test_trainings_with_kernels_are_those_without(built: Path) -> None:
-    job = partial(train_twice, folder=built, strategies=list(ENCODED))
+        emulator.library(file)  # here, so that the ranks find it
+    job = partial(train_twice, folder=emulator.folder, strategies=list(ENCODED))
     ranks = run(job, 4, nodes=(2, 2), timeout_s=200.0)
     for strategy, kernel in ENCODED.items():
         for rank, results in enumerate(ranks):

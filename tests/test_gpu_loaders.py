@@ -213,13 +213,10 @@ def test_any_byte_that_differs_is_found(other: Loader, nbytes: int, message: str
 
 
 @pytest.mark.parametrize("kernel", ["lowrank_decode", "encode_uniform4"])
-def test_cases_on_the_cpu(
-    kernel: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cases_on_the_cpu(kernel: str, emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     """The emulator against itself: whether a case reaches its kernel, and whether all it holds is seen."""
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
-    emulator = Emulator(tmp_path_factory.mktemp("emulator"))
     with Memory("cpu") as memory:
         twins = Twins(emulator, emulator, memory)
         CASES[kernel.split("_", 1)[0]](kernel, twins, "cpu")

@@ -171,7 +171,7 @@ class PowerSGD(Aggregator):
         side = "left" if step is None or not self.alternating else self._sides(step)[0]
         nbytes = _NBYTES * (found.rows[side] * self.matrix_rank + found.dense.numel)
         what, numel = f"PowerSGD({self.matrix_rank})", found.stacked.numel
-        first = (work("factor", what, numel), *call(team, "all_reduce", nbytes))
+        first: tuple[Step, ...] = (work("factor", what, numel), *call(team, "all_reduce", nbytes))
         if self.alternating:
             return first
         right_nbytes = _NBYTES * found.rows["right"] * self.matrix_rank
