@@ -124,8 +124,10 @@ def assert_same(first: list[tuple[str, dict[str, Vectors]]], second: list[tuple[
         ("momentum", "3", True, "scaler"),
         ("inter momentum", "2x2", False, ""),
         ("rank 2", "3", False, "scaler"),
+        ("rank 2 alternating", "3", False, "scaler"),
         ("late rank 2", "2", False, ""),
         ("inter rank 2", "2x2", True, ""),
+        ("inter rank 2", "2x2", False, "static_graph"),
         ("inter rank 1 alternating", "2+1", False, "static_graph"),
     ],
 )

@@ -117,10 +117,10 @@ def test_only_what_this_cluster_runs_is_judged(aggregator: Aggregator, repeatabl
                 aggregator.check_capture(6, team)
 
 
-@pytest.mark.parametrize("preset", commopt.PRESETS)
+@pytest.mark.parametrize("preset", [*commopt.PRESETS, "powersgd:alternating=True"])
 def test_a_preset_that_is_not_refused_sends_the_same_in_every_step(preset: str) -> None:
     """What `phase` knows of later steps must not have been forgotten."""
-    aggregator = commopt.PRESETS[preset].build()
+    aggregator = commopt.build_preset(preset)
     try:
         aggregator.check_capture(3, BOTH_LEVELS)
     except ConfigurationError:

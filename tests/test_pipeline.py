@@ -98,7 +98,7 @@ def test_parameters_may_stay_whole() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_chunks_send_what_the_whole_would(nodes: tuple[int, ...], dtype: torch.dtype) -> None:
     layout = Layout.of_parameters([(f"{name}.{layer}", shape) for layer in range(8) for name, shape in LAYER.items()])
-    # Both ways, more of the matrices would be cut by rows, and each part has a right factor.
+    # In chunks more matrices are cut by rows, and each block has a right factor of its own: here are left ones alone.
     for inter in (Flat(), FOUR, PowerSGD(2, start_step=0, alternating=True)):
         for rank in range(sum(nodes)):
             shape = TeamShape.of(nodes, rank)

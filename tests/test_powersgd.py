@@ -486,11 +486,13 @@ def count(rank: int, world_size: int, aggregators: Sequence[Aggregator]) -> list
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_bytes_of_every_kind_of_step(world_size: int) -> None:
-    aggregators = [PowerSGD(RANK, alternating=True), PowerSGD(RANK), PowerSGD(RANK, dense=("*",))]
+    late = PowerSGD(RANK, start_step=3, alternating=True)
+    aggregators = [PowerSGD(RANK, alternating=True), late, PowerSGD(RANK), PowerSGD(RANK, dense=("*",))]
     results = run(count, world_size, aggregators)
     dense, even, odd = 4 * (ROWS * COLS + 7), 4 * (ROWS * RANK + 7), 4 * COLS * RANK
     wanted = [
         [dense, dense, *[even, odd + 4 * 7] * 2, even],
+        [dense, dense, dense, *[even, odd + 4 * 7] * 2],
         [dense, dense, *[even + odd] * 5],
         [dense] * 7,
     ]

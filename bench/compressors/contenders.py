@@ -40,7 +40,7 @@ CONTENDERS: dict[str, Beside | None] = {
     "torch.powerSGD:r=4": None,
     "torch.powerSGD:r=4:batched": None,
     "powersgd": Beside("torch.powerSGD:r=4", asked=4.0),
-    "powersgd:alternating=True": Beside("torch.powerSGD:r=4:batched"),
+    "powersgd:alternating=True": Beside("torch.powerSGD:r=4"),
     "hierarchical_powersgd": Beside("torch.powerSGD:r=4"),
     "torch.powerSGD:r=32": None,
     "torch.powerSGD:r=32:batched": None,

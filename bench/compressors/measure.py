@@ -14,7 +14,7 @@ from bench.compressors.contender import Contender, Start
 from bench.compressors.gradients import Gradients
 from commopt.feedback import Layout
 
-_WARM_UP_STEPS = 2  # PowerSGD refreshes its two factors in turns
+_WARM_UP_STEPS = 2  # alternating PowerSGD refreshes its two factors in turns
 _REHEARSAL = (Layout.of_parameters([("weight", (512, 512)), ("bias", (512,))]),)
 
 

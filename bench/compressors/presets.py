@@ -14,7 +14,7 @@ from commopt import Aggregator, build_preset
 from commopt.aggregate.calls import Call
 
 RANKS_PER_NODE = (2, 2)
-_TURNS = 2  # PowerSGD refreshes its two factors in turns
+_TURNS = 2  # alternating PowerSGD refreshes its two factors in turns
 
 
 def preset(text: str) -> Contender:

@@ -1,8 +1,9 @@
 """PowerSGD (Vogels et al., arXiv 1905.13727): matrices travel as products of two factors with few columns.
 
-A gradient M [rows, cols] is multiplied by a factor Q [cols, r], the results P = M Q are added up over the ranks, and
-everybody takes P Q^T for the average. What that leaves out of a rank's own M stays there for the next step, and the
-next step starts from the factors of this one, which is what makes them good: repeated, it is a power iteration.
+A gradient M [rows, cols] is multiplied by a factor Q [cols, r]. The sum of that over the ranks, made orthonormal, is P;
+the sum of M^T P is the new Q, and everybody takes P Q^T for the average. What that leaves out of a rank's own M stays
+there for the next step, and the next step starts from this Q, which is what makes it good: repeated, it is a power
+iteration.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _NBYTES = torch.float32.itemsize
 
 @dataclass(frozen=True, repr=False)
 class PowerSGD(Aggregator):
-    """Exchange low-rank factors of the matrices in a buffer; everything else travels dense, in the same message.
+    """Exchange low-rank factors of the matrices in a buffer; everything else travels dense, in the first message.
 
     A parameter of two dimensions or more is a matrix; (out, in, height, width) becomes (out, in * height * width) or
     whatever split of the shape has the fewest rows and columns together. Standalone tensors have no shapes here:
@@ -51,7 +52,7 @@ class PowerSGD(Aggregator):
     warm_start: start from the last step's factors rather than from random ones.
     alternating: False is the paper's algorithm, both factors refreshed in every step, in two messages. True refreshes
         one per step, P in even and Q in odd ones (arXiv 2008.01425): half the bytes and one message, for the slowest
-        of networks, since the model learns more slowly by steps (docs/convergence.md).
+        of networks only: the model learns more slowly by steps (docs/convergence.md).
     feedback: how what the product leaves out is kept for the next step; None forgets it, which is for experiments.
     dense: patterns of parameter names that travel uncompressed ("*.bias").
     """
@@ -162,7 +163,7 @@ class PowerSGD(Aggregator):
         device: torch.device | None = None,
         step: int | None = None,
     ) -> tuple[Step, ...]:
-        """See Aggregator; None means an even step after all warm-up, when left factors travel."""
+        """See Aggregator; None means after all warm-up, and an even step, when left factors travel, if they alternate."""
         if layout.numel == 0 or team.size == 1:
             return ()
         if self._as_it_is(layout, dtype, step):
@@ -178,7 +179,7 @@ class PowerSGD(Aggregator):
         return (*first, work("refresh", what, numel), *call(team, "all_reduce", right_nbytes))
 
     def phase(self, step: int) -> int:
-        """See Aggregator: left and right factors are not equally long."""
+        """See Aggregator: left and right factors, if they alternate, are not equally long."""
         if step < self.start_step:
             return 0
         return self.start_step + ((step - self.start_step) % 2 if self.alternating else 0)

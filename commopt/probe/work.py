@@ -116,7 +116,7 @@ def low_rank_jobs(matrix_rank: int) -> list[Job]:
         matrices, basis, product = stacks(numel, device)
 
         def step() -> None:
-            lowrank.project(matrices, basis, product)
+            lowrank.project(matrices, basis, product, transposed=True)
             lowrank.orthogonalize(product)
 
         return step
