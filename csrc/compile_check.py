@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from shutil import which
 
-from commopt.kernels import sources
+from commopt.kernels import nvrtc, sources
+from commopt.kernels.nvrtc import CompileError
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 
@@ -28,10 +29,6 @@ _REPORT = re.compile(
     r"Used (?P<registers>\d+) registers",
     re.DOTALL,
 )
-
-
-class CompileError(Exception):
-    """A compiler's complaint."""
 
 
 @dataclass(frozen=True)
@@ -61,17 +58,7 @@ def parse(report: str, architecture: str, compiler: str) -> list[Usage]:
 
 def compile_with_nvrtc(file: str, architecture: str) -> str:
     """Compile exactly what the run-time loader compiles."""
-    from cupy.cuda import nvrtc  # optional; needs no driver
-
-    program = nvrtc.createProgram(sources.translation_unit(file), file, (), ())
-    options = (f"--gpu-architecture={architecture}", "--std=c++17", "--ptxas-options=-v")
-    try:
-        nvrtc.compileProgram(program, options)
-    except nvrtc.NVRTCError as error:
-        raise CompileError(nvrtc.getProgramLog(program)) from error
-    log: str = nvrtc.getProgramLog(program)
-    nvrtc.destroyProgram(program)
-    return log
+    return nvrtc.compile_file(file, architecture, "--ptxas-options=-v")[1]
 
 
 def compile_with_nvcc(file: str, architecture: str) -> str:
@@ -91,9 +78,9 @@ def compilers() -> dict[str, Compile]:
     """Return the compilers present, and say which are not."""
     found: dict[str, Compile] = {}
     try:
-        from cupy.cuda import nvrtc
+        from cupy.cuda import nvrtc as library  # optional; needs no driver
 
-        nvrtc.getVersion()
+        library.getVersion()
         found["nvrtc"] = compile_with_nvrtc
     except (ImportError, RuntimeError) as error:
         print(f"nvrtc: skipped ({str(error).splitlines()[0]}; install commopt[cuda13])")

@@ -11,6 +11,7 @@ import torch
 
 from commopt.kernels import reference, sources
 from commopt.kernels.loader import Arguments
+from commopt.kernels.nvrtc import CompileError
 from commopt.kernels.pack import _rows
 from csrc import compile_check
 from tests.emulator import Emulator, signature
@@ -139,7 +140,7 @@ def test_compile_check_reports_what_does_not_compile(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def compile_file(file: str, architecture: str) -> str:
-        raise compile_check.CompileError("unknown instruction")
+        raise CompileError("unknown instruction")
 
     monkeypatch.setattr(compile_check, "compilers", lambda: {"fake": compile_file})
     assert compile_check.main() == 1

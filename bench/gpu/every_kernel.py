@@ -13,6 +13,7 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
 
@@ -78,9 +79,14 @@ def _sparse(value_dtype: torch.dtype, device: torch.device) -> Iterator[Call]:
     numel = 2 * row.chunk_numel - 11
     values, payload = _random(numel, device), _rows(row.nbytes, device, 2)
     carry = _carry(numel, device)
+    scales = (carry.loss_scale, None)
     velocity = Velocity(_random(numel, device), torch.empty(numel, device=device), Momentum(0.9))
-    for taken in (None, carry, Carry(carry.old, carry.new, carry.loss_scale, 0.9, velocity)):
-        yield partial(sparse.select, row, values, payload, 0.5, taken)
+    carries = [replace(carry, loss_scale=scale, velocity=each) for scale in scales for each in (None, velocity)]
+    few = values[: row.chunk_numel - 4000]  # the second row is all padding
+    for given in (values, torch.zeros_like(values)):  # a few candidates in each tile, and all that there are
+        for taken in (None, *carries):
+            yield partial(sparse.select, row, given, payload, 0.5, taken)
+    yield partial(sparse.select, row, few, payload, 0.5, None)
     for dtype in _DTYPES:
         yield partial(sparse.scatter, row, payload, torch.empty(numel, dtype=dtype, device=device))
     yield partial(sparse.accumulate, row, payload, torch.empty(row.chunk_numel, device=device))

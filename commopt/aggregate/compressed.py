@@ -125,7 +125,7 @@ class Compressed(Aggregator):
         sums = []
         for region in rows.regions:
             begin, end = region.chunk(team.rank)
-            total = torch.empty(region.chunk_numel, device=buffer.device)
+            total = torch.empty(region.chunk_numel, dtype=torch.float32, device=buffer.device)
             region.compressor.accumulate(region.payload(received), total)
             sums.append(total[: end - begin])
         return torch.cat(sums), self.share_layout(account.layout, rows.dtype, team, account.step)

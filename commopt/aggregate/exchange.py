@@ -63,7 +63,7 @@ class Exchange:
 
     def random(self, side: Side, step: int | None = None) -> Tensor:
         """Return orthonormal factors [rows of all, r] that are random, but the same on every rank and machine."""
-        drawn = torch.empty(self._plan.rows[side], self._matrix_rank, device="cpu")  # whatever the default is
+        drawn = torch.empty(self._plan.rows[side], self._matrix_rank, dtype=torch.float32, device="cpu")
         heights = [rows if side == "left" else cols for rows, cols in self._plan.shapes]
         for piece, part in zip(self._plan.stacked.pieces, drawn.split(heights), strict=True):
             # Not by name: who registers without a module has no names, and trains alike.

@@ -163,7 +163,7 @@ class PowerSGD(Aggregator):
         device: torch.device | None = None,
         step: int | None = None,
     ) -> tuple[Step, ...]:
-        """See Aggregator; None means after all warm-up, and an even step, when left factors travel, if they alternate."""
+        """See Aggregator; None means after all warm-up; if factors alternate, an even step: left ones travel."""
         if layout.numel == 0 or team.size == 1:
             return ()
         if self._as_it_is(layout, dtype, step):

@@ -121,7 +121,7 @@ class _Trial:
 
     def mean_us(self, calls: int) -> float:
         """Return what each of so many calls takes on this rank; without pauses, in which a network would recover."""
-        self._team.all_reduce(torch.zeros(1, device=self._buffer.device))
+        self._team.all_reduce(torch.zeros(1, dtype=torch.float32, device=self._buffer.device))
         _finish(self._buffer.device)
         begun_ns = perf_counter_ns()
         for _ in range(calls):

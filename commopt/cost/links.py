@@ -162,9 +162,10 @@ def _from_json(content: Any) -> Links:
     for place, entry in _entries(content, "work"):
         doing = WorkKey(_text(entry, "kind", place), _text(entry, "what", place))
         work[_new(doing, work, place)] = _curve(entry, place)
-    for (kind, what), curve in [*work.items()]:
-        if kind == "factor":  # a file from before the second message's work was probed by itself
-            work.setdefault(WorkKey("refresh", what), curve.scaled(1.0, 1.0, "as for a first message; probe again"))
+    for known_work, curve in [*work.items()]:
+        if known_work.kind == "factor":  # a file from before the second message's work was probed by itself
+            second = WorkKey("refresh", known_work.what)
+            work.setdefault(second, curve.scaled(1.0, 1.0, "as for a first message; probe again"))
     return Links(Header(**facts), curves, work, nominal)
 
 

@@ -116,7 +116,9 @@ class FactorStore:
         Of the ranks among which a parameter is divided one holds its first rows, so that adding up moves them exactly.
         """
         self.release(path, (name for name, _, _ in shapes))
-        joined = torch.zeros(sum(cols * matrix_rank for _, cols, matrix_rank in shapes), device=device)
+        joined = torch.zeros(
+            sum(cols * matrix_rank for _, cols, matrix_rank in shapes), dtype=torch.float32, device=device
+        )
         for (name, _, _), part in zip(shapes, _parts(joined, shapes), strict=True):
             for kept in self._kept.get(path, {}).get(name, []):
                 if kept.held and kept.piece.begin == 0 and kept.right.shape == part.shape:

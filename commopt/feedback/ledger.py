@@ -95,7 +95,7 @@ class Ledger:
             if key not in self._slots:
                 # A worker's is asked for first, so that what an owner kept is sent next.
                 self.dissolve(path, whole, None if kind == "worker" else kind)
-                values = torch.zeros(layout.numel, device=device)
+                values = torch.zeros(layout.numel, dtype=torch.float32, device=device)
                 self.install(Slot(path, kind, layout, values.to(dtype)))
             slot = self._slots[key]
             slot.once = False  # whatever became of it as a leftover
@@ -214,7 +214,7 @@ class Ledger:
 
     def collect(self, path: str, layout: Layout, device: torch.device) -> Tensor:
         """Return the float32 sum of what is kept for each element of `layout`, and keep it no longer."""
-        values = torch.zeros(layout.numel, device=device)
+        values = torch.zeros(layout.numel, dtype=torch.float32, device=device)
         by_name = self._loose.get(path, {})
         for offset, wanted in zip(layout.offsets, layout.pieces, strict=True):
             rest: list[tuple[Piece, Tensor]] = []
@@ -244,7 +244,7 @@ class Ledger:
                 self._staged_of[chunk, slot.path] += 1
             if self.per_step:
                 if slot.spare is None:
-                    slot.spare = torch.empty(slot.layout.numel, device=slot.values.device)
+                    slot.spare = torch.empty(slot.layout.numel, dtype=torch.float32, device=slot.values.device)
                 staged = slot.spare
             else:
                 staged = self.scratch.take(f"{name} staged", slot.layout.numel, torch.float32, slot.values.device)

@@ -68,7 +68,7 @@ class Team(TeamShape):
         """Open the connections of every level, in one fixed order: NCCL makes them in the first collective."""
         for level in (self, self.intra, self.inter):
             if level is not None:
-                level.all_reduce(torch.zeros(1, device=device))
+                level.all_reduce(torch.zeros(1, dtype=torch.float32, device=device))
 
     def all_reduce(self, tensor: Tensor, *, scale: float = 1.0) -> None:
         """Set `tensor` to `scale * sum` over the team, scaled before anything is added."""

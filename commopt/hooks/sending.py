@@ -115,7 +115,7 @@ class Sending:
 
     def run(self, work: Callable[[], None], what: str, device: torch.device) -> lanes.Ticket:
         """Queue work of another kind, which every rank submits at the same point."""
-        return self._submit(what, 0, work, torch.zeros(1, device=device))
+        return self._submit(what, 0, work, torch.zeros(1, dtype=torch.float32, device=device))
 
     def _submit(
         self,

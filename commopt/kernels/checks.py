@@ -57,8 +57,9 @@ def check_carry(carry: Carry | None, numel: int, payload: Tensor) -> None:
     if carry.velocity is not None:
         parts += [("old velocity", carry.velocity.old), ("new velocity", carry.velocity.new)]
     for name, part in parts:
-        if part.dtype != torch.float32 or part.shape != (numel,) or part.device != payload.device:
+        suits = part.dtype == torch.float32 and part.shape == (numel,) and part.is_contiguous()
+        if not suits or part.device != payload.device:
             raise ConfigurationError(
                 f"the carry's {name} is {part.dtype} {tuple(part.shape)} on {part.device}; it must be float32 "
-                f"({numel},) on {payload.device}, one element per value"
+                f"({numel},) on {payload.device}, contiguous, one element per value"
             )

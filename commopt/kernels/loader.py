@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 
 from commopt.errors import ConfigurationError
-from commopt.kernels import sources
+from commopt.kernels import nvrtc, sources
 
 VARIABLE = "COMMOPT_KERNELS"
 
@@ -44,7 +44,7 @@ class Native(Loader):
 
 
 class Nvrtc(Loader):
-    """CuPy's run-time compiler: one file at a time, on first use, kept on disk by CuPy."""
+    """NVRTC, NVIDIA's run-time compiler, through CuPy: one file at a time, on first use, kept on disk."""
 
     fix = "install commopt[cuda12] or commopt[cuda13], whichever matches torch.version.cuda"
 
@@ -54,20 +54,21 @@ class Nvrtc(Loader):
             self._cupy.cuda.nvrtc.getVersion()  # CuPy loads the library on the first call only
         except RuntimeError as error:
             raise ImportError(f"CuPy finds no NVRTC library: {error}") from error
-        self._module = cache(self._compile)
+        self._module = cache(self._load)
         self._function = cache(self._find)
         self._stream = cache(self._cupy.cuda.ExternalStream)  # CuPy 14 warns whenever one is made
 
     def launch(self, kernel: str, grid: int, block: int, stream: int, arguments: Arguments) -> None:
-        function = self._function(kernel)
+        function = self._function(kernel, torch.cuda.current_device())
         with self._stream(stream):
             function((grid,), (block,), arguments)
 
-    def _compile(self, file: str) -> Any:
-        return self._cupy.RawModule(code=sources.translation_unit(file), options=("--std=c++17",))
+    def _load(self, file: str, architecture: str) -> Any:
+        return self._cupy.RawModule(path=str(nvrtc.compiled(file, architecture)))
 
-    def _find(self, kernel: str) -> Any:
-        return self._module(sources.file_of_kernel()[kernel]).get_function(kernel)
+    def _find(self, kernel: str, device: int) -> Any:
+        major, minor = torch.cuda.get_device_capability(device)
+        return self._module(sources.file_of_kernel()[kernel], f"sm_{major}{minor}").get_function(kernel)
 
 
 _LOADERS: dict[str, type[Loader]] = {"native": Native, "nvrtc": Nvrtc}

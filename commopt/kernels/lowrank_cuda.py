@@ -25,7 +25,7 @@ def orthogonalize(loader: Loader, factors: Tensor, out: Tensor, initial: Tensor 
         return
     slices = -(-rows // _SLICE_ROWS)
     largest = torch.empty(count, slices, dtype=torch.int32, device=factors.device)
-    first, second = torch.empty(2, count, slices, matrix_rank, matrix_rank, device=factors.device).unbind()
+    first, second = factors.new_empty(2, count, slices, matrix_rank, matrix_rank).unbind()
 
     noise = (0 if initial is None else initial.data_ptr(), NOISE * sqrt(rows))
     with torch.cuda.device(factors.device):

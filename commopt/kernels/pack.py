@@ -106,8 +106,9 @@ def _loader(tensors: Sequence[Tensor], flat: Tensor) -> Loader | None:
     dtypes = {tensor.dtype for tensor in tensors}
     if len(dtypes) != 1 or not _KERNEL_DTYPES.keys() >= dtypes | {flat.dtype}:
         return None
-    if torch.cuda.is_current_stream_capturing():
-        return None  # a graph would replay with the address of a table that may be gone by then
+    with torch.cuda.device(flat.device):
+        if torch.cuda.is_current_stream_capturing():
+            return None  # a graph would replay with the address of a table that may be gone by then
     return loader_for(flat.device)
 
 

@@ -38,7 +38,7 @@ def encode(
 
 def decode(loader: Loader, codec: Codec, payload: Tensor, values: Tensor, chunk_numel: int) -> None:
     """Queue what `reference.decode` does on the current stream; `values` are of one of DTYPES."""
-    rows = -(-values.numel() // chunk_numel)
+    rows = -(-values.numel() // max(chunk_numel, 1))
     _decode(loader, codec, payload, rows, 1, values, chunk_numel)
 
 

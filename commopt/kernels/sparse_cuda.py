@@ -29,7 +29,7 @@ def select(loader: Loader, row: SparseRow, values: Tensor, payload: Tensor, scal
     if rows * row.chunk_numel == 0:
         return
     tiles = -(-row.chunk_numel // _TILE_NUMEL)
-    p = torch.empty(values.numel(), device=values.device) if carry is None else carry.new
+    p = torch.empty(values.numel(), dtype=torch.float32, device=values.device) if carry is None else carry.new
     bins = torch.zeros(_LEVELS, rows, _BINS, dtype=torch.int32, device=values.device)
     thresholds = torch.empty(rows, _THRESHOLD_WORDS, dtype=torch.int32, device=values.device)
     candidates = torch.empty(rows, tiles, _CANDIDATES_WORDS, dtype=torch.int32, device=values.device)

@@ -122,14 +122,14 @@ class LaneTimer:
         return slowest_us, spent_us
 
     def _run(self, what: str, work: Call, result: torch.Tensor | None = None) -> None:
-        result = torch.empty(1, device=self.device) if result is None else result
+        result = torch.empty(1, dtype=torch.float32, device=self.device) if result is None else result
         number = next(self._sequence)
         kind = self.device.type
         operation = lanes.Operation(self._membership, self._owner, number, what, result.numel(), kind)
         lanes.lane_for(self.device).submit(operation, work, result).wait()
 
     def _barrier(self, team: Team) -> None:
-        team.all_reduce(torch.zeros(1, device=self.device))
+        team.all_reduce(torch.zeros(1, dtype=torch.float32, device=self.device))
 
 
 def _each_us(call: Call, repeats: Repeats, device: torch.device) -> list[float]:

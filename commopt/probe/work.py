@@ -67,7 +67,7 @@ def compression_jobs(compressor: Compressor) -> list[Job]:
         return lambda: compressor.compress(values, payload, chunk_numel, 1 / _ROWS, carry, Dice(seed=1))
 
     def decode(numel: int, device: torch.device) -> Callable[[], None]:
-        values, decoded = _normal(numel, device), torch.zeros(numel, device=device)
+        values, decoded = _normal(numel, device), torch.zeros(numel, dtype=torch.float32, device=device)
         chunk_numel, payload = _rows(compressor, numel, 1, device)
         compressor.compress(values, payload, chunk_numel, 1.0)
         return lambda: compressor.decompress(payload, decoded, chunk_numel)
@@ -127,7 +127,7 @@ def low_rank_jobs(matrix_rank: int) -> list[Job]:
 
 
 def _copy(numel: int, device: torch.device) -> Callable[[], None]:
-    values, copied = _normal(numel, device), torch.zeros(numel, device=device)
+    values, copied = _normal(numel, device), torch.zeros(numel, dtype=torch.float32, device=device)
 
     def copy() -> None:
         copied.copy_(values)
@@ -151,8 +151,8 @@ def _rows(compressor: Compressor, numel: int, count: int, device: torch.device) 
 
 
 def _normal(numel: int, device: torch.device) -> Tensor:
-    return torch.randn(numel, generator=torch.Generator(device).manual_seed(0), device=device)
+    return torch.randn(numel, generator=torch.Generator(device).manual_seed(0), dtype=torch.float32, device=device)
 
 
 def _carry(numel: int, device: torch.device) -> Carry:
-    return Carry(_normal(numel, device) / 8, torch.zeros(numel, device=device))
+    return Carry(_normal(numel, device) / 8, torch.zeros(numel, dtype=torch.float32, device=device))

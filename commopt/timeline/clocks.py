@@ -55,7 +55,7 @@ def _shortest(length: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 def measure_offsets(team: Team, rounds: int = 32) -> Offsets:
     """Compare the clocks (perf_counter) of all ranks of `team`; collective, on a lane."""
-    source = torch.zeros(1, device=team.default_device)
+    source = torch.zeros(1, dtype=torch.float32, device=team.default_device)
     output = source.new_empty(team.size)
     times_ns = []
     for number in range(_WARM_UP_ROUNDS + rounds):

@@ -23,7 +23,9 @@ def beyond_rank(matrix: Tensor, largest_rank: int) -> list[float]:
     values = matrix.float() / largest  # squares neither overflow nor vanish
     columns = ceil((largest_rank + _OVERSAMPLING) / _COLUMNS_AT_ONCE) * _COLUMNS_AT_ONCE
     draws = torch.Generator(values.device).manual_seed(0)
-    start = torch.randn(values.shape[1], min(columns, *values.shape), generator=draws, device=values.device)
+    start = torch.randn(
+        values.shape[1], min(columns, *values.shape), generator=draws, dtype=torch.float32, device=values.device
+    )
     basis = torch.linalg.qr(values.mT @ torch.linalg.qr(values @ start).Q).Q
     inside = values.mT @ torch.linalg.qr(values @ basis).Q
     squares = torch.linalg.eigvalsh((inside.mT @ inside).double()).flip(0)[:largest_rank]

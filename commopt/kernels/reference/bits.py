@@ -52,4 +52,6 @@ def _rows(level_of_code: tuple[float, ...], device: torch.device) -> Tensor:
     """Return float32 [256, codes per byte]."""
     mask = len(level_of_code) - 1
     bytes_of_codes = [[byte >> shift & mask for shift in range(0, 8, mask.bit_length())] for byte in range(256)]
-    return torch.tensor([[level_of_code[code] for code in codes] for codes in bytes_of_codes], device=device)
+    return torch.tensor(
+        [[level_of_code[code] for code in codes] for codes in bytes_of_codes], dtype=torch.float32, device=device
+    )

@@ -23,7 +23,7 @@ class BlockCodec(ABC):
     """
 
     def __init__(self, codec: Codec, blocks: int, device: torch.device) -> None:
-        self.p, self.work = torch.empty(2, blocks, codec.block, device=device)
+        self.p, self.work = torch.empty(2, blocks, codec.block, dtype=torch.float32, device=device)
         self.numel = self.p.numel()
         self._numbers = torch.empty(self.numel, dtype=torch.int8, device=device)
 
@@ -54,7 +54,7 @@ class _Grid(BlockCodec):
 
     def __init__(self, codec: Codec, blocks: int, device: torch.device, largest: float) -> None:
         super().__init__(codec, blocks, device)
-        self._largest = torch.full((), largest, device=device)
+        self._largest = torch.full((), largest, dtype=torch.float32, device=device)
 
     def _grade(self, scales: Tensor) -> Tensor:
         """Write scales, set work to |p|, and return what p is to be multiplied by, [blocks, 1]; 0 for zero blocks."""
@@ -152,7 +152,7 @@ class _Companded(_Grid):
         self._signs = _Signs(self, torch.empty_like(self._numbers))
         self._packer = Packer(self._numbers, codec.bits)
         self._table = Table((*LEVELS, *(-level for level in LEVELS)), self.work)
-        self._two, self._shift, self._one = (torch.full((), number, device=device) for number in (2.0, 0.75, 1.0))
+        self._two, self._shift, self._one = torch.tensor((2.0, 0.75, 1.0), dtype=torch.float32, device=device).unbind()
 
     def encode(self, codes: Tensor, scales: Tensor, noise: Tensor | None) -> None:
         inverse = self._grade(scales).mul_(self._two)

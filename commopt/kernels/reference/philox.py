@@ -20,7 +20,7 @@ def uniform(begin: int, numel: int, dice: Dice, device: torch.device) -> Tensor:
     counter = torch.zeros(4, index.numel(), dtype=torch.int64, device=device)
     counter[0], counter[1], counter[2], counter[3] = index & _LOW, index >> 32, dice.step & _LOW, dice.stream & _LOW
     words = words_of(counter, (dice.seed & _LOW, dice.seed >> 32 & _LOW))
-    numbers = torch.empty(index.numel(), 4, device=device)
+    numbers = torch.empty(index.numel(), 4, dtype=torch.float32, device=device)
     numbers.copy_(words.bitwise_right_shift_(8).t())
     offset = begin - 4 * first
     return numbers.mul_(2.0**-24).view(-1)[offset : offset + numel]

@@ -58,7 +58,7 @@ class Residual:
 def round_with_carry(values: Tensor, rounded: Tensor, scale: float, carry: Carry) -> None:
     """Round `scale * values` (+ the carry) to the dtype of `rounded`: all 1-D and of one length, without any check."""
     step = min(piece_numel(values.device), values.numel())
-    memory = torch.empty(2, step, device=values.device)
+    memory = torch.empty(2, step, dtype=torch.float32, device=values.device)
     residual = Residual(carry)
     factor = torch.full((), scale, dtype=torch.float32, device=values.device)  # written there: no host waits
     for begin in range(0, values.numel(), max(step, 1)):

@@ -17,7 +17,7 @@ from commopt.kernels.sparse_row import BLOCK, SparseRow
 @torch.no_grad()
 def select(row: SparseRow, values: Tensor, payload: Tensor, scale: float, carry: Carry | None) -> None:
     """Put the largest elements of p into each row of `payload`, without any check; see kernels.sparse."""
-    p = torch.empty(values.numel(), device=values.device) if carry is None else carry.new
+    p = torch.empty(values.numel(), dtype=torch.float32, device=values.device) if carry is None else carry.new
     _add_up(values, scale, p, carry)
     for begin, entries in _rows(row, payload):
         chunk = p[begin : begin + row.chunk_numel]
@@ -64,7 +64,7 @@ def _add_up(values: Tensor, scale: float, p: Tensor, carry: Carry | None) -> Non
     factor = torch.full((), scale, dtype=torch.float32, device=values.device)
     residual = None if carry is None else Residual(carry)
     step = min(piece_numel(values.device), values.numel())
-    work = torch.empty(step, device=values.device)
+    work = torch.empty(step, dtype=torch.float32, device=values.device)
     for begin in range(0, values.numel(), max(step, 1)):
         part = p[begin : begin + step]
         scale_into(values[begin : begin + step], factor, part)
