@@ -7,12 +7,15 @@ Prints registers and spilled bytes per kernel. Exits with 1 when something does 
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from shutil import which
 
@@ -100,19 +103,23 @@ def main() -> int:
     expected = sources.file_of_kernel()
     failures: list[str] = []
     usages: list[Usage] = []
-    for compiler, compile_file in found.items():
-        for file in sorted(set(expected.values())):  # the other files are included by these
-            wanted = {kernel for kernel, home in expected.items() if home == file}
-            for architecture in ARCHITECTURES:
-                where = f"{compiler} {file} {architecture}"
-                try:
-                    seen = parse(compile_file(file, architecture), architecture, compiler)
-                except CompileError as error:
-                    failures.append(f"{where}: {error}")
-                    continue
-                usages += seen
-                if {usage.kernel for usage in seen} != wanted:
-                    failures.append(f"{where}: reported {sorted(u.kernel for u in seen)}, expected {sorted(wanted)}")
+    files = sorted(set(expected.values()))  # the other files are included by these
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        reports = [
+            (compiler, file, architecture, pool.submit(compile_file, file, architecture))
+            for (compiler, compile_file), file, architecture in product(found.items(), files, ARCHITECTURES)
+        ]
+    for compiler, file, architecture, report in reports:
+        where = f"{compiler} {file} {architecture}"
+        wanted = {kernel for kernel, home in expected.items() if home == file}
+        try:
+            seen = parse(report.result(), architecture, compiler)
+        except CompileError as error:
+            failures.append(f"{where}: {error}")
+            continue
+        usages += seen
+        if {usage.kernel for usage in seen} != wanted:
+            failures.append(f"{where}: reported {sorted(u.kernel for u in seen)}, expected {sorted(wanted)}")
     print(f"{'kernel':<28}{'compiler':<10}{'arch':<8}{'registers':>10}{'spilled bytes':>15}")
     for usage in sorted(usages, key=lambda u: (u.kernel, u.compiler, ARCHITECTURES.index(u.architecture))):
         print(

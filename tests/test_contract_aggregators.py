@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[1]
 UNEVEN = [name for name in LAYOUTS if name.startswith("2+1")]
 Sizes = Mapping[torch.dtype, Sequence[int]]
 SIZES: Sizes = {
-    torch.float32: (0, 1, 2, 7, 64, 1023, 4099, 40_000, 150_001),
+    torch.float32: (0, 1, 7, 1023, 40_000, 150_001),
     torch.float16: (0, 7, 40_001),
     torch.bfloat16: (1, 1023, 40_001),
     torch.float64: (1, 40_001),
@@ -137,7 +137,7 @@ def average_large_values(rank: int, world_size: int, tried: Sequence[Aggregator]
 
 
 @every_family
-@pytest.mark.parametrize("layout", ["3", "2x2", "3x2", "2+1"])
+@pytest.mark.parametrize("layout", ["3", "2x2", "2+1"])
 def test_average_overflows_only_if_a_value_does(layout: str, family: str) -> None:
     world_size, nodes = LAYOUTS[layout]
     run(average_large_values, world_size, aggregators(family), nodes=nodes)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -32,10 +31,9 @@ def train(rank: int, world_size: int, default: torch.dtype, strategies: Sequence
     return results
 
 
-@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
-def test_every_preset_trains_to_the_same_bits(default: torch.dtype) -> None:
+def test_every_preset_trains_to_the_same_bits() -> None:
     strategies = [name + OPTIONS.get(name, "") for name in STRATEGIES]
-    usual, others = (run(train, 4, dtype, strategies, nodes=(2, 2)) for dtype in (torch.float32, default))
+    usual, others = (run(train, 4, dtype, strategies, nodes=(2, 2)) for dtype in (torch.float32, torch.bfloat16))
     for mine, theirs in zip(usual, others, strict=True):
         for strategy in strategies:
             assert mine[strategy].keys() == theirs[strategy].keys()
