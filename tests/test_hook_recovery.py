@@ -89,7 +89,7 @@ def survive_explosion(rank: int, world_size: int, preset: str) -> str:
     return digest + train(ddp, rank, world_size, aggregator, steps=3)
 
 
-@pytest.mark.parametrize("preset", HOOKS)
+@pytest.mark.parametrize("preset", ["flat", "hierarchical_quantized", "hierarchical_powersgd"])
 def test_training_goes_on_after_an_exception_in_backward(preset: str) -> None:
     assert_identical(run(survive_explosion, 4, preset, nodes=(2, 2)))
 
@@ -167,6 +167,6 @@ def start_again(rank: int, world_size: int, preset: str, folder: str) -> str:
     return digests[0]
 
 
-@pytest.mark.parametrize("preset", HOOKS)
+@pytest.mark.parametrize("preset", ["flat", "hierarchical_quantized"])
 def test_the_process_group_can_be_destroyed_and_made_again(preset: str, tmp_path: Path) -> None:
     assert_identical(run(start_again, 4, preset, str(tmp_path), nodes=(2, 2)))
