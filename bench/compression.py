@@ -7,13 +7,11 @@ turns, four clones of the gradient are timed. All figures are per element of the
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from math import ceil
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -22,6 +20,7 @@ from torch import Tensor
 from bench.environment import machine
 from bench.table import print_rows
 from bench.turns import times_s
+from commopt.command_line import Parser, output_file, whole
 from commopt.compress import COMPRESSORS, Carry, Cast, Compressor, Dice, OneBit, Quantize
 
 _ROWS = 4
@@ -137,11 +136,11 @@ def print_table(rows: Sequence[Row], title: str) -> None:
 
 def main() -> None:
     """Measure every compressor, print and write the figures."""
-    parser = argparse.ArgumentParser(prog="python -m bench.compression", description=__doc__)
-    parser.add_argument("--numel", type=int, default=25_000_000, help="elements of the gradient")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser = Parser(prog="python -m bench.compression", description=__doc__)
+    parser.add_argument("--numel", type=whole(1), default=25_000_000, help="elements of the gradient")
+    parser.add_argument("--repeats", type=whole(1), default=7)
+    parser.add_argument("--threads", type=whole(1), default=min(2, os.cpu_count() or 1))
+    parser.add_argument("--json", type=output_file, metavar="FILE")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     gradient = Gradient(options.numel)

@@ -6,15 +6,14 @@ its gradient, laid out as DDP would, at several steps: relative L2 error of one 
 
 from __future__ import annotations
 
-import argparse
 import json
-from pathlib import Path
 
 import torch
 from torch.nn.functional import cross_entropy
 
 from bench.compression import contenders
 from commopt import Compressor
+from commopt.command_line import Parser, output_file, whole
 from examples.train_gpt import GPT, load_corpus, windows_at
 
 STEPS = (0, 5, 20, 50, 100, 200)
@@ -55,9 +54,11 @@ def relative_error(compressor: Compressor, values: torch.Tensor) -> float:
 
 def main() -> None:
     """Measure, print a table, write the figures."""
-    parser = argparse.ArgumentParser(prog="python -m bench.compression_error", description=__doc__)
-    parser.add_argument("--batch", type=int, default=2 * RANKS_PER_NODE, help="windows per node and step (default 4)")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser = Parser(prog="python -m bench.compression_error", description=__doc__)
+    parser.add_argument(
+        "--batch", type=whole(1), default=2 * RANKS_PER_NODE, help="windows per node and step (default 4)"
+    )
+    parser.add_argument("--json", type=output_file, metavar="FILE")
     options = parser.parse_args()
     taken = gradients(STEPS, options.batch)
     print("step".ljust(60), *(f"{step:>7}" for step in taken))

@@ -7,12 +7,10 @@ alternate, and the figure is the median over pairs.
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import tempfile
 from datetime import datetime, timezone
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 
@@ -22,6 +20,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 
 import commopt
+from commopt.command_line import Parser, output_file, whole
 
 _LAYERS = 64
 _WIDTH = 64
@@ -66,10 +65,10 @@ def measure(preset: commopt.Preset, pairs: int, steps: int) -> dict[str, object]
 
 def main() -> None:
     """Measure every preset, print and write the figures."""
-    parser = argparse.ArgumentParser(prog="python -m bench.hook_overhead", description=__doc__)
-    parser.add_argument("--pairs", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=20, help="steps on each side of a pair")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser = Parser(prog="python -m bench.hook_overhead", description=__doc__)
+    parser.add_argument("--pairs", type=whole(1), default=15)
+    parser.add_argument("--steps", type=whole(1), default=20, help="steps on each side of a pair")
+    parser.add_argument("--json", type=output_file, metavar="FILE")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:

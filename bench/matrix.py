@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from time import monotonic
 from typing import Generic, Protocol, TypeVar
 
 from bench.cluster import Cluster, ClusterUnavailableError
+from commopt.command_line import Parser, number, output_file
 
 UNUSABLE = 2
 
@@ -61,10 +61,10 @@ class Matrix(Generic[Run]):
 
     def main(self) -> int:
         """Run what the file lacks, then show all of it; return an exit status, that of the last entry that failed."""
-        parser = argparse.ArgumentParser(prog=f"python -m {self.program}", description=self.description)
-        parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="append JSON lines")
+        parser = Parser(prog=f"python -m {self.program}", description=self.description)
+        parser.add_argument("--json", type=output_file, required=True, metavar="FILE", help="append JSON lines")
         default = f"for each cluster (default {self.timeout_s:g})"
-        parser.add_argument("--timeout", type=float, default=self.timeout_s, metavar="S", help=default)
+        parser.add_argument("--timeout", type=number(), default=self.timeout_s, metavar="S", help=default)
         options, passed_on = parser.parse_known_args()
         failed = 0
         try:

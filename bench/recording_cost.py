@@ -6,10 +6,8 @@ from the cost: off against off should be 1.
 
 from __future__ import annotations
 
-import argparse
 import json
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -22,6 +20,7 @@ import commopt
 from bench.bucketing.models import SUBJECTS, Subject
 from bench.environment import run_of
 from bench.table import print_rows
+from commopt.command_line import Parser, output_file, whole
 from examples.train_gpt import progress_bar, start_process_group
 
 _NAMES = ("off", "off again", "on")
@@ -70,11 +69,11 @@ def measure(subject: Subject, batch: int, steps: int) -> dict[str, Any]:
 
 def main() -> None:
     """Measure; rank 0 reports."""
-    parser = argparse.ArgumentParser(prog="python -m bench.recording_cost", description=__doc__)
+    parser = Parser(prog="python -m bench.recording_cost", description=__doc__)
     parser.add_argument("--model", choices=SUBJECTS, default="many_small")
-    parser.add_argument("--batch", type=int, help="default: by model")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append one line")
+    parser.add_argument("--batch", type=whole(1), help="default: by model")
+    parser.add_argument("--steps", type=whole(1), default=200)
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="append one line")
     options = parser.parse_args()
     start_process_group()
     subject = SUBJECTS[options.model]

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
+from commopt.command_line import Parser
 from commopt.doctor import cli as doctor
 from commopt.probe import cli as probe
 from commopt.run import cli as run
 from commopt.simulate import cli as simulate
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose own errors do not look like the doctor's findings (argparse exits with 2)."""
-
-    def error(self, message: str) -> None:  # type: ignore[override]  # does not return either
-        """Print one line and leave."""
-        self.exit(doctor.BAD_INPUT, f"{self.prog}: {message} (see --help)\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -38,6 +38,8 @@ LAYERS = (
     "commopt.groups",
     "commopt.recording",
     "commopt.brief",
+    "commopt.command_line",
+    "commopt.document",
     "commopt.errors",
     "commopt.version",
     "topology.__main__",

@@ -16,6 +16,7 @@ from bench.bandwidth.settings import Settings, parse_settings
 from bench.bandwidth.table import Measurement, Row, footer, format_row, heading
 from bench.bandwidth.timing import Progress, time_calls
 from commopt import Communicator, ConfigurationError, MismatchError, UnsupportedTensorError
+from commopt.probe.cli import start
 
 _WRONG_RESULTS = 1
 _UNUSABLE = 2
@@ -110,7 +111,7 @@ def run(settings: Settings, device: torch.device) -> int:
     on every rank for settings that cannot work.
     """
     report.require_same_everywhere(settings)
-    report.require_writable(settings.json)
+    report.require_json(settings.json)
     bench = Bench(settings, device)
     print_first = print if bench.rank == 0 else _discard
     print_first(report.preamble(settings, bench.communicator.cluster, device), flush=True)
@@ -132,17 +133,7 @@ def initialize() -> torch.device:
     """Start the world that torchrun described, with NCCL if every rank can have a GPU of its own, else with gloo."""
     if "RANK" not in os.environ:
         raise ConfigurationError("no rank: start it with torchrun --nproc-per-node 2 -m bench.bandwidth ...")
-    local_rank = int(os.environ["LOCAL_RANK"])
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() and dist.is_nccl_available() else 0
-    store, rank, world_size = next(dist.rendezvous("env://"))
-    store.set(f"bandwidth/gpu/{rank}", str(local_rank < gpus))
-    everywhere = all(store.get(f"bandwidth/gpu/{other}") == b"True" for other in range(world_size))
-    if everywhere:
-        torch.cuda.set_device(local_rank)
-    device = torch.device("cuda", local_rank) if everywhere else torch.device("cpu")
-    backend = "cpu:gloo,cuda:nccl" if everywhere else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
-    return device
+    return start(os.environ)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -24,6 +24,7 @@ from bench.bandwidth.settings import Settings
 from bench.bandwidth.table import Row, average_busbw_gbps
 from bench.cluster import link_rate
 from commopt import ConfigurationError, MismatchError
+from commopt.command_line import require_writable
 from topology import Cluster
 
 
@@ -93,19 +94,19 @@ def require_same_everywhere(settings: Settings) -> None:
                 )
 
 
-def require_writable(path: Path | None) -> None:
+def require_json(path: Path | None) -> None:
     """Raise ConfigurationError on every rank if rank 0 cannot write to `path`: now, not after the measurements."""
     if path is None:
         return
     problem: list[str | None] = [None]
     if dist.get_rank() == 0:
         try:
-            path.open("a").close()
-        except OSError as error:
+            require_writable(path)
+        except ConfigurationError as error:
             problem = [str(error)]
     dist.broadcast_object_list(problem, src=0)
     if problem[0] is not None:
-        raise ConfigurationError(f"--json {path} cannot be written: {problem[0]}")
+        raise ConfigurationError(f"--json {problem[0]}")
 
 
 def document(settings: Settings, cluster: Cluster, device: torch.device, rows: Sequence[Row]) -> dict[str, Any]:

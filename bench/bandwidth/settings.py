@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from bench.bandwidth.collective import COLLECTIVES, Collective
 from bench.bandwidth.contenders import TORCH, find_aggregator, known_aggregators
 from commopt import ConfigurationError
 from commopt.collectives.communicator import Op
+from commopt.command_line import Parser, parse_nbytes, whole
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float": torch.float32,
@@ -27,8 +27,6 @@ DTYPES: Mapping[str, torch.dtype] = {
     "uint8": torch.uint8,
 }
 COMMOPT = "commopt"
-
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
 @dataclass(frozen=True)
@@ -60,14 +58,6 @@ class Settings:
         while nbytes <= self.max_nbytes:
             yield nbytes
             nbytes = nbytes * self.step_factor if self.step_factor > 1 else nbytes + self.step_nbytes
-
-
-def parse_nbytes(text: str) -> int:
-    """Return the bytes meant by `8`, `4K`, `1.5M` or `1G` (powers of 1024); raises ConfigurationError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", text.strip().upper())
-    if match is None:
-        raise ConfigurationError(f"{text!r} is no number of bytes; write 8, 4K, 32M or 1G")
-    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
@@ -131,7 +121,7 @@ def _require_contenders(settings: Settings) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="torchrun ... -m bench.bandwidth",
         description="Time a collective over all ranks and print nccl-tests' table.",
         epilog="Exit status: 0, 1 when a result was wrong, 2 for settings that cannot work.",
@@ -139,10 +129,17 @@ def _parser() -> argparse.ArgumentParser:
     add: Any = parser.add_argument
     add("-b", dest="min_nbytes", default="32M", metavar="BYTES", help="smallest size: 8, 4K, 32M, 1G (default 32M)")
     add("-e", dest="max_nbytes", default="32M", metavar="BYTES", help="largest size (default 32M)")
-    add("-f", dest="step_factor", type=int, default=1, metavar="N", help="multiply sizes by N (default: add -i)")
+    add("-f", dest="step_factor", type=whole(1), default=1, metavar="N", help="multiply sizes by N (default: add -i)")
     add("-i", dest="step_nbytes", default="1M", metavar="BYTES", help="add this to each size (default 1M)")
-    add("-n", dest="iterations", type=int, default=20, metavar="N", help="timed iterations (default 20)")
-    add("-w", dest="warm_up_iterations", type=int, default=5, metavar="N", help="warm-up iterations (default 5)")
+    add("-n", dest="iterations", type=whole(1), default=20, metavar="N", help="timed iterations (default 20)")
+    add(
+        "-w",
+        dest="warm_up_iterations",
+        type=whole(0, 10**6),
+        default=5,
+        metavar="N",
+        help="warm-up iterations (default 5)",
+    )
     add("-c", dest="check", type=int, choices=(0, 1), default=1, help="check results before timing (default 1)")
     add("-d", dest="datatype", choices=DTYPES, default="float", help="element type (default float)")
     add("-o", dest="op", choices=("sum", "avg"), default="sum", help="reduction (default sum)")
@@ -153,6 +150,11 @@ def _parser() -> argparse.ArgumentParser:
         help=f"what to time it with: {TORCH} (the backend's own collective) or, for all_reduce, one of "
         f"{', '.join(sorted(known_aggregators()))} (default hierarchical); {COMMOPT} for other collectives",
     )
-    add("--ranks-per-node", type=int, metavar="L", help="declare blocks of L ranks to be nodes (default: ask hosts)")
+    add(
+        "--ranks-per-node",
+        type=whole(1),
+        metavar="L",
+        help="declare blocks of L ranks to be nodes (default: ask hosts)",
+    )
     add("--json", type=Path, metavar="FILE", help="also write environment and results to FILE")
     return parser

@@ -21,19 +21,22 @@ from bench.bucketing.contest import DEFAULT, NOTHING, Contender, Standing, names
 from bench.bucketing.models import SUBJECTS
 from bench.environment import run_of
 from bench.table import print_rows
+from commopt.command_line import Parser, output_file, whole
 from examples.train_gpt import progress_bar, start_process_group
 
 
 def parse_options() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(prog="python -m bench.bucketing", description=__doc__.splitlines()[0])
+    parser = Parser(prog="python -m bench.bucketing", description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=SUBJECTS, default="transformer")
-    parser.add_argument("--batch", type=int, help="sets how long backward takes (default: by model)")
+    parser.add_argument("--batch", type=whole(1), help="sets how long backward takes (default: by model)")
     parser.add_argument("--presets", type=lambda text: text.split(","), default=["flat"], metavar="NAME[,NAME...]")
-    parser.add_argument("--warm-up", type=int, default=30, metavar="STEPS", help="to let plans settle (default 30)")
-    parser.add_argument("--turns", type=int, default=5, help="of every contender (default 5)")
-    parser.add_argument("--steps", type=int, default=8, help="in every turn (default 8)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append one line")
+    parser.add_argument(
+        "--warm-up", type=whole(0), default=30, metavar="STEPS", help="to let plans settle (default 30)"
+    )
+    parser.add_argument("--turns", type=whole(1), default=5, help="of every contender (default 5)")
+    parser.add_argument("--steps", type=whole(1), default=8, help="in every turn (default 8)")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="append one line")
     parser.add_argument(
         "--plot",
         type=Path,

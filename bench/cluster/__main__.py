@@ -7,23 +7,23 @@ import json
 import signal
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from bench.cluster.launch import Cluster, Result
 from bench.cluster.network import ClusterUnavailableError
+from commopt.command_line import Parser, output_file, whole
 
 _UNUSABLE = 2
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m bench.cluster",
         description="Run a script under torchrun on emulated nodes joined by a slow network (needs root).",
         epilog="The exit status is that of the rank that failed first.",
     )
-    parser.add_argument("--nodes", type=int, default=2, help="number of nodes (default 2)")
+    parser.add_argument("--nodes", type=whole(1), default=2, help="number of nodes (default 2)")
     parser.add_argument(
         "--ranks-per-node",
         default="2",
@@ -37,7 +37,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--burst", default="auto", help="bytes a node may send at once: 64kib (default: 2 ms of the rate)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was run and each node's traffic to FILE")
+    parser.add_argument(
+        "--json", type=output_file, metavar="FILE", help="write what was run and each node's traffic to FILE"
+    )
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as in `python -m`")
     parser.add_argument("script", metavar="SCRIPT")
     parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER)

@@ -7,7 +7,6 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from bench.compressors.report import Failure, print_table, write
 from bench.compressors.torch_hooks import empty_all_reduce_us, world_of_one
 from bench.environment import machine
 from commopt import ConfigurationError
+from commopt.command_line import Parser, number, output_file, whole
 from commopt.kernels.loader import loader_for
 
 _IN_A_CALLBACK = "Got the following error when running the callback: "  # torch's, once for each that it goes through
@@ -30,16 +30,16 @@ _MODELS = ("resnet50", "bert-large", "gpt2-medium")
 
 def parse_options() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.compressors", description=(bench.compressors.__doc__ or "").splitlines()[0]
-    )
+    parser = Parser(prog="python -m bench.compressors", description=(bench.compressors.__doc__ or "").splitlines()[0])
     models, names = ",".join(_MODELS), ",".join(CONTENDERS)
     parser.add_argument("--models", default=models, metavar="NAMES", help=f"of commopt.simulate (default {models})")
     parser.add_argument("--strategies", default=names, metavar="NAMES", help=f"presets and torch's hooks: {names}")
-    parser.add_argument("--steps", type=int, default=10, help="that count (default 10)")
-    parser.add_argument("--seconds", type=float, default=4.0, help="for one strategy on one model (default 4)")
+    parser.add_argument("--steps", type=whole(1), default=10, help="that count (default 10)")
+    parser.add_argument("--seconds", type=number(), default=4.0, help="for one strategy on one model (default 4)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write JSON lines: the environment, then steps")
+    parser.add_argument(
+        "--json", type=output_file, metavar="FILE", help="write JSON lines: the environment, then steps"
+    )
     options = parser.parse_args()
     if options.steps < 1:
         parser.error(f"--steps {options.steps}: one at least has to count")

@@ -11,6 +11,7 @@ from pathlib import Path
 import bench.convergence
 from bench.convergence import plan, tables
 from bench.document import around
+from commopt.command_line import Parser, output_file, whole
 
 
 def parse_options() -> argparse.Namespace:
@@ -19,9 +20,7 @@ def parse_options() -> argparse.Namespace:
     Beside the options themselves: tasks, contenders and seeds, as plan.cases takes them; settings, of all tasks; the
     command; and link_json, where the times on the slow network go.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.convergence", description=(bench.convergence.__doc__ or "").splitlines()[0]
-    )
+    parser = Parser(prog="python -m bench.convergence", description=(bench.convergence.__doc__ or "").splitlines()[0])
     parser.add_argument(
         "--json",
         type=Path,
@@ -29,13 +28,13 @@ def parse_options() -> argparse.Namespace:
         metavar="FILE",
         help="JSON lines, written after every training; what is in it already is not done again (default %(default)s)",
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a picture (PNG, SVG, PDF)")
+    parser.add_argument("--plot", type=output_file, metavar="FILE", help="draw a picture (PNG, SVG, PDF)")
     parser.add_argument("--document", type=Path, metavar="FILE", help="replace the tables in this Markdown file")
     parser.add_argument(
         "--only", action="append", default=[], metavar="TEXT", help="strategies with TEXT in their names, and stock DDP"
     )
     parser.add_argument("--task", choices=[task.name for task in plan.TASKS], help="one task only")
-    parser.add_argument("--seeds", type=int, default=len(plan.SEEDS), help="seeds 0, 1, ... (default %(default)s)")
+    parser.add_argument("--seeds", type=whole(1), default=len(plan.SEEDS), help="seeds 0, 1, ... (default %(default)s)")
     parser.add_argument("--quick", action="store_true", help="a few steps of everything with one seed: does it run?")
     parser.add_argument("--no-link", action="store_true", help="do not time steps on emulated nodes")
     parser.add_argument("--report", action="store_true", help="train and time nothing: report what the file has")

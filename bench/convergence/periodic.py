@@ -8,7 +8,6 @@ parameters are averaged once more before they are judged.
 
 # No `from __future__ import annotations`: DDP compares a hook's annotations with the types themselves.
 
-import argparse
 import shlex
 import sys
 import time
@@ -27,6 +26,7 @@ from bench.document import table, write_between
 from bench.environment import machine
 from bench.ranks import gather, slowest_rank_ms
 from commopt import Hierarchical, PeriodicAverage
+from commopt.command_line import Parser, output_file, whole
 from examples.train_gpt import progress_bar, start_process_group
 
 PERIODS = (2, 4, 8, 16)
@@ -104,10 +104,10 @@ def fill_in(document: Path, runs: Sequence[Run]) -> None:
 
 def main() -> None:
     """Do the trainings that the file lacks; rank 0 writes and reports."""
-    parser = argparse.ArgumentParser(prog="bench.convergence.periodic", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, default=Path("build/convergence/periodic.json"), metavar="FILE")
+    parser = Parser(prog="bench.convergence.periodic", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=output_file, default=Path("build/convergence/periodic.json"), metavar="FILE")
     parser.add_argument("--document", type=Path, metavar="FILE", help="replace the table in this Markdown file")
-    parser.add_argument("--seeds", type=int, default=1, help="seeds 0, 1, ... (default 1)")
+    parser.add_argument("--seeds", type=whole(1), default=1, help="seeds 0, 1, ... (default 1)")
     parser.add_argument("--optimizers", nargs="+", choices=plan.OPTIMIZERS, default=["sgd"])
     parser.add_argument("--quick", action="store_true", help="a few steps of everything: does it run?")
     options = parser.parse_args()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 
+from commopt.command_line import Parser
 from examples import train_digits, train_gpt
 
 RANKS_PER_NODE = (2, 2)
@@ -94,7 +94,7 @@ class Task:
 
     def start(self, optimizer: str, momentum: float, seed: int, device: torch.device) -> Training:
         """Return the example's fresh model and data. Collective."""
-        parser = argparse.ArgumentParser()
+        parser = Parser()
         self.example.add_model_options(parser)
         chosen = {"optimizer": optimizer, "momentum": momentum, "seed": seed, self._decay: self.steps}
         chosen["learning-rate"] = dict(self.learning_rates)[optimizer]

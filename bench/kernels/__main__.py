@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 
@@ -18,6 +16,7 @@ from bench.kernels.cases import PEERS, families
 from bench.kernels.family import Setting
 from bench.kernels.measure import DeviceCopy, described, measure
 from bench.kernels.report import Missing, Record, ResultFile, print_table
+from commopt.command_line import Parser, output_file, whole
 from commopt.kernels.loader import loader_for
 from commopt.simulate.models import gpt2, resnet50
 
@@ -42,15 +41,15 @@ def records(setting: Setting, only: set[str], repeats: int, clock: Clock) -> Ite
 def main() -> None:
     """Measure every kernel, print and write the figures; exits with 1 when something failed."""
     names = sorted({name for family in families(()) for name in family.names})
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.kernels", description=(bench.kernels.__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--numel", type=int, default=25_000_000, help="elements of the gradient")
-    parser.add_argument("--peers", type=int, default=PEERS, help="ranks whose rows an owner adds up")
-    parser.add_argument("--repeats", type=int, help=f"by default {_GPU_REPEATS} on a GPU, {_CPU_REPEATS} on a CPU")
+    parser = Parser(prog="python -m bench.kernels", description=(bench.kernels.__doc__ or "").splitlines()[0])
+    parser.add_argument("--numel", type=whole(1), default=25_000_000, help="elements of the gradient")
+    parser.add_argument("--peers", type=whole(1), default=PEERS, help="ranks whose rows an owner adds up")
+    parser.add_argument("--repeats", type=whole(1), help=f"by default {_GPU_REPEATS} on a GPU, {_CPU_REPEATS} on a CPU")
     parser.add_argument("--only", metavar="KERNEL,...", help=f"some of: {', '.join(names)}")
-    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="of the CPU")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write JSON lines: the environment, then kernels")
+    parser.add_argument("--threads", type=whole(1), default=min(2, os.cpu_count() or 1), help="of the CPU")
+    parser.add_argument(
+        "--json", type=output_file, metavar="FILE", help="write JSON lines: the environment, then kernels"
+    )
     options = parser.parse_args()
     only = set(names if options.only is None else options.only.split(","))
     if unknown := only.difference(names):

@@ -6,7 +6,6 @@ through Triton. They take turns of a few hundred, each into an empty queue, so t
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import sys
@@ -14,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import TypeAlias
 
 import torch
@@ -24,6 +22,7 @@ from bench.environment import machine
 from bench.kernels.measure import described
 from bench.table import print_rows
 from bench.turns import take_turns
+from commopt.command_line import Parser, output_file
 from commopt.kernels.loader import Arguments, Loader, Native, Nvrtc
 
 Launch: TypeAlias = Callable[[], object]
@@ -122,8 +121,10 @@ def print_table(costs: Sequence[Cost], absent: Mapping[str, str]) -> None:
 
 def main() -> None:
     """Measure, print and write the figures; exits with 2 where there is no GPU."""
-    parser = argparse.ArgumentParser(prog="python -m bench.kernels.launches", description=__doc__)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write JSON lines: the environment, then launchers")
+    parser = Parser(prog="python -m bench.kernels.launches", description=__doc__)
+    parser.add_argument(
+        "--json", type=output_file, metavar="FILE", help="write JSON lines: the environment, then launchers"
+    )
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("There is nothing to measure: torch sees no CUDA device.", file=sys.stderr)

@@ -13,6 +13,7 @@ from bench.models.resnet import ResNet50
 from bench.models.trainable import Trainable
 from bench.models.vgg import VGG11
 from bench.models.vit import ViT
+from commopt.command_line import whole
 from examples.train_gpt import Training, add_model_options
 
 MODELS: dict[str, Callable[[argparse.Namespace, torch.device], Trainable]] = {
@@ -26,7 +27,7 @@ MODELS: dict[str, Callable[[argparse.Namespace, torch.device], Trainable]] = {
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add what chooses a model, and what the models read from their options."""
     parser.add_argument("--model", choices=MODELS, default="gpt", help="what to train (default gpt)")
-    parser.add_argument("--pixels", type=int, default=32, help="images are so high and wide (default 32)")
+    parser.add_argument("--pixels", type=whole(1), default=32, help="images are so high and wide (default 32)")
     add_model_options(parser)
 
 

@@ -6,7 +6,6 @@ import argparse
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -17,23 +16,24 @@ from bench.overlap import report
 from bench.overlap.steps import STEP, Steps, start_process_group
 from bench.overlap.trace import Overlap, overlap_of
 from bench.ranks import gather
+from commopt.command_line import Parser, output_file, whole
 from examples.train_gpt import strategy_name
 
 
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     """Return the options of the command line, or of `arguments`."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.overlap", description=(bench.overlap.__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--ranks", type=int, default=2, help="to start, unless torchrun has (default 2)")
+    parser = Parser(prog="python -m bench.overlap", description=(bench.overlap.__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", type=whole(1), default=2, help="to start, unless torchrun has (default 2)")
     parser.add_argument("--strategy", type=strategy_name, default="hierarchical_quantized:bits=4")
-    parser.add_argument("--steps", type=int, default=3, help="to look at (default 3)")
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--width", type=int, default=768)
-    parser.add_argument("--context", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write JSON lines: the environment, then every rank")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="write rank 0's trace, compressed (.json.gz)")
+    parser.add_argument("--steps", type=whole(1), default=3, help="to look at (default 3)")
+    parser.add_argument("--layers", type=whole(1), default=6)
+    parser.add_argument("--width", type=whole(1), default=768)
+    parser.add_argument("--context", type=whole(1), default=128)
+    parser.add_argument("--batch", type=whole(1), default=16)
+    parser.add_argument(
+        "--json", type=output_file, metavar="FILE", help="write JSON lines: the environment, then every rank"
+    )
+    parser.add_argument("--trace", type=output_file, metavar="FILE", help="write rank 0's trace, compressed (.json.gz)")
     return parser.parse_args(arguments)
 
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 from importlib.util import find_spec
 from pathlib import Path
 
 import bench.plot
 from commopt import ConfigurationError
+from commopt.command_line import Parser
 
 _RESULTS, _IMAGES = Path("bench/results"), Path("docs/images")
 
 
 def main() -> None:
     """Draw one picture, or all."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.plot", description=(bench.plot.__doc__ or "").splitlines()[0]
-    )
+    parser = Parser(prog="python -m bench.plot", description=(bench.plot.__doc__ or "").splitlines()[0])
     parser.add_argument("json", type=Path, nargs="*", help=f"what to draw (default: everything in {_RESULTS})")
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help=f"PNG, SVG or PDF (default: into {_IMAGES}, by name)"

@@ -29,6 +29,7 @@ from bench.prediction.profile import Profile
 from bench.prediction.record import Configuration, Environment
 from bench.prediction.sharing import Processors
 from bench.prediction.wanted import wanted
+from commopt.command_line import Parser, number, output_file
 from commopt.groups import TeamShape, join
 from commopt.probe.surveyor import link_text, work_text
 from examples.train_gpt import progress_bar, start_process_group
@@ -40,16 +41,16 @@ _TEXTS = "NAME[:OPTION=VALUE][,NAME...]"
 
 def parse_options() -> argparse.Namespace:
     """Read the command line; a wrong one ends here, before anything is started."""
-    parser = argparse.ArgumentParser(prog="python -m bench.prediction", description=(__doc__ or "").splitlines()[0])
+    parser = Parser(prog="python -m bench.prediction", description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "--models", type=_texts, default=list(MODELS), metavar=_TEXTS, help=f"of {', '.join(MODELS)} (default: all)"
     )
     parser.add_argument(
         "--strategies", type=_texts, default=list(STRATEGIES), metavar=_TEXTS, help=f"default: {','.join(STRATEGIES)}"
     )
-    parser.add_argument("--probe-seconds", type=float, default=60.0, help="for the links (default 60)")
-    parser.add_argument("--seconds", type=float, default=8.0, help="of timed steps for each strategy (default 8)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append JSON lines")
+    parser.add_argument("--probe-seconds", type=number(), default=60.0, help="for the links (default 60)")
+    parser.add_argument("--seconds", type=number(), default=8.0, help="of timed steps for each strategy (default 8)")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="append JSON lines")
     parser.add_argument(
         "--summary", type=Path, nargs="+", metavar="FILE", help="show what files hold and measure nothing"
     )

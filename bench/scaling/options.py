@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import re
-from pathlib import Path
 
 import bench.scaling
 from bench.models import add_options
 from bench.training.contenders import require_known
 from bench.training.options import add_plan, add_strategies
+from commopt.command_line import Parser, number, output_file, whole
 
 WEAK, STRONG = "weak", "strong"
 MODES = (WEAK, STRONG)
@@ -37,25 +37,23 @@ def parse_modes(text: str) -> list[str]:
 
 def parser() -> argparse.ArgumentParser:
     """Return what the launcher and its workers have in common."""
-    options = argparse.ArgumentParser(
-        prog="python -m bench.scaling", description=(bench.scaling.__doc__ or "").splitlines()[0]
-    )
+    options = Parser(prog="python -m bench.scaling", description=(bench.scaling.__doc__ or "").splitlines()[0])
     add = options.add_argument
     add("--worlds", type=parse_worlds, default=parse_worlds(_DEFAULT_WORLDS), metavar="NODESxRANKS[,...]")
     add("--modes", type=parse_modes, default=list(MODES), metavar="MODE[,MODE]", help=f"{' and '.join(MODES)} scaling")
-    add("--global-batch", type=int, help="of the world, strong scaling (default: --batch times the most ranks)")
+    add("--global-batch", type=whole(1), help="of the world, strong scaling (default: --batch times the most ranks)")
     add("--rate", default="200mbit", help="of each emulated node's link (default 200mbit)")
     add("--delay", default="0ms", help="one-way delay of the network (default 0ms)")
-    add("--turns", type=int, default=3, help="of every strategy (default 3)")
-    add("--steps", type=int, default=4, help="in every turn (default 4)")
+    add("--turns", type=whole(1), default=3, help="of every strategy (default 3)")
+    add("--steps", type=whole(1), default=4, help="in every turn (default 4)")
     add(
         "--predict",
-        type=float,
+        type=number(),
         default=0.0,
         metavar="SECONDS",
         help="probe for so long, then simulate the steps",
     )
-    add("--json", type=Path, metavar="FILE", help="write JSON lines: the environment, then a line per point")
+    add("--json", type=output_file, metavar="FILE", help="write JSON lines: the environment, then a line per point")
     add_strategies(options, DEFAULT_STRATEGIES)
     add_plan(options)
     add_options(options)

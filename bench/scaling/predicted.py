@@ -7,7 +7,6 @@ than 0.8 for ResNet-50 at thousands of GPUs, the slowest network that reaches it
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import commopt
 from bench.table import print_rows
+from commopt.command_line import Parser, output_file
 from commopt.simulate import (
     Cluster,
     Network,
@@ -130,10 +130,10 @@ def floors(given: Assumptions, nodes: int) -> Iterator[Floor]:
 
 def main() -> None:
     """Predict, print and write."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.scaling.predicted", description=(__doc__ or "").splitlines()[0]
+    parser = Parser(prog="python -m bench.scaling.predicted", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--json", type=output_file, metavar="FILE", help="write JSON lines: the assumptions, then predictions"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write JSON lines: the assumptions, then predictions")
     options = parser.parse_args()
     told = "python -m bench.scaling.predicted" + (f" --json {options.json}" if options.json else "")
     given = Assumptions(told, commopt.__version__)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 from importlib.util import find_spec
-from pathlib import Path
 
 import bench.training
 from bench.models import add_options
 from bench.training.contenders import KNOWN, require_known, split_strategies
+from commopt.command_line import Parser, number, output_file, whole
 
 DEFAULT_STRATEGIES = (
     "ddp",
@@ -45,17 +45,17 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 
 def parse_options() -> argparse.Namespace:
     """Read the command line; a wrong one ends here, before anything is started."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.training", description=(bench.training.__doc__ or "").splitlines()[0]
-    )
+    parser = Parser(prog="python -m bench.training", description=(bench.training.__doc__ or "").splitlines()[0])
     add_strategies(parser, DEFAULT_STRATEGIES)
-    parser.add_argument("--seconds", type=float, default=25.0, help="for each strategy (default 25)")
-    parser.add_argument("--look-every", type=float, default=5.0, metavar="S", help="evaluate so often (default 5 s)")
-    parser.add_argument("--target-loss", type=float, metavar="X", help="report the seconds to this held-out loss")
+    parser.add_argument("--seconds", type=number(), default=25.0, help="for each strategy (default 25)")
+    parser.add_argument("--look-every", type=number(), default=5.0, metavar="S", help="evaluate so often (default 5 s)")
+    parser.add_argument("--target-loss", type=number(), metavar="X", help="report the seconds to this held-out loss")
     add_plan(parser)
-    parser.add_argument("--noop-steps", type=int, default=30, help="steps without communication (default 30)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write JSON lines: the environment, then strategies")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a picture (PNG, SVG, PDF)")
+    parser.add_argument("--noop-steps", type=whole(0), default=30, help="steps without communication (default 30)")
+    parser.add_argument(
+        "--json", type=output_file, metavar="FILE", help="write JSON lines: the environment, then strategies"
+    )
+    parser.add_argument("--plot", type=output_file, metavar="FILE", help="draw a picture (PNG, SVG, PDF)")
     add_options(parser)
     options = parser.parse_args()
     try:

@@ -23,13 +23,14 @@ from bench.prediction.models import MODELS, subject
 from bench.tuning import record, summary
 from bench.tuning.candidates import FAMILIES, candidates
 from bench.tuning.comparison import compare
+from commopt.command_line import Parser, number, output_file, whole
 from commopt.groups import join
 from examples.train_gpt import progress_bar, start_process_group
 
 
 def parse_options() -> argparse.Namespace:
     """Read the command line; a wrong one ends here, before anything is started."""
-    parser = argparse.ArgumentParser(prog="python -m bench.tuning", description=(__doc__ or "").splitlines()[0])
+    parser = Parser(prog="python -m bench.tuning", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="gpt", metavar="NAME[:OPTION=VALUE]", help=f"of {', '.join(MODELS)}")
     parser.add_argument(
         "--allow",
@@ -44,9 +45,9 @@ def parse_options() -> argparse.Namespace:
         metavar="NAME[:OPTION=VALUE][,NAME...]",
         help="the only presets to try (default: all of the families, at every strength within the tuner's limit)",
     )
-    parser.add_argument("--seconds", type=float, default=2.0, help="of timed steps for each candidate (default 2)")
-    parser.add_argument("--most-steps", type=int, default=60, help="for the tuner (default 60)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append JSON lines")
+    parser.add_argument("--seconds", type=number(), default=2.0, help="of timed steps for each candidate (default 2)")
+    parser.add_argument("--most-steps", type=whole(1), default=60, help="for the tuner (default 60)")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="append JSON lines")
     parser.add_argument("--summary", type=Path, nargs="+", metavar="FILE", help="measure nothing, show what is there")
     options = parser.parse_args()
     try:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from commopt.cost import Links
+from commopt.document import read_text
 from commopt.errors import ConfigurationError
 from commopt.groups import Membership
 from commopt.plan import Plan, Tuned
@@ -68,10 +69,9 @@ def _read_plan(plan: Any) -> Plan | str:
     if not isinstance(plan, (str, Path)):
         raise ConfigurationError(f"plan is a {type(plan).__name__}; use {_choices()}")
     try:
-        text = Path(plan).read_text()
-    except OSError as error:
-        raise ConfigurationError(f"plan {str(plan)!r} cannot be read ({error}); use {_choices()}") from None
-    return Plan.from_json(text)
+        return Plan.from_json(read_text(plan))
+    except ConfigurationError as error:
+        raise ConfigurationError(f"plan {str(plan)!r}: {error}; use {_choices()}") from None
 
 
 def _read_links(links: Any) -> Links | None:

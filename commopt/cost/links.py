@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from commopt.cost.curve import Curve, Point, Segment
 from commopt.cost.formulas import PRIMITIVES, ring
+from commopt.document import parse, read_text
 from commopt.errors import ConfigurationError
 
 FORMAT = 1
@@ -101,12 +102,7 @@ class Links:
     @classmethod
     def load(cls, path: str | Path) -> Links:
         """Read what `save` wrote. Raises ConfigurationError, naming what is wrong, for anything else."""
-        try:
-            content = json.loads(Path(path).read_text())
-        except OSError as error:
-            raise ConfigurationError(f"{path} cannot be read: {error.strerror}") from None
-        except ValueError as error:
-            raise ConfigurationError(f"{path} is not a JSON file: {error}") from None
+        content = parse(read_text(path), str(path))
         try:
             return _from_json(content)
         except ConfigurationError as error:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from commopt.command_line import BAD_INPUT
 from commopt.doctor.checks.diagnosis import diagnose
 from commopt.doctor.finding import Finding, exit_status
 from commopt.doctor.log.findings import examine
@@ -20,12 +21,11 @@ from commopt.doctor.report import as_json, show
 from commopt.errors import ConfigurationError, MismatchError
 from topology.host import read_host_identity
 
-BAD_INPUT = 64
 WATCH_S = 1.0
 """Between two readings of error counters."""
 
 CLOSING = f"What NCCL really does: run the job with {HOW}, then: python -m commopt doctor --log FILE"
-EPILOG = f"""exit status: 0 nothing wrong, 1 warnings, 2 errors, {BAD_INPUT} unusable input (one line on stderr).
+EPILOG = f"""exit status: 0 nothing wrong, 1 warnings, 3 errors, {BAD_INPUT} bad input (one line on stderr).
 The environment is always this process's; NVML and versions are asked on the live machine only.
 Under torchrun every rank examines its machine; rank 0 compares and prints, and it alone has a status other than 0."""
 

@@ -96,6 +96,6 @@ def merge(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def exit_status(findings: Iterable[Finding]) -> int:
-    """Return 2 when there is an error, 1 when there is a warning, else 0."""
+    """Return 3 when there is an error, 1 when there is a warning, else 0."""
     worst = min((finding.severity.rank for finding in findings), default=Severity.OK.rank)
-    return max(0, 2 - worst)
+    return {Severity.ERROR.rank: 3, Severity.WARNING.rank: 1}.get(worst, 0)

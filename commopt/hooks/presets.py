@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ast import literal_eval
 from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 
 from commopt.aggregate import Aggregator, Auto, Compressed, Flat, Hierarchical, PowerSGD
+from commopt.command_line import option_value
 from commopt.compress import DGC, Cast, OneBit, Quantize
 from commopt.errors import ConfigurationError
 from commopt.feedback import Feedback
@@ -38,15 +38,8 @@ def build_preset(text: str, **options: Any) -> Aggregator:
         option, equals, value = setting.partition("=")
         if not equals:
             raise ConfigurationError(f"{setting!r} in {text!r} is no option=value, for example {name}:block=256")
-        options[option] = _value(value)
+        options[option] = option_value(value)
     return PRESETS[name].build(**options)
-
-
-def _value(text: str) -> Any:
-    try:
-        return literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
 
 
 @preset

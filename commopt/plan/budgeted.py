@@ -25,9 +25,9 @@ from math import isnan
 
 import numpy as np
 
+from commopt.document import require_time, require_whole
 from commopt.errors import ConfigurationError
 from commopt.plan.cheapest import Cheapest
-from commopt.plan.document import require_time, require_whole
 from commopt.plan.plan import Plan, Unit
 from commopt.plan.planner import Programme
 from commopt.plan.prices import Costs, Floats, Whole

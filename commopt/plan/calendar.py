@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, replace
 
+from commopt.document import field, load, require_text, require_whole
 from commopt.errors import ConfigurationError
-from commopt.plan.document import field, load, require_text, require_whole
 from commopt.plan.plan import Plan, Prediction
 from commopt.plan.tuned import Tuned
 

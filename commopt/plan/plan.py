@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from hashlib import sha256
 from typing import Any
 
+from commopt.document import field, load, require_text, require_time, require_whole
 from commopt.errors import ConfigurationError
-from commopt.plan.document import field, load, require_text, require_time, require_whole
 
 _FORMAT = 1
 

@@ -27,9 +27,9 @@ from functools import cached_property
 
 import numpy as np
 
+from commopt.document import require_time, require_whole
 from commopt.errors import ConfigurationError
 from commopt.plan.cheapest import Cheapest
-from commopt.plan.document import require_time, require_whole
 from commopt.plan.plan import Bucket, Plan, Unit
 from commopt.plan.prices import Costs, Floats, Whole
 from commopt.plan.schedule import simulate

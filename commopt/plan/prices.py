@@ -9,8 +9,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from commopt.document import require_text, require_time, require_whole
 from commopt.errors import ConfigurationError
-from commopt.plan.document import require_text, require_time, require_whole
 
 Key = tuple[str, int]  # strategy, chunks
 Floats = NDArray[np.float64]

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from commopt.document import field, load, read_text, require_text, require_time, require_whole
 from commopt.errors import ConfigurationError
-from commopt.plan.document import field, load, require_text, require_time, require_whole
 from commopt.plan.plan import Plan
 
 _FORMAT = 1
@@ -117,12 +117,7 @@ class Tuned:
     @classmethod
     def load(cls, path: str | Path) -> Tuned:
         """Read what `save` wrote. Raises ConfigurationError, naming what is wrong, for anything else."""
-        try:
-            text = Path(path).read_text()
-        except OSError as error:
-            raise ConfigurationError(
-                f"{path} cannot be read: {error.strerror}; pass a file that save() wrote"
-            ) from None
+        text = read_text(path)
         try:
             return cls.from_json(text)
         except ConfigurationError as error:

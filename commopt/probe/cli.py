@@ -11,23 +11,23 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from commopt.command_line import BAD_INPUT, number, parse_nbytes, require_writable
 from commopt.errors import CommoptError, ConfigurationError, MismatchError
 from commopt.groups import join
 from commopt.probe import picture, report
 from commopt.probe.header import command_line
 from commopt.probe.linerate import Network, line_rate_gbps
-from commopt.probe.settings import PARTS, Settings, parse_nbytes
+from commopt.probe.settings import PARTS, Settings
 from commopt.probe.surveyor import survey
 from commopt.timeline.drawable import require_drawable
 
-BAD_INPUT = 64
 _FAILED = 1
 
 ALONE = (
     "commopt probe: one rank has nobody to send to, so only compression is measured; for the links start every rank: "
     "torchrun --nproc-per-node 2 -m commopt probe -o links.json"
 )
-EPILOG = f"""exit status: 0, {_FAILED} when a rank failed meanwhile, {BAD_INPUT} unusable input (one line on stderr).
+EPILOG = f"""exit status: 0, {_FAILED} when a rank failed meanwhile, {BAD_INPUT} bad input (one line on stderr).
 Sizes are bytes of a message, with K, M or G for powers of 1024. NCCL is used when every rank has a GPU, else gloo."""
 
 
@@ -43,11 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     # The names of nccl-tests; torchrun would take --min and --max for its own.
     add("-b", "--min-bytes", dest="min_nbytes", default="1K", metavar="SIZE", help="smallest message (default 1K)")
     add("-e", "--max-bytes", dest="max_nbytes", default="256M", metavar="SIZE", help="largest message (default 256M)")
-    add("-f", "--factor", type=float, default=default.factor, help="from one size to the next (default 2)")
+    add("-f", "--factor", type=number(1.0, 64.0), default=default.factor, help="from one size to the next (default 2)")
     add(
         "--budget",
         dest="budget_s",
-        type=float,
+        type=number(),
         default=default.budget_s,
         metavar="SECONDS",
         help=f"time for everything; slow links get no longer messages than it allows (default {default.budget_s:g})",
@@ -82,20 +82,28 @@ def run(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) ->
     return 0
 
 
-def start(environ: Mapping[str, str]) -> None:
-    """Start the world that torchrun described, with NCCL if every rank can have a GPU of its own, else with gloo."""
+def start(environ: Mapping[str, str]) -> torch.device:
+    """Start the world that torchrun described, with NCCL if every rank can have a GPU of its own, else with gloo.
+
+    Returns the device to measure. Raises MismatchError when the ranks do not meet, or the environment is incomplete.
+    """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() and dist.is_nccl_available() else 0
+    try:
+        local_rank = int(environ.get("LOCAL_RANK", environ.get("SLURM_LOCALID", "0" if gpus < 2 else "")))
+    except ValueError:
+        raise MismatchError("LOCAL_RANK is not a whole number, or not set; start every rank with torchrun") from None
     try:
         store, rank, world_size = next(dist.rendezvous("env://"))
-        local_rank = int(environ.get("LOCAL_RANK", "0"))
-        gpus = torch.cuda.device_count() if torch.cuda.is_available() and dist.is_nccl_available() else 0
         store.set(f"commopt/probe/gpu/{rank}", str(local_rank < gpus))
         everywhere = all(store.get(f"commopt/probe/gpu/{other}") == b"True" for other in range(world_size))
         if everywhere:
             torch.cuda.set_device(local_rank)
         backend = "cpu:gloo,cuda:nccl" if everywhere else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
-    except (RuntimeError, ValueError) as error:
-        raise MismatchError(f"the ranks did not meet: {str(error).splitlines()[0]}") from error
+    except (RuntimeError, ValueError, OverflowError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise MismatchError(f"the ranks did not meet: {reason}; start every rank with torchrun") from error
+    return torch.device("cuda", local_rank) if everywhere else torch.device("cpu")
 
 
 def _run(options: argparse.Namespace, settings: Settings, environ: Mapping[str, str]) -> None:
@@ -122,22 +130,10 @@ def _require_usable(output: Path | None, plot: Path | None) -> None:
                 require_drawable(plot)
             for path in (output, plot):
                 if path is not None:
-                    _require_writable(path)
+                    require_writable(path)
         except ConfigurationError as error:
             problem = [str(error)]
     if dist.is_initialized():
         dist.broadcast_object_list(problem, src=0)
     if problem[0] is not None:
         raise ConfigurationError(problem[0])
-
-
-def _require_writable(path: Path) -> None:
-    try:
-        existed = path.exists()
-        path.open("a").close()
-        if not existed:
-            path.unlink()
-    except OSError as error:
-        raise ConfigurationError(
-            f"{path} cannot be written: {error.strerror}; pass a file in a folder that exists"
-        ) from None

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from commopt.errors import ConfigurationError
 
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 PARTS = ("intra", "inter", "world", "work")
 
 _LEAST_NBYTES = 64
@@ -62,14 +60,6 @@ class Settings:
             found.append(round(exact))
             exact *= self.factor
         return tuple(found)
-
-
-def parse_nbytes(text: str) -> int:
-    """Return the bytes meant by `1024`, `4K`, `1.5M` or `1G` (powers of 1024); raises ConfigurationError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)(?:I?B)?", text.strip().upper())
-    if match is None:
-        raise ConfigurationError(f"{text!r} is no number of bytes; write 1024, 4K, 32M or 1G")
-    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def nbytes_text(nbytes: float) -> str:

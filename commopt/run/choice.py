@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ast import literal_eval
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from commopt.bucketing import Wish
+from commopt.command_line import option_value
 from commopt.errors import ConfigurationError
 from commopt.hooks import build_preset
 
@@ -43,7 +43,7 @@ class Choice:
             name, equals, text = setting.partition("=")
             if not equals or not name:
                 raise ConfigurationError(f"--option {setting!r} is no OPTION=VALUE, for example --option plan=ddp")
-            options[name] = _value(text)
+            options[name] = option_value(text)
         for name in SCRIPT_OPTIONS:
             if name in options:
                 raise ConfigurationError(
@@ -56,13 +56,6 @@ class Choice:
         given = options.get
         Wish.read(given("plan", "ddp"), given("links"), given("needed_first", False), given("tuned"))
         return cls(strategy, options)
-
-
-def _value(text: str) -> Any:
-    try:
-        return literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
 
 
 def _require_type(name: str, value: object, types: tuple[type, ...]) -> None:

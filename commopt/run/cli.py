@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from commopt.command_line import BAD_INPUT
 from commopt.errors import ConfigurationError
 from commopt.run import report
 from commopt.run.choice import Choice
@@ -12,13 +13,11 @@ from commopt.run.models import Models
 from commopt.run.patch import watching
 from commopt.run.script import Script
 
-BAD_INPUT = 64
-
 USAGE = (
     "torchrun ... -m commopt run --strategy NAME[:OPTION=VALUE...] [--option OPTION=VALUE] [--report] SCRIPT ARGS..."
 )
 EPILOG = f"""A DDP model whose hook the script has registered itself is left alone. Give every rank the same command.
-exit status: the script's; {BAD_INPUT} unusable input (one line on stderr, on every rank, before the script starts)."""
+exit status: the script's; {BAD_INPUT} bad input (one line on stderr, on every rank, before the script starts)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,6 +11,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from commopt.command_line import BAD_INPUT, number, output_file, whole
 from commopt.cost import Links
 from commopt.errors import ConfigurationError
 from commopt.simulate import picture, report
@@ -18,7 +19,7 @@ from commopt.simulate.cluster import INTRA_GB_PER_S, Cluster
 from commopt.simulate.gpus import GPUS, gpu
 from commopt.simulate.models import MODELS, model
 from commopt.simulate.network import Network
-from commopt.simulate.options import parse_gb_per_s, parse_gbps, parse_nodes
+from commopt.simulate.options import MOST_GPUS, parse_gb_per_s, parse_gbps, parse_nodes
 from commopt.simulate.published import reproductions
 from commopt.simulate.scaling import Scaling
 from commopt.simulate.step import OVERHEAD_US
@@ -27,11 +28,11 @@ from commopt.simulate.strategies import DEFAULT, Strategy, strategy
 from commopt.simulate.workload import Workload, of_model
 from commopt.simulate.workload_file import load
 
-BAD_INPUT = 64
-EPILOG = f"""exit status: 0, {BAD_INPUT} unusable input (one line on stderr).
+EPILOG = f"""exit status: 0, {BAD_INPUT} bad input (one line on stderr).
 Rates are in one direction: Gb/s of a network port, GB/s between two GPUs of a node. docs/simulator.md has the formulas
 and every assumption. Nothing here is a measurement."""
 _BATCH = 64
+_MOST_SAMPLES = 2**24
 _CHANNELS, _SOCKETS = 2, 1
 
 
@@ -43,42 +44,54 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", metavar="NAME", help=f"{', '.join(MODELS)}, or a file that describes a workload")
     add("--nodes", default="1..64", help="1,2,5, or 1..512: the powers of two between (default 1..64)")
-    add("--gpus-per-node", type=int, default=8, metavar="N", help="GPUs on each node (default 8)")
+    add("--gpus-per-node", type=whole(1, MOST_GPUS), default=8, metavar="N", help="GPUs on each node (default 8)")
     add("--strategies", nargs="+", default=list(DEFAULT), metavar="NAME", help="stock, lossless, lossy, or presets")
     add("--published", action="store_true", help="simulate published figures instead, and compare")
 
     training = parser.add_argument_group("training").add_argument
     training("--gpu", default="a100", help=f"one of {', '.join(GPUS)} (default a100)")
     training("--precision", default="fp16", help="fp16, bf16, tf32 or fp32 (default fp16); gradients are float32")
-    training("--batch", type=int, metavar="N", help=f"samples per GPU (default {_BATCH}, or the file's)")
-    training("--compute-efficiency", type=float, metavar="X", help="share of the GPU's peak that a step reaches")
+    training(
+        "--batch", type=whole(1, _MOST_SAMPLES), metavar="N", help=f"samples per GPU (default {_BATCH}, or the file's)"
+    )
+    training(
+        "--compute-efficiency", type=number(0.0, 1.0), metavar="X", help="share of the GPU's peak that a step reaches"
+    )
     training("--straggler", type=float, default=0.0, metavar="S", help="spread of computation between ranks, e.g. 0.02")
     training("--buckets", choices=("planned", "ddp"), default="planned", help="of every strategy but stock")
-    training("--overhead-us", type=float, default=OVERHEAD_US, metavar="T", help="of each bucket (default 100)")
+    training("--overhead-us", type=number(-1.0), default=OVERHEAD_US, metavar="T", help="of each bucket (default 100)")
     training("--strong", action="store_true", help="all GPUs share one --batch: strong scaling")
-    training("--smallest-batch", type=float, metavar="E", help="find the batch that keeps efficiency E, e.g. 0.9")
+    training(
+        "--smallest-batch", type=number(0.0, 1.0), metavar="E", help="find the batch that keeps efficiency E, e.g. 0.9"
+    )
 
     network = parser.add_argument_group("network").add_argument
     network("--nic", metavar="RATE", help="of one port of a node, e.g. 25gbps")
-    network("--nics", type=int, metavar="N", help="ports of a node (default 1)")
+    network("--nics", type=whole(1, MOST_GPUS), metavar="N", help="ports of a node (default 1)")
     network("--intra", metavar="RATE", help=f"e.g. 200GBps, or {', '.join(INTRA_GB_PER_S)} (default nvlink3)")
-    network("--efficiency", type=float, metavar="X", help="share of the line rate that payload gets (default 0.9)")
-    network("--latency-us", type=float, metavar="T", help="of a step between nodes (default 15)")
-    network("--socket-gbps", type=float, metavar="G", help="what a TCP connection carries at most (default: no limit)")
-    network("--sockets", type=int, metavar="N", help="connections of a channel (default 1)")
-    network("--channels", type=int, metavar="N", help="of a ring (default 2)")
+    network(
+        "--efficiency",
+        type=number(0.0, 1.0),
+        metavar="X",
+        help="share of the line rate that payload gets (default 0.9)",
+    )
+    network("--latency-us", type=number(-1.0), metavar="T", help="of a step between nodes (default 15)")
+    network(
+        "--socket-gbps", type=number(), metavar="G", help="what a TCP connection carries at most (default: no limit)"
+    )
+    network("--sockets", type=whole(1, 1024), metavar="N", help="connections of a channel (default 1)")
+    network("--channels", type=whole(1, 1024), metavar="N", help="of a ring (default 2)")
     network("--rings", action="store_true", help="no trees, as NCCL before 2.4")
     network("--links", type=Path, metavar="FILE", help="links that `commopt probe` measured, in place of all these")
     network("--lanes", type=int, choices=(1, 2), help="2: levels work on different chunks at once")
 
-    add("--plot", type=Path, metavar="FILE", help="draw efficiency against GPUs: .png, .svg or .pdf")
-    add("-o", "--output", type=Path, metavar="FILE", help="write inputs and results as JSON")
+    add("--plot", type=output_file, metavar="FILE", help="draw efficiency against GPUs: .png, .svg or .pdf")
+    add("-o", "--output", type=output_file, metavar="FILE", help="write inputs and results as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
     """Simulate, print, write, and return the exit status."""
     try:
-        _require_folder(options.output)
         _published(options) if options.published else _scaling(options)
     except (ConfigurationError, OSError) as error:
         sys.stderr.write(f"commopt simulate: {error}\n")
@@ -216,12 +229,6 @@ def _foot(cluster: Cluster, workload: Workload) -> str:
     else:
         where = f"links measured on {len(links.header.nodes)} nodes, {links.header.date[:10]}"
     return f"simulated: {workload.note}; {where}"
-
-
-def _require_folder(path: Path | None) -> None:
-    """Raise ConfigurationError before the work is done for nothing."""
-    if path is not None and not path.absolute().parent.is_dir():
-        raise ConfigurationError(f"{path} cannot be written: there is no folder {path.absolute().parent}")
 
 
 def _write(path: Path | None, document: Mapping[str, Any]) -> None:

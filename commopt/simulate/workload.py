@@ -10,10 +10,10 @@ from math import isfinite
 
 import torch
 
+from commopt.document import require_text, require_time, require_whole
 from commopt.errors import ConfigurationError
 from commopt.feedback import Layout
 from commopt.plan import Unit, Window
-from commopt.plan.document import require_text, require_time, require_whole
 from commopt.simulate.gpus import Gpu, usual_efficiency
 from commopt.simulate.models import Model, Parameter
 

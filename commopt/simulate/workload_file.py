@@ -29,8 +29,8 @@ from typing import Any
 
 import torch
 
+from commopt.document import parse, read_text, require_text, require_time, require_whole
 from commopt.errors import ConfigurationError
-from commopt.plan.document import require_text, require_time, require_whole
 from commopt.simulate.gpus import Gpu
 from commopt.simulate.models import Model, Parameter
 from commopt.simulate.workload import Workload, dtype_named, of_model
@@ -66,12 +66,7 @@ def load(
 
     Raises ConfigurationError, naming what is wrong, for anything else.
     """
-    try:
-        content = json.loads(Path(path).read_text())
-    except OSError as error:
-        raise ConfigurationError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigurationError(f"{path} is not a JSON file: {error}") from None
+    content = parse(read_text(path), str(path))
     try:
         return _workload(content, gpu, precision, efficiency)
     except ConfigurationError as error:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from commopt.document import require_whole
 from commopt.errors import ConfigurationError
-from commopt.plan.document import require_whole
 from commopt.simulate.models.layers import attention_flops, linear, norm
 from commopt.simulate.models.parameters import Model, Parameter
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from commopt.plan.document import require_text, require_time, require_whole
+from commopt.document import require_text, require_time, require_whole
 
 
 @dataclass(frozen=True)

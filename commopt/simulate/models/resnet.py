@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from commopt.plan.document import require_whole
+from commopt.document import require_whole
 from commopt.simulate.models.layers import convolution, linear, norm
 from commopt.simulate.models.parameters import Model, Parameter
 

@@ -4,17 +4,49 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from commopt.errors import ConfigurationError
 
+_MOST_BYTES = 1 << 28
+_MOST_DIGITS = 300  # of a whole number: one more may be more than a float holds
+
+
+def read_text(path: str | Path) -> str:
+    """Return what is in a text file. Raises ConfigurationError for a file that is absent, huge, binary or no file."""
+    try:
+        if Path(path).exists() and not Path(path).is_file():  # a pipe would block until somebody writes to it
+            raise ConfigurationError(f"{path} cannot be read: it is not a plain file; pass another name")
+        with Path(path).open("rb") as file:
+            data = file.read(_MOST_BYTES + 1)
+        if len(data) > _MOST_BYTES:
+            raise ConfigurationError(f"{path} cannot be read: it is larger than {_MOST_BYTES >> 20} MiB")
+        return data.decode()
+    except UnicodeDecodeError:
+        raise ConfigurationError(f"{path} cannot be read: it is a binary file; pass the JSON file") from None
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigurationError(f"{path} cannot be read: {reason}; check the path") from None
+
+
+def parse(text: str | bytes, what: str) -> Any:
+    """Return the JSON value in `text`; raises ConfigurationError for anything else."""
+    try:
+        return json.loads(text, parse_int=_whole)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigurationError(f"{what}: not JSON ({error}); write the file again") from None
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:
+        raise ValueError(f"a whole number of {len(digits)} digits")
+    return int(digits)
+
 
 def load(text: str, what: str, format_number: int) -> Mapping[str, Any]:
     """Return the JSON object in `text`; raises ConfigurationError unless it has this format number."""
-    try:
-        document = json.loads(text)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigurationError(f"{what}: not JSON ({error}); write it with to_json()") from None
+    document = parse(text, what)
     if not isinstance(document, dict):
         raise ConfigurationError(f"{what}: a {type(document).__name__} instead of an object; write it with to_json()")
     if document.get("format") != format_number:

@@ -1,0 +1,101 @@
+"""What all commands share: one line and status 2 for bad input, bounded numbers, files opened before the work."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import stat
+from ast import literal_eval
+from collections.abc import Callable
+from math import isfinite
+from pathlib import Path
+from typing import Any, NoReturn
+
+from commopt.errors import ConfigurationError
+
+BAD_INPUT = 2
+"""Exit status of every command for arguments and files it cannot use, as argparse has it."""
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+_MOST = 2**40  # more of anything is a slip of the keyboard
+_LONGEST = 40  # of a number in a message
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print one line and leave with status 2."""
+        self.exit(BAD_INPUT, f"{self.prog}: {' '.join(message.split())}; see --help\n")
+
+
+def whole(least: int = 0, most: int = _MOST) -> Callable[[str], int]:
+    """Return a `type=` for whole numbers from `least` to `most`."""
+
+    def parse(text: str) -> int:
+        # Not int(): it takes "1_000" and digits of any script, and what is too long has to be said in one line.
+        if not re.fullmatch(r"[+-]?[0-9]{1,18}", text) or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text[:_LONGEST]!r} is not a whole number from {least} to {most}")
+        return int(text)
+
+    return parse
+
+
+def number(above: float = 0.0, most: float = float(_MOST)) -> Callable[[str], float]:
+    """Return a `type=` for finite numbers that are more than `above` and at most `most`."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not (isfinite(value) and above < value <= most):
+            raise argparse.ArgumentTypeError(
+                f"{text[:_LONGEST]!r} is not a number that is more than {above:g} and at most {most:g}"
+            )
+        return value
+
+    return parse
+
+
+def parse_nbytes(text: str) -> int:
+    """Return the bytes meant by `1024`, `4K`, `1.5M` or `1G` (powers of 1024); raises ConfigurationError."""
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)([KMG]?)(?:I?B)?", text.strip().upper())
+    if match is None:
+        raise ConfigurationError(f"{text[:_LONGEST]!r} is not a number of bytes; write 1024, 4K, 32M or 1G")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def option_value(text: str) -> Any:
+    """Return the Python literal that was typed as an option's value (8, True, ("a", "b")), else the text itself."""
+    try:
+        return literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return text
+
+
+def output_file(text: str) -> Path:
+    """Return the path, as a `type=`, of a file that rank 0 will write: what cannot be opened is refused at once."""
+    path = Path(text)
+    if os.environ.get("RANK", "0") == "0":  # the folder need not exist on the other machines
+        try:
+            require_writable(path)
+        except ConfigurationError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+    return path
+
+
+def require_writable(path: Path) -> None:
+    """Raise ConfigurationError unless `path` can be opened for writing; leave no file behind that was not there."""
+    try:
+        # A pipe would block until somebody reads it.
+        if path.exists() and not (path.is_file() or stat.S_ISCHR(path.stat().st_mode)):
+            raise ConfigurationError(f"{path} cannot be written: it is not a plain file; pass another name")
+        existed = path.exists()
+        path.open("a").close()
+        if not existed:
+            path.unlink()
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigurationError(f"{path} cannot be written: {reason}; pass a file in a folder that exists") from None
