@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from commopt.document import read_text
+
 
 def around(document: Path, begin: str, end: str) -> tuple[str, str]:
     """Return what stands before and after the place between the marks; raises ValueError when there is none."""
-    before, found_begin, rest = document.read_text().partition(begin)
+    before, found_begin, rest = read_text(document).partition(begin)
     _, found_end, after = rest.partition(end)
     if not (found_begin and found_end):
         raise ValueError(f"{document} has no place for the results; put the lines {begin!r} and {end!r} into it")

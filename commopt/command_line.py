@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 import stat
+import sys
 from ast import literal_eval
 from collections.abc import Callable
 from math import isfinite
@@ -19,6 +20,7 @@ BAD_INPUT = 2
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _MOST = 2**40  # more of anything is a slip of the keyboard
+_LONGEST_LINE = 600
 _LONGEST = 40  # of a number in a message
 
 
@@ -27,7 +29,16 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print one line and leave with status 2."""
-        self.exit(BAD_INPUT, f"{self.prog}: {' '.join(message.split())}; see --help\n")
+        self.exit(refuse(self.prog, f"{message}; see --help"))
+
+
+def refuse(program: str, why: object) -> int:
+    """Say in one line on stderr why a command cannot use its input, and return its exit status."""
+    line = " ".join(str(why).split())
+    if len(line) > _LONGEST_LINE:  # what was typed may be a whole file
+        line = f"{line[: _LONGEST_LINE // 2]} ... {line[-_LONGEST_LINE // 2 :]}"
+    sys.stderr.write(f"{program}: {line}\n")  # in one piece: all ranks write at once
+    return BAD_INPUT
 
 
 def whole(least: int = 0, most: int = _MOST) -> Callable[[str], int]:
@@ -64,7 +75,10 @@ def parse_nbytes(text: str) -> int:
     match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)([KMG]?)(?:I?B)?", text.strip().upper())
     if match is None:
         raise ConfigurationError(f"{text[:_LONGEST]!r} is not a number of bytes; write 1024, 4K, 32M or 1G")
-    return int(float(match[1]) * _UNITS[match[2]])
+    nbytes = int(float(match[1]) * _UNITS[match[2]])
+    if nbytes > _MOST:
+        raise ConfigurationError(f"{text!r} is more than {_MOST >> 40} TiB; pass less")
+    return nbytes
 
 
 def option_value(text: str) -> Any:

@@ -25,10 +25,11 @@ from bench.bandwidth.__main__ import run as run_bench
 from bench.bandwidth.collective import COLLECTIVES
 from bench.bandwidth.contenders import known_aggregators
 from bench.bandwidth.pattern import PERIOD, Pattern, count_wrong, fill
-from bench.bandwidth.settings import DTYPES, parse_nbytes, parse_settings
+from bench.bandwidth.settings import DTYPES, parse_settings
 from bench.bandwidth.table import Measurement, Row, footer, format_row, heading
 from bench.bandwidth.timing import Timing, percentile
 from commopt import AGGREGATORS, COMPRESSORS
+from commopt.command_line import parse_nbytes
 from commopt.groups import Team
 from tests.ranks import RankError, run
 
@@ -47,7 +48,7 @@ def test_sizes(text: str, nbytes: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "K", "4X", "-1", "1e6", "4KK"])
 def test_bad_sizes(text: str) -> None:
-    with pytest.raises(commopt.ConfigurationError, match=f"'{re.escape(text)}' is no number of bytes; write 8, 4K"):
+    with pytest.raises(commopt.ConfigurationError, match=f"'{re.escape(text)}' is not a number of bytes; write"):
         parse_nbytes(text)
 
 
@@ -70,7 +71,6 @@ def test_steps(flags: str, steps: list[int]) -> None:
     [
         ("-b 1K -e 8", "-b 1024 is more than -e 8 bytes; raise -e or lower -b"),
         ("-b 0", "-b 0 is too small; the least is 1"),
-        ("-n 0", "-n 0 is too small; the least is 1"),
         ("-i 0", "-i 0 is too small; the least is 1"),
         ("-o avg -d int32", "-o avg of -d int32 is no integer; use -o sum"),
         (

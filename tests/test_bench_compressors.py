@@ -478,7 +478,7 @@ def test_a_run_that_is_killed_leaves_what_is_asked_for_and_all_it_has(
     [
         (["--models", "alexnet"], "model 'alexnet' is unknown; there are resnet50"),
         (["--strategies", "flat,nothing"], "preset 'nothing' is unknown"),
-        (["--steps", "0"], "--steps 0: one at least has to count"),
+        (["--steps", "0"], "argument --steps: '0' is not a whole number from 1"),
     ],
 )
 def test_bad_options(

@@ -131,7 +131,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="cannot be read"):
         Links.load(tmp_path / "nowhere.json")
     (tmp_path / "text").write_text("{")
-    with pytest.raises(ConfigurationError, match="not a JSON file"):
+    with pytest.raises(ConfigurationError, match="not JSON"):
         Links.load(tmp_path / "text")
     (tmp_path / "list").write_text("[]")
     with pytest.raises(ConfigurationError, match="the file is"):

@@ -361,7 +361,7 @@ def test_one_node_needs_no_network() -> None:
 def test_the_command_reads_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "nccl.log"
     file.write_text("".join([VERSION, *lines(*SOCKET, "NCCL_IB_DISABLE set by environment to 1.")]))
-    assert main(["doctor", "--log", str(file), "--json"]) == 2
+    assert main(["doctor", "--log", str(file), "--json"]) == 3
     answer = json.loads(capsys.readouterr().out)
     assert answer["findings"][0]["check"] == "log-network"
     assert answer["findings"][0]["read"] == str(file)
@@ -375,8 +375,8 @@ def test_what_is_no_log_is_refused_in_one_line(
 ) -> None:
     file = tmp_path / "train.log"
     file.write_bytes(content)
-    assert main(["doctor", "--log", str(file)]) == 64
-    assert main(["doctor", "--log", str(tmp_path / "absent")]) == 64
+    assert main(["doctor", "--log", str(file)]) == 2
+    assert main(["doctor", "--log", str(tmp_path / "absent")]) == 2
     output = capsys.readouterr()
     assert output.out == ""
     first, second = output.err.splitlines()

@@ -76,6 +76,11 @@ def test_wheel_holds_both_packages_and_the_kernel_sources(wheel: ZipFile) -> Non
     assert f"commopt-{__version__}.dist-info/licenses/LICENSE" in names
 
 
+def test_the_command_is_installed(wheel: ZipFile) -> None:
+    (name,) = (name for name in wheel.namelist() if name.endswith("entry_points.txt"))
+    assert "commopt=commopt.__main__:main" in wheel.read(name).decode().replace(" ", "")
+
+
 def test_wheel_holds_nothing_else(wheel: ZipFile) -> None:
     roots = {name.split("/")[0] for name in wheel.namelist()}
     assert roots == {"commopt", "topology", f"commopt-{__version__}.dist-info"}

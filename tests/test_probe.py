@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from commopt.command_line import parse_nbytes
 from commopt.compress import Cast, Quantize
 from commopt.cost import WorkKey
 from commopt.errors import ConfigurationError
@@ -15,7 +16,7 @@ from commopt.groups import Team, TeamShape
 from commopt.probe import Settings
 from commopt.probe.budget import Measured, Repeats, disturbed, repeats, sweep
 from commopt.probe.operations import COLLECTIVES, groups_of
-from commopt.probe.settings import nbytes_text, parse_nbytes
+from commopt.probe.settings import nbytes_text
 from commopt.probe.timing import AloneTimer
 from commopt.probe.work import Job, jobs_of, known_compressors
 
@@ -32,7 +33,7 @@ def test_sizes_are_read(text: str, nbytes: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "K", "-4K", "4T", "1e6"])
 def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(ConfigurationError, match="is no number of bytes; write 1024, 4K"):
+    with pytest.raises(ConfigurationError, match="is not a number of bytes; write 1024, 4K"):
         parse_nbytes(text)
 
 

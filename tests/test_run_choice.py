@@ -45,6 +45,9 @@ BAD: list[tuple[str, list[str], str]] = [
     ("quantized:bits", [], "is no option=value"),
     ("quantized:bits=5", [], "bits"),
     ("flat", ["bits=4"], "preset flat has no option bits=4"),
+    ("flat", ["timeout=-1"], "timeout -1 is not between 0"),
+    ("flat", ["ranks_per_node=0"], "ranks_per_node=0 is not 1 or more"),
+    ("quantized:bits=" + "-" * 9000 + "1", [], "bits"),
     ("flat", ["record"], "--option 'record' is no OPTION=VALUE"),
     ("flat", ["=3"], "is no OPTION=VALUE"),
     ("flat", ["scaler=1"], r"commopt.attach\(ddp, 'flat', scaler=...\)"),
@@ -53,7 +56,7 @@ BAD: list[tuple[str, list[str], str]] = [
     ("flat", ["timeout=True"], "timeout=True is a bool"),
     ("flat", ["ranks_per_node=2.0"], "ranks_per_node takes a int"),
     ("flat", ["record=1"], "record takes a bool"),
-    ("flat", ["plan=mine.json"], "'mine.json' cannot be read"),
+    ("flat", ["plan=mine.json"], "mine.json cannot be read"),
     ("flat", ["links=none.json"], "none.json cannot be read"),
     ("auto", ["tuned=none.json"], "none.json"),
 ]
@@ -69,7 +72,7 @@ def test_what_attach_would_refuse_is_refused_at_once(
     script = tmp_path / "train.py"
     script.write_text(f"open({str(mark)!r}, 'w')")
     given = [each for setting in settings for each in ("--option", setting)]
-    assert main(["run", "--strategy", strategy, *given, str(script)]) == 64
+    assert main(["run", "--strategy", strategy, *given, str(script)]) == 2
     assert not mark.exists()
     message = capsys.readouterr().err
     assert message.startswith("commopt run: ")
@@ -86,14 +89,14 @@ def test_what_attach_would_refuse_is_refused_at_once(
     ],
 )
 def test_a_script_that_is_not_there(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", *arguments]) == 64
+    assert main(["run", *arguments]) == 2
     assert says in capsys.readouterr().err
 
 
 def test_the_strategy_must_be_given(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exited:
         main(["run", "train.py"])
-    assert exited.value.code == 64
+    assert exited.value.code == 2
     assert "--strategy" in capsys.readouterr().err
 
 

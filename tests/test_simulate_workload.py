@@ -199,7 +199,7 @@ def test_what_is_no_json_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"none\.json cannot be read: No such file"):
         load(tmp_path / "none.json")
     (tmp_path / "text.json").write_text("{")
-    with pytest.raises(ConfigurationError, match=r"text\.json is not a JSON file"):
+    with pytest.raises(ConfigurationError, match=r"text\.json: not JSON"):
         load(tmp_path / "text.json")
     (tmp_path / "list.json").write_text("[1]")
     with pytest.raises(ConfigurationError, match=r"list\.json: the file is \[1\] where an object"):

@@ -6,7 +6,8 @@ import argparse
 import io
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,11 +20,18 @@ from topology.show.report import as_json, as_text
 
 _STYLES = {"title": "bold", "node": "bold", "switch": "dim", "gpu": "green", "nic": "cyan", "warning": "yellow"}
 
+_LONGEST = 600
+
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """One line, as for every other refused input."""
-        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+        self.exit(2, f"{self.prog}: {_one_line(message)}; see {self.prog} --help\n")
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _LONGEST else f"{line[: _LONGEST // 2]} ... {line[-_LONGEST // 2 :]}"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -59,22 +67,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _refused(why: str) -> int:
-    print(f"topology: {' '.join(why.splitlines())}", file=sys.stderr)
+    print(f"topology: {_one_line(why)}", file=sys.stderr)
     return 2
 
 
 def _run(options: argparse.Namespace) -> None:
     topology = read(options.file) if options.command else _machine(Path(options.root))
     if options.write_xml:
-        Path(options.write_xml).write_text(write_nccl_xml(topology), encoding="utf-8")
+        with _writing(options.write_xml):
+            Path(options.write_xml).write_text(write_nccl_xml(topology), encoding="utf-8")
     if options.plot:
         from topology.show.picture import draw
 
-        draw(topology, Path(options.plot))
+        with _writing(options.plot):
+            draw(topology, Path(options.plot))
     if options.json:
         print(json.dumps(as_json(topology), indent=2))
     else:
         _print(topology)
+
+
+@contextmanager
+def _writing(path: str) -> Iterator[None]:
+    """Name the file when it cannot be written; an error of a write itself, as on a full disk, does not."""
+    try:
+        if Path(path).is_fifo():  # which would block until somebody reads it
+            raise TopologyError(f"{path} cannot be written: it is a pipe; pass the name of a file")
+        yield
+    except (OSError, ValueError) as error:
+        if isinstance(error, TopologyError):
+            raise
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise TopologyError(f"{path} cannot be written: {reason}; pass a file in a folder that exists") from None
 
 
 def _machine(root: Path) -> Topology:

@@ -16,10 +16,10 @@ from bench.bandwidth.settings import Settings, parse_settings
 from bench.bandwidth.table import Measurement, Row, footer, format_row, heading
 from bench.bandwidth.timing import Progress, time_calls
 from commopt import Communicator, ConfigurationError, MismatchError, UnsupportedTensorError
+from commopt.command_line import refuse
 from commopt.probe.cli import start
 
 _WRONG_RESULTS = 1
-_UNUSABLE = 2
 
 
 class Bench:
@@ -141,8 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = parse_settings(arguments)
         status = run(settings, initialize())
     except (ConfigurationError, MismatchError, UnsupportedTensorError) as error:
-        print(f"bench.bandwidth: {error}", file=sys.stderr)
-        status = _UNUSABLE
+        status = refuse("bench.bandwidth", error)
     if dist.is_initialized():
         dist.destroy_process_group()
     return status

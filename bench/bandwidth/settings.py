@@ -88,10 +88,7 @@ def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
 def _require_sensible(settings: Settings) -> None:
     minima = (
         ("-b", settings.min_nbytes, 1),
-        ("-f", settings.step_factor, 1),
         ("-i", settings.step_nbytes, 1),
-        ("-n", settings.iterations, 1),
-        ("-w", settings.warm_up_iterations, 0),
     )
     for flag, value, minimum in minima:
         if value < minimum:

@@ -12,9 +12,7 @@ from typing import Any
 
 from bench.cluster.launch import Cluster, Result
 from bench.cluster.network import ClusterUnavailableError
-from commopt.command_line import Parser, output_file, whole
-
-_UNUSABLE = 2
+from commopt.command_line import Parser, output_file, refuse, whole
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -100,8 +98,7 @@ def main() -> int:
         with Cluster(arguments.nodes, ranks, arguments.rate, arguments.delay, arguments.burst) as cluster:
             result = cluster.run(command, capture=False)
     except (ClusterUnavailableError, ValueError) as error:
-        print(f"bench.cluster: {error}", file=sys.stderr)
-        return _UNUSABLE
+        return refuse("bench.cluster", error)
     _print_table(cluster, result)
     if arguments.json:
         arguments.json.write_text(json.dumps(_report(cluster, command, result), indent=2) + "\n")

@@ -67,7 +67,7 @@ def auto_burst_bytes(rate_bps: int) -> int:
 
 
 def _quantity(name: str, text: str, units: Mapping[str, float], example: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]+)", text.strip().lower())
+    match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,9})?)\s*([a-z]+)", text.strip().lower())
     if match is None or match[2] not in units:
         raise ValueError(f"{name} {text!r} must be a number and one of {', '.join(units)}; for example {example}")
     return round(float(match[1]) * units[match[2]])

@@ -41,8 +41,6 @@ def parse_options() -> argparse.Namespace:
         "--json", type=output_file, metavar="FILE", help="write JSON lines: the environment, then steps"
     )
     options = parser.parse_args()
-    if options.steps < 1:
-        parser.error(f"--steps {options.steps}: one at least has to count")
     try:
         options.layouts = {name: layouts_of(name) for name in options.models.split(",")}
         options.contenders = [contender(name) for name in options.strategies.split(",")]

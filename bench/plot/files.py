@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
 from typing import Any
+
+from commopt.document import parse, read_text
 
 _PROBE = "probe"
 _LAUNCHERS = ("bench.cluster",)
@@ -30,10 +31,10 @@ def kind_of(path: Path) -> str | None:
 
 def _header(path: Path) -> dict[str, Any] | None:
     """Return the whole JSON document, or the first of several lines; None when it is neither."""
-    text = path.read_text()
+    text = read_text(path)
     for candidate in (text, text.partition("\n")[0]):
         try:
-            found = json.loads(candidate)
+            found = parse(candidate, str(path))
         except ValueError:
             continue
         return found if isinstance(found, dict) else None

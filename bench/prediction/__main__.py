@@ -29,7 +29,7 @@ from bench.prediction.profile import Profile
 from bench.prediction.record import Configuration, Environment
 from bench.prediction.sharing import Processors
 from bench.prediction.wanted import wanted
-from commopt.command_line import Parser, number, output_file
+from commopt.command_line import Parser, number, output_file, refuse
 from commopt.groups import TeamShape, join
 from commopt.probe.surveyor import link_text, work_text
 from examples.train_gpt import progress_bar, start_process_group
@@ -74,7 +74,7 @@ def main() -> None:
         try:
             summary.show(record.read(options.summary))
         except ValueError as error:
-            sys.exit(f"bench.prediction: {error}")
+            sys.exit(refuse("bench.prediction", error))
         return
     start_process_group()
     with progress_bar() as show:

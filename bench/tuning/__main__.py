@@ -23,7 +23,7 @@ from bench.prediction.models import MODELS, subject
 from bench.tuning import record, summary
 from bench.tuning.candidates import FAMILIES, candidates
 from bench.tuning.comparison import compare
-from commopt.command_line import Parser, number, output_file, whole
+from commopt.command_line import Parser, number, output_file, refuse, whole
 from commopt.groups import join
 from examples.train_gpt import progress_bar, start_process_group
 
@@ -66,7 +66,7 @@ def main() -> None:
         try:
             summary.show(record.read(options.summary))
         except ValueError as error:
-            sys.exit(f"bench.tuning: {error}")
+            sys.exit(refuse("bench.tuning", error))
         return
     start_process_group()
     nodes = [len(node) for node in join(None).cluster.nodes]

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from commopt.command_line import BAD_INPUT
+from commopt.command_line import BAD_INPUT, refuse
 from commopt.doctor.checks.diagnosis import diagnose
 from commopt.doctor.finding import Finding, exit_status
 from commopt.doctor.log.findings import examine
@@ -45,9 +45,8 @@ def run(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) ->
     """Examine, print, and return the exit status."""
     try:
         findings = _findings(options, environ)
-    except (ConfigurationError, MismatchError) as error:
-        print(f"commopt doctor: {error}", file=sys.stderr)
-        return BAD_INPUT
+    except (ConfigurationError, MismatchError, OSError) as error:
+        return refuse("commopt doctor", error)
     if findings is None:
         return 0
     try:
@@ -65,7 +64,7 @@ def _findings(options: argparse.Namespace, environ: Mapping[str, str]) -> Sequen
     """Return what was found; None on a rank that does not print."""
     if options.log is not None:
         return examine(read_log(options.log))
-    if not options.root.is_dir():
+    if not os.path.isdir(options.root):
         raise ConfigurationError(f"--root {options.root} is not a directory; pass one that holds sys/ and proc/")
     machine = observe(options.root, environ)
     if machine.counters and options.root == LIVE:

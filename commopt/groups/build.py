@@ -82,15 +82,20 @@ def join(
     nccl = copied_options(nccl)
     require_nccl_options(nccl, _backends(parent))
     timeout_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
-    if not 0 < timeout_s <= _LONGEST_TIMEOUT_S:
-        raise ConfigurationError(
-            f"timeout {timeout_s} is not between 0 and {_LONGEST_TIMEOUT_S:.0f} seconds; pass for example timeout=60"
-        )
+    require_timeout(timeout_s)
     known = _memberships.setdefault(parent, {})
     key = (ranks_per_node, timeout_s, frozenset(nccl.items()))
     if key not in known or not known[key].alive:
         known[key] = _build(parent, ranks_per_node, timeout_s, nccl)
     return known[key]
+
+
+def require_timeout(timeout_s: float) -> None:
+    """Raise ConfigurationError for a timeout that no process group can have."""
+    if not 0 < timeout_s <= _LONGEST_TIMEOUT_S:
+        raise ConfigurationError(
+            f"timeout {timeout_s} is not between 0 and {_LONGEST_TIMEOUT_S:.0f} seconds; pass for example timeout=60"
+        )
 
 
 def _backends(parent: dist.ProcessGroup) -> dict[str, str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from commopt.command_line import BAD_INPUT, number, parse_nbytes, require_writable
+from commopt.command_line import BAD_INPUT, number, parse_nbytes, refuse, require_writable
 from commopt.errors import CommoptError, ConfigurationError, MismatchError
 from commopt.groups import join
 from commopt.probe import picture, report
@@ -71,10 +71,9 @@ def run(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) ->
         _require_usable(options.output, options.plot)
         _run(options, settings, environ)
     except (ConfigurationError, MismatchError, OSError) as error:
-        sys.stderr.write(f"commopt probe: {error}\n")  # in one piece: all ranks write at once
-        return BAD_INPUT
+        return refuse("commopt probe", error)
     except CommoptError as error:
-        sys.stderr.write(f"commopt probe: {error}\n")
+        refuse("commopt probe", error)
         return _FAILED
     finally:
         if dist.is_initialized():

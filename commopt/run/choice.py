@@ -9,6 +9,7 @@ from typing import Any
 from commopt.bucketing import Wish
 from commopt.command_line import option_value
 from commopt.errors import ConfigurationError
+from commopt.groups.build import require_timeout
 from commopt.hooks import build_preset
 
 STATE_OPTIONS: dict[str, tuple[type, ...]] = {
@@ -52,6 +53,10 @@ class Choice:
                 )
         for name, types in STATE_OPTIONS.items():
             _require_type(name, options.get(name, types[0]()), types)
+        if "timeout" in options:
+            require_timeout(options["timeout"])
+        if options.get("ranks_per_node", 1) < 1:
+            raise ConfigurationError(f"--option ranks_per_node={options['ranks_per_node']} is not 1 or more")
         build_preset(strategy, **{name: value for name, value in options.items() if name not in STATE_OPTIONS})
         given = options.get
         Wish.read(given("plan", "ddp"), given("links"), given("needed_first", False), given("tuned"))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
-from commopt.command_line import BAD_INPUT
+from commopt.command_line import BAD_INPUT, refuse
 from commopt.errors import ConfigurationError
 from commopt.run import report
 from commopt.run.choice import Choice
@@ -50,8 +49,7 @@ def run(options: argparse.Namespace) -> int:
         choice = Choice.read(options.strategy, options.settings)
         script.require_there()
     except ConfigurationError as error:
-        sys.stderr.write(f"commopt run: {error}\n")  # in one piece: all ranks write at once
-        return BAD_INPUT
+        return refuse("commopt run", error)
     models = Models(choice)
     try:
         with watching(models):

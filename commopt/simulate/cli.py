@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from typing import Any
 
-from commopt.command_line import BAD_INPUT, number, output_file, whole
+from commopt.command_line import BAD_INPUT, number, output_file, refuse, whole
 from commopt.cost import Links
 from commopt.errors import ConfigurationError
 from commopt.simulate import picture, report
@@ -94,8 +93,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         _published(options) if options.published else _scaling(options)
     except (ConfigurationError, OSError) as error:
-        sys.stderr.write(f"commopt simulate: {error}\n")
-        return BAD_INPUT
+        return refuse("commopt simulate", error)
     return 0
 
 

@@ -9,8 +9,8 @@ from commopt.simulate.cluster import INTRA_GB_PER_S
 
 MOST_GPUS = 2**14
 
-_GBIT = re.compile(r"(\d+(?:\.\d+)?)\s*(?:g|gbps|gbit/s|gb/s)?", re.IGNORECASE)
-_GBYTE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:GBps|GB/s)?")
+_GBIT = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(?:g|gbps|gbit/s|gb/s)?", re.IGNORECASE)
+_GBYTE = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(?:GBps|GB/s)?")
 
 
 def parse_gbps(text: str, option: str) -> float:
@@ -38,7 +38,7 @@ def parse_nodes(text: str, gpus_per_node: int) -> tuple[int, ...]:
     """Return node counts from "1,2,5", or from "1..512": both ends and the powers of two between them."""
     counts: list[int] = []
     for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:\s*\.\.\s*(\d+))?\s*", part)
+        match = re.fullmatch(r"\s*([0-9]{1,9})(?:\s*\.\.\s*([0-9]{1,9}))?\s*", part)
         if match is None:
             raise ConfigurationError(f"--nodes {text!r} is no number of nodes; write for example 4, 1,2,5 or 1..512")
         first, last = int(match[1]), int(match[2] or match[1])

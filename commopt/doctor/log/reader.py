@@ -130,8 +130,9 @@ def read_log(path: Path) -> Log:
     try:
         with path.open(errors="replace") as lines:
             log = parse_log(lines, str(path))
-    except OSError as error:
-        raise ConfigurationError(f"{path} cannot be read ({error.strerror}); pass a log written with {HOW}") from None
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigurationError(f"{path} cannot be read ({reason}); pass a log written with {HOW}") from None
     if log is None:
         raise ConfigurationError(f"{path} has no line of NCCL in it; pass a log written with {HOW}")
     return log
