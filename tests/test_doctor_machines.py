@@ -354,6 +354,8 @@ def test_a_providers_profile_is_left_alone(tmp_path: Path) -> None:
     # The same settings without the provider are somebody's experiment.
     own = {name: value for name, value in MEGA.items() if "FASTRAK" not in name}
     assert len(alarms(examined(tree, environ=own))) == 5
+    own = {"NCCL_TOPO_FILE": "/opt/microsoft/ndv5-topo.xml", "NCCL_ALGO": "Ring"}
+    assert ("leftovers", "warning", "NCCL_ALGO") in alarms(examined(azure_nd(tmp_path / "azure"), 8, environ=own))
 
 
 @pytest.mark.parametrize(
@@ -362,8 +364,8 @@ def test_a_providers_profile_is_left_alone(tmp_path: Path) -> None:
         ({"NCCL_FASTRAK_NUM_FLOWS": "2"}, True),
         ({"NCCL_GPUDIRECTTCPX_SOCKET_IFNAME": "eth1"}, True),
         ({"NCCL_NET": "gIB"}, True),
-        ({"NCCL_TUNER_CONFIG_PATH": "/usr/local/tuner.textproto"}, True),
-        ({"NCCL_TUNER_PLUGIN": "libnccl-tuner.so"}, True),
+        ({"NCCL_TUNER_CONFIG_PATH": "/usr/local/gib/configs/tuner_config.txtpb"}, True),
+        ({"NCCL_TUNER_PLUGIN": "/opt/amazon/ofi-nccl/lib/libnccl-tuner-ofi.so"}, True),
         ({"NCCL_TUNER_PLUGIN": "none"}, False),
         ({"NCCL_ALGO": "Ring", "NCCL_IB_HCA": "mlx5"}, False),
         ({}, False),
@@ -423,11 +425,11 @@ def test_trays_have_their_switches_and_the_manager_elsewhere(tmp_path: Path) -> 
     assert "nvidia-fabricmanager" not in (found.remedy or "")
 
 
-def test_nvlink_between_nodes_needs_cumem(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["NCCL_CUMEM_ENABLE", "NCCL_MNNVL_ENABLE"])
+def test_what_switches_nvlink_between_nodes_off(name: str, tmp_path: Path) -> None:
     tree = grace(tmp_path)
-    found = examined(tree, environ={"NCCL_CUMEM_ENABLE": "0"}, multi_node=True)
-    assert ("nvswitch", "error", "NCCL_CUMEM_ENABLE") in alarms(found)
-    assert alarms(examined(tree, environ={"NCCL_CUMEM_ENABLE": "0"})) == []
+    assert alarms(examined(tree, environ={name: "0"}, multi_node=True)) == [("nvswitch", "error", name)]
+    assert alarms(examined(tree, environ={name: "0"})) == []
 
 
 def test_pages_that_move_stop_the_gpus_of_grace_machines(tmp_path: Path) -> None:

@@ -112,9 +112,10 @@ def fabric(machine: Machine) -> list[Finding]:
         shown = ", ".join(f"GPU{gpu.index}: {gpu.fabric}, status {gpu.fabric_status}" for gpu in bad)
         expected = "completed, status 0: CUDA does not start on these GPUs, or NVLink is unusable"
         return [FABRIC.error(read, shown, expected, start)]
-    if any(gpu.multi_node for gpu in gpus) and machine.variable("NCCL_CUMEM_ENABLE") == "0":
-        expected = "unset: NVLink between nodes (MNNVL) needs it, everything goes over the network otherwise"
-        return [FABRIC.error("NCCL_CUMEM_ENABLE", "0", expected, "unset NCCL_CUMEM_ENABLE")]
+    off = [name for name in ("NCCL_CUMEM_ENABLE", "NCCL_MNNVL_ENABLE") if machine.variable(name) == "0"]
+    if any(gpu.multi_node for gpu in gpus) and off:
+        expected = "unset: NVLink between nodes (MNNVL) needs both; everything goes over the network otherwise"
+        return [FABRIC.error(name, "0", expected, f"unset {name}") for name in off]
     if any(gpu.multi_node for gpu in gpus) and not machine.listing("dev/nvidia-caps-imex-channels"):
         expected = "a channel: NVLink between nodes fails without one, and so does NCCL when it starts"
         remedy = "sudo systemctl enable --now nvidia-imex; nvidia-imex-ctl -N; "

@@ -68,7 +68,8 @@ HARMFUL: tuple[tuple[str, tuple[str, ...] | None, Severity, str, str], ...] = (
 def leftovers(machine: Machine) -> list[Finding]:
     """List the variables that are useful in an experiment and expensive in a long run; a provider's are left alone."""
     found, theirs = [], []
-    provider = provider_profile(machine.environ)
+    # A topology file alone says where the machine is, not that the other settings are the provider's.
+    provider = provider_profile({name: text for name, text in machine.environ.items() if name != "NCCL_TOPO_FILE"})
     for name, values, severity, expected, kind in HARMFUL:
         value = machine.variable(name)
         if value is None or (values is not None and value.upper() not in values):
