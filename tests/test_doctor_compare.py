@@ -8,9 +8,10 @@ import socket
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -201,7 +202,9 @@ def test_an_address_that_does_not_answer(library: str, gpus: bool, severity: str
     assert f"export {library}_SOCKET_IFNAME" in (bad.remedy or "")
 
 
-def test_a_rank_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def _store_of_a_launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Two ranks, of which this process is the first, and a store that a launcher keeps."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for name, value in {
         "MASTER_ADDR": "127.0.0.1",
@@ -211,8 +214,32 @@ def test_a_rank_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(MismatchError, match="rank 1 did not reach the doctor within"):
+    yield
+    del store
+
+
+@pytest.mark.usefixtures("_store_of_a_launcher")
+def test_a_rank_that_never_comes_is_named() -> None:
+    with pytest.raises(MismatchError, match=r"^rank 1 did not reach the doctor within"):
         gather(FACTS, [], patience_s=0.5)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.usefixtures("_store_of_a_launcher")
+def test_rank_0_may_leave_with_the_store_once_it_has_heard_all(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", str(rank))
+
+    def exchange(store: object, ranks: object, me: int, purpose: str, facts: dict[str, Any], limit_s: float) -> Any:
+        if purpose == "the doctor":
+            return [facts, facts]
+        raise RuntimeError("Connection reset by peer")
+
+    monkeypatch.setattr("commopt.groups.agreement.exchange_facts", exchange)
+    if rank == 1:
+        assert gather(FACTS, []) is None
+    else:
+        with pytest.raises(MismatchError, match="a rank went away"):
+            gather(FACTS, [])
 
 
 def test_under_torchrun_rank_0_reports_for_all_nodes(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def gather(facts: RankFacts, findings: Sequence[Finding], patience_s: float = PA
         reason = str(error).splitlines()[0]
         raise MismatchError(f"the ranks did not meet within {patience_s:g} s: {reason}") from error
     store = dist.PrefixStore("commopt/doctor", launcher)
-    ranks = range(world_size)
+    ranks, told = range(world_size), False
     try:
         with listener() as door:  # open until all others have tried it
             port = door.getsockname()[1]
@@ -50,11 +50,16 @@ def gather(facts: RankFacts, findings: Sequence[Finding], patience_s: float = PA
             facts = replace(facts, unreached=unreached(targets))
             answer = (facts, [replace(finding, nodes=(facts.node,)) for finding in findings])
             store.set(f"answer/{rank}", pickle.dumps(answer).hex())
+            told = True
             exchange_facts(store, ranks, rank, "the doctor's end", {}, patience_s)
         if rank != 0:
             return None
         answers = [pickle.loads(bytes.fromhex(store.get(f"answer/{each}").decode())) for each in ranks]
+    except MismatchError:
+        raise
     except RuntimeError as error:
+        if told and rank != 0:  # rank 0 may have held the store, heard all, and left
+            return None
         reason = str(error).splitlines()[0]
         raise MismatchError(f"a rank went away while the doctor collected its findings: {reason}") from error
     found = [finding for _, theirs in answers for finding in theirs]
