@@ -199,7 +199,7 @@ def test_an_address_that_does_not_answer(library: str, gpus: bool, severity: str
     ranks[0], ranks[1] = (replace(facts, unreached=failed) for facts in ranks[:2])
     (bad,) = [finding for finding in compare(ranks) if finding.check == "nodes-reach"]
     assert (bad.severity.value, bad.value) == (severity, "100.64.0.1 of rank 3 (b), from a: no answer within 5 s")
-    assert f"export {library}_SOCKET_IFNAME" in (bad.remedy or "")
+    assert f"export {library.upper()}_SOCKET_IFNAME" in (bad.remedy or "")
 
 
 @pytest.fixture

@@ -131,7 +131,7 @@ def _reach(ranks: Sequence[RankFacts]) -> list[Finding]:
         ]
         value = "; ".join(shown[:4]) + (f"; and {len(shown) - 4} more" if len(shown) > 4 else "")
         expected = f"an answer: {library} connects to these addresses, and waits without an end or fails"
-        remedy = f"export {library}_SOCKET_IFNAME to an interface on the network that all nodes share; "
+        remedy = f"export {library.upper()}_SOCKET_IFNAME to an interface on the network that all nodes share; "
         remedy += "open the firewall between them for all ports; a name in /etc/hosts that means 127.0.1.1: mend it"
         # A job on GPUs may do without gloo.
         kind = REACH.warning if library == "gloo" and any(facts.hardware.gpus for facts in ranks) else REACH.error

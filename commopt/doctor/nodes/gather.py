@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 
@@ -13,6 +14,7 @@ from commopt.doctor.nodes.reach import Target, listener, peers_of, unreached
 from commopt.errors import MismatchError
 
 PATIENCE_S = 120.0
+LEAVE_S = 2.0
 
 
 def launched(environ: Mapping[str, str]) -> bool:
@@ -53,8 +55,11 @@ def gather(facts: RankFacts, findings: Sequence[Finding], patience_s: float = PA
             told = True
             exchange_facts(store, ranks, rank, "the doctor's end", {}, patience_s)
         if rank != 0:
+            store.set(f"left/{rank}", "")
             return None
         answers = [pickle.loads(bytes.fromhex(store.get(f"answer/{each}").decode())) for each in ranks]
+        with suppress(RuntimeError):  # it may hold the store itself: whoever is still at it would complain
+            store.wait([f"left/{each}" for each in ranks[1:]], timedelta(seconds=LEAVE_S))
     except MismatchError:
         raise
     except RuntimeError as error:
