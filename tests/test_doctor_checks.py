@@ -119,10 +119,10 @@ CASES = {
         "gdr-module", "error", "open kernel driver", "modprobe nvidia-peermem", both(NO_MODULE, CLOSED), also=NO_DMABUF
     ),
     "kernel too old for DMA-BUF": Case(
-        "gdr-dmabuf", "info", "Linux 5.12", "nvidia-open", write("proc/sys/kernel/osrelease", "5.4.0-1")
+        "gdr-dmabuf", "info", "Linux 5.12", "a kernel of Linux 5.12", write("proc/sys/kernel/osrelease", "5.4.0-1")
     ),
     "CUDA too old for DMA-BUF": Case(
-        "gdr-dmabuf", "info", "CUDA 11.7", "nvidia-open", software=replace(SOFTWARE, cuda=(11, 6))
+        "gdr-dmabuf", "info", "CUDA 11.7", "a torch for CUDA 11.7", software=replace(SOFTWARE, cuda=(11, 6))
     ),
     "DMA-BUF switched off": Case(
         "gdr-dmabuf", "warning", "0", "unset NCCL_DMABUF_ENABLE", environ={"NCCL_DMABUF_ENABLE": "0"}

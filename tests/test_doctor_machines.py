@@ -391,10 +391,14 @@ def test_a_virtual_machine_without_its_topology_file(tmp_path: Path) -> None:
 
 
 def test_a_tray_of_grace_machines_is_well(tmp_path: Path) -> None:
-    found = examined(grace(tmp_path), multi_node=True)
+    found = examined(grace(tmp_path / "metal"), multi_node=True)
     assert alarms(found) == []
     (level,) = [one for one in found if one.check == "gdr-level"]
     assert (level.severity, "P2C" in level.expected) == (Severity.OK, True)
+    tree = grace(tmp_path / "virtual")
+    tree.write("sys/class/dmi/id/sys_vendor", "Google")
+    tree.write("sys/class/dmi/id/product_name", "Google Compute Engine")
+    assert alarms(examined(tree, multi_node=True)) == []
 
 
 def test_gpudirect_of_grace_machines_needs_nccl_2_27_and_its_switch(tmp_path: Path) -> None:

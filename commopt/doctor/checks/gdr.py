@@ -21,6 +21,7 @@ OPEN = "sudo apt-get install nvidia-open (the driver's open kernel modules; DMA-
 OFED = "sys/module/mlx_compat"
 """Of MLNX_OFED and DOCA: with the adapter's driver of most other kernels nvidia-peermem does not load."""
 PEERMEM = GDR_FILES[0]
+CLOSED, OLD = "the open kernel driver", "Linux 5.12"
 SWITCHED_OFF = "NCCL_DMABUF_ENABLE (set to 0)"
 # NCCL's words, and the numbers that old versions took.
 LEVELS = {"0": "LOC", "1": "PIX", "2": "PXB", "3": "PHB", "4": "SYS", "5": "SYS"}
@@ -50,9 +51,7 @@ def module(machine: Machine) -> list[Finding]:
         "loaded, or DMA-BUF in its place: without both, data between GPUs and network is copied through CPU memory"
     )
     value = f"absent, and DMA-BUF lacks {' and '.join(lacking)}"
-    remedy = LOAD if machine.exists(OFED) else f"{OPEN}; with MLNX_OFED or DOCA also: {LOAD}"
-    if lacking == [SWITCHED_OFF]:
-        remedy = "unset NCCL_DMABUF_ENABLE"
+    remedy = LOAD if machine.exists(OFED) else f"{_towards_dmabuf(lacking)}; or, with MLNX_OFED or DOCA: {LOAD}"
     # In a container the host's modules show as well; they are loaded on the host.
     return [MODULE.error(where, value, expected, remedy + ("  # on the host" if container(machine) else ""))]
 
@@ -73,22 +72,31 @@ def dmabuf(machine: Machine) -> list[Finding]:
     lacking = lacking_for_dmabuf(machine)
     if not lacking:
         return [DMABUF.ok(where, "open driver, kernel and CUDA are new enough", "open driver, Linux 5.12, CUDA 11.7")]
-    return [DMABUF.info(where, f"lacks {' and '.join(lacking)}", "open driver, Linux 5.12, CUDA 11.7", OPEN)]
+    return [
+        DMABUF.info(
+            where, f"lacks {' and '.join(lacking)}", "open driver, Linux 5.12, CUDA 11.7", _towards_dmabuf(lacking)
+        )
+    ]
 
 
 def lacking_for_dmabuf(machine: Machine) -> list[str]:
     """Return what DMA-BUF needs and this machine has not; an unknown CUDA version counts as new enough."""
     lacking = []
     if "Open Kernel Module" not in (machine.text("proc/driver/nvidia/version") or ""):
-        lacking.append("the open kernel driver")
+        lacking.append(CLOSED)
     kernel = re.match(r"(\d+)\.(\d+)", machine.text("proc/sys/kernel/osrelease") or "")
     if kernel is None or (int(kernel[1]), int(kernel[2])) < (5, 12):
-        lacking.append("Linux 5.12")
+        lacking.append(OLD)
     if machine.software.cuda is not None and machine.software.cuda < (11, 7):
         lacking.append(f"CUDA 11.7 (torch has {version_text(machine.software.cuda)})")
     if machine.variable("NCCL_DMABUF_ENABLE") == "0":
         lacking.append(SWITCHED_OFF)
     return lacking
+
+
+def _towards_dmabuf(lacking: list[str]) -> str:
+    known = {CLOSED: OPEN, OLD: "a kernel of Linux 5.12 or newer", SWITCHED_OFF: "unset NCCL_DMABUF_ENABLE"}
+    return "; ".join(known.get(what, "a torch for CUDA 11.7 or newer") for what in lacking)
 
 
 def level(machine: Machine) -> list[Finding]:

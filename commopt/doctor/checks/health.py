@@ -41,7 +41,7 @@ def clocks(machine: Machine) -> list[Finding]:
         expected = "normal under full load, if all GPUs have the same limit"
         remedy = "nvidia-smi --query-gpu=index,power.limit,power.default_limit,clocks.sm --format=csv"
         return [CLOCKS.info(read, f"power limit reached: {', '.join(limited)}", expected, remedy, "low")]
-    return [CLOCKS.ok(read, f"{len(told)} GPUs, nothing holds them back", "full clocks")]
+    return [CLOCKS.ok(read, f"{len(told)} GPUs, nothing holds them back now", "full clocks, also under load")]
 
 
 def _reasons(bits: int | None) -> str:

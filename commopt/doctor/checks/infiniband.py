@@ -161,7 +161,7 @@ def _addresses(machine: Machine, one: Port, chosen: str | None) -> list[Finding]
     known = [entry.address for entry in second if entry.address is not None]
     if len(known) < len(second):
         return []
-    routed = [address for address in known if not address.is_link_local]
+    routed = [entry.address for entry in second if entry.address is not None and not entry.link_local]
     wants_six = machine.variable("NCCL_IB_ADDR_FAMILY") == "AF_INET6"
     if any((address.ipv4_mapped is None) == wants_six for address in routed):
         return []

@@ -99,8 +99,8 @@ def iommu(machine: Machine) -> list[Finding]:
         kinds |= {busid: kind for busid in inside & {gpu for gpu in gpus if gpu} if kind}
     if not kinds:
         line = machine.text("proc/cmdline") or ""
-        if through in line.split():
-            return [IOMMU.ok("/proc/cmdline", through, "off, or passing through")]
+        if said := {through, "iommu.passthrough=1"}.intersection(line.split()):
+            return [IOMMU.ok("/proc/cmdline", ", ".join(said), "off, or passing through")]
         return [IOMMU.unread("/sys/kernel/iommu_groups/*/type", "no group names a GPU", "sudo dmesg | grep -i iommu")]
     translated = sorted(busid for busid, kind in kinds.items() if kind != "identity")
     if not translated:

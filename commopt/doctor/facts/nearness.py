@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from commopt.doctor.facts.machine import Machine
 from commopt.doctor.facts.network import active_ports
-from commopt.doctor.facts.surroundings import virtual_machine
+from commopt.doctor.facts.surroundings import coherent, virtual_machine
 from topology.facts.nics import usable_nics
 from topology.facts.paths import Paths
 from topology.live.machine import VIRTUAL_TOPOLOGY
@@ -45,7 +45,8 @@ def switches_hidden(machine: Machine) -> bool:
     Of EFA the plugin brings the file.
     """
     ports = [port for port in active_ports(machine) if not port.elastic]
-    if len(machine.hardware.gpus) < 2 or not ports or not virtual_machine(machine):
+    # A Grace machine has no switches to hide.
+    if len(machine.hardware.gpus) < 2 or not ports or not virtual_machine(machine) or coherent(machine):
         return False
     if machine.variable("NCCL_TOPO_FILE") or machine.exists(VIRTUAL_TOPOLOGY):
         return False

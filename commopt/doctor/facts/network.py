@@ -6,7 +6,7 @@ import re
 import socket
 import struct
 from dataclasses import dataclass
-from ipaddress import IPv4Network, IPv6Address
+from ipaddress import IPv4Network, IPv6Address, IPv6Network
 from typing import Literal
 
 from commopt.doctor.facts.machine import Machine, Version
@@ -18,6 +18,7 @@ INTERNAL = (
     *("vnet", "tap", "vmnet", "vboxnet", "lxdbr", "cilium", "kube-", "nodelocaldns", "nerdctl", "vxlan", "genev"),
     *("ovs-", "antrea", "weave", "eni", "azv", "gke"),
 )
+LINK_LOCAL = IPv6Network("fe80::/64")
 AMAZON = 0x1D0F
 VENDORS = {AMAZON: "AWS", 0x1AE0: "Google"}
 
@@ -177,8 +178,8 @@ class Gid:
 
     @property
     def link_local(self) -> bool:
-        """Whether it leads no further than the next switch: NCCL passes over it."""
-        return self.address is not None and self.address.is_link_local
+        """Whether it leads no further than the next router: NCCL passes over it."""
+        return self.address is not None and self.address in LINK_LOCAL
 
 
 def gids(machine: Machine, port: Port) -> list[Gid]:
