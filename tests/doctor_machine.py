@@ -15,7 +15,19 @@ from tests.machines import MELLANOX, Tree, server
 SOFTWARE = Software("2.13.0", (12, 8), (2, 28, 9))
 NVML = NvmlFacts(
     tuple(
-        NvmlGpu(index, mig=False, tenants=0, fabric="completed", fabric_status=0, multi_node=False, nvlinks_up=18)
+        NvmlGpu(
+            index,
+            mig=False,
+            tenants=0,
+            fabric="completed",
+            fabric_status=0,
+            multi_node=False,
+            nvlinks_up=18,
+            held_back=0,
+            rows_pending=False,
+            rows_failed=False,
+            persistent=True,
+        )
         for index in range(2)
     ),
     cuda=(12, 8),
@@ -23,7 +35,8 @@ NVML = NvmlFacts(
 CPUS = {0: "0-31,64-95", 1: "32-63,96-127"}
 LIMITS = """Limit                     Soft Limit           Hard Limit           Units
 Max stack size            8388608              unlimited            bytes
-Max locked memory         unlimited            unlimited            bytes"""
+Max locked memory         unlimited            unlimited            bytes
+Max open files            1048576              1048576              files"""
 STATUS = """Name:\tpython
 Seccomp:\t0
 CapEff:\t0000000000000000
@@ -34,6 +47,9 @@ eth0\t00000000\t0100000A\t0003\t0\t0\t0\t00000000\t0\t0\t0
 eth0\t0000000A\t00000000\t0001\t0\t0\t0\t00FFFFFF\t0\t0\t0"""
 
 
+LINK_LOCAL = "fe80:0000:0000:0000:ba3f:d2ff:fe12:3456"
+
+
 def basics(tree: Tree) -> Tree:
     """Everything outside PCI that a healthy machine has."""
     tree.write("proc/self/limits", LIMITS)
@@ -42,6 +58,7 @@ def basics(tree: Tree) -> Tree:
     tree.write("proc/meminfo", "MemTotal:       131072000 kB")
     tree.write("proc/cmdline", "quiet")
     tree.write("proc/net/route", ROUTES)
+    tree.write("var/log/kern.log", "kernel: [    0.000000] Linux version 6.8.0-45-generic")
     tree.write("proc/sys/kernel/osrelease", "6.8.0-45-generic")
     tree.write("proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15")
     tree.write("proc/sys/net/ipv4/ip_local_port_range", "32768\t60999")
@@ -72,7 +89,7 @@ def rdma_server(root: Path, gpus: int = 2) -> Tree:
 
 
 def roce_server(root: Path) -> Tree:
-    """Two GPUs and two RoCE ports on one switch."""
+    """Two GPUs and two RoCE ports on one switch; the ports have an address of either version."""
     tree = basics(server(root, gpus=2, rdma=False, nvswitch=False))
     tree.write("sys/module/nvidia_peermem/version", "570.86.15")
     tree.write("dev/infiniband/uverbs0", "")
@@ -83,6 +100,8 @@ def roce_server(root: Path) -> Tree:
         tree.write(f"{port}/gid_attrs/types/0", "IB/RoCE v1")
         tree.write(f"{port}/gid_attrs/types/1", "RoCE v2")
         tree.write(f"{port}/gid_attrs/ndevs/0", f"ens{place}")
+        tree.write(f"{port}/gids/0", LINK_LOCAL)
+        tree.write(f"{port}/gids/1", f"0000:0000:0000:0000:0000:ffff:0a00:000{1 + place}")
     return tree
 
 

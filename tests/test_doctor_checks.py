@@ -16,6 +16,7 @@ from commopt.doctor.facts.nvml import NvmlFacts
 from commopt.doctor.finding import Finding, Severity
 from tests.doctor_machine import (
     LIMITS,
+    LINK_LOCAL,
     NVML,
     ROUTES,
     SOCKETS,
@@ -66,6 +67,11 @@ def every_port(name: str, text: str) -> Change:
     ]
 
 
+def governor(name: str, driver: str) -> Change:
+    folder = "sys/devices/system/cpu/cpu0/cpufreq"
+    return both(write(f"{folder}/scaling_governor", name), write(f"{folder}/scaling_driver", driver))
+
+
 def both(*changes: Change) -> Change:
     return lambda tree: [change(tree) for change in changes]
 
@@ -104,6 +110,7 @@ NO_MODULE = remove("sys/module/nvidia_peermem/version")
 CLOSED = write("proc/driver/nvidia/version", PROPRIETARY)
 NO_DMABUF = frozenset({("gdr-dmabuf", "info")})
 CONTAINER = write(".dockerenv", "")
+CLASSED = {"NCCL_IB_TC": "106", "NCCL_IB_QPS_PER_CONNECTION": "4"}
 SLOW_TCP = frozenset({("sockets", "warning")})
 
 CASES = {
@@ -112,10 +119,10 @@ CASES = {
         "gdr-module", "error", "open kernel driver", "modprobe nvidia-peermem", both(NO_MODULE, CLOSED), also=NO_DMABUF
     ),
     "kernel too old for DMA-BUF": Case(
-        "gdr-dmabuf", "info", "Linux 5.12", "nvidia-open", write("proc/sys/kernel/osrelease", "5.4.0-1")
+        "gdr-dmabuf", "info", "Linux 5.12", "a kernel of Linux 5.12", write("proc/sys/kernel/osrelease", "5.4.0-1")
     ),
     "CUDA too old for DMA-BUF": Case(
-        "gdr-dmabuf", "info", "CUDA 11.7", "nvidia-open", software=replace(SOFTWARE, cuda=(11, 6))
+        "gdr-dmabuf", "info", "CUDA 11.7", "a torch for CUDA 11.7", software=replace(SOFTWARE, cuda=(11, 6))
     ),
     "DMA-BUF switched off": Case(
         "gdr-dmabuf", "warning", "0", "unset NCCL_DMABUF_ENABLE", environ={"NCCL_DMABUF_ENABLE": "0"}
@@ -165,7 +172,7 @@ CASES = {
     ),
     "IOMMU translates": Case(
         "iommu",
-        "warning",
+        "error",
         "DMA-FQ",
         "iommu=pt",
         both(
@@ -199,7 +206,12 @@ CASES = {
         both(CONTAINER, limits("Max locked memory         unlimited", "Max locked memory         8388608")),
     ),
     "limits hidden": Case(
-        "memlock", "unread", "", "ulimit -l", remove("proc/self/limits"), also=frozenset({("stack", "unread")})
+        "memlock",
+        "unread",
+        "",
+        "ulimit -l",
+        remove("proc/self/limits"),
+        also=frozenset({("stack", "unread"), ("open-files", "unread")}),
     ),
     "shared memory of Docker": Case(
         "shm",
@@ -370,7 +382,7 @@ CASES = {
         "mlx5_0:1 Ethernet",
         "mlx5_1:1",
         both(write(f"{FIRST_PORT}/link_layer", "Ethernet"), write(f"{FIRST_PORT}/rate", "100 Gb/sec (4X EDR)")),
-        also=frozenset({("roce-gid", "unread")}),
+        also=frozenset({("roce-gid", "unread"), ("roce-class", "info")}),
     ),
     "adapter name begins another": Case(
         "ib-hca",
@@ -385,7 +397,7 @@ CASES = {
         "warning",
         "1",
         "unset",
-        environ={"NCCL_IB_GID_INDEX": "1"},
+        environ={"NCCL_IB_GID_INDEX": "1", **CLASSED},
         base=roce_server,
     ),
     "GID index of version 1": Case(
@@ -393,7 +405,7 @@ CASES = {
         "error",
         "0 is IB/RoCE v1",
         "unset",
-        environ={"NCCL_IB_GID_INDEX": "0"},
+        environ={"NCCL_IB_GID_INDEX": "0", **CLASSED},
         base=roce_server,
         software=replace(SOFTWARE, nccl=(2, 20, 5)),
         also=frozenset({("versions", "info")}),
@@ -402,7 +414,7 @@ CASES = {
         "roce-gid",
         "error",
         "IB/RoCE v1",
-        "cma_roce_mode",
+        "ip address add ADDRESS/PREFIX dev ens0",
         remove(f"{FIRST_PORT}/gid_attrs/types/1"),
         base=roce_server,
     ),
@@ -446,11 +458,101 @@ CASES = {
         "",
         "fabricmanager",
         nvml=NvmlFacts(missing="not installed"),
-        also=frozenset({("peer-access", "unread"), ("tenants", "unread")}),
+        also=frozenset({("peer-access", "unread"), ("tenants", "unread"), ("gpu-clocks", "unread")}),
     ),
     "MIG": Case("tenants", "info", "on for GPU0", "-mig 0", nvml=gpus(mig=True)),
     "another process": Case("tenants", "info", "GPU0: 2", "nvidia-smi", nvml=gpus(tenants=2)),
     "MPS": Case("tenants", "info", "/tmp/mps", "quit", environ={"CUDA_MPS_PIPE_DIRECTORY": "/tmp/mps"}),
+    # Health
+    "GPU too hot": Case(
+        "gpu-clocks",
+        "warning",
+        "GPU0: power limit, too hot (slowed by hardware)",
+        "nvidia-smi",
+        nvml=gpus(held_back=0x44),
+    ),
+    "GPU at its power limit": Case("gpu-clocks", "info", "GPU0", "power.limit", nvml=gpus(held_back=4)),
+    "bad row not replaced": Case(
+        "gpu-memory", "error", "failed: GPU0", "replace", nvml=gpus(rows_failed=True, rows_pending=True)
+    ),
+    "bad row waits for a reset": Case("gpu-memory", "warning", "GPU0", "gpu-reset", nvml=gpus(rows_pending=True)),
+    "GPU fell off the bus": Case(
+        "xid",
+        "warning",
+        "79 on 0000:19:00 (1)",
+        "xid-errors",
+        write(
+            "var/log/kern.log",
+            "NVRM: Xid (PCI:0000:1a:00): 48, before\nLinux version 6.8\n"
+            "NVRM: Xid (PCI:0000:19:00): 79, pid=1\nNVRM: Xid (PCI:0000:19:00): 31, pid=2",
+        ),
+    ),
+    "a program's error": Case(
+        "xid",
+        "info",
+        "31 on 0000:19:00 (2)",
+        "xid-errors",
+        write("dev/kmsg", "4,1;NVRM: Xid (PCI:0000:19:00): 31\n" * 2),
+    ),
+    "kernel log hidden": Case("xid", "unread", "", "dmesg", remove("var/log/kern.log")),
+    "driver lets go of GPUs": Case("persistence", "info", "GPU0", "persistenced", nvml=gpus(persistent=False)),
+    # The operating system
+    "few open files": Case(
+        "open-files",
+        "warning",
+        "1024 for 64 ranks",
+        "ulimit -n",
+        limits("1048576              1048576", "1024                 1048576"),
+        {"WORLD_SIZE": "64", "LOCAL_WORLD_SIZE": "8"},
+    ),
+    "CPU clock low": Case(
+        "cpu-governor", "warning", "powersave (acpi-cpufreq)", "cpupower", governor("powersave", "acpi-cpufreq")
+    ),
+    "CPU clock on demand": Case("cpu-governor", "info", "ondemand", "cpupower", governor("ondemand", "acpi-cpufreq")),
+    "pages move": Case("numa-balancing", "info", "1", "numa_balancing=0", write("proc/sys/kernel/numa_balancing", 1)),
+    "logging out frees memory": Case(
+        "remove-ipc", "info", "is not set", "RemoveIPC=no", write("etc/systemd/logind.conf", "[Login]\n#RemoveIPC=no")
+    ),
+    # InfiniBand and RoCE, more
+    "all ports at one lane": Case(
+        "ib-port", "warning", "mlx5_0:1 1X 100 Gb/s, mlx5_1:1 1X", "mlxlink", every_port("rate", "100 Gb/sec (1X NDR)")
+    ),
+    "all ports at two lanes": Case(
+        "ib-port", "warning", "mlx5_0:1 2X 200 Gb/s", "mlxlink", every_port("rate", "200 Gb/sec (2X NDR)")
+    ),
+    "only link-local addresses": Case(
+        "roce-gid",
+        "error",
+        "fe80::ba3f:d2ff:fe12:3456",
+        "ip address add",
+        write(f"{FIRST_PORT}/gids/1", LINK_LOCAL),
+        base=roce_server,
+    ),
+    "IPv6 addresses only": Case(
+        "roce-gid",
+        "error",
+        "2001:db8::1",
+        "NCCL_IB_ADDR_FAMILY=AF_INET6",
+        write(f"{FIRST_PORT}/gids/1", "2001:0db8:0000:0000:0000:0000:0000:0001"),
+        base=roce_server,
+    ),
+    "class and paths of RoCE": Case(
+        "roce-class", "info", "unset: class 0", "NCCL_IB_TC=NUMBER", environ={"X": ""}, base=roce_server
+    ),
+    # Leftovers, more
+    "sends copied": Case("leftovers", "warning", "0", "unset", environ={"NCCL_NET_GDR_READ": "0"}),
+    "C2C unused": Case("leftovers", "warning", "0", "unset", environ={"NCCL_NET_GDR_C2C": "0"}),
+    "short timeout": Case("leftovers", "warning", "14", "unset", environ={"NCCL_IB_TIMEOUT": "14"}),
+    "long timeout": Case("leftovers", "info", "22", "unset", environ={"NCCL_IB_TIMEOUT": "22"}),
+    "one route": Case("leftovers", "info", "0", "unset", environ={"NCCL_IB_ADAPTIVE_ROUTING": "0"}),
+    "messages split": Case("leftovers", "info", "1", "unset", environ={"NCCL_IB_SPLIT_DATA_ON_QPS": "1"}),
+    "calls compared": Case(
+        "leftovers", "warning", "debug_global", "unset", environ={"NCCL_CHECK_MODE": "debug_global"}
+    ),
+    "threads apart": Case("leftovers", "info", "1", "unset", environ={"NCCL_P2P_DIRECT_DISABLE": "1"}),
+    "no cuMem for the host": Case("leftovers", "info", "0", "unset", environ={"NCCL_CUMEM_HOST_ENABLE": "0"}),
+    "nobody notices": Case("leftovers", "warning", "0", "unset", environ={"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}),
+    "across rails": Case("leftovers", "info", "1", "unset", environ={"NCCL_CROSS_NIC": "1"}),
     # Settings and versions
     "kernels one by one": Case("leftovers", "error", "1", "unset", environ={"CUDA_LAUNCH_BLOCKING": "1"}),
     "checked collectives": Case("leftovers", "error", "DETAIL", "unset", environ={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}),
@@ -511,7 +613,7 @@ CASES = {
 HEALTHY: dict[Base, tuple[dict[str, str], set[tuple[str, str]]]] = {
     # What cannot be read there: the configuration space needs root, the RoCE ports have no counters.
     rdma_server: ({}, set()),
-    roce_server: ({}, {("acs", "unread"), ("counters", "unread")}),
+    roce_server: (CLASSED, {("acs", "unread"), ("counters", "unread")}),
     tcp_server: (SOCKETS, {("acs", "unread")}),
 }
 
@@ -565,7 +667,24 @@ def test_counters_that_grow_are_errors_and_old_errors_are_a_note(tmp_path: Path)
     grown = findings(machine, "counters")
     assert [finding.severity for finding in grown] == [Severity.ERROR, Severity.ERROR]
     assert ["+2" in (finding.value or "") for finding in grown] == [True, False]
-    assert "PFC" in (grown[1].remedy or "")
+    assert "PFC" not in (grown[1].remedy or "")
+    assert "ibdiagnet" in (grown[1].remedy or "")
+
+
+def test_lost_packets_of_roce_are_a_matter_of_its_traffic_class(tmp_path: Path) -> None:
+    tree = roce_server(tmp_path)
+    lost, marked = (f"{FIRST_PORT}/hw_counters/{name}" for name in ("out_of_sequence", "np_cnp_sent"))
+    for path in (lost, marked):
+        tree.write(path, 5)
+    machine = look(tree, CLASSED)
+    (old,) = findings(machine, "counters")
+    assert old.value == "mlx5_0 out_of_sequence 5"
+    for path in (lost, marked):
+        tree.write(path, 7)
+    error, note = findings(machine, "counters")
+    assert (error.severity, note.severity) == (Severity.ERROR, Severity.INFO)
+    assert "NCCL_IB_TC" in (error.remedy or "")
+    assert "cma_roce" not in (error.remedy or "")
 
 
 def test_a_slave_of_a_bond_that_is_down_is_reported(tmp_path: Path) -> None:

@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 
 from commopt.__main__ import main
+from commopt.cost import Curve, Header, LinkKey, Links
+from commopt.doctor.checks.measured import measured
 from commopt.doctor.cli import run
 from commopt.doctor.facts.pattern import Pattern
 from commopt.doctor.finding import Check, Finding, Severity, exit_status
 from commopt.doctor.report import as_json, show
-from tests.doctor_machine import rdma_server, tcp_server
+from tests.doctor_machine import look, rdma_server, tcp_server
 
 CHECK = Check("memlock", "Locked memory")
 BAD = CHECK.error("/proc/self/limits", "64 KiB", "unlimited", "ulimit -l unlimited")
@@ -117,9 +119,46 @@ def test_the_exit_status_of_whole_machines(
     assert {finding["confidence"] for finding in answer["findings"]} <= CONFIDENT
 
 
+@pytest.mark.parametrize(("gbps", "status", "severity"), [(400.0, 0, "ok"), (100.0, 1, "warning")])
+def test_what_was_measured_is_held_against_the_line_rate(
+    gbps: float, status: int, severity: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # An all_reduce of two nodes sends each byte once.
+    curve = Curve.fit((nbytes, 8e-3 * nbytes / gbps) for nbytes in (1 << 20, 1 << 26))
+    links = Links(Header(nodes=(1, 1), hosts=("a", "b")), {LinkKey("inter", "all_reduce", 2): curve})
+    links.save(tmp_path / "links.json")
+    root = str(rdma_server(tmp_path / "ib").root)
+    assert main(["doctor", "--json", "--root", root, "--links", str(tmp_path / "links.json")]) == status
+    findings = {one["check"]: one for one in json.loads(capsys.readouterr().out)["findings"]}
+    assert (findings["measured"]["severity"], f"{gbps:g} of 800 Gb/s" in findings["measured"]["value"]) == (
+        severity,
+        True,
+    )
+
+
+def test_figures_that_say_nothing_of_the_network_are_told_so(tmp_path: Path) -> None:
+    machine = look(rdma_server(tmp_path))
+    curves = {LinkKey("inter", "all_reduce", 2): Curve.fit((nbytes, nbytes) for nbytes in (1 << 20, 1 << 26))}
+    emulated = Header(nodes=(1, 1), command="BENCH_CLUSTER_RATE=1gbit python -m commopt probe")
+    for links in (
+        Links(Header(nodes=(2,)), {}),
+        Links(Header(nodes=(1, 1)), curves, nominal=True),
+        Links(emulated, curves),
+    ):
+        (found,) = measured(machine, links, "links.json")
+        assert found.value is None
+
+
 @pytest.mark.parametrize(
     "arguments",
-    [["doctor", "--root", "/no/such/folder"], ["doctor", "--nonsense"], ["docto"], [], ["doctor", "--log"]],
+    [
+        ["doctor", "--links", "/no/such/file"],
+        ["doctor", "--root", "/no/such/folder"],
+        ["doctor", "--nonsense"],
+        ["docto"],
+        [],
+        ["doctor", "--log"],
+    ],
 )
 def test_bad_input_is_one_line_and_a_status_of_its_own(
     arguments: list[str], capsys: pytest.CaptureFixture[str]

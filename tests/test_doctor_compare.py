@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from commopt.doctor.finding import Check, Severity, merge
 from commopt.doctor.nodes.compare import RankFacts, compare, rank_facts
+from commopt.doctor.nodes.gather import gather
+from commopt.doctor.nodes.reach import Offer, Target, Unreached, listener, own_offers, peers_of, unreached
+from commopt.errors import MismatchError
 from tests.doctor_machine import look, rdma_server, tcp_server
 from topology.host import HostIdentity
 from topology.model import Gpu, Nic, Topology
@@ -122,13 +129,131 @@ def test_what_several_nodes_report_is_said_once() -> None:
     assert [finding.nodes for finding in merged] == [("a", "c"), ("b",)]
 
 
+def test_the_addresses_that_a_rank_offers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = tcp_server(tmp_path)
+    for index, name in enumerate(("docker0", "eth0", "tailscale0", "ib0")):
+        tree.write(f"sys/class/net/{name}/operstate", "up")
+        tree.write(f"sys/class/net/{name}/ifindex", index)
+    known = {"docker0": "172.17.0.1", "eth0": "10.0.0.1", "tailscale0": "100.64.0.1"}
+
+    def offers(**environ: str) -> dict[str, str]:
+        return {offer.library: offer.address for offer in own_offers(look(tree, environ), known.get)}
+
+    monkeypatch.setattr("socket.getaddrinfo", lambda *args, **kwargs: [(2, 1, 6, "", ("127.0.1.1", 0))])
+    assert offers() == {"NCCL": "10.0.0.1", "gloo": "127.0.1.1"}
+    assert offers(NCCL_SOCKET_IFNAME="tail", GLOO_SOCKET_IFNAME="docker0") == {
+        "NCCL": "100.64.0.1",
+        "gloo": "172.17.0.1",
+    }
+    known["ib0"] = "10.1.0.1"
+    assert offers()["NCCL"] == "10.1.0.1"
+    assert offers(NCCL_SOCKET_IFNAME="=none", GLOO_SOCKET_IFNAME="none") == {}
+
+
+def test_connections_to_other_ranks_end_in_time() -> None:
+    with listener() as door, socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+        port = full.getsockname()[1]
+        # The system answers for one more than the queue holds, then for none.
+        waiting = [socket.socket() for _ in range(4)]
+        for one in waiting:
+            one.setblocking(False)
+            one.connect_ex(("127.0.0.1", port))
+        free = socket.create_server(("127.0.0.1", 0))
+        closed = free.getsockname()[1]
+        free.close()
+        targets = [
+            Target(1, door.getsockname()[1], "NCCL", "127.0.0.1"),
+            Target(2, closed, "NCCL", "127.0.0.1"),
+            Target(3, port, "gloo", "127.0.0.1"),
+        ]
+        failed = unreached(targets, limit_s=0.5)
+        for one in waiting:
+            one.close()
+    assert [(one.rank, one.library, one.why) for one in failed] == [
+        (2, "NCCL", "Connection refused"),
+        (3, "gloo", "no answer within 0.5 s"),
+    ]
+    assert unreached([]) == ()
+
+
+@pytest.mark.parametrize("world_size", [2, 9, 65, 1000])
+def test_every_rank_is_tried_by_as_many_others(world_size: int) -> None:
+    tried = [peers_of(rank, world_size) for rank in range(world_size)]
+    count = min(world_size - 1, 64)
+    assert all(len(set(peers)) == count and rank not in peers for rank, peers in enumerate(tried))
+    assert set(Counter(peer for peers in tried for peer in peers).values()) == {count}
+
+
+@pytest.mark.parametrize(
+    ("library", "gpus", "severity"), [("NCCL", True, "error"), ("gloo", True, "warning"), ("gloo", False, "error")]
+)
+def test_an_address_that_does_not_answer(library: str, gpus: bool, severity: str) -> None:
+    offers = (Offer("NCCL", "10.0.0.1"), Offer("gloo", "10.0.0.1"))
+    ranks = [
+        replace(facts, offers=offers, hardware=HARDWARE if gpus else Topology("test"), gpu=facts.gpu if gpus else None)
+        for facts in job()
+    ]
+    (fine,) = [finding for finding in compare(ranks) if finding.check == "nodes-reach"]
+    assert (fine.severity, fine.value) == (Severity.OK, "rank 0 offers NCCL 10.0.0.1, gloo 10.0.0.1")
+    failed = (Unreached(3, library, "100.64.0.1", "no answer within 5 s"),)
+    ranks[0], ranks[1] = (replace(facts, unreached=failed) for facts in ranks[:2])
+    (bad,) = [finding for finding in compare(ranks) if finding.check == "nodes-reach"]
+    assert (bad.severity.value, bad.value) == (severity, "100.64.0.1 of rank 3 (b), from a: no answer within 5 s")
+    assert f"export {library.upper()}_SOCKET_IFNAME" in (bad.remedy or "")
+
+
+@pytest.fixture
+def _store_of_a_launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Two ranks, of which this process is the first, and a store that a launcher keeps."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for name, value in {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }.items():
+        monkeypatch.setenv(name, value)
+    yield
+    del store
+
+
+@pytest.mark.usefixtures("_store_of_a_launcher")
+def test_a_rank_that_never_comes_is_named() -> None:
+    with pytest.raises(MismatchError, match=r"^rank 1 did not reach the doctor within"):
+        gather(FACTS, [], patience_s=0.5)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.usefixtures("_store_of_a_launcher")
+def test_rank_0_may_leave_with_the_store_once_it_has_heard_all(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", str(rank))
+
+    def exchange(store: object, ranks: object, me: int, purpose: str, facts: dict[str, Any], limit_s: float) -> Any:
+        if purpose == "the doctor":
+            return [facts, facts]
+        raise RuntimeError("Connection reset by peer")
+
+    monkeypatch.setattr("commopt.groups.agreement.exchange_facts", exchange)
+    if rank == 1:
+        assert gather(FACTS, []) is None
+    else:
+        with pytest.raises(MismatchError, match="a rank went away"):
+            gather(FACTS, [])
+
+
 def test_under_torchrun_rank_0_reports_for_all_nodes(tmp_path: Path) -> None:
     tree = tcp_server(tmp_path)
-    # Two nodes of one rank each; the second has another setting.
+    # Two nodes of one rank each; the second has another setting, and an address that nobody can connect to.
     start = (
         "import os, sys; from commopt.__main__ import main\n"
         "os.environ['NCCL_HOSTID'] = 'node' + os.environ['RANK']\n"
         "if os.environ['RANK'] == '1': os.environ['NCCL_PROTO'] = 'LL'\n"
+        "import commopt.doctor.cli as cli; from dataclasses import replace\n"
+        "from commopt.doctor.nodes.reach import Offer\n"
+        "address = '127.0.0.1' if os.environ['RANK'] == '0' else '0.0.0.1'\n"
+        "known = cli.rank_facts\n"
+        "cli.rank_facts = lambda *given: replace(known(*given), offers=(Offer('NCCL', address),))\n"
         f"sys.exit(main(['doctor', '--json', '--root', {str(tree.root)!r}]))\n"
     )
     script = tmp_path / "start.py"
@@ -140,7 +265,9 @@ def test_under_torchrun_rank_0_reports_for_all_nodes(tmp_path: Path) -> None:
     answer = json.loads(done.stdout)
     assert answer["status"] == 2
     assert done.returncode != 0
-    first = answer["findings"][0]
+    unreachable, first = answer["findings"][:2]
+    assert (unreachable["check"], unreachable["severity"]) == ("nodes-reach", "error")
+    assert unreachable["value"].startswith("0.0.0.1 of rank 1 (node1), from node0: ")
     assert (first["check"], first["read"], first["nodes"]) == ("nodes-settings", "NCCL_PROTO", ["all nodes"])
     nodes = {finding["check"]: finding["nodes"] for finding in answer["findings"]}
     assert nodes["sockets"] == ["node0", "node1"]

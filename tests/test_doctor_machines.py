@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,18 @@ from commopt.doctor.checks.diagnosis import diagnose
 from commopt.doctor.facts.machine import Software
 from commopt.doctor.facts.nvml import NvmlFacts, NvmlGpu
 from commopt.doctor.finding import Finding, Severity
-from tests.doctor_machine import LIMITS, ROUTES, SOFTWARE, STATUS, basics, config, look, rdma_server
+from commopt.doctor.provider import provider_profile
+from tests.doctor_machine import (
+    LIMITS,
+    ROUTES,
+    SOFTWARE,
+    STATUS,
+    basics,
+    config,
+    look,
+    rdma_server,
+    roce_server,
+)
 from tests.machines import MELLANOX, Tree
 
 AMAZON, GOOGLE, MICROSOFT, INTEL = 0x1D0F, 0x1AE0, 0x1414, 0x8086
@@ -148,13 +159,83 @@ def container(root: Path) -> Tree:
     return tree
 
 
+def google_mega(root: Path) -> Tree:
+    """Eight rails that Google's plugin drives over TCP."""
+    tree = google(root)
+    tree.write("sys/class/net/ens8/speed", 200_000)
+    for place in range(2):
+        card: dict[str, Any] = {"port": False, "gts": None, "vendor": GOOGLE, "device": 0x42}
+        tree.ethernet(f"eth{1 + place}", f"0000:00:1{place}.0", "pci0000:00", mbps=200_000, mtu=8244, **card)
+    return tree
+
+
+MEGA = {
+    # A part of what the provider's own script exports.
+    "NCCL_FASTRAK_IFNAME": "eth1,eth2",
+    "NCCL_FASTRAK_CTRL_DEV": "ens8",
+    "NCCL_SOCKET_IFNAME": "=ens8",
+    "GLOO_SOCKET_IFNAME": "ens8",
+    "NCCL_ALGO": "Ring,Tree",
+    "NCCL_PROTO": "Simple,LL128",
+    "NCCL_BUFFSIZE": "8388608",
+    "NCCL_MIN_NCHANNELS": "4",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_CROSS_NIC": "0",
+}
+
+
+def azure_nd(root: Path) -> Tree:
+    """Every device has a host bridge of its own: which adapter is near to which GPU, nobody sees."""
+    tree = basics(Tree(root))
+    tree.cpuinfo()
+    tree.numa(0, "0-63")
+    tree.numa(1, "64-127")
+    tree.write("sys/class/dmi/id/sys_vendor", "Microsoft Corporation")
+    tree.write("sys/class/dmi/id/product_name", "Virtual Machine")
+    for place in range(8):
+        alone: dict[str, Any] = {"numa": place // 4, "port": False, "gts": None}
+        gpu, nic = f"{place + 1:04x}:00:00.0", f"{place + 0x101:04x}:00:00.0"
+        tree.gpu(gpu, f"pci{gpu[:7]}", **alone)
+        tree.rdma(f"mlx5_{place}", nic, f"pci{nic[:7]}", **alone)
+    tree.write("sys/module/nvidia_peermem/version", "570.86.15")
+    tree.write("dev/infiniband/uverbs0", "")
+    return tree
+
+
+def grace(root: Path, model: str = "NVIDIA GB200") -> Tree:
+    """Two of the four GPUs of a tray, each beside its adapter on root ports of their own, access control on."""
+    tree = basics(Tree(root))
+    tree.write("proc/cpuinfo", "processor\t: 0\nCPU implementer\t: 0x41\nCPU part\t: 0xd4f")
+    tree.numa(0, "0-71")
+    tree.write("proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  570.86.15")
+    for place in range(2):
+        tree.gpu(f"000{8 + place}:01:00.0", f"pci000{8 + place}:00", numa=0, model=model, device=0x2941)
+        tree.rdma(f"mlx5_{place}", f"000{place}:01:00.0", f"pci000{place}:00", numa=0)
+    tree.write("dev/infiniband/uverbs0", "")
+    tree.write("dev/nvidia-caps-imex-channels/channel0", "")
+    for device in tree.root.glob("sys/bus/pci/devices/*"):
+        (device / "config").write_bytes(config(0x1D))
+    return tree
+
+
 GPUS: dict[Callable[[Path], Tree], int] = {h100_server: 8, workstation: 1, container: 1, laptop: 0}
 
 
-def examined(tree: Tree, gpus: int = 2, nccl: tuple[int, ...] = (2, 28, 9)) -> list[Finding]:
-    ready = NvmlGpu(0, mig=False, tenants=0, fabric="completed", fabric_status=0, multi_node=False)
+def examined(
+    tree: Tree,
+    gpus: int = 2,
+    nccl: tuple[int, ...] = (2, 28, 9),
+    environ: Mapping[str, str] | None = None,
+    **changes: Any,
+) -> list[Finding]:
+    ready = replace(NvmlGpu(0, mig=False, tenants=0, fabric="completed", fabric_status=0, multi_node=False), **changes)
     nvml = NvmlFacts(tuple(replace(ready, index=place) for place in range(gpus)), cuda=(12, 8))
-    return diagnose(look(tree, nvml=nvml, software=replace(SOFTWARE, nccl=nccl) if gpus else Software("2.13.0")))
+    software = replace(SOFTWARE, nccl=nccl) if gpus else Software("2.13.0")
+    return diagnose(look(tree, environ, nvml=nvml, software=software))
+
+
+def alarms(found: list[Finding]) -> list[tuple[str, str, str]]:
+    return [(one.check, one.severity.value, one.read) for one in found if one.severity in ALARMS]
 
 
 @pytest.mark.parametrize("machine", [h100_server, amazon, amazon_efa, google, azure, workstation, laptop, container])
@@ -221,3 +302,197 @@ def test_a_module_that_an_old_nccl_does_not_look_for_is_as_good_as_absent(tmp_pa
     assert (found.check, "NCCL 2.21.5 does not look" in (found.value or "")) == ("gdr-module", True)
     tree.write("sys/kernel/mm/memory_peers/nv_mem/version", "1.3")
     assert not [one for one in examined(tree, nccl=(2, 21, 5)) if one.severity in ALARMS]
+
+
+@pytest.mark.parametrize(
+    ("environ", "severity", "read"),
+    [
+        ({"NCCL_NET": "Socket"}, "error", "NCCL_NET"),
+        ({"NCCL_NET": "IB"}, "error", "NCCL_NET"),
+        ({"NCCL_NET_PLUGIN": "none"}, "error", "NCCL_NET_PLUGIN"),
+        ({"NCCL_NET_PLUGIN": "/opt/gone/libnccl-net.so"}, "warning", "libnccl-net*.so"),
+        ({"FI_PROVIDER": "tcp"}, "error", "FI_PROVIDER"),
+        ({"FI_PROVIDER": "^efa"}, "error", "FI_PROVIDER"),
+        ({"FI_EFA_USE_DEVICE_RDMA": "0"}, "warning", "FI_EFA_USE_DEVICE_RDMA"),
+    ],
+)
+def test_what_keeps_amazons_adapters_from_rdma(
+    environ: dict[str, str], severity: str, read: str, tmp_path: Path
+) -> None:
+    assert alarms(examined(amazon_efa(tmp_path), environ=environ)) == [("transport", severity, read)]
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1"},
+        {"NCCL_NET_PLUGIN": "/opt/amazon/ofi-nccl/lib/libnccl-net.so"},
+        {"NCCL_NET": "AWS Libfabric", "NCCL_TUNER_PLUGIN": "libnccl-net.so"},
+    ],
+)
+def test_settings_that_leave_amazons_adapters_their_rdma(environ: dict[str, str], tmp_path: Path) -> None:
+    assert alarms(examined(amazon_efa(tmp_path), environ=environ)) == []
+
+
+def test_a_plugin_that_the_loader_knows_is_found(tmp_path: Path) -> None:
+    tree = amazon_efa(tmp_path)
+    tree.remove("opt/amazon/ofi-nccl/lib/libnccl-net.so")
+    tree.write("etc/ld.so.cache", "glibc-ld.so.cache1.1\0libnccl-net.so\0/opt/x/libnccl-net.so")
+    assert alarms(examined(tree)) == []
+
+
+def test_a_providers_profile_is_left_alone(tmp_path: Path) -> None:
+    tree = google_mega(tmp_path)
+    found = examined(tree, environ=MEGA)
+    assert alarms(found) == []
+    (theirs,) = [one for one in found if one.check == "leftovers"]
+    assert (theirs.severity, theirs.remedy) == (Severity.INFO, None)
+    assert "NCCL_ALGO=Ring,Tree" in (theirs.value or "")
+    # What is there for debugging only is nobody's profile.
+    found = examined(tree, environ=MEGA | {"CUDA_LAUNCH_BLOCKING": "1"})
+    assert alarms(found) == [("leftovers", "error", "CUDA_LAUNCH_BLOCKING")]
+    # The same settings without the provider are somebody's experiment.
+    own = {name: value for name, value in MEGA.items() if "FASTRAK" not in name}
+    assert len(alarms(examined(tree, environ=own))) == 5
+    own = {"NCCL_TOPO_FILE": "/opt/microsoft/ndv5-topo.xml", "NCCL_ALGO": "Ring"}
+    assert ("leftovers", "warning", "NCCL_ALGO") in alarms(examined(azure_nd(tmp_path / "azure"), 8, environ=own))
+
+
+@pytest.mark.parametrize(
+    ("environ", "known"),
+    [
+        ({"NCCL_FASTRAK_NUM_FLOWS": "2"}, True),
+        ({"NCCL_GPUDIRECTTCPX_SOCKET_IFNAME": "eth1"}, True),
+        ({"NCCL_NET": "gIB"}, True),
+        ({"NCCL_TUNER_CONFIG_PATH": "/usr/local/gib/configs/tuner_config.txtpb"}, True),
+        ({"NCCL_TUNER_PLUGIN": "/opt/amazon/ofi-nccl/lib/libnccl-tuner-ofi.so"}, True),
+        ({"NCCL_TUNER_PLUGIN": "none"}, False),
+        ({"NCCL_ALGO": "Ring", "NCCL_IB_HCA": "mlx5"}, False),
+        ({}, False),
+    ],
+)
+def test_who_set_the_variables(environ: dict[str, str], known: bool) -> None:
+    assert (provider_profile(environ) is not None) == known
+
+
+def test_a_virtual_machine_without_its_topology_file(tmp_path: Path) -> None:
+    tree = azure_nd(tmp_path)
+    found = examined(tree, 8)
+    assert alarms(found) == [("topology-file", "warning", "NCCL_TOPO_FILE")]
+    # What the file would tell is not guessed at.
+    assert [one.severity for one in found if one.check == "gdr-level"] == [Severity.OK]
+    tree.write("opt/microsoft/ndv5-topo.xml", "")
+    (told,) = [one for one in examined(tree, 8) if one.check == "topology-file"]
+    assert told.remedy == "export NCCL_TOPO_FILE=/opt/microsoft/ndv5-topo.xml"
+    tree.remove("sys/class/dmi/id/product_name")
+    tree.write("sys/class/dmi/id/sys_vendor", "Supermicro")
+    tree.write("proc/cpuinfo", "vendor_id\t: GenuineIntel\nflags\t\t: fpu")
+    assert "topology-file" not in {check for check, _, _ in alarms(examined(tree, 8))}
+
+
+def test_a_tray_of_grace_machines_is_well(tmp_path: Path) -> None:
+    found = examined(grace(tmp_path / "metal"), multi_node=True)
+    assert alarms(found) == []
+    (level,) = [one for one in found if one.check == "gdr-level"]
+    assert (level.severity, "P2C" in level.expected) == (Severity.OK, True)
+    tree = grace(tmp_path / "virtual")
+    tree.write("sys/class/dmi/id/sys_vendor", "Google")
+    tree.write("sys/class/dmi/id/product_name", "Google Compute Engine")
+    assert alarms(examined(tree, multi_node=True)) == []
+
+
+def test_gpudirect_of_grace_machines_needs_nccl_2_27_and_its_switch(tmp_path: Path) -> None:
+    tree = grace(tmp_path)
+    for nccl, environ in (((2, 26, 5), None), ((2, 28, 9), {"NCCL_NET_GDR_C2C": "0"})):
+        (level,) = [one for one in examined(tree, 2, nccl, environ) if one.check == "gdr-level"]
+        assert level.severity is Severity.INFO
+    found = examined(tree, environ={"NCCL_NET_GDR_LEVEL": "PXB"})
+    assert alarms(found) == [("gdr-level", "warning", "NCCL_NET_GDR_LEVEL")]
+
+
+def test_the_iommu_of_an_arm_processor_has_a_name_of_its_own(tmp_path: Path) -> None:
+    tree = grace(tmp_path)
+    tree.write("sys/class/iommu/smmu3.0x1/x", "")
+    tree.write("proc/cmdline", "quiet iommu.passthrough=1")
+    assert alarms(examined(tree)) == []
+    assert not [one for one in examined(tree) if one.check == "iommu" and one.value is None]
+    tree.write("sys/kernel/iommu_groups/7/type", "DMA")
+    tree.write("sys/kernel/iommu_groups/7/devices/0008:01:00.0", "")
+    (found,) = [one for one in examined(tree) if one.check == "iommu"]
+    assert (found.severity, "iommu.passthrough=1" in (found.remedy or "")) == (Severity.WARNING, True)
+    assert "iommu=pt" not in (found.remedy or "")
+
+
+def test_trays_have_their_switches_and_the_manager_elsewhere(tmp_path: Path) -> None:
+    (found,) = [one for one in examined(grace(tmp_path), fabric="in progress") if one.check == "nvswitch"]
+    assert found.severity is Severity.ERROR
+    assert "nvidia-fabricmanager" not in (found.remedy or "")
+
+
+@pytest.mark.parametrize("name", ["NCCL_CUMEM_ENABLE", "NCCL_MNNVL_ENABLE"])
+def test_what_switches_nvlink_between_nodes_off(name: str, tmp_path: Path) -> None:
+    tree = grace(tmp_path)
+    assert alarms(examined(tree, environ={name: "0"}, multi_node=True)) == [("nvswitch", "error", name)]
+    assert alarms(examined(tree, environ={name: "0"})) == []
+
+
+def test_pages_that_move_stop_the_gpus_of_grace_machines(tmp_path: Path) -> None:
+    tree = grace(tmp_path)
+    tree.numa(1, "72-143")
+    tree.rdma("mlx5_2", "0012:01:00.0", "pci0012:00", numa=1)
+    tree.write("proc/sys/kernel/numa_balancing", 1)
+    assert ("numa-balancing", "warning", "/proc/sys/kernel/numa_balancing") in alarms(examined(tree))
+
+
+def test_beside_rails_the_interface_that_all_nodes_share_is_offered(tmp_path: Path) -> None:
+    tree = rdma_server(tmp_path)
+    tree.ethernet("rail0", "0000:1d:00.0", "0000:17:00.0", numa=0, mbps=400_000, mtu=9000)
+    tree.write("proc/net/route", f"{ROUTES}\nrail0\t{LAN}")
+    remedies = {one.remedy for one in examined(tree) if one.check == "interface"}
+    assert remedies == {"export NCCL_SOCKET_IFNAME==eth0", "export GLOO_SOCKET_IFNAME=eth0"}
+
+
+def test_without_mlnx_ofed_the_open_driver_is_the_first_advice(tmp_path: Path) -> None:
+    tree = rdma_server(tmp_path)
+    tree.remove("sys/module/nvidia_peermem/version")
+    tree.write("proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01")
+
+    def remedy() -> str:
+        return next(one.remedy or "" for one in examined(tree) if one.check == "gdr-module")
+
+    assert remedy().index("nvidia-open") < remedy().index("modprobe nvidia-peermem")
+    tree.write("sys/module/mlx_compat/version", "24.10")
+    assert remedy().startswith("sudo modprobe nvidia-peermem")
+
+
+@pytest.mark.parametrize(("rate", "alarm"), [("100 Gb/sec (2X HDR)", False), ("50 Gb/sec (1X HDR)", True)])
+def test_half_a_port_is_enough_for_a_narrow_slot(rate: str, alarm: bool, tmp_path: Path) -> None:
+    tree = rdma_server(tmp_path)
+    for card in tree.root.glob("sys/class/infiniband/*"):
+        (card / "ports/1/rate").write_text(f"{rate}\n")
+        for which in ("current", "max"):
+            (card / f"device/{which}_link_speed").write_text("8.0 GT/s PCIe\n")
+    assert ("ib-port" in {check for check, _, _ in alarms(examined(tree))}) == alarm
+
+
+def test_an_address_of_either_family_is_enough_where_it_is_asked_for(tmp_path: Path) -> None:
+    tree = roce_server(tmp_path)
+    for place in range(2):
+        tree.write(f"sys/class/infiniband/mlx5_{place}/ports/1/gids/1", "2001:0db8::1")
+    assert alarms(examined(tree, environ={"NCCL_IB_ADDR_FAMILY": "AF_INET6"})) == []
+    assert len(alarms(examined(tree))) == 2
+
+
+def test_a_provider_sees_to_the_class_of_roce_packets(tmp_path: Path) -> None:
+    found = examined(roce_server(tmp_path), environ={"NCCL_NET": "gIB"})
+    assert [one.severity for one in found if one.check == "roce-class"] == [Severity.OK]
+
+
+def test_freed_shared_memory_concerns_people_who_log_in(tmp_path: Path) -> None:
+    tree = rdma_server(tmp_path)
+    tree.write("etc/systemd/logind.conf", "[Login]")
+    for drop_in, uid, told in (("RemoveIPC=no", 1000, False), ("RemoveIPC=yes", 1000, True), ("", 0, False)):
+        tree.write("etc/systemd/logind.conf.d/ipc.conf", f"[Login]\n{drop_in}")
+        tree.write("proc/self/status", f"{STATUS}\nUid:\t{uid}\t{uid}\t{uid}\t{uid}")
+        (found,) = [one for one in examined(tree) if one.check == "remove-ipc"]
+        assert (found.severity is Severity.INFO) == told

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from commopt.command_line import BAD_INPUT, refuse
 from commopt.doctor.checks.diagnosis import diagnose
-from commopt.doctor.finding import Finding, exit_status
+from commopt.doctor.finding import Finding, exit_status, in_order
 from commopt.doctor.log.findings import examine
 from commopt.doctor.log.reader import HOW, read_log
 from commopt.doctor.nodes.compare import rank_facts
@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--json", action="store_true", help="print findings as JSON")
     parser.add_argument("--all", action="store_true", help="also print what is fine")
+    parser.add_argument("--links", type=Path, metavar="FILE", help="compare what a probe measured with the line rate")
     parser.add_argument("--root", type=Path, default=LIVE, metavar="DIR", help="read /sys, /proc, /dev below DIR")
     parser.add_argument("--log", type=Path, metavar="FILE", help="read a log of NCCL_DEBUG=INFO instead of the machine")
 
@@ -70,6 +71,11 @@ def _findings(options: argparse.Namespace, environ: Mapping[str, str]) -> Sequen
     if machine.counters and options.root == LIVE:
         time.sleep(WATCH_S)
     findings = diagnose(machine)
+    if options.links is not None and environ.get("RANK", "0") == "0":
+        from commopt.cost import Links  # here, so that a machine is examined without torch
+        from commopt.doctor.checks.measured import measured
+
+        findings = in_order([*findings, *measured(machine, Links.load(options.links), str(options.links))])
     if not launched(environ):
         return findings
     return gather(rank_facts(machine, read_host_identity(environ, options.root)), findings)

@@ -42,7 +42,7 @@ def choice(machine: Machine) -> list[Finding]:
         if value is not None:
             found += _chosen(machine, variable, value, possible)
         elif len(possible) > 1 and (machine.hardware.gpus or variable.startswith("GLOO")):
-            best = max(possible, key=lambda interface: (interface.gbps or 0, interface.default_route))
+            best = _best(machine, possible)
             prefix = "=" if variable.startswith("NCCL") else ""
             expected = "set: the nodes may choose different networks, or a slow one"
             remedy = f"export {variable}={prefix}{best.name}"
@@ -55,6 +55,13 @@ def choice(machine: Machine) -> list[Finding]:
     return found or [CHOICE.ok("/sys/class/net, /proc/net/route", names, "one interface, or one that is named")]
 
 
+def _best(machine: Machine, possible: list[Interface]) -> Interface:
+    """Return the fastest where TCP carries the data; where RDMA does, the one all nodes share, not one of its rails."""
+    if tcp_interfaces(machine):
+        return max(possible, key=lambda interface: (interface.gbps or 0, interface.default_route))
+    return max(possible, key=lambda interface: (interface.default_route, interface.gbps or 0))
+
+
 def _chosen(machine: Machine, variable: str, value: str, possible: list[Interface]) -> list[Finding]:
     existing = interfaces(machine)
     everything = [interface.name for interface in existing]
@@ -64,7 +71,7 @@ def _chosen(machine: Machine, variable: str, value: str, possible: list[Interfac
     usable = [interface for interface in chosen if interface.usable]
     others = ", ".join(interface.name for interface in possible) or "none"
     prefix = "=" if variable.startswith("NCCL") else ""
-    fix = f"export {variable}={prefix}{possible[0].name}" if possible else f"unset {variable}"
+    fix = f"export {variable}={prefix}{_best(machine, possible).name}" if possible else f"unset {variable}"
     found = []
     missing = [] if pattern.exclude else pattern.unmatched(everything)
     if missing or not chosen:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from commopt.doctor.facts.machine import Machine
 from commopt.doctor.facts.placement import own_gpu
-from commopt.doctor.facts.surroundings import status
+from commopt.doctor.facts.surroundings import coherent, status
 from commopt.doctor.finding import Check, Finding
 from topology.kernel_files import cpu_list
 
@@ -101,6 +101,9 @@ def fabric(machine: Machine) -> list[Finding]:
             return [FABRIC.unread(read, machine.nvml.missing, "nvidia-smi -q | grep -A 3 Fabric")]
         return [FABRIC.ok("/sys/bus/pci/devices, NVML", "no NVSwitch", "nothing to check")]
     start = "sudo systemctl enable --now nvidia-fabricmanager; nvidia-smi -q | grep -A 3 Fabric"
+    rack = coherent(machine) or any(gpu.multi_node for gpu in gpus)
+    if rack:  # the switches, and who manages them, are in trays of their own
+        start = "nvidia-smi -q | grep -A 8 Fabric; the fabric manager runs on the switch trays of the rack, not here"
     if not gpus:
         why = machine.nvml.missing or "the driver tells no fabric state"
         return [FABRIC.unread(read, f"{len(switches)} NVSwitches, but {why}", start)]
@@ -109,9 +112,14 @@ def fabric(machine: Machine) -> list[Finding]:
         shown = ", ".join(f"GPU{gpu.index}: {gpu.fabric}, status {gpu.fabric_status}" for gpu in bad)
         expected = "completed, status 0: CUDA does not start on these GPUs, or NVLink is unusable"
         return [FABRIC.error(read, shown, expected, start)]
+    off = [name for name in ("NCCL_CUMEM_ENABLE", "NCCL_MNNVL_ENABLE") if machine.variable(name) == "0"]
+    if any(gpu.multi_node for gpu in gpus) and off:
+        expected = "unset: NVLink between nodes (MNNVL) needs both; everything goes over the network otherwise"
+        return [FABRIC.error(name, "0", expected, f"unset {name}") for name in off]
     if any(gpu.multi_node for gpu in gpus) and not machine.listing("dev/nvidia-caps-imex-channels"):
-        expected = "a channel: NVLink between nodes is not used without one"
-        remedy = "sudo systemctl enable --now nvidia-imex; container: --device=/dev/nvidia-caps-imex-channels/channel0"
+        expected = "a channel: NVLink between nodes fails without one, and so does NCCL when it starts"
+        remedy = "sudo systemctl enable --now nvidia-imex; nvidia-imex-ctl -N; "
+        remedy += "container: --device=/dev/nvidia-caps-imex-channels/channel0"
         where = "/dev/nvidia-caps-imex-channels"
         value = machine.why_not("dev/nvidia-caps-imex-channels")
         return [FABRIC.warning(where, value, expected, remedy, "medium")]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from commopt.doctor.facts.machine import Machine, version_text
-from commopt.doctor.facts.network import Port, active_ports, before, ports
+from commopt.doctor.facts.network import Port, active_ports, before, gids, ports
 from commopt.doctor.facts.pattern import Pattern
 from commopt.doctor.facts.surroundings import virtual_machine
-from commopt.doctor.finding import Check, Finding
+from commopt.doctor.finding import Check, Confidence, Finding
+from commopt.doctor.provider import provider_profile
 
 PORT = Check("ib-port", "RDMA ports")
 CHOICE = Check("ib-hca", "Choice of RDMA adapters")
 GID = Check("roce-gid", "RoCE addresses")
+CLASSES = Check("roce-class", "Traffic class and paths of RoCE")
 ORDERING = Check("ib-ordering", "Relaxed ordering")
 
 NONE = "no RDMA device"
@@ -46,8 +50,27 @@ def port(machine: Machine) -> list[Finding]:
             expected = f"{best:g} Gb/s like the others, or not used at all"
             remedy = f"ibstat; check cables; if these are for storage: export NCCL_IB_HCA=={fast}"
             found.append(PORT.warning(f"{read}/rate", shown, expected, remedy, "medium"))
+    found += _narrow(machine, [one for one in active if one.link_layer == "InfiniBand" and _selected(machine, one)])
     shown = ", ".join(f"{one.name} {one.gbps or 0:g} Gb/s" for one in active)
     return found or [PORT.ok(read, shown, "ACTIVE, LinkUp, equal rates")]
+
+
+def _narrow(machine: Machine, active: list[Port]) -> list[Finding]:
+    """An InfiniBand port has four lanes; a cable that is split, or bad, or half plugged in leaves it with fewer."""
+    slots = {device.busid: device.link_max.gbps for device in machine.hardware.pci}
+    room = {nic.name: slots.get(nic.busid or "") for nic in machine.hardware.nics}
+    narrow = [
+        one
+        for one in active
+        if one.lanes == 1 or (one.lanes == 2 and (room.get(one.device) or inf) >= 2 * (one.gbps or 0))
+    ]
+    if not narrow:
+        return []
+    shown = ", ".join(f"{one.name} {one.lanes}X {one.gbps or 0:g} Gb/s" for one in narrow)
+    expected = "4X: with fewer lanes the port has that much less bandwidth (2X is as it should be with split cables)"
+    remedy = f"sudo mlxlink -d {narrow[0].device}; then reseat or replace the cable"
+    sure: Confidence = "high" if any(one.lanes == 1 for one in narrow) else "medium"
+    return [PORT.warning("/sys/class/infiniband/*/ports/*/rate", shown, expected, remedy, sure)]
 
 
 def _selected(machine: Machine, one: Port) -> bool:
@@ -109,25 +132,68 @@ def gid(machine: Machine) -> list[Finding]:
         return [GID.ok(read, value or "unset", "an active RoCE port, which this machine does not have")]
     found = []
     for one in roce:
-        folder = f"{one.path}/gid_attrs/types"
-        types = {index: machine.text(f"{folder}/{index}") for index in machine.listing(folder)}
-        if not any(types.values()):
-            found.append(GID.unread(f"/{folder}", machine.why_not(folder), "show_gids"))
-        elif "RoCE v2" not in types.values():
-            kinds = ", ".join(sorted({kind for kind in types.values() if kind}))
-            expected = "RoCE v2: version 1 is not routed and many switches drop it"
-            remedy = f"give the interface an IP address; sudo cma_roce_mode -d {one.device} -p {one.number} -m 2"
-            found.append(GID.error(f"/{folder}", kinds, expected, remedy))
-        elif value is not None and types.get(value) != "RoCE v2":
-            good = [index for index, kind in types.items() if kind == "RoCE v2"]
-            shown = f"{value} is {types.get(value) or 'empty'} on {one.name}"
-            expected = f"RoCE v2, which is {' or '.join(good)} there"
-            found.append(GID.error(read, shown, expected, "unset NCCL_IB_GID_INDEX (or -1)"))
-        found += _frames(machine, one)
+        found += _addresses(machine, one, value) + _frames(machine, one)
     if value not in (None, "-1") and before(machine.software.nccl, (2, 21)) is not True:
         expected = f"unset: NCCL {version_text(machine.software.nccl)} chooses for each port (since 2.21)"
         found.append(GID.warning("NCCL_IB_GID_INDEX", value or "", expected, "unset NCCL_IB_GID_INDEX", "medium"))
     return found or [GID.ok(read, value or "unset", "a RoCE v2 address on every port, chosen by NCCL")]
+
+
+def _addresses(machine: Machine, one: Port, chosen: str | None) -> list[Finding]:
+    folder = f"{one.path}/gid_attrs/types"
+    table = gids(machine, one)
+    second = [entry for entry in table if entry.kind == "RoCE v2"]
+    if not table:
+        return [GID.unread(f"/{folder}", machine.why_not(folder), "show_gids")]
+    give = "give the port's interface an IP address: sudo ip address add ADDRESS/PREFIX dev "
+    give += machine.text(f"{one.path}/gid_attrs/ndevs/0") or "INTERFACE"
+    if not second:
+        kinds = ", ".join(sorted({entry.kind for entry in table}))
+        expected = "RoCE v2: version 1 is not routed and many switches drop it"
+        return [GID.error(f"/{folder}", kinds, expected, give)]
+    if chosen not in (None, "-1"):
+        found = next((entry for entry in table if entry.index == chosen), None)
+        if found in second:
+            return []
+        shown = f"{chosen} is {found.kind if found else 'empty'} on {one.name}"
+        expected = f"RoCE v2, which is {' or '.join(entry.index for entry in second)} there"
+        return [GID.error("NCCL_IB_GID_INDEX", shown, expected, "unset NCCL_IB_GID_INDEX (or -1)")]
+    known = [entry.address for entry in second if entry.address is not None]
+    if len(known) < len(second):
+        return []
+    routed = [entry.address for entry in second if entry.address is not None and not entry.link_local]
+    wants_six = machine.variable("NCCL_IB_ADDR_FAMILY") == "AF_INET6"
+    if any((address.ipv4_mapped is None) == wants_six for address in routed):
+        return []
+    shown = ", ".join(map(str, known))
+    expected = "an address that is not link-local (fe80): NCCL passes over those, and ends with RoCE v1"
+    if routed:
+        expected = "an IPv4 address, or the other family allowed: NCCL looks at IPv4 only"
+        give = "export NCCL_IB_ADDR_FAMILY=AF_INET6"
+    if wants_six:
+        expected, give = "a global IPv6 address, since NCCL_IB_ADDR_FAMILY asks for one", "unset NCCL_IB_ADDR_FAMILY"
+    return [GID.error(f"/{one.path}/gids", shown, expected, give)]
+
+
+def classes(machine: Machine) -> list[Finding]:
+    """RoCE relies on the switches not to drop: its packets need the class that they protect, and several paths."""
+    roce = [one for one in active_ports(machine) if one.link_layer == "Ethernet"]
+    read = "NCCL_IB_TC, NCCL_IB_QPS_PER_CONNECTION"
+    shown = {name: machine.variable(name) for name in read.split(", ")}
+    value = ", ".join(text or "unset" for text in shown.values())
+    if not roce or provider_profile(machine.environ):
+        return [CLASSES.ok(read, value, "an active RoCE port, and no provider that sees to it")]
+    found = []
+    forced = [f"sys/class/infiniband/{one.device}/tc/{one.number}/traffic_class" for one in roce]
+    if shown["NCCL_IB_TC"] is None and not all(machine.text(path) for path in forced):
+        expected = "the class that the switches protect (PFC, ECN), unless that is class 0; ask who runs the network"
+        remedy = "export NCCL_IB_TC=NUMBER (4 times the DSCP; 106 for DSCP 26 with ECN is common)"
+        found.append(CLASSES.info("NCCL_IB_TC", "unset: class 0", expected, remedy, "medium"))
+    if shown["NCCL_IB_QPS_PER_CONNECTION"] is None:
+        expected = "several, where the switches spread flows over paths (ECMP): one connection takes one path"
+        remedy = "try: export NCCL_IB_QPS_PER_CONNECTION=4"
+        found.append(CLASSES.info("NCCL_IB_QPS_PER_CONNECTION", "unset: 1", expected, remedy, "medium"))
+    return found or [CLASSES.ok(read, value, "set where there is RoCE")]
 
 
 def _frames(machine: Machine, one: Port) -> list[Finding]:

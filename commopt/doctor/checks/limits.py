@@ -11,10 +11,14 @@ from topology.kernel_files import fields
 MEMLOCK = Check("memlock", "Locked memory")
 SHM = Check("shm", "Shared memory")
 STACK = Check("stack", "Stack size")
+FILES = Check("open-files", "Open files and sockets")
 NUMA = Check("numa-container", "NUMA calls in a container")
 
 MIB = 1 << 20
 MEMLOCK_COMFORT = 4096 * MIB
+MANY_RANKS = 32
+FILES_PER_RANK = 228
+"""A process of 144 ranks over TCP was seen to have 32 768 open."""
 SHM_PER_RANK = 32 * MIB
 SHM_COMFORT = 1024 * MIB
 
@@ -95,6 +99,23 @@ def _size(text: str, total: int | None) -> int | None:
 def _memory_bytes(machine: Machine) -> int | None:
     total = fields(machine.text("proc/meminfo")).get("MemTotal", "").split()
     return int(total[0]) * 1024 if total and total[0].isdecimal() else None
+
+
+def files(machine: Machine) -> list[Finding]:
+    """Every connection of NCCL and gloo is an open file, and in a large job a process has many."""
+    read = "/proc/self/limits: Max open files"
+    value = limit(machine, "Max open files")
+    if value is None:
+        return [FILES.unread(read, machine.why_not("proc/self/limits"), "ulimit -n")]
+    world = machine.environ.get("WORLD_SIZE", "")
+    ranks = int(world) if world.isdecimal() else 1
+    shown, needed = "unlimited" if value == -1 else f"{value} for {ranks} ranks", FILES_PER_RANK * ranks
+    if value == -1 or not machine.several_nodes or value >= needed:
+        return [FILES.ok(read, shown, f"about {FILES_PER_RANK} for each rank of a job on several nodes")]
+    expected = f"up to {needed}: 'Too many open files' otherwise, where the job goes over TCP"
+    remedy = "ulimit -n 1048576 (limits.conf: * soft/hard nofile 1048576; docker run --ulimit nofile=1048576)"
+    kind = FILES.warning if ranks >= MANY_RANKS else FILES.info
+    return [kind(read, shown, expected, remedy, "medium")]
 
 
 def stack(machine: Machine) -> list[Finding]:

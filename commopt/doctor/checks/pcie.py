@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
+
 from commopt.doctor.facts.machine import Machine
 from commopt.doctor.facts.nearness import nearest_ports
 from commopt.doctor.facts.network import active_ports
-from commopt.doctor.facts.surroundings import virtual_machine
+from commopt.doctor.facts.surroundings import arm, coherent, virtual_machine
 from commopt.doctor.finding import Check, Finding
 from topology.live.pci_slots import read_slots
 from topology.model import Distance, PciDevice, PciLink
@@ -29,7 +32,7 @@ def acs(machine: Machine) -> list[Finding]:
     if virtual_machine(machine):
         return [ACS.ok(read, "virtual machine", "not visible here; the provider turns on address translation (ATS)")]
     slots = read_slots(machine.root)
-    bridges = sorted({bridge for busid in devices if busid in slots for bridge in slots[busid].above})
+    bridges = _shared(slots[busid].above for busid in devices if busid in slots)
     # Without privileges the kernel shows the first 64 bytes only; the capabilities begin at 256.
     configs = {bridge: machine.content(f"sys/bus/pci/devices/{bridge}/config") for bridge in bridges}
     hidden = [bridge for bridge, config in configs.items() if len(config) <= 256]
@@ -43,6 +46,20 @@ def acs(machine: Machine) -> list[Finding]:
         remedy = "sudo lspci -vvv | grep ACSCtl (bad: SrcValid+)"
         found.append(ACS.unread(read, f"only root may read it ({len(hidden)} of {len(bridges)} bridges)", remedy))
     return found or [ACS.ok(read, f"off on {len(bridges)} bridges", "off")]
+
+
+def _shared(paths: Iterable[tuple[str, ...]]) -> list[str]:
+    """Return the bridges with several devices below, and those under them: others part no two devices.
+
+    paths: the bridges above each device, from the host bridge down.
+    """
+    paths = list(paths)
+    count = Counter(bridge for path in paths for bridge in path)
+    found = set()
+    for path in paths:
+        first = next((place for place, bridge in enumerate(path) if count[bridge] > 1), len(path))
+        found |= set(path[first:])
+    return sorted(found)
 
 
 def _of_interest(machine: Machine) -> list[str]:
@@ -74,6 +91,7 @@ def iommu(machine: Machine) -> list[Finding]:
         return [IOMMU.ok(read, "virtual machine", "up to the provider")]
     if not machine.listing("sys/class/iommu"):
         return [IOMMU.ok("/sys/class/iommu", "off", "off, or passing through")]
+    through = "iommu.passthrough=1" if arm(machine) else "iommu=pt"
     kinds: dict[str, str] = {}
     for group in machine.listing("sys/kernel/iommu_groups"):
         inside = set(machine.listing(f"sys/kernel/iommu_groups/{group}/devices"))
@@ -81,17 +99,21 @@ def iommu(machine: Machine) -> list[Finding]:
         kinds |= {busid: kind for busid in inside & {gpu for gpu in gpus if gpu} if kind}
     if not kinds:
         line = machine.text("proc/cmdline") or ""
-        if "iommu=pt" in line.split():
-            return [IOMMU.ok("/proc/cmdline", "iommu=pt", "off, or passing through")]
+        if said := {through, "iommu.passthrough=1"}.intersection(line.split()):
+            return [IOMMU.ok("/proc/cmdline", ", ".join(said), "off, or passing through")]
         return [IOMMU.unread("/sys/kernel/iommu_groups/*/type", "no group names a GPU", "sudo dmesg | grep -i iommu")]
     translated = sorted(busid for busid, kind in kinds.items() if kind != "identity")
     if not translated:
         return [IOMMU.ok(read, "identity", "off, or passing through")]
     value = f"on, type {kinds[translated[0]]} for {', '.join(translated)}"
-    expected = "identity on bare metal: direct transfers between GPUs and adapters go through the CPU, or fail"
-    remedy = """sudo sed -i 's/^GRUB_CMDLINE_LINUX="/&iommu=pt /' /etc/default/grub && sudo update-grub"""
-    remedy += " (Red Hat: sudo grubby --update-kernel=ALL --args=iommu=pt); then reboot"
-    return [IOMMU.warning(read, value, expected, remedy)]
+    remedy = f"""sudo sed -i 's/^GRUB_CMDLINE_LINUX="/&{through} /' /etc/default/grub && sudo update-grub"""
+    remedy += f" (Red Hat: sudo grubby --update-kernel=ALL --args={through}); then reboot"
+    if coherent(machine):  # peer transfers there go over NVLink, which the IOMMU does not touch
+        expected = "identity: an IOMMU that translates costs each adapter bandwidth"
+        return [IOMMU.warning(read, value, expected, remedy, "medium")]
+    expected = "identity on bare metal: CUDA does not support direct transfers through an IOMMU that translates. "
+    expected += "They are slow, hang, or corrupt data in silence"
+    return [IOMMU.error(read, value, expected, remedy)]
 
 
 def links(machine: Machine) -> list[Finding]:

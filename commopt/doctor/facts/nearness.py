@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 from commopt.doctor.facts.machine import Machine
 from commopt.doctor.facts.network import active_ports
+from commopt.doctor.facts.surroundings import coherent, virtual_machine
 from topology.facts.nics import usable_nics
 from topology.facts.paths import Paths
+from topology.live.machine import VIRTUAL_TOPOLOGY
 from topology.model import Distance
 
 
@@ -35,3 +37,18 @@ def nearest_ports(machine: Machine) -> list[Nearest]:
         names = tuple(topology.nics[place].name for place, distance in known if distance is least)
         found.append(Nearest(f"GPU{gpu.index}", least, names))
     return found
+
+
+def switches_hidden(machine: Machine) -> bool:
+    """Whether a virtual machine with GPUs and RDMA hides which are near to each other, and no file tells NCCL.
+
+    Of EFA the plugin brings the file.
+    """
+    ports = [port for port in active_ports(machine) if not port.elastic]
+    # A Grace machine has no switches to hide.
+    if len(machine.hardware.gpus) < 2 or not ports or not virtual_machine(machine) or coherent(machine):
+        return False
+    if machine.variable("NCCL_TOPO_FILE") or machine.exists(VIRTUAL_TOPOLOGY):
+        return False
+    near = nearest_ports(machine)
+    return all(one.distance is None or one.distance.rank > Distance.PXB.rank for one in near)

@@ -6,7 +6,7 @@ import re
 import socket
 import struct
 from dataclasses import dataclass
-from ipaddress import IPv4Network
+from ipaddress import IPv4Network, IPv6Address, IPv6Network
 from typing import Literal
 
 from commopt.doctor.facts.machine import Machine, Version
@@ -18,6 +18,7 @@ INTERNAL = (
     *("vnet", "tap", "vmnet", "vboxnet", "lxdbr", "cilium", "kube-", "nodelocaldns", "nerdctl", "vxlan", "genev"),
     *("ovs-", "antrea", "weave", "eni", "azv", "gke"),
 )
+LINK_LOCAL = IPv6Network("fe80::/64")
 AMAZON = 0x1D0F
 VENDORS = {AMAZON: "AWS", 0x1AE0: "Google"}
 
@@ -66,6 +67,8 @@ class Port:
     gbps: float | None
     link_layer: Literal["InfiniBand", "Ethernet"] | None
     vendor: int | None = None
+    lanes: int | None = None
+    """Of the link as it was trained; None when `rate` does not say."""
 
     @property
     def elastic(self) -> bool:
@@ -141,6 +144,7 @@ def ports(machine: Machine) -> list[Port]:
         for number in machine.listing(f"sys/class/infiniband/{device}/ports"):
             folder = f"sys/class/infiniband/{device}/ports/{number}"
             rate = re.match(r"[\d.]+", machine.text(f"{folder}/rate") or "")
+            lanes = re.search(r"\((\d+)X", machine.text(f"{folder}/rate") or "")
             layer = machine.text(f"{folder}/link_layer")
             found.append(
                 Port(
@@ -151,6 +155,7 @@ def ports(machine: Machine) -> list[Port]:
                     float(rate[0]) if rate else None,
                     "InfiniBand" if layer == "InfiniBand" else "Ethernet" if layer == "Ethernet" else None,
                     machine.number(f"sys/class/infiniband/{device}/device/vendor"),
+                    int(lanes[1]) if lanes else None,
                 )
             )
     return found
@@ -161,10 +166,40 @@ def active_ports(machine: Machine) -> list[Port]:
     return [port for port in ports(machine) if port.active]
 
 
+@dataclass(frozen=True)
+class Gid:
+    """One entry of a RoCE port's table of addresses."""
+
+    index: str
+    kind: str
+    """"RoCE v2", "IB/RoCE v1"."""
+    address: IPv6Address | None
+    """None when it cannot be read."""
+
+    @property
+    def link_local(self) -> bool:
+        """Whether it leads no further than the next router: NCCL passes over it."""
+        return self.address is not None and self.address in LINK_LOCAL
+
+
+def gids(machine: Machine, port: Port) -> list[Gid]:
+    """Return the entries that are in use, in the order of the files."""
+    found = []
+    for index in machine.listing(f"{port.path}/gid_attrs/types"):
+        kind = machine.text(f"{port.path}/gid_attrs/types/{index}")
+        try:
+            address = IPv6Address(machine.text(f"{port.path}/gids/{index}") or "")
+        except ValueError:
+            address = None
+        if kind and (address is None or int(address)):
+            found.append(Gid(index, kind, address))
+    return found
+
+
 def tcp_interfaces(machine: Machine) -> list[Interface]:
     """Return the interfaces that carry NCCL's data when that goes over TCP; empty when RDMA carries it."""
     rdma = active_ports(machine) and machine.variable("NCCL_IB_DISABLE") in (None, "0")
-    return [] if rdma and machine.variable("NCCL_NET") != "Socket" else used_by_nccl(machine)
+    return [] if rdma and (machine.variable("NCCL_NET") or "").upper() != "SOCKET" else used_by_nccl(machine)
 
 
 def before(version: Version | None, gate: Version) -> bool | None:

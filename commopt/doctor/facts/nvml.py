@@ -1,4 +1,4 @@
-"""What the driver's management library says and no file does: peer access, fabric, MIG, other tenants, links."""
+"""What the driver's management library says and no file does: peer access, fabric, MIG, tenants, links, health."""
 
 from __future__ import annotations
 
@@ -23,6 +23,14 @@ P2P_STATES = {
     4: "disabled by a driver key",
     5: "not supported",
 }
+HELD_BACK = {
+    0x04: "power limit",
+    0x08: "slowed by hardware",
+    0x20: "too hot (slowed by the driver)",
+    0x40: "too hot (slowed by hardware)",
+    0x80: "power brake from outside",
+}
+"""NVML's clock event reasons, without those of an idle GPU and of clocks that somebody chose."""
 P2P_UNTOLD = (0, 6)
 """Fine, and unknown."""
 
@@ -43,6 +51,14 @@ class NvmlGpu:
     multi_node: bool | None = None
     """Whether its NVLink fabric spans machines."""
     nvlinks_up: int | None = None
+    held_back: int | None = None
+    """Why its clock is lower than it could be: bits of HELD_BACK."""
+    rows_pending: bool | None = None
+    """Whether bad memory rows wait for a reset to be replaced."""
+    rows_failed: bool | None = None
+    """Whether a bad row could not be replaced."""
+    persistent: bool | None = None
+    """Whether the driver keeps it initialized while nobody uses it."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +114,11 @@ def _gpu(nvml: Any, ask: Callable[[Callable[[], Any]], Any], index: int, handle:
     mig = ask(lambda: nvml.nvmlDeviceGetMigMode(handle)[0])
     processes = ask(lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle))
     fabric = ask(lambda: _fabric(nvml, handle))
+    # Older bindings know the older name only.
+    held = ask(lambda: int(nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)))
+    held = ask(lambda: int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))) if held is None else held
+    rows = ask(lambda: nvml.nvmlDeviceGetRemappedRows(handle))
+    persistent = ask(lambda: nvml.nvmlDeviceGetPersistenceMode(handle))
     states = [ask(partial(nvml.nvmlDeviceGetNvLinkState, handle, link)) for link in range(NVLINKS)]
     return NvmlGpu(
         index,
@@ -108,6 +129,10 @@ def _gpu(nvml: Any, ask: Callable[[Callable[[], Any]], Any], index: int, handle:
         fabric and int(fabric.status),
         fabric and any(bytes(fabric.clusterUuid)),
         None if all(state is None for state in states) else sum(bool(state) for state in states),
+        None if held is None else sum(bit for bit in HELD_BACK if held & bit),
+        None if rows is None else bool(rows[2]),
+        None if rows is None else bool(rows[3]),
+        None if persistent is None else bool(persistent),
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from commopt.doctor.facts.machine import Machine
 from topology.kernel_files import fields
 
@@ -21,6 +23,16 @@ def virtual_machine(machine: Machine) -> bool | None:
     if cpuinfo is None or "flags" not in cpuinfo:
         return None
     return " hypervisor" in cpuinfo
+
+
+def coherent(machine: Machine) -> bool:
+    """Whether the GPUs share memory with the CPU over NVLink-C2C: GH200, GB200, GB300, GB10."""
+    return any(re.search(r"\bG[HB]\d", gpu.name or "") for gpu in machine.hardware.gpus)
+
+
+def arm(machine: Machine) -> bool:
+    """Whether the processor is an ARM, which has an IOMMU with names of its own."""
+    return any(cpu.arch == "arm64" for cpu in machine.hardware.cpus)
 
 
 def container(machine: Machine) -> bool:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from commopt.doctor.facts.machine import Machine, version_text
 from commopt.doctor.facts.network import active_ports, used_by_nccl
 from commopt.doctor.facts.placement import own_gpu, own_name
 from commopt.doctor.finding import Check, Finding
+from commopt.doctor.nodes.reach import Offer, Unreached, own_offers
 from topology.cluster import Cluster
 from topology.fabric import Fabric
 from topology.host import HostIdentity
@@ -17,10 +19,12 @@ from topology.model import Topology
 VERSIONS = Check("nodes-versions", "Equal versions")
 NETWORK = Check("nodes-network", "Equal networks")
 SETTINGS = Check("nodes-settings", "Equal settings")
+REACH = Check("nodes-reach", "Addresses that answer to all ranks")
 LAYOUT = Check("rank-layout", "Layout of the ranks")
 MACHINES = Check("nodes-machines", "Equal machines")
 
 PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "CUDA_DEVICE_MAX_CONNECTIONS")
+LIVE = Path("/")
 # These have to differ, or may.
 OWN = ("NCCL_HOSTID", "NCCL_DEBUG_FILE", "NCCL_TOPO_DUMP_FILE", "NCCL_GRAPH_DUMP_FILE")
 # Ranks that disagree about these wait for each other forever.
@@ -43,6 +47,10 @@ class RankFacts:
     ports: tuple[tuple[str, float | None, str | None], ...]
     """Name, Gb/s and link layer of the active RDMA ports."""
     settings: tuple[tuple[str, str], ...]
+    offers: tuple[Offer, ...] = ()
+    """The addresses that others are to connect to, as far as they are known."""
+    unreached: tuple[Unreached, ...] = ()
+    """Offers of other ranks that did not answer to this one."""
 
     @property
     def node(self) -> str:
@@ -70,12 +78,20 @@ def rank_facts(machine: Machine, host: HostIdentity) -> RankFacts:
                 if name.startswith(PREFIXES) and name not in OWN and value
             )
         ),
+        own_offers(machine) if machine.root == LIVE else (),
     )
 
 
 def compare(ranks: Sequence[RankFacts]) -> list[Finding]:
     """Report differences between ranks and nodes, in the order of repair; `ranks[rank]` is what that rank told."""
-    found = [*_layout(ranks), *_versions(ranks), *_settings(ranks), *_machines(ranks), *_networks(ranks)]
+    found = [
+        *_reach(ranks),
+        *_layout(ranks),
+        *_versions(ranks),
+        *_settings(ranks),
+        *_machines(ranks),
+        *_networks(ranks),
+    ]
     return [replace(finding, nodes=("all nodes",)) for finding in found]
 
 
@@ -96,6 +112,34 @@ def _shown(groups: Mapping[Hashable, list[str]]) -> str:
         more = f" and {len(nodes) - 3} more" if len(nodes) > 3 else ""
         parts.append(f"{value} on {', '.join(nodes[:3])}{more}")
     return "; ".join(parts)
+
+
+def _reach(ranks: Sequence[RankFacts]) -> list[Finding]:
+    silent: dict[Unreached, list[str]] = {}
+    for facts in ranks:
+        for one in facts.unreached:
+            silent.setdefault(one, []).append(facts.node)
+    found = []
+    for library in ("NCCL", "gloo"):
+        failed = {one: nodes for one, nodes in silent.items() if one.library == library}
+        if not failed:
+            continue
+        shown = [
+            f"{one.address} of rank {one.rank} ({ranks[one.rank].node}), "
+            f"from {', '.join(dict.fromkeys(nodes))}: {one.why}"
+            for one, nodes in failed.items()
+        ]
+        value = "; ".join(shown[:4]) + (f"; and {len(shown) - 4} more" if len(shown) > 4 else "")
+        expected = f"an answer: {library} connects to these addresses, and waits without an end or fails"
+        remedy = f"export {library.upper()}_SOCKET_IFNAME to an interface on the network that all nodes share; "
+        remedy += "open the firewall between them for all ports; a name in /etc/hosts that means 127.0.1.1: mend it"
+        # A job on GPUs may do without gloo.
+        kind = REACH.warning if library == "gloo" and any(facts.hardware.gpus for facts in ranks) else REACH.error
+        found.append(kind("a TCP connection between each two nodes", value, expected, remedy))
+    if found or not any(facts.offers for facts in ranks):
+        return found
+    shown_offers = ", ".join(dict.fromkeys(f"{offer.library} {offer.address}" for offer in ranks[0].offers))
+    return [REACH.ok("a TCP connection between each two nodes", f"rank 0 offers {shown_offers}", "an answer from all")]
 
 
 def _layout(ranks: Sequence[RankFacts]) -> list[Finding]:

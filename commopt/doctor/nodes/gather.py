@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 
 from commopt.doctor.finding import Finding, in_order, merge
 from commopt.doctor.nodes.compare import RankFacts, compare
+from commopt.doctor.nodes.reach import Target, listener, peers_of, unreached
 from commopt.errors import MismatchError
 
-PATIENCE = timedelta(seconds=120)
+PATIENCE_S = 120.0
+LEAVE_S = 2.0
 
 
 def launched(environ: Mapping[str, str]) -> bool:
@@ -19,29 +23,49 @@ def launched(environ: Mapping[str, str]) -> bool:
     return world.isdecimal() and int(world) > 1
 
 
-def gather(facts: RankFacts, findings: Sequence[Finding]) -> list[Finding] | None:
+def gather(facts: RankFacts, findings: Sequence[Finding], patience_s: float = PATIENCE_S) -> list[Finding] | None:
     """Return on rank 0 what all ranks found and what differs between them; None on the others.
 
-    Uses gloo, which needs no GPU. Raises MismatchError when not all ranks meet within two minutes.
+    Goes through the launcher's store, without a process group: it works where gloo and NCCL cannot connect.
+    Raises MismatchError when not all ranks are there within `patience_s`.
     """
-    import torch.distributed as dist  # here, because one machine is examined without it
+    # Here, because one machine is examined without torch.
+    import torch.distributed as dist
+    from torch.distributed.rendezvous import rendezvous
+
+    from commopt.groups.agreement import exchange_facts
 
     try:
-        dist.init_process_group("gloo", timeout=PATIENCE)
+        launcher, rank, world_size = next(iter(rendezvous("env://", timeout=timedelta(seconds=patience_s))))
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        raise MismatchError(f"the ranks did not meet within {PATIENCE.seconds} s: {reason}") from error
+        raise MismatchError(f"the ranks did not meet within {patience_s:g} s: {reason}") from error
+    store = dist.PrefixStore("commopt/doctor", launcher)
+    ranks, told = range(world_size), False
     try:
-        mine = (facts, [replace(finding, nodes=(facts.node,)) for finding in findings])
-        everyone: list[tuple[RankFacts, list[Finding]] | None] = [None] * dist.get_world_size()
-        dist.gather_object(mine, everyone if dist.get_rank() == 0 else None)
+        with listener() as door:  # open until all others have tried it
+            port = door.getsockname()[1]
+            mine = {"node": facts.host.node_key, "port": port, "offers": [offer.as_pair() for offer in facts.offers]}
+            doors = exchange_facts(store, ranks, rank, "the doctor", mine, patience_s)
+            away = [peer for peer in peers_of(rank, world_size) if doors[peer]["node"] != doors[rank]["node"]]
+            targets = [Target(peer, doors[peer]["port"], *pair) for peer in away for pair in doors[peer]["offers"]]
+            facts = replace(facts, unreached=unreached(targets))
+            answer = (facts, [replace(finding, nodes=(facts.node,)) for finding in findings])
+            store.set(f"answer/{rank}", pickle.dumps(answer).hex())
+            told = True
+            exchange_facts(store, ranks, rank, "the doctor's end", {}, patience_s)
+        if rank != 0:
+            store.set(f"left/{rank}", "")
+            return None
+        answers = [pickle.loads(bytes.fromhex(store.get(f"answer/{each}").decode())) for each in ranks]
+        with suppress(RuntimeError):  # it may hold the store itself: whoever is still at it would complain
+            store.wait([f"left/{each}" for each in ranks[1:]], timedelta(seconds=LEAVE_S))
+    except MismatchError:
+        raise
     except RuntimeError as error:
+        if told and rank != 0:  # rank 0 may have held the store, heard all, and left
+            return None
         reason = str(error).splitlines()[0]
         raise MismatchError(f"a rank went away while the doctor collected its findings: {reason}") from error
-    finally:
-        dist.destroy_process_group()
-    answers = [answer for answer in everyone if answer is not None]
-    if not answers:
-        return None
     found = [finding for _, theirs in answers for finding in theirs]
     return in_order(merge([*compare([facts for facts, _ in answers]), *found]))
