@@ -19,6 +19,7 @@ LAYERS = (
     "commopt.doctor.observe",
     "commopt.doctor.checks",
     "commopt.doctor.facts",
+    "commopt.doctor.provider",
     "commopt.doctor.finding",
     "commopt.simulate",
     "commopt.probe",

@@ -13,6 +13,7 @@ from commopt.__main__ import main
 from commopt.doctor.finding import Finding, Severity
 from commopt.doctor.log.findings import examine
 from commopt.doctor.log.reader import Log, parse_log
+from commopt.doctor.provider import provider_profile
 
 
 def lines(*texts: str) -> list[str]:
@@ -383,6 +384,28 @@ def test_what_is_no_log_is_refused_in_one_line(
     assert str(file) in first
     assert "NCCL_DEBUG=INFO" in first
     assert "absent" in second
+
+
+@pytest.mark.parametrize(
+    ("environment", "provider"),
+    [
+        ({"NCCL_FASTRAK_IFNAME": "enp6s0,enp7s0"}, "Google A3 Mega (FasTrak)"),
+        ({"NCCL_TUNER_CONFIG_PATH": "/lib64/a3plus_tuner_config.textproto"}, "Google A3 Mega (FasTrak)"),
+        ({"NCCL_GPUDIRECTTCPX_CTRL_DEV": "eth0"}, "Google A3 High (GPUDirect-TCPX)"),
+        ({"NCCL_NET": "gIB", "NCCL_CROSS_NIC": "0"}, "Google A3 Ultra, A4 (gIB)"),
+        ({"NCCL_TUNER_CONFIG_PATH": "/usr/local/gib/configs/tuner_config_a3u.txtpb"}, "Google A3 Ultra, A4 (gIB)"),
+        ({"NCCL_TUNER_PLUGIN": "/opt/amazon/ofi-nccl/lib/libnccl-ofi-tuner.so"}, "AWS (OFI plugin)"),
+        ({"NCCL_TUNER_PLUGIN": "ofi"}, "AWS (OFI plugin)"),
+        ({"NCCL_TOPO_FILE": "/opt/aws-ofi-nccl/share/aws-ofi-nccl/xml/p4d-24xl-topo.xml"}, "AWS (OFI plugin)"),
+        ({"NCCL_TOPO_FILE": "/opt/microsoft/ndv5-topo.xml"}, "Azure"),
+        ({"NCCL_TUNER_PLUGIN": "/shared/libnccl-ocituner.so.1.0.2"}, "Oracle"),
+        ({"NCCL_TUNER_PLUGIN": "/home/me/libnccl-tuner.so", "NCCL_TOPO_FILE": "/home/me/topo.xml"}, None),
+        ({"NCCL_FASTRAK_IFNAME": "", "NCCL_TUNER_CONFIG_PATH": "/tmp/empty.txt", "NCCL_ALGO": "Ring"}, None),
+        ({}, None),
+    ],
+)
+def test_settings_of_providers_are_recognised(environment: dict[str, str], provider: str | None) -> None:
+    assert provider_profile(environment) == provider
 
 
 PIECES = st.sampled_from(
