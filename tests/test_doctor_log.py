@@ -209,7 +209,7 @@ def test_a_fast_run_has_nothing_to_mend() -> None:
                 "NCCL_NVLS_ENABLE set by environment to 0.",
                 "8 coll channels, 0 collnet channels, 0 nvls channels",
             ),
-            "log-plan", "warning", "NCCL_NVLS_ENABLE=0", "unset",
+            "log-environment", "warning", "NCCL_NVLS_ENABLE=0", "unset",
         ),
         (
             ("NCCL_P2P_LEVEL set by environment to SYS", "Channel 00 : 0[0] -> 1[1] via SHM/direct/direct"),

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 _MARKS = (
     (r"NCCL_FASTRAK_\w+", r".*", "Google A3 Mega (FasTrak)"),
     (r"NCCL_GPUDIRECTTCPX_\w+", r".*", "Google A3 High (GPUDirect-TCPX)"),
+    (r"NCCL_NET", r"fastrak", "Google A3 Mega (FasTrak)"),
+    (r"NCCL_NET", r"gpudirecttcpx.*", "Google A3 High (GPUDirect-TCPX)"),
     (r"NCCL_NET", r"gib", "Google A3 Ultra, A4 (gIB)"),
     (r"NCCL_(?:TUNER_PLUGIN|TUNER_CONFIG_PATH|TOPO_FILE|SHIMNET_\w+)", r".*/gib/.*", "Google A3 Ultra, A4 (gIB)"),
     (r"NCCL_(?:TUNER_CONFIG_PATH|SHIMNET_\w+)", r".*/a3plus_\w+\.\w+", "Google A3 Mega (FasTrak)"),
