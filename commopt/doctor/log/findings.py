@@ -87,6 +87,10 @@ def _no_network(log: Log) -> Finding:
         return NETWORK.ok(log.source, "NVLink between the nodes (MNNVL)", "the fast network")
     if log.machines == 1 or (log.channels and log.machines is None):
         return NETWORK.ok(log.source, "no connection over a network", "one node")
+    if log.mnnvl:
+        return NETWORK.info(
+            log.source, "NVLink between the nodes (MNNVL)", "the fast network; no connection in this log"
+        )
     network = ", ".join(log.networks)
     if network == "Socket" and _why_sockets(log) is not None:
         return _sockets(log, "Using network Socket")
@@ -137,9 +141,12 @@ def _gdr(log: Log) -> list[Finding]:
         return [GDR.ok(log.source, f"all {rdma} times", "on all")]
     reasons = [text for text, _ in log.no_gdr.most_common(3)]
     value = f"{direct} of {rdma} times" + (f"; disabled for {'; '.join(reasons)}" if reasons else "")
-    if log.geforce:
-        return [GDR.info(log.source, value, "GeForce cards have no GPUDirect RDMA")]
-    expected = "on all: every message is copied through CPU memory otherwise, which can halve the bandwidth"
+    if log.no_gdr_gpu is not None:
+        return [GDR.info(log.source, value, f"{log.no_gdr_gpu} has no GPUDirect RDMA")]
+    expected = (
+        "on all: every message is copied through CPU memory otherwise, which can halve the bandwidth "
+        "(GeForce cards and GB10 have none)"
+    )
     if direct and not log.ends["send", True] and not log.ends["receive", False]:
         shown = f"{value}: on receiving only"
         usual = "on sending too; NCCL does not read GPU memory directly by default where GPUs have no NVLink"
@@ -158,7 +165,7 @@ def _gdr_foretold(log: Log) -> list[Finding]:
     """Before the first connection: adapters without it are named; pairs that are too far apart need not be used."""
     without = [text for text in log.no_gdr if "distance" not in text]
     only_tcp = bool(log.networks) and set(log.networks) <= {*TCP}
-    if not without or log.machines == 1 or only_tcp or log.geforce:
+    if not without or log.machines == 1 or only_tcp or log.no_gdr_gpu is not None:
         return []
     value = f"disabled for {'; '.join(without[:3])}"
     expected = "enabled: messages between nodes are copied through CPU memory otherwise"
@@ -186,7 +193,7 @@ def _inside(log: Log) -> list[Finding]:
         value = log.environment.get(name, "")
         if shared and value.upper() in off:
             return [INSIDE.error(log.source, f"{shown}; {name}={value}", "peer access between GPUs", f"unset {name}")]
-    if shared and log.geforce:
+    if shared and log.no_gdr_gpu == "GeForce":
         return [INSIDE.info(log.source, shown, "GeForce cards have no peer access, except those on an NVLink bridge")]
     if shared:
         expected = "P2P: through shared memory every byte is written and read once more by way of the CPU"
@@ -290,8 +297,8 @@ def _environment(log: Log) -> list[Finding]:
         if finding.severity in (Severity.ERROR, Severity.WARNING)
     ]
     shown = ", ".join(f"{name}={value}" for name, value in sorted(log.environment.items()))
-    network = next(iter(log.networks), "")
-    provider = provider_profile({"NCCL_NET": network, **log.environment})
+    networks = [{"NCCL_NET": network} for network in log.networks] or [{}]
+    provider = next(filter(None, (provider_profile(network | log.environment) for network in networks)), None)
     if harmful and provider is not None:
         expected = f"these look like the settings of {provider}, made for its machines: leave them, unset only your own"
         return [ENVIRONMENT.info(log.source, shown, expected, confidence="medium")]

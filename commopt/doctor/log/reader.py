@@ -56,6 +56,7 @@ _HOST = re.compile(r"([\w.\-]+):\d+:\d+ \[")
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _LAST_ERROR = "Last error:"  # what torch says above the text of the last warning, whatever NCCL_DEBUG is
 _NO_PEER = ("P2P is disabled between", "Could not enable P2P between", "P2P not supported between")
+_NO_GDR_GPU = re.compile(r"GeForce|NVIDIA GB10\b")
 _RANK = re.compile(r"^\s*(?:\[rank\d+\]:)?\s*")
 NO_VERBS = "Failed to open libibverbs"  # a warning in old versions, although a machine without RDMA needs none
 
@@ -122,8 +123,10 @@ class Log:
     no_verbs: bool = False
     no_ib_device: bool = False
     no_peer: bool = False
-    geforce: bool = False
-    """Whether the job's own lines name a GeForce: these have neither peer access nor GPUDirect RDMA."""
+    no_gdr_gpu: str | None = None
+    """A GPU that the job's own lines name and that has no GPUDirect RDMA, whatever is installed."""
+    mnnvl: bool = False
+    """Whether the nodes share NVLink."""
     warnings: dict[str, tuple[str, int]] = field(default_factory=dict)
     """The first of each kind of warnings, and how many there were, in the order of the log."""
     hints: list[str] = field(default_factory=list)
@@ -191,7 +194,8 @@ def parse_log(lines: Iterable[str], source: str) -> Log | None:
             any_line = True
             _warning(log, _RANK.sub("", line).strip())
         last_error, before_line = _LAST_ERROR in line and "nccl" in before_line.lower(), line
-        log.geforce |= "GeForce" in line
+        if log.no_gdr_gpu is None and (gpu := _NO_GDR_GPU.search(line)):
+            log.no_gdr_gpu = gpu[0]
         if "NCCL" not in line:
             continue
         line = _COLOUR.sub("", line)
@@ -294,6 +298,7 @@ def _rest(log: Log, text: str) -> None:
             log.seen.add((int(comm[2]), int(comm[1])))
     if nodes := _NODES.search(text):
         log.nodes = max(log.nodes or 0, int(nodes[1]))
+        log.mnnvl |= "MNNVL 1" in text
 
 
 def _channel(log: Log, channel: re.Match[str]) -> None:

@@ -37,7 +37,9 @@ class Meaning:
 
 _SHM_SIZE = "docker run --shm-size=8g ... (or --ipc=host); df /dev/shm"
 _FIRST_ERROR = "look for the first error of all ranks: python -m commopt doctor --log FOLDER"
-_SUBNET = "export NCCL_SOCKET_IFNAME to the network that the nodes share; a firewall in between"
+_SUBNET = (
+    "export NCCL_SOCKET_IFNAME to the network that the nodes share (containers: --network=host); a firewall in between"
+)
 _MEMLOCK = "ulimit -l unlimited (limits.conf; docker run --ulimit memlock=-1)"
 _IMEX = (
     "nvidia-imex-ctl -N; ls /dev/nvidia-caps-imex-channels (one channel in each container, one IMEX domain over all "
@@ -55,8 +57,8 @@ _MEANINGS: tuple[tuple[str, Meaning], ...] = tuple(
         Kind.CAUSE: (
             ("IMEX|MNNVL", "NVLink between nodes (MNNVL) needs an IMEX channel and domain", _IMEX),
             (
-                "ibv_reg_mr|Cannot allocate memory.*ibv|ibv.*Cannot allocate memory",
-                "memory could not be locked",
+                "ibv_reg_mr|Unable to register memory|ibv.*Cannot allocate memory",
+                "memory could not be locked, or registered with the adapter",
                 _MEMLOCK,
             ),
             ("ibv_create_qp|ibv_create_cq", "the adapter gave no queue", f"{_MEMLOCK}; ibstat"),
@@ -87,7 +89,7 @@ _MEANINGS: tuple[tuple[str, Meaning], ...] = tuple(
                 "export NCCL_IB_HCA to the adapters of one kind of network",
             ),
             (
-                "optimal provider",
+                "optimal provider|Only EFA provider",
                 "libfabric found no EFA",
                 "fi_info -p efa, in the container (--device=/dev/infiniband); LD_LIBRARY_PATH of libfabric",
             ),
@@ -117,8 +119,18 @@ _MEANINGS: tuple[tuple[str, Meaning], ...] = tuple(
                 "another rank's segment is not there: removed by systemd, or in another container's /dev/shm",
                 "RemoveIPC=no in /etc/systemd/logind.conf; --ipc=host on all containers; NCCL_CUMEM_HOST_ENABLE=0",
             ),
+            ("shm_open failed|Permission denied", "no right to /dev/shm", "ls -ld /dev/shm; sudo chmod 1777 /dev/shm"),
             ("shared memory", "no memory to share between ranks", f"{_SHM_SIZE}; ls -ld /dev/shm"),
-            ("out of memory", "the GPU is full", "nvidia-smi: another process on the GPU, or two ranks on one"),
+            (
+                "NVLink SHARP|NVLS.*Multicast|[Mm]ulticast memory",
+                "the NVSwitch fabric gave no memory for additions in the switch",
+                "nvidia-smi -q | grep -A3 Fabric; sudo systemctl restart nvidia-fabricmanager; between nodes: " + _IMEX,
+            ),
+            (
+                "out of memory|Failed to CUDA (?:calloc|malloc)",
+                "the GPU is full",
+                "nvidia-smi: another process on the GPU, or two ranks on one",
+            ),
             (
                 "Duplicate GPU|ranks are using the same GPU",
                 "two ranks took one GPU",
@@ -127,7 +139,7 @@ _MEANINGS: tuple[tuple[str, Meaning], ...] = tuple(
             (
                 "no socket interface|no interface found|No IP interface|No usable listening interface",
                 "no interface to use",
-                "export NCCL_SOCKET_IFNAME to an interface that exists and has an address",
+                "export NCCL_SOCKET_IFNAME to an interface that exists and has an address; containers: --network=host",
             ),
             ("Mismatched NCCL version", "ranks run different versions", "install the same torch on every node"),
             (
@@ -147,6 +159,11 @@ _MEANINGS: tuple[tuple[str, Meaning], ...] = tuple(
             ),
         ),
         Kind.NETWORK: (
+            (
+                "NET/OFI.*completed with error",
+                "EFA does not reach the peer, or the peer ended",
+                f"{_FIRST_ERROR}; security group: all traffic from and to itself, inbound and outbound",
+            ),
             ("No route to host|Network is unreachable", "no way to the peer's address", _SUBNET),
             ("timed out|Connection timed", "no answer from the peer's address", _SUBNET),
             ("connection abort", "the peer is gone, or its address is not reachable", _SUBNET),
@@ -159,7 +176,7 @@ _MEANINGS: tuple[tuple[str, Meaning], ...] = tuple(
             ),
             (
                 "Connection closed|Connection reset|Broken pipe|Socket recv failed|socketProgress|Unexpected EOF"
-                "|ncclOsSocket.*(?:recv|send)|Accept failed|[Pp]roxy|opId|Could not receive type|UDS: "
+                "|ncclOsSocket.*(?:recv|send)|Accept failed|[Pp]roxy|opId|Could not receive type|UDS: |Service thread"
                 "|Got CQE with error|cleanup comm|commDestroy|abort|remote process|remote error|driver shutting down",
                 "the peer's process is gone",
                 _FIRST_ERROR,
