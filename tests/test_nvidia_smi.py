@@ -352,7 +352,14 @@ def test_the_first_of_several_matrices_is_read() -> None:
 
 def test_a_legend_without_nvlink_is_suspicious() -> None:
     legend = LEGEND.replace("  NV#  = Connection traversing a bonded set of # NVLinks\n", "")
-    assert "topo -mp" in " ".join(read_text(matrix(2, all_pairs("SYS"), legend=legend)).warnings)
+    hidden = read_text(matrix(2, all_pairs("SYS"), legend=legend))
+    assert "topo -mp" in " ".join(hidden.warnings)
+    assert hidden.nvlinks is None
+    assert gpu_distance(hidden, 0, 1) is Distance.SYS
+    asked = read_text("$ nvidia-smi topo -mp\n" + matrix(2, all_pairs("SYS"), legend=""))
+    assert (asked.nvlinks, asked.warnings) == (None, hidden.warnings)
+    old = legend.replace("SYS", "SOC")
+    assert read_text(matrix(2, all_pairs("SOC"), legend=old)).nvlinks == ()
     assert read_text(matrix(2, all_pairs("SYS"), legend="")).warnings == ()
 
 

@@ -87,7 +87,8 @@ def _nvlinks(
     among_gpus = {(place[a], place[b]): cell for (a, b), cell in cells.items() if a in place and b in place}
     counts = {pair: int(cell[2:]) for pair, cell in among_gpus.items() if cell.startswith("NV")}
     if not counts and matrix.hides_nvlink and len(labels) > 1:
-        warnings.append("the legend has no line for NVLink, as in `topo -mp`, which hides it: there may be some")
+        warnings.append("NVLinks are unknown: this is of `topo -mp`, which hides them; run `nvidia-smi topo -m`")
+        return None
     links = nvlinks_of_cells(counts, len(labels))
     if any(link.kind == "unknown" for link in links):
         warnings.append(

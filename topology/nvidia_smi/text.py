@@ -41,7 +41,7 @@ class MatrixText:
     nic_names: dict[str, str]
     """From the NIC legend: "NIC0" -> "mlx5_0"."""
     hides_nvlink: bool
-    """It has a legend, but no line about NVLink in it: as `topo -mp` writes it."""
+    """Written by `topo -mp`: the command stands above, or the legend has no line about NVLink."""
     warnings: tuple[str, ...]
 
 
@@ -78,11 +78,14 @@ def find_matrix(text: str, source: str) -> MatrixText:
     kept = _keep(header, rows, warnings)
     below = lines[header.line : end]
     legend = any("= Self" in line for line in below)
+    above = lines[max(0, header.line - 4) : header.line - 1]
     return MatrixText(
         header=header,
         rows=kept,
         nic_names=_nic_names(header, below, warnings),
-        hides_nvlink=legend and not any("NVLink" in line for line in below),
+        # Drivers that wrote SOC are older than NVLink.
+        hides_nvlink=any(re.search(r"\btopo -mp\b", line) for line in above)
+        or (legend and not any("NVLink" in line or "SOC " in line for line in below)),
         warnings=tuple(warnings),
     )
 
