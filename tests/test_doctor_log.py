@@ -401,6 +401,12 @@ NAMED = "WARN NET/IB: Got completion from peer a<1> with status=IBV_WC_{}({}) op
         (("Call to ibv_modify_qp failed with 110 Connection timed out",), "rails", "NCCL_CROSS_NIC=0"),
         (("Call to ibv_modify_qp failed with error Invalid argument",), "GID index", "unset NCCL_IB_GID_INDEX"),
         (("NET/OFI Unable to register memory for device 0. RC: 12",), "locked", "memlock"),
+        (("Call to ibv_modify_qp failed with error Network is unreachable",), "no route", "ip route get"),
+        (("NET/IB : Got async event : port error",), "a port changed", "cable"),
+        (("NET/IB : Got async event : local catastrophic error",), "adapter failed", "fw_ver"),
+        (("NET/IB : mlx5_1:1 async fatal event on QP: invalid request local work queue error",), "failed", "fw_ver"),
+        (("NET/IB : mlx5_0:1 Got async event : local access violation work queue error",), "may not reach", "ACS"),
+        (("Failed to bind NVLink SHARP (NVLS) Multicast memory : CUDA error 401",), "NVSwitch", "Fabric"),
         (("NET/OFI Request 0x7f completed with error. RC: 21",), "EFA does not reach", "security group"),
         (("Call to shm_open failed : Permission denied",), "no right", "chmod 1777"),
     ],
@@ -409,6 +415,17 @@ def test_what_a_warning_means(texts: tuple[str, ...], expected: str, remedy: str
     first, *others = warned(*(text if text.startswith("WARN") else f"WARN {text}" for text in texts))
     assert (first.severity.value, expected in first.expected, remedy in (first.remedy or "")) == ("error", True, True)
     assert all(finding.severity is not Severity.ERROR for finding in others)
+
+
+def test_errors_of_cuda_come_with_their_place() -> None:
+    (line,) = lines("x")
+    log = parse_log(
+        [line.replace("NCCL INFO x", "transport/nvls.cc:244 NCCL WARN Cuda failure 1 'invalid argument'")], "l"
+    )
+    assert log is not None
+    finding = found(log, "log-warnings")
+    assert finding.value == "Cuda failure 1 'invalid argument' (transport/nvls.cc)"
+    assert "NVSwitch" in finding.expected
 
 
 def test_nccls_own_hints_are_shown_where_they_belong() -> None:

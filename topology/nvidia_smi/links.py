@@ -31,8 +31,8 @@ def nvlinks_of_cells(cells: dict[tuple[int, int], int], gpus: int) -> tuple[NvLi
         else:
             # Two GPUs alone with many links: a bridge between them, or two GPUs of a machine with NVSwitches.
             either = gpus == 2 and max(counts.values()) >= MOST_LINKS_TO_EACH_OF_SEVERAL
-            kind = "unknown" if either else "gpu"
-            links += [NvLinks(gpu, peer, count, kind=kind) for peer, count in sorted(counts.items())]
+            for peer, count in sorted(counts.items()):
+                links.append(NvLinks(gpu, peer, count, kind="unknown" if either else "gpu"))
     return tuple(links)
 
 

@@ -50,6 +50,7 @@ _NVLS = re.compile(r"(\d+) nvls channels")
 _PATTERN = re.compile(r"Pattern (\d+), crossNic \d+, nChannels (\d+), (?:bw|speed) ([\d.]+)/([\d.]+), type (\w+)/(\w+)")
 _NAMED = re.compile(r"(\w+): (\d+) Bytes -> Algo (\w+) proto (\w+)(?: channel\S*)?")
 _NUMBERED = re.compile(r"(\d+) Bytes -> Algo (\d+) proto (\d+)")
+_FILE = re.compile(r"([\w/]+\.(?:cc|cu|h)):\d+ *$")
 _HINT = re.compile(r"HINT: (?!See )(.*)")
 _MESSAGE = re.compile(r"NCCL (INFO|WARN)\b")
 _HOST = re.compile(r"([\w.\-]+):\d+:\d+ \[")
@@ -207,11 +208,14 @@ def parse_log(lines: Iterable[str], source: str) -> Log | None:
             any_line = True
             if (hosts := _HOST.findall(before)) and len(log.hosts) < MOST:
                 log.hosts.add(hosts[-1])
-            before = text
             if kind == "INFO":
                 _info(log, text.strip())
             else:
-                _warning(log, text.strip())
+                file = _FILE.search(before)
+                # CUDA's errors mean different things in different places.
+                where = f" ({file[1]})" if file and text.startswith(" Cuda failure") else ""
+                _warning(log, text.strip() + where)
+            before = text
     return log if any_line else None
 
 

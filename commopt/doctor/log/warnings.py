@@ -68,20 +68,30 @@ _MEANINGS: tuple[tuple[str, Meaning], ...] = tuple(
                 "export NCCL_CROSS_NIC=0; NCCL_IB_HCA to the adapters that reach each other",
             ),
             (
+                "ibv_modify_qp.*(?:unreachable|No such device)",
+                "no route from the adapter's address to the peer's, or its interface is in another network namespace",
+                "ip route get ADDRESS; NCCL_CROSS_NIC=0 where rails are not joined; containers: --network=host",
+            ),
+            (
                 "ibv_modify_qp",
                 "the two ends do not fit: GID index, or kind of network",
                 "unset NCCL_IB_GID_INDEX; NCCL_IB_HCA to adapters of one network; ibstat",
             ),
             ("ibv_open_device", "no access to the adapter", "docker run --device=/dev/infiniband ...; ibv_devinfo"),
             (
-                "async fatal event on QP.*(?:access|protection)",
+                "async .*event.*(?:access violation|protection)",
                 "the adapter may not reach a buffer: GPUDirect RDMA, or an adapter that is not for traffic",
                 "python -m commopt doctor (ACS, IOMMU); NCCL_IB_HCA to the adapters between the nodes",
             ),
             (
-                "async (?:fatal )?event",
+                r"async .*event.*\b(?:port|link|lid|sm|gid)\b",
                 "a port changed its state while the job ran",
                 "ibstat; cable and switch of that port",
+            ),
+            (
+                "async .*event",
+                "the adapter failed or refused a request: firmware, driver or hardware",
+                "dmesg | grep -i mlx; ibv_devinfo | grep fw_ver, the same and recent on all nodes",
             ),
             (
                 "incompatible devices|device is incompatible",
@@ -122,9 +132,10 @@ _MEANINGS: tuple[tuple[str, Meaning], ...] = tuple(
             ("shm_open failed|Permission denied", "no right to /dev/shm", "ls -ld /dev/shm; sudo chmod 1777 /dev/shm"),
             ("shared memory", "no memory to share between ranks", f"{_SHM_SIZE}; ls -ld /dev/shm"),
             (
-                "NVLink SHARP|NVLS.*Multicast|[Mm]ulticast memory",
+                r"NVLink SHARP|NVLS.*Multicast|multicast memory|nvls\.cc",
                 "the NVSwitch fabric gave no memory for additions in the switch",
-                "nvidia-smi -q | grep -A3 Fabric; sudo systemctl restart nvidia-fabricmanager; between nodes: " + _IMEX,
+                "nvidia-smi -q | grep -A3 Fabric; reboot (a restart of nvidia-fabricmanager needs a reset of the GPUs); "
+                f"to go on without: NCCL_NVLS_ENABLE=0; between nodes: {_IMEX}",
             ),
             (
                 "out of memory|Failed to CUDA (?:calloc|malloc)",
@@ -177,7 +188,8 @@ _MEANINGS: tuple[tuple[str, Meaning], ...] = tuple(
             (
                 "Connection closed|Connection reset|Broken pipe|Socket recv failed|socketProgress|Unexpected EOF"
                 "|ncclOsSocket.*(?:recv|send)|Accept failed|[Pp]roxy|opId|Could not receive type|UDS: |Service thread"
-                "|Got CQE with error|cleanup comm|commDestroy|abort|remote process|remote error|driver shutting down",
+                "|Got CQE with error|cleanup comm|commDestroy|abort|remote process|remote error|driver shutting down"
+                "|communicator encountered|ibv_get_async_event",
                 "the peer's process is gone",
                 _FIRST_ERROR,
             ),
@@ -188,6 +200,11 @@ _MEANINGS: tuple[tuple[str, Meaning], ...] = tuple(
 
 _COMPLETION = re.compile(r"Got completion .*?(?:status=|error )(?:IBV_WC_\w+\()?(\d+)\)?")
 _VENDOR = re.compile(r"vendor[ _]err[ =](\d+)")
+_REMOTE_ACCESS = Meaning(
+    Kind.CAUSE,
+    "remote access error: the peer's adapter may not reach its buffer, or is not for traffic between nodes",
+    "NCCL_IB_HCA to the adapters between the nodes; one run with NCCL_NET_GDR_LEVEL=LOC, to see if GPUDirect fails",
+)
 # InfiniBand's completion status.
 _STATUS = {
     4: Meaning(
@@ -200,11 +217,8 @@ _STATUS = {
         "flushed: another request failed before; if there is none, adapters of one node cannot talk to each other",
         f"{_FIRST_ERROR}; otherwise: ib_write_bw between two adapters of the node",
     ),
-    10: Meaning(
-        Kind.CAUSE,
-        "remote access error: the peer's adapter may not reach its buffer, or is not for traffic between nodes",
-        "NCCL_IB_HCA to the adapters between the nodes; one run with NCCL_NET_GDR_LEVEL=LOC, to see if GPUDirect fails",
-    ),
+    9: _REMOTE_ACCESS,
+    10: _REMOTE_ACCESS,
     12: Meaning(
         Kind.NETWORK,
         "retries exceeded, the peer does not answer: rails that do not reach each other, GID, packet loss, or it ended",
