@@ -134,7 +134,7 @@ _MEANINGS: tuple[tuple[str, Meaning], ...] = tuple(
             (
                 r"NVLink SHARP|NVLS.*Multicast|multicast memory|nvls\.cc",
                 "the NVSwitch fabric gave no memory for additions in the switch",
-                "nvidia-smi -q | grep -A3 Fabric; reboot (a restart of nvidia-fabricmanager needs a reset of the GPUs); "
+                "nvidia-smi -q | grep -A3 Fabric; reboot (restarting nvidia-fabricmanager needs a reset of the GPUs); "
                 f"to go on without: NCCL_NVLS_ENABLE=0; between nodes: {_IMEX}",
             ),
             (
