@@ -330,6 +330,28 @@ def test_a_header_that_is_too_short_for_its_rows() -> None:
     assert "line 2: 1 more cell(s) than the header has columns: left out" in topology.warnings
 
 
+def test_a_title_lost_inside_the_header_shifts_no_distance() -> None:
+    near = {(0, 4): "PIX", (1, 5): "PIX", (2, 6): "PIX", (3, 7): "PIX"}
+    nics = [f"NIC{n}" for n in range(4)]
+    text = matrix(4, lambda a, b: near.get((a, b), "SYS"), nics).replace("\tNIC1\t", "\t", 1)
+    topology = read_text(text)
+    assert [nic_distance(topology, gpu, 0) for gpu in range(4)] == [Distance.PIX, *[Distance.SYS] * 3]
+    assert {nic_distance(topology, gpu, nic) for gpu in range(4) for nic in (1, 2)} == {None}
+    assert gpu_distance(topology, 0, 3) is Distance.SYS
+
+
+def test_a_cell_lost_inside_a_row_shifts_no_distance() -> None:
+    near = {(0, 2): "PIX", (1, 3): "PIX"}
+    text = matrix(2, lambda a, b: near.get((a, b), "SYS"), ["NIC0", "NIC1"], AFFINITY).expandtabs(8)
+    text = text.replace("GPU1    SYS      X      SYS     PIX", "GPU1    SYS      X      PIX")
+    topology = read_text(text)
+    assert nearest(topology, 0) == (["NIC0"], Distance.PIX)
+    assert nearest(topology, 1) == (["NIC1"], Distance.PIX), "the rows of the NICs have it"
+    without = read_text("\n".join(line for line in text.splitlines() if not line.startswith("NIC")))
+    assert nearest(without, 1) is None
+    assert any("GPU1 has 2 of 4 cells" in warning for warning in without.warnings)
+
+
 def test_nics_that_nvidia_smi_leaves_out() -> None:
     text = "76 NICs found in the topology, only displaying 56 in the matrix.\n" + matrix(1, all_pairs("NODE"), ["NIC0"])
     assert read_text(text).warnings == ("nvidia-smi found 76 NICs but shows 56: the others are missing here",)

@@ -144,13 +144,17 @@ def parse_row(header: Header, number: int, line: str) -> Row | None:
         taken += 1
     if not cells:
         return None
-    if len(cells) < wanted:
-        cells = _by_tabs(header, label, line) or cells
+    surplus, whole = max(0, len(cells) - wanted), words[taken:] == [] or len(cells) == wanted
+    placed = _by_tabs(header, label, line) if len(cells) < wanted else None
+    if placed is not None:
+        cells = placed
+    elif (surplus or not whole) and label in header.columns:
+        # A cell or a title is lost somewhere. X shows that it is not on the left of it.
+        cells = cells[: header.columns.index(label) + 1]
     end = [match.end() for match in re.finditer(r"\S+", line)][skipped + taken - 1]
     by_tabs = "\t\t" not in line[:end].rstrip() and line[end:].lstrip(" ").startswith("\t")
     cells_behind = line[end:].lstrip(" ")[1:].split("\t") if by_tabs else None
     affinity, unclear = _affinity(header.affinity, words[taken:], cells_behind)
-    surplus = max(0, len(cells) - wanted)
     return Row(label, number, tuple(cells[:wanted]), affinity, unclear, tuple(strange), surplus)
 
 
