@@ -127,6 +127,10 @@ def test_a_fast_run_has_nothing_to_mend() -> None:
             "log-network", "error", "NCCL_IB_DISABLE", "unset NCCL_IB_DISABLE",
         ),
         ((*SOCKET, "NCCL_NET set by environment to Socket."), "log-network", "error", "NCCL_NET", "unset NCCL_NET"),
+        (
+            (*SOCKET, "NET/Plugin: libnccl-net.so: /lib/libc.so.6: version `GLIBC_2.38' not found (required by it)"),
+            "log-network", "error", "GLIBC_2.38", "built for this image",
+        ),
         # Normal on a machine without an adapter, which the log does not tell.
         ((*SOCKET, "Failed to open libibverbs.so[.1]"), "log-network", "warning", "libibverbs", "apt-get install"),
         (
@@ -402,6 +406,8 @@ NAMED = "WARN NET/IB: Got completion from peer a<1> with status=IBV_WC_{}({}) op
         (("Call to ibv_modify_qp failed with error Invalid argument",), "GID index", "unset NCCL_IB_GID_INDEX"),
         (("NET/OFI Unable to register memory for device 0. RC: 12",), "locked", "memlock"),
         (("Call to ibv_modify_qp failed with error Network is unreachable",), "no route", "ip route get"),
+        (("Call to ibv_reg_mr_iova2 failed with error Cannot allocate memory",), "locked", "LimitMEMLOCK"),
+        (("Call to ibv_reg_mr failed with error Invalid argument",), "GPUDirect RDMA does not work", "peermem"),
         (("NET/IB : Got async event : port error",), "a port changed", "cable"),
         (("NET/IB : Got async event : local catastrophic error",), "adapter failed", "fw_ver"),
         (("NET/IB : mlx5_1:1 async fatal event on QP: invalid request local work queue error",), "failed", "fw_ver"),

@@ -120,6 +120,11 @@ def _why_sockets(log: Log) -> tuple[str, str] | None:
         return "NCCL_IB_DISABLE is set", "unset NCCL_IB_DISABLE"
     if log.environment.get("NCCL_NET", "").lower() == "socket":
         return "NCCL_NET is Socket", "unset NCCL_NET"
+    if log.plugin_error is not None:
+        return (
+            f"the network plugin does not load: {log.plugin_error}",
+            "ldd libnccl-net.so in the container; a plugin that was built for this image and this libfabric",
+        )
     if log.no_verbs:
         return (
             "libibverbs is not installed",

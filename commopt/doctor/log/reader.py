@@ -57,6 +57,7 @@ _HOST = re.compile(r"([\w.\-]+):\d+:\d+ \[")
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _LAST_ERROR = "Last error:"  # what torch says above the text of the last warning, whatever NCCL_DEBUG is
 _NO_PEER = ("P2P is disabled between", "Could not enable P2P between", "P2P not supported between")
+_PLUGIN_ERROR = re.compile(r"NET/Plugin.*?(version `[\w.]+' not found|undefined symbol: \w+)")
 _NO_GDR_GPU = re.compile(r"GeForce|NVIDIA GB10\b")
 _RANK = re.compile(r"^\s*(?:\[rank\d+\]:)?\s*")
 NO_VERBS = "Failed to open libibverbs"  # a warning in old versions, although a machine without RDMA needs none
@@ -121,6 +122,8 @@ class Log:
     """Collective, algorithm, protocol, and how often."""
     largest: dict[tuple[str, str, str], int] = field(default_factory=dict)
     """The same, and the largest message in bytes."""
+    plugin_error: str | None = None
+    """Why a network plugin that is there does not load."""
     no_verbs: bool = False
     no_ib_device: bool = False
     no_peer: bool = False
@@ -286,6 +289,8 @@ def _rest(log: Log, text: str) -> None:
     elif plugin := _BY_PLUGIN.search(text):
         if len(log.by_plugin) < MOST:
             log.by_plugin.add(plugin[1])
+    elif broken := _PLUGIN_ERROR.search(text):
+        log.plugin_error = broken[1]
     elif nvls := _NVLS.search(text):
         log.nvls = max(log.nvls or 0, int(nvls[1]))
     elif _MERGED.search(text):

@@ -40,7 +40,9 @@ _FIRST_ERROR = "look for the first error of all ranks: python -m commopt doctor 
 _SUBNET = (
     "export NCCL_SOCKET_IFNAME to the network that the nodes share (containers: --network=host); a firewall in between"
 )
-_MEMLOCK = "ulimit -l unlimited (limits.conf; docker run --ulimit memlock=-1)"
+_MEMLOCK = (
+    "ulimit -l unlimited (limits.conf; docker run --ulimit memlock=-1; of slurmd and services: LimitMEMLOCK=infinity)"
+)
 _IMEX = (
     "nvidia-imex-ctl -N; ls /dev/nvidia-caps-imex-channels (one channel in each container, one IMEX domain over all "
     "nodes of the job)"
@@ -57,7 +59,12 @@ _MEANINGS: tuple[tuple[str, Meaning], ...] = tuple(
         Kind.CAUSE: (
             ("IMEX|MNNVL", "NVLink between nodes (MNNVL) needs an IMEX channel and domain", _IMEX),
             (
-                "ibv_reg_mr|Unable to register memory|ibv.*Cannot allocate memory",
+                "ibv_reg_.*(?:Invalid argument|Bad address|not supported)",
+                "this memory cannot be registered with the adapter: GPUDirect RDMA does not work",
+                "lsmod | grep nvidia_peermem; one run with NCCL_NET_GDR_LEVEL=LOC, to be sure",
+            ),
+            (
+                "ibv_reg_|Unable to register memory|ibv.*Cannot allocate memory",
                 "memory could not be locked, or registered with the adapter",
                 _MEMLOCK,
             ),
