@@ -121,6 +121,11 @@ _MEANINGS: tuple[tuple[str, Meaning], ...] = tuple(
                 "nvidia-smi topo -p2p n; nvidia-smi nvlink -s; unset NCCL_P2P_DISABLE NCCL_P2P_LEVEL",
             ),
             (
+                "CUDA IPC handle|peer access is not supported",
+                "the GPUs have no peer access, although NCCL took it for there (GeForce, containers, ACS)",
+                "nvidia-smi topo -p2p r; export NCCL_P2P_DISABLE=1; containers: --ipc=host",
+            ),
+            (
                 "invalid device ordinal",
                 "a GPU that is not there; with NVLink between nodes (MNNVL): no IMEX channel",
                 f"nvidia-smi -L; CUDA_VISIBLE_DEVICES; {_IMEX}",
@@ -166,7 +171,7 @@ _MEANINGS: tuple[tuple[str, Meaning], ...] = tuple(
                 "LD_LIBRARY_PATH of the provider's plugin, or: unset NCCL_NET_PLUGIN NCCL_NET",
             ),
             (
-                "message truncated|magic mismatch",
+                "message truncated|magic mismatch|collective mismatch|incorrect receive info|wrong type",
                 "ranks disagree about what is sent: other collectives, other sizes, or another program on the port",
                 "TORCH_DISTRIBUTED_DEBUG=DETAIL for one run; the same code and NCCL on every rank",
             ),
@@ -195,9 +200,14 @@ _MEANINGS: tuple[tuple[str, Meaning], ...] = tuple(
             (
                 "Connection closed|Connection reset|Broken pipe|Socket recv failed|socketProgress|Unexpected EOF"
                 "|ncclOsSocket.*(?:recv|send)|Accept failed|[Pp]roxy|opId|Could not receive type|UDS: |Service thread"
-                "|Got CQE with error|cleanup comm|commDestroy|abort|remote process|remote error|driver shutting down"
-                "|communicator encountered|ibv_get_async_event",
+                "|abort|remote process|remote error",
                 "the peer's process is gone",
+                _FIRST_ERROR,
+            ),
+            (
+                "Got CQE with error|cleanup comm|commDestroy|driver shutting down|communicator encountered"
+                "|ibv_get_async_event",
+                "another error came before",
                 _FIRST_ERROR,
             ),
         ),
