@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 from commopt.__main__ import main
 from commopt.doctor.finding import Finding, Severity
 from commopt.doctor.log.findings import examine
-from commopt.doctor.log.reader import Log, parse_log
+from commopt.doctor.log.reader import Log, parse_log, read_logs
+from commopt.doctor.provider import provider_profile
 
 
 def lines(*texts: str) -> list[str]:
@@ -125,6 +127,10 @@ def test_a_fast_run_has_nothing_to_mend() -> None:
             "log-network", "error", "NCCL_IB_DISABLE", "unset NCCL_IB_DISABLE",
         ),
         ((*SOCKET, "NCCL_NET set by environment to Socket."), "log-network", "error", "NCCL_NET", "unset NCCL_NET"),
+        (
+            (*SOCKET, "NET/Plugin: libnccl-net.so: /lib/libc.so.6: version `GLIBC_2.38' not found (required by it)"),
+            "log-network", "error", "GLIBC_2.38", "built for this image",
+        ),
         # Normal on a machine without an adapter, which the log does not tell.
         ((*SOCKET, "Failed to open libibverbs.so[.1]"), "log-network", "warning", "libibverbs", "apt-get install"),
         (
@@ -208,7 +214,7 @@ def test_a_fast_run_has_nothing_to_mend() -> None:
                 "NCCL_NVLS_ENABLE set by environment to 0.",
                 "8 coll channels, 0 collnet channels, 0 nvls channels",
             ),
-            "log-plan", "warning", "NCCL_NVLS_ENABLE=0", "unset",
+            "log-environment", "warning", "NCCL_NVLS_ENABLE=0", "unset",
         ),
         (
             ("NCCL_P2P_LEVEL set by environment to SYS", "Channel 00 : 0[0] -> 1[1] via SHM/direct/direct"),
@@ -346,6 +352,197 @@ def test_warnings_of_nccl_come_with_a_remedy_where_one_is_known() -> None:
     assert (second.severity, second.confidence) == (Severity.WARNING, "low")
 
 
+def warned(*texts: str) -> list[Finding]:
+    """What is said about lines of warnings, in order."""
+    log = parse_log([f"host-a:1:2 [0] file.cc:1 NCCL {text}\n" for text in texts], "test.log")
+    assert log is not None
+    return [finding for finding in examine(log) if finding.check == "log-warnings"]
+
+
+def test_the_root_cause_stands_above_what_follows_from_it() -> None:
+    lost = [f"WARN socketProgress: Connection closed by remote peer node{n}<{4000 + n}>" for n in range(12)]
+    polled = [f"WARN Socket recv failed while polling for opId=0x55a5196{n:02}c80" for n in range(12)]
+    cause, closed, polling = warned(*lost[:6], *polled, "WARN Call to ibv_reg_mr failed", *lost[6:])
+    assert (cause.severity, "memlock" in (cause.remedy or "")) == (Severity.ERROR, True)
+    assert (closed.severity, "(12 times)" in (closed.value or "")) == (Severity.INFO, True)
+    assert "follow from what stands above" in closed.expected
+    assert "(12 times)" in (polling.value or "")
+    (alone,) = warned(*lost)
+    assert (alone.severity, "first error of all ranks" in (alone.remedy or "")) == (Severity.ERROR, True)
+
+
+def test_many_kinds_of_warnings_are_not_passed_over() -> None:
+    findings = warned(*[f"WARN something {'x' * n} odd" for n in range(20)])
+    assert findings[-1].value == "12 more kinds of warnings"
+
+
+COMPLETION = "WARN NET/IB : Got completion from peer 10.0.0.{}<{}> with status={} opcode={} len=0 vendor err {} (Recv)"
+NAMED = "WARN NET/IB: Got completion from peer a<1> with status=IBV_WC_{}({}) opcode=IBV_WC_SEND(0) vendor_err={} hca m"
+
+
+@pytest.mark.parametrize(
+    ("texts", "expected", "remedy"),
+    [
+        ((COMPLETION.format(1, 4000, 4, 32614, 81),), "ACS, which breaks GPUDirect", "disable ACS"),
+        ((NAMED.format("LOC_PROT_ERR", 4, 81),), "(vendor error 81)", "NCCL_NET_GDR_LEVEL=LOC"),
+        ((COMPLETION.format(1, 4000, 5, 0, 249),), "of one node cannot talk", "two adapters"),
+        (("NET/IB : Got completion with error 12, opcode 0, len 0, vendor err 129",), "rails", "NCCL_IB_TIMEOUT"),
+        ((NAMED.format("REM_ACCESS_ERR", 10, 136),), "remote access error", "NCCL_IB_HCA"),
+        ((COMPLETION.format(1, 4000, 3, 0, 0),), "the network failed", "cable"),
+        # A flushed request and an exceeded retry follow from a protection error.
+        (
+            tuple(COMPLETION.format(1, 1, status, 0, 81) for status in (5, 12, 4)),
+            "ACS", "disable ACS",
+        ),
+        (("unlink shared memory /dev/shm/nccl-a1b2c3 failed, error: No such file (2)",), "systemd", "RemoveIPC=no"),
+        (("Error: failed to extend /dev/shm/nccl-a1b2c3 to 9637892 bytes",), "/dev/shm is full", "--shm-size"),
+        (("Error while attaching to shared memory segment /dev/shm/nccl-x (size 9)",), "not there", "RemoveIPC"),
+        (
+            ("MNNVL (cliqueSize 8) is available but not working on this system. Check the IMEX configuration",),
+            "IMEX channel and domain", "nvidia-imex-ctl -N",
+        ),
+        (("Cuda failure 101 'invalid device ordinal'",), "no IMEX channel", "nvidia-caps-imex-channels"),
+        (("Call to ibv_modify_qp failed with 110 Connection timed out",), "rails", "NCCL_CROSS_NIC=0"),
+        (("Call to ibv_modify_qp failed with error Invalid argument",), "GID index", "unset NCCL_IB_GID_INDEX"),
+        (("NET/OFI Unable to register memory for device 0. RC: 12",), "locked", "memlock"),
+        (("Call to ibv_modify_qp failed with error Network is unreachable",), "no route", "ip route get"),
+        (("Call to ibv_reg_mr_iova2 failed with error Cannot allocate memory",), "locked", "LimitMEMLOCK"),
+        (("Call to ibv_reg_mr failed with error Invalid argument",), "GPUDirect RDMA does not work", "peermem"),
+        (("failed to open CUDA IPC handle : 217 peer access",), "no peer access", "NCCL_P2P_DISABLE=1"),
+        (("NET/IB : collective mismatch error",), "ranks disagree", "TORCH_DISTRIBUTED_DEBUG"),
+        (("communicator encountered a fatal error (detected in ncclIbTest)",), "came before", "first error"),
+        (("NET/IB : Got async event : port error",), "a port changed", "cable"),
+        (("NET/IB : Got async event : local catastrophic error",), "adapter failed", "fw_ver"),
+        (("NET/IB : mlx5_1:1 async fatal event on QP: invalid request local work queue error",), "failed", "fw_ver"),
+        (("NET/IB : mlx5_0:1 Got async event : local access violation work queue error",), "may not reach", "ACS"),
+        (("Failed to bind NVLink SHARP (NVLS) Multicast memory : CUDA error 401",), "NVSwitch", "Fabric"),
+        (("NET/OFI Request 0x7f completed with error. RC: 21",), "EFA does not reach", "security group"),
+        (("Call to shm_open failed : Permission denied",), "no right", "chmod 1777"),
+    ],
+)  # fmt: skip
+def test_what_a_warning_means(texts: tuple[str, ...], expected: str, remedy: str) -> None:
+    first, *others = warned(*(text if text.startswith("WARN") else f"WARN {text}" for text in texts))
+    assert (first.severity.value, expected in first.expected, remedy in (first.remedy or "")) == ("error", True, True)
+    assert all(finding.severity is not Severity.ERROR for finding in others)
+
+
+def test_errors_of_cuda_come_with_their_place() -> None:
+    (line,) = lines("x")
+    log = parse_log(
+        [line.replace("NCCL INFO x", "transport/nvls.cc:244 NCCL WARN Cuda failure 1 'invalid argument'")], "l"
+    )
+    assert log is not None
+    finding = found(log, "log-warnings")
+    assert finding.value == "Cuda failure 1 'invalid argument' (transport/nvls.cc)"
+    assert "NVSwitch" in finding.expected
+
+
+def test_nccls_own_hints_are_shown_where_they_belong() -> None:
+    hints = (
+        "INFO HINT: often ACS breaks it",
+        "INFO HINT: NIC on the same instance",
+        "INFO HINT: See https://example.com",
+    )
+    *_, shown = warned(COMPLETION.format(1, 4000, 4, 0, 81), *hints, *hints)
+    assert (shown.value, shown.expected) == ("often ACS breaks it", "NCCL's own hints")
+
+
+def test_the_error_that_torch_repeats_is_a_warning_too() -> None:
+    text = (
+        "[rank2]: torch.distributed.DistBackendError: NCCL error in: x.cpp:77, unhandled, NCCL version 2.26.2\n"
+        "[rank2]: ncclUnhandledCudaError: Call to CUDA function failed.\n[rank2]: Last error:\n"
+        "[rank2]: Cuda failure 802 'system not yet initialized'\n"
+    )
+    log = parse_log(text.splitlines(), "test.log")
+    assert log is not None
+    assert "fabricmanager" in (found(log, "log-warnings").remedy or "")
+    assert parse_log(["Last error:", "no space"], "other.log") is None
+
+
+NO_PATHS = ("NCCL_P2P_DISABLE set by environment to 1.", "NCCL_SHM_DISABLE set by environment to 1.")
+
+
+def test_ranks_of_one_machine_that_may_not_reach_each_other_are_not_nodes() -> None:
+    comm = "comm 0x{0} rank {0} nRanks 2 nNodes 2 localRanks 1 localRank 0 MNNVL 0"
+    sockets = (
+        "NCCL_IB_DISABLE set by environment to 1.",
+        "Using network Socket",
+        "Channel 00/0 : 0[0] -> 1[1] [send] via NET/Socket/0",
+    )
+    log = read(*NO_PATHS, *sockets, comm.format(0), comm.format(1))
+    assert log.machines == 1
+    finding = found(log, "log-network")
+    assert (finding.severity, finding.remedy) == (Severity.ERROR, "unset NCCL_P2P_DISABLE NCCL_SHM_DISABLE")
+    # Where not all ranks wrote the log, others may be on other machines.
+    log = read(*NO_PATHS, *sockets, comm.format(0))
+    assert log.machines is None
+    assert [finding.remedy for finding in examine(log) if finding.check == "log-network"] == [
+        "unset NCCL_P2P_DISABLE NCCL_SHM_DISABLE",
+        "unset NCCL_IB_DISABLE",
+    ]
+
+
+def test_a_gid_index_is_not_for_reference_only() -> None:
+    roce = ("NET/IB : Using [0]mlx5_0:1/RoCE [RO]; OOB eth0:10.0.0.1<0>", "NCCL_IB_GID_INDEX set by environment to 0.")
+    finding, _ = [one for one in examine(read(*roce, more=(VERSION,))) if one.check == "log-environment"]
+    assert (finding.severity, finding.remedy) == (Severity.WARNING, "unset NCCL_IB_GID_INDEX")
+    infiniband = ("NET/IB : Using [0]mlx5_0:1/IB [RO]; OOB eth0:10.0.0.1<0>", roce[1])
+    assert found(read(*infiniband, more=(VERSION,)), "log-environment").severity is Severity.INFO
+
+
+def test_the_settings_of_a_provider_are_left_alone() -> None:
+    settings = tuple(
+        f"NCCL_{name} set by environment to {value}" for name, value in (("ALGO", "Ring"), ("NVLS_ENABLE", "0"))
+    )
+    assert found(read(*RDMA, *settings, "Using network gIB"), "log-environment").severity is Severity.INFO
+    assert (
+        found(read(*RDMA, *settings, "NCCL_FASTRAK_IFNAME set by environment to eth1"), "log-environment").severity
+        is Severity.INFO
+    )
+    assert {one.severity for one in examine(read(*RDMA, *settings)) if one.check == "log-environment"} == {
+        Severity.WARNING,
+        Severity.INFO,
+    }
+
+
+def test_what_a_plugin_adds_is_not_a_persons_choice() -> None:
+    log = read(*RDMA, "NET/OFI Adding NCCL_PROTO=simple to environment", "NCCL_PROTO set by environment to simple")
+    assert found(log, "log-environment").severity is Severity.INFO
+
+
+def test_numbers_of_algorithms_are_names() -> None:
+    log = read("AllReduce: 8388608 Bytes -> Algo 1 proto 0 channel{Lo..Hi}={0..1}")
+    assert dict(log.choices) == {("AllReduce", "Ring", "LL"): 1}
+
+
+def test_sockets_of_a_plugin_lose_no_gpudirect() -> None:
+    log = read(*NO_RDMA, "NET/FastSocket : GPU Direct RDMA Disabled for HCA 0 'eth0'", "Using network FastSocket")
+    assert "log-gdr" not in {finding.check for finding in examine(log)}
+
+
+@pytest.mark.parametrize("gpu", ["NVIDIA GeForce RTX 4090", "NVIDIA GB10"])
+def test_gpus_without_gpudirect_have_nothing_to_mend(gpu: str) -> None:
+    device = f"#  Rank  0 Group  0 Pid 7 on host-a device  0 [0x01] {gpu}\n"
+    log = read(*START, "Channel 00/0 : 1[1] -> 2[0] [send] via NET/IB/0", more=(device,))
+    assert (found(log, "log-gdr").severity, found(log, "log-gdr").remedy) == (Severity.INFO, None)
+    disabled = "NET/IB : GPU Direct RDMA Disabled for HCA 0 'mlx5_0'"
+    assert "log-gdr" not in {finding.check for finding in examine(read(*START, disabled, more=(device,)))}
+
+
+def test_geforce_cards_share_memory_without_a_warning() -> None:
+    device = "#  Rank  0 Group  0 Pid 7 on host-a device  0 [0x01] NVIDIA GeForce RTX 4090\n"
+    log = read(
+        "P2P is disabled between connected GPUs", "Channel 00 : 0[0] -> 1[1] via SHM/direct/direct", more=(device,)
+    )
+    assert found(log, "log-inside").severity is Severity.INFO
+
+
+def test_nvlink_between_nodes_needs_no_network() -> None:
+    comm = "comm 0x1 rank 0 nRanks 8 nNodes 2 localRanks 4 localRank 0 MNNVL 1"
+    log = read(comm, "Failed to open libibverbs.so[.1]", "Using network Socket")
+    assert found(log, "log-network").severity is Severity.INFO
+
+
 def test_a_log_without_connections_says_so() -> None:
     log = read("Using network IB")
     assert found(log, "log-network").value is None
@@ -369,6 +566,33 @@ def test_the_command_reads_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["doctor", "--log", str(file)]) == 0
 
 
+def test_the_files_of_all_ranks_are_one_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank, text in enumerate(("Call to ibv_reg_mr failed", "socketProgress: Connection closed by remote peer a<1>")):
+        line = f"host-{rank}:1:2 [0] misc/x.cc:1 NCCL WARN {text}\n"
+        (tmp_path / f"nccl.host-{rank}").write_text("".join(lines(*RDMA)) + line)
+    (tmp_path / "notes.txt").write_text("Epoch 1\n")
+    files = sorted(str(file) for file in tmp_path.iterdir())
+    for paths in ([str(tmp_path)], files[:2], files):
+        assert main(["doctor", "--json", "--log", *paths]) == 2
+        first, *_ = json.loads(capsys.readouterr().out)["findings"]
+        assert "ibv_reg_mr" in first["value"]
+        assert str(paths[0]) in first["read"]
+    assert main(["doctor", "--log", str(tmp_path / "notes.txt")]) == 64
+    (empty := tmp_path / "empty").mkdir()
+    assert main(["doctor", "--log", str(empty)]) == 64
+
+
+def test_a_line_without_an_end_is_not_kept(tmp_path: Path) -> None:
+    file = tmp_path / "nccl.log"
+    file.write_text("".join(lines(*RDMA)) + "x" * 50_000_000)
+    tracemalloc.start()
+    log = read_logs([file])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert log.ranks == 4
+    assert peak < 5_000_000
+
+
 @pytest.mark.parametrize("content", [b"", b"Epoch 1: loss 2.5\n", bytes(range(256)) * 4000])
 def test_what_is_no_log_is_refused_in_one_line(
     content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -383,6 +607,28 @@ def test_what_is_no_log_is_refused_in_one_line(
     assert str(file) in first
     assert "NCCL_DEBUG=INFO" in first
     assert "absent" in second
+
+
+@pytest.mark.parametrize(
+    ("environment", "provider"),
+    [
+        ({"NCCL_FASTRAK_IFNAME": "enp6s0,enp7s0"}, "Google A3 Mega (FasTrak)"),
+        ({"NCCL_TUNER_CONFIG_PATH": "/lib64/a3plus_tuner_config.textproto"}, "Google A3 Mega (FasTrak)"),
+        ({"NCCL_GPUDIRECTTCPX_CTRL_DEV": "eth0"}, "Google A3 High (GPUDirect-TCPX)"),
+        ({"NCCL_NET": "gIB", "NCCL_CROSS_NIC": "0"}, "Google A3 Ultra, A4 (gIB)"),
+        ({"NCCL_TUNER_CONFIG_PATH": "/usr/local/gib/configs/tuner_config_a3u.txtpb"}, "Google A3 Ultra, A4 (gIB)"),
+        ({"NCCL_TUNER_PLUGIN": "/opt/amazon/ofi-nccl/lib/libnccl-ofi-tuner.so"}, "AWS (OFI plugin)"),
+        ({"NCCL_TUNER_PLUGIN": "ofi"}, "AWS (OFI plugin)"),
+        ({"NCCL_TOPO_FILE": "/opt/aws-ofi-nccl/share/aws-ofi-nccl/xml/p4d-24xl-topo.xml"}, "AWS (OFI plugin)"),
+        ({"NCCL_TOPO_FILE": "/opt/microsoft/ndv5-topo.xml"}, "Azure"),
+        ({"NCCL_TUNER_PLUGIN": "/shared/libnccl-ocituner.so.1.0.2"}, "Oracle"),
+        ({"NCCL_TUNER_PLUGIN": "/home/me/libnccl-tuner.so", "NCCL_TOPO_FILE": "/home/me/topo.xml"}, None),
+        ({"NCCL_FASTRAK_IFNAME": "", "NCCL_TUNER_CONFIG_PATH": "/tmp/empty.txt", "NCCL_ALGO": "Ring"}, None),
+        ({}, None),
+    ],
+)
+def test_settings_of_providers_are_recognised(environment: dict[str, str], provider: str | None) -> None:
+    assert provider_profile(environment) == provider
 
 
 PIECES = st.sampled_from(

@@ -173,6 +173,23 @@ def test_a_gpu_that_is_not_on_the_switch_is_named() -> None:
     )
 
 
+def test_nvlinks_that_lead_to_their_own_gpu_join_something_unknown() -> None:
+    link = '<nvlink target="0000:0{}:00.0" count="12" tclass="0x030200"/>'
+    gpus = "".join(f'<pci busid="0000:0{n}:00.0"><gpu>{link.format(n)}</gpu></pci>' for n in (1, 2))
+    topology = read_nccl_xml(in_cpu(gpus), "x")
+    assert (nvlink_kind(topology), links_per_gpu(topology)) == ("unknown", (12, 12))
+    assert "NVLinks of GPU 0000:01:00.0 lead to itself: what they join is taken as unknown" in topology.warnings
+
+
+def test_a_port_without_a_device_that_is_at_every_cpu_counts_once() -> None:
+    nic = '<nic><net name="{}" speed="100000"/></nic>'
+    cpus = "".join(f'<cpu numaid="{n}">{nic.format("eth0")}{nic.format("tunl0")}</cpu>' for n in (0, 1))
+    topology = read_nccl_xml(system(cpus), "x")
+    assert [(port.name, port.virtual) for port in topology.nics] == [("eth0", False), ("tunl0", True)]
+    assert node_nic_gbps(topology) == 100.0
+    assert "'eth0' is at several CPUs: counted once, at the first" in topology.warnings
+
+
 def test_a_switch_id_used_twice_is_two_switches() -> None:
     topology = fixture("fused_nics.xml")
     assert [device.busid for device in topology.pci if device.kind == "switch"] == ["ffff:ff:01.0", "ffff:00:00.0"]

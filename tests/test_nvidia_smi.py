@@ -9,10 +9,12 @@ import pytest
 
 from tests.matrices import CUBE_MESH, LEGEND, all_pairs, matrix, wired
 from topology.errors import TopologyError
+from topology.facts.nvlink import links_per_gpu, nvlink_kind
 from topology.facts.paths import gpu_distance, nearest_nics, nic_distance
 from topology.files import MAX_BYTES, read
 from topology.model import Distance, NvLinks, Topology
 from topology.nvidia_smi.reader import read_matrix
+from topology.show.captions import summary
 
 FIXTURES = Path(__file__).parent / "topologies"
 AFFINITY = {"CPU Affinity": ["0-7", "8-15"], "NUMA Affinity": ["0", "1"]}
@@ -124,6 +126,82 @@ def test_columns_after_the_devices_are_found_by_their_place_where_values_are_mis
     first, second = read_text(text).gpus
     assert (first.affinity, first.numa) == (None, 1)
     assert (second.affinity, second.numa) == ("0-7", None)
+
+
+def affinities(text: str) -> list[tuple[str | None, int | None]]:
+    return [(gpu.affinity, gpu.numa) for gpu in read_text(text).gpus]
+
+
+TRAY = {
+    "CPU Affinity": ["0-35", "0-35", "", ""],
+    "NUMA Affinity": ["0\t", "0\t", "1\t", "1\t"],
+    "GPU NUMA ID": ["N/A"] * 4,
+}
+"""Grace tray in a job that may use the CPUs of one node: nvidia-smi puts two tabs behind the NUMA node."""
+CPUSET = {"CPU Affinity": ["0-15", ""], "NUMA Affinity": ["0", "1"]}
+
+
+def test_an_empty_cell_of_cpus_shifts_nothing() -> None:
+    tray = matrix(4, all_pairs("NV18"), ["NIC0"], TRAY)
+    wanted = [("0-35", 0), ("0-35", 0), (None, 1), (None, 1)]
+    assert affinities(tray) == affinities(tray.expandtabs(8)) == wanted
+    assert affinities(tray.replace("N/A", "10")) == wanted
+    assert read_text(tray).warnings == read_text(tray.expandtabs(8)).warnings == ()
+    pair = matrix(2, all_pairs("SYS"), affinity=CPUSET)
+    assert affinities(pair) == affinities(pair.expandtabs(8)) == [("0-15", 0), (None, 1)]
+    assert affinities(pair.replace("0-15", "3")) == [("3", 0), (None, 1)]
+
+
+def test_values_that_could_be_of_several_columns_are_unknown_and_named() -> None:
+    tray = matrix(4, all_pairs("NV18"), affinity=TRAY)
+    squeezed = "\n".join(" ".join(line.split()) for line in tray.splitlines())
+    cut = matrix(2, all_pairs("SYS"), affinity=CPUSET | {"GPU NUMA ID": ["\tN/A"] * 2}).replace("\tGPU NUMA ID", "")
+    no_titles = matrix(2, all_pairs("SYS"), affinity=CPUSET).replace("\tCPU Affinity\tNUMA Affinity", "")
+    lost = matrix(
+        2,
+        all_pairs("SYS"),
+        affinity={"CPU Affinity": ["", "0-7"], "NUMA Affinity": ["\t\t\t1", "0"], "GPU NUMA ID": ["", "N/A"]},
+    )
+    for text, wanted in (
+        (squeezed, [("0-35", 0), ("0-35", 0), (None, None), (None, None)]),
+        ("GPU0 GPU1 CPU Affinity NUMA Affinity\nGPU0 X NV4 0-51 0\nGPU1 NV4 X 1\n", [("0-51", 0), (None, None)]),
+        (cut, [("0-15", 0), (None, None)]),
+        (no_titles, [(None, None), (None, None)]),
+        (lost, [(None, None), ("0-7", 0)]),
+    ):
+        assert affinities(text) == wanted
+        assert "affinity unknown where it cannot be told" in " ".join(read_text(text).warnings)
+
+
+@pytest.mark.parametrize(
+    "titles",
+    ["CPU Affinity\tNUMA", "CPU\tNUMA\tGPU NUMA", "CPUs\tNUMA node\tGPU NUMA ID", "CPU_Affinity\tNUMA_Affinity"],
+)
+def test_titles_that_people_shorten(titles: str) -> None:
+    values = ["0-7\t0\tN/A", "8-15\t1\tN/A"] if "GPU" in titles else ["0-7\t0", "8-15\t1"]
+    text = matrix(2, all_pairs("SYS"), affinity={titles: values})
+    assert affinities(text) == [("0-7", 0), ("8-15", 1)]
+    assert read_text(text).warnings == ()
+
+
+def test_titles_that_are_not_known_are_named() -> None:
+    text = matrix(2, all_pairs("SYS"), affinity={"CPU Affinity": ["0-7", "8-15"], "Socket": ["0", "1"]})
+    assert affinities(text) == [("0-7", None), ("8-15", None)]
+    assert read_text(text).warnings == ("line 1: 'Socket' is no column known here: not read",)
+
+
+def test_a_gpu_that_is_not_on_the_switch_is_named() -> None:
+    topology = read_text(matrix(4, lambda a, b: "NODE" if b == 3 else "NV18"))
+    assert links_per_gpu(topology) == (18, 18, 18, 0)
+    assert topology.warnings == ("no NVLink at GPU3, though others are on an NVSwitch: see `nvidia-smi nvlink -s`",)
+    assert "NVSwitch, 18 NVLinks at 3 of 4 GPUs" in summary(topology)
+
+
+def test_a_wrapped_matrix_is_refused() -> None:
+    rows = "".join(
+        f"GPU{a}\t" + "\t".join(" X " if a == b else "NV4" for b in range(2)) + "\n\tPIX\t0-7\t0\n" for a in range(2)
+    )
+    assert "wrapped" in refusal("\tGPU0\tGPU1\n\tNIC0\tCPU Affinity\tNUMA Affinity\n" + rows)
 
 
 def test_a_list_of_cpus_with_blanks_is_one_value() -> None:
@@ -252,6 +330,28 @@ def test_a_header_that_is_too_short_for_its_rows() -> None:
     assert "line 2: 1 more cell(s) than the header has columns: left out" in topology.warnings
 
 
+def test_a_title_lost_inside_the_header_shifts_no_distance() -> None:
+    near = {(0, 4): "PIX", (1, 5): "PIX", (2, 6): "PIX", (3, 7): "PIX"}
+    nics = [f"NIC{n}" for n in range(4)]
+    text = matrix(4, lambda a, b: near.get((a, b), "SYS"), nics).replace("\tNIC1\t", "\t", 1)
+    topology = read_text(text)
+    assert [nic_distance(topology, gpu, 0) for gpu in range(4)] == [Distance.PIX, *[Distance.SYS] * 3]
+    assert {nic_distance(topology, gpu, nic) for gpu in range(4) for nic in (1, 2)} == {None}
+    assert gpu_distance(topology, 0, 3) is Distance.SYS
+
+
+def test_a_cell_lost_inside_a_row_shifts_no_distance() -> None:
+    near = {(0, 2): "PIX", (1, 3): "PIX"}
+    text = matrix(2, lambda a, b: near.get((a, b), "SYS"), ["NIC0", "NIC1"], AFFINITY).expandtabs(8)
+    text = text.replace("GPU1    SYS      X      SYS     PIX", "GPU1    SYS      X      PIX")
+    topology = read_text(text)
+    assert nearest(topology, 0) == (["NIC0"], Distance.PIX)
+    assert nearest(topology, 1) == (["NIC1"], Distance.PIX), "the rows of the NICs have it"
+    without = read_text("\n".join(line for line in text.splitlines() if not line.startswith("NIC")))
+    assert nearest(without, 1) is None
+    assert any("GPU1 has 2 of 4 cells" in warning for warning in without.warnings)
+
+
 def test_nics_that_nvidia_smi_leaves_out() -> None:
     text = "76 NICs found in the topology, only displaying 56 in the matrix.\n" + matrix(1, all_pairs("NODE"), ["NIC0"])
     assert read_text(text).warnings == ("nvidia-smi found 76 NICs but shows 56: the others are missing here",)
@@ -274,13 +374,24 @@ def test_the_first_of_several_matrices_is_read() -> None:
 
 def test_a_legend_without_nvlink_is_suspicious() -> None:
     legend = LEGEND.replace("  NV#  = Connection traversing a bonded set of # NVLinks\n", "")
-    assert "topo -mp" in " ".join(read_text(matrix(2, all_pairs("SYS"), legend=legend)).warnings)
+    hidden = read_text(matrix(2, all_pairs("SYS"), legend=legend))
+    assert "topo -mp" in " ".join(hidden.warnings)
+    assert hidden.nvlinks is None
+    assert gpu_distance(hidden, 0, 1) is Distance.SYS
+    asked = read_text("$ nvidia-smi topo -mp\n" + matrix(2, all_pairs("SYS"), legend=""))
+    assert (asked.nvlinks, asked.warnings) == (None, hidden.warnings)
+    old = legend.replace("SYS", "SOC")
+    assert read_text(matrix(2, all_pairs("SOC"), legend=old)).nvlinks == ()
     assert read_text(matrix(2, all_pairs("SYS"), legend="")).warnings == ()
 
 
 def test_two_gpus_with_many_links_may_be_on_a_switch() -> None:
     assert read_text(matrix(2, all_pairs("NV4"))).warnings == ()
-    assert "bridge" in " ".join(read_text(matrix(2, all_pairs("NV12"))).warnings)
+    topology = read_text(matrix(2, all_pairs("NV12")))
+    assert "bridge" in " ".join(topology.warnings)
+    assert (nvlink_kind(topology), links_per_gpu(topology)) == ("unknown", (12, 12))
+    assert gpu_distance(topology, 0, 1) is Distance.NVL
+    assert "12 NVLinks per GPU, directly or through switches" in summary(topology)
 
 
 @pytest.mark.parametrize(

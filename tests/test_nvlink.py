@@ -90,7 +90,7 @@ def test_kind_from_links_with_their_ends() -> None:
     assert nvlink_kind(of_links(1, *switches[:2])) == "switch"
     assert nvlink_kind(of_links(4, *switches, NvLinks(2, 3, 2, kind="gpu"))) == "irregular"
     assert nvlink_kind(of_links(2, NvLinks(0, 1, 12, kind="gpu"), NvLinks(1, 0, 12, kind="gpu"))) == "pairs"
-    assert nvlink_kind(of_links(2, NvLinks(0, 1, 12))) == "pairs"
+    assert nvlink_kind(of_links(2, NvLinks(0, 1, 12, kind="gpu"))) == "pairs"
     assert nvlink_kind(of_links(2, NvLinks(0, None, 3, kind="cpu"), NvLinks(1, None, 3, kind="cpu"))) == "none"
 
 

@@ -132,6 +132,13 @@ def test_direct_links_and_masked_switches(tmp_path: Path, install: Installer) ->
     )
 
 
+def test_links_that_lead_to_their_own_gpu_join_something_unknown(tmp_path: Path, install: Installer) -> None:
+    install(Driver([("0000:19:00.0", [("0000:19:00.0", 255)] * 12), ("0000:1a:00.0", [("0000:1a:00.0", 0)] * 12)]))
+    found = add_nvml(read_sysfs(server(tmp_path, gpus=2).root))
+    assert nvlink_kind(found) == "unknown"
+    assert [(link.peer, link.count) for link in found.nvlinks or ()] == [(None, 12)] * 2
+
+
 def test_gpus_that_the_process_may_not_use_are_left_out(tmp_path: Path, install: Installer) -> None:
     install(Driver([("0000:3a:00.0", []), ("0000:19:00.0", [])]))
     found = add_nvml(read_sysfs(server(tmp_path, gpus=4).root))

@@ -130,6 +130,7 @@ class NvLinks:
     target: str | None = None
     """Bus id at the other end, as the source has it."""
     kind: Literal["gpu", "switch", "cpu", "unknown"] = "unknown"
+    """"gpu" is a direct link; "unknown" with a peer: direct or through NVSwitches."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from commopt.command_line import BAD_INPUT, refuse
 from commopt.doctor.checks.diagnosis import diagnose
 from commopt.doctor.finding import Finding, exit_status, in_order
 from commopt.doctor.log.findings import examine
-from commopt.doctor.log.reader import HOW, read_log
+from commopt.doctor.log.reader import HOW, read_logs
 from commopt.doctor.nodes.compare import rank_facts
 from commopt.doctor.nodes.gather import gather, launched
 from commopt.doctor.observe import LIVE, observe
@@ -24,7 +24,7 @@ from topology.host import read_host_identity
 WATCH_S = 1.0
 """Between two readings of error counters."""
 
-CLOSING = f"What NCCL really does: run the job with {HOW}, then: python -m commopt doctor --log FILE"
+CLOSING = f"What NCCL really does: run the job with {HOW}, then: python -m commopt doctor --log nccl.*"
 EPILOG = f"""exit status: 0 nothing wrong, 1 warnings, 3 errors, {BAD_INPUT} bad input (one line on stderr).
 The environment is always this process's; NVML and versions are asked on the live machine only.
 Under torchrun every rank examines its machine; rank 0 compares and prints, and it alone has a status other than 0."""
@@ -39,7 +39,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all", action="store_true", help="also print what is fine")
     parser.add_argument("--links", type=Path, metavar="FILE", help="compare what a probe measured with the line rate")
     parser.add_argument("--root", type=Path, default=LIVE, metavar="DIR", help="read /sys, /proc, /dev below DIR")
-    parser.add_argument("--log", type=Path, metavar="FILE", help="read a log of NCCL_DEBUG=INFO instead of the machine")
+    parser.add_argument(
+        "--log",
+        type=Path,
+        nargs="+",
+        metavar="FILE|FOLDER",
+        help="read logs of NCCL_DEBUG=INFO (all of one job) instead of the machine",
+    )
 
 
 def run(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> int:
@@ -64,7 +70,7 @@ def run(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) ->
 def _findings(options: argparse.Namespace, environ: Mapping[str, str]) -> Sequence[Finding] | None:
     """Return what was found; None on a rank that does not print."""
     if options.log is not None:
-        return examine(read_log(options.log))
+        return examine(read_logs(options.log))
     if not os.path.isdir(options.root):
         raise ConfigurationError(f"--root {options.root} is not a directory; pass one that holds sys/ and proc/")
     machine = observe(options.root, environ)

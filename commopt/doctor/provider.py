@@ -1,24 +1,37 @@
-"""Whose settings are these? Some clouds ship a set of variables that their plugin checks; it is theirs to change."""
+"""Which cloud provider's own settings a job runs with."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
-# A variable (or the beginning of several), the values that do not count, and who sets it.
-_SIGNS = (
-    ("NCCL_FASTRAK_", (), "Google's GPUDirect-TCPXO"),
-    ("NCCL_GPUDIRECTTCPX_", (), "Google's GPUDirect-TCPX"),
-    ("NCCL_SHIMNET_", (), "Google's guest configuration checker"),
-    ("NCCL_TUNER_CONFIG_", (), "a tuner plugin with its configuration file"),
-    ("NCCL_TUNER_PLUGIN", ("none", ""), "a tuner plugin"),
+# In the order of asking: variable, its value, whose it is. Only what no other place sets: a tuner's name or a
+# topology file alone may be anybody's.
+_MARKS = (
+    (r"NCCL_FASTRAK_\w+", r".*", "Google A3 Mega (FasTrak)"),
+    (r"NCCL_GPUDIRECTTCPX_\w+", r".*", "Google A3 High (GPUDirect-TCPX)"),
+    (r"NCCL_NET", r"fastrak", "Google A3 Mega (FasTrak)"),
+    (r"NCCL_NET", r"gpudirecttcpx.*", "Google A3 High (GPUDirect-TCPX)"),
+    (r"NCCL_NET", r"gib", "Google A3 Ultra, A4 (gIB)"),
+    (r"NCCL_(?:TUNER_PLUGIN|TUNER_CONFIG_PATH|TOPO_FILE|SHIMNET_\w+)", r".*/gib/.*", "Google A3 Ultra, A4 (gIB)"),
+    (r"NCCL_(?:TUNER_CONFIG_PATH|SHIMNET_\w+)", r".*/a3plus_\w+\.\w+", "Google A3 Mega (FasTrak)"),
+    (r"NCCL_SHIMNET_GUEST_CONFIG_CHECKER_CONFIG_FILE", r".*", "Google A3 or A4"),
+    (r"NCCL_TUNER_PLUGIN", r"ofi|.*libnccl-(?:tuner-ofi|ofi-tuner)[\w.]*|.*ofi-nccl/.*", "AWS (OFI plugin)"),
+    (r"NCCL_TOPO_FILE", r".*ofi-nccl/.*", "AWS (OFI plugin)"),
+    (r"NCCL_TOPO_FILE", r"/opt/microsoft/.*", "Azure"),
+    (r"NCCL_(?:TUNER_PLUGIN|TUNER_CONFIG_\w+|TOPO_FILE)", r"/opt/oci-hpc/.*|.*libnccl-ocituner\b.*", "Oracle"),
 )
 
 
 def provider_profile(environment: Mapping[str, str]) -> str | None:
-    """Name the provider's profile that set NCCL's variables; None where nothing speaks for one."""
-    if environment.get("NCCL_NET", "").lower() == "gib":
-        return "Google's gIB"
-    for sign, void, owner in _SIGNS:
-        if any(name.startswith(sign) and value.lower() not in void for name, value in environment.items()):
-            return owner
+    """Return whose settings these are ("Google A3 Mega (FasTrak)"); None when no provider's are recognised.
+
+    What such a profile sets is tested by the provider for that machine, and some plugins refuse to start without it.
+    """
+    for variable, value, provider in _MARKS:
+        if any(
+            re.fullmatch(variable, name) and text and re.fullmatch(value, text.strip(), re.IGNORECASE)
+            for name, text in environment.items()
+        ):
+            return provider
     return None

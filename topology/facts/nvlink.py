@@ -22,7 +22,8 @@ def nvlink_kind(topology: Topology) -> NvlinkKind:
     "switch": through NVSwitches. "mesh": every GPU of a group of three or more directly with every other, with equal
     or unequal numbers of links. "pairs": each with one other. "hybrid_cube_mesh": two full quads whose GPUs are joined
     one to one (DGX-1 and its relatives). "irregular": anything else. "none": the source tells that no two GPUs are
-    joined. "unknown": it does not tell. GPUs without any NVLink (a display GPU) do not count.
+    joined. "unknown": it does not tell, or not whether a switch is in between. GPUs without any NVLink (a display GPU)
+    do not count.
     """
     links = topology.nvlinks
     if links is None or not topology.gpus:
@@ -31,7 +32,7 @@ def nvlink_kind(topology: Topology) -> NvlinkKind:
     joined = direct_links(topology)
     if switched:
         return "switch" if all(a in switched and b in switched for a, b in joined) else "irregular"
-    if any(link.kind == "unknown" and link.peer is None for link in links):
+    if any(link.kind == "unknown" for link in links):
         return "unknown"
     groups = _groups(set(joined))
     if not groups:

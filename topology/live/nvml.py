@@ -92,10 +92,14 @@ def _nvlinks(nvml: Any, found: list[_Found]) -> tuple[NvLinks, ...]:
     """The active NVLinks of every GPU, bundled by what is at their other end."""
     places = {one.busid: place for place, one in enumerate(found)}
     bundles = Counter((place, *end) for place, one in enumerate(found) for end in _far_ends(nvml, one.handle))
-    return tuple(
-        NvLinks(place, places.get(target), count, target, "gpu" if target in places else kind)
-        for (place, target, kind), count in bundles.items()
-    )
+    links = []
+    for (place, target, kind), count in bundles.items():
+        peer = places.get(target)
+        if peer == place:  # a virtual machine that hides what is at the other end
+            links.append(NvLinks(place, None, count, target, "switch" if kind == "switch" else "unknown"))
+        else:
+            links.append(NvLinks(place, peer, count, target, kind if peer is None else "gpu"))
+    return tuple(links)
 
 
 def _far_ends(nvml: Any, handle: Any) -> list[tuple[str, Any]]:

@@ -112,6 +112,10 @@ def _joined(links: list[NvLinks], gpus: tuple[Gpu, ...], notes: Notes) -> tuple[
         peer = places.get(link.target) if link.kind in ("gpu", "unknown") else None
         if peer is None and link.kind == "gpu":
             notes.add(f"GPU {link.target}, where NVLinks lead to, is not in the file")
+        if peer == link.gpu:  # a virtual machine that hides what is at the other end
+            notes.add(f"NVLinks of GPU {link.target} lead to itself: what they join is taken as unknown")
+            found.append(replace(link, kind="unknown"))
+            continue
         found.append(link if peer is None else replace(link, peer=peer, kind="gpu"))
     return tuple(found)
 

@@ -17,8 +17,8 @@ UNNUMBERED = -1
 _VERSION = "1"
 # Names of interfaces without hardware. They only count for ports that the file puts on no PCI device.
 _VIRTUAL_NAME = re.compile(
-    r"lo|(?:dummy|docker|ifb|sit|gre|tun|tap|tailscale|wg|cni|flannel|vxlan|virbr)[.\d].*"
-    r"|(?:br-|veth|cali|lxc|docker_|virbr|cni).*"
+    r"lo|(?:dummy|docker|ifb|sit|gre|tun|tunl|tap|tailscale|wg|cni|flannel|vxlan|virbr|vnet|vmnet|zt|utun)[.\d].*"
+    r"|(?:br-|veth|cali|lxc|docker_|virbr|cni|cilium|lxd|vxlan|geneve|kube-|nodelocal|gretap|erspan|ip6|weave|ovs-).*"
 )
 
 
@@ -33,6 +33,8 @@ class Walk:
         self.lines: dict[str, int] = {}
         self.gpus: list[Gpu] = []
         self.nics: list[Nic] = []
+        self.loose: dict[str, int] = {}
+        """The CPUs of ports on no PCI device, by name."""
         self.free_busids = (f"ffff:{n >> 8:02x}:{n & 255:02x}.0" for n in range(0x10000))
         self.links: list[NvLinks] = []
         self.knows_links = True
@@ -173,6 +175,11 @@ class Walk:
             attributes = Attributes(net, self.notes)
             index, speed = attributes.integer("dev", 0), attributes.integer("speed", highest=10**9)
             name = attributes.text("name") or busid or ("net" if index is None else f"net{index}")
+            if busid is None and self.loose.setdefault(name, cpu) != cpu:
+                # NCCL lists a port without a PCI device once for each rank, at the rank's CPU.
+                if _VIRTUAL_NAME.fullmatch(name) is None:
+                    self.notes.add(f"{shown(name)} is at several CPUs: counted once, at the first")
+                continue
             if speed is None or speed <= 0:
                 self.notes.add(f"no speed for {shown(name)} (NCCL then assumes 10 Gb/s)", net.line)
             self.nics.append(

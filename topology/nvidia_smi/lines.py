@@ -13,7 +13,15 @@ MOST_DEVICES = 256
 MOST_GPUS = 64
 LONGEST_LINE = 65_536
 
-_AFFINITY_COLUMN = re.compile(r"(?<![A-Za-z])(?:[A-Z][A-Za-z]{1,9}[ \t]{1,3}){1,2}(?:Affinity|ID)\b")
+# People shorten the titles when they set the table anew. What is no title known here is a column of its own.
+_TITLE = re.compile(
+    r"(?P<gpu>GPU[ \t_]{1,3}NUMA(?:[ \t_]{1,3}(?:ID|node))?\b)|(?P<numa>NUMA(?:[ \t_-]{0,3}(?:affinity|node|ID))?\b)"
+    r"|(?P<cpu>CPUs?(?:[ \t_-]{0,3}affinity)?\b)|[A-Z]+[ \t]{1,3}(?:affinity|ID)\b|[\w/.()-]*[A-Z][\w/.()-]*",
+    re.IGNORECASE,
+)
+TITLES = CPUS, NUMA, _GPU_NUMA = "CPU Affinity", "NUMA Affinity", "GPU NUMA ID"
+_TITLE_OF = {"cpu": CPUS, "numa": NUMA, "gpu": _GPU_NUMA}
+_TAB = 8
 _LABEL = re.compile(r"(?:GPU|NIC)[0-9]{1,4}|mlx[0-9]_[0-9]{1,3}")
 _FUSED_LABELS = re.compile(rf"(?:{_LABEL.pattern})+")
 _NIC_NAME = re.compile(
@@ -21,7 +29,9 @@ _NIC_NAME = re.compile(
 )  # old drivers head a column by the device itself
 _CELL = re.compile(r"X|NV[1-9][0-9]{0,2}|PIX|PXB|PHB|NODE|SYS|SOC")
 _FUSED_CELLS = re.compile(rf"(?:{_CELL.pattern})+")
-_CUT_AFFINITY = frozenset({"CPU", "NUMA", "GPU"})
+_FIRST_TITLE = re.compile(
+    r"(?<!\S)(?:CPUs?|NUMA|GPU)(?!\S)|(?<![A-Za-z])[A-Z][A-Za-z]{1,9}[ \t_-]{0,3}(?:Affinity|affinity|ID)\b"
+)
 _AFFINITY = re.compile(r"[0-9,-]+|N/A")
 _STRANGE_CELL = re.compile(r"[A-Z0-9?/-]{1,16}")
 
@@ -40,7 +50,7 @@ class Header:
     columns: tuple[str, ...]
     """Devices: GPU0, GPU1, ..., then NICs."""
     affinity: tuple[tuple[int, str], ...]
-    """Where each of the columns after the devices begins (tabs expanded), and its name with single blanks."""
+    """Where each of the columns after the devices begins (tabs expanded), and its name as nvidia-smi writes it."""
     fused: bool
     """Whether labels had run into each other."""
 
@@ -55,6 +65,8 @@ class Row:
     """By column, as written; None where it cannot be read. Shorter than the columns when the line is cut."""
     affinity: dict[str, str]
     """By the name of the column; columns without a value are missing."""
+    unclear: bool = False
+    """Whether there are values more than those in `affinity`, whose columns cannot be told."""
     strange: tuple[str, ...] = ()
     """Words where cells should be."""
     surplus: int = 0
@@ -69,9 +81,9 @@ def parse_header(number: int, line: str) -> Header | None:
     devices = line[start.start() :]
     if "|" in devices:
         return None
-    first_affinity = _AFFINITY_COLUMN.search(devices)
-    if first_affinity is not None:
-        devices = devices[: first_affinity.start()]
+    first_title = _FIRST_TITLE.search(devices)
+    if first_title is not None:
+        devices = devices[: first_title.start()]
     columns: list[str] = []
     fused = False
     for word in devices.split():
@@ -83,17 +95,22 @@ def parse_header(number: int, line: str) -> Header | None:
             columns += labels
         elif _NIC_NAME.fullmatch(word):
             columns.append(word)
-        elif word in _CUT_AFFINITY and columns:
-            break
         else:
             return None
     gpus = sum(label.startswith("GPU") for label in columns)
-    if len(set(columns)) != len(columns) or len(columns) > MOST_DEVICES or gpus > MOST_GPUS:
+    if not columns or len(set(columns)) != len(columns) or len(columns) > MOST_DEVICES or gpus > MOST_GPUS:
         return None
-    affinity = tuple(
-        (match.start(), re.sub(r"\s+", " ", match.group())) for match in _AFFINITY_COLUMN.finditer(line.expandtabs(8))
-    )
-    return Header(number, line[: start.start()].rstrip(), tuple(columns), affinity, fused)
+    titles = () if first_title is None else _titles(line, start.start() + first_title.start())
+    return Header(number, line[: start.start()].rstrip(), tuple(columns), titles, fused)
+
+
+def _titles(line: str, start: int) -> tuple[tuple[int, str], ...]:
+    """The columns from `start` on, each with the place where it begins when tabs are expanded."""
+    found: list[tuple[int, str]] = []
+    for match in _TITLE.finditer(line, start):
+        name = _TITLE_OF.get(match.lastgroup or "", match.group())
+        found.append((len(line[: match.start()].expandtabs(_TAB)), name))
+    return tuple(found)
 
 
 def parse_row(header: Header, number: int, line: str) -> Row | None:
@@ -127,10 +144,18 @@ def parse_row(header: Header, number: int, line: str) -> Row | None:
         taken += 1
     if not cells:
         return None
-    if len(cells) < wanted:
-        cells = _by_tabs(header, label, line) or cells
-    affinity = _affinity(header.affinity, words[taken:])
-    return Row(label, number, tuple(cells[:wanted]), affinity, tuple(strange), max(0, len(cells) - wanted))
+    surplus, whole = max(0, len(cells) - wanted), words[taken:] == [] or len(cells) == wanted
+    placed = _by_tabs(header, label, line) if len(cells) < wanted else None
+    if placed is not None:
+        cells = placed
+    elif (surplus or not whole) and label in header.columns:
+        # A cell or a title is lost somewhere. X shows that it is not on the left of it.
+        cells = cells[: header.columns.index(label) + 1]
+    end = [match.end() for match in re.finditer(r"\S+", line)][skipped + taken - 1]
+    by_tabs = "\t\t" not in line[:end].rstrip() and line[end:].lstrip(" ").startswith("\t")
+    cells_behind = line[end:].lstrip(" ")[1:].split("\t") if by_tabs else None
+    affinity, unclear = _affinity(header.affinity, words[taken:], cells_behind)
+    return Row(label, number, tuple(cells[:wanted]), affinity, unclear, tuple(strange), surplus)
 
 
 def _is_label(header: Header, word: str) -> bool:
@@ -149,18 +174,51 @@ def _by_tabs(header: Header, label: str, line: str) -> list[str | None] | None:
     return cells if own < len(cells) and cells[own] == "X" else None
 
 
-def _affinity(columns: tuple[tuple[int, str], ...], words: list[tuple[int, str]]) -> dict[str, str]:
-    """Values in order when there is one for each column, otherwise each under the heading that is nearest to it."""
+def _affinity(
+    columns: tuple[tuple[int, str], ...], words: list[tuple[int, str]], cells: list[str] | None
+) -> tuple[dict[str, str], bool]:
+    """Values by the names of the columns, and whether there are others that cannot be assigned.
+
+    `cells` is the text between tabs, None where tabs do not separate cells one by one. nvidia-smi leaves a cell empty
+    where it has nothing to say (CPUs that a container or a job may not use), and puts one tab or two between cells
+    whatever the title's width: only the first cell has a certain place, directly behind the devices, and the second
+    where it follows directly on the first.
+    """
     values: list[tuple[int, str]] = []
     for start, word in words:
         if values and values[-1][1].endswith(","):  # "0-63, 128-191"
             values[-1] = (values[-1][0], values[-1][1] + word)
         else:
             values.append((start, word))
-    if len(values) == len(columns):
-        return {name: value for (_, name), (_, value) in zip(columns, values, strict=True)}
-    nearest: dict[str, str] = {}
-    for start, value in values:
-        if columns:
-            nearest.setdefault(min(columns, key=lambda column: abs(column[0] - start))[1], value)
-    return nearest
+    names = [name for _, name in columns]
+    while len(values) > len(names) and not _AFFINITY.fullmatch(values[-1][1]):
+        values.pop()  # a remark
+    texts = [value for _, value in values]
+    if not values:
+        return {}, False
+    if len(values) == len(names):
+        # A title may have been cut off, and the first cell be empty.
+        doubtful = len(names) > 1 and cells is not None and not cells[0].strip() and texts[0].isdecimal()
+        return ({}, True) if doubtful else (dict(zip(names, texts, strict=True)), False)
+    if len(values) > len(names):
+        cut = bool(names) and tuple(names) == TITLES[: len(names)]
+        return (dict(zip(names, texts, strict=False)), False) if cut else ({}, True)
+    empty = _first_is_empty(columns, *values[0]) if cells is None else not cells[0].strip()
+    if empty is None:
+        return {}, True
+    found = {} if empty else {names[0]: texts.pop(0)}
+    if len(texts) == len(names) - 1 or (cells is not None and len(cells) > 1 and cells[1].strip()):
+        return found | dict(zip(names[1:], texts, strict=False)), False
+    return found, any(text != "N/A" for text in texts)
+
+
+def _first_is_empty(columns: tuple[tuple[int, str], ...], start: int, value: str) -> bool | None:
+    """Whether the first of several columns is empty in a row without tabs, whose first value begins at `start`.
+
+    None where that cannot be told.
+    """
+    first, *others = [place for place, _ in columns]
+    if start == first:
+        return None if value.isdecimal() else False
+    # Tabs that became blanks: the second cell is one stop further, whatever its title's place.
+    return True if start in others or (first % _TAB == 0 and start == first + _TAB) else None

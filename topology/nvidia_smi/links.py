@@ -16,8 +16,8 @@ MOST_LINKS_TO_EACH_OF_SEVERAL = 6
 """No board joins a GPU directly to two or more others with more links than this to each."""
 
 
-def nvlinks_of_cells(cells: dict[tuple[int, int], int]) -> tuple[NvLinks, ...]:
-    """NVLinks of all GPUs from the counts of pairs (by place, each pair once)."""
+def nvlinks_of_cells(cells: dict[tuple[int, int], int], gpus: int) -> tuple[NvLinks, ...]:
+    """NVLinks of all of a matrix's GPUs from the counts of pairs (by place, each pair once)."""
     by_gpu: dict[int, dict[int, int]] = defaultdict(dict)
     for (a, b), count in cells.items():
         by_gpu[a][b] = by_gpu[b][a] = count
@@ -29,13 +29,11 @@ def nvlinks_of_cells(cells: dict[tuple[int, int], int]) -> tuple[NvLinks, ...]:
         if gpu in switched:
             links.append(NvLinks(gpu, None, max(counts.values()), kind="switch"))
         else:
-            links += [NvLinks(gpu, peer, count, kind="gpu") for peer, count in sorted(counts.items())]
+            # Two GPUs alone with many links: a bridge between them, or two GPUs of a machine with NVSwitches.
+            either = gpus == 2 and max(counts.values()) >= MOST_LINKS_TO_EACH_OF_SEVERAL
+            for peer, count in sorted(counts.items()):
+                links.append(NvLinks(gpu, peer, count, kind="unknown" if either else "gpu"))
     return tuple(links)
-
-
-def may_be_either(cells: dict[tuple[int, int], int], gpus: int) -> bool:
-    """Two GPUs alone with many links: a bridge between them, or two GPUs of a machine with NVSwitches."""
-    return gpus == 2 and any(count > MOST_LINKS_TO_EACH_OF_SEVERAL for count in cells.values())
 
 
 def _needs_switch(counts: list[int]) -> bool:

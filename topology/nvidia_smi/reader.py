@@ -11,11 +11,9 @@ from itertools import combinations
 from topology.errors import TopologyError, shown
 from topology.kernel_files import cpu_list
 from topology.model import Cpu, Distance, Gpu, Nic, NvLinks, Topology
-from topology.nvidia_smi.links import may_be_either, nvlinks_of_cells
+from topology.nvidia_smi.lines import CPUS, NUMA
+from topology.nvidia_smi.links import nvlinks_of_cells
 from topology.nvidia_smi.text import MatrixText, find_matrix
-
-_CPUS = "CPU Affinity"
-_NUMA = "NUMA Affinity"
 
 
 def read_matrix(text: str, source: str) -> Topology:
@@ -89,12 +87,19 @@ def _nvlinks(
     among_gpus = {(place[a], place[b]): cell for (a, b), cell in cells.items() if a in place and b in place}
     counts = {pair: int(cell[2:]) for pair, cell in among_gpus.items() if cell.startswith("NV")}
     if not counts and matrix.hides_nvlink and len(labels) > 1:
-        warnings.append("the legend has no line for NVLink, as in `topo -mp`, which hides it: there may be some")
-    if may_be_either(counts, len(labels)):
-        warnings.append("two GPUs with this many NVLinks may be on a bridge or on NVSwitches: taken as a bridge")
-    links = nvlinks_of_cells(counts)
+        warnings.append("NVLinks are unknown: this is of `topo -mp`, which hides them; run `nvidia-smi topo -m`")
+        return None
+    links = nvlinks_of_cells(counts, len(labels))
+    if any(link.kind == "unknown" for link in links):
+        warnings.append(
+            "two GPUs with this many NVLinks may be on a bridge or on NVSwitches, which a matrix does not tell"
+        )
     # Switches serve all their GPUs alike; direct links of pairs that are not shown cannot be known.
     switched = {link.gpu for link in links if link.kind == "switch"}
+    apart = set(range(len(labels))) - {link.gpu for link in links}
+    if switched and apart:
+        names = ", ".join(labels[gpu] for gpu in sorted(apart))
+        warnings.append(f"no NVLink at {names}, though others are on an NVSwitch: see `nvidia-smi nvlink -s`")
     if any(pair not in among_gpus and not switched.issuperset(pair) for pair in combinations(range(len(labels)), 2)):
         warnings.append("NVLinks are unknown: the connections of some GPUs are missing")
         return None
@@ -104,8 +109,8 @@ def _nvlinks(
 def _gpu(matrix: MatrixText, label: str) -> Gpu:
     row = matrix.rows.get(label)
     affinity = row.affinity if row is not None else {}
-    numa = affinity.get(_NUMA, "")
-    return Gpu(int(label[3:]), None, int(numa) if _is_node(numa) else None, affinity=affinity.get(_CPUS))
+    numa = affinity.get(NUMA, "")
+    return Gpu(int(label[3:]), None, int(numa) if _is_node(numa) else None, affinity=affinity.get(CPUS))
 
 
 def _cpu_numbers(cpus: str) -> tuple[int, ...] | None:
@@ -125,7 +130,7 @@ def _cpus(matrix: MatrixText, present: list[str], warnings: list[str]) -> tuple[
     damaged: dict[str, list[str]] = {}
     for label in present:
         values = matrix.rows[label].affinity
-        numa, cpus = values.get(_NUMA, ""), values.get(_CPUS, "N/A")
+        numa, cpus = values.get(NUMA, ""), values.get(CPUS, "N/A")
         if _is_node(numa):
             affinity.setdefault(int(numa), {})[cpus] = label
         elif numa not in ("", "N/A"):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from topology.errors import TopologyError, shown
-from topology.nvidia_smi.lines import LONGEST_LINE, Header, Row, parse_header, parse_row
+from topology.nvidia_smi.lines import LONGEST_LINE, TITLES, Header, Row, parse_header, parse_row
 
 _COLOUR = re.compile(r"(?:\x1b|\\x1b|\\u001b|\\033|\\e|\^\[|\u241b)?\[[0-9;]{0,8}m")
 _INVISIBLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\u200b\u200c\u200d\ufeff]")
@@ -18,6 +18,7 @@ _INVISIBLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\u200b\u200c\u200d\ufeff
 _LINE_END = re.compile(r"""(?:\\n[\\"', ]{0,4})?(?:\r\n|\r|\n)|\\n""")
 _NIC_LEGEND = re.compile(r"(?<!\S)(NIC[0-9]{1,4}) {0,4}[:=]\s{0,8}([\w.:-]{1,80})\s*$")
 _NICS_LEFT_OUT = re.compile(r"([0-9]{1,6}) NICs? found.{0,60}displaying ([0-9]{1,6})")
+_CELLS_ALONE = re.compile(r"\s*(?:X|NV[0-9]{1,3}|PIX|PXB|PHB|NODE|SYS)(?:\s+[A-Z0-9,/-]{1,40}){0,260}\s*")
 _MOST_CHARACTERS = 4_000_000
 _MOST_MENTIONS = 50_000
 _MOST_HEADERS = 100
@@ -40,7 +41,7 @@ class MatrixText:
     nic_names: dict[str, str]
     """From the NIC legend: "NIC0" -> "mlx5_0"."""
     hides_nvlink: bool
-    """It has a legend, but no line about NVLink in it: as `topo -mp` writes it."""
+    """Written by `topo -mp`: the command stands above, or the legend has no line about NVLink."""
     warnings: tuple[str, ...]
 
 
@@ -68,14 +69,23 @@ def find_matrix(text: str, source: str) -> MatrixText:
     if len(matrices) > 1:
         other = matrices[1][0].line
         warnings.append(f"another matrix begins at line {other}: only the one at line {header.line} is read")
+    for row in rows:
+        if row.line < len(lines) and _CELLS_ALONE.fullmatch(lines[row.line]):
+            raise TopologyError(
+                f"{source}:{row.line + 1}: the row of {row.label} goes on in another line: the matrix was wrapped by a "
+                "narrow window; save the output of `nvidia-smi topo -m` to a file"
+            )
     kept = _keep(header, rows, warnings)
     below = lines[header.line : end]
     legend = any("= Self" in line for line in below)
+    above = lines[max(0, header.line - 4) : header.line - 1]
     return MatrixText(
         header=header,
         rows=kept,
         nic_names=_nic_names(header, below, warnings),
-        hides_nvlink=legend and not any("NVLink" in line for line in below),
+        # Drivers that wrote SOC are older than NVLink.
+        hides_nvlink=any(re.search(r"\btopo -mp\b", line) for line in above)
+        or (legend and not any("NVLink" in line or "SOC " in line for line in below)),
         warnings=tuple(warnings),
     )
 
@@ -104,6 +114,9 @@ def _keep(header: Header, rows: list[Row], warnings: list[str]) -> dict[str, Row
     repeated: list[Row] = []
     if header.fused:
         warnings.append(f"line {header.line}: fused header labels were split")
+    titles = [name for _, name in header.affinity if name not in TITLES]
+    if titles:
+        warnings.append(f"line {header.line}: {shown(', '.join(titles[:4]))} is no column known here: not read")
     for row in rows:
         if row.label not in header.columns:
             orphans.append(row)
@@ -122,6 +135,11 @@ def _keep(header: Header, rows: list[Row], warnings: list[str]) -> dict[str, Row
         if row.surplus:
             warnings.append(f"line {row.line}: {row.surplus} more cell(s) than the header has columns: left out")
         kept[row.label] = row
+    if unclear := [row for row in kept.values() if row.unclear]:
+        warnings.append(
+            f"line {unclear[0].line}: the columns after the devices are not the header's in the row of "
+            f"{_labels(unclear)}: affinity unknown where it cannot be told"
+        )
     if orphans:
         warnings.append(f"line {orphans[0].line}: no column in the header for {_labels(orphans)}: left out")
     if repeated:

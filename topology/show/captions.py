@@ -65,9 +65,14 @@ def is_narrow(device: PciDevice | None) -> bool:
 
 def nvlink_words(topology: Topology) -> str:
     """As in "NVSwitch, 18 NVLinks per GPU"."""
-    counts = sorted({count for count in links_per_gpu(topology) if count})
-    per_gpu = f", {'-'.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} NVLinks per GPU" if counts else ""
-    return _NVLINK[nvlink_kind(topology)] + per_gpu
+    linked = [count for count in links_per_gpu(topology) if count]
+    counts = "-".join(map(str, sorted({min(linked), max(linked)}))) if linked else ""
+    gpus = len(topology.gpus)
+    where = "per GPU" if len(linked) == gpus else f"at {len(linked)} of {gpus} GPUs"
+    kind = nvlink_kind(topology)
+    if kind == "unknown" and linked:
+        return f"{counts} NVLinks {where}, directly or through switches"
+    return _NVLINK[kind] + (f", {counts} NVLinks {where}" if linked else "")
 
 
 def summary(topology: Topology) -> str:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
+from pathlib import Path
+
 from commopt.doctor.checks.gdr import LOAD
-from commopt.doctor.facts.machine import version_text
-from commopt.doctor.finding import Check, Finding, in_order
+from commopt.doctor.checks.settings import leftovers
+from commopt.doctor.facts.machine import Machine, version_text
+from commopt.doctor.finding import Check, Finding, Severity, in_order
 from commopt.doctor.log.reader import HOW, TCP, Log
+from commopt.doctor.log.warnings import explain
+from commopt.doctor.provider import provider_profile
 
 VERSION = Check("log-version", "NCCL")
-FAILED = Check("log-warnings", "Warnings of NCCL")
 NETWORK = Check("log-network", "Transport between nodes")
 GDR = Check("log-gdr", "GPUDirect RDMA in use")
 INSIDE = Check("log-inside", "Transport inside the nodes")
@@ -17,38 +23,6 @@ PLAN = Check("log-plan", "NCCL's plan")
 CHOICES = Check("log-algorithms", "Algorithms")
 ENVIRONMENT = Check("log-environment", "NCCL's settings")
 
-# A part of the warning, and what to do about it.
-KNOWN_WARNINGS = (
-    ("ibv_reg_mr", "ulimit -l unlimited (limits.conf; docker run --ulimit memlock=-1)"),
-    ("ibv_create_qp", "ulimit -l unlimited; ibstat"),
-    ("ibv_modify_qp", "NCCL_IB_GID_INDEX and NCCL_IB_HCA: unset, or the same network on both ends; ibstat"),
-    ("ibv_open_device", "docker run --device=/dev/infiniband ...; ibv_devinfo"),
-    ("async event", "ibstat: a port went down or up while the job ran; check cable and switch"),
-    ("merge incompatible", "export NCCL_IB_HCA to the adapters of one kind of network"),
-    ("optimal provider", "fi_info -p efa, in the container (--device=/dev/infiniband); LD_LIBRARY_PATH of libfabric"),
-    ("system not yet initialized", "sudo systemctl enable --now nvidia-fabricmanager"),
-    ("out of memory", "nvidia-smi: another process on the GPU, or two ranks on one"),
-    ("timed out", "look for the first error of all ranks; a firewall, or NCCL_SOCKET_IFNAME on another network"),
-    ("No route to host", "export NCCL_SOCKET_IFNAME to the network that the nodes share; a firewall in between"),
-    ("Got completion", "cable, switch or flow control: python -m commopt doctor on both nodes, during the job"),
-    ("shared memory", "docker run --shm-size=8g ... (or --ipc=host)"),
-    ("No space left", "docker run --shm-size=8g ... (or --ipc=host)"),
-    ("Duplicate GPU", "torch.cuda.set_device(int(os.environ['LOCAL_RANK']))"),
-    ("no socket interface", "export NCCL_SOCKET_IFNAME to an interface that exists and has an address"),
-    (
-        "Connection refused",
-        "the peer's process is gone, or a firewall is between: look for the first error of all ranks",
-    ),
-    ("Connection closed", "the peer's process is gone: look for the first error of all ranks"),
-    ("Connection reset", "the peer's process is gone: look for the first error of all ranks"),
-    ("connection abort", "the peer is gone, or: export NCCL_SOCKET_IFNAME to the network that the nodes share"),
-    ("Mismatched NCCL version", "install the same torch on every node"),
-    ("libnccl-net", "LD_LIBRARY_PATH of the provider's plugin, or: unset NCCL_NET_PLUGIN"),
-)
-# Of a plugin of Google, in runs that are well.
-HARMLESS = ("Cannot get incoming CPU", "Maximum retry reached")
-
-
 # Plugins for InfiniBand and RoCE: NCCL's own, NVIDIA's under its names, Google's.
 INFINIBAND = ("IB", "NCCL RDMA", "gIB", "SHARP", "UCX")
 
@@ -56,7 +30,7 @@ INFINIBAND = ("IB", "NCCL RDMA", "gIB", "SHARP", "UCX")
 def examine(log: Log) -> list[Finding]:
     """Say what the log tells, worst first."""
     found = [
-        *_failed(log),
+        *explain(log.source, log.warnings, log.hints),
         *_network(log),
         *_gdr(log),
         *_inside(log),
@@ -77,26 +51,23 @@ def _version(log: Log) -> list[Finding]:
     return [VERSION.info(log.source, shown, "for reference")]
 
 
-def _failed(log: Log) -> list[Finding]:
-    found = []
-    for text, count in log.warnings.most_common(8):
-        remedy = next((what for part, what in KNOWN_WARNINGS if part.lower() in text.lower()), None)
-        shown = text[:160] + (f" ({count} times)" if count > 1 else "")
-        if any(part in text for part in HARMLESS):
-            found.append(FAILED.info(log.source, shown, "no warning, but this one does no harm", confidence="medium"))
-        elif remedy is not None:
-            found.append(FAILED.error(log.source, shown, "no warning", remedy, "medium"))
-        else:
-            found.append(FAILED.warning(log.source, shown, "no warning", "read the lines before it", "low"))
-    return found
-
-
 def _network(log: Log) -> list[Finding]:
     used = log.network_channels
     names = ", ".join(f"{name} {count} times" for name, count in sorted(used.items()))
+    if used and log.all_over_network:
+        off = "NCCL_P2P_DISABLE=1 and NCCL_SHM_DISABLE=1"
+        expected = "unset: ranks of one machine talk over the network, if there are several"
+        remedy = "unset NCCL_P2P_DISABLE NCCL_SHM_DISABLE"
+        inside = NETWORK.error(log.source, f"{names}; {off}", expected, remedy)
+        return [inside] if log.machines == 1 else [inside, *_between(log, names)]
+    return _between(log, names)
+
+
+def _between(log: Log, names: str) -> list[Finding]:
+    used = log.network_channels
     if not used:
         return [_no_network(log)]
-    if log.nodes == 1:
+    if log.machines == 1:
         expected = "P2P or shared memory: one node needs no network"
         remedy = "unset NCCL_P2P_DISABLE NCCL_SHM_DISABLE; ranks in different containers: --ipc=host on all"
         return [NETWORK.warning(log.source, f"{names}, inside one node", expected, remedy, "medium")]
@@ -116,6 +87,10 @@ def _no_network(log: Log) -> Finding:
         return NETWORK.ok(log.source, "NVLink between the nodes (MNNVL)", "the fast network")
     if log.machines == 1 or (log.channels and log.machines is None):
         return NETWORK.ok(log.source, "no connection over a network", "one node")
+    if log.mnnvl:
+        return NETWORK.info(
+            log.source, "NVLink between the nodes (MNNVL)", "the fast network; no connection in this log"
+        )
     network = ", ".join(log.networks)
     if network == "Socket" and _why_sockets(log) is not None:
         return _sockets(log, "Using network Socket")
@@ -145,6 +120,11 @@ def _why_sockets(log: Log) -> tuple[str, str] | None:
         return "NCCL_IB_DISABLE is set", "unset NCCL_IB_DISABLE"
     if log.environment.get("NCCL_NET", "").lower() == "socket":
         return "NCCL_NET is Socket", "unset NCCL_NET"
+    if log.plugin_error is not None:
+        return (
+            f"the network plugin does not load: {log.plugin_error}",
+            "ldd libnccl-net.so in the container; a plugin that was built for this image and this libfabric",
+        )
     if log.no_verbs:
         return (
             "libibverbs is not installed",
@@ -166,7 +146,12 @@ def _gdr(log: Log) -> list[Finding]:
         return [GDR.ok(log.source, f"all {rdma} times", "on all")]
     reasons = [text for text, _ in log.no_gdr.most_common(3)]
     value = f"{direct} of {rdma} times" + (f"; disabled for {'; '.join(reasons)}" if reasons else "")
-    expected = "on all: every message is copied through CPU memory otherwise, which can halve the bandwidth"
+    if log.no_gdr_gpu is not None:
+        return [GDR.info(log.source, value, f"{log.no_gdr_gpu} has no GPUDirect RDMA")]
+    expected = (
+        "on all: every message is copied through CPU memory otherwise, which can halve the bandwidth "
+        "(GeForce cards and GB10 have none)"
+    )
     if direct and not log.ends["send", True] and not log.ends["receive", False]:
         shown = f"{value}: on receiving only"
         usual = "on sending too; NCCL does not read GPU memory directly by default where GPUs have no NVLink"
@@ -184,7 +169,8 @@ def _gdr(log: Log) -> list[Finding]:
 def _gdr_foretold(log: Log) -> list[Finding]:
     """Before the first connection: adapters without it are named; pairs that are too far apart need not be used."""
     without = [text for text in log.no_gdr if "distance" not in text]
-    if not without or log.machines == 1:
+    only_tcp = bool(log.networks) and set(log.networks) <= {*TCP}
+    if not without or log.machines == 1 or only_tcp or log.no_gdr_gpu is not None:
         return []
     value = f"disabled for {'; '.join(without[:3])}"
     expected = "enabled: messages between nodes are copied through CPU memory otherwise"
@@ -212,6 +198,8 @@ def _inside(log: Log) -> list[Finding]:
         value = log.environment.get(name, "")
         if shared and value.upper() in off:
             return [INSIDE.error(log.source, f"{shown}; {name}={value}", "peer access between GPUs", f"unset {name}")]
+    if shared and log.no_gdr_gpu == "GeForce":
+        return [INSIDE.info(log.source, shown, "GeForce cards have no peer access, except those on an NVLink bridge")]
     if shared:
         expected = "P2P: through shared memory every byte is written and read once more by way of the CPU"
         remedy = "nvidia-smi topo -p2p r; nvidia-smi topo -m; check ACS and IOMMU (GeForce cards have no peer access)"
@@ -256,17 +244,14 @@ def _adapters(log: Log) -> list[Finding]:
     if idle:
         expected = f"all of them; no connection uses {', '.join(idle)}"
         choice = "NCCL_SOCKET_IFNAME" if set(listed) <= {*TCP} else "NCCL_IB_HCA"
-        remedy = f"normal with few ranks; otherwise export {choice} to the wanted list, or NCCL_CROSS_NIC=1"
+        remedy = f"normal with few ranks; otherwise export {choice} to the wanted list"
         return [ADAPTERS.info(log.source, shown, expected, remedy, "low")]
     return [ADAPTERS.info(log.source, shown, "all fast adapters")]
 
 
 def _plan(log: Log) -> list[Finding]:
     found = []
-    if log.nvls == 0 and log.environment.get("NCCL_NVLS_ENABLE") == "0":
-        expected = "unset: NVSwitch adds in the network, without it traffic doubles"
-        found.append(PLAN.warning(log.source, "NCCL_NVLS_ENABLE=0", expected, "unset NCCL_NVLS_ENABLE", "medium"))
-    elif log.nvls:
+    if log.nvls:
         found.append(PLAN.info(log.source, f"NVLS: {log.nvls} channels", "NVSwitch adds in the network"))
     for plan in log.patterns:
         if plan.name != "ring":
@@ -299,13 +284,42 @@ def _choices(log: Log) -> list[Finding]:
 
 
 def _environment(log: Log) -> list[Finding]:
-    forced = [
-        name
-        for name in ("NCCL_ALGO", "NCCL_PROTO", "NCCL_BUFFSIZE", "NCCL_MAX_NCHANNELS")
-        if name in log.environment and name not in log.by_plugin
+    """What was set, by the same rules as in a process's own environment."""
+    chosen = {
+        name: value
+        for name, value in log.environment.items()
+        if name not in log.by_plugin and not name.startswith("NCCL_DEBUG")
+    }
+    harmful = [
+        replace(
+            finding,
+            check=ENVIRONMENT.id,
+            title=ENVIRONMENT.title,
+            read=log.source,
+            value=f"{finding.read}={finding.value}",
+        )
+        for finding in [*leftovers(Machine(Path(os.devnull), chosen)), *_gid_index(log)]
+        if finding.severity in (Severity.ERROR, Severity.WARNING)
     ]
     shown = ", ".join(f"{name}={value}" for name, value in sorted(log.environment.items()))
-    if forced:
-        expected = "unset, unless measured: one choice for all sizes is slow for some of them"
-        return [ENVIRONMENT.warning(log.source, shown, expected, f"unset {' '.join(forced)}", "medium")]
-    return [ENVIRONMENT.info(log.source, shown, "only what was measured to help")] if shown else []
+    networks = [{"NCCL_NET": network} for network in log.networks] or [{}]
+    provider = next(filter(None, (provider_profile(network | log.environment) for network in networks)), None)
+    if harmful and provider is not None:
+        expected = f"these look like the settings of {provider}, made for its machines: leave them, unset only your own"
+        return [ENVIRONMENT.info(log.source, shown, expected, confidence="medium")]
+    return harmful + ([ENVIRONMENT.info(log.source, shown, "for reference")] if shown else [])
+
+
+def _gid_index(log: Log) -> list[Finding]:
+    """A number that is right on one machine is another kind of address on the next, and NCCL finds the right one."""
+    name = "NCCL_IB_GID_INDEX"
+    value = log.environment.get(name, "-1")
+    over_infiniband = any(device.endswith("/IB") for device in log.devices.get("IB", []))
+    finds = log.version is not None and log.version >= (2, 21)
+    if value == "-1" or over_infiniband or not (value == "0" or finds):
+        return []
+    expected = "unset: NCCL 2.21 and later find it" + ("; 0 is a link-local address of RoCE v1" if value == "0" else "")
+    remedy = (
+        f"unset {name}" if finds else f"show_gids, then export {name} to that of RoCE v2 with the port's IPv4 address"
+    )
+    return [ENVIRONMENT.warning(name, value, expected, remedy, "medium")]
