@@ -105,7 +105,7 @@ def require_writable(path: Path) -> None:
     try:
         # A pipe would block until somebody reads it.
         if path.exists() and not (path.is_file() or stat.S_ISCHR(path.stat().st_mode)):
-            raise ConfigurationError(f"{path} cannot be written: it is not a plain file; pass another name")
+            raise ValueError("it is not a plain file")
         existed = path.exists()
         path.open("a").close()
         if not existed:

@@ -17,11 +17,11 @@ def read_text(path: str | Path) -> str:
     """Return what is in a text file. Raises ConfigurationError for a file that is absent, huge, binary or no file."""
     try:
         if Path(path).exists() and not Path(path).is_file():  # a pipe would block until somebody writes to it
-            raise ConfigurationError(f"{path} cannot be read: it is not a plain file; pass another name")
+            raise ValueError("it is not a plain file")
         with Path(path).open("rb") as file:
             data = file.read(_MOST_BYTES + 1)
         if len(data) > _MOST_BYTES:
-            raise ConfigurationError(f"{path} cannot be read: it is larger than {_MOST_BYTES >> 20} MiB")
+            raise ValueError(f"it is larger than {_MOST_BYTES >> 20} MiB")
         return data.decode()
     except UnicodeDecodeError:
         raise ConfigurationError(f"{path} cannot be read: it is a binary file; pass the JSON file") from None

@@ -263,7 +263,7 @@ def test_under_torchrun_rank_0_reports_for_all_nodes(tmp_path: Path) -> None:
     environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
     answer = json.loads(done.stdout)
-    assert answer["status"] == 2
+    assert answer["status"] == 3
     assert done.returncode != 0
     unreachable, first = answer["findings"][:2]
     assert (unreachable["check"], unreachable["severity"]) == ("nodes-reach", "error")

@@ -573,7 +573,7 @@ def test_the_files_of_all_ranks_are_one_log(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "notes.txt").write_text("Epoch 1\n")
     files = sorted(str(file) for file in tmp_path.iterdir())
     for paths in ([str(tmp_path)], files[:2], files):
-        assert main(["doctor", "--json", "--log", *paths]) == 2
+        assert main(["doctor", "--json", "--log", *paths]) == 3
         first, *_ = json.loads(capsys.readouterr().out)["findings"]
         assert "ibv_reg_mr" in first["value"]
         assert str(paths[0]) in first["read"]

@@ -182,15 +182,13 @@ def _lines(path: Path) -> Iterator[str]:
     try:
         # A pipe nobody writes to would block, a device may have no end; what the shell or `|` hands over has both.
         if path.exists() and not path.is_file() and not str(path).startswith(("/dev/fd/", "/dev/stdin")):
-            raise ConfigurationError(f"{path} cannot be read (not a plain file); pass a log written with {HOW}")
+            raise ValueError("not a plain file")
         with path.open(errors="replace") as file:
             begins = True
             while piece := file.readline(LONGEST):
                 if begins:
                     yield piece
                 begins = piece.endswith("\n")
-    except ConfigurationError:
-        raise
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigurationError(f"{path} cannot be read ({reason}); pass a log written with {HOW}") from None
