@@ -22,9 +22,11 @@ from tests.feedback_training import (
     Layer,
     Training,
     Vectors,
+    is_momentum,
     residual_of,
     residuals_of,
     total,
+    zero_gradients,
 )
 from tests.ranks import run
 
@@ -192,6 +194,42 @@ def test_another_world_takes_over_every_residual(tmp_path: Path, strategy: str, 
             torch.testing.assert_close(
                 left[name] + owed[name], books[0].told[name] + residual[name], rtol=1e-5, atol=5e-5
             )
+
+
+@pytest.mark.parametrize(
+    ("strategy", "old"),
+    [
+        ("8 bits", "2"),
+        ("momentum", "2"),
+        ("rank 2", "2"),
+        ("inter 8 bits", "2x2"),
+        ("inter rank 2", "2+1"),
+        ("inter 4 bits, intra 8 bits", "2x2"),
+    ],
+)
+def test_one_rank_alone_applies_every_residual_once(tmp_path: Path, strategy: str, old: str) -> None:
+    world_size, nodes = LAYOUTS[old]
+    left = total([books.residual for books in run(books_after, world_size, strategy, str(tmp_path), nodes=nodes)])
+    with_momentum = "momentum" in strategy
+    [(told, rest)] = run(move_to_one_rank, 1, strategy, str(tmp_path), with_momentum)
+    for name in NUMELS:
+        assert not rest[name].any(), name
+        torch.testing.assert_close(told[name], left[name], rtol=1e-5, atol=1e-5)
+    assert max(float(values.abs().max()) for values in left.values()) > 1e-3
+
+
+def move_to_one_rank(rank: int, world_size: int, strategy: str, folder: str, stop: bool) -> tuple[Vectors, Vectors]:
+    """Return the results of three steps with gradients of zero, added up, and what is still kept."""
+    training = Training(rank, world_size, STRATEGIES[strategy], chosen=zero_gradients)
+    state = saved_state(folder, 0)
+    if stop:  # what momentum goes on applying is another matter
+        for part in state["ranks"]:
+            for role in [role for role in part["residuals"] if is_momentum(role)]:
+                del part["residuals"][role], part["layouts"][role]
+    training.comm.load_state_dict(state)
+    for _ in range(3):
+        training.step()
+    return training.told, residual_of(training.comm.state_dict())
 
 
 class Wider(Controlled):
