@@ -364,8 +364,8 @@ def test_what_a_state_holds() -> None:
         assert set(state["residuals"]) == {"/worker"}
         assert not state["factors"]
         assert set(state) == {
-            *("format", "aggregator", "steps", "nodes", "place", "parameters", "buckets", "residuals", "layouts"),
-            *("placed", "factors", "plan", "tuned"),
+            *("format", "aggregator", "steps", "nodes", "place", "members", "parameters", "buckets", "residuals"),
+            *("layouts", "placed", "factors", "plan", "tuned"),
         }
     gathered, none = (gathered for _, gathered in results)
     assert none is None

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from threading import RLock
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -162,30 +162,6 @@ class FactorStore:
             initial = [tensor for factors in self._used.values() for tensor in factors.initial.values()]
             now = [tensor for _, kept in self.everything() for tensor in (kept.left, kept.right) if tensor is not None]
         return sum(tensor.numel() * tensor.element_size() for tensor in initial + now)
-
-    def save(self) -> list[dict[str, Any]]:
-        """Return copies in host memory."""
-        return [
-            {
-                "path": path,
-                "piece": [kept.piece.name, kept.piece.begin, kept.piece.end],
-                "left": None if kept.left is None else kept.left.detach().to("cpu", copy=True),
-                "right": kept.right.detach().to("cpu", copy=True),
-                "held": kept.held,
-            }
-            for path, kept in self.everything()
-        ]
-
-    def restore(self, saved: Iterable[Mapping[str, Any]]) -> None:
-        """Keep what `save` returned on this rank."""
-        for entry in saved:
-            kept = Kept(Piece(*entry["piece"]), entry["left"], entry["right"], entry["held"])
-            self.keep(entry["path"], kept)
-
-    def spread(self, ranks: Iterable[Iterable[Mapping[str, Any]]]) -> None:
-        """Keep copies of what all ranks of another world held; nodes held the same."""
-        held = {(entry["path"], *entry["piece"]): entry for saved in ranks for entry in saved if entry["held"]}
-        self.restore({**entry, "held": False} for entry in held.values())
 
 
 def _fill(left: Tensor, right: Tensor, piece: Piece, known: list[Kept]) -> None:
