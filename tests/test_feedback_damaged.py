@@ -13,26 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commopt import Aggregator, Cast, CommoptError, Compressed, ConfigurationError, Feedback, MismatchError
+from commopt import Aggregator, Cast, CommoptError, Compressed, ConfigurationError, Feedback, Layout, MismatchError
+from commopt.feedback import Ledger, Piece, restore, save, spread
+from commopt.feedback.factors import Kept
 from tests.catalogue import LAYOUTS
-from tests.feedback_training import STRATEGIES, Training, flat
+from tests.feedback_training import STRATEGIES, Training, alike, flat
 from tests.ranks import run
 
 State = dict[str, Any]
 
 # For each of the cases below; COMMOPT_FUZZ_EXAMPLES=4000 is a thorough run.
 EXAMPLES = int(os.environ.get("COMMOPT_FUZZ_EXAMPLES", "40"))
-
-
-def alike(first: object, second: object) -> bool:
-    """Return whether two states, or parts of such, hold the same bits."""
-    if isinstance(first, Tensor) and isinstance(second, Tensor):
-        return first.dtype == second.dtype and torch.equal(first, second)
-    if isinstance(first, dict) and isinstance(second, dict):
-        return list(first) == list(second) and all(alike(first[key], second[key]) for key in first)
-    if isinstance(first, list) and isinstance(second, list):
-        return len(first) == len(second) and all(map(alike, first, second))
-    return type(first) is type(second) and first == second
 
 
 def refused(training: Training, state: object) -> CommoptError | None:
@@ -202,6 +193,36 @@ def test_what_16_bits_cannot_hold_is_refused(aggregator: Aggregator, dtype: torc
     for message in run(load_for_16_bits, 2, aggregator, dtype):
         assert "magnitude 8188 or less" in message
         assert "weight" in message
+
+
+# ------------------------------------------------------------------------------------------- sound ones
+
+
+@pytest.mark.parametrize("whole_world", [True, False])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_what_is_loaded_is_a_copy_in_host_memory(device: str, whole_world: bool) -> None:
+    """The lane reads it later, on a stream of its own: memory of another stream could be given away meanwhile."""
+    layout, numels = Layout.of_parameters([("a", (6, 4)), ("b", 3)]), {"a": 24, "b": 3}
+    ledger, factor = Ledger(), torch.eye(6)[:, :2]
+    ledger.slot("", "worker", layout, torch.device("cpu"), torch.float32, layout).values.copy_(torch.arange(27.0))
+    ledger.factors.keep("", Kept(Piece("a", 0, 24), factor, factor[:4], held=True))
+    good = save(ledger)
+    tensors = [*good["residuals"]["/worker"].values(), good["factors"][0]["left"], good["factors"][0]["right"]]
+    wanted = [values.clone() for values in tensors]
+    given = {id(values): values.to(device) for values in tensors}
+    good["residuals"]["/worker"] = {key: given[id(v)] for key, v in good["residuals"]["/worker"].items()}
+    good["factors"][0] |= {side: given[id(good["factors"][0][side])] for side in ("left", "right")}
+    loaded = Ledger()
+    if whole_world:
+        restore(loaded, good, numels, lambda name: 1e30)
+    else:
+        spread(loaded, [good], numels, lambda name: 1e30, 1)
+    for values in given.values():
+        values.fill_(float("nan"))
+    assert {slot.values.device.type for slot in loaded.slots()} == {"cpu"}
+    kept = save(loaded)
+    found = [*kept["residuals"]["/worker"].values(), kept["factors"][0]["left"], kept["factors"][0]["right"]]
+    assert all(map(torch.equal, found, wanted))
 
 
 # ------------------------------------------------------------------------------------------- at random
