@@ -83,12 +83,17 @@ def repeat_bucket(state: State) -> None:
     state["buckets"].append(state["buckets"][0])
 
 
+def as_complex(values: Tensor) -> Tensor:
+    return values.to(torch.complex64)
+
+
 def longer(values: Tensor) -> Tensor:
     return torch.cat([values, values[:1]])
 
 
 # What is wrong, and what the message must name: parameter, value, rule.
-WORKER = {
+Cases = dict[str, tuple[Callable[[State], None], tuple[str, ...]]]
+WORKER: Cases = {
     "NaN": (setting("/worker", element=float("nan")), ("first.weight", "element 1", "nan", "finite")),
     "infinite": (setting("/worker", element=float("-inf")), ("first.weight", "-inf", "finite")),
     "absurd": (setting("/worker", element=1e38), ("first.weight", "e+37", "magnitude 1e+30")),
@@ -97,7 +102,7 @@ WORKER = {
     "a matrix": (setting("/worker", tensor=lambda v: v.view(60, 50)), ("first.weight", "[60, 50]", "shape [3000]")),
     "bool": (setting("/worker", tensor=Tensor.bool), ("first.weight", "bool", "float32 or bfloat16")),
     "int": (setting("/worker", tensor=Tensor.long), ("first.weight", "int64", "float32 or bfloat16")),
-    "complex": (setting("/worker", tensor=Tensor.cfloat), ("first.weight", "complex64", "float32 or bfloat16")),
+    "complex": (setting("/worker", tensor=as_complex), ("first.weight", "complex64", "float32 or bfloat16")),
     "half": (setting("/worker", tensor=Tensor.half), ("first.weight", "float16", "float32 or bfloat16")),
     "sparse": (setting("/worker", tensor=Tensor.to_sparse), ("first.weight", "sparse", "float32 or bfloat16")),
     "meta": (setting("/worker", tensor=lambda v: v.to("meta")), ("first.weight", "meta", "float32 or bfloat16")),
@@ -124,7 +129,7 @@ WORKER = {
     "tuned that is none": (put("[]", "tuned"), ("tuned", "list")),
     "factors as a dict": (put({}, "factors"), ("factors", "{}", "list")),
 }
-FACTORS = {
+FACTORS: Cases = {
     "NaN": (factor("right", lambda v: v * float("nan")), ("factors[0]['right']", "nan", "above 1")),
     "absurd": (factor("left", lambda v: v * 1e3), ("factors[0]['left']", "norm", "above 1")),
     "too long": (factor("right", lambda v: torch.cat([v, 0 * v[:1]])), ("factors[0]", "first.weight", "elements")),
@@ -134,10 +139,10 @@ FACTORS = {
     "unknown name": (put("fourth", "factors", 0, "piece", 0), ("factors[0]", "fourth", "parameters")),
     "no path": (put(..., "factors", 0, "path"), ("factors[0]['path']", "state_dict()")),
 }
-MOMENTUM = {
+MOMENTUM: Cases = {
     "NaN momentum": (setting("momentum/worker", element=float("nan")), ("momentum/worker", "first.weight", "nan"))
 }
-CASES = {"8 bits": WORKER, "rank 2": FACTORS, "momentum": MOMENTUM}
+CASES: dict[str, Cases] = {"8 bits": WORKER, "rank 2": FACTORS, "momentum": MOMENTUM}
 
 
 def load_damaged(rank: int, world_size: int, strategy: str) -> dict[str, str]:
@@ -198,8 +203,11 @@ def test_what_16_bits_cannot_hold_is_refused(aggregator: Aggregator, dtype: torc
 # ------------------------------------------------------------------------------------------- sound ones
 
 
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
 @pytest.mark.parametrize("whole_world", [True, False])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])
 def test_what_is_loaded_is_a_copy_in_host_memory(device: str, whole_world: bool) -> None:
     """The lane reads it later, on a stream of its own: memory of another stream could be given away meanwhile."""
     layout, numels = Layout.of_parameters([("a", (6, 4)), ("b", 3)]), {"a": 24, "b": 3}
@@ -236,7 +244,7 @@ TENSORS: list[Callable[[Tensor], object]] = [
     *(lambda v: v * float("nan"), lambda v: v + float("inf"), lambda v: torch.full_like(v, 1e38)),
     *(lambda v: torch.full_like(v, 1e30), lambda v: torch.full_like(v, -1.01e30), lambda v: v * 0),
     *(longer, lambda v: v[1:], lambda v: v[:0], lambda v: v.sum(), lambda v: v[None], lambda v: v.t()),
-    *(Tensor.bool, Tensor.int, Tensor.cfloat, Tensor.half, Tensor.double, Tensor.bfloat16, Tensor.tolist),
+    *(Tensor.bool, Tensor.int, as_complex, Tensor.half, Tensor.double, Tensor.bfloat16, Tensor.tolist),
     *(Tensor.to_sparse, lambda v: v.to("meta"), lambda v: v.clone().requires_grad_(), lambda v: v.flip(0)),
     *(lambda v: torch.stack([v, v], -1)[..., 0], lambda v: -v, lambda v: v * 1e-40),
 ]
