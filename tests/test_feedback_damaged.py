@@ -23,7 +23,7 @@ from tests.ranks import run
 State = dict[str, Any]
 
 # For each of the cases below; COMMOPT_FUZZ_EXAMPLES=4000 is a thorough run.
-EXAMPLES = int(os.environ.get("COMMOPT_FUZZ_EXAMPLES", "40"))
+EXAMPLES = int(os.environ.get("COMMOPT_FUZZ_EXAMPLES", "25"))
 
 
 def refused(training: Training, state: object) -> CommoptError | None:
