@@ -186,6 +186,17 @@ def _same(first: Mapping[K, Tensor], second: Mapping[K, Tensor]) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
 
 
+def alike(first: object, second: object) -> bool:
+    """Return whether two states, or parts of such, hold the same bits."""
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return first.dtype == second.dtype and torch.equal(first, second)
+    if isinstance(first, dict) and isinstance(second, dict):
+        return list(first) == list(second) and all(alike(first[key], second[key]) for key in first)
+    if isinstance(first, list) and isinstance(second, list):
+        return len(first) == len(second) and all(map(alike, first, second))
+    return type(first) is type(second) and first == second
+
+
 @dataclass
 class Books:
     """What one rank has seen after `steps`, in float64: its share of the means, the results, its residuals."""

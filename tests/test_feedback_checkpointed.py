@@ -12,7 +12,7 @@ from torch import Tensor
 
 import commopt
 from tests.catalogue import LAYOUTS
-from tests.feedback_training import STRATEGIES, Training, Vectors, residual_of
+from tests.feedback_training import STRATEGIES, Training, Vectors, alike, residual_of
 from tests.ranks import run
 
 
@@ -37,6 +37,44 @@ def read(rank: int, world_size: int, strategy: str, folder: str, writers: int) -
     for _ in range(4):
         training.step()
     return training.digest(), residual
+
+
+def read_damaged(rank: int, world_size: int) -> list[str]:
+    training = Training(rank, world_size, STRATEGIES["4 bits"])
+    training.step()
+    comm = commopt.Checkpointed(training.comm)
+    good, messages = comm.state_dict(), []
+    [(name, content)] = good.items()
+    for damaged in ({name: b""}, {name: content[: len(content) // 2]}, {name: None}, {}, {"place": content[1:]}):
+        before = training.comm.state_dict()
+        with pytest.raises(commopt.ConfigurationError) as caught:
+            comm.load_state_dict(damaged if rank == 1 else good)  # type: ignore[arg-type]
+        assert alike(before, training.comm.state_dict())
+        messages.append(str(caught.value))
+    comm.load_state_dict(good)
+    assert training.step()
+    return messages
+
+
+def test_what_one_rank_cannot_read_is_an_error_on_all() -> None:
+    first, second = run(read_damaged, 2, timeout_s=30)
+    assert first == second
+    for message in first:
+        assert "rank 1 cannot load its state" in message
+        assert "start without" in message or "one rank or more" in message
+
+
+def number_of_writers(rank: int, world_size: int, value: object) -> str:
+    training = Training(rank, world_size, STRATEGIES["4 bits"])
+    with pytest.raises(commopt.ConfigurationError) as caught:
+        commopt.Checkpointed(training.comm, saved_world_size=value)  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("value", [0, "4", True])
+def test_the_number_of_writers_is_checked(value: object) -> None:
+    [message] = run(number_of_writers, 1, value)
+    assert f"saved_world_size={value!r}" in message
 
 
 def total(parts: Sequence[tuple[str, Vectors]]) -> dict[str, Tensor]:

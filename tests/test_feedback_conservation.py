@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from commopt import Feedback
+from commopt import Feedback, Hierarchical
 from tests.catalogue import LAYOUTS
 from tests.feedback_training import (
     NUMELS,
@@ -22,6 +22,7 @@ from tests.feedback_training import (
     assert_something_left,
     drift,
     flat,
+    gradients,
     residuals_of,
     total,
     zeros,
@@ -167,6 +168,37 @@ def test_residuals_in_16_bits_do_not_drift() -> None:
     assert truncation > 0.5 * float(owed.mean()), "the test must be able to fail"
     assert abs(float(lost.mean())) < truncation / 8 / 8
     assert float(lost.square().mean().sqrt()) < truncation / 8
+
+
+def round_alike(rank: int, world_size: int, steps: int, dtype: torch.dtype, inside: bool) -> tuple[Tensor, str]:
+    """Return the residual of some steps in which all ranks have equal gradients, and the digest of the results."""
+
+    def chosen(rank: int, step: int, dtype: torch.dtype) -> Vectors:
+        return gradients(0, step, dtype)
+
+    feedback = Feedback(dtype=dtype)
+    across = flat("8 bits", feedback=feedback)
+    aggregator = Hierarchical(across, flat("8 bits", feedback=feedback)) if inside else across
+    training = Training(rank, world_size, aggregator, options=ONE_BUCKET, chosen=chosen)
+    for _ in range(steps):
+        training.step()
+    residuals = residuals_of(training.comm.state_dict())["intra/worker" if inside else "/worker"]
+    return residuals["first.weight"], training.digest()
+
+
+def test_ranks_round_residuals_by_dice_of_their_own() -> None:
+    exact, _ = run(round_alike, 2, 1, torch.float32, False)[0]
+    errors = torch.stack([kept - exact for kept, _ in run(round_alike, 2, 1, torch.bfloat16, False)])
+    assert not torch.equal(*errors)
+    one, mean = errors.square().mean().sqrt(), errors.mean(0).square().mean().sqrt()
+    assert 0.6 * one < mean < 0.8 * one  # 1 / sqrt(2): errors that have nothing to do with each other
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_replicas_with_residuals_in_16_bits_are_identical(inside: bool) -> None:
+    results = run(round_alike, 4, 4, torch.bfloat16, inside, nodes=(2, 2))
+    assert_identical([digest for _, digest in results])
+    assert len({tuple(kept.tolist()) for kept, _ in results}) == 4
 
 
 def fade(rank: int, world_size: int, decay: float) -> tuple[Books, Books, Vectors, float]:

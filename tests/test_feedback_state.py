@@ -6,12 +6,15 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import commopt
 from commopt import CommoptError, ConfigurationError
+from commopt.hooks import saving
 from tests.catalogue import LAYOUTS
 from tests.feedback_training import (
     NUMELS,
@@ -22,12 +25,16 @@ from tests.feedback_training import (
     Layer,
     Training,
     Vectors,
+    alike,
+    is_momentum,
     residual_of,
     residuals_of,
     total,
+    zero_gradients,
 )
 from tests.ranks import run
 
+State = dict[str, Any]
 Saved = Callable[[str, str, int, bool], str]
 STEPS = 8
 
@@ -194,6 +201,42 @@ def test_another_world_takes_over_every_residual(tmp_path: Path, strategy: str, 
             )
 
 
+@pytest.mark.parametrize(
+    ("strategy", "old"),
+    [
+        ("8 bits", "2"),
+        ("momentum", "2"),
+        ("rank 2", "2"),
+        ("inter 8 bits", "2x2"),
+        ("inter rank 2", "2+1"),
+        ("inter 4 bits, intra 8 bits", "2x2"),
+    ],
+)
+def test_one_rank_alone_applies_every_residual_once(tmp_path: Path, strategy: str, old: str) -> None:
+    world_size, nodes = LAYOUTS[old]
+    left = total([books.residual for books in run(books_after, world_size, strategy, str(tmp_path), nodes=nodes)])
+    with_momentum = "momentum" in strategy
+    [(told, rest)] = run(move_to_one_rank, 1, strategy, str(tmp_path), with_momentum)
+    for name in NUMELS:
+        assert not rest[name].any(), name
+        torch.testing.assert_close(told[name], left[name], rtol=1e-5, atol=1e-5)
+    assert max(float(values.abs().max()) for values in left.values()) > 1e-3
+
+
+def move_to_one_rank(rank: int, world_size: int, strategy: str, folder: str, stop: bool) -> tuple[Vectors, Vectors]:
+    """Return the results of three steps with gradients of zero, added up, and what is still kept."""
+    training = Training(rank, world_size, STRATEGIES[strategy], chosen=zero_gradients)
+    state = saved_state(folder, 0)
+    if stop:  # what momentum goes on applying is another matter
+        for part in state["ranks"]:
+            for role in [role for role in part["residuals"] if is_momentum(role)]:
+                del part["residuals"][role], part["layouts"][role]
+    training.comm.load_state_dict(state)
+    for _ in range(3):
+        training.step()
+    return training.told, residual_of(training.comm.state_dict())
+
+
 class Wider(Controlled):
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(dtype)
@@ -303,6 +346,7 @@ def test_one_ranks_part_does_not_do_for_another_world(saved: Saved) -> None:
     for kind, message in run(load_alone, 2, saved("8 bits", "3", 4, False)):
         assert kind == ConfigurationError.__name__
         assert "gathered_state_dict" in message
+        assert "commopt.merged_state" in message
 
 
 def describe(rank: int, world_size: int) -> tuple[dict[str, Any], dict[str, Any] | None]:
@@ -326,10 +370,119 @@ def test_what_a_state_holds() -> None:
         assert set(state["residuals"]) == {"/worker"}
         assert not state["factors"]
         assert set(state) == {
-            *("format", "aggregator", "steps", "nodes", "place", "parameters", "buckets", "residuals", "layouts"),
-            *("placed", "factors", "plan", "tuned"),
+            *("format", "aggregator", "steps", "nodes", "place", "members", "parameters", "buckets", "residuals"),
+            *("layouts", "placed", "factors", "plan", "tuned"),
         }
     gathered, none = (gathered for _, gathered in results)
     assert none is None
     assert gathered is not None
     assert len(gathered["ranks"]) == 2
+
+
+# ------------------------------------------------------------------------------------------- all ranks' states
+
+
+def gather_in_pieces(rank: int, world_size: int, strategy: str) -> tuple[State, State | None, list[int], int]:
+    """Return this rank's state, the gathered one, the bytes of each message, and of a message at most."""
+    training = start(rank, world_size, strategy)
+    training.step()
+    sent, limit = [], 5000
+
+    def listening(operation: Any, message: Tensor, group: Any, peer: int) -> None:
+        sent.append(message.nbytes)
+        assert message.device.type == "cpu"
+        pass_on(operation, message, group, peer)
+
+    pass_on = saving._pass_on
+    with patch.object(saving, "_pass_on", listening), patch.object(saving, "MESSAGE_NBYTES", limit):
+        gathered = training.comm.gathered_state_dict()
+    return training.comm.state_dict(), gathered, sent, limit
+
+
+@pytest.mark.parametrize(("strategy", "layout"), [("8 bits", "3"), ("inter rank 2", "2x2 interleaved")])
+def test_states_are_gathered_in_bounded_messages(strategy: str, layout: str) -> None:
+    world_size, nodes = LAYOUTS[layout]
+    results = run(gather_in_pieces, world_size, strategy, nodes=nodes)
+    (_, gathered, received, limit), *others = results
+    assert all(none is None for _, none, _, _ in others)
+    assert gathered is not None
+    assert alike(gathered, commopt.merged_state([state for state, _, _, _ in results]))
+    for _, _, sent, _ in others:
+        assert len(sent) > 1
+        assert max(sent) <= limit
+    assert sorted(received) == sorted(nbytes for _, _, sent, _ in others for nbytes in sent)
+
+
+def load_merged(rank: int, world_size: int, strategy: str, path: str) -> tuple[Vectors, str]:
+    training = start(rank, world_size, strategy)
+    training.comm.load_state_dict(torch.load(path, weights_only=True))
+    at_once = residual_of(training.comm.state_dict())
+    for _ in range(3):
+        assert training.step()
+    return at_once, training.digest()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "old", "left", "new", "lost"),
+    [
+        ("8 bits", "3", (0, 2), "2", "rank 1 (node 0)"),
+        ("8 bits", "3", (2, 0), "3", "rank 1 (node 0)"),
+        ("inter 4 bits", "2x2", (1, 0), "2", "rank 2 (node 1), 3 (node 1)"),
+        ("inter 4 bits", "2x2 interleaved", (0, 2), "2x2", "rank 1 (node 1), 3 (node 1)"),
+        ("inter rank 2", "2x2", (0, 1, 3), "2x2", "rank 2 (node 1)"),
+        ("inter rank 2", "2x2", (3,), "1", "rank 0 (node 0), 1 (node 0), 2 (node 1)"),
+    ],
+)
+def test_what_is_left_of_a_checkpoint_is_loaded(
+    saved: Saved,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    strategy: str,
+    old: str,
+    left: tuple[int, ...],
+    new: str,
+    lost: str,
+) -> None:
+    folder = saved(strategy, old, 4, False)
+    states = [saved_state(folder, rank) for rank in left]
+    merged = commopt.merged_state(states)
+    [warning] = caplog.messages
+    assert lost in warning
+    assert f"{LAYOUTS[old][0] - len(left)} of {LAYOUTS[old][0]}" in warning
+    torch.save(merged, tmp_path / "merged.pt")
+    world_size, nodes = LAYOUTS[new]
+    results = run(load_merged, world_size, strategy, str(tmp_path / "merged.pt"), nodes=nodes)
+    assert len({digest for _, digest in results}) == 1
+    loaded, wanted = total([at_once for at_once, _ in results]), total([residual_of(state) for state in states])
+    assert max(float(values.abs().max()) for values in wanted.values()) > 1e-3
+    for name in NUMELS:
+        torch.testing.assert_close(loaded[name], wanted[name], rtol=1e-5, atol=1e-5)
+
+
+def load_what_is_here(rank: int, world_size: int, folder: str) -> tuple[str, str]:
+    """Merge the files of one's own node only."""
+    return error_of(start(rank, world_size, "8 bits"), commopt.merged_state([saved_state(folder, rank)]))
+
+
+def test_ranks_must_merge_the_same_states(saved: Saved) -> None:
+    for kind, message in run(load_what_is_here, 2, saved("8 bits", "3", 4, False)):
+        assert kind == "MismatchError"
+        assert "parts [0] of 3" in message
+        assert "parts [1] of 3" in message
+
+
+def test_states_of_several_checkpoints_are_not_merged(saved: Saved) -> None:
+    folder, later = saved("8 bits", "3", 3, False), saved("8 bits", "3", 4, False)
+    one, two = saved_state(folder, 0), saved_state(folder, 1)
+    mistakes: list[tuple[list[Any], tuple[str, ...]]] = [
+        ([], ("empty", "one rank or more")),
+        ([one, saved_state(later, 1)], ("places 0 and 1", "steps", "same step")),
+        ([one, two, one], ("[0, 1, 0]", "once")),
+        ([one, None], ("None", "state_dict()")),
+        ([one, commopt.merged_state([two])], ("ranks", "state_dict()")),
+        ([{**one, "steps": "3"}], ("steps", "'3'", "int")),
+    ]
+    for parts, words in mistakes:
+        with pytest.raises(ConfigurationError) as caught:
+            commopt.merged_state(parts)
+        assert all(word in str(caught.value) for word in words), str(caught.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from commopt.aggregate.leftovers import hand_over, scale_and_add
 from commopt.bucketing import Message
 from commopt.compress import Carry
 from commopt.feedback import Account, Feedback, Ledger
+from commopt.feedback.factors import Kept
 from commopt.groups import Team
 from tests.catalogue import LAYOUTS
 from tests.feedback_training import (
@@ -398,6 +400,47 @@ def test_a_leftover_that_was_not_sent_becomes_a_residual_again() -> None:
     carry.new.copy_(2 * VALUES)
     ledger.end_bucket([torch.zeros(5)], last=True)
     assert kept(ledger)[""]["b[0:2]"] == [8.0, 10.0]
+
+
+def test_what_is_kept_may_change_while_it_is_looked_at() -> None:
+    ledger = Ledger()
+    ledger.slot("", "worker", A, CPU, torch.float32, A)
+    ledger.deposit("inter", B, VALUES[3:])
+    ledger.factors.keep("", Kept(A.pieces[0], None, VALUES.view(5, 1), held=True))
+    seen = [iter(ledger.slots()), iter(ledger.factors.everything())]
+    for each in seen:
+        next(each)
+    ledger.slot("", "owner", B, CPU, torch.float32, B)
+    ledger.deposit("intra", B, VALUES[3:])
+    ledger.factors.keep("inter", Kept(B.pieces[0], None, VALUES.view(5, 1), held=True))
+    assert [len(list(each)) for each in seen] == [1, 0]
+
+
+def save_beside_the_lane(rank: int, world_size: int) -> None:
+    """Ask for the state again and again in another thread, while the lane takes residuals apart in every step."""
+    training = Training(rank, world_size, STRATEGIES["inter 4 bits"])
+    over, raised = threading.Event(), []
+
+    def ask() -> None:
+        try:
+            while not over.is_set():
+                training.comm.state_dict()
+                training.comm.stats()
+        except Exception as error:
+            raised.append(error)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    for _ in range(20):
+        training.comm._registration.ledger._placed = {}  # so that all of it is placed anew
+        training.step()
+    over.set()
+    asking.join()
+    assert not raised, raised
+
+
+def test_a_state_may_be_asked_for_during_a_step() -> None:
+    run(save_beside_the_lane, 4, nodes=(2, 2))
 
 
 @pytest.mark.parametrize("exact_first", [False, True])

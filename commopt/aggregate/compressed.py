@@ -18,6 +18,7 @@ from torch import Tensor
 from commopt.aggregate.base import Aggregator, mark_non_finite
 from commopt.aggregate.calls import Step, WorkKind, call, work
 from commopt.aggregate.clipping import clip
+from commopt.aggregate.leftovers import scale_and_add
 from commopt.aggregate.rows import Region, RowFormat, row_format
 from commopt.compress import Carry, Compressor, Exact, Velocity
 from commopt.errors import ConfigurationError
@@ -31,7 +32,7 @@ from commopt.feedback import (
     require_repeatable,
 )
 from commopt.feedback.ledger import momentum_path
-from commopt.groups import Team, TeamShape, apply_scale
+from commopt.groups import Team, TeamShape
 from commopt.kernels.reference import advance
 
 _EVERYTHING = ("*",)
@@ -66,7 +67,7 @@ class Compressed(Aggregator):
     # --------------------------------------------------------------------------------- all at once
 
     def all_reduce(self, buffer: Tensor, team: Team, scale: float, account: Account) -> None:
-        """See Aggregator; one rank alone has nothing to send, hence nothing to lose."""
+        """See Aggregator; one rank alone sends nothing and keeps nothing, but applies what was kept before."""
         if buffer.numel() == 0:
             return
         if team.size == 1:
@@ -79,13 +80,11 @@ class Compressed(Aggregator):
     def _alone(self, buffer: Tensor, team: Team, scale: float, account: Account) -> None:
         self._clip(buffer, team, scale, account)
         velocity = account.velocity(account.layout, self.feedback, buffer.device, self.compressor.inertia)
+        kept = None if self.feedback is None else account.leftover(account.layout, buffer.device)
         if velocity is None:
-            apply_scale(buffer, scale)
-            return
-        buffer.copy_(_advanced(buffer, scale, velocity, account))
-        finite = buffer.isfinite().all()
-        mark_non_finite(buffer, finite)
-        account.report(finite)
+            scale_and_add(buffer, buffer, scale, kept)
+        else:
+            scale_and_add(_advanced(buffer, scale, velocity, account), buffer, 1.0, kept)
 
     def _exchange(self, buffer: Tensor, team: Team, scale: float, account: Account) -> None:
         rows = self._rows(account.layout, account.result_dtype or buffer.dtype, 1, account.step)

@@ -32,7 +32,7 @@ from commopt.feedback import (
     require_feedback,
     require_repeatable,
 )
-from commopt.groups import Team, TeamShape, apply_scale
+from commopt.groups import Team, TeamShape
 
 _NBYTES = torch.float32.itemsize
 
@@ -85,12 +85,13 @@ class PowerSGD(Aggregator):
     # --------------------------------------------------------------------------------- all_reduce
 
     def all_reduce(self, buffer: Tensor, team: Team, scale: float, account: Account) -> None:
-        """See Aggregator; one rank alone has nothing to send, hence nothing to lose."""
+        """See Aggregator; one rank alone sends nothing and keeps nothing, but applies what was kept before."""
         if buffer.numel() == 0:
             return
         dtype = account.result_dtype or buffer.dtype
         if team.size == 1:
-            apply_scale(buffer, scale)
+            kept = None if self.feedback is None else account.leftover(account.layout, buffer.device)
+            scale_and_add(buffer, buffer, scale, kept)
         elif self._as_it_is(account.layout, dtype, account.step):
             self._reduce_as_it_is(buffer, dtype, team, scale, account)
         else:

@@ -77,7 +77,7 @@ class Account:
         slot = None if self.ledger is None else self.ledger.leftover(self.path, layout, device)
         if self.ledger is None or slot is None:
             return None
-        return Carry(slot.values, self.ledger.stage(slot, self.chunk), self.loss_scale)
+        return Carry(slot.values, self.ledger.stage(slot, self.chunk, self.rank), self.loss_scale)
 
     def carry(
         self,
@@ -95,7 +95,7 @@ class Account:
         if self.ledger is None or feedback is None:
             return None
         slot = self.ledger.slot(self.path, kind, layout, device, feedback.dtype, whole or layout)
-        old, new = slot.values.float(), self.ledger.stage(slot, self.chunk)
+        old, new = slot.values.float(), self.ledger.stage(slot, self.chunk, self.rank)
         if kind == "worker":
             velocity = self.velocity(layout, feedback, device, momentum)
             return Carry(old, new, self.loss_scale, feedback.decay, velocity)
@@ -110,7 +110,7 @@ class Account:
         if self.ledger is None or feedback is None or momentum is None:
             return None
         slot = self.ledger.slot(momentum_path(self.path), "worker", layout, device, feedback.dtype, layout)
-        return Velocity(slot.values.float(), self.ledger.stage(slot, self.chunk), momentum)
+        return Velocity(slot.values.float(), self.ledger.stage(slot, self.chunk, self.rank), momentum)
 
     def retire_owners(self) -> None:
         """Let what an owner kept of the buffer join what this rank sends: sums are not encoded any more."""

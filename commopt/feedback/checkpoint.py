@@ -1,73 +1,105 @@
-"""Residuals and factors as plain dictionaries: for torch.save, rank-0-only checkpoints, other worlds and buckets."""
+"""Residuals and factors as plain dictionaries: for torch.save, rank-0-only checkpoints, other worlds and buckets.
+
+What is read may be anything, for files get mixed up and damaged. It is checked as it is read, since a value that is not
+finite would make every later step so, and one of a wrong length would fail in the lane. It is read into host memory,
+wherever it was loaded to: memory that another stream made could be given away while the lane still reads it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import reprlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
+from typing import Any, NoReturn, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
 
 from commopt.errors import ConfigurationError
+from commopt.feedback.factors import Kept
 from commopt.feedback.layout import Layout, Piece
 from commopt.feedback.ledger import Kind, Ledger, Slot
 
+T = TypeVar("T")
 _Pieces = list[list[Any]]  # [name, begin, end, shape] each
+
+MAX_MAGNITUDE = 1e30
+"""Of a residual: float32 holds 3.4e38, but ranks add up, loss scales multiply and matrices are multiplied."""
+
+_DTYPES = (torch.float32, torch.bfloat16)
+_MAX_COLUMN_NORM = 1.01  # columns of factors are orthogonal and of norm 1, to rounding
 
 
 def save(ledger: Ledger) -> dict[str, Any]:
     """Return copies in host memory: residuals by level and kind, then by name and element range, and all factors."""
     residuals: dict[str, dict[str, Tensor]] = {}
     layouts: dict[str, list[_Pieces]] = {}
-    for slot in ledger.slots():
-        role = f"{slot.path}/{slot.kind}"
-        layouts.setdefault(role, []).append(pieces_of(slot.layout))
-        by_range = residuals.setdefault(role, {})
-        for offset, piece in zip(slot.layout.offsets, slot.layout.pieces, strict=True):
-            values = slot.values[offset : offset + piece.numel].detach().to("cpu", copy=True)
-            # Pieces nobody has asked for yet may lie on top of each other; they add up.
-            by_range[str(piece)] = by_range[str(piece)] + values if str(piece) in by_range else values
-    placed = {
-        path: [[pieces_of(layout), division] for layout, division in known.items()]
-        for path, known in ledger.placed().items()
-    }
-    return {"residuals": residuals, "layouts": layouts, "placed": placed, "factors": ledger.factors.save()}
+    with ledger.lock:
+        for slot in ledger.slots():
+            role = f"{slot.path}/{slot.kind}"
+            layouts.setdefault(role, []).append(pieces_of(slot.layout))
+            by_range = residuals.setdefault(role, {})
+            for offset, piece in zip(slot.layout.offsets, slot.layout.pieces, strict=True):
+                values = slot.values[offset : offset + piece.numel].detach().to("cpu", copy=True)
+                # Pieces nobody has asked for yet may lie on top of each other; they add up.
+                by_range[str(piece)] = by_range[str(piece)] + values if str(piece) in by_range else values
+        placed = {
+            path: [[pieces_of(layout), division] for layout, division in known.items()]
+            for path, known in ledger.placed().items()
+        }
+        factors = [_entry_of(path, kept) for path, kept in ledger.factors.everything()]
+    return {"residuals": residuals, "layouts": layouts, "placed": placed, "factors": factors}
 
 
-def restore(ledger: Ledger, saved: Mapping[str, Any]) -> None:
-    """Put a rank's residuals and factors where they were: nothing is rounded, added or moved."""
-    for role, layouts in saved["layouts"].items():
-        path, kind = _role(role)
+def restore(
+    ledger: Ledger, saved: Mapping[str, Any], numels: Mapping[str, int], largest: Callable[[str], float]
+) -> None:
+    """Put a rank's residuals and factors where they were: nothing is rounded, added or moved.
+
+    numels: of the parameters. largest: the magnitude that a residual of a parameter may have.
+    Raises ConfigurationError, naming what is wrong, for anything that `save` would not return; `ledger` is then of no
+    use. So does `spread`.
+    """
+    for path, kind, layouts, values in _residuals(saved, numels, largest):
         taken: set[str] = set()
-        for pieces in layouts:
-            layout = layout_of(pieces)
+        for layout in layouts:
             fresh = [piece for piece in layout.pieces if str(piece) not in taken]
             taken |= {str(piece) for piece in fresh}
             if fresh:
-                values = torch.cat([saved["residuals"][role][str(piece)] for piece in fresh])
-                ledger.install(Slot(path, kind, Layout(tuple(fresh)), values))
-    for path, known in saved["placed"].items():
-        for pieces, division in known:
-            ledger.place(path, layout_of(pieces), division)
-    ledger.factors.restore(saved["factors"])
+                joined = torch.cat([values[str(piece)] for piece in fresh])
+                ledger.install(Slot(path, kind, Layout(tuple(fresh)), joined))
+    for path, known in field(saved, "placed", dict).items():
+        where = f"placed[{path!r}]"
+        for entry in required(known, list, where):
+            pieces, division = required_length(entry, 2, where)
+            ledger.place(required(path, str, where), layout_of(pieces, numels, where), required(division, str, where))
+    for path, kept in _factors(saved, numels):
+        ledger.factors.keep(path, kept)
     ledger.warm = True
 
 
-def spread(ledger: Ledger, ranks: Sequence[Mapping[str, Any]], numels: Mapping[str, int], world_size: int) -> None:
+def spread(
+    ledger: Ledger,
+    ranks: Sequence[Mapping[str, Any]],
+    numels: Mapping[str, int],
+    largest: Callable[[str], float],
+    world_size: int,
+) -> None:
     """Give this rank of a new world its part of what all old ranks held: the sum over all ranks stays what it was."""
     sums: dict[str, dict[str, Tensor]] = {}
+    held: dict[tuple[str, Piece], Kept] = {}  # by several nodes alike
     for saved in ranks:
-        for role, layouts in saved["layouts"].items():
-            path, _ = _role(role)
-            for piece in {str(piece): piece for pieces in layouts for piece in layout_of(pieces).pieces}.values():
-                values = saved["residuals"][role][str(piece)]
-                zero = torch.zeros(numels[piece.name], dtype=torch.float64, device=values.device)
-                sums.setdefault(path, {}).setdefault(piece.name, zero)[piece.begin : piece.end] += values
+        for path, _, layouts, values in _residuals(saved, numels, largest):
+            for piece in {str(piece): piece for layout in layouts for piece in layout.pieces}.values():
+                zero = torch.zeros(numels[piece.name], dtype=torch.float64, device="cpu")
+                sums.setdefault(path, {}).setdefault(piece.name, zero)[piece.begin : piece.end] += values[str(piece)]
+        held |= {(path, kept.piece): kept for path, kept in _factors(saved, numels) if kept.held}
     for path, by_name in sums.items():
         for name, total in by_name.items():
             layout = Layout.of_parameters([(name, total.numel())])
             ledger.deposit(path, layout, (total / world_size).float())
-    ledger.factors.spread(saved["factors"] for saved in ranks)
+    for (path, _), kept in held.items():
+        ledger.factors.keep(path, Kept(kept.piece, kept.left, kept.right, held=False))
     ledger.warm = True
 
 
@@ -76,15 +108,156 @@ def pieces_of(layout: Layout) -> _Pieces:
     return [[piece.name, piece.begin, piece.end, list(piece.shape)] for piece in layout.pieces]
 
 
-def layout_of(pieces: _Pieces) -> Layout:
-    """Return the layout that `pieces_of` took apart."""
-    return Layout(tuple(Piece(name, begin, end, tuple(shape)) for name, begin, end, shape in pieces))
+def layout_of(pieces: object, numels: Mapping[str, int], where: str) -> Layout:
+    """Return the layout that `pieces_of` took apart. Raises ConfigurationError for what does not fit `numels`."""
+    found = []
+    for entry in required(pieces, list, where):
+        name, begin, end, shape = required_length(entry, 4, where)
+        piece = _piece(name, begin, end, numels, where)
+        extents = tuple(whole(extent, where) for extent in required(shape, list, where))
+        if extents and prod(extents) != numels[name]:
+            refuse(f"the shape of {name} in {where}", shape, f"one of its {numels[name]} elements")
+        found.append(Piece(piece.name, piece.begin, piece.end, extents))
+    return Layout(tuple(found))
 
 
-def _role(role: str) -> tuple[str, Kind]:
-    path, _, kind = role.rpartition("/")
+# ------------------------------------------------------------------------------------------- what is read
+
+
+def _residuals(
+    saved: Mapping[str, Any], numels: Mapping[str, int], largest: Callable[[str], float]
+) -> Iterator[tuple[str, Kind, list[Layout], dict[str, Tensor]]]:
+    """Iterate over the levels and kinds of a rank's residuals, each with its layouts and the values of their pieces.
+
+    The latter by name and range: the same piece may be in several layouts, and there with a shape or without.
+    """
+    residuals, layouts = field(saved, "residuals", dict), field(saved, "layouts", dict)
+    if residuals.keys() != layouts.keys():
+        refuse("residuals' keys", list(residuals), f"those of layouts, {reprlib.repr(list(layouts))}")
+    for role, by_range in residuals.items():
+        where = f"residuals[{role!r}]"
+        path, kind = _role(role)
+        known = [layout_of(pieces, numels, f"layouts[{role!r}]") for pieces in required(layouts[role], list, where)]
+        pieces = {str(piece): piece for layout in known for piece in layout.pieces}
+        if required(by_range, dict, where).keys() != pieces.keys():
+            refuse(f"{where}'s keys", list(by_range), f"the ranges of its layouts, {reprlib.repr(list(pieces))}")
+        values = {
+            key: _values(by_range[key], piece, largest(piece.name), f"{where}[{key!r}]")
+            for key, piece in pieces.items()
+        }
+        yield path, kind, known, values
+
+
+def _values(values: object, piece: Piece, largest: float, where: str) -> Tensor:
+    """Return a residual in host memory."""
+    if not _is_plain(values) or values.dtype not in _DTYPES or values.shape != (piece.numel,):
+        refuse(where, values, f"a float32 or bfloat16 tensor of shape [{piece.numel}]")
+    here = values.detach().to("cpu")
+    if piece.numel:
+        least, most = (float(end) for end in torch.aminmax(here))
+        if not (-largest <= least and most <= largest):  # so that NaN, which is neither, is found too
+            place = int((~(here.abs() <= largest)).nonzero()[0])
+            refuse(f"element {place} of {where}", float(here[place]), f"finite and of magnitude {largest:.5g} or less")
+    return here
+
+
+def _factors(saved: Mapping[str, Any], numels: Mapping[str, int]) -> Iterator[tuple[str, Kept]]:
+    for number, entry in enumerate(field(saved, "factors", list)):
+        where = f"factors[{number}]"
+        required(entry, dict, where)
+        path, held = field(entry, "path", str, where), field(entry, "held", bool, where)
+        name, begin, end = required_length(field(entry, "piece", list, where), 3, where)
+        piece = _piece(name, begin, end, numels, where)
+        right = _factor(field(entry, "right", Tensor, where), f"{where}['right']")
+        left = None if entry.get("left") is None else _factor(entry["left"], f"{where}['left']")
+        if left is not None and (
+            left.shape[1] != right.shape[1] or left.shape[0] * right.shape[0] != piece.numel
+        ):  # of other ranks than here they may be: then they are not used
+            refuse(f"{where}['left']", left, f"a factor that makes the {piece.numel} elements of {piece} with 'right'")
+        yield path, Kept(piece, left, right, held)
+
+
+def _factor(values: object, where: str) -> Tensor:
+    if not _is_plain(values) or values.dtype != torch.float32 or values.dim() != 2 or not values.numel():
+        refuse(where, values, "a float32 matrix [rows or columns, r]")
+    here = values.detach().to("cpu", copy=True)
+    largest = float(torch.linalg.vector_norm(here, dim=0).max())
+    if not largest <= _MAX_COLUMN_NORM:
+        refuse(f"the largest norm of a column of {where}", largest, "finite and not above 1: columns are orthonormal")
+    return here
+
+
+def _entry_of(path: str, kept: Kept) -> dict[str, Any]:
+    return {
+        "path": path,
+        "piece": [kept.piece.name, kept.piece.begin, kept.piece.end],
+        "left": None if kept.left is None else kept.left.detach().to("cpu", copy=True),
+        "right": kept.right.detach().to("cpu", copy=True),
+        "held": kept.held,
+    }
+
+
+def _piece(name: object, begin: object, end: object, numels: Mapping[str, int], where: str) -> Piece:
+    if not isinstance(name, str) or name not in numels:
+        refuse(f"a name in {where}", name, "one of its parameters")
+    piece = Piece(name, whole(begin, where), whole(end, where))
+    if not piece.begin <= piece.end <= numels[name]:
+        refuse(f"the range of {name} in {where}", [begin, end], f"within its {numels[name]} elements")
+    return piece
+
+
+def _is_plain(values: object) -> TypeGuard[Tensor]:
+    return isinstance(values, Tensor) and values.layout == torch.strided and values.device.type != "meta"
+
+
+def _role(role: object) -> tuple[str, Kind]:
+    path, _, kind = role.rpartition("/") if isinstance(role, str) else ("", "", "")
     if kind == "worker":
         return path, "worker"
     if kind == "owner":
         return path, "owner"
-    raise ConfigurationError(f"residuals of kind {role!r} are unknown; this checkpoint is from another version")
+    return refuse("a key of residuals", role, "a level and a kind, 'worker' or 'owner', with a slash between")
+
+
+# ------------------------------------------------------------------------------------------- what is refused
+
+
+def field(entry: Mapping[str, Any], key: str, kind: type[T], where: str = "") -> T:
+    """Return what an entry of a checkpoint has under `key`, which must be a `kind`; else raise ConfigurationError."""
+    name = f"{where}[{key!r}]" if where else key
+    if key not in entry:
+        raise ConfigurationError(f"the checkpoint has no {name}: it is not what state_dict() returned; {_FIX}")
+    return required(entry[key], kind, name)
+
+
+def required(value: object, kind: type[T], where: str) -> T:
+    """Return `value`, of the checkpoint's `where`, which must be a `kind`; else raise ConfigurationError."""
+    if not isinstance(value, kind):
+        refuse(where, value, f"a {kind.__name__}")
+    return value
+
+
+def required_length(value: object, length: int, where: str) -> list[Any]:
+    """Return `value`, which must be a list of so many entries; else raise ConfigurationError."""
+    if not isinstance(value, list) or len(value) != length:
+        refuse(f"an entry of {where}", value, f"a list of {length}")
+    return value
+
+
+def whole(value: object, where: str) -> int:
+    """Return `value`, which must be an int from 0 on that 8 bytes can hold; else raise ConfigurationError."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 63:
+        refuse(f"a number in {where}", value, "a whole number from 0 on")
+    return value
+
+
+_FIX = "nothing was changed; load another checkpoint, or start without one"
+
+
+def refuse(what: str, value: object, rule: str) -> NoReturn:
+    """Raise ConfigurationError: `what`, of a checkpoint, is `value` and must be what `rule` says."""
+    if isinstance(value, Tensor):
+        shown = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} ({value.layout}, {value.device})"
+    else:
+        shown = reprlib.repr(value)
+    raise ConfigurationError(f"the checkpoint is damaged: {what} is {shown}, and must be {rule}; {_FIX}")

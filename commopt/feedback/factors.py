@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any, Literal
+from threading import RLock
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -59,10 +60,14 @@ class Kept:
 
 @dataclass(eq=False)
 class FactorStore:
-    """The factors of one registration. Equal on all ranks that reduce the same buffers among each other."""
+    """The factors of one registration. Equal on all ranks that reduce the same buffers among each other.
+
+    Changed by one thread at a time, as residuals are; any thread may ask what there is.
+    """
 
     _used: dict[tuple[str, Layout], Factors] = field(default_factory=dict)
     _kept: dict[str, dict[str, list[Kept]]] = field(default_factory=dict)  # by path and name
+    _lock: RLock = field(default_factory=RLock, repr=False)
 
     def take(
         self, path: str, layout: Layout, matrix_rank: int, shapes: tuple[tuple[int, int], ...], make: Make
@@ -74,7 +79,9 @@ class FactorStore:
         of another rank.
         """
         key = (path, layout)
-        if key not in self._used or self._used[key].matrix_rank != matrix_rank:
+        if key in self._used and self._used[key].matrix_rank == matrix_rank:
+            return self._used[key]
+        with self._lock:
             self.release(path, layout.names)
             initial: dict[Side, Tensor] = {"left": make("left"), "right": make("right")}
             factors = Factors(layout, shapes, {side: values.clone() for side, values in initial.items()}, initial)
@@ -84,29 +91,35 @@ class FactorStore:
             for name in layout.names:
                 known.pop(name, None)
             self._used[key] = factors
-        return self._used[key]
+            return factors
 
     def release(self, path: str, names: Iterable[str]) -> None:
         """Take apart the factors of buffers with any of these parameters, and keep them until they are asked for."""
         names = frozenset(names)
-        for key, factors in list(self._used.items()):
-            if key[0] == path and not factors.layout.names.isdisjoint(names):
-                del self._used[key]
-                for piece, left, right in factors.each():
-                    self.keep(path, Kept(piece, left, right, held=True))
+        with self._lock:
+            for key, factors in list(self._used.items()):
+                if key[0] == path and not factors.layout.names.isdisjoint(names):
+                    del self._used[key]
+                    for piece, left, right in factors.each():
+                        self.keep(path, Kept(piece, left, right, held=True))
 
     def keep(self, path: str, kept: Kept) -> None:
         """Keep the factors of one matrix until they are asked for."""
-        self._kept.setdefault(path, {}).setdefault(kept.piece.name, []).append(kept)
+        with self._lock:
+            self._kept.setdefault(path, {}).setdefault(kept.piece.name, []).append(kept)
 
-    def everything(self) -> Iterator[tuple[str, Kept]]:
-        """Iterate over what there is, with its path."""
-        for (path, _), factors in self._used.items():
-            for piece, left, right in factors.each():
-                yield path, Kept(piece, left, right, held=True)
-        for path, by_name in self._kept.items():
-            for kepts in by_name.values():
-                yield from ((path, kept) for kept in kepts)
+    def everything(self) -> list[tuple[str, Kept]]:
+        """Return what there is, with its path."""
+        with self._lock:
+            used = [
+                (path, Kept(piece, left, right, held=True))
+                for (path, _), factors in self._used.items()
+                for piece, left, right in factors.each()
+            ]
+            kept = [
+                (path, kept) for path, by_name in self._kept.items() for kepts in by_name.values() for kept in kepts
+            ]
+            return used + kept
 
     # -------------------------------------------------------------------------------------- moving
 
@@ -130,51 +143,25 @@ class FactorStore:
 
         What it had itself stays for the case that it gets the same rows again.
         """
-        by_name = self._kept.setdefault(path, {})
-        for (name, _, _), part in zip(shapes, _parts(joined, shapes), strict=True):
-            before = by_name.pop(name, [])
-            if name in here:
-                known = bool(part.any())  # else nobody had it; a host sync, but when buffers change only
-                moved = [Kept(Piece(name, 0, 0), None, part.clone(), held=False)] if known else []
-                own = [replace(kept, held=False) for kept in before if kept.held or not known]
-                by_name[name] = moved + own
+        with self._lock:
+            by_name = self._kept.setdefault(path, {})
+            for (name, _, _), part in zip(shapes, _parts(joined, shapes), strict=True):
+                before = by_name.pop(name, [])
+                if name in here:
+                    known = bool(part.any())  # else nobody had it; a host sync, but when buffers change only
+                    moved = [Kept(Piece(name, 0, 0), None, part.clone(), held=False)] if known else []
+                    own = [replace(kept, held=False) for kept in before if kept.held or not known]
+                    by_name[name] = moved + own
 
     # --------------------------------------------------------------------------------------- facts
 
     @property
     def nbytes(self) -> int:
         """Bytes kept, initial factors included."""
-        tensors = [
-            tensor for used in self._used.values() for side in (used.now, used.initial) for tensor in side.values()
-        ]
-        for by_name in self._kept.values():
-            for kept in (kept for kepts in by_name.values() for kept in kepts):
-                tensors += [tensor for tensor in (kept.left, kept.right) if tensor is not None]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-    def save(self) -> list[dict[str, Any]]:
-        """Return copies in host memory."""
-        return [
-            {
-                "path": path,
-                "piece": [kept.piece.name, kept.piece.begin, kept.piece.end],
-                "left": None if kept.left is None else kept.left.detach().to("cpu", copy=True),
-                "right": kept.right.detach().to("cpu", copy=True),
-                "held": kept.held,
-            }
-            for path, kept in self.everything()
-        ]
-
-    def restore(self, saved: Iterable[Mapping[str, Any]]) -> None:
-        """Keep what `save` returned on this rank."""
-        for entry in saved:
-            kept = Kept(Piece(*entry["piece"]), entry["left"], entry["right"], entry["held"])
-            self.keep(entry["path"], kept)
-
-    def spread(self, ranks: Iterable[Iterable[Mapping[str, Any]]]) -> None:
-        """Keep copies of what all ranks of another world held; nodes held the same."""
-        held = {(entry["path"], *entry["piece"]): entry for saved in ranks for entry in saved if entry["held"]}
-        self.restore({**entry, "held": False} for entry in held.values())
+        with self._lock:
+            initial = [tensor for factors in self._used.values() for tensor in factors.initial.values()]
+            now = [tensor for _, kept in self.everything() for tensor in (kept.left, kept.right) if tensor is not None]
+        return sum(tensor.numel() * tensor.element_size() for tensor in initial + now)
 
 
 def _fill(left: Tensor, right: Tensor, piece: Piece, known: list[Kept]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
 from threading import RLock
@@ -54,8 +54,8 @@ def is_momentum(path: str) -> bool:
 class Ledger:
     """Residuals of one rank; used by one thread at a time: the lane's in backward, the caller's between steps.
 
-    Chunks of a buffer may look up and stage theirs in two threads, which is what the lock is for: what is committed
-    does not depend on who comes first.
+    Chunks of a buffer may look up and stage theirs in two threads: what is committed does not depend on who comes
+    first. And any thread may ask what there is. `lock` is for both: while it is held nothing is committed or moved.
 
     per_step: commit all buckets of a step or none, as a GradScaler drops whole steps; else each bucket by itself.
     """
@@ -67,19 +67,19 @@ class Ledger:
     steps: int = 0
     warm: bool = False  # whether any residual can be other than zero; alike on every rank
     dropped: Tensor | int = 0  # commits that a non-finite value prevented
+    lock: RLock = field(default_factory=RLock, repr=False)
     _slots: dict[tuple[str, Kind, Layout], Slot] = field(default_factory=dict)
     _loose: dict[str, dict[str, list[tuple[Piece, Tensor]]]] = field(default_factory=dict)  # by path and name
     _placed: dict[str, dict[Layout, str]] = field(default_factory=dict)  # by path: how buffers were divided last
     _senders: dict[Layout, tuple[str, ...]] = field(default_factory=dict)  # the paths of what sent a buffer last
     _additions: int = 0  # to slots and loose pieces
     _nothing: dict[tuple[str, Layout], int] = field(default_factory=dict)  # nothing was there after so many additions
-    _staged: list[tuple[Slot, Tensor, str]] = field(default_factory=list)  # each with a name of its own
+    _staged: list[tuple[Slot, Tensor, str]] = field(default_factory=list)  # each with what its dice come from
     _staged_of: Counter[tuple[int, str]] = field(default_factory=Counter)  # by chunk and path
     _staged_factors: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     _flags: list[Tensor] = field(default_factory=list)
     _judged: int = 0  # flags of the buffers before the one under way
     _unjudged: list[Tensor] = field(default_factory=list)  # results that nobody has given a verdict on
-    _lock: RLock = field(default_factory=RLock, repr=False)
 
     # ------------------------------------------------------------------------------------- finding
 
@@ -91,7 +91,7 @@ class Ledger:
         whole: what is encoded; an owner's `layout` is its part of that, where it may have had another part before.
         """
         key = (path, kind, layout)
-        with self._lock:
+        with self.lock:
             if key not in self._slots:
                 # A worker's is asked for first, so that what an owner kept is sent next.
                 self.dissolve(path, whole, None if kind == "worker" else kind)
@@ -99,7 +99,7 @@ class Ledger:
                 self.install(Slot(path, kind, layout, values.to(dtype)))
             slot = self._slots[key]
             slot.once = False  # whatever became of it as a leftover
-            slot.values = slot.values.to(device, dtype)  # a checkpoint may have come from another device
+            slot.values = slot.values.to(device, dtype)  # what a checkpoint brought is in host memory
             if kind == "worker" and self.has_loose(path, layout):
                 slot.values = (slot.values + self.collect(path, layout, device)).to(dtype)
             return slot
@@ -114,7 +114,7 @@ class Ledger:
 
     def holds(self, path: str, layout: Layout) -> bool:
         """Return whether anything is kept for the elements of `layout`."""
-        with self._lock:
+        with self.lock:
             if self._nothing.get((path, layout)) == self._additions:  # asked in every step, and nothing has come since
                 return False
             found = self.has_loose(path, layout) or any(
@@ -131,22 +131,27 @@ class Ledger:
             return False
         return any(layout.has_part_of(piece) for name in layout.names for piece, _ in by_name.get(name, ()))
 
-    def slots(self) -> Iterator[Slot]:
-        """Iterate over all residuals, also over those that no buffer has asked for yet."""
-        yield from self._slots.values()
-        for path, by_name in self._loose.items():
-            for entries in by_name.values():
-                for piece, values in entries:
-                    yield Slot(path, "worker", Layout((piece,)), values)
+    def slots(self) -> list[Slot]:
+        """Return all residuals, also those that no buffer has asked for yet."""
+        with self.lock:
+            loose = [
+                Slot(path, "worker", Layout((piece,)), values)
+                for path, by_name in self._loose.items()
+                for entries in by_name.values()
+                for piece, values in entries
+            ]
+            return [*self._slots.values(), *loose]
 
     def install(self, slot: Slot) -> None:
         """Put a residual in its place."""
-        self._slots[slot.path, slot.kind, slot.layout] = slot
-        self._additions += 1
+        with self.lock:
+            self._slots[slot.path, slot.kind, slot.layout] = slot
+            self._additions += 1
 
     def placed(self) -> dict[str, dict[Layout, str]]:
         """Return, by path, the buffers whose residuals lie where they are used, and how they were divided."""
-        return self._placed
+        with self.lock:
+            return {path: dict(known) for path, known in self._placed.items()}
 
     # -------------------------------------------------------------------------------------- moving
 
@@ -155,12 +160,13 @@ class Ledger:
 
         Ranks that see the same buffers get the same answers.
         """
-        placed = self._placed.setdefault(path, {})
-        if placed.get(layout) == division:
-            return False
-        self._displace(path, layout)
-        self._placed[path][layout] = division
-        return self.warm
+        with self.lock:
+            placed = self._placed.setdefault(path, {})
+            if placed.get(layout) == division:
+                return False
+            self._displace(path, layout)
+            self._placed[path][layout] = division
+            return self.warm
 
     def _displace(self, path: str, layout: Layout) -> None:
         self._placed[path] = {
@@ -177,9 +183,10 @@ class Ledger:
         if self._senders.get(layout) == paths:
             return
         others = {by for known, by in self._senders.items() if not known.names.isdisjoint(layout.names)} - {paths}
-        for path in self._placed:
-            if others or path not in paths:
-                self._displace(path, layout)
+        with self.lock:
+            for path in self._placed:
+                if others or path not in paths:
+                    self._displace(path, layout)
         heir = next((path for path in reversed(paths) if not is_momentum(path)), "")
         heir_of_momentum = next((path for path in paths if is_momentum(path)), None)
         for path in {slot.path for slot in self.slots()} - {heir, *paths}:
@@ -194,7 +201,7 @@ class Ledger:
 
         Both are in units of the average, so the sum stays what it is, and nothing needs to be sent.
         """
-        with self._lock:
+        with self.lock:
             for key, slot in list(self._slots.items()):
                 if slot.path == path and kind in (None, slot.kind) and slot.layout.overlaps(layout):
                     del self._slots[key]
@@ -202,42 +209,49 @@ class Ledger:
 
     def redirect(self, path: str, to: str, layout: Layout, device: torch.device) -> None:
         """Let another level send what is kept for the parameters of `layout`."""
-        self.dissolve(path, layout)
-        self.deposit(to, layout, self.collect(path, layout, device))
+        with self.lock:
+            self.dissolve(path, layout)
+            self.deposit(to, layout, self.collect(path, layout, device))
 
     def deposit(self, path: str, layout: Layout, values: Tensor) -> None:
         """Keep float32 `values` until the pieces of `layout` are asked for, beside what is kept for them already."""
-        self._additions += 1
-        by_name = self._loose.setdefault(path, {})
-        for offset, piece in zip(layout.offsets, layout.pieces, strict=True):
-            by_name.setdefault(piece.name, []).append((piece, values[offset : offset + piece.numel]))
+        with self.lock:
+            self._additions += 1
+            by_name = self._loose.setdefault(path, {})
+            for offset, piece in zip(layout.offsets, layout.pieces, strict=True):
+                by_name.setdefault(piece.name, []).append((piece, values[offset : offset + piece.numel]))
 
     def collect(self, path: str, layout: Layout, device: torch.device) -> Tensor:
         """Return the float32 sum of what is kept for each element of `layout`, and keep it no longer."""
         values = torch.zeros(layout.numel, dtype=torch.float32, device=device)
-        by_name = self._loose.get(path, {})
-        for offset, wanted in zip(layout.offsets, layout.pieces, strict=True):
-            rest: list[tuple[Piece, Tensor]] = []
-            for kept, part in by_name.pop(wanted.name, []):
-                begin, end = max(kept.begin, wanted.begin), min(kept.end, wanted.end)
-                if begin < end:
-                    target = values[offset + begin - wanted.begin : offset + end - wanted.begin]
-                    target.add_(part[begin - kept.begin : end - kept.begin].to(device))
-                else:
-                    begin = end = kept.end
-                for first, last in ((kept.begin, begin), (end, kept.end)):
-                    if first < last:
-                        cut = part[first - kept.begin : last - kept.begin].clone()  # not all that it was cut from
-                        rest.append((Piece(kept.name, first, last, kept.shape), cut))
-            if rest:
-                by_name[wanted.name] = rest
+        with self.lock:
+            by_name = self._loose.get(path, {})
+            for offset, wanted in zip(layout.offsets, layout.pieces, strict=True):
+                rest: list[tuple[Piece, Tensor]] = []
+                for kept, part in by_name.pop(wanted.name, []):
+                    begin, end = max(kept.begin, wanted.begin), min(kept.end, wanted.end)
+                    if begin < end:
+                        target = values[offset + begin - wanted.begin : offset + end - wanted.begin]
+                        target.add_(part[begin - kept.begin : end - kept.begin].to(device))
+                    else:
+                        begin = end = kept.end
+                    for first, last in ((kept.begin, begin), (end, kept.end)):
+                        if first < last:
+                            cut = part[first - kept.begin : last - kept.begin].clone()  # not all that it was cut from
+                            rest.append((Piece(kept.name, first, last, kept.shape), cut))
+                if rest:
+                    by_name[wanted.name] = rest
         return values
 
     # ---------------------------------------------------------------------------------- committing
 
-    def stage(self, slot: Slot, chunk: int = 0) -> Tensor:
-        """Return where to write the slot's next values, float32, which count only once they are committed."""
-        with self._lock:
+    def stage(self, slot: Slot, chunk: int = 0, rank: int = 0) -> Tensor:
+        """Return where to write the slot's next values, float32, which count only once they are committed.
+
+        rank: this one's, global, so that ranks round what they sent by dice of their own: errors that are alike would
+        add up where others cancel. Owners of one sum in several teams keep the same, so they round alike.
+        """
+        with self.lock:
             name = str(len(self._staged))
             if chunk:  # in the order of one level's work, which is one thread's
                 name = f"{chunk} {slot.path} {self._staged_of[chunk, slot.path]}"
@@ -248,12 +262,12 @@ class Ledger:
                 staged = slot.spare
             else:
                 staged = self.scratch.take(f"{name} staged", slot.layout.numel, torch.float32, slot.values.device)
-            self._staged.append((slot, staged, name))
+            self._staged.append((slot, staged, f"{name} of {rank}" if slot.kind == "worker" else name))
             return staged
 
     def stage_factors(self, factors: Tensor) -> Tensor:
         """Return where to write the next values of `factors`, which are small and count once they are committed."""
-        with self._lock:
+        with self.lock:
             tag = f"{len(self._staged_factors)} staged factors"
             staged = self.scratch.take(tag, tuple(factors.shape), factors.dtype, factors.device)
             self._staged_factors.append((factors, staged))
@@ -290,6 +304,10 @@ class Ledger:
         if not (self._staged or self._staged_factors):
             self.begin_step()
             return
+        with self.lock:
+            self._commit_staged()
+
+    def _commit_staged(self) -> None:
         finite = torch.stack([*self._flags, *(values.isfinite().all() for values in self._unjudged)]).all()
         # No host sync, but for what is sent once and then gone: a few steps after a load or a change of buckets.
         if finite.device.type == "cpu" or any(slot.once for slot, _, _ in self._staged):
@@ -328,7 +346,7 @@ class Ledger:
 
     def stats(self) -> dict[str, Any]:
         """Return the L2 norm of all residuals, the sampled error, bytes kept and dropped commits; waits for devices."""
-        slots = list(self.slots())
+        slots = self.slots()
         momentum = [slot for slot in slots if is_momentum(slot.path)]
         kept = [tensor for slot in slots for tensor in (slot.values, slot.spare) if tensor is not None]
         return {

@@ -24,6 +24,7 @@ from commopt.hooks.presets import (
     powersgd,
     quantized,
 )
+from commopt.hooks.saving import merged_state
 from commopt.hooks.state import HookState
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "hierarchical_powersgd",
     "hierarchical_quantized",
     "hook",
+    "merged_state",
     "onebit",
     "powersgd",
     "quantized",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from io import BytesIO
+from typing import Any
 
 import torch
 
+from commopt.errors import ConfigurationError
 from commopt.hooks.saving import FORMAT
 from commopt.hooks.state import HookState
 
@@ -20,6 +22,11 @@ class Checkpointed:
     """
 
     def __init__(self, state: HookState, saved_world_size: int | None = None) -> None:
+        if saved_world_size is not None and (type(saved_world_size) is not int or saved_world_size < 1):
+            raise ConfigurationError(
+                f"Checkpointed(saved_world_size={saved_world_size!r}) must be the number of ranks that wrote the "
+                f"checkpoint, 1 or more, or None for the ranks there are now"
+            )
         self._state = state
         self._saved_world_size = saved_world_size
 
@@ -34,13 +41,10 @@ class Checkpointed:
 
     def load_state_dict(self, saved: Mapping[str, bytes]) -> None:
         """See HookState.load_state_dict; collective."""
+        self._state.load_from(lambda: _read(saved))
         self._saved_world_size = None  # from now on it is this world that saves
-        parts = [
-            torch.load(BytesIO(saved[name]), map_location="cpu", weights_only=True)
-            for name in sorted(saved, key=_place)
-        ]
-        self._state.load_state_dict(parts[0] if len(parts) == 1 else {"format": FORMAT, "ranks": parts})
 
 
-def _place(name: str) -> int:
-    return int(name.rpartition(" ")[2])
+def _read(saved: Mapping[str, bytes]) -> dict[str, Any]:
+    parts = [torch.load(BytesIO(saved[name]), map_location="cpu", weights_only=True) for name in sorted(saved)]
+    return parts[0] if len(parts) == 1 else {"format": FORMAT, "ranks": parts}

@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from hashlib import sha256
-from typing import Any
+from io import BytesIO
+from typing import Any, TypeGuard
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from commopt.bucketing import require_same_parameters
 from commopt.errors import ConfigurationError
-from commopt.feedback import Ledger, layout_of, pieces_of, restore, save, spread
+from commopt.feedback import Layout, Ledger, layout_of, pieces_of, restore, save, spread
+from commopt.feedback.checkpoint import MAX_MAGNITUDE, field, refuse, required, whole
 from commopt.groups import Membership
+from commopt.groups.agreement import require_equal
 from commopt.hooks.registration import Registration
 from commopt.plan import Plan, Tuned
 
 FORMAT = 1
+MESSAGE_NBYTES = 32 * 2**20  # on its way to the first rank
+
+_log = logging.getLogger("commopt")
 
 
 def part_of(registration: Registration) -> dict[str, Any]:
     """Return this rank's part of a checkpoint."""
-    team, plan, tuned = registration.sending.team, registration.planning.plan, registration.planning.tuned
+    sending, plan, tuned = registration.sending, registration.planning.plan, registration.planning.tuned
     return {
         "format": FORMAT,
         "aggregator": registration.aggregator_name,
         "steps": registration.steps + registration.planning.turns.steps_away(alike=True),
-        "nodes": list(team.wire.nodes),
-        "place": team.rank,
+        "nodes": list(sending.team.wire.nodes),
+        "place": sending.team.rank,
+        "members": list(sending.membership.ranks),
         "parameters": dict(registration.layouts.numels),
         "buckets": [pieces_of(layout) for layout in registration.step.buffers],
         "plan": None if plan is None else plan.to_json(),
@@ -35,20 +47,101 @@ def part_of(registration: Registration) -> dict[str, Any]:
     }
 
 
+def merged_state(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return one state made of those that state_dict() returned on the ranks of a world, for load_state_dict.
+
+    Every rank of whatever world loads the same one. Parts may be missing, those of a node that is gone: what their
+    ranks had not sent yet is lost, and nothing else; a warning names them. Not collective.
+    Raises ConfigurationError when parts are not of one checkpoint.
+    """
+    found = _checked_parts(list(parts))
+    members, nodes = found[0].get("members"), found[0]["nodes"]
+    missing = sorted(set(range(len(nodes))) - {part["place"] for part in found})
+    if missing:
+        names = ", ".join(f"{place if members is None else members[place]} (node {nodes[place]})" for place in missing)
+        _log.warning(
+            "the states of %d of %d ranks are missing: rank %s; what these had not sent yet is lost, and nothing else",
+            *(len(missing), len(nodes), names),
+        )
+    return {"format": FORMAT, "ranks": sorted(found, key=lambda part: part["place"])}
+
+
+# ------------------------------------------------------------------------------------------- gathering
+
+
 def gather(part: dict[str, Any], membership: Membership) -> dict[str, Any] | None:
-    """Return all ranks' parts on the first rank of the group, None on the others; collective."""
+    """Return all ranks' parts on the first rank of the group, None on the others; collective.
+
+    One rank after the other sends its part to the first one, in messages of MESSAGE_NBYTES at most, over the backend of
+    the CPU. Where there is none they go through the memory of the GPUs, which never hold more than one.
+    """
     membership.require_alive()
     group = membership.parent()
-    parts: list[Any] | None = [None] * membership.team.size if dist.get_rank(group) == 0 else None
-    dist.gather_object(part, parts, group=group, group_dst=0)
-    return None if parts is None else {"format": FORMAT, "ranks": parts}
+    assert group is not None  # alive
+    first, buffer = dist.get_rank(group) == 0, BytesIO()
+    if not first:
+        torch.save(part, buffer)
+    answers = membership.exchange("gathered_state_dict", nbytes=str(len(buffer.getbuffer())))
+    device = torch.device("cpu")
+    if "cpu:" not in str(dist.get_backend_config(group)):
+        device = torch.device("cuda", torch.cuda.current_device())
+        # Of messages between two ranks, NCCL wants none to be the first use of a communicator.
+        dist.all_reduce(torch.zeros(1, dtype=torch.float32, device=device), group=group)
+    if not first:
+        _send(torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8), group, device)
+        return None
+    parts = []
+    for rank, answer in zip(membership.ranks, answers, strict=True):
+        peer = dist.get_group_rank(group, rank)
+        if peer == 0:
+            parts.append(part)
+        else:
+            received = BytesIO(_receive(int(answer["nbytes"]), peer, group, device).numpy().data)
+            parts.append(torch.load(received, map_location="cpu", weights_only=True))
+    return {"format": FORMAT, "ranks": parts}
 
 
-def load(saved: Mapping[str, Any], registration: Registration) -> None:
-    """Let a registration go on from one rank's part, or from all of them ("ranks"); collective.
+def _send(data: Tensor, group: dist.ProcessGroup, device: torch.device) -> None:
+    for message in data.split(MESSAGE_NBYTES):
+        _pass_on(dist.isend, message.to(device), group, 0)
 
-    Raises ConfigurationError when the aggregator is not known yet, when parameters do not match, or when the world
-    changed and parts are missing; MismatchError when ranks load different checkpoints.
+
+def _receive(nbytes: int, peer: int, group: dist.ProcessGroup, device: torch.device) -> Tensor:
+    data = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    for target in data.split(MESSAGE_NBYTES):
+        message = torch.empty_like(target, device=device)
+        _pass_on(dist.irecv, message, group, peer)
+        target.copy_(message)
+    return data
+
+
+def _pass_on(operation: Callable[..., Any], message: Tensor, group: dist.ProcessGroup, peer: int) -> None:
+    # Batched, though it is one: by itself NCCL would make a communicator for every two ranks.
+    for work in dist.batch_isend_irecv([dist.P2POp(operation, message, group=group, group_peer=peer)]):
+        work.wait()
+
+
+# ------------------------------------------------------------------------------------------- loading
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """What a registration goes on with, and the `facts` in which ranks must be alike."""
+
+    steps: int
+    buffers: list[Layout]
+    plan: Plan | None
+    tuned: Tuned | None
+    numels: Mapping[str, int]
+    facts: dict[str, str]
+
+
+def load(read: Callable[[], object], registration: Registration) -> None:
+    """Let a registration go on from what `read` returns, one rank's part or all of them ("ranks"); collective.
+
+    Raises ConfigurationError, on every rank if on any, when the aggregator is not known yet, when `read` raises, when
+    the state is damaged or does not fit, or when the world changed and parts are missing; MismatchError when ranks load
+    different checkpoints. Nothing has changed then.
     """
     if registration.aggregator is None:
         raise ConfigurationError(
@@ -56,64 +149,164 @@ def load(saved: Mapping[str, Any], registration: Registration) -> None:
         )
     membership, owner = registration.sending.membership, registration.sending.owner
     ledger = Ledger(per_step=registration.ledger.per_step)
-    own, problem = None, ""
+    loaded, problem = None, ""
     try:
-        own = _fill(ledger, saved, registration)
+        loaded = _fill(ledger, read(), registration)
+    except ConfigurationError as error:
+        problem = str(error)
     except Exception as error:  # whatever it is, the other ranks must hear of it
-        problem = str(error) if isinstance(error, ConfigurationError) else repr(error)
-    part: Mapping[str, Any] = {} if problem else own or saved["ranks"][0]
-    membership.agree(
-        f"load_state_dict {next(registration.loads)} of {owner}",
-        loading=problem or "works",
-        steps=str(part.get("steps")),
-        buckets=sha256(repr(part.get("buckets")).encode()).hexdigest(),
-        plan=sha256(repr((part.get("plan"), part.get("tuned"))).encode()).hexdigest(),
-    )
-    if problem:
-        raise ConfigurationError(problem)
-    buffers, plan, tuned = [], None, None
-    if own is not None:  # in another world neither fits
-        buffers = [layout_of(pieces) for pieces in own["buckets"]]
+        problem = f"the checkpoint cannot be read ({error!r}); load what state_dict() returned, or start without it"
+    facts = {} if loaded is None else loaded.facts
+    purpose = f"load_state_dict {next(registration.loads)} of {owner}"
+    answers = membership.exchange(purpose, problem=problem, **facts)
+    _require_no_problem({rank: str(each["problem"]) for rank, each in zip(membership.ranks, answers, strict=True)})
+    assert loaded is not None  # else there was a problem
+    require_equal(membership.ranks, answers, facts)
+    registration.go_on(ledger, loaded.steps, loaded.buffers, loaded.plan, loaded.tuned, loaded.numels)
+
+
+def _require_no_problem(problems: Mapping[int, str]) -> None:
+    """Raise one ConfigurationError, the same on every rank, when any rank has a problem."""
+    first = next((problem for problem in problems.values() if problem), "")
+    ranks = [rank for rank, problem in problems.items() if problem == first]
+    if first and len(ranks) < len(problems):
+        raise ConfigurationError(f"rank {', '.join(map(str, ranks))} cannot load its state: {first}")
+    if first:
+        raise ConfigurationError(first)
+
+
+def _fill(ledger: Ledger, saved: object, registration: Registration) -> _Loaded:
+    """Fill `ledger`; return the rest."""
+    parts = _parts_of(saved)
+    first, team = parts[0], registration.sending.team
+    nodes, place, numels = list(team.wire.nodes), team.rank, first["parameters"]
+    require_same_parameters(numels, registration.layouts.numels)
+    _require_same_levels(parts, registration)
+    largest = partial(_largest, registration, len(first["nodes"]))
+    whole_world = len(parts) == len(first["nodes"])
+    alone = isinstance(saved, Mapping) and "ranks" not in saved
+    own = next((part for part in parts if part["nodes"] == nodes and part["place"] == place), None)
+    buffers, plan, tuned, source = [], None, None, "each rank's own part"
+    if own is not None and (alone or whole_world):
+        restore(ledger, own, numels, largest)
+        buffers = _buffers(own)
         plan = None if own.get("plan") is None else Plan.from_json(own["plan"])
         tuned = None if own.get("tuned") is None else Tuned.from_json(own["tuned"])
-    registration.go_on(ledger, part["steps"], buffers, plan, tuned, part["parameters"])
-
-
-def _fill(ledger: Ledger, saved: Mapping[str, Any], registration: Registration) -> Mapping[str, Any] | None:
-    """Fill `ledger`; return the part that was saved in this very place, if any."""
-    if not isinstance(saved, Mapping) or saved.get("format") != FORMAT:
-        raise ConfigurationError(
-            f"this is no state of a HookState in format {FORMAT} but {_kind(saved)}; give every rank what state_dict() "
-            f"returned there, or what gathered_state_dict() returned on the first rank"
-        )
-    parts, team = list(saved["ranks"]) if "ranks" in saved else [saved], registration.sending.team
-    nodes, place = list(team.wire.nodes), team.rank
-    require_same_parameters(parts[0]["parameters"], registration.layouts.numels)
-    _require_same_levels(parts, registration)
-    own = next((part for part in parts if part["nodes"] == nodes and part["place"] == place), None)
-    if own is not None:
-        restore(ledger, own)
-    elif len(parts) == len(parts[0]["nodes"]):
-        spread(ledger, parts, parts[0]["parameters"], len(nodes))
+    elif not alone or whole_world:  # neither buckets nor plan fit
+        spread(ledger, parts, numels, largest, len(nodes))
+        source = f"parts {[part['place'] for part in parts]} of {len(first['nodes'])}"
     else:
         # Alike on every rank, so that all raise the same.
         raise ConfigurationError(
-            f"this is the state of a rank in another place, saved on nodes {parts[0]['nodes']} (here: {nodes}); give "
-            f"every rank its own state, or all of them what gathered_state_dict() returned before the world changed"
+            f"this is the state of a rank in another place, saved on nodes {first['nodes']} (here: {nodes}); give "
+            f"every rank its own state, or all of them commopt.merged_state() of the states of all ranks that there "
+            f"are, which is what gathered_state_dict() returns"
         )
-    return own
+    facts = {
+        "steps": str(first["steps"]),
+        "residuals": source,
+        "parameters": _digest(sorted(numels.items())),
+        "buckets": _digest([pieces_of(layout) for layout in buffers]),
+        "divisions": _digest(sorted(f"{path} {known}" for path, known in ledger.placed().items())),
+        "plan": _digest((plan, tuned)),
+    }
+    return _Loaded(first["steps"], buffers, plan, tuned, numels, facts)
 
 
-def _kind(saved: object) -> str:
-    return f"of format {saved.get('format')!r}" if isinstance(saved, Mapping) else type(saved).__name__
+def _digest(what: object) -> str:
+    return sha256(repr(what).encode()).hexdigest()
+
+
+def _parts_of(saved: object) -> list[Mapping[str, Any]]:
+    """Return the ranks' parts that a state has, one or several of the same checkpoint."""
+    if not _is_state(saved):
+        kind = f"of format {saved.get('format')!r}" if isinstance(saved, Mapping) else type(saved).__name__
+        raise ConfigurationError(
+            f"this is no state of a HookState in format {FORMAT} but {kind}; give every rank what state_dict() "
+            f"returned there, or all of them what gathered_state_dict() or commopt.merged_state() returned"
+        )
+    return _checked_parts(field(saved, "ranks", list) if "ranks" in saved else [saved])
+
+
+def _is_state(saved: object) -> TypeGuard[Mapping[str, Any]]:
+    """Return whether this looks like a state of this format, of one rank or of all."""
+    number = saved.get("format") if isinstance(saved, Mapping) else None
+    return isinstance(number, int) and number == FORMAT  # in this order: it may be anything
+
+
+def _checked_parts(parts: list[Any]) -> list[Mapping[str, Any]]:
+    """Return parts of one checkpoint. Raises ConfigurationError when that is not what they are."""
+    if not parts:
+        raise ConfigurationError("there is no state to load, but an empty list; give the states of one rank or more")
+    for part in parts:
+        if not _is_state(part) or "ranks" in part:
+            refuse("a rank's part", part, f"what state_dict() returned there, in format {FORMAT}")
+        field(part, "aggregator", str)
+        whole(field(part, "steps", int), "steps")
+        nodes, place = field(part, "nodes", list), whole(field(part, "place", int), "place")
+        for node in nodes:
+            whole(node, "nodes")
+        if place >= len(nodes):
+            refuse("place", place, f"below {len(nodes)}, as many ranks as nodes has entries")
+        for name, numel in field(part, "parameters", dict).items():
+            whole(numel, f"parameters[{required(name, str, 'a name in parameters')!r}]")
+        members = part.get("members", nodes)
+        if not isinstance(members, list) or len(members) != len(nodes):
+            refuse("members", members, f"a list of {len(nodes)} ranks, as many as nodes has entries")
+    for key in ("steps", "nodes", "parameters"):
+        for part in parts:
+            if part[key] != parts[0][key]:
+                raise ConfigurationError(
+                    f"the states of places {parts[0]['place']} and {part['place']} are not of one checkpoint: they "
+                    f"differ in {key}; load those that were saved after the same step"
+                )
+    places = [part["place"] for part in parts]
+    if len(set(places)) < len(places):
+        refuse("places of its parts", places, "different: give each rank's state once")
+    return parts
+
+
+def _buffers(part: Mapping[str, Any]) -> list[Layout]:
+    """Return the layouts of the buckets, which hold whole parameters, each once."""
+    numels = part["parameters"]
+    buffers = [layout_of(pieces, numels, "buckets") for pieces in field(part, "buckets", list)]
+    seen: set[str] = set()
+    for piece in (piece for layout in buffers for piece in layout.pieces):
+        if piece.numel != numels[piece.name] or piece.name in seen:
+            refuse("a piece in buckets", str(piece), "a whole parameter that is in no other bucket")
+        seen.add(piece.name)
+    return buffers
 
 
 def _require_same_levels(parts: list[Mapping[str, Any]], registration: Registration) -> None:
     paths = () if registration.aggregator is None else registration.aggregator.residual_paths
-    used = {role.rpartition("/")[0] for part in parts for role, pieces in part["residuals"].items() if pieces}
+    roles = (item for part in parts for item in field(part, "residuals", dict).items())
+    used = {str(role).rpartition("/")[0] for role, pieces in roles if required(pieces, dict, f"residuals[{role!r}]")}
     if not used <= set(paths):
         levels = ", ".join(repr(path) for path in sorted(used - set(paths)))
         raise ConfigurationError(
             f"the checkpoint of {parts[0]['aggregator']} has residuals of level {levels}, which the aggregator here "
             f"does not keep (it keeps {paths or 'none'}): they would be lost; use an aggregator of the same form"
         )
+
+
+def _largest(registration: Registration, ranks: int, name: str) -> float:
+    """Return the magnitude that a residual of a parameter may have.
+
+    All that `ranks` have kept of an element, of a worker and an owner each, is to be added to a gradient without
+    becoming inf in the narrowest dtype on its way: else no step would ever be finite, and nothing could get better.
+    """
+    parameter = registration.layouts.parameters.get(name)
+    dtypes = [torch.float32 if parameter is None else parameter.dtype, *_dtypes_in(registration.aggregator)]
+    return min(MAX_MAGNITUDE, min(torch.finfo(dtype).max for dtype in dtypes) / (4 * ranks))
+
+
+def _dtypes_in(description: object) -> Iterator[torch.dtype]:
+    """Iterate over the dtypes in which an aggregator is told to keep or send something."""
+    if is_dataclass(description):
+        for each in fields(description):
+            value = getattr(description, each.name)
+            if isinstance(value, torch.dtype):
+                yield value
+            else:
+                yield from _dtypes_in(value)

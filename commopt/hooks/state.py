@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -265,7 +265,8 @@ class HookState:
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's residuals by parameter name and element range, and the buckets they belong to.
 
-        Every rank must save its own; `gathered_state_dict` is for checkpoints that one rank writes.
+        Every rank must save its own; `gathered_state_dict` is for checkpoints that one rank writes. Ask between two
+        steps: during one, some of its buckets count already and others do not.
         """
         return saving.part_of(self._registration)
 
@@ -274,16 +275,21 @@ class HookState:
         return saving.gather(self.state_dict(), self.membership)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on where `saved` was taken: one rank's state_dict(), or a gathered one; collective.
+        """Go on where `saved` was taken: one rank's state_dict(), a gathered or a merged one; collective.
 
         In the same world every bit is as if training had never stopped, if DDP had settled its buckets when the state
         was saved (after two steps; three with static_graph): they are used until DDP makes them again. A plan that was
         followed then is needed for that too: "adaptive" follows it, "ddp" does not. In another world, for which the
-        gathered form is needed, each rank starts with an equal part of the sum of all residuals.
-        Raises ConfigurationError when parameters do not match, naming them, and MismatchError when ranks load
-        different checkpoints.
+        gathered form or commopt.merged_state() is needed, each rank starts with an equal part of the sum of all
+        residuals.
+        Raises ConfigurationError when what any rank was given is damaged or does not fit, naming what, and
+        MismatchError when ranks load different checkpoints; on every rank, and nothing has changed then.
         """
-        saving.load(saved, self._registration)
+        self.load_from(lambda: saved)
+
+    def load_from(self, read: Callable[[], object]) -> None:
+        """Load what `read` returns; what it raises becomes a ConfigurationError on every rank. See load_state_dict."""
+        saving.load(read, self._registration)
 
 
 def _require_scaler(scaler: Any) -> None:

@@ -27,7 +27,8 @@ class Traffic:
     def wire_bytes(self, team: TeamShape) -> WireBytes:
         """Return the payload this rank has sent so far."""
         sent = WireBytes()
-        for (aggregator, layout, dtype, device, step), times in self._sent.items():
+        # A copy: another thread may ask during a step.
+        for (aggregator, layout, dtype, device, step), times in dict(self._sent).items():
             sent += aggregator.wire_bytes(layout, dtype, team, device, step) * times
         return sent
 
