@@ -281,7 +281,7 @@ class TestChoice:
             assert loader.loader_for(self.device) is None
         (record,) = caplog.records
         assert "nvcc" in record.getMessage()
-        assert "commopt[cuda12]" in record.getMessage()
+        assert "cupy-cuda12x" in record.getMessage()
 
     def test_old_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))

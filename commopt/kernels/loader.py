@@ -46,7 +46,7 @@ class Native(Loader):
 class Nvrtc(Loader):
     """NVRTC, NVIDIA's run-time compiler, through CuPy: one file at a time, on first use, kept on disk."""
 
-    fix = "install commopt[cuda12] or commopt[cuda13], whichever matches torch.version.cuda"
+    fix = "pip install cupy-cuda12x nvidia-cuda-nvrtc-cu12, or cupy-cuda13x nvidia-cuda-nvrtc, as torch.version.cuda says"
 
     def __init__(self) -> None:
         self._cupy: Any = import_module("cupy")
