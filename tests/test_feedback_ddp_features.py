@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import commopt
 from commopt import Compressed, Hierarchical, PowerSGD
@@ -135,21 +137,70 @@ def attached(aggregator: commopt.Aggregator, scaler: torch.amp.GradScaler | None
     return ddp
 
 
+def sgd(ddp: TorchDDP) -> torch.optim.Optimizer:
+    return torch.optim.SGD(ddp.parameters(), lr=0.01)
+
+
 def accumulate_wrongly(rank: int) -> None:
     ddp = attached(STRATEGIES["8 bits"])
-    for step in range(2):
-        ddp.zero_grad()
+    optimizer = sgd(ddp)
+    for step in range(3):
+        optimizer.zero_grad()
         ddp(gradients(rank, 2 * step)).backward()
         ddp(gradients(rank, 2 * step + 1)).backward()
+        optimizer.step()
 
 
 def accumulate_rightly(rank: int) -> None:
     ddp = attached(STRATEGIES["8 bits"])
+    optimizer = sgd(ddp)
     for step in range(3):
-        ddp.zero_grad(set_to_none=step != 1)
+        optimizer.zero_grad(set_to_none=step != 1)
         with ddp.no_sync():
             ddp(gradients(rank, 2 * step)).backward()
         ddp(gradients(rank, 2 * step + 1)).backward()
+        optimizer.step()
+
+
+def zero_in_place(rank: int) -> None:
+    ddp = attached(STRATEGIES["8 bits"])
+    optimizer = sgd(ddp)
+    for step in range(4):
+        optimizer.zero_grad(set_to_none=False)
+        ddp(gradients(rank, step)).backward()
+        optimizer.step()
+
+
+def update_by_hand(rank: int) -> None:
+    ddp = attached(STRATEGIES["8 bits"])
+    for step in range(4):
+        ddp.zero_grad()
+        ddp(gradients(rank, step)).backward()
+        with torch.no_grad():
+            for parameter in ddp.parameters():
+                parameter -= 0.01 * parameter.grad
+
+
+def run_out_of_data(rank: int) -> None:
+    ddp = attached(STRATEGIES["8 bits"])
+    optimizer = sgd(ddp)
+    with ddp.join():
+        for step in range(2 if rank else 6):
+            optimizer.zero_grad()
+            ddp(gradients(rank, step)).backward()
+            optimizer.step()
+
+
+def skip_steps_by_scaler(rank: int) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    ddp = attached(STRATEGIES["8 bits"], scaler)
+    optimizer = sgd(ddp)
+    for step in range(5):
+        optimizer.zero_grad()
+        loss = ddp(gradients(rank, step))
+        scaler.scale(loss * float("inf") if step in (1, 2) else loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
 
 
 def accumulate_losslessly(rank: int) -> None:
@@ -221,7 +272,41 @@ def test_misuse_is_logged_with_the_fix(training: Callable[[int], None], fix: str
 
 @pytest.mark.parametrize(
     "training",
-    [accumulate_rightly, accumulate_losslessly, pass_the_scaler, scaler_without_feedback, disabled_scaler],
+    [
+        accumulate_rightly,
+        accumulate_losslessly,
+        zero_in_place,
+        update_by_hand,
+        run_out_of_data,
+        skip_steps_by_scaler,
+        pass_the_scaler,
+        scaler_without_feedback,
+        disabled_scaler,
+    ],
 )
 def test_right_use_is_silent(training: Callable[[int], None]) -> None:
     assert run(messages_of, 2, training, fresh=True) == [[], []]
+
+
+def put_on_what_is_the_users(rank: int, world_size: int, aggregator: commopt.Aggregator) -> tuple[int, int, int, bool]:
+    """Return hooks on the module and on all optimizers, attached and after; and whether the module can be scripted."""
+    model = torch.nn.Linear(64, 64)
+    ddp = TorchDDP(model)
+    commopt.attach(ddp, aggregator)
+    optimizer = sgd(ddp)
+    for _ in range(2):
+        ddp(torch.ones(1, 64)).sum().backward()
+        optimizer.step()
+    of_optimizers = _global_optimizer_post_hooks
+    attached_ones = len(of_optimizers)
+    if not isinstance(aggregator, commopt.PeriodicAverage):
+        torch.jit.script(ddp.module)
+    del ddp, optimizer
+    gc.collect()
+    return attached_ones, len(of_optimizers), len(model._forward_pre_hooks), bool(torch.jit.script(model))
+
+
+@pytest.mark.parametrize("aggregator", [commopt.Hierarchical(), STRATEGIES["8 bits"], commopt.PeriodicAverage(2)], ids=str)
+def test_nothing_stays_behind(aggregator: commopt.Aggregator) -> None:
+    expected = (int(bool(aggregator.residual_paths)), 0, 0, True)
+    assert run(put_on_what_is_the_users, 2, aggregator, fresh=True) == [expected] * 2

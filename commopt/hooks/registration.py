@@ -74,7 +74,7 @@ class Registration:
         self._plans_seen = 0
         self._lately_ns: deque[int] = deque(maxlen=64)
         self._sent_by_ddp = WireBytes()
-        self._reduced = None if module is None else misuse.ReducedGradients(module)
+        self._unused: misuse.UnusedAverages | None = None
 
     # ------------------------------------------------------------------------------------- setting up
 
@@ -187,8 +187,9 @@ class Registration:
         if self.aggregator.residual_paths:
             if self.reduced_steps == 0 and self.scaler is None:
                 misuse.warn_of_unknown_scaler()
-            if self._reduced is not None:
-                self._reduced.step_is_reduced()
+            if not self.ledger.per_step:
+                self._unused = self._unused or misuse.UnusedAverages()
+                self._unused.step_is_reduced()
             self.layouts.require_expected()
 
     def _pass_on(self, held: Held, *, last: bool) -> torch.futures.Future[Tensor]:
