@@ -100,6 +100,7 @@ class Registration:
 
     def _begin(self, aggregator: Aggregator, sending: Sending) -> None:
         aggregator.check(sending.team)
+        aggregator = self.layouts.resolved(aggregator, warn=sending.team.rank == 0)
         may_plan = not self.planning.given_up
         sending.watch_fidelity = may_plan and isinstance(aggregator, Auto) and bool(aggregator.residual_paths)
         self.planning.begin(sending.team, aggregator, self.settings.wish)

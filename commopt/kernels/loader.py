@@ -46,7 +46,9 @@ class Native(Loader):
 class Nvrtc(Loader):
     """NVRTC, NVIDIA's run-time compiler, through CuPy: one file at a time, on first use, kept on disk."""
 
-    fix = "pip install cupy-cuda12x nvidia-cuda-nvrtc-cu12, or cupy-cuda13x nvidia-cuda-nvrtc, as torch.version.cuda says"
+    fix = (
+        "pip install cupy-cuda12x nvidia-cuda-nvrtc-cu12, or cupy-cuda13x nvidia-cuda-nvrtc, as torch.version.cuda says"
+    )
 
     def __init__(self) -> None:
         self._cupy: Any = import_module("cupy")
