@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import commopt
 from commopt import Compressed, Hierarchical, PowerSGD
+from commopt.hooks.misuse import warn_of_untested_torch
+from commopt.version import NEWEST_TESTED_TORCH
 from tests.feedback_training import (
     SMALL_BUCKETS,
     STRATEGIES,
@@ -312,3 +316,24 @@ def put_on_what_is_the_users(rank: int, world_size: int, aggregator: commopt.Agg
 def test_nothing_stays_behind(aggregator: commopt.Aggregator) -> None:
     expected = (int(bool(aggregator.residual_paths)), 0, 0, True)
     assert run(put_on_what_is_the_users, 2, aggregator, fresh=True) == [expected] * 2
+
+
+def attach_in_new_torch(rank: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "__version__", "2.99.0a0+cu130")
+        for _ in range(2):
+            attached(commopt.Hierarchical())
+
+
+def test_a_torch_that_was_not_tested_is_named_once() -> None:
+    said, silent = run(messages_of, 2, attach_in_new_torch, fresh=True)
+    assert (len(said), silent) == (1, [])
+    assert re.search(r"torch 2\.99\.0a0\+cu130 is newer than 2\.\d+, .* pip install 'torch==2\.\d+\.\*'", said[0])
+
+
+def test_the_tested_torch_is_that_of_the_constraints(caplog: pytest.LogCaptureFixture) -> None:
+    pinned = (Path(__file__).parent.parent / "constraints.txt").read_text()
+    assert f"\ntorch=={NEWEST_TESTED_TORCH}." in pinned
+    for version in ("2.7.0", f"{NEWEST_TESTED_TORCH}.9+cpu"):
+        warn_of_untested_torch(version)
+    assert not caplog.messages

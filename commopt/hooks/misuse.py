@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
+from functools import cache
 from typing import Any
 from weakref import finalize, ref
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from commopt.version import NEWEST_TESTED_TORCH
 
 _log = logging.getLogger("commopt")
 
@@ -23,6 +27,20 @@ def warn_of_unknown_scaler() -> None:
                 "scale when it changes, and be kept from steps it drops; pass scaler=scaler, or assign state.scaler"
             )
             return
+
+
+@cache
+def warn_of_untested_torch(version: str) -> None:
+    """Warn, once for each, when a torch is newer than all that the tests ran with."""
+    release = [int(number) for number in re.findall(r"\d+", version)[:2]]
+    if release > [int(number) for number in NEWEST_TESTED_TORCH.split(".")]:
+        _log.warning(
+            "torch %s is newer than %s, the newest that commopt was tested with; if something is odd, try that one: "
+            "pip install 'torch==%s.*'",
+            version,
+            NEWEST_TESTED_TORCH,
+            NEWEST_TESTED_TORCH,
+        )
 
 
 class UnusedAverages:

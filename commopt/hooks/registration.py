@@ -84,6 +84,8 @@ class Registration:
         membership = join(process_group, self.settings.ranks_per_node, self.settings.timeout_s, self.settings.nccl)
         sending = Sending(membership, f"HookState {next(membership.owners)}", self.recorder)
         record = str(self.settings.record)  # what is recorded is never left to DDP
+        if membership.team.rank == 0:
+            misuse.warn_of_untested_torch(torch.__version__)
         membership.agree(f"{sending.owner} setup", aggregator=self.aggregator_name, record=record)
         self.settings = replace(self.settings, wish=self.settings.wish.settled(sending.owner, membership))
         if self.aggregator is not None:
