@@ -1,0 +1,184 @@
+"""What README.md and docs/*.md show: Python runs, commands are understood, figures are what their commands write."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import runpy
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import commopt
+from commopt.bucketing import methods
+from commopt.cost import Speeds, nominal_links
+from commopt.groups import TeamShape
+from tests.ranks import run
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+_FENCED = re.compile(r"(?:^<!-- not run: (?P<reason>.+) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
+_INLINE = re.compile(r"`((?:torchrun [^`]*|python )-m (?:commopt|topology|bench)[^`]*)`")
+
+
+def blocks(language: str) -> dict[str, str]:
+    """Return the blocks of a language that are not marked otherwise, by file and line."""
+    found = {}
+    for document in DOCUMENTS:
+        text = document.read_text()
+        for match in _FENCED.finditer(text):
+            if match["language"] == language and not match["reason"]:
+                found[f"{document.name}:{text[: match.start('text')].count(chr(10))}"] = match["text"]
+    return found
+
+
+# --------------------------------------------------------------------- Python
+
+
+class Model(nn.Module):
+    """Two layers, called as in a language model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(64, 64)
+        self.lm_head = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.lm_head(torch.tanh(self.body(x)))
+        return y
+
+
+class Context(dict[str, Any]):
+    """What a snippet may take for granted, made when it is asked for; the line `...  # train` trains."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(torch=torch, commopt=commopt, folder=folder, rank=dist.get_rank())
+
+    def __missing__(self, name: str) -> Any:
+        made: dict[str, Callable[[], Any]] = {
+            "model": Model,
+            "ddp": lambda: TorchDDP(self["model"]),
+            "comm": self._attached,
+            "scaler": lambda: torch.amp.GradScaler("cpu"),
+            "optimizer": lambda: torch.optim.SGD(self["model"].parameters(), lr=0.01),
+            "loss_fn": lambda: nn.functional.mse_loss,
+            "micro_batches": lambda: [(torch.ones(2, 64), torch.ones(2, 64))] * 3,
+            "x": lambda: torch.ones(64),
+            "y": lambda: torch.empty(64),
+            "gathered": lambda: torch.empty(64 * dist.get_world_size()),
+            "part": lambda: torch.empty(64 // dist.get_world_size()),
+            "train": lambda: self._train,
+        }
+        if name not in made:
+            raise KeyError(name)
+        self[name] = made[name]()
+        return self[name]
+
+    def _attached(self) -> commopt.HookState:
+        state = commopt.attach(self["ddp"], commopt.hierarchical_quantized)
+        self._train(state)
+        return state
+
+    def _train(self, state: commopt.HookState | None = None) -> None:
+        """Take 16 steps, as many more as tuning needs; where no model was made, do nothing."""
+        state = state or self.get("comm") or self.get("state")
+        if state is None:
+            return
+        wanted = 200 if isinstance(state.aggregator, commopt.Auto) else 16
+        for _ in range(wanted):
+            self["optimizer"].zero_grad()
+            self["ddp"](torch.ones(2, 64)).square().mean().backward()
+            self["optimizer"].step()
+
+
+def execute(rank: int, world_size: int, text: str, folder: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.delenv("COMMOPT_PLAN")
+        patch.setattr(methods, "_BUDGET_S", 0.1)
+        patch.setattr(methods, "_BUDGET_OF_EACH_S", 0.05)
+        program = re.sub(r"^\.\.\.  # train$", "train()", text, flags=re.M)
+        exec(compile(program, "<snippet>", "exec"), {}, Context(folder))
+
+
+@pytest.mark.parametrize("place", blocks("python"))
+def test_python_runs(place: str, tmp_path: Path) -> None:
+    text = blocks("python")[place]
+    if "plot=" in text:
+        pytest.importorskip("matplotlib")
+    nominal_links(TeamShape.of((8, 8, 8, 8)), Speeds(nic_gbps=25, intra_gb_per_s=200)).save(tmp_path / "links.json")
+    run(execute, 2, text, str(tmp_path), nodes=(1, 1))
+
+
+def test_few_blocks_are_not_run() -> None:
+    reasons = [match["reason"] for each in DOCUMENTS for match in _FENCED.finditer(each.read_text()) if match["reason"]]
+    assert len(reasons) <= 2, reasons
+
+
+# --------------------------------------------------------------------- commands
+
+
+class Understood(BaseException):
+    """A parser has taken all arguments; what it would do then is not done."""
+
+
+def commands() -> dict[str, list[str]]:
+    """Return the modules with their arguments of all commands that run one of this project's, by their text."""
+    texts = [line for text in (*blocks("bash").values(), *blocks("").values()) for line in _lines(text)]
+    inline = [match[1] for each in DOCUMENTS for match in _INLINE.finditer(each.read_text())]
+    texts += [" ".join(text.split()) for text in inline if not re.search(r"-m \S+$|\.\.\.|\[", text)]  # whole ones
+    found = {}
+    for text in texts:
+        words = shlex.split(text, comments=True)
+        places = [place for place, word in enumerate(words[:-1]) if word == "-m" and _is_ours(words[place + 1])]
+        for place in places:  # one may run another
+            found[" ".join(words[place:])] = words[place + 1 :]
+    return found
+
+
+def _lines(text: str) -> list[str]:
+    return [
+        line for line in text.replace("\\\n", " ").splitlines() if re.match(r"(\S+=\S+ )*(torchrun|python) .*-m ", line)
+    ]
+
+
+def _is_ours(module: str) -> bool:
+    return module.split(".")[0] in ("commopt", "topology", "bench")
+
+
+@pytest.mark.parametrize("command", commands())
+def test_commands_are_understood(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, *arguments = commands()[command]
+    whole, known = argparse.ArgumentParser.parse_args, argparse.ArgumentParser.parse_known_args
+
+    def parse_args(self: argparse.ArgumentParser, *args: Any) -> None:
+        monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", known)  # parse_args goes by it
+        whole(self, *args)
+        raise Understood
+
+    def parse_known_args(self: argparse.ArgumentParser, *args: Any) -> None:
+        monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", known)  # that of subcommands
+        known(self, *args)
+        raise Understood
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parse_known_args)
+    monkeypatch.setattr(sys, "argv", [module, *arguments])
+    with pytest.raises(Understood):
+        runpy.run_module(module, run_name="__main__", alter_sys=False)
+
+
+def test_make_knows_its_targets() -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    asked = {name for each in DOCUMENTS for name in re.findall(r"(?:^|`)make ([\w-]+)", each.read_text(), re.M)}
+    assert asked
+    assert asked <= targets
