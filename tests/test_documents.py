@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
+from bench.document import filled, main
 from commopt.bucketing import methods
 from commopt.cost import Speeds, nominal_links
 from commopt.groups import TeamShape
@@ -182,3 +183,52 @@ def test_make_knows_its_targets() -> None:
     asked = {name for each in DOCUMENTS for name in re.findall(r"(?:^|`)make ([\w-]+)", each.read_text(), re.M)}
     assert asked
     assert asked <= targets
+
+
+# --------------------------------------------------------------------- figures
+
+
+@pytest.mark.parametrize("document", [each for each in DOCUMENTS if "<!-- begin: " in each.read_text()], ids=str)
+def test_tables_are_what_their_commands_print(document: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    text = document.read_text()
+    assert filled(text) == text, "python -m bench.document"
+    places = re.findall(r"^<!-- begin: .*-->\n(.*)\n", text, re.M)
+    assert len(places) == text.count("<!-- begin: ") == text.count("<!-- end -->")
+    assert all(heading.startswith("| ") for heading in places)
+
+
+def test_a_table_that_is_out_of_date_is_filled_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    text = (ROOT / "README.md").read_text()
+    changed = text.replace("| resnet50, 128 | 15", "| resnet50, 128 | 16")
+    assert changed != text
+    document = tmp_path / "README.md"
+    document.write_text(changed)
+    for arguments, status in ((["--check"], 1), ([], 0), (["--check"], 0)):
+        monkeypatch.setattr(sys, "argv", ["bench.document", *arguments, str(document)])
+        assert main() == status
+    assert document.read_text() == text
+
+
+def test_the_convergence_page_is_what_its_file_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    document, results = tmp_path / "convergence.md", "bench/results/convergence.json"
+    text = (ROOT / "docs" / "convergence.md").read_text()
+    document.write_text(text.replace("97.9", "0.0"))
+    monkeypatch.setattr(sys, "argv", ["bench.convergence", "--report", "--json", results, "--document", str(document)])
+    with pytest.raises(SystemExit) as left:
+        runpy.run_module("bench.convergence", run_name="__main__")
+    assert left.value.code == 0
+    assert document.read_text() == text
+
+
+def test_nobody_is_sent_to_a_package_that_is_on_no_index() -> None:
+    """`commopt[plot]` would be somebody else's project if there was one."""
+    sources = [
+        path
+        for folder in ("commopt", "topology", "bench", "csrc", "examples")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
+    for path in (*sources, *DOCUMENTS):
+        assert not re.search(r"commopt\[(?!\.)\w+\]|pip install commopt", path.read_text()), path
