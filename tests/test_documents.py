@@ -90,12 +90,12 @@ class Context(dict[str, Any]):
         return state
 
     def _train(self, state: commopt.HookState | None = None) -> None:
-        """Take 16 steps, as many more as tuning needs; where no model was made, do nothing."""
+        """Take 16 steps, or as many as tuning needs; where nothing is attached, none."""
         state = state or self.get("comm") or self.get("state")
-        if state is None:
-            return
-        wanted = 200 if isinstance(state.aggregator, commopt.Auto) else 16
-        for _ in range(wanted):
+        tunes = state is not None and isinstance(state.aggregator, commopt.Auto)
+        for step in range(0 if state is None else 1000):
+            if (step == 16 and not tunes) or state.tuned is not None:  # alike on all ranks
+                break
             self["optimizer"].zero_grad()
             self["ddp"](torch.ones(2, 64)).square().mean().backward()
             self["optimizer"].step()

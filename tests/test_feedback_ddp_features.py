@@ -182,7 +182,8 @@ def update_by_hand(rank: int) -> None:
         ddp(gradients(rank, step)).backward()
         with torch.no_grad():
             for parameter in ddp.parameters():
-                parameter -= 0.01 * parameter.grad
+                assert parameter.grad is not None
+                parameter.sub_(parameter.grad, alpha=0.01)
 
 
 def run_out_of_data(rank: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from difflib import get_close_matches
 from glob import escape
 from itertools import count
@@ -63,12 +63,12 @@ class Layouts:
         warn: log the patterns that match nothing.
         """
         changes: dict[str, Any] = {}
-        for field in fields(aggregator) if is_dataclass(aggregator) else ():
-            value = getattr(aggregator, field.name)
+        for name in getattr(aggregator, "__dataclass_fields__", ()):
+            value = getattr(aggregator, name)
             if isinstance(value, Aggregator):
-                changes[field.name] = self.resolved(value, warn=warn)
-            elif field.name == "dense" and value:
-                changes[field.name] = value + self._further_patterns(value)
+                changes[name] = self.resolved(value, warn=warn)
+            elif name == "dense" and value:
+                changes[name] = value + self._further_patterns(value)
                 if warn:
                     self._warn_of_unmatched(value)
         differs = any(value != getattr(aggregator, name) for name, value in changes.items())
