@@ -92,9 +92,10 @@ class Context(dict[str, Any]):
     def _train(self, state: commopt.HookState | None = None) -> None:
         """Take 16 steps, or as many as tuning needs; where nothing is attached, none."""
         state = state or self.get("comm") or self.get("state")
-        tunes = state is not None and isinstance(state.aggregator, commopt.Auto)
-        for step in range(0 if state is None else 1000):
-            if (step == 16 and not tunes) or state.tuned is not None:  # alike on all ranks
+        if state is None:
+            return
+        for _ in range(1000 if isinstance(state.aggregator, commopt.Auto) else 16):
+            if state.tuned is not None:  # alike on all ranks
                 break
             self["optimizer"].zero_grad()
             self["ddp"](torch.ones(2, 64)).square().mean().backward()
@@ -111,9 +112,8 @@ def execute(rank: int, world_size: int, text: str, folder: str) -> None:
         exec(compile(program, "<snippet>", "exec"), {}, Context(folder))
 
 
-@pytest.mark.parametrize("place", blocks("python"))
-def test_python_runs(place: str, tmp_path: Path) -> None:
-    text = blocks("python")[place]
+@pytest.mark.parametrize("text", [pytest.param(text, id=place) for place, text in blocks("python").items()])
+def test_python_runs(text: str, tmp_path: Path) -> None:
     if "plot=" in text:
         pytest.importorskip("matplotlib")
     nominal_links(TeamShape.of((8, 8, 8, 8)), Speeds(nic_gbps=25, intra_gb_per_s=200)).save(tmp_path / "links.json")
@@ -156,9 +156,9 @@ def _is_ours(module: str) -> bool:
     return module.split(".")[0] in ("commopt", "topology", "bench")
 
 
-@pytest.mark.parametrize("command", commands())
-def test_commands_are_understood(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, *arguments = commands()[command]
+@pytest.mark.parametrize("words", [pytest.param(words, id=text[:60]) for text, words in commands().items()])
+def test_commands_are_understood(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    module, *arguments = words
     whole, known = argparse.ArgumentParser.parse_args, argparse.ArgumentParser.parse_known_args
 
     def parse_args(self: argparse.ArgumentParser, *args: Any) -> None:
