@@ -133,7 +133,7 @@ def test_without_a_cache_there_is_one_folder_for_the_process(
     (message,) = caplog.messages
     assert "set XDG_CACHE_HOME" in message
     assert re.search(reason, message)
-    nvrtc._remove(os.getpid())
+    nvrtc._remove(os.getpid(), own_folders()[0])
     assert not own_folders()[0].exists()
 
 
@@ -145,7 +145,6 @@ def test_a_full_disk_leaves_nothing_unfinished(
         path = compiled()
     assert [path.parent] == own_folders()
     assert list(cache.iterdir()) == []
-    nvrtc._remove(os.getpid())
 
 
 SCRIPT = """

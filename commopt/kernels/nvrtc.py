@@ -112,7 +112,7 @@ def _own_folder(why: str) -> Path:
     process = os.getpid()
     if process not in _own_folders:
         _own_folders[process] = Path(tempfile.mkdtemp(prefix="commopt-kernels-"))
-        atexit.register(_remove, process)
+        atexit.register(_remove, process, _own_folders[process])
         _log.warning(
             "no place to keep compiled kernels, so every process compiles them (%s); set XDG_CACHE_HOME to a folder "
             "of yours that can be written",
@@ -121,6 +121,6 @@ def _own_folder(why: str) -> Path:
     return _own_folders[process]
 
 
-def _remove(process: int) -> None:
+def _remove(process: int, folder: Path) -> None:
     if process == os.getpid():
-        shutil.rmtree(_own_folders[process], ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
