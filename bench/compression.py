@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import ceil
+from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from bench.document import table
 from bench.environment import machine
 from bench.table import print_rows
 from bench.turns import times_s
@@ -134,6 +137,19 @@ def print_table(rows: Sequence[Row], title: str) -> None:
     print_rows(title, headings, lines, width=_WIDTH)
 
 
+def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table of the rows of a file."""
+    headings = ["compressor", "bits per element", "encode ns", "encode, of clones", "decode ns", "recompress ns"]
+    lines = []
+    for row in rows:
+        encode, decode, again = (row[name] for name in ("encode", "decode", "recompress"))
+        figures = (encode["best_ns"], encode["of_clones"], decode["best_ns"], again["best_ns"])
+        lines.append(
+            [f"`{row['compressor']}`", f"{row['bits_per_element']:.3f}", *(f"{figure:.2f}" for figure in figures)]
+        )
+    return table(headings, lines)
+
+
 def main() -> None:
     """Measure every compressor, print and write the figures."""
     parser = Parser(prog="python -m bench.compression", description=__doc__)
@@ -141,7 +157,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=whole(1), default=7)
     parser.add_argument("--threads", type=whole(1), default=min(2, os.cpu_count() or 1))
     parser.add_argument("--json", type=output_file, metavar="FILE")
+    parser.add_argument("--show", type=Path, metavar="FILE", help="print a Markdown table of such a file, and no more")
     options = parser.parse_args()
+    if options.show:
+        print(markdown(json.loads(options.show.read_text())["rows"]))
+        return
     torch.set_num_threads(options.threads)
     gradient = Gradient(options.numel)
     rows = [gradient.measure(compressor, options.repeats) for compressor in contenders()]

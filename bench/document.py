@@ -1,11 +1,40 @@
-"""Put tables into a Markdown document, between two marks that stand in it."""
+"""Put figures into Markdown documents, between two marks that stand there: `python -m bench.document`, seconds.
+
+Between `<!-- begin: NAME (COMMAND) -->` and `<!-- end -->` stands what COMMAND prints, from a file of bench/results.
+"""
 
 from __future__ import annotations
 
+import re
+import runpy
+import shlex
+import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
+from commopt.command_line import Parser
 from commopt.document import read_text
+
+_PLACE = re.compile(r"^(<!-- begin: [\w-]+ \(python -m ([^)]+)\) -->\n)(.*?)^(<!-- end -->)$", re.M | re.S)
+
+
+def filled(text: str) -> str:
+    """Return a document with what its commands print now; they run here, from the root of the project."""
+    return _PLACE.sub(lambda found: f"{found[1]}{_printed(found[2])}\n{found[4]}", text)
+
+
+def _printed(command: str) -> str:
+    module, *arguments = shlex.split(command)
+    before, out = sys.argv, StringIO()
+    try:
+        sys.argv = [module, *arguments]
+        with redirect_stdout(out):
+            runpy.run_module(module, run_name="__main__")
+    finally:
+        sys.argv = before
+    return out.getvalue().rstrip()
 
 
 def around(document: Path, begin: str, end: str) -> tuple[str, str]:
@@ -31,3 +60,21 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
+
+
+def main() -> int:
+    """Fill in what is out of date, or only name it; return the exit status."""
+    parser = Parser(prog="python -m bench.document", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("documents", nargs="*", type=Path, default=[Path("README.md"), *Path("docs").glob("*.md")])
+    parser.add_argument("--check", action="store_true", help="change nothing; status 1 if anything is out of date")
+    options = parser.parse_args()
+    stale = [document for document in options.documents if filled(document.read_text()) != document.read_text()]
+    for document in stale:
+        print(f"{document}: {'out of date' if options.check else 'filled in'}")
+        if not options.check:
+            document.write_text(filled(document.read_text()))
+    return 1 if options.check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

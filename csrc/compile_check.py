@@ -86,7 +86,7 @@ def compilers() -> dict[str, Compile]:
         library.getVersion()
         found["nvrtc"] = compile_with_nvrtc
     except (ImportError, RuntimeError) as error:
-        print(f"nvrtc: skipped ({str(error).splitlines()[0]}; install commopt[cuda13])")
+        print(f"nvrtc: skipped ({str(error).splitlines()[0]}; pip install cupy-cuda13x nvidia-cuda-nvrtc)")
     if which("nvcc"):
         found["nvcc"] = compile_with_nvcc
     else:

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/train_digits.py --hook hierarchical_quantized:bits=4
     torchrun --nproc-per-node 2 examples/train_digits.py --hook ddp --optimizer adamw
 
-1,797 images of 8 x 8 pixels that scikit-learn ships (pip install 'commopt[demo]'), so nothing is downloaded. A third of
+1,797 images of 8 x 8 pixels that scikit-learn ships (pip install scikit-learn), so nothing is downloaded. A third of
 them is held out. `--hook` takes any preset with its options, or ddp for stock DDP.
 """
 

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import logging
+import re
+from dataclasses import replace
+from math import inf
+
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
 from commopt import ConfigurationError
 from commopt.aggregate import Aggregator
+from commopt.bucketing import calibration, meeting
 from commopt.bucketing.calibration import LARGEST_NBYTES, packing_us_per_byte, samples_of
 from commopt.bucketing.layouts import Layouts
 from commopt.bucketing.prices import prices_from_points
@@ -166,3 +174,142 @@ def test_the_latest_of_all_ranks_counts_on_one_clock() -> None:
     assert finished_us == pytest.approx([3e9 + 9e6, 15e9], abs=2e5)
     assert ready_us == pytest.approx([1e9 + 3e6, 7e9], abs=2e5)  # what nobody knows was there from the start
     assert lateness_us == pytest.approx([0.0, 2e6, 4e6, 6e6], abs=2e5)
+
+
+# --------------------------------------------------------------------- names
+
+
+class Shared(nn.Module):
+    """A head that shares its weight with an embedding, as language models have it; `frozen` is never averaged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 64)
+        self.frozen = nn.Linear(64, 64).requires_grad_(False)
+        self.head = nn.Linear(64, 64, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.frozen(self.embed(x)))
+        return y
+
+
+def test_compiled_modules_keep_the_names_of_plain_ones() -> None:
+    module = Shared()
+    outside = Layouts(torch.compile(module))  # type: ignore[arg-type]
+    module.head = torch.compile(module.head)  # type: ignore[assignment]
+    for layouts in (outside, Layouts(module)):
+        assert layouts.numels == {"embed.weight": 64 * 64}
+        wrapped = commopt.Compressed(commopt.Quantize(), dense=("head._orig_mod.weight",))
+        assert layouts.resolved(wrapped, warn=False) in (
+            wrapped,
+            replace(wrapped, dense=(*wrapped.dense, "embed.weight")),
+        )
+
+
+@pytest.mark.parametrize("inner", [commopt.Compressed(commopt.Quantize()), commopt.PowerSGD(), commopt.Auto()], ids=str)
+def test_patterns_find_a_shared_parameter_by_each_of_its_names(inner: commopt.Aggregator) -> None:
+    layouts = Layouts(Shared())
+    for pattern, expected in (("head.*", ("head.*", "embed.weight")), ("embed.*", ("embed.*",)), ("x", ("x",))):
+        given = replace(inner, dense=(pattern,))  # type: ignore[type-var]
+        assert layouts.resolved(given, warn=False) == replace(inner, dense=expected)  # type: ignore[type-var]
+    if not isinstance(inner, commopt.Auto):
+        nested = commopt.Hierarchical(inter=replace(inner, dense=("head.*",)))  # type: ignore[type-var]
+        assert layouts.resolved(nested, warn=False).inter.dense == ("head.*", "embed.weight")  # type: ignore[attr-defined]
+
+
+def test_patterns_that_match_nothing_are_named_with_what_there_is(caplog: pytest.LogCaptureFixture) -> None:
+    dense = ("haed.*", "*.weight", "frozen.*", "zzz")
+    with caplog.at_level(logging.WARNING, logger="commopt"):
+        Layouts(Shared()).resolved(commopt.Compressed(commopt.Quantize(), dense=dense), warn=True)
+        Layouts(None).resolved(commopt.Compressed(commopt.Quantize(), dense=("*", "head.*")), warn=True)
+    first, second, unknown = caplog.messages
+    assert first.startswith("dense='haed.*' matches no parameter; there are for example head.weight")
+    assert second == "dense='zzz' matches no parameter; there are for example embed.weight, frozen.weight, frozen.bias"
+    assert unknown.startswith("dense='head.*': the names of the parameters are unknown")
+
+
+def train_with(rank: int, world_size: int, compiled: bool) -> tuple[set[str], list[str], int]:
+    """Return what residuals are kept for, what rank 0 says, and the steps of a state that goes on from this one."""
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    handler.setLevel(logging.WARNING)
+    logging.getLogger("commopt").addHandler(handler)
+
+    def attached(module: nn.Module) -> tuple[TorchDDP, commopt.HookState]:
+        ddp = TorchDDP(module)
+        return ddp, commopt.attach(ddp, "quantized", dense=("head.weight", "typo"), plan="ddp")
+
+    plain = nn.ModuleDict({"body": nn.Linear(64, 64), "tie": nn.Linear(64, 64), "head": nn.Linear(64, 64)})
+    plain["head"].weight = plain["tie"].weight
+    plain.forward = lambda x: plain["head"](plain["tie"](plain["body"](x)))
+    ddp, state = attached(torch.compile(plain, backend="eager") if compiled else plain)  # type: ignore[arg-type]
+    ddp(torch.randn(2, 64)).sum().backward()
+    saved = state.state_dict()
+    _, other = attached(copy.deepcopy(plain) if compiled else torch.compile(copy.deepcopy(plain)))  # type: ignore[arg-type]
+    other.load_state_dict(saved)
+    kept = {piece[0] for layouts in saved["layouts"].values() for pieces in layouts for piece in pieces}
+    return kept, heard, other.stats()["steps"]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_training_with_shared_and_compiled_parameters(compiled: bool) -> None:
+    for rank, (kept, heard, steps) in enumerate(run(train_with, 2, compiled)):
+        assert kept == {"body.weight"}
+        assert steps == 1
+        assert [message.split(";")[0] for message in heard] == ["dense='typo' matches no parameter"] * 2 * (rank == 0)
+
+
+# --------------------------------------------------------------------- what it keeps a training from
+
+
+@pytest.mark.parametrize("us_per_byte", [1e-5, 1e-3, 0.1, 10.0])
+def test_expected_is_how_long_trials_take(us_per_byte: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    spent: list[float] = []
+
+    class Trial:
+        def __init__(self, aggregator: Aggregator, layout: Layout, *_: object) -> None:
+            self._once_us = max(layout.numel * 4 * us_per_byte, 1.0)
+
+        def mean_us(self, calls: int) -> float:
+            spent.append(calls * self._once_us)
+            return self._once_us
+
+    monkeypatch.setattr(calibration, "_Trial", Trial)
+    monkeypatch.setattr(calibration, "_slowest", lambda own, team: own)
+    samples = samples_of(Layout.of_parameters([("a", (2000, 3000)), ("b", (100,))]), 4)
+    calibration.calibrate({"x": commopt.Flat(), "y": commopt.Flat()}, samples, torch.float32, None, 2.0)  # type: ignore[arg-type]
+    expected = 2 * calibration.expected_us(samples, 4, us_per_byte, 1e6)
+    assert expected == pytest.approx(min(sum(spent), 2e6))
+    assert calibration.expected_us(samples, 4, inf, 1e6) == 1e6
+
+
+def train_aloud(rank: int, world_size: int) -> list[tuple[str, str]]:
+    heard: list[tuple[str, str]] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append((record.levelname, record.getMessage()))  # type: ignore[method-assign]
+    logger = logging.getLogger("commopt")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    ddp = TorchDDP(nn.Linear(256, 256))
+    commopt.attach(ddp, "hierarchical", plan="adaptive")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meeting, "_NOTICED_S", 0.0)
+        for _ in range(16):
+            ddp(torch.ones(1, 256)).sum().backward()
+    return heard
+
+
+def test_a_training_that_waits_for_trials_says_so_before_and_after() -> None:
+    said, silent = run(train_aloud, 2, fresh=True)
+    assert silent == []
+    before, after = [place for place, (_, text) in enumerate(said) if "what messages take here" in text]
+    assert re.fullmatch(r"training waits for about [\d.]+ s: measuring what messages take here", said[before][1])
+    assert re.fullmatch(r"measured in [\d.]+ s what messages take here; training goes on", said[after][1])
+    # What Python shows when nobody has set up logging.
+    assert {said[before][0], said[after][0]} == {"WARNING"}
+
+
+def test_short_waits_are_no_warnings() -> None:
+    assert [meeting._level(wait_s) for wait_s in (0.0, 0.9, 1.0, inf)] == [logging.INFO] * 2 + [logging.WARNING] * 2

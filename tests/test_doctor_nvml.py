@@ -113,4 +113,4 @@ def test_without_the_binding_or_the_driver_it_says_why(monkeypatch: pytest.Monke
     assert "does not start: not supported" in (facts(monkeypatch, nvmlInit=refuse).missing or "")
     assert "stopped answering" in (facts(monkeypatch, nvmlDeviceGetHandleByIndex=refuse).missing or "")
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert "pip install 'commopt[nvml]'" in (read_nvml().missing or "")
+    assert "pip install nvidia-ml-py" in (read_nvml().missing or "")

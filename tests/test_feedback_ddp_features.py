@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import commopt
 from commopt import Compressed, Hierarchical, PowerSGD
+from commopt.hooks.misuse import warn_of_untested_torch
+from commopt.version import NEWEST_TESTED_TORCH
 from tests.feedback_training import (
     SMALL_BUCKETS,
     STRATEGIES,
@@ -135,21 +141,71 @@ def attached(aggregator: commopt.Aggregator, scaler: torch.amp.GradScaler | None
     return ddp
 
 
+def sgd(ddp: TorchDDP) -> torch.optim.Optimizer:
+    return torch.optim.SGD(ddp.parameters(), lr=0.01)
+
+
 def accumulate_wrongly(rank: int) -> None:
     ddp = attached(STRATEGIES["8 bits"])
-    for step in range(2):
-        ddp.zero_grad()
+    optimizer = sgd(ddp)
+    for step in range(3):
+        optimizer.zero_grad()
         ddp(gradients(rank, 2 * step)).backward()
         ddp(gradients(rank, 2 * step + 1)).backward()
+        optimizer.step()
 
 
 def accumulate_rightly(rank: int) -> None:
     ddp = attached(STRATEGIES["8 bits"])
+    optimizer = sgd(ddp)
     for step in range(3):
-        ddp.zero_grad(set_to_none=step != 1)
+        optimizer.zero_grad(set_to_none=step != 1)
         with ddp.no_sync():
             ddp(gradients(rank, 2 * step)).backward()
         ddp(gradients(rank, 2 * step + 1)).backward()
+        optimizer.step()
+
+
+def zero_in_place(rank: int) -> None:
+    ddp = attached(STRATEGIES["8 bits"])
+    optimizer = sgd(ddp)
+    for step in range(4):
+        optimizer.zero_grad(set_to_none=False)
+        ddp(gradients(rank, step)).backward()
+        optimizer.step()
+
+
+def update_by_hand(rank: int) -> None:
+    ddp = attached(STRATEGIES["8 bits"])
+    for step in range(4):
+        ddp.zero_grad()
+        ddp(gradients(rank, step)).backward()
+        with torch.no_grad():
+            for parameter in ddp.parameters():
+                assert parameter.grad is not None
+                parameter.sub_(parameter.grad, alpha=0.01)
+
+
+def run_out_of_data(rank: int) -> None:
+    ddp = attached(STRATEGIES["8 bits"])
+    optimizer = sgd(ddp)
+    with ddp.join():
+        for step in range(2 if rank else 6):
+            optimizer.zero_grad()
+            ddp(gradients(rank, step)).backward()
+            optimizer.step()
+
+
+def skip_steps_by_scaler(rank: int) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    ddp = attached(STRATEGIES["8 bits"], scaler)
+    optimizer = sgd(ddp)
+    for step in range(5):
+        optimizer.zero_grad()
+        loss = ddp(gradients(rank, step))
+        scaler.scale(loss * float("inf") if step in (1, 2) else loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
 
 
 def accumulate_losslessly(rank: int) -> None:
@@ -221,7 +277,64 @@ def test_misuse_is_logged_with_the_fix(training: Callable[[int], None], fix: str
 
 @pytest.mark.parametrize(
     "training",
-    [accumulate_rightly, accumulate_losslessly, pass_the_scaler, scaler_without_feedback, disabled_scaler],
+    [
+        accumulate_rightly,
+        accumulate_losslessly,
+        zero_in_place,
+        update_by_hand,
+        run_out_of_data,
+        skip_steps_by_scaler,
+        pass_the_scaler,
+        scaler_without_feedback,
+        disabled_scaler,
+    ],
 )
 def test_right_use_is_silent(training: Callable[[int], None]) -> None:
     assert run(messages_of, 2, training, fresh=True) == [[], []]
+
+
+def put_on_what_is_the_users(rank: int, world_size: int, aggregator: commopt.Aggregator) -> tuple[int, int, int, bool]:
+    """Return hooks on the module and on all optimizers, attached and after; and whether the module can be scripted."""
+    model = torch.nn.Linear(64, 64)
+    ddp = TorchDDP(model)
+    commopt.attach(ddp, aggregator)
+    optimizer = sgd(ddp)
+    for _ in range(2):
+        ddp(torch.ones(1, 64)).sum().backward()
+        optimizer.step()
+    of_optimizers = _global_optimizer_post_hooks
+    attached_ones = len(of_optimizers)
+    if not isinstance(aggregator, commopt.PeriodicAverage):
+        torch.jit.script(ddp.module)
+    del ddp, optimizer
+    gc.collect()
+    return attached_ones, len(of_optimizers), len(model._forward_pre_hooks), bool(torch.jit.script(model))
+
+
+@pytest.mark.parametrize(
+    "aggregator", [commopt.Hierarchical(), STRATEGIES["8 bits"], commopt.PeriodicAverage(2)], ids=str
+)
+def test_nothing_stays_behind(aggregator: commopt.Aggregator) -> None:
+    expected = (int(bool(aggregator.residual_paths)), 0, 0, True)
+    assert run(put_on_what_is_the_users, 2, aggregator, fresh=True) == [expected] * 2
+
+
+def attach_in_new_torch(rank: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "__version__", "2.99.0a0+cu130")
+        for _ in range(2):
+            attached(commopt.Hierarchical())
+
+
+def test_a_torch_that_was_not_tested_is_named_once() -> None:
+    said, silent = run(messages_of, 2, attach_in_new_torch, fresh=True)
+    assert (len(said), silent) == (1, [])
+    assert re.search(r"torch 2\.99\.0a0\+cu130 is newer than 2\.\d+, .* pip install 'torch==2\.\d+\.\*'", said[0])
+
+
+def test_the_tested_torch_is_that_of_the_constraints(caplog: pytest.LogCaptureFixture) -> None:
+    pinned = (Path(__file__).parent.parent / "constraints.txt").read_text()
+    assert f"\ntorch=={NEWEST_TESTED_TORCH}." in pinned
+    for version in ("2.7.0", f"{NEWEST_TESTED_TORCH}.9+cpu"):
+        warn_of_untested_torch(version)
+    assert not caplog.messages

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import logging
+import shutil
 import sys
+from importlib.metadata import distributions
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +18,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from commopt.errors import ConfigurationError, UnsupportedTensorError
-from commopt.kernels import loader, pack, reference, unpack
+from commopt.kernels import loader, pack, reference, sources, unpack
+from commopt.version import __version__
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 PAIRS = list(itertools.product((*DTYPES, torch.float64), repeat=2))
@@ -252,11 +256,12 @@ class TestChoice:
     def pretend(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
         monkeypatch.setitem(sys.modules, "commopt._C", None)
+        monkeypatch.setattr(loader, "distributions", lambda name: ())
         monkeypatch.setitem(sys.modules, "cupy", None)
         loader._choose.cache_clear()
         loader._load.cache_clear()
 
-    @pytest.mark.parametrize(("name", "fix"), [("native", "with nvcc on PATH"), ("nvrtc", r"commopt\[cuda12\]")])
+    @pytest.mark.parametrize(("name", "fix"), [("native", "with nvcc on PATH"), ("nvrtc", "cupy-cuda12x")])
     def test_forced_but_absent(self, monkeypatch: pytest.MonkeyPatch, name: str, fix: str) -> None:
         monkeypatch.setenv(loader.VARIABLE, name)
         with pytest.raises(ConfigurationError, match=f"COMMOPT_KERNELS={name} cannot work on cuda:0.*{fix}"):
@@ -281,13 +286,48 @@ class TestChoice:
             assert loader.loader_for(self.device) is None
         (record,) = caplog.records
         assert "nvcc" in record.getMessage()
-        assert "commopt[cuda12]" in record.getMessage()
+        assert "cupy-cuda12x" in record.getMessage()
 
     def test_old_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
         monkeypatch.setenv(loader.VARIABLE, "native")
         with pytest.raises(ConfigurationError, match=r"compute capability 7\.5 is below 8\.0"):
             loader.loader_for(self.device)
+
+
+class TestInstalled:
+    """What a source tree without compiled kernels finds in the installed package; a Python file stands for them."""
+
+    @pytest.fixture(autouse=True)
+    def installed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        folder = tmp_path / "commopt"
+        shutil.copytree(sources.directory(), folder / "csrc", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+        (folder / "_C.py").write_text("launched = []\ndef launch(*arguments): launched.append(arguments)\n")
+        metadata = tmp_path / f"commopt-{__version__}.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: commopt\nVersion: {__version__}\n")
+        monkeypatch.setattr(loader, "distributions", lambda name: distributions(name=name, path=[str(tmp_path)]))
+        monkeypatch.setitem(sys.modules, "commopt._C", None)  # the source tree's; put back at the end
+        return folder
+
+    def test_of_the_same_sources_is_used(self) -> None:
+        loader.Native().launch("kernel", 1, 2, 3, (4,))
+        assert sys.modules["commopt._C"].launched == [("kernel", 1, 2, 3, (4,))]
+
+    @pytest.mark.parametrize("change", ["edited", "added", "version"])
+    def test_of_other_sources_is_not(self, installed: Path, change: str) -> None:
+        if change == "version":
+            (metadata,) = installed.parent.glob("*.dist-info/METADATA")
+            metadata.write_text("Metadata-Version: 2.1\nName: commopt\nVersion: 0.0.1\n")
+        else:
+            (installed / "csrc" / ("pack.cuh" if change == "edited" else "other.cuh")).write_text("// an edit")
+        with pytest.raises(ImportError, match="compiled from other sources"):
+            loader.Native()
+
+    def test_without_compiled_kernels(self, installed: Path) -> None:
+        (installed / "_C.py").unlink()
+        with pytest.raises(ModuleNotFoundError, match=r"commopt\._C"):
+            loader.Native()
 
 
 @pytest.fixture(params=["native", "nvrtc"])

@@ -186,5 +186,5 @@ def test_without_pynvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(builtins, "__import__", without)
     [warning] = add_nvml(read_sysfs(server(tmp_path / "gpus", gpus=2).root)).warnings
-    assert "pip install 'commopt[nvml]'" in warning
+    assert "pip install nvidia-ml-py" in warning
     assert not any("nvml" in text for text in add_nvml(read_sysfs(plain(tmp_path / "plain").root)).warnings)

@@ -104,5 +104,5 @@ def test_without_matplotlib_the_message_says_what_to_install(tmp_path: Path, mon
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(ConfigurationError, match=r"pip install 'commopt\[plot\]'"):
+    with pytest.raises(ConfigurationError, match="pip install matplotlib"):
         draw(training(), tmp_path / "step.png")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 from bench.bucketing.contest import DEFAULT, NOTHING, Contender, Standing, names
 from bench.bucketing.models import SUBJECTS
+from bench.document import table
 from bench.environment import run_of
 from bench.table import print_rows
 from commopt.command_line import Parser, output_file, whole
@@ -43,12 +45,16 @@ def parse_options() -> argparse.Namespace:
         metavar="FILE",
         help="draw a step of the first preset with each plan, as FILE_ddp and so on",
     )
+    parser.add_argument("--show", type=Path, metavar="FILE", help="print a Markdown table of such a file, and no more")
     return parser.parse_args()
 
 
 def main() -> None:
     """Run the contest; rank 0 reports."""
     options = parse_options()
+    if options.show:
+        print(markdown([json.loads(line) for line in options.show.read_text().splitlines()]))
+        return
     start_process_group()
     subject = SUBJECTS[options.model]
     batch = options.batch or subject.batch
@@ -93,6 +99,20 @@ def verdict(standings: list[Standing]) -> dict[str, Any]:
         "adaptive_to_default": adaptive.step_ms / steps_ms[DEFAULT],
         "communication_to_compute": (adaptive.communication_ms or 0.0) / steps_ms[NOTHING],
     }
+
+
+def markdown(records: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table of the contests in a file; milliseconds of a step."""
+    headings = ["model, link", "no communication", "DDP's default", "best cap by trial", "adaptive"]
+    rows = []
+    for record in records:
+        steps_ms = {standing["name"]: f"{standing['step_ms']:.0f}" for standing in record["standings"]}
+        adaptive = next(steps_ms[name] for name in steps_ms if name.endswith("adaptive"))
+        best = f"{steps_ms[record['best_cap']]} ({record['best_cap']})"
+        shares = [f"{record[name]:.2f}" for name in ("adaptive_to_default", "adaptive_to_best_cap")]
+        link = f"{record['model']}, {record['emulated_rate']}"
+        rows.append([link, steps_ms[NOTHING], steps_ms[DEFAULT], best, adaptive, *shares])
+    return table([*headings, "of the default", "of the best cap"], rows)
 
 
 def show_table(record: dict[str, Any], standings: list[Standing]) -> None:

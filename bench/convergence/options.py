@@ -40,7 +40,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--report", action="store_true", help="train and time nothing: report what the file has")
     options = parser.parse_args()
     if options.plot and not find_spec("matplotlib"):
-        parser.error("--plot needs matplotlib: pip install 'commopt[plot]', or leave --plot out")
+        parser.error("--plot needs matplotlib: pip install matplotlib, or leave --plot out")
     tasks = plan.quick(plan.TASKS) if options.quick else plan.TASKS
     options.tasks = tuple(task for task in tasks if options.task in (None, task.name))
     options.settings = plan.settings(tasks)

@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("--figure", metavar="NAME", help="what a file is drawn as (default: by what is in it)")
     options = parser.parse_args()
     if not find_spec("matplotlib"):
-        parser.error("pictures need matplotlib: pip install 'commopt[plot]'")
+        parser.error("pictures need matplotlib: pip install matplotlib")
     if bool(options.json) != bool(options.output) or (options.figure and not options.json):
         parser.error("name the files and, with -o, where to draw them; or nothing at all, and everything is drawn")
     try:

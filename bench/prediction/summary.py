@@ -1,11 +1,17 @@
-"""How far predictions are from measurements, over one run or many."""
+"""How far predictions are from measurements, over one run or many.
+
+`python -m bench.prediction.summary FILE` prints what was measured, and the errors, in Markdown.
+"""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from statistics import median
 
-from bench.prediction.record import Configuration, Environment, Run
+from bench.document import table
+from bench.prediction.record import Configuration, Environment, Run, read
 from bench.table import print_rows
 
 
@@ -74,3 +80,33 @@ def _row(environment: Environment, each: Configuration) -> list[str]:
         f"{each.communication_ms:.0f}",
         str(len(each.steps_ms)),
     ]
+
+
+def markdown(runs: Sequence[Run]) -> str:
+    """Return a sentence, and a table: a row for each model on each cluster, a column for each strategy."""
+    found = [(environment, each) for environment, configurations in runs for each in configurations]
+    errors = [each.error for _, each in found]
+    strategies = dict.fromkeys(each.strategy for _, each in found)
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for environment, each in found:
+        row = cells.setdefault((environment.cluster, each.model), {})
+        row[each.strategy] = f"{each.measured_ms:.0f} ({100 * each.error:+.0f} %)"
+    near, within = (sum(abs(error) <= limit for error in errors) for limit in (0.1, 0.25))
+    rows = [[*key, *(row.get(name, "-") for name in strategies)] for key, row in cells.items()]
+    clusters = len({cluster for cluster, _ in cells})
+    text = (
+        f"{len(found)} steps on {clusters} clusters: median error {100 * typical(errors):.1f} %, worst "
+        f"{100 * worst(errors):+.0f} %; {near} within 10 %, {within} within 25 %."
+    )
+    return f"{text}\n\n{table(['cluster, link', 'model', *(f'`{name}`' for name in strategies)], rows)}"
+
+
+def main() -> None:
+    """Print."""
+    parser = argparse.ArgumentParser(prog="python -m bench.prediction.summary", description="A table of predictions.")
+    parser.add_argument("files", type=Path, nargs="+", help="what bench.prediction --json wrote")
+    print(markdown(read(parser.parse_args().files)))
+
+
+if __name__ == "__main__":
+    main()

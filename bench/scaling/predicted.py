@@ -15,8 +15,9 @@ from functools import partial
 from pathlib import Path
 
 import commopt
+from bench.document import table
 from bench.table import print_rows
-from commopt.command_line import Parser, output_file
+from commopt.command_line import Parser, output_file, whole
 from commopt.simulate import (
     Cluster,
     Network,
@@ -134,7 +135,12 @@ def main() -> None:
     parser.add_argument(
         "--json", type=output_file, metavar="FILE", help="write JSON lines: the assumptions, then predictions"
     )
+    parser.add_argument("--show", type=Path, metavar="FILE", help="print a Markdown table of such a file, and no more")
+    parser.add_argument("--gpus", type=whole(1), metavar="N", help="with --show: on that many, in per cent, by network")
     options = parser.parse_args()
+    if options.show:
+        print(markdown(read(options.show)[1], options.gpus))
+        return
     told = "python -m bench.scaling.predicted" + (f" --json {options.json}" if options.json else "")
     given = Assumptions(told, commopt.__version__)
     found: list[Prediction] = []
@@ -153,6 +159,22 @@ def main() -> None:
         for each in needs
     )
     print_rows("Predicted efficiency against one GPU, by number of GPUs", headings, rows, caption, width=140)
+
+
+def markdown(found: Sequence[Prediction], gpus: int | None = None) -> str:
+    """Return a table of efficiencies, of every strategy in each cell: by number of GPUs, or in per cent on `gpus`."""
+    known = {(each.model, each.gbps, each.gpus, each.strategy): each.efficiency for each in found}
+
+    def cell(name: str, gbps: int, count: int, factor: int, digits: int) -> str:
+        return " / ".join(f"{factor * known[name, gbps, count, each]:.{digits}f}" for each in STRATEGIES)
+
+    named = {name: f"{name}, {batch}" for name, batch in BATCHES.items()}
+    if gpus is not None:
+        headings = ["model, batch per GPU", *(f"{gbps} Gb/s" for gbps in GBPS)]
+        return table(headings, [[named[name], *(cell(name, each, gpus, 100, 0) for each in GBPS)] for name in named])
+    counts = (8, *SHOWN_GPUS)
+    rows = [[named[name], str(gbps), *(cell(name, gbps, n, 1, 2) for n in counts)] for name in named for gbps in GBPS]
+    return table(["model, batch", "Gb/s", *(f"{count} GPUs" for count in counts)], rows)
 
 
 def _shown(name: str, gbps: float, found: Sequence[Prediction]) -> list[str]:

@@ -1,10 +1,13 @@
-"""The scaling benchmark's table."""
+"""The scaling benchmark's table; `python -m bench.scaling.table FILE MODE` prints the steps in Markdown."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
-from bench.scaling.report import Environment, Point, efficiencies
+from bench.document import table
+from bench.scaling.report import Environment, Point, efficiencies, read
 from bench.table import print_rows
 
 _WIDTH = 124  # without a terminal
@@ -55,3 +58,38 @@ def _row(point: Point, points: Sequence[Point]) -> list[str]:
         f"{point.communication_efficiency:.2f}",
         f"{point.inter_mib_per_step:.2f}",
     ]
+
+
+def markdown(points: Sequence[Point], mode: str) -> str:
+    """Return a table of one mode: a row for each world, a column for each strategy's step and what was predicted."""
+    own = [point for point in points if point.mode == mode]
+    strategies = dict.fromkeys(point.strategy for point in own)
+    worlds: dict[tuple[int, int, int], dict[str, Point]] = {}
+    for point in own:
+        worlds.setdefault((point.nodes, point.ranks_per_node, point.batch_per_rank), {})[point.strategy] = point
+    rows = [
+        [
+            f"{nodes} x {ranks}, {batch}",
+            f"{next(iter(found.values())).noop_ms:.0f}",
+            *(_step(found[s]) for s in strategies),
+        ]
+        for (nodes, ranks, batch), found in worlds.items()
+    ]
+    return table(["nodes x ranks, samples on each", "computing alone", *(f"`{name}`" for name in strategies)], rows)
+
+
+def _step(point: Point) -> str:
+    return f"{point.step_ms:.0f}" + ("" if point.predicted_ms is None else f" ({point.predicted_ms:.0f})")
+
+
+def main() -> None:
+    """Print."""
+    parser = argparse.ArgumentParser(prog="python -m bench.scaling.table", description="A table of a scaling file.")
+    parser.add_argument("file", type=Path, help="what bench.scaling --json wrote")
+    parser.add_argument("mode", choices=["weak", "strong"])
+    options = parser.parse_args()
+    print(markdown(read(options.file)[1], options.mode))
+
+
+if __name__ == "__main__":
+    main()

@@ -64,5 +64,5 @@ def parse_options() -> argparse.Namespace:
     except ValueError as error:
         parser.error(str(error))
     if options.plot and not find_spec("matplotlib"):
-        parser.error("--plot needs matplotlib: pip install 'commopt[plot]', or leave --plot out")
+        parser.error("--plot needs matplotlib: pip install matplotlib, or leave --plot out")
     return options

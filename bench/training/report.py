@@ -1,7 +1,11 @@
-"""What a training benchmark found: its records, their file of JSON lines, and the table."""
+"""What a training benchmark found: its records, their file of JSON lines, and the table.
+
+`python -m bench.training.report FILE` prints a table of such a file in Markdown.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import shlex
 from collections.abc import Sequence
@@ -9,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench.crossing import first_below
+from bench.document import table
 from bench.table import print_rows
 
 STOCK = "ddp"
@@ -161,3 +166,50 @@ def _row(outcome: Outcome, outcomes: Sequence[Outcome], target_loss: float | Non
 
 def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
+
+
+def markdown(environment: Environment, outcomes: Sequence[Outcome], chosen: Sequence[str]) -> str:
+    """Return a table of the `chosen` strategies, all if there are none."""
+    target_loss = environment.target_loss
+    headings = ["strategy", "steps", "step ms", "exposed ms", "of stock's", "payload MiB/step", "expected"]
+    headings += ["held-out loss"] + ([] if target_loss is None else [f"s to {target_loss:g}"])
+    rows = [
+        [
+            f"`{each.strategy}`",
+            str(each.steps),
+            f"{each.step_ms:.0f}",
+            f"{each.exposed_ms:.0f}",
+            _number(fraction_of_stock(each, outcomes), 3),
+            _number(each.inter_payload_mib_per_step, 2),
+            _number(each.inter_predicted_mib_per_step, 2),
+            f"{each.held_out_loss:.2f}",
+            *([] if target_loss is None else [_number(each.seconds_to(target_loss), 0)]),
+        ]
+        for each in outcomes
+        if not chosen or each.strategy in chosen
+    ]
+    return table(headings, rows)
+
+
+def fractions(outcomes: Sequence[Outcome]) -> str:
+    """Return a table of one row: the exposed time with each strategy as a fraction of stock DDP's."""
+    others = [each for each in outcomes if each.strategy != STOCK]
+    return table(
+        [f"`{each.strategy}`" for each in others], [[_number(fraction_of_stock(each, outcomes), 2) for each in others]]
+    )
+
+
+def main() -> None:
+    """Print."""
+    parser = argparse.ArgumentParser(prog="python -m bench.training.report", description="A table of a training file.")
+    parser.add_argument("file", type=Path, help="what bench.training --json wrote")
+    parser.add_argument("--strategies", default="", help="only these, separated by commas")
+    parser.add_argument("--fractions", action="store_true", help="only what is left of stock DDP's exposed time")
+    options = parser.parse_args()
+    environment, outcomes = read(options.file)
+    chosen = [name for name in options.strategies.split(",") if name]
+    print(fractions(outcomes) if options.fractions else markdown(environment, outcomes, chosen))
+
+
+if __name__ == "__main__":
+    main()

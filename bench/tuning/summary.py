@@ -1,13 +1,16 @@
-"""How good the tuner's choices are, over one run or many."""
+"""How good the tuner's choices are, over one run or many; `python -m bench.tuning.summary FILE...` in Markdown."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import median
 
+from bench.document import table
 from bench.prediction.lines import World
 from bench.table import print_rows
-from bench.tuning.record import Configuration, Run
+from bench.tuning.record import Configuration, Run, read
 
 
 def sentence(runs: Sequence[Run]) -> str:
@@ -47,3 +50,41 @@ def _row(environment: World, each: Configuration) -> list[str]:
         "-" if exposed is None else f"{exposed:.3f}",
         str(each.steps),
     ]
+
+
+def markdown(runs: Sequence[Run]) -> str:
+    """Return a table of every configuration; milliseconds of a step."""
+    headings = [
+        "cluster, link",
+        "model",
+        "allowed",
+        "computing alone",
+        "stock DDP",
+        "fastest of all tried",
+        "`auto` chose",
+    ]
+    headings += ["of fastest", "of stock", "beyond computing, of stock's", "steps"]
+    rows = []
+    for environment, configurations in runs:
+        for each in configurations:
+            exposed = each.exposed_to_stock
+            allowed = ", ".join(name for name in each.allow if name != "lossless") or "exact"
+            shares = [f"{each.to_best:.2f}", f"{each.to_stock:.2f}", "-" if exposed is None else f"{exposed:.3f}"]
+            best = f"{each.best_ms:.0f}: `{each.best}`, of {len(each.candidates_ms)}"
+            tuned = f"{each.tuned_ms:.0f}: {each.tuned or 'nothing yet'}"
+            alone = [f"{each.compute_ms:.0f}", f"{each.stock_ms:.0f}"]
+            rows.append(
+                [environment.cluster, f"`{each.model}`", allowed, *alone, best, tuned, *shares, str(each.steps)]
+            )
+    return table(headings, rows)
+
+
+def main() -> None:
+    """Print."""
+    parser = argparse.ArgumentParser(prog="python -m bench.tuning.summary", description="A table of tunings.")
+    parser.add_argument("files", type=Path, nargs="+", help="what bench.tuning --json wrote")
+    print(markdown(read(parser.parse_args().files)))
+
+
+if __name__ == "__main__":
+    main()

@@ -61,15 +61,37 @@ def calibrate(
         for place, layout in enumerate(samples):
             nbytes = layout.numel * dtype.itemsize
             expected_us = points[name][-1][1] * nbytes / points[name][-1][0] if points[name] else 0.0
-            if place >= _LEAST_LAYOUTS and expected_us * (1 + _FEWEST_CALLS) > left_us:
+            if place >= _LEAST_LAYOUTS and _would_break(left_us, expected_us):
                 break
             trial = _Trial(aggregator, layout, dtype, team)
             (once_us,) = _slowest([trial.mean_us(1)], team)
-            calls = min(_MOST_CALLS, max(_FEWEST_CALLS, ceil(_LONG_ENOUGH_US / once_us)))
+            calls = _calls(once_us)
             (mean_us,) = _slowest([trial.mean_us(calls)], team)
             points[name].append((nbytes, mean_us))
             left_us -= once_us + calls * mean_us
     return points
+
+
+def expected_us(samples: Sequence[Layout], itemsize: int, us_per_byte: float, budget_us: float) -> float:
+    """Return about how long `calibrate` tries out one aggregator, within its share of the budget.
+
+    us_per_byte: what a byte takes; inf where that is not known.
+    """
+    spent_us = 0.0
+    for place, layout in enumerate(samples):
+        once_us = max(us_per_byte * layout.numel * itemsize, 1.0)
+        if place >= _LEAST_LAYOUTS and _would_break(budget_us - spent_us, once_us):
+            break
+        spent_us += once_us * (1 + _calls(once_us))
+    return min(spent_us, budget_us)
+
+
+def _calls(once_us: float) -> int:
+    return min(_MOST_CALLS, max(_FEWEST_CALLS, ceil(_LONG_ENOUGH_US / once_us)))
+
+
+def _would_break(left_us: float, once_us: float) -> bool:
+    return once_us * (1 + _FEWEST_CALLS) > left_us
 
 
 def stages(aggregator: Aggregator, layout: Layout, dtype: torch.dtype, team: Team) -> StageTimes:

@@ -2,31 +2,47 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from glob import escape
 from itertools import count
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from commopt.aggregate import Aggregator
 from commopt.errors import CommoptError, ConfigurationError
-from commopt.feedback import Layout
+from commopt.feedback import Layout, matches
+
+_log = logging.getLogger("commopt")
+
+_COMPILED = "_orig_mod"  # what torch.compile calls the module inside of its own
 
 
 class Layouts:
-    """Layouts of DDP's buckets; parameters are called as in `module`, or "parameter N" in the order they come by."""
+    """Layouts of DDP's buckets; parameters are called as in `module`, or "parameter N" in the order they come by.
+
+    A parameter of a compiled module is called as in the plain one, one that is shared by the first of its names.
+    """
 
     def __init__(self, module: nn.Module | None) -> None:
         self.numels: dict[str, int] = {}
         self.parameters: dict[str, Tensor] = {}
         self._names: dict[int, str] = {}
+        self._called: dict[str, str | None] = {}  # by any name in the module; None where DDP averages nothing
         self._numbers = count()
         self._known: dict[tuple[int, ...], Layout] = {}
         self._expected: Mapping[str, int] | None = None
         if module is not None:
             ignored = _ignored_by_ddp(module)
-            for name, parameter in module.named_parameters():
-                if parameter.requires_grad and parameter not in ignored:
+            for full_name, parameter in module.named_parameters(remove_duplicate=False):
+                name = ".".join(part for part in full_name.split(".") if part != _COMPILED)
+                if parameter.requires_grad and parameter not in ignored and id(parameter) not in self._names:
                     self._name(parameter, name)
+                self._called[name] = self._called[full_name] = self._names.get(id(parameter))
 
     @property
     def whole(self) -> Layout:
@@ -40,6 +56,41 @@ class Layouts:
         if key not in self._known:
             self._known[key] = self._describe(bucket, parameters)
         return self._known[key]
+
+    def resolved(self, aggregator: Aggregator, *, warn: bool) -> Aggregator:
+        """Return `aggregator` with patterns of `dense` that know a shared parameter by all of its names.
+
+        warn: log the patterns that match nothing.
+        """
+        changes: dict[str, Any] = {}
+        for name in getattr(aggregator, "__dataclass_fields__", ()):
+            value = getattr(aggregator, name)
+            if isinstance(value, Aggregator):
+                changes[name] = self.resolved(value, warn=warn)
+            elif name == "dense" and value:
+                changes[name] = value + self._further_patterns(value)
+                if warn:
+                    self._warn_of_unmatched(value)
+        differs = any(value != getattr(aggregator, name) for name, value in changes.items())
+        return replace(aggregator, **changes) if differs else aggregator  # type: ignore[type-var]
+
+    def _further_patterns(self, patterns: tuple[str, ...]) -> tuple[str, ...]:
+        meant = dict.fromkeys(called for name, called in self._called.items() if called and matches(name, patterns))
+        return tuple(escape(called) for called in meant if not matches(called, patterns))
+
+    def _warn_of_unmatched(self, patterns: tuple[str, ...]) -> None:
+        for pattern in patterns:
+            if matches("parameter 0", (pattern,)):
+                continue
+            if not self._called:
+                _log.warning(
+                    "dense=%r: the names of the parameters are unknown, so it may match none; use commopt.attach, or "
+                    "HookState(..., module=model)",
+                    pattern,
+                )
+            elif not any(matches(name, (pattern,)) for name in self._called):
+                near = get_close_matches(pattern, self._called, cutoff=0.4) or list(self._called)[:3]
+                _log.warning("dense=%r matches no parameter; there are for example %s", pattern, ", ".join(near))
 
     def expect(self, numels: Mapping[str, int]) -> None:
         """Note the parameters of a checkpoint, for when the model shows its own."""

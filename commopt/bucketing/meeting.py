@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
+from time import perf_counter
 
+import numpy as np
 from torch import Tensor
 
 from commopt.bucketing.calibration import Points, packing_us_per_byte
 from commopt.bucketing.methods import Decider, Method
-from commopt.bucketing.prices import measured_points, prices_from_links, prices_from_points
+from commopt.bucketing.prices import expected_s, measured_points, prices_from_links, prices_from_points
 from commopt.bucketing.units import Units
 from commopt.bucketing.window import Latest, latest, own_times
 from commopt.bucketing.wish import Wish
@@ -21,6 +24,8 @@ from commopt.plan import Bucket, Calendar, Costs, Decision, Faithfulness, Key, P
 from commopt.recording import StepRecord
 
 _log = logging.getLogger("commopt")
+
+_NOTICED_S = 1.0  # a training that stands still for so long looks like one that hangs
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,7 @@ class Meetings:
             self._points = self._prices = None
         if self._points is None:
             by_links = self._wish.links is not None
-            self._points = {} if by_links else self._try_out(agenda)
+            self._points = {} if by_links else self._try_out(agenda, times)
             if not agenda.units.single:
                 self._packing_us_per_byte = packing_us_per_byte(agenda.units.dtype, team)
         answer = b""
@@ -123,12 +128,35 @@ class Meetings:
             self._decider.reprice(costs)
         return self._decider.decide(replace(window, fidelity=agenda.fidelity()), agenda.step)
 
-    def _try_out(self, agenda: Agenda) -> dict[Key, Points]:
-        method, dtype = self._method, agenda.units.dtype
-        return measured_points(method.tried_out, method.in_chunks, method.budget_s, agenda.whole, dtype, self._team)
+    def _try_out(self, agenda: Agenda, times: Latest) -> dict[Key, Points]:
+        method = self._method
+        what = (method.tried_out, method.in_chunks, method.budget_s, agenda.whole, agenda.units.dtype, self._team)
+        wait_s = expected_s(*what, _us_per_byte(times, agenda.messages)) if self.chairs else 0.0
+        if self.chairs:
+            _log.log(_level(wait_s), "training waits for about %.1f s: measuring what messages take here", wait_s)
+        begun_s = perf_counter()
+        points = measured_points(*what)
+        if self.chairs:
+            took_s = perf_counter() - begun_s
+            _log.log(
+                _level(max(wait_s, took_s)), "measured in %.1f s what messages take here; training goes on", took_s
+            )
+        return points
 
     def _price(self, agenda: Agenda) -> dict[Key, PriceTable]:
         method, dtype = self._method, agenda.units.dtype
         if self._wish.links is not None:
             return prices_from_links(method.strategies, agenda.whole, dtype, self._team, self._wish.links)
         return method.priced(prices_from_points(self._points or {}, agenda.whole, dtype), agenda.whole, dtype)
+
+
+def _us_per_byte(times: Latest, messages: Sequence[Bucket]) -> float:
+    """Return what a byte took in the steps that were measured, inf where none was."""
+    took_us = (times.finished_us - times.started_us).sum(axis=1)
+    known_us = took_us[~np.isnan(took_us)]
+    return float(np.median(known_us)) / sum(bucket.nbytes for bucket in messages) if len(known_us) else inf
+
+
+def _level(wait_s: float) -> int:
+    """Return how loud to be: without logging set up only warnings are seen, and nobody looks for the cause of less."""
+    return logging.WARNING if wait_s >= _NOTICED_S else logging.INFO

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from commopt.aggregate import Aggregator, Hierarchical
-from commopt.bucketing.calibration import Points, calibrate, samples_of, stages
+from commopt.bucketing.calibration import Points, calibrate, expected_us, samples_of, stages
 from commopt.bucketing.layouts import Layouts
 from commopt.bucketing.units import Units
 from commopt.cost import Curve, Links, best_chunks, cost_us, pipelined_us, price
@@ -75,16 +75,41 @@ def measured_points(
     recommend.
     """
     samples = samples_of(whole, dtype.itemsize)
+    in_chunks = _tried_in_chunks(strategies, in_chunks, team)
     trials: dict[Key, Aggregator] = {(name, 1): aggregator for name, aggregator in strategies.items()}
     points = calibrate(trials, samples, dtype, team, budget_s)
     cut: dict[Key, Aggregator] = {}
-    for name, aggregator in strategies.items():
-        if name in in_chunks and isinstance(aggregator, Hierarchical) and _pipelines(aggregator, team, _lanes(team)):
-            affordable = [sample for sample in samples if sample.numel * dtype.itemsize <= points[name, 1][-1][0]]
-            chunks = _recommended(stages(aggregator, affordable[-1], dtype, team))
-            if chunks > 1:
-                cut[name, chunks] = replace(aggregator, chunks=chunks)
+    for name, aggregator in in_chunks.items():
+        affordable = [sample for sample in samples if sample.numel * dtype.itemsize <= points[name, 1][-1][0]]
+        chunks = _recommended(stages(aggregator, affordable[-1], dtype, team))
+        if chunks > 1:
+            cut[name, chunks] = replace(aggregator, chunks=chunks)
     return points | calibrate(cut, samples, dtype, team, budget_s)
+
+
+def _tried_in_chunks(
+    strategies: Mapping[str, Aggregator], names: Collection[str], team: Team
+) -> dict[str, Hierarchical]:
+    return {
+        name: aggregator
+        for name, aggregator in strategies.items()
+        if name in names and isinstance(aggregator, Hierarchical) and _pipelines(aggregator, team, _lanes(team))
+    }
+
+
+def expected_s(
+    strategies: Mapping[str, Aggregator],
+    in_chunks: Collection[str],
+    budget_s: float,
+    whole: Layout,
+    dtype: torch.dtype,
+    team: Team,
+    us_per_byte: float,
+) -> float:
+    """Return about how long `measured_points` takes where a byte takes us_per_byte, inf if that is not known."""
+    samples = samples_of(whole, dtype.itemsize)
+    rounds = [count for count in (len(strategies), len(_tried_in_chunks(strategies, in_chunks, team))) if count]
+    return sum(n * expected_us(samples, dtype.itemsize, us_per_byte, budget_s * 1e6 / n) / 1e6 for n in rounds)
 
 
 def prices_from_points(points: Mapping[Key, Points], whole: Layout, dtype: torch.dtype) -> dict[Key, PriceTable]:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
+from functools import cache
 from typing import Any
+from weakref import finalize, ref
 
 import torch
-from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from commopt.version import NEWEST_TESTED_TORCH
 
 _log = logging.getLogger("commopt")
 
@@ -24,41 +29,49 @@ def warn_of_unknown_scaler() -> None:
             return
 
 
-class ReducedGradients:
-    """Warns, once, when a backward adds to gradients that were averaged already.
+@cache
+def warn_of_untested_torch(version: str) -> None:
+    """Warn, once for each, when a torch is newer than all that the tests ran with."""
+    release = [int(number) for number in re.findall(r"\d+", version)[:2]]
+    if release > [int(number) for number in NEWEST_TESTED_TORCH.split(".")]:
+        _log.warning(
+            "torch %s is newer than %s, the newest that commopt was tested with; if something is odd, try that one: "
+            "pip install 'torch==%s.*'",
+            version,
+            NEWEST_TESTED_TORCH,
+            NEWEST_TESTED_TORCH,
+        )
 
-    DDP would average old and new gradients together; lossless averages stand that, residuals count them twice. A
-    forward pre-hook notes how often a gradient was written to, the last bucket sees whether nothing but one addition
-    came after. A copy of the hook, in a copied or saved model, does nothing.
+
+class UnusedAverages:
+    """Warns, once, when two backwards in a row were averaged and no optimizer stepped between them.
+
+    DDP averages what has accumulated: lossless averages stand that, residuals count the first gradient twice. Any step
+    of a torch optimizer counts, and loops in which none was seen yet are left alone: they update parameters by hand.
+    Not for loops with a GradScaler, which leaves out steps.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._armed = False
-        self._noted: tuple[nn.Parameter, Tensor, int] | None = None
-        self._handle = module.register_forward_pre_hook(self)
+    def __init__(self) -> None:
+        self._stepped: bool | None = None  # None: never yet
+        me = ref(self)
 
-    def __call__(self, module: nn.Module, inputs: Any) -> None:
-        """Note the state of one gradient at the first forward after a reduced step."""
-        if torch.compiler.is_compiling() or not self._armed or not torch.is_grad_enabled():
-            return
-        self._armed = False
-        parameter = next((p for p in module.parameters() if p.grad is not None), None)
-        if parameter is not None and parameter.grad is not None:
-            self._noted = (parameter, parameter.grad, parameter.grad._version)
+        def note_step(*_: Any) -> None:
+            alive = me()
+            if alive is not None:
+                alive._stepped = True
+
+        self._stop = finalize(self, register_optimizer_step_post_hook(note_step).remove)
+        self._stop.atexit = False
 
     def step_is_reduced(self) -> None:
         """Look, when the last bucket of a step comes by."""
-        self._armed, noted, self._noted = True, self._noted, None
-        if noted is None:
-            return
-        parameter, gradient, version = noted
-        # zero_grad() would have put another tensor there, or written to this one a second time.
-        if parameter.grad is gradient and gradient._version == version + 1:
+        if torch._C._current_graph_task_id() == -1:
+            return  # a rank without data, in DDP's join(), has neither backwards nor optimizer steps
+        if self._stepped is False:
             _log.warning(
-                "this backward adds to gradients that were averaged already: accumulate under ddp.no_sync() and call "
-                "optimizer.zero_grad() after each step, or error feedback counts them twice"
+                "two backwards in a row were averaged without an optimizer step between: accumulate gradients under "
+                "ddp.no_sync(), or error feedback counts them twice; what is averaged and then thrown away, it counts "
+                "as applied"
             )
-            self._handle.remove()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_armed": False, "_noted": None}
+            self._stop()
+        self._stepped = False if self._stepped else None

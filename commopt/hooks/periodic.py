@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from weakref import WeakMethod, ref
+from weakref import WeakMethod, finalize, ref
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +51,7 @@ class ParameterAverages:
         self._averaged_at = -1
         self._times = 0
         if module is not None and self._average is not None:
-            module.register_forward_pre_hook(_BeforeForward(before_forward))
+            finalize(self, module.register_forward_pre_hook(_BeforeForward(before_forward)).remove).atexit = False
 
     def take_turn(self, steps: int, team: Team, submit: Submit) -> None:
         """Average if that is due after `steps` steps and not done; all ranks must ask before the next step.

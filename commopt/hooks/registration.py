@@ -74,7 +74,7 @@ class Registration:
         self._plans_seen = 0
         self._lately_ns: deque[int] = deque(maxlen=64)
         self._sent_by_ddp = WireBytes()
-        self._reduced = None if module is None else misuse.ReducedGradients(module)
+        self._unused: misuse.UnusedAverages | None = None
 
     # ------------------------------------------------------------------------------------- setting up
 
@@ -84,6 +84,8 @@ class Registration:
         membership = join(process_group, self.settings.ranks_per_node, self.settings.timeout_s, self.settings.nccl)
         sending = Sending(membership, f"HookState {next(membership.owners)}", self.recorder)
         record = str(self.settings.record)  # what is recorded is never left to DDP
+        if membership.team.rank == 0:
+            misuse.warn_of_untested_torch(torch.__version__)
         membership.agree(f"{sending.owner} setup", aggregator=self.aggregator_name, record=record)
         self.settings = replace(self.settings, wish=self.settings.wish.settled(sending.owner, membership))
         if self.aggregator is not None:
@@ -100,6 +102,7 @@ class Registration:
 
     def _begin(self, aggregator: Aggregator, sending: Sending) -> None:
         aggregator.check(sending.team)
+        aggregator = self.layouts.resolved(aggregator, warn=sending.team.rank == 0)
         may_plan = not self.planning.given_up
         sending.watch_fidelity = may_plan and isinstance(aggregator, Auto) and bool(aggregator.residual_paths)
         self.planning.begin(sending.team, aggregator, self.settings.wish)
@@ -187,8 +190,9 @@ class Registration:
         if self.aggregator.residual_paths:
             if self.reduced_steps == 0 and self.scaler is None:
                 misuse.warn_of_unknown_scaler()
-            if self._reduced is not None:
-                self._reduced.step_is_reduced()
+            if not self.ledger.per_step:
+                self._unused = self._unused or misuse.UnusedAverages()
+                self._unused.step_is_reduced()
             self.layouts.require_expected()
 
     def _pass_on(self, held: Held, *, last: bool) -> torch.futures.Future[Tensor]:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from abc import ABC, abstractmethod
 from functools import cache, lru_cache
 from importlib import import_module
+from importlib.machinery import PathFinder
+from importlib.metadata import distributions
+from importlib.util import module_from_spec
+from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
 import torch
 
 from commopt.errors import ConfigurationError
 from commopt.kernels import nvrtc, sources
+from commopt.version import __version__
 
 VARIABLE = "COMMOPT_KERNELS"
 
@@ -37,16 +43,43 @@ class Native(Loader):
     fix = "install commopt from source with nvcc on PATH (COMMOPT_REQUIRE_CUDA=ON makes a failure visible)"
 
     def __init__(self) -> None:
-        self._module = import_module("commopt._C")
+        self._module = _compiled()
 
     def launch(self, kernel: str, grid: int, block: int, stream: int, arguments: Arguments) -> None:
         self._module.launch(kernel, grid, block, stream, arguments)
 
 
+def _compiled() -> Any:
+    """Import commopt._C; a source tree has none, and takes that of the installed commopt if it is of its sources.
+
+    What is run from a source tree imports that tree's package, whatever is installed.
+    """
+    try:
+        return import_module("commopt._C")
+    except ModuleNotFoundError:
+        here, stale = sources.contents(sources.directory()), ""
+        for installed in distributions(name="commopt"):
+            folder = Path(str(installed.locate_file("commopt")))
+            spec = PathFinder.find_spec("commopt._C", [str(folder)])
+            if spec is None or spec.loader is None:
+                continue
+            if installed.version == __version__ and sources.contents(folder / "csrc") == here:
+                module = module_from_spec(spec)
+                spec.loader.exec_module(module)
+                sys.modules["commopt._C"] = module
+                return module
+            stale = f"{folder} was compiled from other sources than {sources.directory()}"
+        if stale:
+            raise ImportError(stale) from None
+        raise
+
+
 class Nvrtc(Loader):
     """NVRTC, NVIDIA's run-time compiler, through CuPy: one file at a time, on first use, kept on disk."""
 
-    fix = "install commopt[cuda12] or commopt[cuda13], whichever matches torch.version.cuda"
+    fix = (
+        "pip install cupy-cuda12x nvidia-cuda-nvrtc-cu12, or cupy-cuda13x nvidia-cuda-nvrtc, as torch.version.cuda says"
+    )
 
     def __init__(self) -> None:
         self._cupy: Any = import_module("cupy")

@@ -21,6 +21,11 @@ def directory() -> Path:
     raise FileNotFoundError(f"no kernel sources in {' or '.join(map(str, candidates))}; reinstall commopt")
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return what the .cuh files of a folder hold, by name."""
+    return {path.name: path.read_bytes() for path in folder.glob("*.cuh")}
+
+
 @cache
 def file_of_kernel() -> dict[str, str]:
     """Map every kernel's name to the .cuh file that defines it."""

@@ -16,4 +16,4 @@ def require_drawable(path: Path) -> None:
     try:
         import matplotlib  # noqa: F401  (asked for, not used)
     except ImportError:
-        raise ConfigurationError("a picture needs matplotlib: pip install 'commopt[plot]'") from None
+        raise ConfigurationError("a picture needs matplotlib: pip install matplotlib") from None

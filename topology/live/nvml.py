@@ -31,7 +31,7 @@ def add_nvml(topology: Topology) -> Topology:
     try:
         import pynvml
     except ImportError:
-        return _unchanged(topology, "install nvidia-ml-py (pip install 'commopt[nvml]')")
+        return _unchanged(topology, "pip install nvidia-ml-py")
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:

@@ -43,7 +43,7 @@ def draw(topology: Topology, path: str | Path) -> None:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
-        raise TopologyError("--plot needs matplotlib: pip install 'commopt[plot]'") from None
+        raise TopologyError("--plot needs matplotlib: pip install matplotlib") from None
     placed = layout(topology)
     left, bottom, right, top = placed.span
     width = max(right - left, _NARROWEST)

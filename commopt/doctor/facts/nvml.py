@@ -79,7 +79,7 @@ def read_nvml() -> NvmlFacts:
     try:
         import pynvml
     except ImportError:
-        return NvmlFacts(missing="nvidia-ml-py is not installed: pip install 'commopt[nvml]'")
+        return NvmlFacts(missing="nvidia-ml-py is not installed: pip install nvidia-ml-py")
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
