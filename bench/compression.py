@@ -23,8 +23,9 @@ from bench.document import table
 from bench.environment import machine
 from bench.table import print_rows
 from bench.turns import times_s
-from commopt.command_line import Parser, output_file, whole
+from commopt.command_line import Parser, content_of, output_file, whole
 from commopt.compress import COMPRESSORS, Carry, Cast, Compressor, Dice, OneBit, Quantize
+from commopt.document import parse, read_text
 
 _ROWS = 4
 _WIDTH = 150  # 80 columns are too few
@@ -150,6 +151,13 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     return table(headings, lines)
 
 
+def _rows(path: Path) -> list[dict[str, Any]]:
+    document = parse(read_text(path), str(path))
+    if not isinstance(document, dict) or not isinstance(document.get("rows"), list):
+        raise ValueError(f"{path} is not a file that bench.compression --json wrote")
+    return document["rows"]
+
+
 def main() -> None:
     """Measure every compressor, print and write the figures."""
     parser = Parser(prog="python -m bench.compression", description=__doc__)
@@ -157,10 +165,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=whole(1), default=7)
     parser.add_argument("--threads", type=whole(1), default=min(2, os.cpu_count() or 1))
     parser.add_argument("--json", type=output_file, metavar="FILE")
-    parser.add_argument("--show", type=Path, metavar="FILE", help="print a Markdown table of such a file, and no more")
+    parser.add_argument("--show", type=content_of(_rows), metavar="FILE", help="print a table of such a file instead")
     options = parser.parse_args()
     if options.show:
-        print(markdown(json.loads(options.show.read_text())["rows"]))
+        print(markdown(options.show))
         return
     torch.set_num_threads(options.threads)
     gradient = Gradient(options.numel)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from commopt.command_line import Parser
 from commopt.document import read_text
+from commopt.errors import ConfigurationError
 
 _PLACE = re.compile(r"^(<!-- begin: [\w-]+ \(python -m ([^)]+)\) -->\n)(.*?)^(<!-- end -->)$", re.M | re.S)
 
@@ -68,11 +69,17 @@ def main() -> int:
     parser.add_argument("documents", nargs="*", type=Path, default=[Path("README.md"), *Path("docs").glob("*.md")])
     parser.add_argument("--check", action="store_true", help="change nothing; status 1 if anything is out of date")
     options = parser.parse_args()
-    stale = [document for document in options.documents if filled(document.read_text()) != document.read_text()]
-    for document in stale:
-        print(f"{document}: {'out of date' if options.check else 'filled in'}")
-        if not options.check:
-            document.write_text(filled(document.read_text()))
+    stale = False
+    for document in options.documents:
+        try:
+            text = read_text(document)
+        except ConfigurationError as error:
+            parser.error(str(error))
+        if (new := filled(text)) != text:
+            stale = True
+            print(f"{document}: {'out of date' if options.check else 'filled in'}")
+            if not options.check:
+                document.write_text(new)
     return 1 if options.check and stale else 0
 
 

@@ -11,9 +11,11 @@ from ast import literal_eval
 from collections.abc import Callable
 from math import isfinite
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from commopt.errors import ConfigurationError
+
+_T = TypeVar("_T")
 
 BAD_INPUT = 2
 """Exit status of every command for arguments and files it cannot use, as argparse has it."""
@@ -87,6 +89,21 @@ def option_value(text: str) -> Any:
         return literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return text
+
+
+def content_of(read: Callable[[Path], _T]) -> Callable[[str], _T]:
+    """Return a `type=` for a file that `read` reads; a ValueError or OSError of its is bad input."""
+
+    def parse(text: str) -> _T:
+        try:
+            path = Path(text)
+            if path.exists() and not path.is_file():  # a pipe would block, a device may have no end
+                raise ValueError(f"{path} cannot be read: it is not a plain file")
+            return read(path)
+        except (OSError, ValueError, RecursionError) as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parse
 
 
 def output_file(text: str) -> Path:

@@ -78,6 +78,7 @@ class Context(dict[str, Any]):
             "gathered": lambda: torch.empty(64 * dist.get_world_size()),
             "part": lambda: torch.empty(64 // dist.get_world_size()),
             "train": lambda: self._train,
+            "files": self._saved,
         }
         if name not in made:
             raise KeyError(name)
@@ -88,6 +89,11 @@ class Context(dict[str, Any]):
         state = commopt.attach(self["ddp"], commopt.hierarchical_quantized)
         self._train(state)
         return state
+
+    def _saved(self) -> list[Path]:
+        torch.save({"comm": self["comm"].state_dict()}, f"checkpoint-{self['rank']}.pt")
+        dist.barrier()
+        return sorted(Path().glob("checkpoint-*.pt"))
 
     def _train(self, state: commopt.HookState | None = None) -> None:
         """Take 16 steps, or as many as tuning needs; where nothing is attached, none."""

@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from statistics import median
 
 from bench.document import table
 from bench.prediction.record import Configuration, Environment, Run, read
 from bench.table import print_rows
+from commopt.command_line import Parser, content_of
 
 
 def worst(errors: Sequence[float]) -> float:
@@ -103,9 +102,11 @@ def markdown(runs: Sequence[Run]) -> str:
 
 def main() -> None:
     """Print."""
-    parser = argparse.ArgumentParser(prog="python -m bench.prediction.summary", description="A table of predictions.")
-    parser.add_argument("files", type=Path, nargs="+", help="what bench.prediction --json wrote")
-    print(markdown(read(parser.parse_args().files)))
+    parser = Parser(prog="python -m bench.prediction.summary", description="A table of predictions.")
+    parser.add_argument(
+        "files", type=content_of(lambda path: read([path])), nargs="+", help="what bench.prediction --json wrote"
+    )
+    print(markdown([run for runs in parser.parse_args().files for run in runs]))
 
 
 if __name__ == "__main__":

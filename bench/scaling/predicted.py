@@ -17,7 +17,7 @@ from pathlib import Path
 import commopt
 from bench.document import table
 from bench.table import print_rows
-from commopt.command_line import Parser, output_file, whole
+from commopt.command_line import Parser, content_of, output_file, whole
 from commopt.simulate import (
     Cluster,
     Network,
@@ -135,11 +135,11 @@ def main() -> None:
     parser.add_argument(
         "--json", type=output_file, metavar="FILE", help="write JSON lines: the assumptions, then predictions"
     )
-    parser.add_argument("--show", type=Path, metavar="FILE", help="print a Markdown table of such a file, and no more")
+    parser.add_argument("--show", type=content_of(read), metavar="FILE", help="print a table of such a file instead")
     parser.add_argument("--gpus", type=whole(1), metavar="N", help="with --show: on that many, in per cent, by network")
     options = parser.parse_args()
     if options.show:
-        print(markdown(read(options.show)[1], options.gpus))
+        print(markdown(options.show[1], options.gpus))
         return
     told = "python -m bench.scaling.predicted" + (f" --json {options.json}" if options.json else "")
     given = Assumptions(told, commopt.__version__)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from bench.document import table
 from bench.scaling.report import Environment, Point, efficiencies, read
 from bench.table import print_rows
+from commopt.command_line import Parser, content_of
 
 _WIDTH = 124  # without a terminal
 
@@ -84,11 +83,11 @@ def _step(point: Point) -> str:
 
 def main() -> None:
     """Print."""
-    parser = argparse.ArgumentParser(prog="python -m bench.scaling.table", description="A table of a scaling file.")
-    parser.add_argument("file", type=Path, help="what bench.scaling --json wrote")
+    parser = Parser(prog="python -m bench.scaling.table", description="A table of a scaling file.")
+    parser.add_argument("file", type=content_of(read), help="what bench.scaling --json wrote")
     parser.add_argument("mode", choices=["weak", "strong"])
     options = parser.parse_args()
-    print(markdown(read(options.file)[1], options.mode))
+    print(markdown(options.file[1], options.mode))
 
 
 if __name__ == "__main__":

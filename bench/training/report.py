@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 from bench.crossing import first_below
 from bench.document import table
 from bench.table import print_rows
+from commopt.command_line import Parser, content_of
 
 STOCK = "ddp"
 
@@ -201,12 +201,12 @@ def fractions(outcomes: Sequence[Outcome]) -> str:
 
 def main() -> None:
     """Print."""
-    parser = argparse.ArgumentParser(prog="python -m bench.training.report", description="A table of a training file.")
-    parser.add_argument("file", type=Path, help="what bench.training --json wrote")
+    parser = Parser(prog="python -m bench.training.report", description="A table of a training file.")
+    parser.add_argument("file", type=content_of(read), help="what bench.training --json wrote")
     parser.add_argument("--strategies", default="", help="only these, separated by commas")
     parser.add_argument("--fractions", action="store_true", help="only what is left of stock DDP's exposed time")
     options = parser.parse_args()
-    environment, outcomes = read(options.file)
+    environment, outcomes = options.file
     chosen = [name for name in options.strategies.split(",") if name]
     print(fractions(outcomes) if options.fractions else markdown(environment, outcomes, chosen))
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 
 from bench.document import table
 from bench.prediction.lines import World
 from bench.table import print_rows
 from bench.tuning.record import Configuration, Run, read
+from commopt.command_line import Parser, content_of
 
 
 def sentence(runs: Sequence[Run]) -> str:
@@ -81,9 +80,11 @@ def markdown(runs: Sequence[Run]) -> str:
 
 def main() -> None:
     """Print."""
-    parser = argparse.ArgumentParser(prog="python -m bench.tuning.summary", description="A table of tunings.")
-    parser.add_argument("files", type=Path, nargs="+", help="what bench.tuning --json wrote")
-    print(markdown(read(parser.parse_args().files)))
+    parser = Parser(prog="python -m bench.tuning.summary", description="A table of tunings.")
+    parser.add_argument(
+        "files", type=content_of(lambda path: read([path])), nargs="+", help="what bench.tuning --json wrote"
+    )
+    print(markdown([run for runs in parser.parse_args().files for run in runs]))
 
 
 if __name__ == "__main__":
