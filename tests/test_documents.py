@@ -115,7 +115,7 @@ def execute(rank: int, world_size: int, text: str, folder: str) -> None:
         patch.setattr(methods, "_BUDGET_S", 0.1)
         patch.setattr(methods, "_BUDGET_OF_EACH_S", 0.05)
         program = re.sub(r"^\.\.\.  # train$", "train()", text, flags=re.M)
-        exec(compile(program, "<snippet>", "exec"), {}, Context(folder))
+        exec(compile(program, "<snippet>", "exec"), {"torch": torch}, Context(folder))
 
 
 @pytest.mark.parametrize("text", [pytest.param(text, id=place) for place, text in blocks("python").items()])
