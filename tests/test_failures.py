@@ -191,7 +191,17 @@ def fail_in_backward(rank: int, world_size: int, folder: str, aggregator: Aggreg
     for _ in range(3):
         ddp(torch.randn(2, 64)).sum().backward()
     Failing.armed = True
-    return watch(lambda: ddp(torch.randn(2, 64)).sum().backward(), folder, rank, world_size)
+
+    def step() -> None:
+        loss = ddp(torch.randn(2, 64)).sum()
+        try:
+            loss.backward()
+        except commopt.LaneError:
+            raise
+        except RuntimeError as error:
+            raise AssertionError("backward raised another error than LaneError") from error
+
+    return watch(step, folder, rank, world_size)
 
 
 @pytest.mark.parametrize(
