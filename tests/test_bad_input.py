@@ -452,6 +452,28 @@ def test_another_aggregator_on_one_rank() -> None:
     assert_raised([mine[1] for mine in results], Exception, "rank 1", "Flat()", "Hierarchical(")
 
 
+def lengths_differ(rank: int, world_size: int, known: tuple[int, ...]) -> list[Raised]:
+    """Rank 1 calls with length 8, the others with 4, after calls of some lengths were made on all ranks."""
+    comm, mine = Communicator(), 8 if rank == 1 else 4
+    for numel in known:
+        comm.all_reduce(torch.ones(numel))
+    results = [outcome(lambda: comm.all_reduce(torch.ones(mine)))]
+    handles = [comm.broadcast(torch.ones(numel), async_op=True) for numel in (3, mine, 5)]
+    results += [outcome(handle.wait) for handle in reversed(handles)]
+    results.append(outcome(handles[1].get_future().wait))
+    assert_works()
+    return results
+
+
+@pytest.mark.parametrize("known", [(4, 8), (4,), (8,), ()], ids=str)
+def test_calls_of_another_length_on_one_rank(known: tuple[int, ...]) -> None:
+    results = run(lengths_differ, 3, known, fresh=True)
+    for number in (0, 2):
+        assert_raised([mine[number] for mine in results], MismatchError, "rank 1", "numel", "8", "4")
+    assert [mine[number].kind for mine in results for number in (1, 3)] == [type(None)] * 6
+    assert_raised([mine[4] for mine in results], RuntimeError, "MismatchError", "rank 1", "numel")
+
+
 def environments_differ(rank: int, world_size: int) -> Raised:
     import os
 

@@ -144,6 +144,18 @@ class Team(TeamShape):
         else:
             output.copy_(source)
 
+    def all_equal(self, number: int, device: torch.device) -> bool:
+        """Return, alike on every rank, whether all gave the same number (of 63 bits); it travels as `device`'s data."""
+        mine = torch.tensor([number], device=device)
+        if self.size == 1:
+            return True
+        if self._on_gloo(mine):
+            with self._transport("comparison", mine) as group:
+                return gloo.all_equal(number, group)
+        numbers = mine.new_empty(self.size)
+        self.all_gather(numbers, mine)
+        return bool((numbers == number).all())
+
     def close(self) -> None:
         """Destroy the process groups, which also frees peers that wait in them; later primitives raise."""
         close_together([self])
