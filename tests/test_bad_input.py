@@ -261,7 +261,8 @@ def test_refused(name: str, refused: list[dict[str, Raised]]) -> None:
         (lambda: PowerSGD(0), ("matrix_rank", "0")),
         (lambda: Hierarchical(intra=PowerSGD()), ("PowerSGD", "Flat()")),  # type: ignore[arg-type]
         (lambda: commopt.all_reduce(torch.ones(1)), ("init_process_group",)),
-        (lambda: HookState(), ("init_process_group",)),
+        (lambda: HookState().cluster, ("init_process_group",)),
+        (lambda: HookState(process_group=3), ("init_process_group",)),
         (lambda: Communicator(), ("init_process_group",)),
         (lambda: commopt.flat.build(form="leader"), ("flat", "form")),
     ],

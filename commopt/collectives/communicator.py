@@ -18,8 +18,9 @@ from commopt.collectives.arrays import Operand, readable, require_reducible, wri
 from commopt.collectives.work import Work
 from commopt.errors import ConfigurationError, MismatchError, UnsupportedTensorError
 from commopt.feedback import Account, Layout
-from commopt.groups import NcclByLevel, WireBytes, join
+from commopt.groups import NcclByLevel, WireBytes
 from commopt.groups.agreement import require_equal
+from commopt.lanes.ownership import enter, leave
 from topology import Cluster
 
 Op = Literal["avg", "sum"]
@@ -32,9 +33,10 @@ class Communicator:
 
     Arrays may be torch tensors, NumPy or CuPy arrays of any shape, contiguous or not; results are written in place.
     Ranks and block orders are those of `group`, whatever order commopt uses inside. Every method must be called by all
-    ranks, in the same order and with equal shapes and dtypes: ranks compare a call before they start, over NCCL the first
-    time it is made. A difference raises MismatchError on all of them. With async_op=True a method returns a Work at once. CuPy arrays are read and written
-    in the order of torch's current stream: make it CuPy's with torch.cuda.ExternalStream where they differ.
+    ranks, in the same order and with equal shapes and dtypes. Ranks compare a call before they start, over NCCL only
+    the first time it is made; a difference raises MismatchError on all of them. With async_op=True a method returns a
+    Work at once. CuPy arrays are read and written in the order of torch's current stream: make it CuPy's with
+    torch.cuda.ExternalStream where they differ.
 
     `ranks_per_node` declares blocks of ranks to be nodes; by default the hosts are asked. `timeout` is in seconds,
     for a collective or a rank that never arrives; default 600. `nccl` limits what NCCL takes of the GPU on a level
@@ -48,10 +50,20 @@ class Communicator:
         timeout: float | None = None,
         nccl: NcclByLevel | None = None,
     ) -> None:
-        lanes.require_healthy()
-        self._membership = join(group, ranks_per_node, timeout, nccl)
+        self._membership = enter(group, ranks_per_node, timeout, nccl)
+        self._closed = False
         self._owner = f"Communicator {next(self._membership.owners)}"
         self._sequence = count()
+
+    def close(self) -> None:
+        """Finish what was started, and close commopt's process groups; every rank must, and later calls raise.
+
+        They are shared: the last Communicator or HookState of the same group and settings to close ends them. What
+        was never closed is, when `group` has been destroyed, at the next Communicator, HookState or all_reduce.
+        """
+        if not self._closed:
+            leave(self._membership)
+            self._closed = True
 
     @property
     def cluster(self) -> Cluster:
@@ -184,6 +196,8 @@ class Communicator:
 
         if aggregator is not None:
             what += f" by {aggregator}"
+        if self._closed:
+            raise ConfigurationError(f"{what} on a Communicator that was closed; make a new one")
         operation = lanes.Operation(
             self._membership, self._owner, next(self._sequence), what, tensor.numel(), tensor.device.type
         )
@@ -253,7 +267,11 @@ def all_reduce(
 
     The first call on a group sets up commopt's process groups: all its ranks must make it.
     """
-    return Communicator(group).all_reduce(x, op=op, aggregator=aggregator, async_op=async_op)
+    communicator = Communicator(group)
+    try:
+        return communicator.all_reduce(x, op=op, aggregator=aggregator, async_op=async_op)
+    finally:
+        leave(communicator._membership, close=False)  # the next call will need the groups
 
 
 def _require_same_kind(name: str, one: Operand, other: Operand) -> None:

@@ -30,7 +30,7 @@ class Work:
         return self._array
 
     def get_future(self) -> torch.futures.Future[Tensor]:
-        """Return a future of the result as a tensor; it raises what `wait` does, but torch's futures as RuntimeError."""
+        """Return a future of the result as a tensor; what `wait` raises is a RuntimeError there, as torch has it."""
         return self._ticket.future.then(lambda done: self._require_accepted(done.value()))
 
     def is_completed(self) -> bool:

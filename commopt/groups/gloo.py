@@ -19,6 +19,7 @@ from commopt.groups.scaling import apply_scale
 
 _SEGMENT_NBYTES = 1024 * 1024
 _LONG_NBYTES = 4 * 1024 * 1024
+_NEVER_SENT = 2**30  # a tag
 _ADDED_IN_FLOAT32 = (torch.float16, torch.bfloat16)
 
 
@@ -101,6 +102,18 @@ def all_equal(number: int, group: dist.ProcessGroup) -> bool:
         equal = equal and theirs.tolist() == [number, True]
         distance *= 2
     return equal
+
+
+def lost_peers(group: dist.ProcessGroup) -> list[int]:
+    """Return the ranks whose connection to this one is broken: gloo refuses to receive from them, without waiting."""
+    lost = []
+    for peer in range(group.size()):
+        try:
+            if peer != group.rank():
+                dist.irecv(torch.empty(1), group=group, group_src=peer, tag=_NEVER_SENT)
+        except RuntimeError:
+            lost.append(peer)
+    return lost
 
 
 def _own_ring_will_do(tensor: Tensor, group: dist.ProcessGroup) -> bool:

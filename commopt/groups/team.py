@@ -156,6 +156,13 @@ class Team(TeamShape):
         self.all_gather(numbers, mine)
         return bool((numbers == number).all())
 
+    def lost_ranks(self) -> list[int]:
+        """Return the global ranks whose connection to this one is broken; over gloo only, else nobody knows."""
+        group = self._live_group()
+        if group is None or "gloo" not in self._backends.values():
+            return []
+        return [self.ranks[peer] for peer in gloo.lost_peers(group)]
+
     def close(self) -> None:
         """Destroy the process groups, which also frees peers that wait in them; later primitives raise."""
         close_together([self])

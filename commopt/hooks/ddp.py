@@ -110,7 +110,11 @@ def _require_free(ddp: object) -> None:
 
 
 def _require_same_ranks(ddp: TorchDDP, state: HookState) -> None:
-    """Refuse a state over other ranks than DDP's: it would mix the gradients of different shards."""
+    """Refuse a state over other ranks than DDP's: it would mix the gradients of different shards.
+
+    Collective for a state that has not joined the others yet.
+    """
+    state.join(ddp.process_group)
     ranks = dist.get_process_group_ranks(ddp.process_group)
     if sorted(state.membership.ranks) != sorted(ranks):
         raise ConfigurationError(

@@ -22,11 +22,12 @@ from commopt.bucketing import Assembly, Held, Layouts, Message, Planning, Wish
 from commopt.errors import CommoptError, ConfigurationError
 from commopt.feedback import Layout, Ledger
 from commopt.feedback.fidelity import Fidelity
-from commopt.groups import NcclByLevel, WireBytes, join
+from commopt.groups import NcclByLevel, WireBytes
 from commopt.hooks import misuse
 from commopt.hooks.gradients import require_supported_bucket
 from commopt.hooks.periodic import ParameterAverages
 from commopt.hooks.sending import Sending, Step
+from commopt.lanes.ownership import enter, leave
 from commopt.plan import Faithfulness, Plan, Tuned
 from commopt.recording import Recorder
 
@@ -82,14 +83,17 @@ class Registration:
 
     def join(self, process_group: Any = None) -> Sending:
         """Find the other ranks of the group, None meaning the world, and agree with them; collective."""
-        lanes.require_healthy()
-        membership = join(process_group, self.settings.ranks_per_node, self.settings.timeout_s, self.settings.nccl)
+        membership = enter(process_group, self.settings.ranks_per_node, self.settings.timeout_s, self.settings.nccl)
         sending = Sending(membership, f"HookState {next(membership.owners)}", self.recorder)
-        record = str(self.settings.record)  # what is recorded is never left to DDP
-        membership.agree(f"{sending.owner} setup", aggregator=self.aggregator_name, record=record)
-        self.settings = replace(self.settings, wish=self.settings.wish.settled(sending.owner, membership))
-        if self.aggregator is not None:
-            self._begin(self.aggregator, sending)
+        try:
+            record = str(self.settings.record)  # what is recorded is never left to DDP
+            membership.agree(f"{sending.owner} setup", aggregator=self.aggregator_name, record=record)
+            self.settings = replace(self.settings, wish=self.settings.wish.settled(sending.owner, membership))
+            if self.aggregator is not None:
+                self._begin(self.aggregator, sending)
+        except BaseException:
+            leave(membership, close=False)
+            raise
         self.joined = sending
         return sending
 
@@ -108,8 +112,14 @@ class Registration:
 
     @property
     def sending(self) -> Sending:
-        """This rank's place among the others; after unpickling it is found, collectively, when it is needed."""
+        """This rank's place among the others; where it was not found at first it is, collectively, when needed."""
         return self.joined or self.join()
+
+    def close(self) -> None:
+        """See HookState.close."""
+        if self.joined is not None and not self.joined.closed:
+            leave(self.joined.membership)
+            self.joined.closed = True
 
     @property
     def aggregator_name(self) -> str:
