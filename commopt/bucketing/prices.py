@@ -77,9 +77,13 @@ def measured_points(
     samples = samples_of(whole, dtype.itemsize)
     trials: dict[Key, Aggregator] = {(name, 1): aggregator for name, aggregator in strategies.items()}
     points = calibrate(trials, samples, dtype, team, budget_s)
+    # A rank's environment has a say in this, and what hangs on it is collective.
+    lanes = _lanes(team)
+    if not team.all_equal(lanes, team.default_device):
+        lanes = 1
     cut: dict[Key, Aggregator] = {}
     for name, aggregator in strategies.items():
-        if name in in_chunks and isinstance(aggregator, Hierarchical) and _pipelines(aggregator, team, _lanes(team)):
+        if name in in_chunks and isinstance(aggregator, Hierarchical) and _pipelines(aggregator, team, lanes):
             affordable = [sample for sample in samples if sample.numel * dtype.itemsize <= points[name, 1][-1][0]]
             chunks = _recommended(stages(aggregator, affordable[-1], dtype, team))
             if chunks > 1:
