@@ -84,6 +84,16 @@ CALLS: dict[str, tuple[Callable[[], object], type[Exception], tuple[str, ...]]] 
         ConfigurationError,
         ("'bf16'", *commopt.PRESETS),
     ),
+    "option misspelt": (
+        lambda: commopt.attach(linear_ddp(), "hierarchical", timeouts=4),
+        ConfigurationError,
+        ("timeouts=4", "did you mean timeout?", "ranks_per_node"),
+    ),
+    "option misspelt, of an aggregator": (
+        lambda: commopt.attach(linear_ddp(), Hierarchical(), timeouts=4),
+        ConfigurationError,
+        ("timeouts", "timeout,"),
+    ),
     "unknown option": (
         lambda: commopt.attach(linear_ddp(), commopt.hierarchical, matrix_rank=4),
         ConfigurationError,
@@ -265,6 +275,9 @@ def test_refused(name: str, refused: list[dict[str, Raised]]) -> None:
         (lambda: HookState(process_group=3), ("init_process_group",)),
         (lambda: Communicator(), ("init_process_group",)),
         (lambda: commopt.flat.build(form="leader"), ("flat", "form")),
+        (lambda: commopt.powersgd(rank=4), ("rank=4", "did you mean matrix_rank?")),
+        (lambda: commopt.powersgd(timeout=4), ("timeout=4", "commopt.attach(ddp, commopt.powersgd, timeout=4)")),
+        (lambda: commopt.powersgd(8), ("commopt.powersgd got 8", "by name", "matrix_rank")),  # type: ignore[call-overload]
     ],
 )
 def test_refused_without_a_group(make: Callable[[], object], parts: tuple[str, ...]) -> None:

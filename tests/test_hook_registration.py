@@ -45,6 +45,13 @@ def test_the_model_of_these_tests_is_large_enough_to_be_compressed(preset: str) 
     assert sum(end - begin for begin, end in spans) >= sum(prod(s) for s in parameters.values() if len(s) == 2)
 
 
+def test_a_preset_called_with_options_returns_its_aggregator() -> None:
+    assert commopt.hierarchical() == commopt.Hierarchical()
+    assert commopt.powersgd(matrix_rank=8) == commopt.PowerSGD(8)
+    for name, preset in commopt.PRESETS.items():
+        assert preset() == preset.build(), name
+
+
 def register_before_there_is_a_group(rank: int, world_size: int, folder: str) -> list[str]:
     """As frameworks do, which take a state and a hook when they are configured and register them themselves."""
     dist.destroy_process_group()
