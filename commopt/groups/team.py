@@ -146,9 +146,9 @@ class Team(TeamShape):
 
     def all_equal(self, number: int, device: torch.device) -> bool:
         """Return, alike on every rank, whether all gave the same number (of 63 bits); it travels as `device`'s data."""
-        mine = torch.tensor([number], device=device)
         if self.size == 1:
             return True
+        mine = torch.tensor([number], device=device)
         if self._on_gloo(mine):
             with self._transport("comparison", mine) as group:
                 return gloo.all_equal(number, group)

@@ -71,8 +71,8 @@ class Preset:
                     f"there, commopt.attach(ddp, {self!r}, {name}={value!r})"
                 )
             if name not in known:
-                near = get_close_matches(name, [*known, *STATE_OPTIONS], n=2, cutoff=0.5)
-                meant = f"; did you mean {' or '.join(near)}?" if near else ";"
+                near = get_close_matches(name, [*known, *STATE_OPTIONS], n=1, cutoff=0.5)
+                meant = f"; did you mean {near[0]}?" if near else ";"
                 raise ConfigurationError(
                     f"preset {self.name} has no option {name}={value!r}{meant} it takes {self._takes()}, and attach "
                     f"takes {', '.join(sorted(STATE_OPTIONS))} too"
