@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 import threading
@@ -22,6 +23,7 @@ _POLL_S = 0.05
 
 _ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 _hook_before: _ExceptHook | None = None
+_process = 0
 
 
 def failure_of(error: BaseException) -> CommoptError | None:
@@ -49,14 +51,16 @@ def publish_uncaught() -> None:
     Chained to sys.excepthook: other threads may fail and the process go on. What multiprocessing catches in a child it
     started never comes here.
     """
-    global _hook_before
+    global _hook_before, _process
+    _process = os.getpid()
     if _hook_before is None:
         _hook_before, sys.excepthook = sys.excepthook, _tell_and_pass_on
 
 
 def _tell_and_pass_on(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     found: list[CommoptError] = []
-    if not hasattr(sys, "ps1"):  # else an interactive session, which goes on
+    # Not in a forked child, which has the parent's connection to the store, nor in a session, which goes on.
+    if os.getpid() == _process and not hasattr(sys, "ps1"):
         # In a thread of its own, since the store may not answer.
         telling = threading.Thread(target=_tell, args=(error, found), name="commopt-last-words", daemon=True)
         with suppress(RuntimeError):  # no more threads
@@ -69,17 +73,17 @@ def _tell_and_pass_on(kind: type[BaseException], error: BaseException, trace: Tr
 
 
 def _tell(error: BaseException, found: list[CommoptError]) -> None:
-    """Publish `error`, unless it is the echo of a failure; that goes into `found`."""
+    """Publish `error`, unless it is the echo of another rank's; what is known of that goes into `found`."""
     with suppress(Exception):  # whatever goes wrong here must not hide the error itself
         failure = failure_of(error)
         if failure is not None:
             found.append(failure)
-        if isinstance(failure, LaneError):  # published where it was noticed
+        if isinstance(failure, LaneError) or any(map(_is_transport, _chain(error))):
             return
         trace = "".join(traceback.format_exception(error))
         for membership in joined():
             who = f"rank {membership.global_rank} ({socket.gethostname()})"
-            membership.publish_failure(f"{who} was ended by an exception outside of communication\n{trace}")
+            membership.publish_failure(f"{who} ended with an exception\n{trace}")
 
 
 def _lost_peer(error: BaseException) -> LaneError | None:
