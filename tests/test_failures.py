@@ -437,7 +437,7 @@ def run_script(text: str, world_size: int, folder: Path, *arguments: str) -> lis
     exited = []
     try:
         for process in processes:
-            out, err = process.communicate(timeout=60)
+            out, err = process.communicate(timeout=150)  # of which a busy machine needs most to import torch
             exited.append(Exited(process.returncode, out, err, time.time()))
     finally:
         for process in processes:
@@ -466,7 +466,7 @@ RAISING_SCRIPT = """
     import torch, torch.distributed as dist
     import commopt
     rank, folder = int(sys.argv[1]), sys.argv[2]
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=3)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     class Model(torch.nn.Linear):
         armed = False
         def forward(self, x):
@@ -486,12 +486,11 @@ RAISING_SCRIPT = """
 
 
 def test_an_exception_outside_of_communication_is_told_to_the_others(tmp_path: Path) -> None:
-    outcomes = run_script(RAISING_SCRIPT, 3, tmp_path)
+    outcomes = run_script(RAISING_SCRIPT, 2, tmp_path)
     assert outcomes[1].returncode == 1
     assert "ValueError: disk on fire\n" in outcomes[1].err
-    for rank in (0, 2):
-        assert "rank 1 " in outcomes[rank].out, outcomes[rank]
-        assert 'raise ValueError("disk on fire")' in outcomes[rank].out, outcomes[rank]
+    assert outcomes[0].out.startswith("rank 1 "), outcomes[0]
+    assert 'raise ValueError("disk on fire")' in outcomes[0].out, outcomes[0]
 
 
 def find_failures(rank: int, world_size: int) -> None:
