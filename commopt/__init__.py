@@ -30,6 +30,7 @@ from commopt.hooks import (
     powersgd,
     quantized,
 )
+from commopt.lanes.uncaught import failure_of
 from commopt.plan import Plan
 from commopt.timeline import Report, Timeline
 from commopt.version import __version__
@@ -76,6 +77,7 @@ __all__ = [
     "auto",
     "build_preset",
     "dgc",
+    "failure_of",
     "flat",
     "hierarchical",
     "hierarchical_bf16",

@@ -84,6 +84,16 @@ CALLS: dict[str, tuple[Callable[[], object], type[Exception], tuple[str, ...]]] 
         ConfigurationError,
         ("'bf16'", *commopt.PRESETS),
     ),
+    "option misspelt": (
+        lambda: commopt.attach(linear_ddp(), "hierarchical", timeouts=4),
+        ConfigurationError,
+        ("timeouts=4", "did you mean timeout?", "ranks_per_node"),
+    ),
+    "option misspelt, of an aggregator": (
+        lambda: commopt.attach(linear_ddp(), Hierarchical(), timeouts=4),
+        ConfigurationError,
+        ("timeouts", "timeout,"),
+    ),
     "unknown option": (
         lambda: commopt.attach(linear_ddp(), commopt.hierarchical, matrix_rank=4),
         ConfigurationError,
@@ -261,9 +271,13 @@ def test_refused(name: str, refused: list[dict[str, Raised]]) -> None:
         (lambda: PowerSGD(0), ("matrix_rank", "0")),
         (lambda: Hierarchical(intra=PowerSGD()), ("PowerSGD", "Flat()")),  # type: ignore[arg-type]
         (lambda: commopt.all_reduce(torch.ones(1)), ("init_process_group",)),
-        (lambda: HookState(), ("init_process_group",)),
+        (lambda: HookState().cluster, ("init_process_group",)),
+        (lambda: HookState(process_group=3), ("init_process_group",)),
         (lambda: Communicator(), ("init_process_group",)),
         (lambda: commopt.flat.build(form="leader"), ("flat", "form")),
+        (lambda: commopt.powersgd(rank=4), ("rank=4", "did you mean matrix_rank?")),
+        (lambda: commopt.powersgd(timeout=4), ("timeout=4", "commopt.attach(ddp, commopt.powersgd, timeout=4)")),
+        (lambda: commopt.powersgd(8), ("commopt.powersgd got 8", "by name", "matrix_rank")),  # type: ignore[call-overload]
     ],
 )
 def test_refused_without_a_group(make: Callable[[], object], parts: tuple[str, ...]) -> None:
@@ -450,6 +464,28 @@ def test_another_aggregator_on_one_rank() -> None:
     results = run(calls_differ, 3, fresh=True)
     assert_raised([mine[0] for mine in results], MismatchError, "rank 1", "aggregator", "Flat()", "Hierarchical(")
     assert_raised([mine[1] for mine in results], Exception, "rank 1", "Flat()", "Hierarchical(")
+
+
+def lengths_differ(rank: int, world_size: int, known: tuple[int, ...]) -> list[Raised]:
+    """Rank 1 calls with length 8, the others with 4, after calls of some lengths were made on all ranks."""
+    comm, mine = Communicator(), 8 if rank == 1 else 4
+    for numel in known:
+        comm.all_reduce(torch.ones(numel))
+    results = [outcome(lambda: comm.all_reduce(torch.ones(mine)))]
+    handles = [comm.broadcast(torch.ones(numel), async_op=True) for numel in (3, mine, 5)]
+    results += [outcome(handle.wait) for handle in reversed(handles)]
+    results.append(outcome(handles[1].get_future().wait))
+    assert_works()
+    return results
+
+
+@pytest.mark.parametrize("known", [(4, 8), (4,), (8,), ()], ids=str)
+def test_calls_of_another_length_on_one_rank(known: tuple[int, ...]) -> None:
+    results = run(lengths_differ, 3, known, fresh=True)
+    for number in (0, 2):
+        assert_raised([mine[number] for mine in results], MismatchError, "rank 1", "numel", "8", "4")
+    assert [mine[number].kind for mine in results for number in (1, 3)] == [type(None)] * 6
+    assert_raised([mine[4] for mine in results], RuntimeError, "MismatchError", "rank 1", "numel")
 
 
 def environments_differ(rank: int, world_size: int) -> Raised:

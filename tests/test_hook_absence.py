@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
+import os
+import signal
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -67,7 +70,7 @@ class Exact(Leaving):
     plan = plan_of(NAMES[:4], NAMES[4:])
 
 
-@contextmanager
+@contextlib.contextmanager
 def deciding(kind: type[Leaving] = Leaving) -> Iterator[None]:
     """Let `kind` decide on rank 0 about what `auto` does."""
     with pytest.MonkeyPatch.context() as patch:
@@ -597,3 +600,32 @@ def record_on_one(rank: int, world_size: int) -> None:
 
 def test_what_is_recorded_on_one_rank_only_is_refused() -> None:
     run(record_on_one, 2, nodes=NODES)
+
+
+# ------------------------------------------------------------------------------------- failures meanwhile
+
+
+@deciding()
+def lose_a_rank(rank: int, world_size: int) -> tuple[str, str]:
+    """Return what commopt knows of the error, and what is printed when nobody catches it."""
+    ddp, state = attached((1,) * world_size, timeout=40)
+    train(ddp, rank, world_size, Flat(), steps=AWAY)
+    assert state.stats()["steps_by_ddp"] > 0
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError) as info:
+        train(ddp, rank, world_size, Flat(), steps=1)
+    failure = commopt.failure_of(info.value)
+    printed = io.StringIO()
+    with contextlib.redirect_stderr(printed):
+        sys.excepthook(info.type, info.value, None)
+    assert isinstance(failure, commopt.LaneError)
+    return str(failure), printed.getvalue()
+
+
+def test_a_killed_rank_has_a_name_while_ddp_averages() -> None:
+    results = run(lose_a_rank, 3, nodes=(1, 1, 1), dies=(2,), fresh=True)
+    for rank in (0, 1):
+        failure, printed = results[rank]
+        assert "lost rank 2 outside" in failure, failure
+        assert "lost rank 2 outside" in printed, printed

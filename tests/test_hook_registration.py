@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
+from commopt import ConfigurationError
 from commopt.feedback import Layout
 from commopt.feedback.policy import split
-from tests.hook_training import HOOKS, SMALL_BUCKET, WAYS, Tower, seeded, train
+from tests.hook_training import HOOKS, SMALL_BUCKET, WAYS, Tower, batch_of, loss_of, seeded, train
 from tests.ranks import run
 
 
@@ -38,6 +43,62 @@ def test_the_model_of_these_tests_is_large_enough_to_be_compressed(preset: str) 
     parameters = {name: tuple(parameter.shape) for name, parameter in Tower().named_parameters()}
     spans, _ = split(Layout.of_parameters(list(parameters.items())), aggregator.compressor, torch.float32, ())
     assert sum(end - begin for begin, end in spans) >= sum(prod(s) for s in parameters.values() if len(s) == 2)
+
+
+def test_a_preset_called_with_options_returns_its_aggregator() -> None:
+    assert commopt.hierarchical() == commopt.Hierarchical()
+    assert commopt.powersgd(matrix_rank=8) == commopt.PowerSGD(8)
+    for name, preset in commopt.PRESETS.items():
+        assert preset() == preset.build(), name
+
+
+def register_before_there_is_a_group(rank: int, world_size: int, folder: str) -> list[str]:
+    """As frameworks do, which take a state and a hook when they are configured and register them themselves."""
+    dist.destroy_process_group()
+    states = [commopt.HookState(), pickle.loads(pickle.dumps(commopt.HookState()))]
+    assert states[0].stats()["cluster"] == "not joined yet"
+    dist.init_process_group("gloo", init_method=f"file://{folder}/again", rank=rank, world_size=world_size)
+    assert vars(commopt.hierarchical)["__qualname__"] == "hierarchical"
+    digests = []
+    for kind in (TorchDDP, commopt.DistributedDataParallel):
+        for state in copy.deepcopy(states):
+            ddp = kind(seeded(Tower), **SMALL_BUCKET)
+            ddp.register_comm_hook(state=state, hook=commopt.hierarchical)
+            digests.append(train(ddp, rank, world_size, commopt.Hierarchical(), steps=3))
+            assert state.stats()["steps"] == 3
+    return digests
+
+
+def test_a_state_made_before_the_process_group(tmp_path: Path) -> None:
+    results = run(register_before_there_is_a_group, 2, str(tmp_path), nodes=(1, 1))
+    assert len({digest for mine in results for digest in mine}) == 1
+
+
+def register_on_a_subgroup(rank: int, world_size: int) -> tuple[int, ...]:
+    state = pickle.loads(pickle.dumps(commopt.HookState()))
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    ddp = commopt.DistributedDataParallel(seeded(Tower), process_group=pairs[rank // 2])
+    ddp.register_comm_hook(state, commopt.flat)
+    return tuple(state.membership.ranks)
+
+
+def test_a_state_that_has_not_joined_takes_the_group_of_its_model() -> None:
+    assert run(register_on_a_subgroup, 4) == [(0, 1), (0, 1), (2, 3), (2, 3)]
+
+
+def close_a_state(rank: int, world_size: int) -> None:
+    ddp = TorchDDP(seeded(Tower), **SMALL_BUCKET)
+    state = commopt.attach(ddp, "hierarchical")
+    train(ddp, rank, world_size, commopt.Hierarchical(), steps=3)
+    state.close()
+    assert state.membership.team.closed
+    assert state.stats()["steps"] == 3
+    with pytest.raises(ConfigurationError, match="HookState 0 was closed"):
+        loss_of(ddp, batch_of(rank, 0)).backward()
+
+
+def test_a_closed_state() -> None:
+    run(close_a_state, 2, fresh=True)
 
 
 def look_at_statistics(rank: int, world_size: int) -> dict[str, Any]:

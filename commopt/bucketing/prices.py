@@ -75,7 +75,11 @@ def measured_points(
     recommend.
     """
     samples = samples_of(whole, dtype.itemsize)
-    in_chunks = _tried_in_chunks(strategies, in_chunks, team)
+    # A rank's environment has a say in this, and what hangs on it is collective.
+    lanes = _lanes(team)
+    if not team.all_equal(lanes, team.default_device):
+        lanes = 1
+    in_chunks = _tried_in_chunks(strategies, in_chunks, team, lanes)
     trials: dict[Key, Aggregator] = {(name, 1): aggregator for name, aggregator in strategies.items()}
     points = calibrate(trials, samples, dtype, team, budget_s)
     cut: dict[Key, Aggregator] = {}
@@ -88,12 +92,12 @@ def measured_points(
 
 
 def _tried_in_chunks(
-    strategies: Mapping[str, Aggregator], names: Collection[str], team: Team
+    strategies: Mapping[str, Aggregator], names: Collection[str], team: Team, lanes: int
 ) -> dict[str, Hierarchical]:
     return {
         name: aggregator
         for name, aggregator in strategies.items()
-        if name in names and isinstance(aggregator, Hierarchical) and _pipelines(aggregator, team, _lanes(team))
+        if name in names and isinstance(aggregator, Hierarchical) and _pipelines(aggregator, team, lanes)
     }
 
 
@@ -108,7 +112,9 @@ def expected_s(
 ) -> float:
     """Return about how long `measured_points` takes where a byte takes us_per_byte, inf if that is not known."""
     samples = samples_of(whole, dtype.itemsize)
-    rounds = [count for count in (len(strategies), len(_tried_in_chunks(strategies, in_chunks, team))) if count]
+    rounds = [
+        count for count in (len(strategies), len(_tried_in_chunks(strategies, in_chunks, team, _lanes(team)))) if count
+    ]
     return sum(n * expected_us(samples, dtype.itemsize, us_per_byte, budget_s * 1e6 / n) / 1e6 for n in rounds)
 
 

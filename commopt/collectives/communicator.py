@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from hashlib import sha256
 from itertools import count
@@ -15,9 +16,11 @@ from commopt.aggregate import Aggregator, Hierarchical
 from commopt.collectives import levels
 from commopt.collectives.arrays import Operand, readable, require_reducible, writable
 from commopt.collectives.work import Work
-from commopt.errors import ConfigurationError, UnsupportedTensorError
+from commopt.errors import ConfigurationError, MismatchError, UnsupportedTensorError
 from commopt.feedback import Account, Layout
-from commopt.groups import NcclByLevel, WireBytes, join
+from commopt.groups import NcclByLevel, WireBytes
+from commopt.groups.agreement import require_equal
+from commopt.lanes.ownership import enter, leave
 from topology import Cluster
 
 Op = Literal["avg", "sum"]
@@ -30,9 +33,10 @@ class Communicator:
 
     Arrays may be torch tensors, NumPy or CuPy arrays of any shape, contiguous or not; results are written in place.
     Ranks and block orders are those of `group`, whatever order commopt uses inside. Every method must be called by all
-    ranks, in the same order and with equal shapes and dtypes; the first time a call is made with some shape, ranks
-    compare it before they start. With async_op=True a method returns a Work at once. CuPy arrays are read and written
-    in the order of torch's current stream: make it CuPy's with torch.cuda.ExternalStream where they differ.
+    ranks, in the same order and with equal shapes and dtypes. Ranks compare a call before they start, over NCCL only
+    the first time it is made; a difference raises MismatchError on all of them. With async_op=True a method returns a
+    Work at once. CuPy arrays are read and written in the order of torch's current stream: make it CuPy's with
+    torch.cuda.ExternalStream where they differ.
 
     `ranks_per_node` declares blocks of ranks to be nodes; by default the hosts are asked. `timeout` is in seconds,
     for a collective or a rank that never arrives; default 600. `nccl` limits what NCCL takes of the GPU on a level
@@ -46,10 +50,20 @@ class Communicator:
         timeout: float | None = None,
         nccl: NcclByLevel | None = None,
     ) -> None:
-        lanes.require_healthy()
-        self._membership = join(group, ranks_per_node, timeout, nccl)
+        self._membership = enter(group, ranks_per_node, timeout, nccl)
+        self._closed = False
         self._owner = f"Communicator {next(self._membership.owners)}"
         self._sequence = count()
+
+    def close(self) -> None:
+        """Finish what was started, and close commopt's process groups; every rank must, and later calls raise.
+
+        They are shared: the last Communicator or HookState of the same group and settings to close ends them. What
+        was never closed is, when `group` has been destroyed, at the next Communicator, HookState or all_reduce.
+        """
+        if not self._closed:
+            leave(self._membership)
+            self._closed = True
 
     @property
     def cluster(self) -> Cluster:
@@ -168,38 +182,54 @@ class Communicator:
         inputs: Sequence[Operand] = (),
         aggregator: Aggregator | None = None,
     ) -> Any:
-        tensor = operand.tensor
+        tensor, refusals = operand.tensor, list[MismatchError]()
         arguments = {"operation": what, "aggregator": repr(aggregator)}
         arguments |= {"dtype": str(tensor.dtype), "numel": str(tensor.numel())}
-        self._compare(arguments, tensor.device)
+
+        def compare_and_work() -> None:
+            try:
+                self._compare(arguments, tensor.device)
+            except MismatchError as error:  # on all ranks, and nothing was sent: the lane goes on
+                refusals.append(error)
+            else:
+                work()
+
         if aggregator is not None:
             what += f" by {aggregator}"
+        if self._closed:
+            raise ConfigurationError(f"{what} on a Communicator that was closed; make a new one")
+        operation = lanes.Operation(
+            self._membership, self._owner, next(self._sequence), what, tensor.numel(), tensor.device.type
+        )
         sources = [source.tensor for source in inputs]
-        handle = Work(self._run(what, work, tensor, sources), operand.array)
+        ticket = lanes.lane_for(tensor.device).submit(operation, compare_and_work, tensor, sources)
+        handle = Work(ticket, operand.array, refusals)
         return handle if async_op else handle.wait()
 
-    def _run(self, what: str, work: Callable[[], None], result: Tensor, inputs: Sequence[Tensor] = ()) -> lanes.Ticket:
-        operation = lanes.Operation(
-            self._membership, self._owner, next(self._sequence), what, result.numel(), result.device.type
-        )
-        return lanes.lane_for(result.device).submit(operation, work, result, inputs)
-
     def _compare(self, arguments: dict[str, str], device: torch.device) -> None:
-        """Raise MismatchError on every rank when ranks disagree about the arguments of a call made for the first time.
+        """Raise MismatchError on every rank when ranks disagree about the arguments of a call; on the lane.
 
-        Digests travel over the team itself, where a dead peer is noticed at once; only when they differ do the
-        arguments follow, through the store. After many different calls the rest is taken on trust, so that a program
-        whose shapes never repeat does not pay at every call.
+        A digest travels over the team, where a dead peer is noticed at once; only when digests differ do the arguments
+        follow. Over gloo before every call: tensors of different lengths would end the process, and what one rank
+        repeats may be new to another. Over NCCL, where the host would have to wait for the device, only the first
+        time; after many different calls the rest is taken on trust there.
         """
-        text, known, team = repr(arguments), self._membership.compared, self._membership.team
-        if text in known or len(known) >= _CALLS_COMPARED:
+        team, known = self._membership.team, self._membership.compared
+        text = json.dumps(arguments).encode()
+        digest = sha256(text).digest()[:7]
+        on_gloo = team.backend(device) == "gloo"
+        if not on_gloo and (digest in known or len(known) >= _CALLS_COMPARED):
             return
-        mine = torch.tensor([int.from_bytes(sha256(text.encode()).digest()[:7], "big")], device=device)
-        digests = mine.new_empty(team.size)
-        self._run("comparison of a new call", lambda: team.all_gather(digests, mine), digests, [mine]).wait()
-        if len(set(digests.tolist())) > 1:
-            self._membership.agree("a commopt collective", **arguments)
-        known.add(text)
+        if team.all_equal(int.from_bytes(digest, "big"), device):
+            if not on_gloo:
+                known.add(digest)
+            return
+        lengths = torch.empty(team.size, dtype=torch.int64, device=device)
+        team.all_gather(lengths, lengths.new_tensor([len(text)]))
+        longest = int(lengths.max())
+        texts = torch.empty(team.size, longest, dtype=torch.uint8, device=device)
+        team.all_gather(texts.view(-1), texts.new_tensor(list(text.ljust(longest))))
+        require_equal(team.ranks, [json.loads(bytes(row)) for row in texts.tolist()], arguments)
 
     def _require_aggregator(self, aggregator: Aggregator | None) -> Aggregator:
         if aggregator is None:
@@ -237,7 +267,11 @@ def all_reduce(
 
     The first call on a group sets up commopt's process groups: all its ranks must make it.
     """
-    return Communicator(group).all_reduce(x, op=op, aggregator=aggregator, async_op=async_op)
+    communicator = Communicator(group)
+    try:
+        return communicator.all_reduce(x, op=op, aggregator=aggregator, async_op=async_op)
+    finally:
+        leave(communicator._membership, close=False)  # the next call will need the groups
 
 
 def _require_same_kind(name: str, one: Operand, other: Operand) -> None:

@@ -19,6 +19,7 @@ from commopt.groups.scaling import apply_scale
 
 _SEGMENT_NBYTES = 1024 * 1024
 _LONG_NBYTES = 4 * 1024 * 1024
+_NEVER_SENT = 2**30  # a tag
 _ADDED_IN_FLOAT32 = (torch.float16, torch.bfloat16)
 
 
@@ -84,6 +85,35 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup, scale: float = 1.0) -> 
         _sum_in_order(rows, own)
         works += [dist.isend(own, group=group, group_dst=peer, tag=2 * number + 1) for peer in peers]
     _wait(works)
+
+
+def all_equal(number: int, group: dist.ProcessGroup) -> bool:
+    """Return, alike on every rank, whether all ranks gave the same number.
+
+    In each of log2(P) rounds a rank hears of twice as many others as in the one before: 16 bytes per round.
+    """
+    rank, world_size = group.rank(), group.size()
+    theirs = torch.empty(2, dtype=torch.int64)
+    equal, distance = True, 1
+    while distance < world_size:
+        arrival = dist.irecv(theirs, group=group, group_src=(rank - distance) % world_size)
+        mine = torch.tensor([number, equal])
+        _wait([dist.isend(mine, group=group, group_dst=(rank + distance) % world_size), arrival])
+        equal = equal and theirs.tolist() == [number, True]
+        distance *= 2
+    return equal
+
+
+def lost_peers(group: dist.ProcessGroup) -> list[int]:
+    """Return the ranks whose connection to this one is broken: gloo refuses to receive from them, without waiting."""
+    lost = []
+    for peer in range(group.size()):
+        try:
+            if peer != group.rank():
+                dist.irecv(torch.empty(1), group=group, group_src=peer, tag=_NEVER_SENT)
+        except RuntimeError:
+            lost.append(peer)
+    return lost
 
 
 def _own_ring_will_do(tensor: Tensor, group: dist.ProcessGroup) -> bool:

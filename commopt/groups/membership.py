@@ -40,7 +40,7 @@ class Membership:
     # Per device type, since each has a lane of its own.
     submitted: Counter[str] = field(default_factory=Counter)
     checked: Counter[str] = field(default_factory=Counter)
-    compared: set[str] = field(default_factory=set)  # calls whose arguments were seen to be equal on all ranks
+    compared: set[bytes] = field(default_factory=set)  # digests of calls that were seen to be equal on all ranks
     _agreed: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:

@@ -144,6 +144,25 @@ class Team(TeamShape):
         else:
             output.copy_(source)
 
+    def all_equal(self, number: int, device: torch.device) -> bool:
+        """Return, alike on every rank, whether all gave the same number (of 63 bits); it travels as `device`'s data."""
+        if self.size == 1:
+            return True
+        mine = torch.tensor([number], device=device)
+        if self._on_gloo(mine):
+            with self._transport("comparison", mine) as group:
+                return gloo.all_equal(number, group)
+        numbers = mine.new_empty(self.size)
+        self.all_gather(numbers, mine)
+        return bool((numbers == number).all())
+
+    def lost_ranks(self) -> list[int]:
+        """Return the global ranks whose connection to this one is broken; over gloo only, else nobody knows."""
+        group = self._live_group()
+        if group is None or "gloo" not in self._backends.values():
+            return []
+        return [self.ranks[peer] for peer in gloo.lost_peers(group)]
+
     def close(self) -> None:
         """Destroy the process groups, which also frees peers that wait in them; later primitives raise."""
         close_together([self])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from typing import Any
 
@@ -13,15 +12,13 @@ from commopt.aggregate import Aggregator
 from commopt.errors import ConfigurationError
 from commopt.hooks.forward import watch_forwards
 from commopt.hooks.periodic import warn_of_broadcasts
-from commopt.hooks.preset import Preset, hook
+from commopt.hooks.preset import STATE_OPTIONS, Preset, hook
 from commopt.hooks.presets import build_preset
 from commopt.hooks.state import HookState
 
 Choice = Aggregator | Preset | str
 
 PLAN_VARIABLE = "COMMOPT_PLAN"
-
-_STATE_OPTIONS = frozenset(inspect.signature(HookState).parameters) - {"aggregator", "module"}
 
 
 def attach(ddp: TorchDDP, choice: Choice, **options: Any) -> HookState:
@@ -35,8 +32,8 @@ def attach(ddp: TorchDDP, choice: Choice, **options: Any) -> HookState:
     averaged.
     """
     _require_free(ddp)
-    for_state = {name: value for name, value in options.items() if name in _STATE_OPTIONS}
-    for_preset = {name: value for name, value in options.items() if name not in _STATE_OPTIONS}
+    for_state = {name: value for name, value in options.items() if name in STATE_OPTIONS}
+    for_preset = {name: value for name, value in options.items() if name not in STATE_OPTIONS}
     aggregator = _aggregator_from(choice, for_preset)
     defaults: dict[str, Any] = {"process_group": ddp.process_group}
     defaults["plan"] = os.environ.get(PLAN_VARIABLE) or "adaptive"
@@ -110,7 +107,11 @@ def _require_free(ddp: object) -> None:
 
 
 def _require_same_ranks(ddp: TorchDDP, state: HookState) -> None:
-    """Refuse a state over other ranks than DDP's: it would mix the gradients of different shards."""
+    """Refuse a state over other ranks than DDP's: it would mix the gradients of different shards.
+
+    Collective for a state that has not joined the others yet.
+    """
+    state.join(ddp.process_group)
     ranks = dist.get_process_group_ranks(ddp.process_group)
     if sorted(state.membership.ranks) != sorted(ranks):
         raise ConfigurationError(
@@ -129,5 +130,8 @@ def _aggregator_from(choice: Choice, options: dict[str, Any]) -> Aggregator:
             f"{choice!r} is neither an aggregator, a preset nor a preset's name; pass for example commopt.hierarchical"
         )
     if options:
-        raise ConfigurationError(f"{choice} is complete already and takes no options, got {', '.join(options)}")
+        raise ConfigurationError(
+            f"{choice} is complete already and takes no options, got {', '.join(options)}; attach takes "
+            f"{', '.join(sorted(STATE_OPTIONS))}"
+        )
     return choice

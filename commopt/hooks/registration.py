@@ -14,6 +14,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import Variable
 
 from commopt import lanes
 from commopt.aggregate import Aggregator, Auto, Flat
@@ -21,11 +22,12 @@ from commopt.bucketing import Assembly, Held, Layouts, Message, Planning, Wish
 from commopt.errors import CommoptError, ConfigurationError
 from commopt.feedback import Layout, Ledger
 from commopt.feedback.fidelity import Fidelity
-from commopt.groups import NcclByLevel, WireBytes, join
+from commopt.groups import NcclByLevel, WireBytes
 from commopt.hooks import misuse
 from commopt.hooks.gradients import require_supported_bucket
 from commopt.hooks.periodic import ParameterAverages
 from commopt.hooks.sending import Sending, Step
+from commopt.lanes.ownership import enter, leave
 from commopt.plan import Faithfulness, Plan, Tuned
 from commopt.recording import Recorder
 
@@ -72,6 +74,7 @@ class Registration:
         self._module = None if module is None else ref(module)
         self._device: torch.device | None = None
         self._plans_seen = 0
+        self._backward_raises = False
         self._lately_ns: deque[int] = deque(maxlen=64)
         self._sent_by_ddp = WireBytes()
         self._unused: misuse.UnusedAverages | None = None
@@ -80,16 +83,19 @@ class Registration:
 
     def join(self, process_group: Any = None) -> Sending:
         """Find the other ranks of the group, None meaning the world, and agree with them; collective."""
-        lanes.require_healthy()
-        membership = join(process_group, self.settings.ranks_per_node, self.settings.timeout_s, self.settings.nccl)
+        membership = enter(process_group, self.settings.ranks_per_node, self.settings.timeout_s, self.settings.nccl)
         sending = Sending(membership, f"HookState {next(membership.owners)}", self.recorder)
-        record = str(self.settings.record)  # what is recorded is never left to DDP
-        if membership.team.rank == 0:
-            misuse.warn_of_untested_torch(torch.__version__)
-        membership.agree(f"{sending.owner} setup", aggregator=self.aggregator_name, record=record)
-        self.settings = replace(self.settings, wish=self.settings.wish.settled(sending.owner, membership))
-        if self.aggregator is not None:
-            self._begin(self.aggregator, sending)
+        try:
+            record = str(self.settings.record)  # what is recorded is never left to DDP
+            if membership.team.rank == 0:
+                misuse.warn_of_untested_torch(torch.__version__)
+            membership.agree(f"{sending.owner} setup", aggregator=self.aggregator_name, record=record)
+            self.settings = replace(self.settings, wish=self.settings.wish.settled(sending.owner, membership))
+            if self.aggregator is not None:
+                self._begin(self.aggregator, sending)
+        except BaseException:
+            leave(membership, close=False)
+            raise
         self.joined = sending
         return sending
 
@@ -109,8 +115,14 @@ class Registration:
 
     @property
     def sending(self) -> Sending:
-        """This rank's place among the others; after unpickling it is found, collectively, when it is needed."""
+        """This rank's place among the others; where it was not found at first it is, collectively, when needed."""
         return self.joined or self.join()
+
+    def close(self) -> None:
+        """See HookState.close."""
+        if self.joined is not None and not self.joined.closed:
+            leave(self.joined.membership)
+            self.joined.closed = True
 
     @property
     def aggregator_name(self) -> str:
@@ -153,7 +165,8 @@ class Registration:
             self.recorder.bucket(number, layout.title, buffer.nbytes)
         if last:
             self._check_step()
-        future = self._pass_on(Held(number, layout, buffer), last=last)
+        ticket = self._pass_on(Held(number, layout, buffer), last=last)
+        future = ticket.ended(buffer) if self._backward_raises else ticket.future
         if last:
             self._end_step()
         spent_ns = perf_counter_ns() - entered_ns
@@ -164,6 +177,7 @@ class Registration:
 
     def _begin_step(self, device: torch.device) -> None:
         self._average_if_due()  # a rank that ran out of data, in DDP's join(), makes no forward before this
+        self._backward_raises = _let_backward_raise()
         if self._device is None:
             self._device = device
         self.planning.begin_step(self.steps)
@@ -195,16 +209,16 @@ class Registration:
                 self._unused.step_is_reduced()
             self.layouts.require_expected()
 
-    def _pass_on(self, held: Held, *, last: bool) -> torch.futures.Future[Tensor]:
-        """Send what is complete with this bucket, which may itself have to wait for others."""
+    def _pass_on(self, held: Held, *, last: bool) -> lanes.Ticket:
+        """Send what is complete with this bucket, which may itself have to wait for others; return its ticket."""
         messages = self.assembly.add(held, last=last)
         if all(message.held[-1] is not held for message in messages):
             held.ticket = lanes.Ticket(held.bucket)
         for message in messages:
-            ticket = self._send(message, last=last and message is messages[-1])
+            sent = self._send(message, last=last and message is messages[-1])
             if message.held[-1] is held:
-                future = ticket.future
-        return future if held.ticket is None else held.ticket.future
+                ticket = sent
+        return ticket if held.ticket is None else held.ticket
 
     def _send(self, message: Message, *, last: bool) -> lanes.Ticket:
         return self.sending.send(message, self.planning.aggregators_for(message), self.step, last=last)
@@ -289,3 +303,16 @@ class Registration:
         self.assembly.imitate(buffers)
         self.planning.restart(steps, plan, tuned)
         self.layouts.expect(numels)
+
+
+def _let_backward_raise() -> bool:
+    """Let the backward under way raise the error of a lane that fails meanwhile; return False outside of a backward.
+
+    Such a LaneError stays what it is, where DDP makes a RuntimeError of a future's.
+    """
+    if torch._C._current_graph_task_id() == -1:  # DDP's join() calls the hook by itself
+        return False
+    engine = Variable._execution_engine
+    # From within a callback, so that it comes after DDP's own, which waits for the lane.
+    engine.queue_callback(lambda: engine.queue_callback(lanes.require_healthy))
+    return True

@@ -15,6 +15,7 @@ from commopt import lanes
 from commopt.aggregate import Aggregator, Flat
 from commopt.aggregate.leftovers import hand_over
 from commopt.bucketing import Message, packed
+from commopt.errors import ConfigurationError
 from commopt.feedback import Account, Layout, Ledger
 from commopt.feedback.fidelity import Fidelity, sample_numel
 from commopt.groups import Membership, Team
@@ -44,6 +45,7 @@ class Sending:
     def __init__(self, membership: Membership, owner: str, recorder: Recorder) -> None:
         self.membership = membership
         self.owner = owner
+        self.closed = False
         self.messages = 0
         self.traffic = Traffic()
         self.watch_fidelity = False
@@ -126,6 +128,10 @@ class Sending:
         inputs: Sequence[Tensor] = (),
         reserved: Sequence[lanes.Ticket] = (),
     ) -> lanes.Ticket:
+        if self.closed:
+            raise ConfigurationError(
+                f"{self.owner} was closed, and this is its {what}; make a new HookState, and a new DDP model for it"
+            )
         device = result.device  # with its index, by which lanes are told apart
         operation = lanes.Operation(self.membership, self.owner, next(self._sequence), what, numel, device.type)
         return lanes.lane_for(device).submit(operation, work, result, inputs, reserved)

@@ -31,6 +31,9 @@ from topology import Cluster
 class HookState:
     """State of one DDP registration; collective over `process_group`: all its ranks must create it.
 
+    Made before init_process_group(), it joins the others at the first bucket, over the world, or when it is registered
+    with commopt's DistributedDataParallel, over that model's group.
+
     aggregator: what averages the buckets; None leaves it to the preset it is registered with.
     process_group: DDP's group, which on torch's own DDP nobody can check; None means the world. A one-dimensional
         DeviceMesh will do.
@@ -87,7 +90,8 @@ class HookState:
         wish = Wish.read(plan, links, needed_first, tuned)
         settings = Settings(ranks_per_node, timeout_s, wish, record, copied_options(nccl))
         self._start(settings, aggregator, module, scaler)
-        self._registration.join(process_group)
+        if process_group is not None or dist.is_initialized():
+            self._registration.join(process_group)
 
     def _start(
         self, settings: Settings, aggregator: Aggregator | None, module: nn.Module | None, scaler: Any = None
@@ -136,7 +140,20 @@ class HookState:
         """
         self._registration.average_parameters()
 
+    def close(self) -> None:
+        """Finish what was started, and close commopt's process groups; every rank must, and the model trains no more.
+
+        They are shared: the last HookState or Communicator of the same group and settings to close ends them. What was
+        never closed is, when the process group has been destroyed, at the next call that joins one.
+        """
+        self._registration.close()
+
     # ------------------------------------------------------------------------------------- for hooks
+
+    def join(self, process_group: dist.ProcessGroup) -> None:
+        """Find the other ranks of DDP's group, unless that was done before; collective."""
+        if self._registration.joined is None:
+            self._registration.join(process_group)
 
     def know(self, module: nn.Module) -> None:
         """Learn the names of the parameters, after unpickling."""

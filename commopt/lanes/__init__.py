@@ -26,6 +26,7 @@ __all__ = [
     "StreamLane",
     "Ticket",
     "WorkerLane",
+    "finish",
     "lane_for",
     "lanes_available",
     "lanes_here",
@@ -64,6 +65,13 @@ def require_healthy() -> None:
         lanes = list(_lanes.values())
     for lane in lanes:
         lane.require_healthy()
+
+
+def finish() -> bool:
+    """Return once all that was submitted before, on any lane, has ended; False at once inside a lane's own work."""
+    with _lock:
+        lanes = list(_lanes.values())
+    return all([lane.finish() for lane in lanes])
 
 
 def _forget_old_world() -> None:

@@ -62,6 +62,17 @@ class Lane(ABC):
     def close(self) -> bool:
         """Finish what was submitted and stop; return False after a few seconds in which it did not end."""
 
+    def finish(self) -> bool:
+        """Return True once all that was submitted before has ended, False at once when called from this lane's work."""
+        if getattr(self._own, "busy", False):
+            return False
+        self._wait()
+        return True
+
+    @abstractmethod
+    def _wait(self) -> None:
+        """Return once all that was submitted before has ended, well or badly."""
+
     @abstractmethod
     def _make_second(self) -> Second:
         """Return a second lane of the same device."""

@@ -31,15 +31,23 @@ class Ticket:
     """The pending result of an operation: `future` fails with the lane's error, as does `wait`."""
 
     def __init__(self, result: Tensor) -> None:
-        """Stand for `result`, the tensor that will hold the outcome.
-
-        The outcome resolves to it or to the LaneError itself. Raising through `Future.then` keeps the message;
-        `Future.set_exception` would leave DDP with a cast error.
-        """
+        """Stand for `result`, the tensor that will hold the outcome."""
         devices: list[int | str | torch.device] | None = [result.device] if result.device.type == "cuda" else None
-        self._outcome: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
+        self._outcome: torch.futures.Future[Any] = torch.futures.Future(devices=devices)  # the tensor, or a LaneError
         self._result: Tensor | None = result
-        self.future: torch.futures.Future[Tensor] = self._outcome.then(lambda done: _result_or_raise(done.value()))
+
+    @property
+    def future(self) -> torch.futures.Future[Tensor]:
+        """A future of the result; torch makes a RuntimeError of the LaneError that it raises, and keeps the message."""
+        # Raised through `then`: `set_exception` would leave DDP with a cast error.
+        return self._outcome.then(lambda done: _result_or_raise(done.value()))
+
+    def ended(self, tensor: Tensor) -> torch.futures.Future[Tensor]:
+        """Return a future that gives `tensor` once the operation has ended, well or badly.
+
+        For who asks the lane itself whether it failed, and raises its error as it is.
+        """
+        return self._outcome.then(lambda done: tensor)
 
     def settle(self, error: LaneError | None) -> None:
         """End the wait, well or with the error; on CUDA the waiters' streams wait for the current one."""

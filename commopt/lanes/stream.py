@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from weakref import WeakSet
 
 import torch
@@ -87,6 +88,11 @@ class StreamLane(Lane):
             pass
         self._closed.set()
         return ended
+
+    def _wait(self) -> None:
+        """See Lane._wait."""
+        with suppress(RuntimeError):  # a CUDA error, which its own caller sees
+            self._stream.synchronize()
 
     def _make_second(self) -> Second:
         return SecondStream(self.device)

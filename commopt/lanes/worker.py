@@ -14,6 +14,7 @@ from commopt.lanes.operation import Operation, Ticket
 from commopt.lanes.second import Second, SecondWorker
 
 _CLOSE_TIMEOUT_S = 5.0
+_LOOK_S = 0.5
 
 
 class WorkerLane(Lane):
@@ -21,7 +22,9 @@ class WorkerLane(Lane):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._queue: SimpleQueue[tuple[Operation, Work, Tensor, Sequence[Ticket]] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[Operation, Work, Tensor, Sequence[Ticket]] | threading.Event | None] = (
+            SimpleQueue()
+        )
         # A daemon: a peer that never answers must not keep this process from exiting.
         self._thread = threading.Thread(target=self._serve, name="commopt-lane", daemon=True)
         self._thread.start()
@@ -48,12 +51,22 @@ class WorkerLane(Lane):
         ended = not self._thread.is_alive()
         return ended if self._second is None else self._second.close() and ended
 
+    def _wait(self) -> None:
+        """See Lane._wait."""
+        ended = threading.Event()
+        self._queue.put(ended)
+        while not ended.wait(_LOOK_S) and self._thread.is_alive():  # it may have been closed before
+            pass
+
     def _make_second(self) -> Second:
         return SecondWorker(self._own)
 
     def _serve(self) -> None:
         self._own.busy = True
         while (item := self._queue.get()) is not None:
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
             operation, work, result, tickets = item
             error = self._run(operation, work, result)
             for ticket in tickets:
