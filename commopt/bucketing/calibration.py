@@ -114,7 +114,8 @@ class _Trial:
 
     def __init__(self, aggregator: Aggregator, layout: Layout, dtype: torch.dtype, team: Team) -> None:
         generator = torch.Generator().manual_seed(0)
-        self._buffer = torch.randn(layout.numel, generator=generator).to(team.default_device, dtype)
+        values = torch.randn(layout.numel, generator=generator, dtype=torch.float32, device="cpu")
+        self._buffer = values.to(team.default_device, dtype)
         self._layout = Layout.anonymous(layout.numel) if aggregator.lossless else layout
         self._aggregator, self._team = aggregator, team
         self._ledger, self._steps = Ledger(), count(aggregator.start_step)
