@@ -78,7 +78,11 @@ class Lane(ABC):
         with self._verdict:
             error = self._error
         if error is not None:
-            raise LaneError(*error.args)  # anew: a traceback would keep the frames of every caller alive
+            raise self._anew(error)
+
+    def _anew(self, error: LaneError) -> LaneError:
+        """Return what to raise: a traceback of the same error would keep the frames of every caller alive."""
+        return LaneError(*error.args)
 
     def _require_usable(self, operation: Operation) -> None:
         if getattr(self._own, "busy", False):

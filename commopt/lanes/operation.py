@@ -28,22 +28,42 @@ class Operation:
 
 
 class Ticket:
-    """The pending result of an operation: `future` fails with the lane's error, as does `wait`."""
+    """The pending result of an operation: `future` fails with the lane's error, as does `wait`.
+
+    On the CPU an error comes from the lane's thread; raised through `Future.then` it keeps its message, where
+    `Future.set_exception` would leave DDP with a cast error. On CUDA it raises where the work is submitted, before
+    anybody waits: a second future for each bucket would only cost.
+    """
 
     def __init__(self, result: Tensor) -> None:
-        """Stand for `result`, the tensor that will hold the outcome.
-
-        The outcome resolves to it or to the LaneError itself. Raising through `Future.then` keeps the message;
-        `Future.set_exception` would leave DDP with a cast error.
-        """
-        devices: list[int | str | torch.device] | None = [result.device] if result.device.type == "cuda" else None
-        self._outcome: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
+        """Stand for `result`, the tensor that will hold the outcome; on CUDA as the current stream leaves it."""
         self._result: Tensor | None = result
-        self.future: torch.futures.Future[Tensor] = self._outcome.then(lambda done: _result_or_raise(done.value()))
+        self._device = result.device
+        self._ready: torch.cuda.Event | None = None
+        self._ended: torch.cuda.Event | None = None
+        self._outcome: torch.futures.Future[Any]
+        self.future: torch.futures.Future[Tensor]
+        if self._device.type == "cuda":
+            self._ready = torch.cuda.current_stream(self._device).record_event()
+            self._outcome = self.future = torch.futures.Future(devices=[self._device])
+        else:
+            self._outcome = torch.futures.Future()
+            self.future = self._outcome.then(lambda done: _result_or_raise(done.value()))
+
+    def hold_back(self, stream: torch.cuda.Stream) -> None:
+        """Let `stream` wait for what the current stream had been given when this ticket was made."""
+        if self._ready is not None:
+            stream.wait_event(self._ready)
 
     def settle(self, error: LaneError | None) -> None:
         """End the wait, well or with the error; on CUDA the waiters' streams wait for the current one."""
-        self._outcome.set_result(self._result if error is None else error)
+        if self._device.type != "cuda":
+            self._outcome.set_result(self._result if error is None else error)
+        elif error is None:
+            self._ended = torch.cuda.current_stream(self._device).record_event()
+            self._outcome.set_result(self._result)
+        else:
+            self._outcome.set_exception(error)
         self._result = None  # a future that is kept should not keep the tensor twice
 
     def wait(self) -> Tensor:
@@ -51,8 +71,8 @@ class Ticket:
         return _result_or_raise(self._outcome.wait())
 
     def is_completed(self) -> bool:
-        """Return whether the operation has ended, well or badly."""
-        return self._outcome.done()
+        """Return whether the operation has ended, well or badly; on CUDA whether its kernels have."""
+        return self._outcome.done() and (self._ended is None or self._ended.query())
 
 
 def _result_or_raise(value: Tensor | LaneError) -> Tensor:
