@@ -35,7 +35,10 @@ def save(ledger: Ledger) -> dict[str, Any]:
 
 
 def restore(ledger: Ledger, saved: Mapping[str, Any]) -> None:
-    """Put a rank's residuals and factors where they were: nothing is rounded, added or moved."""
+    """Put a rank's residuals and factors where they were: nothing is rounded, added or moved between ranks.
+
+    They wait in host memory: what a lane lets go must not be memory of another stream, which would use it at once.
+    """
     for role, layouts in saved["layouts"].items():
         path, kind = _role(role)
         taken: set[str] = set()
@@ -44,7 +47,7 @@ def restore(ledger: Ledger, saved: Mapping[str, Any]) -> None:
             fresh = [piece for piece in layout.pieces if str(piece) not in taken]
             taken |= {str(piece) for piece in fresh}
             if fresh:
-                values = torch.cat([saved["residuals"][role][str(piece)] for piece in fresh])
+                values = torch.cat([saved["residuals"][role][str(piece)].cpu() for piece in fresh])
                 ledger.install(Slot(path, kind, Layout(tuple(fresh)), values))
     for path, known in saved["placed"].items():
         for pieces, division in known:
@@ -60,8 +63,8 @@ def spread(ledger: Ledger, ranks: Sequence[Mapping[str, Any]], numels: Mapping[s
         for role, layouts in saved["layouts"].items():
             path, _ = _role(role)
             for piece in {str(piece): piece for pieces in layouts for piece in layout_of(pieces).pieces}.values():
-                values = saved["residuals"][role][str(piece)]
-                zero = torch.zeros(numels[piece.name], dtype=torch.float64, device=values.device)
+                values = saved["residuals"][role][str(piece)].cpu()
+                zero = torch.zeros(numels[piece.name], dtype=torch.float64, device="cpu")
                 sums.setdefault(path, {}).setdefault(piece.name, zero)[piece.begin : piece.end] += values
     for path, by_name in sums.items():
         for name, total in by_name.items():

@@ -166,10 +166,10 @@ class FactorStore:
         ]
 
     def restore(self, saved: Iterable[Mapping[str, Any]]) -> None:
-        """Keep what `save` returned on this rank."""
+        """Keep what `save` returned on this rank, in host memory: see feedback.restore."""
         for entry in saved:
-            kept = Kept(Piece(*entry["piece"]), entry["left"], entry["right"], entry["held"])
-            self.keep(entry["path"], kept)
+            left = None if entry["left"] is None else entry["left"].cpu()
+            self.keep(entry["path"], Kept(Piece(*entry["piece"]), left, entry["right"].cpu(), entry["held"]))
 
     def spread(self, ranks: Iterable[Iterable[Mapping[str, Any]]]) -> None:
         """Keep copies of what all ranks of another world held; nodes held the same."""
