@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import textwrap
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,8 +24,9 @@ from torch.utils._pytree import tree_map
 
 import commopt
 from commopt import Aggregator, Compressed, Flat, Hierarchical, LaneError, PowerSGD, Quantize, lanes
+from commopt.bucketing import calibration
 from commopt.bucketing.wish import Wish
-from commopt.feedback import Ledger, restore, save
+from commopt.feedback import Layout, Ledger, restore, save
 from commopt.groups import Membership, Team, TeamShape
 from commopt.hooks.registration import Registration, Settings
 from commopt.hooks.sending import Sending
@@ -48,7 +50,9 @@ def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Echo(Team):
-    """Ranks that all do what this one does."""
+    """Ranks that all do what this one does; `used` counts their collectives."""
+
+    used = 0
 
     def __init__(self, nodes: tuple[int, ...], level: str = "world", *parts: Team) -> None:
         TeamShape.__init__(self, nodes, 0, {"cuda": "nccl"}, level)
@@ -61,6 +65,7 @@ class Echo(Team):
         return False
 
     def all_reduce(self, tensor: Tensor, *, scale: float = 1.0) -> None:
+        self.used += 1
         tensor.mul_(scale * self.size)
 
     def all_reduce_coalesced(self, tensors: Sequence[Tensor], *, scale: float = 1.0) -> None:
@@ -68,18 +73,23 @@ class Echo(Team):
             self.all_reduce(tensor, scale=scale)
 
     def reduce(self, tensor: Tensor, dst: int) -> None:
+        self.used += 1
         tensor.mul_(self.size)
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
+        self.used += 1
         tensor.mul_(1)
 
     def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
+        self.used += 1
         output.copy_(source.view(self.size, -1)[0].view_as(output)).mul_(self.size)
 
     def all_gather(self, output: Tensor, source: Tensor) -> None:
+        self.used += 1
         output.view(self.size, -1).copy_(source.reshape(1, -1).expand(self.size, -1))
 
     def all_to_all(self, output: Tensor, source: Tensor) -> None:
+        self.used += 1
         output.view(self.size, -1).copy_(source.view(self.size, -1)[:1].expand(self.size, -1))
 
 
@@ -312,6 +322,42 @@ def test_a_bucket_costs_one_future() -> None:
     with device():
         ticket = lanes.Ticket(torch.zeros(4, device=DEVICE))
         assert ticket.future is ticket._outcome
+
+
+# ------------------------------------------------------------------------------ communicators
+
+
+@pytest.mark.parametrize(
+    ("aggregator", "used"),
+    [(Flat(), {"world"}), (Hierarchical(form="reduce_scatter"), {"intra", "inter"})],
+    ids=str,
+)
+def test_no_level_is_connected_that_is_not_used(aggregator: Aggregator, used: set[str]) -> None:
+    with device():
+        training = Training(aggregator)
+        training.step(0)
+        team: Any = training.registration.sending.team
+        assert {each.level for each in (team, team.intra, team.inter) if each.used} == used
+
+
+class Connecting(Flat):
+    """Takes long to send a thing for the first time."""
+
+    connected = False
+
+    def all_reduce(self, *arguments: Any) -> None:
+        if not Connecting.connected:
+            time.sleep(0.5)
+        Connecting.connected = True
+        super().all_reduce(*arguments)
+
+
+def test_trials_do_not_time_how_communicators_connect() -> None:
+    layouts = [Layout.of_parameters([("weight", (numel,))]) for numel in (1024, 4096, 8192, 16384)]
+    with device():
+        points = calibration.calibrate({"flat": Connecting()}, layouts, torch.float32, setup().team, 0.5)["flat"]
+    assert Connecting.connected
+    assert len(points) == len(layouts), "the budget was spent on connecting"
 
 
 # ------------------------------------------------------------------------------ what the made-up GPU sees
