@@ -174,15 +174,17 @@ class Block:
 class OnGpu(Tensor):
     """A tensor of the made-up device, in memory of the host."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
-    is_cuda: ClassVar[bool] = True  # type: ignore[assignment]
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    is_cuda = True
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         return DEVICE
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return Gpu.now().run(func, args, kwargs or {})
 
     def record_stream(self, stream: Any) -> None:
@@ -239,6 +241,7 @@ class Gpu:
         cuda = {
             **{"Stream": Stream, "Event": Event, "stream": self._on, "device": _nothing, "synchronize": self.finish},
             "current_stream": lambda *device: self.stream,
+            "default_stream": lambda *device: self.main,
             "is_current_stream_capturing": lambda: False,
             **dict.fromkeys(("is_available", "is_initialized"), lambda: True),
             **{"current_device": lambda: 0, "device_count": lambda: 1},
@@ -306,8 +309,8 @@ class Gpu:
         if tensor.numel() == 0:
             return
         block, stream, size = self.block_of(tensor), self.stream, tensor.element_size()
-        begin = tensor.storage_offset() * size
-        reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        begin = int(tensor.storage_offset()) * size
+        reach: int = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
         end = begin + (reach + 1) * size
         for (other, wrote, first, last), at in block.used.items():
             if first < end and begin < last and (wrote or writes) and not stream.is_after(other, at):

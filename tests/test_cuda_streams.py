@@ -188,8 +188,7 @@ def test_every_preset_waits_for_what_it_reads(strategy: str) -> None:
         for number in range(4):
             averages = training.step(number)
         assert not gpu.faults
-        if training.registration.aggregator.lossless and "bf16" not in strategy:
-            assert all(torch.isfinite(average.cpu()).all() for average in averages)
+        assert all(bool(average.isfinite().all()) for average in averages)
 
 
 MERGED = Plan((Bucket(BUCKETS, 4 * NUMEL * len(BUCKETS), repr(Flat())),))
@@ -289,7 +288,7 @@ def standalone() -> list[str]:
         membership, gathered = setup(), torch.zeros(400, device=DEVICE)
         lane = lanes.lane_for(DEVICE)
         with torch.cuda.stream(torch.cuda.Stream()):
-            torch.cuda.current_stream().wait_stream(other.main)
+            torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
             assert gather(torch.ones(100, device=DEVICE)).wait() is gathered
             gathered.mul_(2)
     return gpu.faults + other.faults
