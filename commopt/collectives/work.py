@@ -30,5 +30,5 @@ class Work:
         return self._ticket.future
 
     def is_completed(self) -> bool:
-        """Return whether it has ended, well or badly."""
+        """Return whether it has ended, well or badly; on CUDA whether the result is there, not whether it is queued."""
         return self._ticket.is_completed()
