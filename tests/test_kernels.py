@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import itertools
 import logging
+import re
 import shutil
 import sys
+from contextlib import nullcontext
+from importlib import import_module
 from importlib.metadata import distributions
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +24,7 @@ from torch import Tensor
 from commopt.errors import ConfigurationError, UnsupportedTensorError
 from commopt.kernels import loader, pack, reference, sources, unpack
 from commopt.version import __version__
+from tests.emulator import Emulator
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 PAIRS = list(itertools.product((*DTYPES, torch.float64), repeat=2))
@@ -247,6 +252,18 @@ def test_neighbours_in_one_buffer_do_not_overlap() -> None:
     assert buffer.tolist() == [0, 1, 2, 0, 1, 2]
 
 
+def test_a_step_with_many_lists_uploads_each_table_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = import_module("commopt.kernels.pack")._table
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None))
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
+    table.cache_clear()
+    for _ in range(2):
+        for address in range(1000):
+            table(torch.device("cpu"), 4096, (address,), (10,))
+    assert table.cache_info().misses == 1000
+    table.cache_clear()
+
+
 class TestChoice:
     """`loader_for` on a pretended GPU."""
 
@@ -291,7 +308,7 @@ class TestChoice:
     def test_old_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
         monkeypatch.setenv(loader.VARIABLE, "native")
-        with pytest.raises(ConfigurationError, match=r"compute capability 7\.5 is below 8\.0"):
+        with pytest.raises(ConfigurationError, match=r"compute capability 7\.5 and the kernels need 8\.0.*V100, T4"):
             loader.loader_for(self.device)
 
 
@@ -328,6 +345,97 @@ class TestInstalled:
         (installed / "_C.py").unlink()
         with pytest.raises(ModuleNotFoundError, match=r"commopt\._C"):
             loader.Native()
+
+
+class Broken(loader.Loader):
+    """Imports, and then does what a loader does that does not suit the driver, or the GPU."""
+
+    fix = "reinstall it"
+
+    def __init__(self, error: Exception | None) -> None:
+        self._error = error
+
+    def launch(self, kernel: str, grid: int, block: int, stream: int, arguments: loader.Arguments) -> None:
+        if self._error is not None:
+            raise self._error  # else it launches what does nothing
+
+
+class TestTrial:
+    """`loader_for` on the CPU, where the emulator's kernels work and others do not."""
+
+    device = torch.device("cpu")
+
+    @pytest.fixture(autouse=True)
+    def pretend(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv(loader.VARIABLE, raising=False)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        monkeypatch.setattr(torch.cuda, "device", nullcontext)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        loader._choose.cache_clear()
+        loader._load.cache_clear()
+
+    def install(self, patch: pytest.MonkeyPatch, **loaders: loader.Loader | Exception) -> None:
+        def make(name: str) -> loader.Loader:
+            made = loaders[name]
+            if isinstance(made, Exception):
+                raise made
+            return made
+
+        patch.setattr(loader, "_load", make)
+
+    def test_one_that_works_is_chosen_in_silence(
+        self, emulator: Emulator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        absent = ModuleNotFoundError("No module named 'commopt._C'")
+        for native in (emulator, absent):
+            loader._choose.cache_clear()
+            self.install(monkeypatch, native=native, nvrtc=emulator)
+            assert loader.loader_for(self.device) is emulator
+        assert not caplog.records
+
+    @pytest.mark.parametrize(
+        "native",
+        [
+            Broken(RuntimeError("the provided PTX was compiled with an unsupported toolchain")),
+            Broken(None),
+            ImportError("libcudart.so.13: cannot open shared object file"),
+        ],
+        ids=["launch", "result", "import"],
+    )
+    def test_the_next_one_serves_and_one_warning_says_why(
+        self,
+        emulator: Emulator,
+        native: loader.Loader | Exception,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        self.install(monkeypatch, native=native, nvrtc=emulator)
+        with caplog.at_level(logging.WARNING, logger="commopt"):
+            assert loader.loader_for(self.device) is emulator
+            assert loader.loader_for(self.device) is emulator
+        (record,) = caplog.records
+        assert re.search(r"run by nvrtc \(native: .*(unsupported|instead of|libcudart).*nvcc", record.getMessage())
+
+    def test_none_works(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+        self.install(monkeypatch, native=Broken(RuntimeError("too old")), nvrtc=Broken(None))
+        with caplog.at_level(logging.WARNING, logger="commopt"):
+            assert loader.loader_for(self.device) is None
+        (record,) = caplog.records
+        assert re.search(r"slower plain torch.*native: too old;.*nvrtc: a kernel made \[0", record.getMessage())
+
+    def test_a_forced_one_that_does_not_work_is_an_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.install(monkeypatch, native=Broken(RuntimeError("driver too old")))
+        monkeypatch.setenv(loader.VARIABLE, "native")
+        with pytest.raises(
+            ConfigurationError, match="COMMOPT_KERNELS=native cannot work on cpu: native: driver too old"
+        ):
+            loader.loader_for(self.device)
+
+    def test_nothing_waits_while_a_graph_is_captured(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        self.install(monkeypatch, native=(never := Broken(AssertionError("launched"))))
+        assert loader.loader_for(self.device) is never
 
 
 @pytest.fixture(params=["native", "nvrtc"])

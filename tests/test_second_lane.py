@@ -1,17 +1,16 @@
-"""A second lane by itself: order, errors, modes; and what the CUDA one asks of the streams, without a GPU."""
+"""A second lane of the CPU by itself: order, errors, modes; that of a GPU is in test_cuda_streams."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
 from commopt import LaneError, recording
-from commopt.lanes.second import SecondStream, SecondWorker
+from commopt.lanes.second import SecondWorker
 
 
 @pytest.fixture
@@ -95,52 +94,3 @@ def test_modes_and_messages_follow(second: SecondWorker) -> None:
         second.start(look).join()
     second.start(look).join()
     assert seen == [False, True, message, False, False, None]
-
-
-class Streams:
-    """Stands in for torch.cuda: notes what is asked of streams."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.now = "first"
-
-    def make(self, name: str) -> Any:
-        outer = self
-
-        class Stream:
-            def wait_stream(self, other: Any) -> None:
-                outer.log.append(f"{name} waits for {other}")
-
-            def wait_event(self, event: str) -> None:
-                outer.log.append(f"{name} waits for {event}")
-
-            def record_event(self) -> str:
-                return f"event of {name}"
-
-            def __str__(self) -> str:
-                return name
-
-        return Stream()
-
-    @contextmanager
-    def use(self, stream: Any) -> Iterator[None]:
-        before, self.now = self.now, str(stream)
-        yield
-        self.now = before
-
-
-def test_streams_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    streams = Streams()
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: streams.make("second"))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams.make(streams.now))
-    monkeypatch.setattr(torch.cuda, "stream", streams.use)
-    second = SecondStream(torch.device("cuda", 0))
-    started = second.start(lambda: streams.log.append(f"work on {streams.now}"))
-    streams.log.append(f"more on {streams.now}")
-    started.join()
-    assert streams.log == [
-        "second waits for first",
-        "work on second",
-        "more on first",
-        "first waits for event of second",
-    ]

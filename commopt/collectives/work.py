@@ -34,7 +34,7 @@ class Work:
         return self._ticket.future.then(lambda done: self._require_accepted(done.value()))
 
     def is_completed(self) -> bool:
-        """Return whether it has ended, well or badly."""
+        """Return whether it has ended, well or badly; on CUDA whether the result is there, not whether it is queued."""
         return self._ticket.is_completed()
 
     def _require_accepted(self, result: Tensor) -> Tensor:

@@ -10,11 +10,11 @@ from commopt.groups.team import Team
 
 def gather_bytes(team: Team, payload: bytes) -> list[bytes]:
     """Return every rank's payload, in the team's order, on every rank; collective."""
-    lengths = [int(length) for length in _gather(team, torch.tensor([len(payload)])).tolist()]
+    lengths = [int(length) for length in _gather(team, torch.tensor([len(payload)], device="cpu")).tolist()]
     longest = max(lengths)
     if longest == 0:
         return [b""] * team.size
-    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
     padded[: len(payload)] = _tensor(payload)
     rows = _gather(team, padded).view(team.size, longest)
     return [row[:length].numpy().tobytes() for row, length in zip(rows, lengths, strict=True)]
@@ -25,7 +25,7 @@ def broadcast_bytes(team: Team, payload: bytes | None, src: int) -> bytes:
     own = b"" if payload is None else payload
     length = torch.tensor([len(own)], device=team.default_device)
     team.broadcast(length, src)
-    data = torch.zeros(int(length.item()), dtype=torch.uint8)
+    data = torch.zeros(int(length.item()), dtype=torch.uint8, device="cpu")
     if data.numel() == 0:
         return b""
     if team.rank == src:
@@ -43,4 +43,7 @@ def _gather(team: Team, own: Tensor) -> Tensor:
 
 
 def _tensor(payload: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)
+    """Return uint8 [len(payload)], on the CPU."""
+    if not payload:  # which torch.frombuffer refuses
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(bytearray(payload), dtype=torch.uint8)

@@ -64,21 +64,15 @@ class Team(TeamShape):
         """See TeamShape; this machine may have no GPU for NCCL."""
         return super().default_device if torch.cuda.is_available() else torch.device("cpu")
 
-    def warm(self, device: torch.device) -> None:
-        """Open the connections of every level, in one fixed order: NCCL makes them in the first collective."""
-        for level in (self, self.intra, self.inter):
-            if level is not None:
-                level.all_reduce(torch.zeros(1, dtype=torch.float32, device=device))
-
     def all_reduce(self, tensor: Tensor, *, scale: float = 1.0) -> None:
         """Set `tensor` to `scale * sum` over the team, scaled before anything is added."""
         if self.size > 1:
-            with self._transport("all_reduce", tensor) as group:
+            with self._transport("all_reduce", tensor) as group, self._in_reach(tensor) as (here, _):
                 if self._on_gloo(tensor) and self.node_count == self.size:
-                    gloo.all_reduce(tensor, group, scale)
+                    gloo.all_reduce(here, group, scale)
                 else:
-                    apply_scale(tensor, scale)
-                    dist.all_reduce(tensor, group=group)
+                    apply_scale(here, scale)
+                    dist.all_reduce(here, group=group)
         else:
             apply_scale(tensor, scale)
 
@@ -102,45 +96,45 @@ class Team(TeamShape):
     def reduce(self, tensor: Tensor, dst: int) -> None:
         """Sum into `tensor` of rank `dst`; the other ranks' tensors are left undefined."""
         if self.size > 1:
-            with self._transport("reduce", tensor) as group:
-                dist.reduce(tensor, group=group, group_dst=dst)
+            with self._transport("reduce", tensor) as group, self._in_reach(tensor) as (here, _):
+                dist.reduce(here, group=group, group_dst=dst)
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Copy `tensor` of rank `src` to every rank."""
         if self.size > 1:
-            with self._transport("broadcast", tensor) as group:
-                dist.broadcast(tensor, group=group, group_src=src)
+            with self._transport("broadcast", tensor) as group, self._in_reach(tensor) as (here, _):
+                dist.broadcast(here, group=group, group_src=src)
 
     def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
         """Sum `source` over the team and keep this rank's block of output.numel() elements."""
         if self.size > 1:
-            with self._transport("reduce_scatter", source) as group:
+            with self._transport("reduce_scatter", source) as group, self._in_reach(output, source) as (target, here):
                 if self._on_gloo(source):
-                    gloo.reduce_scatter(output, source, group)
+                    gloo.reduce_scatter(target, here, group)
                 else:
-                    reduce_scatter_single(output, source, group=group)
+                    reduce_scatter_single(target, here, group=group)
         else:
             output.copy_(source)
 
     def all_gather(self, output: Tensor, source: Tensor) -> None:
         """Fill `output` with every rank's `source`, in rank order."""
         if self.size > 1:
-            with self._transport("all_gather", source) as group:
+            with self._transport("all_gather", source) as group, self._in_reach(output, source) as (target, here):
                 if self._on_gloo(source):
-                    gloo.all_gather(output, source, group)
+                    gloo.all_gather(target, here, group)
                 else:
-                    all_gather_single(output, source, group=group)
+                    all_gather_single(target, here, group=group)
         else:
             output.copy_(source)
 
     def all_to_all(self, output: Tensor, source: Tensor) -> None:
         """Send block j of `source` to rank j; block i of `output` comes from rank i."""
         if self.size > 1:
-            with self._transport("all_to_all", source) as group:
+            with self._transport("all_to_all", source) as group, self._in_reach(output, source) as (target, here):
                 if self._on_gloo(source):
-                    gloo.all_to_all(output, source, group)
+                    gloo.all_to_all(target, here, group)
                 else:
-                    dist.all_to_all_single(output, source, group=group)
+                    dist.all_to_all_single(target, here, group=group)
         else:
             output.copy_(source)
 
@@ -190,6 +184,23 @@ class Team(TeamShape):
 
     def _on_gloo(self, tensor: Tensor) -> bool:
         return self.backend(tensor.device) == "gloo"
+
+    @contextmanager
+    def _in_reach(self, output: Tensor, source: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Give output and source, by default the same, where the backend can read and write them.
+
+        Gloo sends host memory only: what lies on a GPU is copied there, and what came back. The host waits for both.
+        """
+        if output.device.type == "cpu" or not self._on_gloo(output):
+            yield output, output if source is None else source
+        elif source is None:
+            host = output.cpu()
+            yield host, host
+            output.copy_(host)
+        else:
+            host = torch.empty(output.shape, dtype=output.dtype, device="cpu")
+            yield host, source.cpu()
+            output.copy_(host)
 
     @contextmanager
     def _transport(self, primitive: str, *sources: Tensor) -> Iterator[dist.ProcessGroup]:

@@ -40,7 +40,10 @@ class Loader(ABC):
 class Native(Loader):
     """The module `commopt._C`, built by nvcc during installation."""
 
-    fix = "install commopt from source with nvcc on PATH (COMMOPT_REQUIRE_CUDA=ON makes a failure visible)"
+    fix = (
+        "install commopt from source with nvcc on PATH, of a CUDA that the driver knows (COMMOPT_REQUIRE_CUDA=ON makes "
+        "a failure visible)"
+    )
 
     def __init__(self) -> None:
         self._module = _compiled()
@@ -110,7 +113,8 @@ _LOADERS: dict[str, type[Loader]] = {"native": Native, "nvrtc": Nvrtc}
 def loader_for(device: torch.device) -> Loader | None:
     """Return the loader for a CUDA device, None for plain torch; `COMMOPT_KERNELS` forces one.
 
-    Raises `ConfigurationError` when the forced one is unknown or cannot work here.
+    A loader is chosen once a kernel of its has done what it should: one that imports may still meet a driver that is
+    too old. Raises `ConfigurationError` when the forced one is unknown or cannot work here.
     """
     return _choose(os.environ.get(VARIABLE, ""), device)
 
@@ -122,12 +126,19 @@ def _choose(wanted: str, device: torch.device) -> Loader | None:
     if wanted == "torch":
         return None
     failures = _obstacles(device)
+    broken = False
     if not failures:
         for name in [wanted] if wanted else _LOADERS:
             try:
-                return _load(name)
-            except ImportError as error:
+                loader = _load(name)
+                _try(loader, device)
+            except (ImportError, RuntimeError, OSError) as error:
                 failures.append(f"{name}: {error}; {_LOADERS[name].fix}")
+                broken |= not isinstance(error, ModuleNotFoundError)
+                continue
+            if broken:  # what is merely absent is no news where another works
+                _log.warning("kernels on %s run by %s (%s)", device, name, "; ".join(failures))
+            return loader
     if wanted:
         raise ConfigurationError(f"{VARIABLE}={wanted} cannot work on {device}: {failures[0]}, or unset {VARIABLE}")
     _log.warning("kernels on %s run as slower plain torch operations (%s)", device, "; ".join(failures))
@@ -140,8 +151,25 @@ def _obstacles(device: torch.device) -> list[str]:
         return ["the kernels are CUDA and this torch is built for ROCm; use a CUDA build"]
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
-        return [f"compute capability {major}.{minor} is below 8.0; use a newer GPU"]
+        return [
+            f"the GPU has compute capability {major}.{minor} and the kernels need 8.0 (A100 and RTX 30 have it; V100, "
+            f"T4 and RTX 20 do not); use a newer GPU"
+        ]
     return []
+
+
+def _try(loader: Loader, device: torch.device) -> None:
+    """Launch a kernel that doubles three numbers, and wait for it. Raises RuntimeError unless it does."""
+    with torch.cuda.device(device):
+        if torch.cuda.is_current_stream_capturing():
+            return  # nobody may wait there
+        values = torch.tensor([1.5, -2.0, 3.0], dtype=torch.float32, device=device)
+        doubled = torch.zeros_like(values)
+        table = torch.tensor([[values.data_ptr(), 0, 0], [0, 3, 1]], dtype=torch.int64, device=device)  # see pack
+        arguments = (table.data_ptr(), 1, doubled.data_ptr(), 1024, 1, 2.0)
+        loader.launch("transfer_f32_f32", 1, 32, torch.cuda.current_stream().cuda_stream, arguments)
+        if not torch.equal(doubled, 2 * values):
+            raise RuntimeError(f"a kernel made {doubled.tolist()} of {values.tolist()} instead of twice as much")
 
 
 @cache

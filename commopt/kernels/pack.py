@@ -149,7 +149,8 @@ class _Table:
         return self.rows.data_ptr()
 
 
-@lru_cache(maxsize=128)
+# A step may have several lists for each of hundreds of buckets; one that is forgotten costs many times a launch.
+@lru_cache(maxsize=4096)
 def _table(device: torch.device, chunk_numel: int, addresses: tuple[int, ...], numels: tuple[int, ...]) -> _Table:
     host = torch.from_numpy(_rows(chunk_numel, addresses, numels)).pin_memory()
     rows = host.to(device, non_blocking=True)  # torch keeps the pinned memory until the copy is over

@@ -12,6 +12,7 @@ from torch import Tensor
 from commopt.errors import CommoptError, LaneError
 from commopt.groups import checking
 from commopt.lanes.failure import fail
+from commopt.lanes.modes import fresh_modes
 from commopt.lanes.operation import Operation, Ticket
 from commopt.lanes.order_check import check_order
 from commopt.lanes.second import Second
@@ -88,7 +89,11 @@ class Lane(ABC):
         with self._verdict:
             error = self._error
         if error is not None:
-            raise LaneError(*error.args)  # anew: a traceback would keep the frames of every caller alive
+            raise self._anew(error)
+
+    def _anew(self, error: LaneError) -> LaneError:
+        """Return what to raise: a traceback of the same error would keep the frames of every caller alive."""
+        return LaneError(*error.args)
 
     def _require_usable(self, operation: Operation) -> None:
         if getattr(self._own, "busy", False):
@@ -112,9 +117,8 @@ class Lane(ABC):
         try:
             if checking():
                 check_order(operation)
-            # Grad mode belongs to a thread; a tensor made in inference mode can be written in no other. In this order:
-            # inference_mode(False) would switch gradients on.
-            with torch.inference_mode(result.is_inference()), torch.no_grad():
+            # A tensor made in inference mode can be written in no other.
+            with fresh_modes(inference=result.is_inference()):
                 _here.lane = self
                 work()
         except BaseException as error:

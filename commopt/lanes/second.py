@@ -14,6 +14,7 @@ from queue import SimpleQueue
 import torch
 
 from commopt.errors import LaneError
+from commopt.lanes.modes import fresh_modes
 from commopt.recording import Message, current, helping
 
 _CLOSE_TIMEOUT_S = 5.0
@@ -97,8 +98,7 @@ class _Task(Started):
         try:
             if refused or work is None:
                 raise LaneError("the second lane has stopped after an error")
-            # Modes belong to a thread; inference_mode(False) would switch gradients on.
-            with torch.inference_mode(self._inference), torch.no_grad(), helping(self._message):
+            with fresh_modes(inference=self._inference), helping(self._message):
                 work()
         except BaseException as error:  # whatever it is, the first lane must hear of it
             self._error = error

@@ -6,13 +6,12 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from commopt.errors import LaneError
-from commopt.groups import Membership, close_together, joined
+from commopt.groups import close_together, joined
 from commopt.lanes.base import Lane, Work
 from commopt.lanes.operation import Operation, Ticket
 from commopt.lanes.second import Second, SecondStream
@@ -20,17 +19,24 @@ from commopt.lanes.second import Second, SecondStream
 _WATCH_PERIOD_S = 0.5
 _CLOSE_TIMEOUT_S = 5.0
 _CLOSE_POLL_S = 0.01
+_RECOVERY = (
+    "Over NCCL, torch ends processes that lost a peer a minute later; to go on in this one, start it with "
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING=0."
+)
 
 
 class StreamLane(Lane):
-    """All collectives are launched with async_op=False on one stream: one order, no deadlock between communicators."""
+    """All collectives are launched with async_op=False on one stream: one order, no deadlock between communicators.
+
+    NCCL connects a communicator in its first collective, where the host waits for the other ranks: they come to it in
+    this order too, so nothing is connected before it is used, and each communicator takes GPU memory.
+    """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         # High priority: the few blocks of a communication kernel should not queue behind backward's thousands.
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._order = threading.Lock()
-        self._warmed: WeakSet[Membership] = WeakSet()
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="commopt-watch", daemon=True).start()
 
@@ -59,23 +65,21 @@ class StreamLane(Lane):
         inputs: Sequence[Tensor],
         reserved: Sequence[Ticket],
     ) -> Ticket:
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        ticket = Ticket(result)
+        for pending in (*reserved, ticket):  # each was made on the stream of its own tensor
+            pending.hold_back(self._stream)
         for tensor in (result, *inputs):
             tensor.record_stream(self._stream)  # its memory may be freed by a stream that is ahead of the lane
-        ticket = Ticket(result)
         with torch.cuda.stream(self._stream):
-            error = self._run(operation, lambda: self._warm_and_run(operation.membership, work), result)
+            error = self._run(operation, work, result)
             for pending in (*reserved, ticket):
                 pending.settle(error)
         if error is not None:
-            raise LaneError(*error.args)
+            raise self._anew(error)
         return ticket
 
-    def _warm_and_run(self, membership: Membership, work: Work) -> None:
-        if membership not in self._warmed:
-            membership.team.warm(self.device)
-            self._warmed.add(membership)
-        work()
+    def _anew(self, error: LaneError) -> LaneError:
+        return LaneError(f"{error}\n{_RECOVERY}")
 
     def close(self) -> bool:
         """See Lane.close."""

@@ -43,7 +43,8 @@ def orthogonalize_each(work: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> 
 def project(matrices: Tensor, factors: Tensor, out: Tensor, *, transposed: bool) -> None:
     """See kernels.lowrank."""
     # The few columns of a factor are long rows of its transpose, which a CPU multiplies several times as fast.
-    found = torch.bmm(factors.transpose(1, 2), matrices if transposed else matrices.transpose(1, 2))
+    one, other = factors.transpose(1, 2), matrices if transposed else matrices.transpose(1, 2)
+    found = torch.bmm(one.double(), other.double()) if _may_use_tf32(out.device) else torch.bmm(one, other)
     out.copy_(found.transpose(1, 2))
 
 
@@ -53,12 +54,32 @@ def decode(left: Tensor, right: Tensor, out: Tensor) -> None:
     # A few rows at a time are written to memory in one go; the bits are the same.
     step = max(piece_numel(out.device) // (2 * cols), 1) if len(out) == 1 else rows
     for begin in range(0, rows, step):
-        torch.bmm(left[:, begin : begin + step], right.transpose(1, 2), out=out[:, begin : begin + step])
+        part, target = left[:, begin : begin + step], out[:, begin : begin + step]
+        if _may_use_tf32(out.device):
+            target.copy_(torch.bmm(part.double(), right.transpose(1, 2).double()))
+        else:
+            torch.bmm(part, right.transpose(1, 2), out=target)
 
 
 def subtract(matrices: Tensor, left: Tensor, right: Tensor) -> None:
     """See kernels.lowrank."""
-    matrices.baddbmm_(left, right.transpose(1, 2), alpha=-1)
+    if _may_use_tf32(matrices.device):
+        matrices.copy_(torch.baddbmm(matrices.double(), left.double(), right.transpose(1, 2).double(), alpha=-1))
+    else:
+        matrices.baddbmm_(left, right.transpose(1, 2), alpha=-1)
+
+
+def _may_use_tf32(device: torch.device) -> bool:
+    """Return whether torch may multiply float32 as TF32: here it is float64 then, which costs little for few columns.
+
+    The setting is the whole process's, and other threads multiply meanwhile: it cannot be changed for one product.
+    """
+    if device.type != "cuda":
+        return False
+    matmul = torch.backends.cuda.matmul
+    if hasattr(matmul, "fp32_precision"):  # since torch 2.9
+        return bool(matmul.fp32_precision == "tf32")
+    return bool(matmul.allow_tf32)
 
 
 def _rescaled(factors: Tensor, initial: Tensor | None) -> Tensor:

@@ -1,0 +1,412 @@
+"""The CUDA lane on a made-up GPU: every byte is read after it was written, and used again after it was read.
+
+Ranks are made up too: all have the same values, and a collective is an operation on the current stream. What DDP does
+around the hook is done here: buckets filled on streams of their own, futures waited for at the end.
+"""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+import commopt
+from commopt import Aggregator, Compressed, Flat, Hierarchical, LaneError, PowerSGD, Quantize, lanes
+from commopt.bucketing import calibration
+from commopt.bucketing.wish import Wish
+from commopt.feedback import Layout, Ledger, restore, save
+from commopt.groups import Membership, Team, TeamShape
+from commopt.hooks.registration import Registration, Settings
+from commopt.hooks.sending import Sending
+from commopt.lanes import operation as operations
+from commopt.lanes import second, stream
+from commopt.plan import Bucket, Plan
+from tests.fake_cuda import DEVICE, Gpu
+from tests.pipelining import short_chunks
+from topology import Cluster
+
+BUCKETS = ("first", "second", "third")
+NUMEL = 96 * 64
+
+
+@pytest.fixture(autouse=True)
+def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMMOPT_KERNELS", "torch")
+
+
+# ------------------------------------------------------------------------------ made-up ranks
+
+
+class Echo(Team):
+    """Ranks that all do what this one does; `used` counts their collectives."""
+
+    used = 0
+
+    def __init__(self, nodes: tuple[int, ...], level: str = "world", *parts: Team) -> None:
+        TeamShape.__init__(self, nodes, 0, {"cuda": "nccl"}, level)
+        self.ranks = tuple(range(len(nodes)))
+        self._group, self._closed = None, False
+        self._parts = (parts[0], parts[1]) if parts else (None, None)
+
+    @property
+    def closed(self) -> bool:
+        return False
+
+    def all_reduce(self, tensor: Tensor, *, scale: float = 1.0) -> None:
+        self.used += 1
+        tensor.mul_(scale * self.size)
+
+    def all_reduce_coalesced(self, tensors: Sequence[Tensor], *, scale: float = 1.0) -> None:
+        for tensor in tensors:
+            self.all_reduce(tensor, scale=scale)
+
+    def reduce(self, tensor: Tensor, dst: int) -> None:
+        self.used += 1
+        tensor.mul_(self.size)
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        self.used += 1
+        tensor.mul_(1)
+
+    def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
+        self.used += 1
+        output.copy_(source.view(self.size, -1)[0].view_as(output)).mul_(self.size)
+
+    def all_gather(self, output: Tensor, source: Tensor) -> None:
+        self.used += 1
+        output.view(self.size, -1).copy_(source.reshape(1, -1).expand(self.size, -1))
+
+    def all_to_all(self, output: Tensor, source: Tensor) -> None:
+        self.used += 1
+        output.view(self.size, -1).copy_(source.view(self.size, -1)[:1].expand(self.size, -1))
+
+
+class Setup(Membership):
+    """Lives as long as the device."""
+
+    def __post_init__(self) -> None:
+        self.gpu = Gpu.now()
+        super().__post_init__()
+
+    @property
+    def alive(self) -> bool:
+        return bool(Gpu.entered) and Gpu.now() is self.gpu
+
+
+def setup() -> Setup:
+    """Two nodes with two ranks each."""
+    team = Echo((0, 0, 1, 1), "world", Echo((0, 0), "intra"), Echo((0, 1), "inter"))
+    parent: Any = lambda: None  # noqa: E731
+    return Setup("made up", parent, Cluster.from_ranks_per_node(4, 2), team, 60.0, dist.HashStore())
+
+
+@dataclass
+class GradBucket:
+    """Stands for DDP's, of which torch lets nobody make one."""
+
+    number: int
+    values: Tensor
+    parameter: nn.Parameter
+
+    def buffer(self) -> Tensor:
+        return self.values
+
+    def index(self) -> int:
+        return self.number
+
+    def is_last(self) -> bool:
+        return self.number + 1 == len(BUCKETS)
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [self.parameter]
+
+
+class Training:
+    """Steps of a model of three parameters, each in a bucket of its own."""
+
+    def __init__(self, aggregator: Aggregator, plan: Plan | str = "ddp", scaler: Any = None) -> None:
+        self.model = nn.ParameterDict({name: nn.Parameter(torch.zeros(96, 64)) for name in BUCKETS})
+        settings = Settings(None, None, Wish(plan), record=False, nccl={})
+        self.registration = Registration(settings, aggregator, self.model, scaler)
+        sending = Sending(setup(), "test", self.registration.recorder)
+        self.registration._begin(aggregator, sending)
+        self.registration.joined = sending
+        self.streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
+        self.buckets = [torch.zeros(NUMEL, device=DEVICE) for _ in BUCKETS]
+
+    def step(self, number: int) -> list[Tensor]:
+        """Fill each bucket on another stream, as autograd may; return what DDP would read."""
+        for each in self.streams[1:]:
+            each.wait_stream(self.streams[0])
+        futures = []
+        for place, (name, each) in enumerate(zip(BUCKETS, self.streams, strict=True)):
+            with torch.cuda.stream(each):
+                drawn = torch.randn(NUMEL, generator=torch.Generator().manual_seed(10 * number + place))
+                self.buckets[place].copy_(drawn.to(DEVICE))
+                bucket: Any = GradBucket(place, self.buckets[place], self.model[name])
+                futures.append(self.registration.reduce(bucket))
+            torch.zeros(NUMEL, device=DEVICE)  # backward goes on, in memory that is free
+        for each in self.streams[1:]:
+            self.streams[0].wait_stream(each)
+        averages = [future.wait() for future in futures]
+        for average in averages:
+            average.mul(2)  # the optimizer
+        return averages
+
+
+@contextmanager
+def device() -> Iterator[Gpu]:
+    """A GPU of its own, with no lane yet."""
+    lanes._close_all()
+    with Gpu() as gpu, patch.object(lanes, "_forget_old_world"):  # without a process group there would be none
+        try:
+            yield gpu
+        finally:
+            gpu.finish()
+            lanes._close_all()
+
+
+STRATEGIES = [name for name in commopt.PRESETS if name != "auto"] + ["powersgd:alternating=True", "dgc:momentum=0.9"]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_preset_waits_for_what_it_reads(strategy: str) -> None:
+    with device() as gpu:
+        training = Training(commopt.build_preset(strategy))
+        for number in range(4):
+            averages = training.step(number)
+        assert not gpu.faults
+        assert all(bool(average.isfinite().all()) for average in averages)
+
+
+MERGED = Plan((Bucket(BUCKETS, 4 * NUMEL * len(BUCKETS), repr(Flat())),))
+
+
+def merged() -> list[str]:
+    """Train with one message for all buckets; return what is wrong with the order."""
+    with device() as gpu:
+        training = Training(Flat(), MERGED)
+        for number in range(3):
+            averages = training.step(number)
+        assert [len(parts) for parts, _ in training.registration.assembly.messages()] == [3]
+        drawn = torch.randn(NUMEL, generator=torch.Generator().manual_seed(20))
+        assert torch.equal(averages[0].cpu(), drawn)  # all ranks have the same
+    return gpu.faults
+
+
+def test_held_buckets_are_waited_for_on_each_ones_stream() -> None:
+    assert not merged()
+
+
+def chunked(aggregators: int = 3) -> list[str]:
+    """Average a buffer in chunks, on two lanes, by exact and by lossy aggregators; return what is wrong."""
+    with device() as gpu, short_chunks(), patch.object(lanes, "lanes_here", lambda backend: 2):
+        for inter in (Flat(), Compressed(Quantize(8)), PowerSGD(start_step=0))[:aggregators]:
+            training = Training(Hierarchical(inter, form="reduce_scatter", chunks=3))
+            for number in range(2):
+                training.step(number)
+        assert len(gpu.streams) >= 3 + 2
+    return gpu.faults
+
+
+def test_chunks_on_two_lanes() -> None:
+    assert not chunked()
+
+
+def scaled() -> list[str]:
+    """Train with a loss scale on the device, which changes between steps."""
+    with device() as gpu:
+        scaler: Any = SimpleNamespace(is_enabled=lambda: True, _scale=torch.full((), 4.0, device=DEVICE))
+        training = Training(Compressed(Quantize(4)), scaler=scaler)
+        for number in range(3):
+            training.step(number)
+            scaler._scale.mul_(2)
+    return gpu.faults
+
+
+def test_a_loss_scale_is_read_before_it_changes() -> None:
+    assert not scaled()
+
+
+def loaded(aggregator: Aggregator, where: str) -> list[str]:
+    """Go on from a checkpoint that was loaded to `where`, in buffers that become others."""
+    with device() as gpu:
+        training = Training(aggregator)
+        for number in range(3):
+            training.step(number)
+        ledger = training.registration.ledger
+        saved = tree_map(lambda each: each.to(where) if isinstance(each, Tensor) else each, save(ledger))
+        ledger = training.registration.ledger = Ledger()
+        restore(ledger, saved)
+        del saved
+        for number in range(3, 5):
+            training.step(number)
+            for slot in list(ledger.slots()):
+                ledger.dissolve(slot.path, slot.layout)
+    return gpu.faults
+
+
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+@pytest.mark.parametrize("aggregator", [Compressed(Quantize(4)), PowerSGD(start_step=0)], ids=str)
+def test_residuals_of_a_checkpoint(aggregator: Aggregator, where: str) -> None:
+    assert not loaded(aggregator, where)
+
+
+def standalone() -> list[str]:
+    """Gather from memory that is let go at once, poll, and read on a stream that has not waited."""
+    with device() as gpu:
+        membership, sums = setup(), torch.zeros(4, device=DEVICE)
+        lane = lanes.lane_for(DEVICE)
+        gathered = torch.zeros(400, device=DEVICE)
+        source = torch.ones(100, device=DEVICE)
+
+        def gather(source: Tensor) -> lanes.Ticket:
+            operation = lanes.Operation(membership, "test", 0, "all_gather", 400, "cuda")
+            return lane.submit(operation, lambda: membership.team.all_gather(gathered, source), gathered, [source])
+
+        ticket = gather(source)
+        del source
+        torch.zeros(100, device=DEVICE)
+        assert not ticket.is_completed(), "launched is not done"
+        gpu.finish()
+        assert ticket.is_completed()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            sums.add_(gathered.view(100, 4).sum(0))
+    with device() as other:
+        membership, gathered = setup(), torch.zeros(400, device=DEVICE)
+        lane = lanes.lane_for(DEVICE)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+            assert gather(torch.ones(100, device=DEVICE)).wait() is gathered
+            gathered.mul_(2)
+    return gpu.faults + other.faults
+
+
+def test_a_standalone_call() -> None:
+    assert not standalone()
+
+
+def test_an_error_of_a_launch_raises_where_it_is_made_and_says_how_to_recover() -> None:
+    with device():
+        membership, values = setup(), torch.zeros(4, device=DEVICE)
+        held = lanes.Ticket(values)
+
+        def fail() -> None:
+            raise ValueError("no such kernel")
+
+        lane = lanes.lane_for(DEVICE)
+        operation = lanes.Operation(membership, "test", 0, "all_reduce", 4, "cuda")
+        with pytest.raises(LaneError, match=r"(?s)no such kernel.*TORCH_NCCL_ASYNC_ERROR_HANDLING=0"):
+            lane.submit(operation, fail, values, [values], [held])
+        with pytest.raises(LaneError, match="no such kernel"):
+            held.wait()
+        assert held.is_completed()
+        with pytest.raises(LaneError, match=r"(?s)no such kernel.*TORCH_NCCL_ASYNC_ERROR_HANDLING=0"):
+            lanes.require_healthy()
+
+
+def test_a_bucket_costs_one_future() -> None:
+    with device():
+        ticket = lanes.Ticket(torch.zeros(4, device=DEVICE))
+        assert ticket.future is ticket._outcome
+
+
+# ------------------------------------------------------------------------------ communicators
+
+
+@pytest.mark.parametrize(
+    ("aggregator", "used"),
+    [(Flat(), {"world"}), (Hierarchical(form="reduce_scatter"), {"intra", "inter"})],
+    ids=str,
+)
+def test_no_level_is_connected_that_is_not_used(aggregator: Aggregator, used: set[str]) -> None:
+    with device():
+        training = Training(aggregator)
+        training.step(0)
+        team: Any = training.registration.sending.team
+        assert {each.level for each in (team, team.intra, team.inter) if each.used} == used
+
+
+class Connecting(Flat):
+    """Takes long to send a thing for the first time."""
+
+    connected = False
+
+    def all_reduce(self, *arguments: Any) -> None:
+        if not Connecting.connected:
+            time.sleep(0.5)
+        Connecting.connected = True
+        super().all_reduce(*arguments)
+
+
+def test_trials_do_not_time_how_communicators_connect() -> None:
+    layouts = [Layout.of_parameters([("weight", (numel,))]) for numel in (1024, 4096, 8192, 16384)]
+    with device():
+        points = calibration.calibrate({"flat": Connecting()}, layouts, torch.float32, setup().team, 0.5)["flat"]
+    assert Connecting.connected
+    assert len(points) == len(layouts), "the budget was spent on connecting"
+
+
+# ------------------------------------------------------------------------------ what the made-up GPU sees
+
+
+def everything() -> list[str]:
+    """Run all of the above."""
+    return [*merged(), *chunked(1), *standalone()]
+
+
+MUTANTS = {
+    "the lane waits for no stream": (operations, "Ticket", "stream.wait_event(self._ready)", "pass"),
+    "held buckets are not waited for": (
+        stream,
+        "StreamLane",
+        "for pending in (*reserved, ticket):  #",
+        "for pending in (ticket,):  #",
+    ),
+    "memory is not recorded": (stream, "StreamLane", "tensor.record_stream(self._stream)", "pass"),
+    "the work runs on the caller's stream": (stream, "StreamLane", "with torch.cuda.stream(self._stream):", "if True:"),
+    "tickets are settled on another stream": (
+        stream,
+        "StreamLane",
+        "pending.settle(error)",
+        "with torch.cuda.stream(torch.cuda.Stream()): pending.settle(error)",
+    ),
+    "the second lane does not wait for the first": (second, "SecondStream", "self._stream.wait_stream(", "id("),
+    "the first lane does not wait for the second": (
+        second,
+        "_Recorded",
+        "torch.cuda.current_stream(self._device).wait_event(self._event)",
+        "pass",
+    ),
+    "an operation has ended once it is launched": (operations, "Ticket", "self._ended.query()", "True"),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_lane_with_a_fault_is_found_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each mutant leaves out one of the lane's precautions."""
+    module, of, line, instead = MUTANTS[name]
+    source = textwrap.dedent(inspect.getsource(getattr(module, of)))
+    assert source.count(line) == 1, f"{of} has another text now"
+    scope = dict(vars(module))
+    exec(compile("from __future__ import annotations\n" + source.replace(line, instead), name, "exec"), scope)
+    for user in (module, lanes, stream, operations):
+        if hasattr(user, of):
+            monkeypatch.setattr(user, of, scope[of])
+    try:
+        faults = everything()
+    except AssertionError:  # of is_completed()
+        return
+    assert faults

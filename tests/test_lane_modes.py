@@ -1,0 +1,304 @@
+"""On CUDA a lane works in the thread that submits, on the CPU in its own: what the caller has set must not count.
+
+Here the CPU's lane works in the submitting thread too, whose hook is called under autocast, a default device and a
+dispatch mode. A run is compared with one that differs only in the lane's thread.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import commopt
+from commopt import LaneError, PowerSGD, lanes
+from commopt.bucketing import calibration
+from commopt.feedback import Layout
+from commopt.groups import join
+from commopt.groups.payload import broadcast_bytes, gather_bytes
+from commopt.hooks.registration import Registration
+from commopt.lanes.base import current_lane
+from commopt.lanes.modes import fresh_modes
+from commopt.lanes.second import SecondWorker, Started
+from commopt.lanes.worker import WorkerLane
+from tests.gpu_training import Learner, kept
+from tests.hook_training import assert_identical
+from tests.pipelining import short_chunks
+from tests.ranks import run
+from tests.test_hook_ddp_features import FEATURES
+from tests.test_hook_plans import FEATURES as PLANNED
+from tests.test_hook_plans import change_plans
+
+DTYPES = (torch.bfloat16, torch.float16)
+STRATEGIES = [name for name in commopt.PRESETS if name != "auto"]  # whose choices depend on the clock
+OPTIONS = {"quantized": ":rounding=stochastic", "dgc": ":momentum=0.9", "powersgd": ":alternating=True"}
+
+
+# ------------------------------------------------------------------------------ the lane of a GPU, on the CPU
+
+
+class Inline(WorkerLane):
+    """Runs all work where it is submitted, as StreamLane does: ranks submit in one order, so no collective waits."""
+
+    _order = threading.Lock()
+
+    def submit(
+        self,
+        operation: lanes.Operation,
+        work: Any,
+        result: Tensor,
+        inputs: Sequence[Tensor] = (),
+        reserved: Sequence[lanes.Ticket] = (),
+    ) -> lanes.Ticket:
+        self._require_usable(operation)
+        ticket = lanes.Ticket(result)
+        with self._order:
+            self._own.busy = True
+            try:
+                error = self._run(operation, work, result)
+            finally:
+                self._own.busy = False
+        for pending in (*reserved, ticket):
+            pending.settle(error)
+        if error is not None:
+            raise LaneError(*error.args)
+        return ticket
+
+    def _make_second(self) -> lanes.Second:
+        return InlineSecond(self._own)
+
+
+class Done(Started):
+    def join(self) -> None:
+        pass
+
+
+class InlineSecond(SecondWorker):
+    def start(self, work: Any) -> Started:
+        work()
+        return Done()
+
+
+class OutsideOfLanes(TorchDispatchMode):
+    """Fails when an operation of a lane comes by."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert current_lane() is None, f"{func} of a lane"
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def modes(dtype: torch.dtype) -> Iterator[None]:
+    """A default device on which nothing has values, autocast, and a mode that no lane must meet."""
+    with torch.device("meta"), torch.autocast("cpu", dtype=dtype), OutsideOfLanes():
+        yield
+
+
+@contextmanager
+def lane_under(dtype: torch.dtype | None, *, inline: bool) -> Iterator[None]:
+    """Let hooks be called in `modes`, and the lane be one that works inline, or not."""
+    reduce = Registration.reduce
+
+    def reduce_under_modes(self: Registration, bucket: Any) -> Any:
+        assert dtype is not None
+        with modes(dtype):
+            return reduce(self, bucket)
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(lanes, "WorkerLane", Inline if inline else WorkerLane))
+        if dtype is not None:
+            stack.enter_context(patch.object(Registration, "reduce", reduce_under_modes))
+        yield
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_what_the_caller_has_set_is_put_aside_and_put_back(inference: bool) -> None:
+    with torch.enable_grad(), modes(torch.bfloat16):
+        with suppress(OSError), fresh_modes(inference=inference):
+            made = torch.ones(2, 2)  # where nobody says
+            assert made.device.type == "cpu"
+            assert (made @ made).dtype == torch.float32
+            assert made.is_inference() == inference
+            assert not torch.is_grad_enabled()
+            assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+            raise OSError
+        made = torch.ones(2, 2)
+        assert made.device.type == "meta"
+        assert torch.is_autocast_enabled("cpu")
+        assert torch.is_grad_enabled()
+        assert isinstance(torch.utils._python_dispatch._get_current_dispatch_mode(), OutsideOfLanes)
+
+
+# ------------------------------------------------------------------------------ every preset
+
+
+def train(strategy: str, rank: int, dtype: torch.dtype, *, inline: bool) -> dict[str, Tensor]:
+    """Return all parameters and what the strategy keeps after some steps."""
+    with lane_under(dtype, inline=inline):
+        learner = Learner("resnet", rank, "cpu", strategy)
+        for _ in range(3):  # PowerSGD's first two are dense
+            learner.step()
+        assert learner.state is not None
+        return {"parameters": learner.parameters(), **kept(learner.state)}
+
+
+def differing(rank: int, world_size: int, strategies: Sequence[str]) -> list[str]:
+    """Return what comes out otherwise when the lane works in the thread that runs backward."""
+    found = []
+    for number, strategy in enumerate(strategies):
+        for dtype in DTYPES if "powersgd" in strategy else DTYPES[number % 2 :][:1]:
+            lanes._close_all()
+            wanted = train(strategy, rank, dtype, inline=False)
+            lanes._close_all()
+            got = train(strategy, rank, dtype, inline=True)
+            assert wanted.keys() == got.keys()
+            found += [f"{strategy}, {dtype}: {name}" for name in wanted if not torch.equal(wanted[name], got[name])]
+    return found
+
+
+def test_every_preset_trains_to_the_same_bits_in_the_callers_thread() -> None:
+    strategies = [name + OPTIONS.get(name, "") for name in STRATEGIES]
+    assert run(differing, 4, strategies, nodes=(2, 2), timeout_s=120.0) == [[]] * 4
+
+
+# ------------------------------------------------------------------------------ the arithmetic of PowerSGD
+
+
+def applied(rank: int, world_size: int, dtype: torch.dtype) -> tuple[str, float, float]:
+    """Average one gradient of known rank inline in `modes`; return a hash, the share of its norm, and the cosine."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(rows, 4, generator=generator) for rows in (96, 64))
+    true = 300 * left @ right.T  # float16 would hold it badly
+    layout = Layout.of_parameters([("weight", tuple(true.shape))])
+    results = []
+    for inline in (False, True):
+        buffer = true.flatten().clone()
+        lanes._close_all()
+        membership = join()
+        account = commopt.Account(layout, 5, 0, rank, commopt.feedback.Ledger())
+
+        average = partial(PowerSGD(matrix_rank=4).all_reduce, buffer, membership.team, 1.0 / world_size, account)
+        operation = lanes.Operation(membership, "test", int(inline), "all_reduce", buffer.numel(), "cpu")
+        with lane_under(None, inline=inline), modes(dtype):
+            lanes.lane_for(buffer.device).submit(operation, average, buffer).wait()
+        results.append(buffer)
+    assert torch.equal(*results), "other bits in the caller's thread"
+    got = results[1]
+    cosine = torch.nn.functional.cosine_similarity(got, true.flatten(), dim=0)
+    return hashlib.sha256(got.numpy().tobytes()).hexdigest(), float(got.norm() / true.norm()), float(cosine)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_powersgd_is_exact_to_float32_under_autocast(dtype: torch.dtype) -> None:
+    for digest, share, cosine in (results := run(applied, 2, dtype, nodes=(1, 1))):
+        assert digest == results[0][0]
+        assert share == pytest.approx(1, abs=1e-4)
+        assert cosine == pytest.approx(1, abs=1e-4)
+
+
+# ------------------------------------------------------------------------------ what DDP can do, plans, chunks
+
+
+def features(rank: int, world_size: int, preset: str) -> dict[str, str]:
+    """Do what tests/test_hook_ddp_features.py does; every gradient is compared with the mean."""
+    with lane_under(None, inline=True):
+        return {name: feature(rank, world_size, preset) for name, feature in FEATURES.items()}
+
+
+@pytest.mark.parametrize("preset", ["flat", "hierarchical_quantized"])
+def test_features_of_ddp_in_the_callers_thread(preset: str) -> None:
+    results = run(features, 4, preset, nodes=(2, 2))
+    for name in FEATURES:
+        assert_identical([digests[name] for digests in results])
+
+
+def planned(rank: int, world_size: int) -> dict[str, str]:
+    with lane_under(None, inline=True):
+        return {feature: change_plans(rank, world_size, "flat", feature)[0] for feature in PLANNED}
+
+
+def test_plans_change_in_the_callers_thread() -> None:
+    results = run(planned, 2)
+    for name in PLANNED:
+        assert_identical([digests[name] for digests in results])
+
+
+def chunked(rank: int, world_size: int) -> list[bool]:
+    """Return whether averages in chunks are the same in the caller's thread as in two of the lane."""
+    values = torch.randn(9000, generator=torch.Generator().manual_seed(rank))
+    found = []
+    with short_chunks():
+        for aggregator in (
+            commopt.Hierarchical(chunks=3),
+            commopt.Hierarchical(commopt.Compressed(commopt.Quantize(8)), chunks=3),
+        ):
+            averages = []
+            for inline in (False, True):
+                lanes._close_all()
+                with lane_under(None, inline=inline), modes(torch.bfloat16):
+                    averages.append(commopt.all_reduce(values.clone(), aggregator=aggregator))
+            found.append(torch.equal(*averages))
+    return found
+
+
+def test_chunks_in_the_callers_thread() -> None:
+    assert run(chunked, 4, nodes=(2, 2)) == [[True, True]] * 4
+
+
+# ------------------------------------------------------------------------------ between steps
+
+
+def meeting(rank: int, world_size: int) -> tuple[list[bytes], bytes, int]:
+    """Exchange bytes and time an aggregator on the lane, as a meeting of planning does."""
+    membership = join()
+    layout = Layout.of_parameters([("weight", (64, 64))])
+    found: list[Any] = []
+
+    def work() -> None:
+        found.append(gather_bytes(membership.team, b"x" * rank))
+        found.append(broadcast_bytes(membership.team, b"plan" if rank == 0 else None, 0))
+        costs = calibration.calibrate({"flat": commopt.Flat()}, [layout], torch.float32, membership.team, 0.1)
+        found.append(len(costs["flat"]))
+
+    result = torch.zeros(1)
+    operation = lanes.Operation(membership, "test", 0, "meeting", 1, "cpu")
+    with lane_under(None, inline=True), modes(torch.float16):
+        lanes.lane_for(result.device).submit(operation, work, result).wait()
+    return found[0], found[1], found[2]
+
+
+def test_a_meeting_under_a_default_device() -> None:
+    assert run(meeting, 2, nodes=(1, 1)) == [([b"", b"x"], b"plan", 1)] * 2
+
+
+_FACTORIES = {
+    *("arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones"),
+    *("rand", "randint", "randn", "randperm", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros"),
+}
+
+
+def test_every_tensor_is_made_on_a_named_device() -> None:
+    """Hooks run on the caller's threads before they reach the lane."""
+    root = Path(commopt.__file__).parent
+    nameless = [
+        f"{path.relative_to(root)}:{node.lineno}"
+        for path in sorted(root.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and isinstance(node.func.value, ast.Name)
+        and (node.func.value.id, node.func.attr) in {("torch", name) for name in _FACTORIES}
+        and "device" not in {keyword.arg for keyword in node.keywords}
+    ]
+    assert not nameless
