@@ -50,11 +50,11 @@ __device__ __forceinline__ void multiply(const float* left, const float* right, 
         const int width = min(left_over, PANEL);
         __syncthreads();   // the last panels' readers are done
         const Columns columns(width);
-        for_each(
-            columns, here_rows, [&](int row, int k) { return left[row * stride + k]; },
+        for_each(   // zeros behind the last row: they are multiplied too
+            columns, TILE_ROWS, [&](int row, int k) { return row < here_rows ? left[row * stride + k] : 0.0f; },
             [&](int row, int k, float value) { left_panel[row][k] = value; });
         for_each(
-            columns, here_cols, [&](int row, int k) { return right[row * stride + k]; },
+            columns, TILE_COLS, [&](int row, int k) { return row < here_cols ? right[row * stride + k] : 0.0f; },
             [&](int row, int k, float value) { right_panel[row][k] = value; });
         __syncthreads();
         for (int k = 0; k < width; ++k) {

@@ -9,10 +9,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -40,8 +39,9 @@ from bench.overlap.report import write as write_overlap
 from bench.overlap.trace import Overlap
 from bench.training.report import Environment, Look, write
 from bench.training.report import Outcome as Trained
-from commopt.kernels import lowrank, pack, quantize, sources, sparse
+from commopt.kernels import sources
 from commopt.kernels.loader import Arguments, Loader
+from tests.emulator import on_the_cpu
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -437,16 +437,11 @@ class Noting(Loader):
         self.names.add(kernel)
 
 
-def test_every_kernel_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_kernel_is_launched() -> None:
     loader = Noting()
-    for module in (quantize, sparse, lowrank, sys.modules[pack.__module__]):
-        monkeypatch.setattr(module, "_loader", lambda *arguments: loader)
-    monkeypatch.setattr(torch.cuda, "device", nullcontext)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
-    packing = sys.modules[pack.__module__]
-    monkeypatch.setattr(packing, "_table", lambda *arguments: SimpleNamespace(chunks=1, address_for=lambda stream: 0))
-    for call in every_kernel.calls(CPU):
-        call()
+    with on_the_cpu(loader):
+        for call in every_kernel.calls(CPU):
+            call()
     assert loader.names == set(sources.file_of_kernel())
 
 
