@@ -103,14 +103,14 @@ def test_every_barrier_is_needed_and_missed(folder: Path, barrier: Barrier) -> N
 EDITS = {
     "an index too far": (
         "lowrank.cuh",
-        "row < here_rows ? left[row * stride + k] : 0.0f",
-        "row < here_rows ? left[row * stride + k + 1] : 0.0f",
+        "return left[row * stride + k];",
+        "return left[row * stride + k + 1];",
         "lowrank_decode: read out of bounds: ",
     ),
     "shared memory that nobody wrote": (
         "lowrank.cuh",
-        "columns, TILE_ROWS, ",
-        "columns, here_rows, ",
+        "    clear_from(left_panel, here_rows);\n",
+        "",
         "lowrank_decode: shared memory read that the block has not written: ",
     ),
     "the order of blocks": (
