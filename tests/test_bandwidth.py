@@ -382,7 +382,14 @@ def test_ranks_with_different_settings_raise_on_every_rank() -> None:
 
 
 def _torchrun(ranks: int, *command: str, **env: str) -> subprocess.CompletedProcess[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr=127.0.0.1",
+        f"--nproc-per-node={ranks}",
+    ]
     return subprocess.run(
         [*launcher, *command],
         cwd=ROOT,

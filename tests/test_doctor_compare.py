@@ -133,7 +133,15 @@ def test_under_torchrun_rank_0_reports_for_all_nodes(tmp_path: Path) -> None:
     )
     script = tmp_path / "start.py"
     script.write_text(start)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr=127.0.0.1",
+        "--nproc-per-node=2",
+        str(script),
+    ]
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("NCCL", "CUDA"))}
     environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)

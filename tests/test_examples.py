@@ -22,7 +22,14 @@ TINY = ["--layers", "1", "--width", "32", "--context", "16"]
 
 
 def test_gpt_from_the_command_line() -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr=127.0.0.1",
+        "--nproc-per-node=2",
+    ]
     done = subprocess.run(
         [*launcher, "examples/train_gpt.py", "--steps", "5", "--look-every", "2", *TINY],
         cwd=ROOT,
@@ -113,7 +120,14 @@ def test_gpt_has_five_million_parameters_and_sees_no_future() -> None:
 
 
 def test_digits_from_the_command_line() -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr=127.0.0.1",
+        "--nproc-per-node=2",
+    ]
     done = subprocess.run(
         [*launcher, "examples/train_digits.py", "--hook", "hierarchical_quantized:bits=4", "--steps", "60"],
         cwd=ROOT,
