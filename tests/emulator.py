@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from shutil import which
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -133,8 +134,8 @@ def on_the_cpu(loader: Loader) -> Iterator[None]:
         yield
 
 
-def _table(device: torch.device, *rest: object) -> SimpleNamespace:
-    rows = torch.from_numpy(_rows(*rest)).clone()  # memory that torch has handed out
+def _table(device: torch.device, *list_of_tensors: Any) -> SimpleNamespace:
+    rows = torch.from_numpy(_rows(*list_of_tensors)).clone()  # memory that torch has handed out
     return SimpleNamespace(chunks=int(rows[-1, 2]), address_for=lambda stream: rows.data_ptr())
 
 

@@ -582,7 +582,7 @@ def files_of(chosen: Step) -> list[str]:
 def takes(chosen: Step, test: str) -> bool:
     words = list(chosen.command)
     wanted = words[words.index("-k") + 1] if "-k" in words else ""
-    matches = not wanted or Expression.compile(wanted).evaluate(lambda name, **_: name.lower() in test.lower())
+    matches = not wanted or Expression.compile(wanted).evaluate(lambda name, /, **_: name.lower() in test.lower())
     return bool(matches) and test.partition("::")[0] in words
 
 
