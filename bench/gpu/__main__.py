@@ -44,7 +44,7 @@ def main() -> int:
         parser.error(str(error))
     if options.list:
         for step in chosen:
-            beside = " (beside the one before)" if step.beside else ""
+            beside = f" (beside {step.beside})" if step.beside else ""
             print(f"{_PARTS[step.part - 1]:<8}{step.name:<16}{step.limit_s:>4.0f} s  {step.shows}{beside}")
         return 0
     if not torch.cuda.is_available():

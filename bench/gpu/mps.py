@@ -16,6 +16,7 @@ from bench.gpu.place import Place, environment
 from bench.gpu.runner import MARK
 
 CONTROL = "nvidia-cuda-mps-control"
+UNUSABLE = "ranks go on taking turns: no program could use the GPU through MPS"
 _USE = "import torch; torch.ones(1, device='cuda').item()"
 _TIMEOUT_S = 40
 
@@ -64,7 +65,7 @@ def main() -> int:
             _control(folder, "quit")
     if status:
         shutil.rmtree(folder, ignore_errors=True)
-        print("ranks go on taking turns: no program could use the GPU through MPS", file=sys.stderr)
+        print(UNUSABLE, file=sys.stderr)
         return 1
     print("ranks share the GPU through MPS")
     return 0

@@ -60,7 +60,7 @@ def together(steps: Sequence[Step]) -> list[list[Step]]:
     """Return the steps in groups that run at the same time."""
     groups: list[list[Step]] = []
     for step in steps:
-        if step.beside and groups and groups[-1][-1].part == step.part:
+        if groups and groups[-1][0].name == step.beside:
             groups[-1].append(step)
         else:
             groups.append([step])

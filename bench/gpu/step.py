@@ -35,8 +35,8 @@ class Step:
     """What the program says on a machine that it cannot serve."""
     ranks: int = 1
     """That share the GPU."""
-    beside: bool = False
-    """Whether it runs at the same time as the step before it."""
+    beside: str | None = None
+    """The step at whose side it runs where it follows that one."""
     part: int = 1
     """What is to be done first, in one call of eight minutes, or second."""
 

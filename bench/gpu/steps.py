@@ -11,7 +11,7 @@ from shutil import which
 from bench.cluster import Cluster
 from bench.demo import local_ranks
 from bench.gpu.found import Read, compressors, kernels, launches, learned, machine, overlap, tests
-from bench.gpu.mps import CONTROL
+from bench.gpu.mps import CONTROL, UNUSABLE
 from bench.gpu.place import environment
 from bench.gpu.runner import ROOT
 from bench.gpu.step import Step
@@ -68,8 +68,8 @@ def steps(build: bool) -> list[Step]:
         ),
         _build(build),
         _tests("kernel-tests", "both loaders compute what the reference does", 150, *KERNEL_TESTS, at_once=True),
-        replace(_sanitizer("memcheck"), beside=True),
-        replace(_sanitizer("racecheck"), beside=True),
+        replace(_sanitizer("memcheck"), beside="kernel-tests"),
+        replace(_sanitizer("racecheck"), beside="kernel-tests"),
         _benchmark("kernels", "what part of the memory's speed each kernel reaches", 100, kernels),
         _benchmark(
             "launches",
@@ -103,6 +103,7 @@ def _second_part() -> list[Step]:
             _module("bench.gpu.mps", "{out}/mps"),
             100,
             missing=lambda: _not_on_path(CONTROL, "NVIDIA's driver"),
+            refusal=UNUSABLE,
         ),
         _ranks_tests(
             "contract-tests", "the contract of all aggregators over NCCL", 8, 240, CONTRACT, k=f"not ({_TWO})"
