@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.demo import local_ranks
 from commopt.doctor.finding import Check, Severity, merge
 from commopt.doctor.nodes.compare import RankFacts, compare, rank_facts
 from tests.doctor_machine import look, rdma_server, tcp_server
@@ -136,10 +137,7 @@ def test_under_torchrun_rank_0_reports_for_all_nodes(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--local-addr=127.0.0.1",
-        "--nproc-per-node=2",
+        *local_ranks(1, 2)[0],
         str(script),
     ]
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("NCCL", "CUDA"))}

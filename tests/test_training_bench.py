@@ -199,14 +199,7 @@ TINY = ["--layers", "1", "--width", "64", "--context", "16", "--noop-steps", "5"
 
 def test_benchmark_on_local_ranks(tmp_path: Path) -> None:
     strategies = ["ddp", "hierarchical_bf16", "torch_bf16"]
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--local-addr=127.0.0.1",
-        "--nproc-per-node=2",
-    ]
+    launcher = [sys.executable, "-m", *demo.local_ranks(1, 2)[0]]
     files = ["--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")]
     done = subprocess.run(
         [*launcher, "-m", "bench.training", "--strategies", ",".join(strategies), "--seconds", "1.5", *files, *TINY],
