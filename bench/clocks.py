@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import torch
 
-_L2_SIZES = 4  # of other memory written before: nothing of the last turn is left in the L2
+_L2_SIZES = 4  # of other memory read before: nothing of the last turn is left in the L2, nor anything to write back
 _HOLD_S = 2e-3
 _EMPTY_PAIRS = 31
 
@@ -45,24 +45,24 @@ class GpuClock:
     """Time calls between two events of the current stream, with nothing of theirs in the L2.
 
     events_s: what two events with nothing between them take, the median of some pairs; no reading has it in it.
-    hold_s: how long the device writes other memory before the first event, at least a few times its L2. Calls that the
+    hold_s: how long the device reads other memory before the first event, at least a few times its L2. Calls that the
     host has queued by then are timed without the gaps that launching them leaves.
     """
 
     def __init__(self, device: torch.device, hold_s: float = _HOLD_S) -> None:
         nbytes = _L2_SIZES * torch.cuda.get_device_properties(device).L2_cache_size
-        self._other = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self._writes, self.events_s = 1, 0.0
-        once_s = min(self(self._other.zero_, 1).taken_s for _ in range(3))
-        self._writes = ceil(hold_s / once_s)
-        self.events_s = median(self(self._other.zero_, 0).taken_s for _ in range(_EMPTY_PAIRS))
+        self._other = torch.zeros(ceil(nbytes / 4), device=device)
+        self._reads, self.events_s = 1, 0.0
+        once_s = min(self(self._other.sum, 1).taken_s for _ in range(3))
+        self._reads = ceil(hold_s / once_s)
+        self.events_s = median(self(self._other.sum, 0).taken_s for _ in range(_EMPTY_PAIRS))
 
     def __call__(self, operation: Callable[[], object], calls: int) -> Reading:
         """See Clock."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
-        for _ in range(self._writes):
-            self._other.zero_()
+        for _ in range(self._reads):
+            self._other.sum()
         begin.record()
         started = perf_counter()
         for _ in range(calls):

@@ -34,7 +34,8 @@ def choose_launcher(missing: str | None, rate: str) -> tuple[list[str], dict[str
 
 def local_ranks(nodes: int, ranks_per_node: int) -> tuple[list[str], dict[str, str]]:
     """Return how to start plain local ranks that pass for several nodes, and what to add to the environment."""
-    torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={nodes * ranks_per_node}"]
+    torchrun = ["torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]  # the host name may not resolve
+    torchrun.append(f"--nproc-per-node={nodes * ranks_per_node}")
     return torchrun, {"COMMOPT_RANKS_PER_NODE": str(ranks_per_node), "OMP_NUM_THREADS": "1"}
 
 

@@ -202,8 +202,7 @@ struct Triangle {
                     below[row][other] = __fmaf_rn(-below[row][column], below[other][column], below[row][other]);
                 }
             }
-        }
-        __syncthreads();
+        }   // after the last column nothing is taken out: its barrier was the last one needed
     }
 
     // x <- x L^-T, for a row x.

@@ -8,6 +8,7 @@
 constexpr int PANEL = 32;                    // columns of the factors in shared memory at a time
 constexpr int TILE_ROWS = 64;
 constexpr int TILE_COLS = 128;
+static_assert(PANEL == LANES, "a warp clears a row of a panel");
 constexpr int EACH_ROWS = TILE_ROWS / MAX_WARPS;
 constexpr int EACH_COLS = TILE_COLS / LANES;
 constexpr int ROWS_TOGETHER = 4;             // of a thread, whose old elements are under way at once
@@ -25,6 +26,14 @@ struct Subtract {
         return __fsub_rn(element, product);
     }
 };
+
+// Zero the rows of a panel from `first` on: they do not exist, and are multiplied like the others.
+template <int ROWS>
+__device__ __forceinline__ void clear_from(float (&panel)[ROWS][PANEL + 1], int first) {
+    for (int row = first + static_cast<int>(threadIdx.x) / LANES; row < ROWS; row += MAX_WARPS) {
+        panel[row][threadIdx.x % LANES] = 0.0f;
+    }
+}
 
 // Each warp has every MAX_WARPS-th row of the tile, each lane every LANES-th column: accesses of a warp are contiguous.
 template <typename Combine>
@@ -45,6 +54,8 @@ __device__ __forceinline__ void multiply(const float* left, const float* right, 
     left += (matrix * rows + first_row) * rank;
     right += (matrix * cols + first_col) * rank;
     const int stride = static_cast<int>(rank);
+    clear_from(left_panel, here_rows);
+    clear_from(right_panel, here_cols);
     float sums[EACH_ROWS][EACH_COLS] = {};
     for (int left_over = stride; left_over > 0; left_over -= PANEL, left += PANEL, right += PANEL) {
         const int width = min(left_over, PANEL);

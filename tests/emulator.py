@@ -6,14 +6,23 @@ import ctypes
 import fcntl
 import re
 import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from shutil import which
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 
-from commopt.kernels import sources
+from commopt.kernels import lowrank, pack, quantize, sources, sparse
 from commopt.kernels.loader import Arguments, Loader
+from commopt.kernels.pack import _rows
 
+_HEADER = Path(__file__).with_suffix(".hpp")
 _RUN = """
 extern "C" void run_{kernel}({parameters}, unsigned grid, unsigned block) {{
     emulator::{launch}(grid, block, [&] {{ {kernel}({names}); }});
@@ -26,9 +35,9 @@ _INSTRUCTIONS = {
     'asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(result.bits) : "f"(value));': "result.bits = float_to_bfloat16(value);",
 }
 
-# A product and a sum are two roundings on every processor. The handler of the alignment check is in the header.
-_FLAGS = ["-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-fno-strict-aliasing", "-ffp-contract=off"]
-_FLAGS += ["-fsanitize=alignment", "-U_FORTIFY_SOURCE"]  # fibers jump from stack to stack
+# A product and a sum are two roundings on every processor. The handlers of the sanitizers are in the header.
+FLAGS = ["-std=c++17", "-O1", "-fPIC", "-w", "-fno-strict-aliasing", "-ffp-contract=off"]
+FLAGS += ["-fsanitize=alignment,bounds", "-U_FORTIFY_SOURCE"]  # fibers jump from stack to stack
 
 
 def signature(kernel: str) -> list[str]:
@@ -42,7 +51,7 @@ def signature(kernel: str) -> list[str]:
 class Emulator(Loader):
     """Runs kernels on the CPU, one file at a time, built on first use in `folder`.
 
-    `last_first` says which warp of a block gets ahead of the others.
+    `last_first`: the last of the blocks, warps and lanes gets ahead of the others, else the first.
     """
 
     fix = "install g++"
@@ -63,8 +72,10 @@ class Emulator(Loader):
         library = self.library(sources.file_of_kernel()[kernel])
         ctypes.c_int.in_dll(library, "last_first").value = int(self.last_first)
         getattr(library, f"run_{kernel}")(*slots, ctypes.c_uint(grid), ctypes.c_uint(block))
-        for name in ("misaligned", "divergent"):
-            assert ctypes.c_int.in_dll(library, name).value == 0, f"{kernel}: {name}"
+        for name in ("misaligned", "out_of_bounds", "divergent"):
+            fault = ctypes.c_int.in_dll(library, name)
+            found, fault.value = fault.value, 0
+            assert found == 0, f"{kernel}: {name}"
 
     def library(self, file: str) -> ctypes.CDLL:
         """Return a file's kernels, built unless a process that shares the folder has done so."""
@@ -73,20 +84,59 @@ class Emulator(Loader):
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 built = self.folder / f"{file}.so"
                 entries = "".join(map(_run, _kernels(file)))
-                self._libraries[file] = ctypes.CDLL(str(built)) if built.exists() else self.build(file, entries)
+                self._libraries[file] = _load(built) if built.exists() else self.build(file, entries)
         return self._libraries[file]
 
     def build(self, file: str, entries: str) -> ctypes.CDLL:
         """Compile a file of device code with C++ `entries` behind it."""
+        source, library = self.folder / f"{file}.cpp", self.folder / f"{file}.so"
+        # In a namespace without a name, static variables of templates too are this library's own.
+        source.write_text(f'#include "{_HEADER}"\nnamespace {{\n{self.code(file)}\n}}\n{entries}')
+        self.compile(source, library)
+        return _load(library)
+
+    def code(self, file: str) -> str:
+        """Return a file of device code with its includes, as C++."""
         code = sources.translation_unit(file)
         for instruction, replacement in _INSTRUCTIONS.items():
             code = code.replace(instruction, replacement)
         assert "asm(" not in code
-        header = Path(__file__).with_suffix(".hpp")
-        source, library = self.folder / f"{file}.cpp", self.folder / f"{file}.so"
-        source.write_text(f'#include "{header}"\n{code}\n{entries}')
-        subprocess.run(["g++", *_FLAGS, "-o", str(library), str(source)], check=True, timeout=120)
-        return ctypes.CDLL(str(library))
+        return code
+
+    def compile(self, source: Path, library: Path) -> None:
+        """Run the compiler."""
+        subprocess.run(["g++", *FLAGS, "-shared", "-o", str(library), str(source)], check=True, timeout=120)
+
+
+def _load(built: Path) -> ctypes.CDLL:
+    """Load a library and tell it where its shared memory is: the static variables of its functions."""
+    library = ctypes.CDLL(str(built))
+    ctypes.c_int.in_dll(library, "shared_count").value = 0  # it may have been loaded before
+    for line in subprocess.run(
+        ["nm", "-S", str(built)], capture_output=True, text=True, check=True
+    ).stdout.splitlines():
+        where, nbytes, kind, name = [*line.split(), "", ""][:4]
+        if kind in ("b", "d") and name.startswith("_ZZ"):
+            library.emulator_shared(ctypes.c_size_t(int(where, 16)), ctypes.c_size_t(int(nbytes, 16)))
+    return library
+
+
+@contextmanager
+def on_the_cpu(loader: Loader) -> Iterator[None]:
+    """Have the wrappers of all kernels launch with `loader` what is on the CPU."""
+    packing = sys.modules[pack.__module__]
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(torch.cuda, "device", nullcontext))
+        patches.enter_context(patch.object(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0)))
+        for module in (quantize, sparse, lowrank, packing):
+            patches.enter_context(patch.object(module, "_loader", lambda *arguments: loader))
+        patches.enter_context(patch.object(packing, "_table", _table))
+        yield
+
+
+def _table(device: torch.device, *list_of_tensors: Any) -> SimpleNamespace:
+    rows = torch.from_numpy(_rows(*list_of_tensors)).clone()  # memory that torch has handed out
+    return SimpleNamespace(chunks=int(rows[-1, 2]), address_for=lambda stream: rows.data_ptr())
 
 
 def _kernels(file: str) -> list[str]:

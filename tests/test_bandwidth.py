@@ -28,6 +28,7 @@ from bench.bandwidth.pattern import PERIOD, Pattern, count_wrong, fill
 from bench.bandwidth.settings import DTYPES, parse_settings
 from bench.bandwidth.table import Measurement, Row, footer, format_row, heading
 from bench.bandwidth.timing import Timing, percentile
+from bench.demo import local_ranks
 from commopt import AGGREGATORS, COMPRESSORS
 from commopt.command_line import parse_nbytes
 from commopt.groups import Team
@@ -382,7 +383,7 @@ def test_ranks_with_different_settings_raise_on_every_rank() -> None:
 
 
 def _torchrun(ranks: int, *command: str, **env: str) -> subprocess.CompletedProcess[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    launcher = [sys.executable, "-m", *local_ranks(1, ranks)[0]]
     return subprocess.run(
         [*launcher, *command],
         cwd=ROOT,

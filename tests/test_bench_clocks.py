@@ -23,12 +23,12 @@ def test_operations_take_turns_and_the_first_round_does_not_count() -> None:
 
 
 class FakeGpu:
-    """A device that takes 50 us to write a byte buffer, 3 us for an event and 10 us for anything else, in turn."""
+    """A device that takes 50 us to read a buffer, 3 us for an event and 10 us for anything else, in turn."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, lead_s: float) -> None:
         self.lead_s = lead_s  # how far the host is ahead
         self.now_s = self.synchronized_s = 0.0
-        self.writes = 0
+        self.reads = 0
         gpu = self
 
         class Event:
@@ -51,9 +51,9 @@ class FakeGpu:
         class Properties:
             L2_cache_size = 100
 
-        def zero(tensor: Tensor) -> Tensor:
-            assert tensor.numel() == 400
-            self.writes += 1
+        def read(tensor: Tensor) -> Tensor:
+            assert tensor.nbytes == 400
+            self.reads += 1
             self.now_s += 50e-6
             return tensor
 
@@ -63,7 +63,7 @@ class FakeGpu:
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
-        monkeypatch.setattr(Tensor, "zero_", zero)
+        monkeypatch.setattr(Tensor, "sum", read)
 
     def work(self) -> None:
         self.now_s += 10e-6
@@ -76,9 +76,9 @@ def test_a_gpu_is_kept_busy_while_calls_are_queued(
     gpu = FakeGpu(monkeypatch, lead_s)
     clock = GpuClock(CPU, hold_s=1.99e-3)
     assert events_us(clock) == pytest.approx(3.0)
-    gpu.writes = 0
+    gpu.reads = 0
     reading = clock(gpu.work, 7)
-    assert gpu.writes == 38  # of 53 us each, with the event
+    assert gpu.reads == 38  # of 53 us each, with the event
     assert reading.taken_s == pytest.approx(70e-6)
     assert clock(gpu.work, 0).taken_s == pytest.approx(0.0, abs=1e-12)
     assert reading.host_s > 0

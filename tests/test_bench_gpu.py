@@ -2,37 +2,46 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import tarfile
+import time
+from collections import Counter
 from collections.abc import Sequence
-from contextlib import nullcontext
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
+from xml.sax.saxutils import quoteattr
 
 import pytest
 import torch
+from _pytest.mark.expression import Expression
 
 import commopt
 from bench.compressors.contenders import CONTENDERS
 from bench.compressors.measure import Measurement as Measured
 from bench.compressors.report import Failure
 from bench.compressors.report import write as write_compressors
+from bench.demo import local_ranks
 from bench.document import table
 from bench.gpu import __main__ as command_line
-from bench.gpu import build, every_kernel, machine, rank, record, report, runner
+from bench.gpu import build, every_kernel, machine, mps, rank, record, report, runner
 from bench.gpu import found as readers
+from bench.gpu import steps as step_choices
 from bench.gpu.found import Found
 from bench.gpu.place import Place
 from bench.gpu.record import Asked, Counted, Outcome
-from bench.gpu.session import FILE, LOG, session
+from bench.gpu.session import ARCHIVE, FILE, session, together
 from bench.gpu.step import Step, take
-from bench.gpu.steps import PRESETS, steps
+from bench.gpu.steps import KERNEL_NAMES, PRESETS, steps
 from bench.kernels.asked import Verdict
 from bench.kernels.report import Measurement as Timed
 from bench.kernels.report import Missing, ResultFile
@@ -40,11 +49,13 @@ from bench.overlap.report import write as write_overlap
 from bench.overlap.trace import Overlap
 from bench.training.report import Environment, Look, write
 from bench.training.report import Outcome as Trained
-from commopt.kernels import lowrank, pack, quantize, sources, sparse
+from commopt.kernels import sources
 from commopt.kernels.loader import Arguments, Loader
+from tests.emulator import on_the_cpu
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
+CLONE_NEWUTS = 0x04000000
 FOREVER = "import time; time.sleep(600)"
 QUICK = (sys.executable, "-I", "-S", "-c")  # without packages: it has begun before its time is over
 
@@ -59,9 +70,20 @@ def step(name: str, code: str, limit_s: float = 60, **rest: Any) -> Step:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Place:
-    found = Place(tmp_path / "out", tmp_path / "scratch")
+    found = Place(tmp_path / "out", tmp_path / "files")
     found.out.mkdir()
-    found.scratch.mkdir()
+    found.files.mkdir()
+    return found
+
+
+def archived(out: Path) -> dict[str, str]:
+    """Return the text of the files in the archive."""
+    found = {}
+    with tarfile.open(out / ARCHIVE) as archive:
+        for member in archive:
+            data = archive.extractfile(member)
+            assert data is not None
+            found[member.name] = data.read().decode()
     return found
 
 
@@ -153,10 +175,10 @@ def test_results_decide_too(place: Place) -> None:
 
 
 def test_results_of_an_earlier_session_do_not_count(place: Place) -> None:
-    (place.out / "a.json").write_text("old")
+    (place.files / "a.json").write_text("old")
 
     def read(place: Place) -> Found:
-        return Found(facts={"text": (place.out / "a.json").read_text()})
+        return Found(facts={"text": (place.files / "a.json").read_text()})
 
     lazy = Step("a", "", (*python(""), "--json", "{out}/a.json"), 60, read)
     assert "FileNotFoundError" in take(lazy, place, 100).why
@@ -164,9 +186,18 @@ def test_results_of_an_earlier_session_do_not_count(place: Place) -> None:
     assert take(busy, place, 100).facts == {"text": "new"}
 
 
-def test_few_files_are_left() -> None:
-    files = {FILE, LOG, *(file for each in steps(build=True) for file in each.results)}
-    assert len(files) <= 8
+def test_all_files_are_in_the_archive_and_those_of_the_last_session_stay_there(place: Place, tmp_path: Path) -> None:
+    writes = "import sys; open(sys.argv[1], 'w').write({!r}); print('said {}')"
+    chosen = [Step(name, "", (*python(writes.format(name, name)), f"{{out}}/{name}.json"), 60) for name in "ab"]
+    session(chosen, place, None, {"date": "1"}, ["a", "b"])
+    assert sorted(file.name for file in place.out.iterdir()) == [FILE, ARCHIVE]
+    again = Place(place.out, tmp_path / "later")
+    again.files.mkdir()
+    session([step("b", "print('said more')")], again, None, {"date": "2"}, ["a", "b"])
+    found = archived(place.out)
+    assert found["a.json"] == "a"
+    assert (found["a.log"], found["b.log"]) == ("said a\n", "said more\n")
+    assert found[FILE] == (place.out / FILE).read_text()
 
 
 def test_a_step_is_skipped_where_it_cannot_run_or_has_no_time(place: Place) -> None:
@@ -213,8 +244,7 @@ def test_steps_go_on_after_one_that_failed_and_the_file_has_all(
     said = capsys.readouterr().err
     assert "[1/3] a: that a works" in said
     assert "      last words" in said
-    log = (place.out / LOG).read_text()
-    assert log.index("===== a: failed") < log.index("last words") < log.index("===== b: passed")
+    assert archived(place.out)["a.log"] == "last words\n"
 
 
 def test_later_steps_are_left_out_when_the_time_is_over(place: Place) -> None:
@@ -244,6 +274,148 @@ def test_a_file_of_another_program_is_refused(tmp_path: Path, text: str) -> None
         record.read(tmp_path / FILE)
 
 
+def test_steps_beside_each_other_run_at_once(place: Place) -> None:
+    meet = """
+import pathlib, sys, time
+mine, other = map(pathlib.Path, sys.argv[1:])
+mine.touch()
+while not other.exists():
+    time.sleep(0.01)
+"""
+    files = [str(place.files / name) for name in "ab"]
+    first = Step("a", "", (*python(meet), *files), 100)
+    second = Step("b", "", (*python(meet), *reversed(files)), 100, beside="a")
+    outcomes = session([step("c", ""), first, second], place, None, {}, ["a", "b", "c"])
+    assert [(outcome.name, outcome.verdict) for outcome in outcomes] == [(name, "passed") for name in "cab"]
+    alone = [step("c", ""), step("b", "", beside="a"), step("d", "", beside="a")]
+    assert together(alone) == [[each] for each in alone]
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_the_archive_is_there_when_it_is_told_to_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, beside: bool
+) -> None:
+    pid = tmp_path / "pid"
+    code = f"import os, pathlib; pathlib.Path({str(pid)!r}).write_text(str(os.getpid())); print('begun'); {FOREVER}"
+
+    def told(place: Place) -> Found:
+        while beside and not (pid.exists() and pid.read_text()):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return Found()
+
+    chosen = [
+        step("a", "print('whole')"),
+        step("b", code, limit_s=200),
+        step("c", "", read=told, beside="b"),
+    ]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(command_line, "steps", lambda build: [each for each in chosen if beside or each.name != "b"])
+    with pytest.raises(SystemExit):
+        run_main(monkeypatch, "--out", str(tmp_path / "out"))
+    found = archived(tmp_path / "out")
+    assert found["a.log"] == "whole\n"
+    assert json.loads(found[FILE].splitlines()[1])["name"] == "a"
+    if beside:
+        assert found["b.log"] == "begun\n"
+        assert not alive(int(pid.read_text()))
+
+
+def test_the_archive_is_there_after_an_error(place: Place) -> None:
+    def broken() -> str | None:
+        raise RuntimeError("no such thing")
+
+    with pytest.raises(RuntimeError):
+        session([step("a", "print('whole')"), step("b", "", missing=broken)], place, None, {}, ["a", "b"])
+    assert archived(place.out)["a.log"] == "whole\n"
+
+
+# ------------------------------------------------------------------------------ ranks that share a GPU
+
+
+@pytest.mark.parametrize(
+    ("ranks", "gpus", "with_mps", "verdict"),
+    [(4, 1, False, "not judged"), (2, 1, False, "timed out"), (4, 2, False, "timed out"), (4, 1, True, "timed out")],
+)
+def test_time_that_ranks_took_by_turns_is_not_judged(
+    place: Place, ranks: int, gpus: int, with_mps: bool, verdict: str
+) -> None:
+    place = Place(place.out, place.files, gpus=gpus)
+    if with_mps:
+        place.mps.mkdir()
+    outcome = take(step("a", FOREVER, limit_s=0.5, ranks=ranks), place, 100)
+    assert outcome.verdict == verdict
+    assert outcome.fell_through == (verdict != "not judged")
+    assert outcome.why.startswith("time-sliced, not judged: 4 ranks took turns") == (verdict == "not judged")
+
+
+HUNG = "1 of 4 ranks failed\n--- rank 2 was still running after 90 s:\nstack"
+
+
+@pytest.mark.parametrize(
+    ("message", "late"),
+    [
+        (HUNG, True),
+        ("Failed: Timeout (>170.0s) from pytest-timeout.", True),
+        ("AssertionError: rank 3 took 17.2 s\nassert 17.2 < 15.0", True),
+        (f"{HUNG}\n--- rank 0, 1 raised:\nTraceback", False),
+        ("assert 1 == 2", False),
+    ],
+)
+def test_tests_that_were_only_late_are_told_apart(place: Place, message: str, late: bool) -> None:
+    case = f"<testcase classname='t' name='t'><failure message={quoteattr(message)}/></testcase>"
+    (place.files / "some.xml").write_text(f"<testsuite><testcase classname='t' name='ok'/>{case}</testsuite>")
+    chosen = step("a", "exit(1)", read=readers.tests("some.xml"))
+    outcome = take(replace(chosen, ranks=8), place, 100)
+    assert outcome.tests == Counted(1, 1, 0, ["t::t"], ["t::t"] if late else [])
+    assert outcome.verdict == ("not judged" if late else "failed")
+    assert take(replace(chosen, ranks=2), place, 100).verdict == "failed"
+
+
+@pytest.mark.parametrize(("starts", "works"), [(True, True), (True, False), (False, False)])
+def test_the_daemon_that_shares_a_gpu(
+    place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, starts: bool, works: bool
+) -> None:
+    """A daemon that outlives its step, serves the later ones of several ranks, and ends with the session."""
+    (tmp_path / "bin").mkdir()
+    said = tmp_path / "said"
+    wanted = '[ -z "$BENCH_GPU_STEP" ] || exit 3\n'  # else it would be killed with the step
+    control = f'{wanted}[ -n "$1" ] || {{ cat >> {said}; exit; }}\necho started $1 >> {said}\nexit {0 if starts else 4}'
+    program(tmp_path / "bin" / mps.CONTROL, control)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    start = f"import sys; from bench.gpu import mps; mps._USE = {'' if works else 'exit(5)'!r}; sys.exit(mps.main())"
+    chosen = [
+        Step("mps", "", (*python(start), "{out}/mps"), 100, refusal=mps.UNUSABLE),
+        step("two", "import os; print(os.environ.get('CUDA_MPS_PIPE_DIRECTORY'))", ranks=2),
+        step("one", "import os; print(os.environ.get('CUDA_MPS_PIPE_DIRECTORY'))"),
+    ]
+    outcomes = session(chosen, place, None, {}, ["mps", "two", "one"])
+    assert outcomes[0].verdict == ("passed" if works else "skipped")
+    found = archived(place.out)
+    assert found["two.log"].strip() == (str(place.mps) if works else "None")
+    assert found["one.log"].strip() == "None"
+    assert said.read_text() == ("started -d\nquit" if starts else "started -d\n")
+    assert not place.mps.exists()
+
+
+def test_ranks_start_where_the_host_name_does_not_resolve() -> None:
+    launcher, variables = local_ranks(1, 1)
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def rename() -> None:
+        if libc.unshare(CLONE_NEWUTS) == 0:
+            socket.sethostname("no-such-host")
+
+    asked = subprocess.run(["cat", "/proc/sys/kernel/hostname"], preexec_fn=rename, capture_output=True, text=True)
+    if asked.stdout.strip() != "no-such-host":
+        pytest.skip("needs root: a host name of its own")
+    command = [sys.executable, "-m", *launcher, "--no-python", "echo", "started"]
+    done = subprocess.run(
+        command, env={**os.environ, **variables}, preexec_fn=rename, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout == "started\n"
+
+
 # ------------------------------------------------------------------------------ what files say
 
 
@@ -261,7 +433,7 @@ def test_tests_are_counted_from_what_pytest_writes(place: Place, tmp_path: Path)
 
     def counted(*selection: str) -> Found:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, str(source)]
-        xml = place.scratch / "some.xml"
+        xml = place.files / "some.xml"
         subprocess.run([*command, "--junitxml", str(xml), *selection], cwd=tmp_path, capture_output=True, check=False)
         return readers.tests("some.xml")(place)
 
@@ -282,27 +454,27 @@ def trained(strategy: str, *losses: float) -> Trained:
 
 
 def test_only_losses_are_kept_of_a_training(place: Place) -> None:
-    write(place.scratch / "t.json", TRAINED_ON, [trained("flat", 5.0, 4.0, 3.5)])
+    write(place.files / "t.json", TRAINED_ON, [trained("flat", 5.0, 4.0, 3.5)])
     found = readers.learned("t.json", ["flat"])(place)
     assert found == Found(facts={"held_out_loss": {"flat": [5.0, 3.5]}})
     diverged = [trained("flat", 5.0, 4.0), trained("onebit", 5.0, float("nan")), trained("dgc", 5.0, 5.1)]
-    write(place.scratch / "t.json", TRAINED_ON, diverged)
+    write(place.files / "t.json", TRAINED_ON, diverged)
     assert readers.learned("t.json", ["flat", "dgc", "onebit"])(place).why == "the loss did not fall with onebit, dgc"
 
 
 def test_a_training_that_did_not_come_to_all_strategies_says_which(place: Place) -> None:
-    write(place.scratch / "t.json", TRAINED_ON, [trained("flat", 5.0, 4.0)])
+    write(place.files / "t.json", TRAINED_ON, [trained("flat", 5.0, 4.0)])
     found = readers.learned("t.json", ["ddp", "flat", "onebit"])(place)
     assert found.facts == {"held_out_loss": {"flat": [5.0, 4.0]}}
     assert found.why == "no loss is known of ddp, onebit"
     by_name = {each.name: each for each in steps(build=False)}
     for name, chosen in (("training", PRESETS[0]), ("network", "hierarchical_powersgd")):
-        write(place.scratch / f"{name}.json", TRAINED_ON, [trained("flat", 5.0, 4.0)])
+        write(place.files / f"{name}.json", TRAINED_ON, [trained("flat", 5.0, 4.0)])
         assert chosen in by_name[name].read(place).why.split(" of ")[1].split(", ")
 
 
 def test_what_is_asked_of_kernels(place: Place) -> None:
-    file = ResultFile(place.out / "kernels.json", {})
+    file = ResultFile(place.files / "kernels.json", {})
     verdict = Verdict("of copy", ">=", 0.85, 0.9, True)
     for implementation, asked in (("kernel", (verdict,)), ("reference", ())):
         times = dict.fromkeys(("best_us", "median_us", "host_us", "gbps", "copy_gbps"), 1.0)
@@ -321,11 +493,11 @@ def test_what_is_asked_of_presets(place: Place) -> None:
         Measured("gpt2-medium", beside.hook, median_ms=6.0, **times),  # type: ignore[arg-type]
     ]
     failed = [Failure("gpt2-medium", "torch.fp16", "no")]
-    write_compressors(place.out / "compressors.json", {}, steps_taken, failed)
+    write_compressors(place.files / "compressors.json", {}, steps_taken, failed)
     wanted = Asked(f"{preset} on gpt2-medium", f">= 4 times as fast as {beside.hook}", 3.0, False)
     assert readers.compressors(place) == Found(asked=[wanted])
     failed += [Failure("gpt2-medium", "onebit", "too slow")]
-    write_compressors(place.out / "compressors.json", {}, steps_taken, failed)
+    write_compressors(place.files / "compressors.json", {}, steps_taken, failed)
     assert readers.compressors(place).why == "onebit: too slow"
 
 
@@ -335,7 +507,7 @@ def test_a_loader_that_cannot_launch_is_a_failure_and_triton_is_not_asked_for(pl
         {"record": "launcher", "launcher": "_C", "host_us": 3.5},
         {"record": "missing", "launcher": "Triton", "why": "not installed"},
     ]
-    file = place.out / "launches.json"
+    file = place.files / "launches.json"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert readers.launches(place) == Found(facts={"host_us": {"_C": 3.5}})
     file.write_text(file.read_text() + json.dumps({"record": "missing", "launcher": "CuPy", "why": "no NVRTC"}) + "\n")
@@ -344,11 +516,11 @@ def test_a_loader_that_cannot_launch_is_a_failure_and_triton_is_not_asked_for(pl
 
 def test_overlap_and_waits(place: Place) -> None:
     overlaps = [Overlap(3, (20,), 7, 9, 90, 4.0, 8.0, 3.0, {"cudaStreamSynchronize in aten::item": 3})]
-    write_overlap(place.out / "overlap.json", {}, overlaps)
+    write_overlap(place.files / "overlap.json", {}, overlaps)
     facts = {"beside_backward": [0.75], "waits": [overlaps[0].waits]}
     assert readers.overlap(place) == Found(facts=facts)
     overlaps += [Overlap(3, (), 7, 0, 90, 0.0, 8.0, 0.0, {"cudaDeviceSynchronize in no operator": 2})]
-    write_overlap(place.out / "overlap.json", {}, overlaps)
+    write_overlap(place.files / "overlap.json", {}, overlaps)
     assert readers.overlap(place).why == (
         "rank 1: nothing ran beside backward; rank 1: 2 x cudaDeviceSynchronize in no operator"
     )
@@ -362,7 +534,7 @@ def test_steps_have_names_of_their_own_and_something_to_show() -> None:
         names = [each.name for each in chosen]
         assert len(set(names)) == len(names)
         assert all(each.shows and each.limit_s > 0 for each in chosen)
-        assert names[0] == "build"
+        assert names[:2] == ["machine", "build"]
         assert not any(set(name) & set(" ,") for name in names)  # one word each, also in a shell
 
 
@@ -387,19 +559,61 @@ def test_programs_and_their_options_exist(chosen: Step) -> None:
     assert modules
     text = "".join(options_known_to(module) for module in modules if module.startswith(OWN))
     text += "".join((ROOT / word).read_text() for word in words if word.startswith("examples/"))
-    outside = ("-m", "--standalone", "--nproc-per-node", "--tool", "--error-exitcode", "--print-limit")
+    outside = ("-m", "--standalone", "--local-addr", "--nproc-per-node", "--tool", "--error-exitcode", "--print-limit")
     if any(module.startswith(OWN) for module in modules) and "pytest" not in modules:
         wanted = [word.split("=")[0] for word in words if word.startswith("--")]
         assert [word for word in wanted if word not in outside and f'"{word}"' not in text] == []
 
 
 def test_every_test_that_needs_a_gpu_is_in_one_step() -> None:
-    run = [word for each in steps(build=False) if "pytest" in each.command for word in each.command]
-    files = sorted(word for word in run if word.startswith("tests/"))
+    run = Counter(file for each in steps(build=False) if "pytest" in each.command for file in files_of(each))
     marked = [
         file for file in (ROOT / "tests").glob("test_*.py") if re.search(r"mark[.]gpu|ON_GP[U]", file.read_text())
     ]
-    assert files == sorted(f"tests/{file.name}" for file in marked)
+    assert sorted(run) == sorted(f"tests/{file.name}" for file in marked)
+    shared = [file for file, times in run.items() if times > 1]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "gpu", "-p", "no:cacheprovider", *shared]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    tests = [line for line in said.splitlines() if "::" in line]
+    assert {test.partition("::")[0] for test in tests} == set(shared)
+    for test in tests:
+        taken = [each.name for each in steps(build=False) if "pytest" in each.command and takes(each, test)]
+        assert len(taken) == 1, f"{test} is in {taken}"
+
+
+def files_of(chosen: Step) -> list[str]:
+    return [word for word in chosen.command if word.startswith("tests/")]
+
+
+def takes(chosen: Step, test: str) -> bool:
+    words = list(chosen.command)
+    wanted = words[words.index("-k") + 1] if "-k" in words else ""
+    matches = not wanted or Expression.compile(wanted).evaluate(lambda name, /, **_: name.lower() in test.lower())
+    return bool(matches) and test.partition("::")[0] in words
+
+
+def test_two_ranks_at_most_come_first() -> None:
+    for each in steps(build=False):
+        assert each.ranks <= 2 or each.part == 2 or each.name == "failures"
+
+
+def test_the_sanitizers_look_at_every_kernel_and_no_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert all(kernel.startswith(KERNEL_NAMES) for kernel in sources.file_of_kernel())
+    known = {}
+    for said in ("", "--kernel-name arg"):
+        program(tmp_path / "compute-sanitizer", f"echo '{said}'")
+        monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+        step_choices._kernel_filters.cache_clear()
+        known[said] = next(each.command for each in steps(build=False) if each.name == "racecheck")
+    step_choices._kernel_filters.cache_clear()
+    filtered = [word for word in known["--kernel-name arg"] if word.startswith("kernel_substring=")]
+    assert filtered == [f"kernel_substring={name}" for name in KERNEL_NAMES]
+    assert "--kernel-name" not in known[""]
+
+
+def program(file: Path, script: str) -> None:
+    file.write_text(f"#!/bin/sh\n{script}\n")
+    file.chmod(0o755)
 
 
 def test_every_preset_is_trained() -> None:
@@ -437,16 +651,11 @@ class Noting(Loader):
         self.names.add(kernel)
 
 
-def test_every_kernel_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_kernel_is_launched() -> None:
     loader = Noting()
-    for module in (quantize, sparse, lowrank, sys.modules[pack.__module__]):
-        monkeypatch.setattr(module, "_loader", lambda *arguments: loader)
-    monkeypatch.setattr(torch.cuda, "device", nullcontext)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
-    packing = sys.modules[pack.__module__]
-    monkeypatch.setattr(packing, "_table", lambda *arguments: SimpleNamespace(chunks=1, address_for=lambda stream: 0))
-    for call in every_kernel.calls(CPU):
-        call()
+    with on_the_cpu(loader):
+        for call in every_kernel.calls(CPU):
+            call()
     assert loader.names == set(sources.file_of_kernel())
 
 
@@ -549,11 +758,14 @@ def test_without_a_gpu_it_ends_at_once_and_says_so(
 
 def test_steps_are_listed_and_chosen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_main(monkeypatch, "--list", "--only", "overlap,kernels,memcheck", "--skip", "memcheck") == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["kernels", "overlap"]
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == ["overlap", "kernels"]
+    assert run_main(monkeypatch, "--list", "--only", "soak,first", "--skip", "kernel-tests") == 0
+    first = [each.name for each in steps(build=False) if each.part == 1 and each.name != "kernel-tests"]
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == ["soak", *first]
     for wrong in ("--only", "--skip"):
         with pytest.raises(SystemExit):
             run_main(monkeypatch, wrong, "kernels,speed")
-        assert "there is no step 'speed'; known: build, machine, " in capsys.readouterr().err
+        assert "there is no step 'speed'; known: machine, build, " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("code", "status"), [("", 0), ("exit(1)", 1)])
@@ -648,6 +860,6 @@ def test_a_cell_cannot_break_the_table() -> None:
     assert table(["x", "y"], rows) == "| x | y |\n| --- | --- |\n| a\\|b | one two |"
 
 
-def test_the_document_names_every_step() -> None:
-    text = (ROOT / "docs" / "gpu.md").read_text()
-    assert [each.name for each in steps(build=True) if f"`{each.name}`" not in text] == []
+def test_the_document_has_the_steps_in_their_order() -> None:
+    cells = re.findall(r"^\| (`[^|]*) \|", (ROOT / "docs" / "gpu.md").read_text(), re.MULTILINE)
+    assert re.findall("`([^`]*)`", " ".join(cells)) == [each.name for each in steps(build=True)]

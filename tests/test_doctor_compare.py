@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from bench.demo import local_ranks
 from commopt.doctor.finding import Check, Severity, merge
 from commopt.doctor.nodes.compare import RankFacts, compare, rank_facts
 from commopt.doctor.nodes.gather import gather
@@ -258,7 +259,12 @@ def test_under_torchrun_rank_0_reports_for_all_nodes(tmp_path: Path) -> None:
     )
     script = tmp_path / "start.py"
     script.write_text(start)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    command = [
+        sys.executable,
+        "-m",
+        *local_ranks(1, 2)[0],
+        str(script),
+    ]
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("NCCL", "CUDA"))}
     environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.demo import local_ranks
 from examples import train_digits, train_gpt
 from tests.ranks import run
 
@@ -22,7 +23,7 @@ TINY = ["--layers", "1", "--width", "32", "--context", "16"]
 
 
 def test_gpt_from_the_command_line() -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    launcher = [sys.executable, "-m", *local_ranks(1, 2)[0]]
     done = subprocess.run(
         [*launcher, "examples/train_gpt.py", "--steps", "5", "--look-every", "2", *TINY],
         cwd=ROOT,
@@ -113,7 +114,7 @@ def test_gpt_has_five_million_parameters_and_sees_no_future() -> None:
 
 
 def test_digits_from_the_command_line() -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    launcher = [sys.executable, "-m", *local_ranks(1, 2)[0]]
     done = subprocess.run(
         [*launcher, "examples/train_digits.py", "--hook", "hierarchical_quantized:bits=4", "--steps", "60"],
         cwd=ROOT,

@@ -22,6 +22,7 @@ ON_NODES = [name for name in commopt.PRESETS if name.startswith("hierarchical")]
 WORLDS: dict[str, tuple[list[str], int, Nodes | None]] = {
     "flat": (FLAT, 2, None),
     "on nodes": (ON_NODES, 4, (2, 2)),
+    "lone ranks": (ON_NODES, 2, (1, 1)),
 }
 
 
@@ -54,8 +55,14 @@ def learn(rank: int, world_size: int, device: str, presets: list[str]) -> dict[t
     return found
 
 
-@every_device
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(
+    ("device", "world"),
+    [
+        ("cpu", "flat"),
+        ("cpu", "on nodes"),
+        *(pytest.param("cuda", world, marks=ON_GPU) for world in WORLDS),
+    ],
+)
 def test_every_preset_trains(device: str, world: str) -> None:
     presets, world_size, nodes = WORLDS[world]
     results = on_ranks(device, learn, world_size, presets, nodes=nodes, timeout_s=150.0)

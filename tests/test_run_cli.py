@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import commopt
+from bench.demo import local_ranks
 from commopt.__main__ import main
 from commopt.run import report
 
@@ -49,7 +50,7 @@ def script(tmp_path: Path) -> Path:
 
 
 def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    launcher = [sys.executable, "-m", *local_ranks(1, 2)[0]]
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
     return subprocess.run(
         [*launcher, *arguments],

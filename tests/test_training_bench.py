@@ -199,7 +199,7 @@ TINY = ["--layers", "1", "--width", "64", "--context", "16", "--noop-steps", "5"
 
 def test_benchmark_on_local_ranks(tmp_path: Path) -> None:
     strategies = ["ddp", "hierarchical_bf16", "torch_bf16"]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    launcher = [sys.executable, "-m", *demo.local_ranks(1, 2)[0]]
     files = ["--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")]
     done = subprocess.run(
         [*launcher, "-m", "bench.training", "--strategies", ",".join(strategies), "--seconds", "1.5", *files, *TINY],
@@ -300,7 +300,8 @@ def test_demo_without_root_says_why_and_uses_local_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments, environment = run_demo("user id 1000 may not", tmp_path / "demo", monkeypatch)
-    assert arguments[:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "-m"]
+    assert arguments[:3] == ["-m", "torch.distributed.run", "--standalone"]
+    assert arguments[4:6] == ["--nproc-per-node=4", "-m"]
     assert environment["COMMOPT_RANKS_PER_NODE"] == "2"
     printed = capsys.readouterr().out
     assert "Not emulating a slow network: user id 1000 may not" in printed

@@ -48,6 +48,10 @@ class Memory(TorchDispatchMode):
         for now, before in zip(self._bytes(), contents, strict=True):
             now.copy_(before)
 
+    def ranges(self) -> list[tuple[int, int]]:
+        """Return where the bytes begin and end, in ascending order."""
+        return sorted((each.data_ptr(), each.data_ptr() + each.numel()) for each in self._bytes())
+
     def _bytes(self) -> list[Tensor]:
         storages = (tensor.untyped_storage() for tensor in self._tensors.values())
         used = {storage.data_ptr(): storage for storage in storages if storage.nbytes()}

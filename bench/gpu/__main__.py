@@ -22,14 +22,16 @@ from bench.gpu.session import FILE, session
 from bench.gpu.step import Step
 from bench.gpu.steps import steps
 
+_PARTS = ("first", "second")
 _UNUSABLE = 2
+_ONLY = "take these steps alone, in this order; first and second name all of a part; others' outcomes stay"
 
 
 def main() -> int:
     """Take the chosen steps; return 1 when one of them fell through, 2 where there is no GPU."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=(bench.gpu.__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("build/gpu"), metavar="FOLDER", help="default build/gpu")
-    parser.add_argument("--only", metavar="STEP[,STEP...]", help="take these steps alone; others' outcomes are kept")
+    parser.add_argument("--only", metavar="STEP[,STEP...]", help=_ONLY)
     parser.add_argument("--skip", default="", metavar="STEP[,STEP...]", help="leave these steps out")
     parser.add_argument("--limit-s", type=float, metavar="S", help="of all steps together (default: none)")
     parser.add_argument("--build", type=Path, metavar="FOLDER", help="compile first, and install into FOLDER alone")
@@ -42,7 +44,8 @@ def main() -> int:
         parser.error(str(error))
     if options.list:
         for step in chosen:
-            print(f"{step.name:<18}{step.limit_s:>4.0f} s  {step.shows}")
+            beside = f" (beside {step.beside})" if step.beside else ""
+            print(f"{_PARTS[step.part - 1]:<8}{step.name:<16}{step.limit_s:>4.0f} s  {step.shows}{beside}")
         return 0
     if not torch.cuda.is_available():
         print(f"bench.gpu: {no_gpu()}", file=sys.stderr)
@@ -50,8 +53,8 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     command = shlex.join(["python", "-m", "bench.gpu", *sys.argv[1:]])
     try:
-        with _ending_when_told(), tempfile.TemporaryDirectory(prefix="bench-gpu-") as scratch:
-            place = Place(options.out, Path(scratch), options.build)
+        with _ending_when_told(), tempfile.TemporaryDirectory(prefix="bench-gpu-") as files:
+            place = Place(options.out, Path(files), options.build, torch.cuda.device_count())
             order = [step.name for step in known]
             outcomes = session(chosen, place, options.limit_s, {**machine(), "command": command}, order)
     except ValueError as error:  # the file in --out is another's
@@ -61,14 +64,22 @@ def main() -> int:
 
 
 def choose(known: Sequence[Step], only: str | None, skip: str) -> list[Step]:
-    """Return the steps named in `only`, or all, without those in `skip`; raises ValueError for unknown names."""
-    names = [step.name for step in known]
-    wanted = names if only is None else _split(only)
-    unwanted = _split(skip)
-    for name in (*wanted, *unwanted):
-        if name not in names:
-            raise ValueError(f"there is no step {name!r}; known: {', '.join(names)}")
-    return [step for step in known if step.name in wanted and step.name not in unwanted]
+    """Return the steps named in `only`, in its order, or all, without those in `skip`.
+
+    The name of a part stands for its steps. Raises ValueError for unknown names.
+    """
+    by_name = {step.name: [step] for step in known}
+    by_part = {name: [step for step in known if step.part == part] for part, name in enumerate(_PARTS, 1)}
+
+    def named(text: str) -> list[Step]:
+        for name in _split(text):
+            if name not in by_name and name not in by_part:
+                raise ValueError(f"there is no step {name!r}; known: {', '.join((*by_name, *by_part))}")
+        return [step for name in _split(text) for step in by_name.get(name) or by_part[name]]
+
+    unwanted = {step.name for step in named(skip)}
+    wanted = known if only is None else {step.name: step for step in named(only)}.values()
+    return [step for step in wanted if step.name not in unwanted]
 
 
 def no_gpu() -> str:

@@ -38,18 +38,9 @@ _KINDS: tuple[tuple[CodecName, int, bool], ...] = (
     ("sign_rms", 1, False),
 )
 _BLOCKS = (64, 192, 4096)  # a part of a warp's, an odd number of them, several warps together
+_FACTORS = ((2, 37, 130, 1), (3, 70, 5, 4), (1, 3001, 65, 31), (1, 70, 130, 33))  # a second panel begins at rank 33
 _PEERS = 3
 _DICE = Dice(seed=2**63 + 1, step=7, stream=3)
-
-
-def calls(device: torch.device) -> Iterator[Call]:
-    """Yield calls that launch, all together, every kernel."""
-    yield from _transfers(device)
-    for (name, bits, stochastic), block in itertools.product(_KINDS, _BLOCKS):
-        yield from _blocks(Codec(name, bits, block, stochastic), device)
-    for value_dtype in _DTYPES:
-        yield from _sparse(value_dtype, device)
-    yield from _low_rank(device)
 
 
 def _transfers(device: torch.device) -> Iterator[Call]:
@@ -93,13 +84,31 @@ def _sparse(value_dtype: torch.dtype, device: torch.device) -> Iterator[Call]:
 
 
 def _low_rank(device: torch.device) -> Iterator[Call]:
-    for count, rows, cols, matrix_rank in ((2, 37, 130, 1), (3, 70, 5, 4), (1, 3001, 65, 31)):
+    for count, rows, cols, matrix_rank in _FACTORS:
         left, right = _random((count, rows, matrix_rank), device), _random((count, cols, matrix_rank), device)
         matrices = _random((count, rows, cols), device)
         for initial in (None, left.clone()):
             yield partial(lowrank.orthogonalize, left, torch.empty_like(left), initial)
         yield partial(lowrank.decode, left, right, torch.empty_like(matrices))
         yield partial(lowrank.subtract, matrices, left, right)
+
+
+# By what they are of. Calls of a group belong together: what one writes the next reads.
+GROUPS: dict[str, list[Callable[[torch.device], Iterator[Call]]]] = {
+    "pack": [_transfers],
+    "quantize": [
+        partial(_blocks, Codec(name, bits, block, stochastic))
+        for (name, bits, stochastic), block in itertools.product(_KINDS, _BLOCKS)
+    ],
+    "sparse": [partial(_sparse, dtype) for dtype in _DTYPES],
+    "lowrank": [_low_rank],
+}
+
+
+def calls(device: torch.device) -> Iterator[Call]:
+    """Yield calls that launch, all together, every kernel."""
+    for group in itertools.chain(*GROUPS.values()):
+        yield from group(device)
 
 
 def _random(shape: int | tuple[int, ...], device: torch.device) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ from bench.gpu.record import Asked, Counted
 from bench.training import report as training
 
 _WHOLE_DEVICE = "cudaDeviceSynchronize"
+_LATE = re.compile(r"was still running after|Timeout \(?>|rank \d+ took \d+\.\d s")  # of tests/ranks.py, pytest-timeout
+_OTHERWISE = re.compile(r"^--- rank [\d, ]+ (raised|died|returned)", re.MULTILINE)
 _NO_LOADER = ("native: ", "nvrtc: ", "there are not two loaders")  # why tests of kernels were skipped
 
 Read = Callable[[Place], "Found"]
@@ -36,13 +39,14 @@ def nothing(place: Place) -> Found:
 
 
 def tests(file: str) -> Read:
-    """Return what reads the file of pytest's --junitxml in scratch."""
+    """Return what reads the file of pytest's --junitxml among the files."""
 
     def read(place: Place) -> Found:
-        cases = list(ElementTree.parse(place.scratch / file).iter("testcase"))
-        failures = [_name(case) for case in cases if case.find("failure") is not None or case.find("error") is not None]
+        cases = list(ElementTree.parse(place.files / file).iter("testcase"))
+        failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
         skipped = sum(case.find("skipped") is not None for case in cases)
-        counted = Counted(len(cases) - len(failures) - skipped, len(failures), skipped, failures)
+        failures, late = [_name(case) for case in failed], [_name(case) for case in failed if _is_late(case)]
+        counted = Counted(len(cases) - len(failures) - skipped, len(failures), skipped, failures, late)
         if failures:
             return Found(counted, why=f"{len(failures)} of {len(cases)} tests failed")
         for reason in (each.get("message", "") for case in cases for each in case.iter("skipped")):
@@ -53,18 +57,24 @@ def tests(file: str) -> Read:
     return read
 
 
+def _is_late(case: ElementTree.Element) -> bool:
+    """Tell whether a test failed by its limit of time alone, on every rank."""
+    text = "\n".join(each.get("message", "") for kind in ("failure", "error") for each in case.iter(kind))
+    return bool(_LATE.search(text)) and not _OTHERWISE.search(text)
+
+
 def _name(case: ElementTree.Element) -> str:
     return f"{case.get('classname', '')}::{case.get('name', '')}"
 
 
 def learned(file: str, strategies: Sequence[str]) -> Read:
-    """Return what reads a file of bench.training in scratch, in which all of `strategies` should be.
+    """Return what reads a file of bench.training among the files, in which all of `strategies` should be.
 
     Losses alone, since ranks that share a GPU take turns.
     """
 
     def read(place: Place) -> Found:
-        _, outcomes = training.read(place.scratch / file)
+        _, outcomes = training.read(place.files / file)
         losses = {each.strategy: [look.held_out_loss for look in each.curve] for each in outcomes}
         failures = [name for name, curve in losses.items() if not (isfinite(curve[-1]) and curve[-1] < curve[0])]
         missing = [name for name in strategies if name not in losses]
@@ -78,7 +88,7 @@ def learned(file: str, strategies: Sequence[str]) -> Read:
 
 def kernels(place: Place) -> Found:
     """Read what is asked of kernels, and whether they achieve it; a kernel that cannot run is a failure."""
-    file = place.out / "kernels.json"
+    file = place.files / "kernels.json"
     asked = [
         Asked(
             f"{record['name']}, {record['variant']}",
@@ -95,7 +105,7 @@ def kernels(place: Place) -> Found:
 
 def launches(place: Place) -> Found:
     """Read what a launch costs; one of commopt's loaders that cannot launch is a failure."""
-    file = place.out / "launches.json"
+    file = place.files / "launches.json"
     costs = {each["launcher"]: each["host_us"] for each in _records(file, "launcher")}
     failed = [each for each in _records(file, "missing") if each["launcher"] != "Triton"]
     why = "; ".join(f"{each['launcher']}: {each['why']}" for each in failed)
@@ -104,7 +114,7 @@ def launches(place: Place) -> Found:
 
 def compressors(place: Place) -> Found:
     """Read what is asked of presets; one that could not be measured is a failure, one of torch's is none."""
-    file = place.out / "compressors.json"
+    file = place.files / "compressors.json"
     asked = [
         Asked(
             f"{record['contender']} on {record['model']}",
@@ -121,7 +131,7 @@ def compressors(place: Place) -> Found:
 
 def overlap(place: Place) -> Found:
     """Read what part of the lane's work ran beside backward on each rank, and whether a step waited for the device."""
-    ranks = _records(place.out / "overlap.json", "rank")
+    ranks = _records(place.files / "overlap.json", "rank")
     parts = [each["both_ms"] / each["lane_ms"] if each["lane_ms"] else 0.0 for each in ranks]
     waits = [each["waits"] for each in ranks]
     wrong = [f"rank {rank}: nothing ran beside backward" for rank, part in enumerate(parts) if part == 0]
@@ -137,6 +147,6 @@ def _records(file: Path, kind: str) -> list[dict[str, Any]]:
 
 def machine(place: Place) -> Found:
     """Read the record of the machine."""
-    record = json.loads((place.out / "machine.json").read_text())
+    record = json.loads((place.files / "machine.json").read_text())
     facts = {**record["versions"], **record["device"], **record["rates"]}
     return Found(facts=facts, why="; ".join(record["failures"]))

@@ -23,6 +23,7 @@ import torch
 from bench.environment import machine
 
 _PACKAGES = ("triton", "cupy-cuda12x", "cupy-cuda13x", "nvidia-ml-py", "pybind11", "scikit-build-core", "transformers")
+_PROGRAMS = ("compute-sanitizer", "nvidia-cuda-mps-control")
 _QUERY = "name,driver_version,memory.total,memory.used,clocks.sm,clocks.max.sm,clocks.max.memory,power.limit"
 _TOPOLOGY = ("nvidia-smi", "topo", "-m")
 _DOCTOR_STATUSES = (0, 1, 2)  # nothing wrong, warnings, errors: an answer each
@@ -34,7 +35,7 @@ def versions() -> dict[str, str | None]:
     """Return the versions of all that takes part; None for what is not there."""
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None
     release = re.search(r"release ([\d.]+)", _output(["nvcc", "--version"])) if which("nvcc") else None
-    found = {name: _installed(name) for name in _PACKAGES}
+    found = {**{name: _installed(name) for name in _PACKAGES}, **{name: which(name) for name in _PROGRAMS}}
     return {"cuda": torch.version.cuda, "nccl": nccl, "nvcc": release[1] if release else None, **found}
 
 

@@ -16,17 +16,34 @@ CUDA_TOOLS = Path("/usr/local/cuda/bin")  # where nvcc and compute-sanitizer are
 
 @dataclass(frozen=True)
 class Place:
-    """out: for results, as the user named it. scratch: for what nobody keeps. build: where commopt is installed."""
+    """Folders of a session, and how many GPUs there are.
+
+    out: what the user named, for the records and the archive. files: what steps write and print, all in the archive.
+    build: where commopt is installed.
+    """
 
     out: Path
-    scratch: Path
+    files: Path
     build: Path | None = None
+    gpus: int = 1
 
     @property
     def python(self) -> Path:
         """What runs the steps: the Python of the build once there is one."""
         built = None if self.build is None else self.build.resolve() / "bin" / "python"
         return built if built and built.exists() else Path(sys.executable)
+
+    @property
+    def mps(self) -> Path:
+        """Where the pipes of NVIDIA's MPS daemon are, while one runs for this session."""
+        return self.files / "mps"
+
+    def takes_turns(self, ranks: int) -> bool:
+        """Whether so many ranks are given the GPU one after the other: every small collective then takes 25 ms or more.
+
+        Two ranks take turns too, in 2 to 6 ms, with which all limits can be kept.
+        """
+        return ranks > 2 * self.gpus and not self.mps.exists()
 
     def filled(self, words: Sequence[str]) -> list[str]:
         """Return a step's command for this place."""
@@ -35,8 +52,7 @@ class Place:
             {
                 "{python}": str(self.python),
                 "{first python}": sys.executable,
-                "{out}": str(self.out.resolve()),
-                "{scratch}": str(self.scratch),
+                "{out}": str(self.files),
                 "{build}": "" if self.build is None else str(self.build.absolute()),
             },
         )
@@ -44,7 +60,7 @@ class Place:
     def shown(self, words: Sequence[str]) -> str:
         """Return a step's command as a reader can repeat it in the project's folder."""
         names = {"{python}": "python", "{first python}": "python", "{out}": str(self.out), "{build}": str(self.build)}
-        return shlex.join(self._replaced(words, {**names, "{scratch}/": ""}))
+        return shlex.join(self._replaced(words, names))
 
     @staticmethod
     def _replaced(words: Sequence[str], values: dict[str, str]) -> list[str]:

@@ -12,17 +12,18 @@ from bench.json_lines import write_lines
 
 KIND = "gpu"
 
-Verdict = Literal["passed", "failed", "timed out", "skipped"]
+Verdict = Literal["passed", "failed", "timed out", "not judged", "skipped"]
 
 
 @dataclass(frozen=True)
 class Counted:
-    """What pytest counted; `failures` names the tests that failed."""
+    """What pytest counted; `failures` names the tests that failed, `late` those of them that only took too long."""
 
     passed: int
     failed: int
     skipped: int
     failures: list[str] = field(default_factory=list)
+    late: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

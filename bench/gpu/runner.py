@@ -14,9 +14,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 GRACE_S = 25.0  # for pytest to write what it knows, for launchers to end their ranks
-_MARK = "BENCH_GPU_STEP"
+MARK = "BENCH_GPU_STEP"
 _KILL_S = 10.0
 _NUMBERS = count()
+_running: set[str] = set()  # marks
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,12 @@ def run(
     mark = f"{os.getpid()}-{next(_NUMBERS)}"
     started = time.monotonic()
     status: int | None = None
+    _running.add(mark)
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env={**environment, _MARK: mark},
+            env={**environment, MARK: mark},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -60,7 +62,14 @@ def run(
                 os.killpg(process.pid, signal.SIGKILL)
             _kill_marked(mark)
             process.wait()
+            _running.discard(mark)
     return Ended(status, time.monotonic() - started)
+
+
+def stop_all() -> None:
+    """Kill what runs now, in whatever thread it was started; there `run` returns."""
+    for mark in list(_running):
+        _kill_marked(mark)
 
 
 def _heed_interrupts() -> None:
@@ -79,7 +88,7 @@ def _kill_marked(mark: str) -> None:
 
 
 def _marked(mark: str) -> list[int]:
-    entry, found = f"{_MARK}={mark}".encode(), []
+    entry, found = f"{MARK}={mark}".encode(), []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended meanwhile, or belongs to somebody else
             if entry in (folder / "environ").read_bytes().split(b"\0"):

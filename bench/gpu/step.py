@@ -9,6 +9,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from bench.gpu.found import Found, Read, nothing
+from bench.gpu.mps import shared
 from bench.gpu.place import Place, environment
 from bench.gpu.record import Outcome, Verdict
 from bench.gpu.runner import Ended, run
@@ -32,6 +33,12 @@ class Step:
     """Asked just before: why it cannot run on this machine, None when it can."""
     refusal: str | None = None
     """What the program says on a machine that it cannot serve."""
+    ranks: int = 1
+    """That share the GPU."""
+    beside: str | None = None
+    """The step at whose side it runs where it follows that one."""
+    part: int = 1
+    """What is to be done first, in one call of eight minutes, or second."""
 
     @property
     def results(self) -> list[str]:
@@ -47,23 +54,26 @@ def take(step: Step, place: Place, left_s: float) -> Outcome:
         return _outcome(step, place, 0.0, "skipped", why)
     limit_s = min(step.limit_s, left_s)
     for file in step.results:
-        (place.out / file).unlink(missing_ok=True)  # what an earlier session left is no result of this one
+        (place.files / file).unlink(missing_ok=True)  # what an earlier session left is no result of this one
     log = log_of(step.name, place)
+    settings = shared(place) if step.ranks > 1 else {}
     started = time.monotonic()
     try:
-        ended = run(place.filled(step.command), {**environment(), **step.settings}, log, limit_s)
+        ended = run(place.filled(step.command), {**environment(), **settings, **step.settings}, log, limit_s)
     except OSError as error:  # a program that is not there
         return _outcome(step, place, time.monotonic() - started, "failed", str(error))
     if ended.status is not None and (why := _refusal(step, log)):
         return _outcome(step, place, ended.seconds, "skipped", why)
     found, unread = _found(step, place)
     verdict, why = _verdict(ended, limit_s, found.why or _last_line(log), found.why or unread)
+    if place.takes_turns(step.ranks) and _only_late(verdict, found):
+        verdict, why = "not judged", f"time-sliced, not judged: {step.ranks} ranks took turns on a GPU; {why}"
     return _outcome(step, place, ended.seconds, verdict, why, found)
 
 
 def log_of(name: str, place: Place) -> Path:
     """Return where all that a step prints goes."""
-    return place.scratch / f"{name}.log"
+    return place.files / f"{name}.log"
 
 
 def _found(step: Step, place: Place) -> tuple[Found, str]:
@@ -81,6 +91,12 @@ def _verdict(ended: Ended, limit_s: float, said: str, wrong: str) -> tuple[Verdi
     if ended.status != 0:
         return "failed", f"exit status {ended.status}; {said}"
     return ("failed", wrong) if wrong else ("passed", "")
+
+
+def _only_late(verdict: Verdict, found: Found) -> bool:
+    """Tell whether nothing is known to be wrong but the time it took."""
+    failures, late = (found.tests.failures, found.tests.late) if found.tests else ([], [])
+    return failures == late and (verdict == "timed out" or (verdict == "failed" and bool(late)))
 
 
 def _refusal(step: Step, log: Path) -> str | None:

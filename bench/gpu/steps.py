@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
 from shutil import which
 
 from bench.cluster import Cluster
 from bench.demo import local_ranks
 from bench.gpu.found import Read, compressors, kernels, launches, learned, machine, overlap, tests
+from bench.gpu.mps import CONTROL, UNUSABLE
 from bench.gpu.place import environment
 from bench.gpu.runner import ROOT
 from bench.gpu.step import Step
@@ -15,7 +19,13 @@ from bench.gpu.step import Step
 KERNEL_TESTS = tuple(
     f"tests/test_{name}.py" for name in ("kernels", "gpu_quantize", "gpu_sparse_lowrank", "gpu_loaders")
 )
-DDP_TESTS = tuple(f"tests/test_gpu_{name}.py" for name in ("ddp", "capture", "soak"))
+CONTRACT, CAPTURE, DDP, FAILURES, SOAK = RANKS_TESTS = tuple(
+    f"tests/test_gpu_{name}.py" for name in ("contract", "capture", "ddp", "failures", "soak")
+)
+_TWO = "[2] or [1+1]"  # names of worlds of two ranks
+_FLAT_GRAPHS = "replays and flat"
+_PRESETS_OF_TWO = "every_preset and not nodes"
+KERNEL_NAMES = ("transfer_", "encode_", "decode_", "recode_", "sparse_", "factor_", "lowrank_")  # how ours begin
 PRESETS = (
     "ddp",
     "flat",
@@ -36,15 +46,19 @@ SANITIZER_TOOLS = {
 _TIMES = ("--seconds", "5", "--look-every", "2", "--noop-steps", "5")  # of a training: enough to see it learn
 _LINK_RATE = "1gbit"
 _ACROSS = ("ddp", "hierarchical", "hierarchical_quantized", "hierarchical_powersgd")
+_SANITIZER = "compute-sanitizer"
 _LAUNCHER, _TWO_NODES = local_ranks(2, 2)
 _TEST_TIMEOUT_S = 170  # longer than any job of ranks, which then shows where each rank hangs
 _TEST_PROCESSES = 6
 
 
 def steps(build: bool) -> list[Step]:
-    """Return all steps; `build`: commopt is compiled first, else it is what this Python has."""
+    """Return all steps; `build`: commopt is compiled first, else it is what this Python has.
+
+    The first part proves most per minute and needs no more than two ranks at a time, but for a few failures. Limits
+    are those of ranks that take turns: 2 to 6 ms for a small collective of two ranks, 25 to 50 of four, 100 of eight.
+    """
     return [
-        _build(build),
         Step(
             "machine",
             "what machine this is; how fast it copies and multiplies",
@@ -52,10 +66,11 @@ def steps(build: bool) -> list[Step]:
             60,
             machine,
         ),
+        _build(build),
         _tests("kernel-tests", "both loaders compute what the reference does", 150, *KERNEL_TESTS, at_once=True),
-        _benchmark("kernels", "what part of the memory's speed each kernel reaches", 120, kernels),
-        _tests("collective-tests", "failures, options and the contract over NCCL", 240, *_other_tests()),
-        _benchmark("compressors", "what a step of each preset costs beside torch's hooks", 120, compressors),
+        replace(_sanitizer("memcheck"), beside="kernel-tests"),
+        replace(_sanitizer("racecheck"), beside="kernel-tests"),
+        _benchmark("kernels", "what part of the memory's speed each kernel reaches", 100, kernels),
         _benchmark(
             "launches",
             "what a launch costs with each loader and Triton",
@@ -63,9 +78,8 @@ def steps(build: bool) -> list[Step]:
             launches,
             module="bench.kernels.launches",
         ),
-        _tests("ddp-tests", "DDP's features, AMP, long runs and CUDA graphs", 200, *DDP_TESTS),
-        _sanitizer("memcheck"),
-        _sanitizer("racecheck"),
+        _ranks_tests("nccl-tests", "two ranks average over NCCL: right, and the same bits", 2, 60, CONTRACT, k=_TWO),
+        _ranks_tests("graph-tests", "a CUDA graph replays steps of flat presets", 2, 60, CAPTURE, k=_FLAT_GRAPHS),
         _benchmark(
             "overlap",
             "communication overlaps with backward; nothing waits for the device",
@@ -73,8 +87,39 @@ def steps(build: bool) -> list[Step]:
             overlap,
             "--trace",
             "{out}/overlap-trace.json.gz",
+            ranks=2,
         ),
-        _training("training", "a GPT learns by every preset on 2 x 2 ranks", PRESETS, 110),
+        _ranks_tests("ddp-tests", "every preset inside DDP, two ranks", 2, 90, DDP, k=_PRESETS_OF_TWO),
+        _ranks_tests("failures", "a failing or dying rank is known to all", 4, 120, FAILURES),
+        *(replace(step, part=2) for step in _second_part()),
+    ]
+
+
+def _second_part() -> list[Step]:
+    return [
+        Step(
+            "mps",
+            "ranks can use the GPU at the same time; those of the steps that follow do",
+            _module("bench.gpu.mps", "{out}/mps"),
+            100,
+            missing=lambda: _not_on_path(CONTROL, "NVIDIA's driver"),
+            refusal=UNUSABLE,
+        ),
+        _ranks_tests(
+            "contract-tests", "the contract of all aggregators over NCCL", 8, 240, CONTRACT, k=f"not ({_TWO})"
+        ),
+        _ranks_tests(
+            "nodes-tests",
+            "DDP's features, AMP and CUDA graphs on nodes",
+            4,
+            240,
+            *(DDP, CAPTURE),
+            k=f"not ({_PRESETS_OF_TWO}) and not ({_FLAT_GRAPHS})",
+        ),
+        _ranks_tests("option-tests", "options of communicators, recordings, ranks", 4, 120, *_other_tests()),
+        _benchmark("compressors", "what a step of each preset costs beside torch's hooks", 120, compressors),
+        _ranks_tests("soak", "500 steps: nothing grows", 2, 100, SOAK),
+        _training("training", "a GPT learns by every preset on 2 x 2 ranks", PRESETS, 150),
         _tuner("exact-tuning", "auto"),
         _tuner("lossy-tuning", "auto:allow=quantized+powersgd"),
         _sanitizer("initcheck"),
@@ -99,47 +144,64 @@ def _build(build: bool) -> Step:
     return Step("build", shows, ("{first python}", "-m", "bench.gpu.build", "--into", "{build}"), 300)
 
 
-def _tests(name: str, shows: str, limit_s: float, *files: str, at_once: bool = False) -> Step:
+def _tests(name: str, shows: str, limit_s: float, *files: str, at_once: bool = False, k: str = "") -> Step:
     file = f"{name}.xml"
     options = ["-v", "--tb=short", "-m", "gpu", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
-    options += ["--timeout", str(_TEST_TIMEOUT_S), "--junitxml", f"{{scratch}}/{file}"]
+    options += ["--timeout", str(_TEST_TIMEOUT_S), "--junitxml", f"{{out}}/{file}"]
     options += ["-n", str(_TEST_PROCESSES), "--dist", "worksteal"] if at_once else []
+    options += ["-k", k] if k else []
     return Step(name, shows, _module("pytest", *options, *files), limit_s, tests(file))
 
 
+def _ranks_tests(name: str, shows: str, ranks: int, limit_s: float, *files: str, k: str = "") -> Step:
+    return replace(_tests(name, shows, limit_s, *files, k=k), ranks=ranks)
+
+
 def _other_tests() -> list[str]:
-    """Return every other file with tests that need a GPU, none forgotten; the contract takes long and comes last."""
+    """Return every other file with tests that need a GPU, none forgotten."""
     files = sorted((ROOT / "tests").glob("test_*.py"))
     marked = [f"tests/{each.name}" for each in files if "test_gpu_" in each.name or "mark.gpu" in each.read_text()]
-    others = [name for name in marked if name not in (*KERNEL_TESTS, *DDP_TESTS)]
-    return sorted(others, key=lambda name: "contract" in name)
+    return [name for name in marked if name not in (*KERNEL_TESTS, *RANKS_TESTS)]
 
 
-def _benchmark(name: str, shows: str, limit_s: float, read: Read, *arguments: str, module: str = "") -> Step:
+def _benchmark(
+    name: str, shows: str, limit_s: float, read: Read, *arguments: str, module: str = "", ranks: int = 1
+) -> Step:
     command = _module(module or f"bench.{name}", "--json", f"{{out}}/{name}.json", *arguments)
-    return Step(name, shows, command, limit_s, read)
+    return Step(name, shows, command, limit_s, read, ranks=ranks)
 
 
 def _sanitizer(tool: str) -> Step:
-    sanitizer = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--print-limit", "20")
+    sanitizer = (_SANITIZER, "--tool", tool, "--error-exitcode", "9", "--print-limit", "20")
     return Step(
         tool,
         SANITIZER_TOOLS[tool],
-        (*sanitizer, *_module("bench.gpu.every_kernel")),
-        90,
+        (*sanitizer, *_kernel_filters(), *_module("bench.gpu.every_kernel")),
+        150,
         settings={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
-        missing=lambda: _not_on_path("compute-sanitizer"),
+        missing=lambda: _not_on_path(_SANITIZER, "CUDA's toolkit"),
         refusal="Device not supported",
     )
 
 
-def _not_on_path(program: str) -> str | None:
-    return None if which(program, path=environment()["PATH"]) else f"no {program} on PATH; it comes with CUDA's toolkit"
+@cache
+def _kernel_filters() -> tuple[str, ...]:
+    """Return what has the sanitizer look at our kernels alone, where it knows how: torch's are many and slow."""
+    if _not_on_path(_SANITIZER, "CUDA's toolkit"):
+        return ()
+    program = which(_SANITIZER, path=environment()["PATH"]) or _SANITIZER
+    said = subprocess.run([program, "--help"], capture_output=True, text=True, check=False).stdout
+    names = KERNEL_NAMES if "--kernel-name" in said else ()
+    return tuple(word for name in names for word in ("--kernel-name", f"kernel_substring={name}"))
+
+
+def _not_on_path(program: str, comes_with: str) -> str | None:
+    return None if which(program, path=environment()["PATH"]) else f"no {program} on PATH; it comes with {comes_with}"
 
 
 def _training(name: str, shows: str, strategies: Sequence[str], limit_s: float) -> Step:
     file = f"{name}.json"
-    arguments = ("--strategies", ",".join(strategies), *_TIMES, "--json", f"{{scratch}}/{file}")
+    arguments = ("--strategies", ",".join(strategies), *_TIMES, "--json", f"{{out}}/{file}")
     command = _ranks("bench.training", *arguments)
     return Step(name, shows, command, limit_s, learned(file, strategies), settings=_TWO_NODES)
 
@@ -147,13 +209,13 @@ def _training(name: str, shows: str, strategies: Sequence[str], limit_s: float) 
 def _tuner(name: str, strategy: str) -> Step:
     script = ("examples/train_gpt.py", "--strategy", "ddp", "--steps", "80", "--look-every", "40")
     command = _ranks("commopt", "run", "--strategy", strategy, "--report", *script)
-    return Step(name, f"{strategy} measures, tries and decides over NCCL", command, 60, settings=_TWO_NODES)
+    return Step(name, f"{strategy} measures, tries and decides over NCCL", command, 90, settings=_TWO_NODES, ranks=4)
 
 
 def _emulated_network() -> Step:
     """Return a training on two nodes whose link is slow, where namespaces can be had."""
     shape = ("--nodes", "2", "--ranks-per-node", "2", "--rate", _LINK_RATE)
-    training = ("bench.training", "--strategies", ",".join(_ACROSS), *_TIMES, "--json", "{scratch}/network.json")
+    training = ("bench.training", "--strategies", ",".join(_ACROSS), *_TIMES, "--json", "{out}/network.json")
     return Step(
         "network",
         f"a GPT learns on two emulated nodes with a {_LINK_RATE} link between them",
@@ -162,4 +224,5 @@ def _emulated_network() -> Step:
         learned("network.json", _ACROSS),
         settings=_TWO_NODES,
         missing=lambda: Cluster.missing(_LINK_RATE),
+        ranks=4,
     )

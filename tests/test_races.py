@@ -1,0 +1,197 @@
+"""No kernel races, leaves its memory or reads what nobody wrote; and whoever says so would see it.
+
+Kernels run in processes of their own: what goes wrong in one that was made wrong on purpose stays there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from bench.gpu import every_kernel
+from commopt.kernels import sources
+from tests.emulator import Emulator, on_the_cpu
+from tests.races import Barrier, WatchedEmulator, barriers
+from tests.ranks import run
+from tests.twins import Memory
+
+CPU = torch.device("cpu")
+WORLD_SIZE = 2
+TIMEOUT_S = 280.0  # of a machine that has much else to do
+
+# What launches the kernels of a file, and where those of files without kernels are compiled.
+GROUPS = {
+    **dict.fromkeys(("quantize", "requantize", "dequantize"), "quantize"),
+    **dict.fromkeys(("sparse_accumulate", "sparse_decode", "sparse_select", "sparse_write"), "sparse"),
+    **dict.fromkeys(("factors", "lowrank"), "lowrank"),
+    "pack": "pack",
+}
+COMPILED_IN = {"team": "quantize", "scan": "sparse_select"}
+
+
+@pytest.fixture
+def folder(emulator: Emulator) -> Path:
+    """Return where the watched kernels are built, once for all processes."""
+    found = emulator.folder / "watched"
+    found.mkdir(exist_ok=True)
+    return found
+
+
+# ------------------------------------------------------------------------------ the kernels as they are
+
+
+def watch_every_kernel(rank: int, world_size: int, folder: Path) -> tuple[dict[str, int], list[str]]:
+    """Launch every kernel with this rank's part of the inputs; return how often each, and what was found."""
+    torch.manual_seed(rank)
+    files = sorted(set(sources.file_of_kernel().values()))
+    groups = [*itertools.chain(*every_kernel.GROUPS.values())]
+    with Memory("cpu") as memory:
+        emulator = WatchedEmulator(folder, memory)
+        for file in (*files[rank::world_size], *files):  # each rank builds some
+            emulator.library(file)
+        with on_the_cpu(emulator):
+            for call in itertools.chain(*(group(CPU) for group in groups[rank::world_size])):
+                call()
+    return emulator.launches, sorted(set(emulator.found))
+
+
+def test_every_kernel(folder: Path) -> None:
+    results = run(watch_every_kernel, WORLD_SIZE, folder, timeout_s=TIMEOUT_S)
+    for kernel in sources.file_of_kernel():
+        assert max(launches.get(kernel, 0) for launches, _ in results) >= 2, f"{kernel} did not run in both directions"
+    assert [found for _, found in results] == [[]] * WORLD_SIZE
+
+
+# ------------------------------------------------------------------------------ the kernels made wrong
+
+
+def first_found(emulator: WatchedEmulator, group: str) -> str:
+    """Launch until something is found; return that, or nothing."""
+    with on_the_cpu(emulator):
+        for calls in reversed(every_kernel.GROUPS[group]):
+            for call in calls(CPU):
+                call()
+                if emulator.found:
+                    return emulator.found[0]
+    return ""
+
+
+def without_barrier(rank: int, world_size: int, folder: Path, barrier: Barrier) -> str:
+    """Launch kernels none of whose threads waits at a barrier; return what is found first."""
+    name = barrier.file.removesuffix(".cuh")
+    name = COMPILED_IN.get(name, name)
+    with Memory("cpu") as memory:
+        emulator = WatchedEmulator(folder, memory)
+        emulator.leave_out(barrier, f"{name}.cuh")
+        try:
+            return first_found(emulator, GROUPS[name])
+        finally:
+            emulator.leave_out(None, f"{name}.cuh")
+
+
+@pytest.mark.parametrize("barrier", list(barriers()), ids=lambda barrier: f"{barrier.file}:{barrier.line}")
+def test_every_barrier_is_needed_and_missed(folder: Path, barrier: Barrier) -> None:
+    (found,) = run(without_barrier, 1, folder, barrier, timeout_s=TIMEOUT_S)
+    assert found, f"{barrier.file}:{barrier.line} is needless, or what needs it is not launched"
+
+
+EDITS = {
+    "an index too far": (
+        "lowrank.cuh",
+        "return left[row * stride + k];",
+        "return left[row * stride + k + 1];",
+        "lowrank_decode: read out of bounds: ",
+    ),
+    "shared memory that nobody wrote": (
+        "lowrank.cuh",
+        "    clear_from(left_panel, here_rows);\n",
+        "",
+        "lowrank_decode: shared memory read that the block has not written: ",
+    ),
+    "the order of blocks": (
+        "factors.cuh",
+        "largest[blockIdx.x] = bits;",
+        "largest[0] = bits;",
+        "factor_absmax: write after a write: ",
+    ),
+}
+
+
+def edited(rank: int, world_size: int, folder: Path, file: str, old: str, new: str) -> str:
+    """Launch kernels of another text; return what is found first."""
+    code = sources.translation_unit(file)
+    assert code.count(old) == 1
+    with Memory("cpu") as memory:
+        emulator = WatchedEmulator(folder, memory)
+        with patch.object(sources, "translation_unit", lambda file: code.replace(old, new)):
+            emulator.library(file)
+        return first_found(emulator, GROUPS[file.removesuffix(".cuh")])
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_what_is_wrong_is_found(folder: Path, tmp_path: Path, edit: str) -> None:
+    *arguments, message = EDITS[edit]
+    own = shutil.copytree(folder, tmp_path / "own", ignore=shutil.ignore_patterns(f"{arguments[0]}.*"))
+    (found,) = run(edited, 1, own, *arguments, timeout_s=TIMEOUT_S)
+    assert found.startswith(message)
+
+
+# ------------------------------------------------------------------------------ what is ordered, and what is not
+
+_ID = "const unsigned id = blockIdx.x * 64 + threadIdx.x; "
+_SHARED = f"{_ID} __shared__ unsigned v[64]; "
+_WRITTEN = f"{_SHARED} v[threadIdx.x] = 1; "
+CASES = {  # body, of 2 blocks of 64 threads with 128 elements, and what is to be found
+    "block_barrier": (_WRITTEN + "__syncthreads(); out[id] = v[threadIdx.x ^ 32];", ""),
+    "no_block_barrier": (_WRITTEN + "out[id] = v[threadIdx.x ^ 32];", "read after a write"),
+    "warp_barrier": (_WRITTEN + "__syncwarp(); out[id] = v[threadIdx.x ^ 1];", ""),
+    "warp_barrier_alone": (_WRITTEN + "__syncwarp(); out[id] = v[threadIdx.x ^ 32];", "read after a write"),
+    "shuffle": (_WRITTEN + "__shfl_sync(~0u, 1u, 0); out[id] = v[threadIdx.x ^ 1];", "read after a write"),
+    "read_by_all": (_WRITTEN + "__syncthreads(); out[id] = v[0]; if (id % 64 == 63) v[0] = 2;", "write after a read"),
+    "read_by_one": (_WRITTEN + "__syncthreads(); if (id % 64 == 63) { out[id] = v[0]; v[0] = 2; }", ""),
+    "unwritten": (_SHARED + "if (id % 2 == 0) v[id % 64] = 1; out[id] = v[id % 64];", "has not written"),
+    "of_last_block": (_SHARED + "if (id < 64) v[id % 64] = 1; out[id] = v[id % 64];", "has not written"),
+    "blocks_write": ("out[threadIdx.x] = 1;", "write after a write"),
+    "blocks_read": (_ID + "if (id % 64 == 0) out[id] = out[64 - id];", "after a"),
+    "blocks_add": ("atomicAdd(&out[0], 1u);", ""),
+    "add_and_read": (_ID + "atomicAdd(&out[0], 1u); if (id == 1) out[1] = out[0];", "read after an atomic add"),
+    "behind": (_ID + "out[id + 1] = 1;", "write out of bounds"),
+    "before": (_ID + "out[127] = out[id - 1];", "read out of bounds"),
+    "behind_shared": ("__shared__ unsigned v[64]; v[threadIdx.x + 1] = 1; out[0] = v[1];", "out_of_bounds"),
+    "misaligned": ("*reinterpret_cast<unsigned*>(reinterpret_cast<char*>(out) + 2) = 1;", "misaligned"),
+    "divergent": (_WRITTEN + "if (id == 0) __syncthreads(); out[id] = 1;", "divergent"),
+}
+
+
+def watch_cases(rank: int, world_size: int, folder: Path) -> dict[str, list[str]]:
+    """Launch every case twice; return what is found."""
+    found = {}
+    with patch.object(sources, "directory", lambda: folder), Memory("cpu") as memory:
+        sources.file_of_kernel.cache_clear()
+        try:
+            emulator, out = WatchedEmulator(folder, memory), torch.zeros(128, dtype=torch.int32)
+            for case in CASES:
+                emulator.found = []
+                for _ in range(2):
+                    emulator.launch(f"case_{case}", 2, 64, 0, (out.data_ptr(),))
+                found[case] = emulator.found
+        finally:
+            sources.file_of_kernel.cache_clear()
+    return found
+
+
+def test_what_is_ordered(tmp_path: Path) -> None:
+    entry = 'extern "C" __global__ void case_{}(unsigned* out) {{ {} }}\n'
+    kernels = "".join(entry.format(case, body) for case, (body, _) in CASES.items())
+    (tmp_path / "cases.cuh").write_text(kernels)
+    (found,) = run(watch_cases, 1, tmp_path, timeout_s=TIMEOUT_S)
+    for case, (_, wanted) in CASES.items():
+        if wanted:
+            assert any(wanted in each for each in found[case]), f"{case}: {found[case]}"
+        else:
+            assert found[case] == [], case
