@@ -6,13 +6,13 @@ else on plain local ranks. Prints a table and writes one picture.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import sys
 from pathlib import Path
 
 from bench.cluster import Cluster
+from commopt.command_line import Parser
 
 _NODES = 2
 _RANKS_PER_NODE = 2
@@ -41,9 +41,7 @@ def local_ranks(nodes: int, ranks_per_node: int) -> tuple[list[str], dict[str, s
 
 def main() -> None:
     """Choose a launcher, say which and why, and become it."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.demo", description=__doc__, epilog="Other options go to bench.training."
-    )
+    parser = Parser(prog="python -m bench.demo", description=__doc__, epilog="Other options go to bench.training.")
     parser.add_argument("--rate", default="200mbit", help="of each emulated node's link (default 200mbit)")
     parser.add_argument("--output", type=Path, default=Path("build/demo"), metavar="FOLDER", help="default build/demo")
     options, others = parser.parse_known_args()

@@ -7,6 +7,7 @@ import logging
 import re
 from dataclasses import replace
 from math import inf
+from typing import Any
 
 import numpy as np
 import pytest
@@ -294,8 +295,9 @@ def test_expected_is_how_long_trials_take(us_per_byte: float, monkeypatch: pytes
 
     monkeypatch.setattr(calibration, "_Trial", Trial)
     monkeypatch.setattr(calibration, "_slowest", lambda own, team: own)
+    team: Any = TeamShape.of((1, 1))
     samples = samples_of(Layout.of_parameters([("a", (2000, 3000)), ("b", (100,))]), 4)
-    calibration.calibrate({"x": commopt.Flat(), "y": commopt.Flat()}, samples, torch.float32, None, 2.0)  # type: ignore[arg-type]
+    calibration.calibrate({"x": commopt.Flat(), "y": commopt.Flat()}, samples, torch.float32, team, 2.0)
     expected = 2 * calibration.expected_us(samples, 4, us_per_byte, 1e6)
     assert expected == pytest.approx(min(sum(spent), 2e6))
     assert calibration.expected_us(samples, 4, inf, 1e6) == 1e6

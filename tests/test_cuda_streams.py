@@ -27,6 +27,7 @@ from commopt import Aggregator, Compressed, Flat, Hierarchical, LaneError, Power
 from commopt.bucketing import calibration
 from commopt.bucketing.wish import Wish
 from commopt.feedback import Layout, Ledger, restore, save
+from commopt.feedback.checkpoint import MAX_MAGNITUDE
 from commopt.groups import Membership, Team, TeamShape
 from commopt.hooks.registration import Registration, Settings
 from commopt.hooks.sending import Sending
@@ -249,7 +250,7 @@ def loaded(aggregator: Aggregator, where: str) -> list[str]:
         ledger = training.registration.ledger
         saved = tree_map(lambda each: each.to(where) if isinstance(each, Tensor) else each, save(ledger))
         ledger = training.registration.ledger = Ledger()
-        restore(ledger, saved)
+        restore(ledger, saved, training.registration.layouts.numels, lambda name: MAX_MAGNITUDE)
         del saved
         for number in range(3, 5):
             training.step(number)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import signal
 import sys
@@ -21,6 +20,7 @@ from bench.gpu.report import print_tables
 from bench.gpu.session import FILE, session
 from bench.gpu.step import Step
 from bench.gpu.steps import steps
+from commopt.command_line import Parser, number
 
 _PARTS = ("first", "second")
 _UNUSABLE = 2
@@ -29,11 +29,11 @@ _ONLY = "take these steps alone, in this order; first and second name all of a p
 
 def main() -> int:
     """Take the chosen steps; return 1 when one of them fell through, 2 where there is no GPU."""
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=(bench.gpu.__doc__ or "").splitlines()[0])
+    parser = Parser(prog="python -m bench.gpu", description=(bench.gpu.__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("build/gpu"), metavar="FOLDER", help="default build/gpu")
     parser.add_argument("--only", metavar="STEP[,STEP...]", help=_ONLY)
     parser.add_argument("--skip", default="", metavar="STEP[,STEP...]", help="leave these steps out")
-    parser.add_argument("--limit-s", type=float, metavar="S", help="of all steps together (default: none)")
+    parser.add_argument("--limit-s", type=number(), metavar="S", help="of all steps together (default: none)")
     parser.add_argument("--build", type=Path, metavar="FOLDER", help="compile first, and install into FOLDER alone")
     parser.add_argument("--list", action="store_true", help="print the steps and what each shows")
     options = parser.parse_args()

@@ -6,7 +6,6 @@ nothing is added to the Python in use.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import subprocess
@@ -19,6 +18,7 @@ import torch
 
 from bench.gpu.place import environment
 from bench.gpu.runner import ROOT
+from commopt.command_line import Parser
 from commopt.kernels import sources
 
 
@@ -69,7 +69,7 @@ def _run(command: list[str], variables: dict[str, str] | None = None) -> None:
 
 def main() -> int:
     """Install where that is asked for, then check."""
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu.build", description=(__doc__ or "").splitlines()[0])
+    parser = Parser(prog="python -m bench.gpu.build", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--into", type=Path, metavar="FOLDER", help="a virtual environment to make and install into")
     parser.add_argument("--architecture", metavar="XY", help="compute capability, 90 for 9.0 (default: of the GPU)")
     options = parser.parse_args()

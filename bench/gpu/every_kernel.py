@@ -8,7 +8,6 @@ What the kernels compute is compared in the tests. Without a GPU the same calls 
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import sys
@@ -20,6 +19,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from commopt.command_line import Parser
 from commopt.errors import ConfigurationError
 from commopt.kernels import lowrank, pack, quantize, sources, sparse, unpack
 from commopt.kernels.codec import Carry, Codec, CodecName, Dice, Momentum, Velocity
@@ -139,9 +139,7 @@ def launched(name: str, device: torch.device) -> set[str]:
 
 def main() -> int:
     """Launch everything with every loader; fail when one cannot be used or a kernel was left out."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.gpu.every_kernel", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = Parser(prog="python -m bench.gpu.every_kernel", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="cuda", help="cuda or cpu (default cuda)")
     parser.add_argument("--loaders", nargs="+", choices=LOADERS, default=LOADERS, help="default: both")
     options = parser.parse_args()

@@ -5,7 +5,6 @@ Versions, the GPU, how fast it copies and multiplies, what commopt's topology an
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import subprocess
@@ -13,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from shutil import which
 from statistics import median
 from typing import Any
@@ -21,6 +19,7 @@ from typing import Any
 import torch
 
 from bench.environment import machine
+from commopt.command_line import Parser, output_file, whole
 
 _PACKAGES = ("triton", "cupy-cuda12x", "cupy-cuda13x", "nvidia-ml-py", "pybind11", "scikit-build-core", "transformers")
 _PROGRAMS = ("compute-sanitizer", "nvidia-cuda-mps-control")
@@ -109,11 +108,11 @@ def _of_module(*arguments: str, statuses: Sequence[int] = (0,)) -> Any:
 
 def main() -> int:
     """Ask for everything, write what was answered, and fail when something was not."""
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu.machine", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, metavar="FILE", required=True)
+    parser = Parser(prog="python -m bench.gpu.machine", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=output_file, metavar="FILE", required=True)
     parser.add_argument("--device", default="cuda", help="cuda or cpu (default cuda)")
-    parser.add_argument("--copy-bytes", type=int, default=2**31, help="of the copy that is timed (default 2 GiB)")
-    parser.add_argument("--side", type=int, default=8192, help="of the matrices (default 8192)")
+    parser.add_argument("--copy-bytes", type=whole(1), default=2**31, help="of the copy that is timed (default 2 GiB)")
+    parser.add_argument("--side", type=whole(1), default=8192, help="of the matrices (default 8192)")
     options = parser.parse_args()
     device = torch.device(options.device)
     questions: dict[str, Callable[[], Any]] = {

@@ -5,7 +5,6 @@ With --document FILE the tables go between the two marks in a Markdown file too,
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from bench.document import table, write_between
 from bench.gpu.record import Outcome, read
 from bench.gpu.session import FILE
 from bench.table import print_rows
+from commopt.command_line import Parser
 
 BEGIN, END = "<!-- results: written by bench.gpu.report -->", "<!-- end of results -->"
 _STEPS = ["step", "outcome", "s", "tests passed", "failed", "skipped", "asked", "met", "why"]
@@ -73,7 +73,7 @@ def markdown(environment: dict[str, Any], outcomes: Sequence[Outcome]) -> str:
 
 def main() -> int:
     """Print, and fill in the document."""
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu.report", description=(__doc__ or "").splitlines()[0])
+    parser = Parser(prog="python -m bench.gpu.report", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="what --out of bench.gpu was")
     parser.add_argument("--document", type=Path, metavar="FILE", help="put the tables into FILE as well")
     options = parser.parse_args()

@@ -93,11 +93,11 @@ def all_equal(number: int, group: dist.ProcessGroup) -> bool:
     In each of log2(P) rounds a rank hears of twice as many others as in the one before: 16 bytes per round.
     """
     rank, world_size = group.rank(), group.size()
-    theirs = torch.empty(2, dtype=torch.int64)
+    theirs = torch.empty(2, dtype=torch.int64, device="cpu")
     equal, distance = True, 1
     while distance < world_size:
         arrival = dist.irecv(theirs, group=group, group_src=(rank - distance) % world_size)
-        mine = torch.tensor([number, equal])
+        mine = torch.tensor([number, equal], device="cpu")
         _wait([dist.isend(mine, group=group, group_dst=(rank + distance) % world_size), arrival])
         equal = equal and theirs.tolist() == [number, True]
         distance *= 2
@@ -110,7 +110,7 @@ def lost_peers(group: dist.ProcessGroup) -> list[int]:
     for peer in range(group.size()):
         try:
             if peer != group.rank():
-                dist.irecv(torch.empty(1), group=group, group_src=peer, tag=_NEVER_SENT)
+                dist.irecv(torch.empty(1, device="cpu"), group=group, group_src=peer, tag=_NEVER_SENT)
         except RuntimeError:
             lost.append(peer)
     return lost
