@@ -78,14 +78,18 @@ class Registration:
 
     # ------------------------------------------------------------------------------------- setting up
 
-    def join(self, process_group: Any = None) -> Sending:
-        """Find the other ranks of the group, None meaning the world, and agree with them; collective."""
+    def join(self, process_group: Any = None, problem: Exception | None = None) -> Sending:
+        """Find the other ranks of the group, None meaning the world, and agree with them; collective.
+
+        `problem` is why this rank cannot go on: it raises it, and the others a ConfigurationError that tells it.
+        """
         lanes.require_healthy()
-        membership = join(process_group, self.settings.ranks_per_node, self.settings.timeout_s, self.settings.nccl)
-        sending = Sending(membership, f"HookState {next(membership.owners)}", self.recorder)
-        record = str(self.settings.record)  # what is recorded is never left to DDP
-        membership.agree(f"{sending.owner} setup", aggregator=self.aggregator_name, record=record)
-        self.settings = replace(self.settings, wish=self.settings.wish.settled(sending.owner, membership))
+        settings = self.settings
+        membership = join(process_group, settings.ranks_per_node, settings.timeout_s, settings.nccl, problem)
+        record = str(settings.record)  # what is recorded is never left to DDP
+        owner = membership.enroll("HookState", problem, aggregator=self.aggregator_name, record=record)
+        sending = Sending(membership, owner, self.recorder)
+        self.settings = replace(settings, wish=settings.wish.settled(owner, membership))
         if self.aggregator is not None:
             self._begin(self.aggregator, sending)
         self.joined = sending

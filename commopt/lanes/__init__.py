@@ -94,6 +94,14 @@ def _leave() -> None:
             membership.team.release()
 
 
+def _disown() -> None:
+    """Forget, in a forked child (a DataLoader worker), the lanes: it has the dictionary but not the threads.
+
+    Nor has it those of gloo, for which a child that runs exit handlers would wait.
+    """
+    _lanes.clear()
+    atexit.unregister(_leave)
+
+
 atexit.register(_leave)
-# A forked child (a DataLoader worker) has the dictionary but not the threads.
-os.register_at_fork(after_in_child=_lanes.clear)
+os.register_at_fork(after_in_child=_disown)
