@@ -6,7 +6,7 @@ from commopt.groups.nccl import NcclByLevel, NcclOptions, copied_options
 from commopt.groups.scaling import apply_scale
 from commopt.groups.shape import TeamShape
 from commopt.groups.store import LimitedStore
-from commopt.groups.team import Team, all_gather_single, close_together, reduce_scatter_single
+from commopt.groups.team import Team, all_gather_single, close_together, keep_groups, reduce_scatter_single
 from commopt.groups.wire import WireBytes, WireModel
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "copied_options",
     "join",
     "joined",
+    "keep_groups",
     "reduce_scatter_single",
     "resolve_group",
 ]

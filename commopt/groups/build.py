@@ -236,7 +236,7 @@ def _new_group(
             len(ranks),
             ranks.index(dist.get_rank()),
             list(ranks),
-            dist.Backend(str(dist.get_backend_config(parent))),
+            dist.Backend(_backend_config(parent)),
             c10d._get_default_store(),
             name,
             options,
@@ -245,6 +245,15 @@ def _new_group(
         )
     c10d._world.pg_group_ranks[group] = {global_rank: position for position, global_rank in enumerate(ranks)}
     return group
+
+
+def _backend_config(parent: dist.ProcessGroup) -> str:
+    """Return what names the backends of `parent`: one name where there is one, else torch finds no default among them.
+
+    It then says so whenever such a group is destroyed.
+    """
+    names = set(_backends(parent).values())
+    return names.pop() if len(names) == 1 else str(dist.get_backend_config(parent))
 
 
 @contextmanager

@@ -256,6 +256,12 @@ def _pin(group: dist.ProcessGroup) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group._get_backend(torch.device("cuda"))))
 
 
+def keep_groups() -> None:
+    """Let no process group of this process ever be freed."""
+    for group in list(c10d._world.pg_map):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
 def is_alive(group: dist.ProcessGroup) -> bool:
     """Return whether torch still knows `group`: destroy_process_group forgets it."""
     return group in c10d._world.pg_map

@@ -39,8 +39,8 @@ class HookState:
         under the numbers in which DDP first shows the parameters.
     scaler: the torch.amp.GradScaler of the training loop. Aggregators with error feedback need it: residuals are kept
         unscaled, and a step that the scaler drops changes none of them.
-    timeout: seconds or timedelta that a collective, or a rank that never arrives, may take; default: what `process_group`
-        was made with (600 s where torch does not tell).
+    timeout: seconds or timedelta that a collective, or a rank that never arrives, may take; default: what the process
+        group was made with (600 s where torch does not tell).
     plan: which gradients travel together. "ddp" leaves DDP's buckets alone, also when a checkpoint has a plan;
         "adaptive" measures and plans (the default of `attach`), from a checkpoint's plan on if it has one; a Plan (or
         the path of one that was saved) is followed. Ranks that differ follow rank 0's.

@@ -10,7 +10,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
-from commopt.groups import joined
+from commopt.groups import joined, keep_groups
 from commopt.lanes.available import lanes_available, lanes_here
 from commopt.lanes.base import Lane, current_lane
 from commopt.lanes.operation import Operation, Ticket
@@ -95,12 +95,14 @@ def _leave() -> None:
 
 
 def _disown() -> None:
-    """Forget, in a forked child (a DataLoader worker), the lanes: it has the dictionary but not the threads.
+    """Leave alone, in a forked child (a DataLoader worker), what the parent communicates with.
 
-    Nor has it those of gloo, for which a child that runs exit handlers would wait.
+    The child has the lanes without their threads, and process groups without those of gloo, for which their end would
+    wait: in the exit handler, and where the interpreter frees them.
     """
     _lanes.clear()
     atexit.unregister(_leave)
+    keep_groups()
 
 
 atexit.register(_leave)
