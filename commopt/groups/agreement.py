@@ -81,7 +81,8 @@ def _preside(
 ) -> tuple[list[Facts], list[int]]:
     """Rank 0's part: return the answers of all, or the places of those who gave none in time."""
     meeting = secrets.token_hex(8)
-    answers, invited = {0: mine}, set()
+    answers = {0: mine}
+    invited: set[str] = set()
 
     def complete() -> bool:
         for place in range(1, size):
@@ -95,9 +96,9 @@ def _preside(
 
     _poll(complete, deadline, interrupt)
     missing = [place for place in range(size) if place not in answers]
-    verdict = {"missing": missing, "answers": [] if missing else [answers[place] for place in range(size)]}
-    store.set(f"verdict/{meeting}", json.dumps(verdict))
-    return verdict["answers"], missing
+    in_order = [] if missing else [answers[place] for place in range(size)]
+    store.set(f"verdict/{meeting}", json.dumps({"missing": missing, "answers": in_order}))
+    return in_order, missing
 
 
 def _attend(

@@ -88,7 +88,7 @@ class Membership:
             return
         self._agreed.add(statement)
         try:
-            require_equal(self.ranks, self.exchange(purpose, **facts), facts)
+            require_equal(self.ranks, self.exchange(purpose, None, **facts), facts)
         except BaseException:
             self._agreed.discard(statement)
             raise
