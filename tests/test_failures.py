@@ -539,6 +539,9 @@ def test_a_collective_inside_a_callback_raises() -> None:
 
 EXIT_SCRIPT = """
     import os, signal, sys, time
+    from contextlib import suppress
+    from datetime import timedelta
+    from types import SimpleNamespace
     import torch, torch.distributed as dist
     import commopt
     rank, folder, kind = int(sys.argv[1]), sys.argv[2], sys.argv[3]
@@ -562,12 +565,17 @@ EXIT_SCRIPT = """
         if ended != (child, 0):
             os.kill(child, signal.SIGKILL)
             raise AssertionError(f"the child ended with {ended}")
-    if kind == "watched":  # a lane's watcher that looks all the time, with nothing of a GPU
-        from types import SimpleNamespace
+    if kind == "watched":  # by a lane's thread, which asks a store for half a second at a time; nothing is on a GPU
         from commopt.lanes import stream
-        stream._WATCH_PERIOD_S = 0
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        def failure():
+            with suppress(RuntimeError):
+                store.wait(["never"], timedelta(seconds=0.5))
+        membership = SimpleNamespace(failure=failure, store=SimpleNamespace(silent_s=0), timeout_s=60)
+        stream.joined, stream._WATCH_PERIOD_S = lambda: [membership], 0.01
         torch.cuda.Stream = lambda *arguments, **options: SimpleNamespace(query=lambda: True)
         commopt.lanes.lane_for(torch.device("cuda", 0))
+        time.sleep(0.2)
     if kind == "exception":
         commopt.all_reduce(x, async_op=True)
         raise SystemExit("on purpose")

@@ -234,5 +234,5 @@ def test_a_store_that_is_gone_is_an_error_of_commopt() -> None:
     store = LimitedStore(_Connection(server, 10), "keys/", 10)
     store.set("key", "value")
     del server
-    with pytest.raises(TransportError, match="has probably died"):
+    with pytest.raises(TransportError, match="has probably died:"):
         store.read("key")

@@ -5,7 +5,7 @@ from commopt.groups.membership import FAILURE_KEY, Membership, Place, checking, 
 from commopt.groups.nccl import NcclByLevel, NcclOptions, copied_options
 from commopt.groups.scaling import apply_scale
 from commopt.groups.shape import TeamShape
-from commopt.groups.store import LimitedStore
+from commopt.groups.store import LimitedStore, close_stores
 from commopt.groups.team import Team, all_gather_single, close_together, keep_groups, reduce_scatter_single
 from commopt.groups.wire import WireBytes, WireModel
 
@@ -23,6 +23,7 @@ __all__ = [
     "all_gather_single",
     "apply_scale",
     "checking",
+    "close_stores",
     "close_together",
     "copied_options",
     "join",

@@ -95,9 +95,9 @@ class _Connection:
         self._under_way: list[tuple[Future[Any], float]] = []  # at most one: the call the thread is in, since when
         self._stuck: Future[Any] | None = None
         # A daemon, which holds nothing of this: once nobody can ask any more, it ends. Not at exit, where others ask.
-        threading.Thread(
-            target=_serve, args=(self._requests, self._under_way), name="commopt-store", daemon=True
-        ).start()
+        work = (self._requests, self._under_way)
+        self._thread = threading.Thread(target=_serve, args=work, name="commopt-store", daemon=True)
+        self._thread.start()
         finalize(self, self._requests.put, None).atexit = False
         clone = getattr(store, "clone", None)  # older torch has none
         # Not `store` itself: that would keep the server alive after its process group.
@@ -107,6 +107,11 @@ class _Connection:
         """Call a method of the client."""
         bound = getattr(self._client, method)
         return self._ask(lambda: bound(*arguments), limit_s)
+
+    def close(self) -> None:
+        """Let the thread end after the call it is in; whoever asks from now on gets no answer."""
+        self._requests.put(None)
+        self._thread.join(_LAST_CALL_S)
 
     @property
     def silent_s(self) -> float:
@@ -127,8 +132,10 @@ class _Connection:
             answer.cancel()
             raise _silence(limit_s) from None
         except (RuntimeError, ValueError, OSError) as error:
+            cause = str(error).partition("\n")[0]
             raise TransportError(
-                f"the process that holds the rendezvous store has probably died ({str(error).splitlines()[0]})"
+                f"the process that holds the rendezvous store (that of rank 0, unless torchrun's does) has probably "
+                f"died: {cause}"
             ) from error
 
 
@@ -170,3 +177,9 @@ def limited_store(prefix: str, limit_s: float) -> LimitedStore:
         if connection is None:
             connection = _connections[world] = _Connection(c10d._get_default_store(), limit_s)
     return LimitedStore(connection, f"{prefix}/", limit_s)
+
+
+def close_stores() -> None:
+    """Ask no store any more: a call of torch's client that returns to an interpreter that goes ends the process."""
+    for connection in list(_connections.values()):
+        connection.close()

@@ -10,7 +10,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
-from commopt.groups import joined, keep_groups
+from commopt.groups import close_stores, joined, keep_groups
 from commopt.lanes.available import lanes_available, lanes_here
 from commopt.lanes.base import Lane, current_lane
 from commopt.lanes.operation import Operation, Ticket
@@ -92,6 +92,7 @@ def _leave() -> None:
     if _close_all():
         for membership in joined():
             membership.team.release()
+    close_stores()
 
 
 def _disown() -> None:
