@@ -99,7 +99,10 @@ def _timeout_of(parent: dist.ProcessGroup) -> float:
     for device in parent._device_types:
         backend = parent._get_backend(device)
         backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
-        timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+        try:
+            timeout = backend.options._timeout
+        except (AttributeError, RuntimeError):  # not every backend, and not every torch, has options
+            continue
         if isinstance(timeout, timedelta) and timeout > timedelta(0):
             return timeout.total_seconds()
     return DEFAULT_TIMEOUT_S

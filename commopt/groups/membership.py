@@ -88,7 +88,7 @@ class Membership:
             return
         self._agreed.add(statement)
         try:
-            require_equal(self.ranks, self.exchange(purpose, None, **facts), facts)
+            require_equal(self.ranks, self._meet(statement, purpose, None, facts), facts)
         except BaseException:
             self._agreed.discard(statement)
             raise
@@ -98,9 +98,14 @@ class Membership:
 
         `problem` is why this rank cannot go on: it raises it, and the others a ConfigurationError.
         """
+        return self._meet(purpose, purpose, problem, facts)
+
+    def _meet(self, place: str, purpose: str, problem: Exception | None, facts: Facts) -> list[Facts]:
+        """Exchange facts; `place` is what the ranks that come here call it alike, whatever their facts are."""
         self.require_alive()
         if checking():
-            self.announce(repr((purpose, facts)), f"{purpose} with {facts}")
+            self._agreed.add(place)  # who goes on first must know that the others, still here, will follow
+            self.announce(place, f"{purpose} with {facts}")
         return exchange_facts(
             self.store, self.ranks, self.team.rank, purpose, facts, self.timeout_s, self._raise_failure, problem
         )
