@@ -151,11 +151,12 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     return table(headings, lines)
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
+def _read(path: Path) -> list[dict[str, Any]]:
     document = parse(read_text(path), str(path))
     if not isinstance(document, dict) or not isinstance(document.get("rows"), list):
         raise ValueError(f"{path} is not a file that bench.compression --json wrote")
-    return document["rows"]
+    rows: list[dict[str, Any]] = document["rows"]
+    return rows
 
 
 def main() -> None:
@@ -165,7 +166,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=whole(1), default=7)
     parser.add_argument("--threads", type=whole(1), default=min(2, os.cpu_count() or 1))
     parser.add_argument("--json", type=output_file, metavar="FILE")
-    parser.add_argument("--show", type=content_of(_rows), metavar="FILE", help="print a table of such a file instead")
+    parser.add_argument("--show", type=content_of(_read), metavar="FILE", help="print a table of such a file instead")
     options = parser.parse_args()
     if options.show:
         print(markdown(options.show))

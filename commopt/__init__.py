@@ -4,7 +4,14 @@ from commopt.aggregate import AGGREGATORS, Aggregator, Auto, Compressed, Flat, H
 from commopt.collectives import Communicator, Work, all_reduce
 from commopt.compress import COMPRESSORS, DGC, Cast, Compressor, OneBit, Quantize
 from commopt.cost import Links
-from commopt.errors import CommoptError, ConfigurationError, LaneError, MismatchError, UnsupportedTensorError
+from commopt.errors import (
+    CommoptError,
+    ConfigurationError,
+    LaneError,
+    MismatchError,
+    TransportError,
+    UnsupportedTensorError,
+)
 from commopt.feedback import Account, Feedback, Layout
 from commopt.groups import NcclOptions, WireBytes
 from commopt.hooks import (
@@ -68,6 +75,7 @@ __all__ = [
     "Quantize",
     "Report",
     "Timeline",
+    "TransportError",
     "UnsupportedTensorError",
     "WireBytes",
     "Work",

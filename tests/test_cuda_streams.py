@@ -110,7 +110,8 @@ def setup() -> Setup:
     """Two nodes with two ranks each."""
     team = Echo((0, 0, 1, 1), "world", Echo((0, 0), "intra"), Echo((0, 1), "inter"))
     parent: Any = lambda: None  # noqa: E731
-    return Setup("made up", parent, Cluster.from_ranks_per_node(4, 2), team, 60.0, dist.HashStore())
+    store: Any = dist.HashStore()
+    return Setup("made up", parent, Cluster.from_ranks_per_node(4, 2), team, 60.0, store)
 
 
 @dataclass

@@ -11,7 +11,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -25,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import commopt
 from commopt import Aggregator, Communicator, Hierarchical
 from commopt.groups import team
+from commopt.lanes import stream
 from tests.ranks import run
 from tests.test_failures import CAUSE, Failing, Seen, watch
 from tests.test_nccl_options import as_with_nccl
@@ -190,3 +193,41 @@ def abort_at_once(rank: int, world_size: int) -> None:
 
 def test_all_levels_are_aborted_at_once_and_never_freed() -> None:
     run(abort_at_once, 4, nodes=(2, 2), fresh=True)
+
+
+def give_up_on_an_abort(rank: int, world_size: int) -> None:
+    never = threading.Event()
+    with as_with_nccl():
+        levels = Communicator()._membership.team
+    pin, limit = patch.object(team, "_pin", lambda group: None), patch.object(team, "_ABORT_LIMIT_S", 0.3)
+    started = time.monotonic()
+    with patch.object(c10d, "_abort_process_group", lambda group: never.wait(60)), pin, limit:
+        levels.close()
+    assert levels.closed
+    assert time.monotonic() - started < 30
+    never.set()
+
+
+def test_an_abort_that_does_not_end_is_left_to_itself() -> None:
+    run(give_up_on_an_abort, 4, nodes=(2, 2), fresh=True)
+
+
+def be_cut_off_from_the_store(rank: int, world_size: int) -> None:
+    """Work is queued on the stream, whose kernels would wait for ever, and nobody can be asked why."""
+    membership, never = Communicator(timeout=1)._membership, threading.Event()
+    membership.store._connection._requests.put((Future(), lambda: never.wait(60)))
+    with patch.object(torch.cuda, "Stream", lambda *arguments, **options: SimpleNamespace(query=lambda: False)):
+        lane = stream.StreamLane(torch.device("cuda", 0))
+    deadline = time.monotonic() + 30
+    while not membership.team.closed and time.monotonic() < deadline:
+        time.sleep(0.05)
+    with pytest.raises(commopt.LaneError, match="the rendezvous store has not answered"):
+        lane.require_healthy()
+    assert membership.team.closed
+    with patch.object(stream, "_CLOSE_TIMEOUT_S", 0.1):
+        lane.close()
+    never.set()
+
+
+def test_a_rank_cut_off_from_the_store_ends_its_kernels_itself() -> None:
+    run(be_cut_off_from_the_store, 2, fresh=True)

@@ -139,7 +139,7 @@ def give_options_to_levels(rank: int, world_size: int) -> None:
         assert given[f"intra{rank // 2}"] is None, "torch's default"
         assert given[f"inter{rank % 2}"].config.max_ctas == 4
         assert given["world"].config.min_ctas == 2
-        assert given["world"]._timeout.total_seconds() == 600
+        assert given["world"]._timeout.total_seconds() == 60, "the world's"
         for level, name in zip((team, team.intra, team.inter), names, strict=True):
             group = level._live_group()
             assert group is not None

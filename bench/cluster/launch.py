@@ -99,6 +99,14 @@ class Cluster:
         self._network.remove()
         self._scratch.cleanup()
 
+    def cut(self, node_rank: int) -> None:
+        """Cut a node off from all others, while something runs: their connections break without a sign."""
+        self._network.connect(node_rank, up=False)
+
+    def mend(self, node_rank: int) -> None:
+        """Undo `cut`."""
+        self._network.connect(node_rank, up=True)
+
     def run(
         self,
         command: Sequence[str],

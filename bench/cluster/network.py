@@ -99,6 +99,10 @@ class Network:
     def traffic(self, node_rank: int) -> Traffic:
         return Traffic.parse(*(_run(self.enter(node_rank, ["cat", file])) for file in PROC_FILES))
 
+    def connect(self, node_rank: int, *, up: bool) -> None:
+        """Pull a node's cable out of the hub, or put it back: nobody is told, packets are lost."""
+        _ip("-n", self._hub, "link", "set", f"node{node_rank}", "up" if up else "down")
+
     def kill(self) -> None:
         """Kill every process on every node, however it was started, and wait until all are gone."""
         with uninterrupted():

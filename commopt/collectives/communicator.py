@@ -39,8 +39,9 @@ class Communicator:
     torch.cuda.ExternalStream where they differ.
 
     `ranks_per_node` declares blocks of ranks to be nodes; by default the hosts are asked. `timeout` is in seconds,
-    for a collective or a rank that never arrives; default 600. `nccl` limits what NCCL takes of the GPU on a level
-    ("world", "intra", "inter"; levels that this cluster lacks are no error): {"inter": NcclOptions(max_ctas=4)}.
+    for a collective or a rank that never arrives; by default that of `group`. `nccl` limits what NCCL takes of the GPU
+    on a level ("world", "intra", "inter"; levels that this cluster lacks are no error):
+    {"inter": NcclOptions(max_ctas=4)}.
     """
 
     def __init__(

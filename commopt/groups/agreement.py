@@ -6,13 +6,13 @@ A store exchange, unlike a collective, can say who is missing and carries text o
 from __future__ import annotations
 
 import json
+import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
-
-from commopt.errors import MismatchError
+from commopt.errors import ConfigurationError, MismatchError
+from commopt.groups.store import LimitedStore
 
 Facts = dict[str, Any]
 
@@ -21,41 +21,46 @@ _VERDICT_MARGIN_S = 5.0
 
 
 def exchange_facts(
-    store: dist.Store,
+    store: LimitedStore,
     ranks: Sequence[int],
     me: int,
     purpose: str,
     facts: Mapping[str, Any],
     timeout_s: float,
     interrupt: Callable[[], None] = lambda: None,
+    problem: Exception | None = None,
 ) -> list[Facts]:
     """Return the `facts` (JSON values) of all `ranks`, in their order; every one of them must call it.
 
     `me` is this process's place in `ranks`, which are global ranks; `store` must be private to them. `interrupt` is
-    called while waiting and may raise. Raises MismatchError on every rank when one does not call within `timeout_s`.
+    called while waiting and may raise. `problem` is why this rank cannot go on: it raises it, and all others a
+    ConfigurationError. Raises MismatchError on every rank when one does not call within `timeout_s`, TransportError
+    when the store does not answer.
+
+    What stands in the store may be older than this process: torchrun keeps one store through all its attempts, and a
+    call that failed, or that some ranks never made, leaves its keys behind. So nothing is named by counting. Every
+    rank shows a ticket it has just drawn; rank 0 answers each with the name of the meeting, which it has just drawn;
+    and only what bears this name counts.
     """
-    # Equal calls need equal keys. The count lives in the store, so that a process group initialized a second time
-    # over the same store (torchrun keeps one) never reads the answers of its predecessor.
-    prefix = f"commopt/meeting/{store.add(f'commopt/meetings_of/{me}', 1)}"
-    store.set(f"{prefix}/{me}", json.dumps({"purpose": purpose, **facts}))
+    trouble = None if problem is None else f"{type(problem).__name__}: {problem}"
+    mine = {"purpose": purpose, "problem": trouble, **facts}
     if me == 0:
-        missing = _wait_for(store, {f"{prefix}/{place}": place for place in range(len(ranks))}, timeout_s, interrupt)
-        answers = [] if missing else [_read(store, f"{prefix}/{place}") for place in range(len(ranks))]
-        verdict = {"missing": missing, "answers": answers}
-        store.set(f"{prefix}/verdict", json.dumps(verdict))
-    elif _wait_for(store, {f"{prefix}/verdict": 0}, timeout_s + _VERDICT_MARGIN_S, interrupt):
-        # Rank 0 may wait for somebody itself.
-        absent = [place for place in range(len(ranks)) if not store.check([f"{prefix}/{place}"])]
-        verdict = {"missing": absent or [0]}
-    else:
-        verdict = _read(store, f"{prefix}/verdict")
-    if verdict["missing"]:
-        names = ", ".join(str(ranks[place]) for place in verdict["missing"])
+        deadline = time.monotonic() + timeout_s
+        answers, missing = _preside(store.until(deadline), len(ranks), mine, deadline, interrupt)
+    else:  # rank 0 may wait for somebody itself
+        deadline = time.monotonic() + timeout_s + _VERDICT_MARGIN_S
+        answers, missing = _attend(store.until(deadline), len(ranks), me, mine, deadline, interrupt)
+    if missing:
+        names = ", ".join(str(ranks[place]) for place in missing)
         raise MismatchError(
             f"rank {names} did not reach {purpose} within {timeout_s:g} s; it is a collective call: "
             f"every rank of the group must make it, in the same order"
         )
-    answers = verdict["answers"]
+    if problem is not None:
+        raise problem
+    for rank, answer in zip(ranks, answers, strict=True):
+        if answer["problem"] is not None:
+            raise ConfigurationError(f"rank {rank} cannot take part in {answer['purpose']}: {answer['problem']}")
     require_equal(ranks, answers, ("purpose",))
     return answers
 
@@ -71,24 +76,64 @@ def require_equal(ranks: Sequence[int], answers: Sequence[Facts], fields: Iterab
                 )
 
 
-def _wait_for(
-    store: dist.Store, ranks_by_key: Mapping[str, int], timeout_s: float, interrupt: Callable[[], None]
-) -> list[int]:
-    """Poll until all keys exist; return the ranks of those that do not when time is up.
+def _preside(
+    store: LimitedStore, size: int, mine: Facts, deadline: float, interrupt: Callable[[], None]
+) -> tuple[list[Facts], list[int]]:
+    """Rank 0's part: return the answers of all, or the places of those who gave none in time."""
+    meeting = secrets.token_hex(8)
+    answers = {0: mine}
+    invited: set[str] = set()
+
+    def complete() -> bool:
+        for place in range(1, size):
+            seat = {} if place in answers else _read(store, f"seat/{place}")
+            if seat.get("meeting") == meeting:
+                answers[place] = seat["facts"]
+            elif "ticket" in seat and seat["ticket"] not in invited:
+                store.set(f"invitation/{seat['ticket']}", json.dumps({"meeting": meeting}))
+                invited.add(seat["ticket"])
+        return len(answers) == size
+
+    _poll(complete, deadline, interrupt)
+    missing = [place for place in range(size) if place not in answers]
+    in_order = [] if missing else [answers[place] for place in range(size)]
+    store.set(f"verdict/{meeting}", json.dumps({"missing": missing, "answers": in_order}))
+    return in_order, missing
+
+
+def _attend(
+    store: LimitedStore, size: int, me: int, mine: Facts, deadline: float, interrupt: Callable[[], None]
+) -> tuple[list[Facts], list[int]]:
+    """Every other rank's part: return the answers of all, or the places of those that are missing."""
+    ticket = secrets.token_hex(8)
+    store.set(f"seat/{me}", json.dumps({"ticket": ticket}))
+    invitation = _poll(lambda: _read(store, f"invitation/{ticket}"), deadline, interrupt)
+    if not invitation:
+        return [], [0]
+    store.delete_key(f"invitation/{ticket}")
+    meeting = invitation["meeting"]
+    store.set(f"seat/{me}", json.dumps({"meeting": meeting, "facts": mine}))
+    verdict = _poll(lambda: _read(store, f"verdict/{meeting}"), deadline, interrupt)
+    if verdict:
+        return verdict["answers"], verdict["missing"]
+    absent = [place for place in range(1, size) if _read(store, f"seat/{place}").get("meeting") != meeting]
+    return [], absent or [0]
+
+
+def _poll(look: Callable[[], Any], deadline: float, interrupt: Callable[[], None]) -> Any:
+    """Call `look` until it returns something true or the time is over; return what it said last.
 
     Polling instead of `store.wait`, because a blocked store client also blocks the threads that share it.
     """
-    deadline = time.monotonic() + timeout_s
     pause_s = 0.001
-    missing = dict(ranks_by_key)
-    while True:
-        missing = {key: rank for key, rank in missing.items() if not store.check([key])}
-        if not missing or time.monotonic() > deadline:
-            return sorted(missing.values())
+    while not (seen := look()) and time.monotonic() < deadline:
         interrupt()
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.1)
+    return seen
 
 
-def _read(store: dist.Store, key: str) -> Any:
-    return json.loads(store.get(key))
+def _read(store: LimitedStore, key: str) -> Facts:
+    text = store.read(key)
+    facts: Facts = {} if text is None else json.loads(text)
+    return facts

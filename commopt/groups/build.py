@@ -20,19 +20,20 @@ from commopt.groups.agreement import exchange_facts, require_equal
 from commopt.groups.membership import Membership, checking
 from commopt.groups.nccl import NcclByLevel, NcclOptions, copied_options, missing_in_torch, require_nccl_options
 from commopt.groups.shape import levels_of
+from commopt.groups.store import limited_store
 from commopt.groups.team import Team, is_alive
 from commopt.version import __version__
 from topology import Cluster, HostIdentity, read_host_identity
 
 ENVIRONMENT_VARIABLE = "COMMOPT_RANKS_PER_NODE"
-DEFAULT_TIMEOUT_S = 600.0
+DEFAULT_TIMEOUT_S = 600.0  # where the process group does not tell its own
 _LONGEST_TIMEOUT_S = 365 * 24 * 3600.0
 
 _log = logging.getLogger("commopt")
 
 
 _Ranks = tuple[int, ...]
-_Arguments = tuple[int | None, float, frozenset[tuple[str, NcclOptions]]]
+_Arguments = tuple[int | None, float | None, frozenset[tuple[str, NcclOptions]]]
 # Keyed weakly: a Membership must not keep a process group alive that its user destroyed.
 _memberships: WeakKeyDictionary[dist.ProcessGroup, dict[_Arguments, Membership]] = WeakKeyDictionary()
 
@@ -69,33 +70,42 @@ def join(
     ranks_per_node: int | None = None,
     timeout_s: float | None = None,
     nccl: NcclByLevel | None = None,
+    problem: Exception | None = None,
 ) -> Membership:
     """Return the membership of `group`, building it on the first call: collective over the group's ranks.
 
     Calls with equal arguments share one set of process groups: all of them use one lane, in one order, anyway.
     `ranks_per_node` declares blocks of the group's ranks to be nodes instead of asking the hosts, as
-    COMMOPT_RANKS_PER_NODE does with blocks of global ranks. `nccl` holds options for the communicators of a level,
-    which this cluster need not have.
-    Raises ConfigurationError for a shape or options that cannot be, MismatchError when ranks disagree.
+    COMMOPT_RANKS_PER_NODE does with blocks of global ranks. `timeout_s` None means that of `group` itself, 600 s where
+    torch does not tell it. `nccl` holds options for the communicators of a level, which this cluster need not have.
+    `problem` is why the caller cannot go on: raised here on every rank, unless the groups exist already.
+    Raises ConfigurationError for a shape or options that cannot be, on every rank also when only one finds them,
+    MismatchError when ranks disagree, TransportError when the rendezvous store does not answer.
     """
-    parent = resolve_group(group)
+    try:
+        parent = resolve_group(group)
+    except ConfigurationError as error:
+        raise problem or error from None  # there is nobody to tell
     nccl = copied_options(nccl)
-    require_nccl_options(nccl, _backends(parent))
-    timeout_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
-    require_timeout(timeout_s)
     known = _memberships.setdefault(parent, {})
     key = (ranks_per_node, timeout_s, frozenset(nccl.items()))
     if key not in known or not known[key].alive:
-        known[key] = _build(parent, ranks_per_node, timeout_s, nccl)
+        known[key] = _build(parent, ranks_per_node, timeout_s, nccl, problem)
     return known[key]
 
 
-def require_timeout(timeout_s: float) -> None:
-    """Raise ConfigurationError for a timeout that no process group can have."""
-    if not 0 < timeout_s <= _LONGEST_TIMEOUT_S:
-        raise ConfigurationError(
-            f"timeout {timeout_s} is not between 0 and {_LONGEST_TIMEOUT_S:.0f} seconds; pass for example timeout=60"
-        )
+def _timeout_of(parent: dist.ProcessGroup) -> float:
+    """Return the timeout that a process group was made with, in seconds; all its backends have the same."""
+    for device in parent._device_types:
+        backend = parent._get_backend(device)
+        backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+        try:
+            timeout = backend.options._timeout
+        except (AttributeError, RuntimeError):  # not every backend, and not every torch, has options
+            continue
+        if isinstance(timeout, timedelta) and timeout > timedelta(0):
+            return timeout.total_seconds()
+    return DEFAULT_TIMEOUT_S
 
 
 def _backends(parent: dist.ProcessGroup) -> dict[str, str]:
@@ -103,35 +113,50 @@ def _backends(parent: dist.ProcessGroup) -> dict[str, str]:
     return dict(part.split(":") for part in str(dist.get_backend_config(parent)).split(","))
 
 
-def _build(parent: dist.ProcessGroup, ranks_per_node: int | None, timeout_s: float, nccl: NcclByLevel) -> Membership:
-    emulated = _ranks_per_node_from_environment() if ranks_per_node is None else None
-    lacking = missing_in_torch(nccl)
+def _build(
+    parent: dist.ProcessGroup,
+    ranks_per_node: int | None,
+    asked_for_s: float | None,
+    nccl: NcclByLevel,
+    problem: Exception | None,
+) -> Membership:
+    timeout_s, host = min(_timeout_of(parent), _LONGEST_TIMEOUT_S), None
+    try:  # a mistake of this rank alone is every rank's to hear of
+        if asked_for_s is not None:
+            timeout_s = require_timeout(asked_for_s)
+        require_nccl_options(nccl, _backends(parent))
+        emulated = _ranks_per_node_from_environment() if ranks_per_node is None else None
+        host = _host(emulated).as_dict()
+    except ConfigurationError as error:
+        problem, emulated = problem or error, None
+    lacking = [] if problem else missing_in_torch(nccl)
     facts = {
         "commopt version": __version__,
         "torch version": torch.__version__,
         "ranks_per_node": ranks_per_node,
         ENVIRONMENT_VARIABLE: emulated,
-        "timeout in seconds": timeout_s,
-        "NCCL options": {level: str(nccl[level]) for level in sorted(nccl)},
+        "timeout in seconds": asked_for_s,
+        "NCCL options": {str(level): str(nccl[level]) for level in sorted(nccl, key=str)},
         "NCCL options that torch lacks": lacking,
         "COMMOPT_CHECK": checking(),
     }
-    own = {"host": _host(emulated).as_dict(), "token": secrets.token_hex(4)}
-    ranks = dist.get_process_group_ranks(parent)
-    store = c10d._get_process_group_store(parent)
-    answers = exchange_facts(store, ranks, parent.rank(), "commopt group setup", facts | own, timeout_s)
+    own = {"host": host, "token": secrets.token_hex(4), "timeout of the process group": timeout_s}
+    ranks, me = dist.get_process_group_ranks(parent), parent.rank()
+    store = limited_store(f"commopt/{parent.group_name}", timeout_s)
+    answers = exchange_facts(store, ranks, me, "commopt group setup", facts | own, timeout_s, problem=problem)
     require_equal(ranks, answers, facts)
     if lacking:  # on every rank, so that nobody waits for one that has gone
         raise ConfigurationError(
             f"nccl={dict(nccl)} cannot be had: the NCCL options of torch {torch.__version__} have no "
             f"{' and no '.join(lacking)}; leave it out"
         )
+    timeout_s = max(answer["timeout of the process group"] for answer in answers)
     if ranks_per_node is None:
         hosts = [HostIdentity(**answer["host"]) for answer in answers]
         cluster = Cluster.from_hosts(hosts, emulated=emulated is not None)
     else:
         cluster = _blocks(len(answers), ranks_per_node)
-    if parent.rank() == 0 and not cluster.node_contiguous:
+    if me == 0 and not cluster.node_contiguous:
         _log.warning(
             "ranks are not numbered node by node (%s): commopt orders its own groups by node, but other collectives "
             "may cross the network once per rank instead of once per node; launch the ranks of a node together",
@@ -140,8 +165,17 @@ def _build(parent: dist.ProcessGroup, ranks_per_node: int | None, timeout_s: flo
     name = f"commopt/{parent.group_name}/{answers[0]['token']}"
     team = _build_team(parent, cluster, name, timeout_s, nccl)
     # A rank that went on and destroyed its groups would break the connections others are still making.
-    exchange_facts(store, ranks, parent.rank(), "the end of commopt group setup", {}, timeout_s)
-    return Membership(name, ref(parent), cluster, team, timeout_s, _private_store(name))
+    exchange_facts(store, ranks, me, "the end of commopt group setup", {}, timeout_s)
+    return Membership(name, ref(parent), cluster, team, timeout_s, store.under(name, timeout_s))
+
+
+def require_timeout(timeout_s: float) -> float:
+    """Return a timeout, in seconds, that a process group can have; raises ConfigurationError for any other."""
+    if not 0 < timeout_s <= _LONGEST_TIMEOUT_S:
+        raise ConfigurationError(
+            f"timeout {timeout_s} is not between 0 and {_LONGEST_TIMEOUT_S:.0f} seconds; pass for example timeout=60"
+        )
+    return timeout_s
 
 
 def _host(ranks_per_node: int | None) -> HostIdentity:
@@ -206,7 +240,7 @@ def _new_group(
             len(ranks),
             ranks.index(dist.get_rank()),
             list(ranks),
-            dist.Backend(str(dist.get_backend_config(parent))),
+            dist.Backend(_backend_config(parent)),
             c10d._get_default_store(),
             name,
             options,
@@ -215,6 +249,15 @@ def _new_group(
         )
     c10d._world.pg_group_ranks[group] = {global_rank: position for position, global_rank in enumerate(ranks)}
     return group
+
+
+def _backend_config(parent: dist.ProcessGroup) -> str:
+    """Return what names the backends of `parent`: one name where there is one, else torch finds no default among them.
+
+    It then says so whenever such a group is destroyed.
+    """
+    names = set(_backends(parent).values())
+    return names.pop() if len(names) == 1 else str(dist.get_backend_config(parent))
 
 
 @contextmanager
@@ -230,12 +273,6 @@ def _unbound() -> Iterator[None]:
         yield
     finally:
         world.bound_device_id = device
-
-
-def _private_store(name: str) -> dist.Store:
-    """Return a store client for the lane's thread, so that it never waits behind a call of the main thread."""
-    store = c10d._get_default_store()
-    return dist.PrefixStore(name, store.clone() if hasattr(store, "clone") else store)
 
 
 def _world() -> dist.ProcessGroup:

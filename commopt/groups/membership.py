@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import count
 from threading import Lock
+from typing import Any
 from weakref import WeakSet, ref
 
 import torch.distributed as dist
 
-from commopt.errors import ConfigurationError, LaneError
+from commopt.errors import ConfigurationError, LaneError, TransportError
 from commopt.groups.agreement import Facts, exchange_facts, require_equal
+from commopt.groups.store import LimitedStore
 from commopt.groups.team import Team, is_alive
 from topology import Cluster
 
@@ -21,19 +24,21 @@ from topology import Cluster
 # operation on one membership.
 Place = str | tuple[str, int]
 
-_FAILURE_KEY = "failure"
+FAILURE_KEY = "failure"
+# For whoever has more to do than to wait for the store.
+_ANSWER_S = 2.0
 
 
 @dataclass(eq=False)
 class Membership:
-    """What `join` built over one process group; `name` and `store` are its own, and equal on all its ranks."""
+    """What `join` built over one process group; `name` and the keys of `store` are its own, equal on all its ranks."""
 
     name: str
     parent: ref[dist.ProcessGroup]
     cluster: Cluster
     team: Team
     timeout_s: float
-    store: dist.Store
+    store: LimitedStore
     # Host-side counters: they advance alike on every rank because all ranks make the same calls.
     owners: count[int] = field(default_factory=count)
     rounds: count[int] = field(default_factory=count)  # of standalone all_reduce, so that dice fall anew each time
@@ -75,7 +80,7 @@ class Membership:
         """Compare `facts` over the ranks, the first time they are stated; collective.
 
         Raises MismatchError on every rank when they differ, ConfigurationError when the process group is gone,
-        LaneError when another rank fails meanwhile.
+        LaneError when another rank fails meanwhile, TransportError when the store does not answer.
         """
         self.require_alive()
         statement = repr((purpose, facts))
@@ -83,33 +88,55 @@ class Membership:
             return
         self._agreed.add(statement)
         try:
-            require_equal(self.ranks, self.exchange(purpose, **facts), facts)
+            require_equal(self.ranks, self._meet(statement, purpose, None, facts), facts)
         except BaseException:
             self._agreed.discard(statement)
             raise
 
-    def exchange(self, purpose: str, **facts: str) -> list[Facts]:
-        """Return the facts of every rank, in their order; collective. Raises as `agree` does, but for differences."""
+    def exchange(self, purpose: str, problem: Exception | None = None, **facts: Any) -> list[Facts]:
+        """Return the facts of every rank, in their order; collective. Raises as `agree` does, but for differences.
+
+        `problem` is why this rank cannot go on: it raises it, and the others a ConfigurationError.
+        """
+        return self._meet(purpose, purpose, problem, facts)
+
+    def _meet(self, place: str, purpose: str, problem: Exception | None, facts: Facts) -> list[Facts]:
+        """Exchange facts; `place` is what the ranks that come here call it alike, whatever their facts are."""
         self.require_alive()
         if checking():
-            self.announce(repr((purpose, facts)), f"{purpose} with {facts}")
+            self._agreed.add(place)  # who goes on first must know that the others, still here, will follow
+            self.announce(place, f"{purpose} with {facts}")
         return exchange_facts(
-            self.store, self.ranks, self.team.rank, purpose, facts, self.timeout_s, self._raise_failure
+            self.store, self.ranks, self.team.rank, purpose, facts, self.timeout_s, self._raise_failure, problem
         )
 
-    def publish_failure(self, report: str) -> None:
-        """Tell all ranks that this one failed; the first report stays."""
+    def enroll(self, kind: str, problem: Exception | None = None, **facts: str) -> str:
+        """Return the name of a new owner of operations, equal on all ranks, which compare `facts`; collective.
+
+        Raises as `agree` and `exchange` do. Ranks may have counted differently, where one failed before it came here.
+        """
+        answers = self.exchange(f"{kind} setup", problem, number=next(self.owners), **facts)
+        require_equal(self.ranks, answers, facts)
+        number = max(answer["number"] for answer in answers)
+        self.owners = count(number + 1)
+        return f"{kind} {number}"
+
+    def publish_failure(self, report: str) -> str:
+        """Tell all ranks that this one failed; return what stands: the first report stays. Takes 2 s at most."""
         try:
-            self.store.compare_set(_FAILURE_KEY, "", report)
-        except RuntimeError:  # the process that held the store is gone: nobody is left to tell this way
-            return
+            return self._briefly().compare_set(FAILURE_KEY, "", report).decode()
+        except TransportError:  # nobody can be told this way
+            return report
 
     def failure(self) -> str | None:
-        """Return what the first failing rank reported, or None when there is nothing (or no store)."""
+        """Return what the first failing rank reported, None when there is nothing, or no store within 2 s."""
         try:
-            return self.store.get(_FAILURE_KEY).decode() if self.store.check([_FAILURE_KEY]) else None
-        except RuntimeError:
+            return self._briefly().read(FAILURE_KEY)
+        except TransportError:
             return None
+
+    def _briefly(self) -> LimitedStore:
+        return self.store.until(time.monotonic() + _ANSWER_S)
 
     def _raise_failure(self) -> None:
         report = self.failure()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from weakref import ref
@@ -22,6 +23,8 @@ from commopt.groups.shape import TeamShape
 # torch 2.13 renamed these and warns about the old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_ABORT_LIMIT_S = 10.0
 
 _parting = threading.Lock()  # a lane that fails and its watcher may both close what there is
 
@@ -217,14 +220,28 @@ class Team(TeamShape):
         except CommoptError:
             raise
         except RuntimeError as error:
+            if not _may_be_an_echo(error):
+                raise
             raise TransportError(f"{primitive} over ranks {self.ranks} failed: {error}") from error
+
+
+def _may_be_an_echo(error: RuntimeError) -> bool:
+    """Return whether an error of a collective may come from another rank; memory and kernels are this rank's own.
+
+    Gloo raises RuntimeErrors of no class of their own, which name the line of its source; NCCL's have one, in which it
+    reports failures of this rank's CUDA too.
+    """
+    if isinstance(error, dist.DistError):
+        return "unhandled cuda error" not in str(error)
+    return "gloo" in str(error).lower()
 
 
 def close_together(teams: Iterable[Team]) -> None:
     """Close several teams with all their levels; those of NCCL all at once.
 
     An abort waits for the kernels of its communicator, which may be queued behind one of another level, or of another
-    team, that only its own abort ends. All are tried; the first error of gloo is raised.
+    team, that only its own abort ends. All are tried; the first error of gloo is raised. Whatever has not ended after
+    ten seconds is left to itself.
     """
     aborting: list[dist.ProcessGroup] = []
     errors: list[Exception] = []
@@ -247,8 +264,9 @@ def close_together(teams: Iterable[Team]) -> None:
             _abort(group)
         else:
             threads.append(thread)
+    deadline = time.monotonic() + _ABORT_LIMIT_S
     for thread in threads:
-        thread.join()
+        thread.join(max(0.0, deadline - time.monotonic()))
     if errors:
         raise errors[0]
 
@@ -266,6 +284,12 @@ def _abort(group: dist.ProcessGroup) -> None:
 
 def _pin(group: dist.ProcessGroup) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group._get_backend(torch.device("cuda"))))
+
+
+def keep_groups() -> None:
+    """Let no process group of this process ever be freed."""
+    for group in list(c10d._world.pg_map):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def is_alive(group: dist.ProcessGroup) -> bool:

@@ -81,16 +81,20 @@ class Registration:
 
     # ------------------------------------------------------------------------------------- setting up
 
-    def join(self, process_group: Any = None) -> Sending:
-        """Find the other ranks of the group, None meaning the world, and agree with them; collective."""
-        membership = enter(process_group, self.settings.ranks_per_node, self.settings.timeout_s, self.settings.nccl)
-        sending = Sending(membership, f"HookState {next(membership.owners)}", self.recorder)
+    def join(self, process_group: Any = None, problem: Exception | None = None) -> Sending:
+        """Find the other ranks of the group, None meaning the world, and agree with them; collective.
+
+        `problem` is why this rank cannot go on: it raises it, and the others a ConfigurationError that tells it.
+        """
+        settings = self.settings
+        membership = enter(process_group, settings.ranks_per_node, settings.timeout_s, settings.nccl, problem)
         try:
-            record = str(self.settings.record)  # what is recorded is never left to DDP
             if membership.team.rank == 0:
                 misuse.warn_of_untested_torch(torch.__version__)
-            membership.agree(f"{sending.owner} setup", aggregator=self.aggregator_name, record=record)
-            self.settings = replace(self.settings, wish=self.settings.wish.settled(sending.owner, membership))
+            record = str(settings.record)  # what is recorded is never left to DDP
+            owner = membership.enroll("HookState", problem, aggregator=self.aggregator_name, record=record)
+            sending = Sending(membership, owner, self.recorder)
+            self.settings = replace(settings, wish=settings.wish.settled(owner, membership))
             if self.aggregator is not None:
                 self._begin(self.aggregator, sending)
         except BaseException:

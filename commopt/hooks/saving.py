@@ -158,8 +158,8 @@ def load(read: Callable[[], object], registration: Registration) -> None:
         problem = f"the checkpoint cannot be read ({error!r}); load what state_dict() returned, or start without it"
     facts = {} if loaded is None else loaded.facts
     purpose = f"load_state_dict {next(registration.loads)} of {owner}"
-    answers = membership.exchange(purpose, problem=problem, **facts)
-    _require_no_problem({rank: str(each["problem"]) for rank, each in zip(membership.ranks, answers, strict=True)})
+    answers = membership.exchange(purpose, None, refused=problem, **facts)
+    _require_no_problem({rank: str(each["refused"]) for rank, each in zip(membership.ranks, answers, strict=True)})
     assert loaded is not None  # else there was a problem
     require_equal(membership.ranks, answers, facts)
     registration.go_on(ledger, loaded.steps, loaded.buffers, loaded.plan, loaded.tuned, loaded.numels)

@@ -42,7 +42,8 @@ class HookState:
         under the numbers in which DDP first shows the parameters.
     scaler: the torch.amp.GradScaler of the training loop. Aggregators with error feedback need it: residuals are kept
         unscaled, and a step that the scaler drops changes none of them.
-    timeout: seconds or timedelta that a collective, or a rank that never arrives, may take; default 600 s.
+    timeout: seconds or timedelta that a collective, or a rank that never arrives, may take; default: what the process
+        group was made with (600 s where torch does not tell).
     plan: which gradients travel together. "ddp" leaves DDP's buckets alone, also when a checkpoint has a plan;
         "adaptive" measures and plans (the default of `attach`), from a checkpoint's plan on if it has one; a Plan (or
         the path of one that was saved) is followed. Ranks that differ follow rank 0's.
@@ -76,22 +77,19 @@ class HookState:
         tuned: Tuned | str | Path | None = None,
         nccl: NcclByLevel | None = None,
     ) -> None:
-        if aggregator is not None and not isinstance(aggregator, Aggregator):
-            raise ConfigurationError(
-                f"HookState(aggregator={aggregator!r}) is not an aggregator; pass for example "
-                f"commopt.Hierarchical(), or use commopt.attach(ddp, ...) for presets and names"
-            )
-        if module is not None and not isinstance(module, nn.Module):
-            raise ConfigurationError(f"module is a {type(module).__name__}; pass the torch.nn.Module that DDP wraps")
-        if module is not None:
-            require_supported_parameters(module)
-        _require_scaler(scaler)
         timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        wish = Wish.read(plan, links, needed_first, tuned)
+        wish, problem = Wish(), None
+        try:  # a mistake of this rank alone, as a file that it lacks, is every rank's to hear of
+            _require_arguments(aggregator, module, scaler)
+            wish = Wish.read(plan, links, needed_first, tuned)
+        except Exception as error:
+            aggregator, module, scaler, problem = None, None, None, error
         settings = Settings(ranks_per_node, timeout_s, wish, record, copied_options(nccl))
         self._start(settings, aggregator, module, scaler)
         if process_group is not None or dist.is_initialized():
-            self._registration.join(process_group)
+            self._registration.join(process_group, problem)
+        elif problem is not None:
+            raise problem
 
     def _start(
         self, settings: Settings, aggregator: Aggregator | None, module: nn.Module | None, scaler: Any = None
@@ -307,6 +305,19 @@ class HookState:
     def load_from(self, read: Callable[[], object]) -> None:
         """Load what `read` returns; what it raises becomes a ConfigurationError on every rank. See load_state_dict."""
         saving.load(read, self._registration)
+
+
+def _require_arguments(aggregator: object, module: object, scaler: Any) -> None:
+    if aggregator is not None and not isinstance(aggregator, Aggregator):
+        raise ConfigurationError(
+            f"HookState(aggregator={aggregator!r}) is not an aggregator; pass for example "
+            f"commopt.Hierarchical(), or use commopt.attach(ddp, ...) for presets and names"
+        )
+    if module is not None and not isinstance(module, nn.Module):
+        raise ConfigurationError(f"module is a {type(module).__name__}; pass the torch.nn.Module that DDP wraps")
+    if module is not None:
+        require_supported_parameters(module)
+    _require_scaler(scaler)
 
 
 def _require_scaler(scaler: Any) -> None:

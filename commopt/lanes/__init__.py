@@ -10,7 +10,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
-from commopt.groups import joined
+from commopt.groups import close_stores, joined, keep_groups
 from commopt.lanes.available import lanes_available, lanes_here
 from commopt.lanes.base import Lane, current_lane
 from commopt.lanes.operation import Operation, Ticket
@@ -100,8 +100,19 @@ def _leave() -> None:
     if _close_all():
         for membership in joined():
             membership.team.release()
+    close_stores()
+
+
+def _disown() -> None:
+    """Leave alone, in a forked child (a DataLoader worker), what the parent communicates with.
+
+    The child has the lanes without their threads, and process groups without those of gloo, for which their end would
+    wait: in the exit handler, and where the interpreter frees them.
+    """
+    _lanes.clear()
+    atexit.unregister(_leave)
+    keep_groups()
 
 
 atexit.register(_leave)
-# A forked child (a DataLoader worker) has the dictionary but not the threads.
-os.register_at_fork(after_in_child=_lanes.clear)
+os.register_at_fork(after_in_child=_disown)

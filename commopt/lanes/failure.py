@@ -9,12 +9,13 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from commopt.errors import LaneError, TransportError
-from commopt.groups import Membership, close_together, joined
+from commopt.groups import FAILURE_KEY, LimitedStore, Membership, close_together, joined
 from commopt.lanes.operation import Operation
 
 # An error that arrives through a socket is followed by its author's report, unless the author died.
 _REPORT_WAIT_S = 2.0
-_POLL_S = 0.02
+# How much later the others look for what the first made of that.
+_VERDICT_WAIT_S = 1.0
 
 
 def fail(operation: Operation, error: BaseException) -> LaneError:
@@ -25,7 +26,7 @@ def fail(operation: Operation, error: BaseException) -> LaneError:
     affected = {operation.membership, *joined()}  # in whichever a peer waits for this rank, it would wait in vain
     if isinstance(error, TransportError):
         _close(affected, error)  # first, so that the failure reaches ranks that wait for this one
-        report = _await_report(operation.membership) or _lost_connection(operation, error)
+        report = _find_out(operation, error)
         for membership in affected:
             membership.publish_failure(report)
     else:
@@ -48,32 +49,39 @@ def _close(memberships: Iterable[Membership], error: BaseException) -> None:
         close_together(membership.team for membership in memberships)
 
 
-def _await_report(membership: Membership) -> str | None:
-    """Wait for the author's report; leave a sign of life meanwhile."""
-    deadline = time.monotonic() + _REPORT_WAIT_S
+def _find_out(operation: Operation, error: TransportError) -> str:
+    """Return the author's report, or which ranks give no sign of life.
+
+    Ranks write themselves down one below the other, and the first of them reads the list for all: what the store is
+    asked in all grows as the number of ranks, not as its square.
+    """
+    membership, me = operation.membership, operation.membership.global_rank
+    lost = f"rank {me} lost a peer in {operation}"
+    now = time.monotonic()
+    store = membership.store.until(now + _REPORT_WAIT_S + _VERDICT_WAIT_S)
     try:
-        membership.store.set(f"alive/{membership.global_rank}", "")
-    except RuntimeError:
-        return None
-    while time.monotonic() < deadline:
-        report = membership.failure()
+        line = store.add("alive", 1)
+        store.set(f"alive/{line}", str(me))
+        report = _await_report(store, now + _REPORT_WAIT_S + (0 if line == 1 else _VERDICT_WAIT_S))
         if report is not None:
             return report
-        time.sleep(_POLL_S)
-    return None
-
-
-def _lost_connection(operation: Operation, error: TransportError) -> str:
-    """Describe a failure that no rank confessed to: name those that gave no sign of life."""
-    membership = operation.membership
-    try:
-        silent = [rank for rank in membership.ranks if not membership.store.check([f"alive/{rank}"])]
-    except RuntimeError:
-        silent = []
+        lines = [store.read(f"alive/{line}") for line in range(1, store.add("alive", 0) + 1)]
+    except TransportError as silence:
+        return f"{lost}: {silence}\n{error}"
+    silent = ", ".join(str(rank) for rank in sorted(membership.ranks) if str(rank) not in lines)
     verdict = (
-        f"no sign of life from rank {', '.join(map(str, silent))} within {_REPORT_WAIT_S:g} s: its process has "
-        f"probably died, or is stuck outside communication"
+        f"no sign of life from rank {silent} within {_REPORT_WAIT_S:g} s: its process has probably died, is stuck "
+        f"outside communication, or is cut off from the network"
         if silent
-        else "the process that holds the rendezvous store has probably died"
+        else "a connection between ranks that are all alive broke"
     )
-    return f"rank {membership.global_rank} lost a peer in {operation}: {verdict}\n{error}"
+    return membership.publish_failure(f"{lost}: {verdict}\n{error}")
+
+
+def _await_report(store: LimitedStore, deadline: float) -> str | None:
+    """Look for the author's report ever more rarely."""
+    pause_s = 0.01
+    while (report := store.read(FAILURE_KEY)) is None and (left_s := deadline - time.monotonic()) > 0:
+        time.sleep(min(pause_s, left_s))
+        pause_s = min(2 * pause_s, 0.3)
+    return report

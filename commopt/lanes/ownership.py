@@ -16,14 +16,20 @@ _lock = threading.Lock()
 _owners: dict[Membership, int] = {}
 
 
-def enter(group: Any, ranks_per_node: int | None, timeout_s: float | None, nccl: NcclByLevel | None) -> Membership:
+def enter(
+    group: Any,
+    ranks_per_node: int | None,
+    timeout_s: float | None,
+    nccl: NcclByLevel | None,
+    problem: Exception | None = None,
+) -> Membership:
     """Return the membership of `group` for one more owner; collective as `groups.join`, and raises what that raises.
 
-    Raises LaneError when a lane has failed.
+    `problem` is as for that. Raises LaneError when a lane has failed.
     """
     lanes.require_healthy()
     _close_orphans()
-    membership = join(group, ranks_per_node, timeout_s, nccl)
+    membership = join(group, ranks_per_node, timeout_s, nccl, problem)
     publish_uncaught()
     with _lock:
         _owners[membership] = _owners.get(membership, 0) + 1

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from commopt.errors import LaneError
-from commopt.groups import close_together, joined
+from commopt.groups import Membership, close_together, joined
 from commopt.lanes.base import Lane, Work
 from commopt.lanes.operation import Operation, Ticket
 from commopt.lanes.second import Second, SecondStream
@@ -38,7 +38,8 @@ class StreamLane(Lane):
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._order = threading.Lock()
         self._closed = threading.Event()
-        threading.Thread(target=self._watch, name="commopt-watch", daemon=True).start()
+        self._watcher = threading.Thread(target=self._watch, name="commopt-watch", daemon=True)
+        self._watcher.start()
 
     def submit(
         self,
@@ -91,6 +92,8 @@ class StreamLane(Lane):
         except RuntimeError:  # a CUDA error, which its own caller has seen
             pass
         self._closed.set()
+        if threading.current_thread() is not self._watcher:
+            self._watcher.join(_CLOSE_TIMEOUT_S)
         return ended
 
     def _wait(self) -> None:
@@ -102,13 +105,23 @@ class StreamLane(Lane):
         return SecondStream(self.device)
 
     def _watch(self) -> None:
-        """Abort this rank's communicators when another rank reports a failure.
+        """Abort this rank's communicators when another rank reports a failure, or when none could any more.
 
         A NCCL kernel that waits for a failed peer would spin until the watchdog of torch kills the process.
         """
         while not self._closed.wait(_WATCH_PERIOD_S):
-            reports = [report for membership in joined() if (report := membership.failure()) is not None]
+            reports = [report for membership in joined() if (report := self._overheard(membership)) is not None]
             if reports and self._error is None:
                 self._error = LaneError(reports[0])
                 close_together(membership.team for membership in joined())
                 return
+
+    def _overheard(self, membership: Membership) -> str | None:
+        """Return what was reported in `membership`, or that its store is silent for too long while work is queued."""
+        report, silent_s = membership.failure(), membership.store.silent_s
+        if report is None and silent_s > membership.timeout_s and not self._stream.query():
+            return (
+                f"rank {membership.global_rank} waits in a collective, and the rendezvous store has not answered for "
+                f"{silent_s:.0f} s: the host that holds it is down, or the network between it and this host is cut"
+            )
+        return report

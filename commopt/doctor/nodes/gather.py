@@ -15,6 +15,7 @@ from commopt.errors import MismatchError
 
 PATIENCE_S = 120.0
 LEAVE_S = 2.0
+_PREFIX = "commopt/doctor"
 
 
 def launched(environ: Mapping[str, str]) -> bool:
@@ -30,19 +31,19 @@ def gather(facts: RankFacts, findings: Sequence[Finding], patience_s: float = PA
     Raises MismatchError when not all ranks are there within `patience_s`.
     """
     # Here, because one machine is examined without torch.
-    import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
 
     from commopt.groups.agreement import exchange_facts
+    from commopt.groups.store import limited
 
     try:
         launcher, rank, world_size = next(iter(rendezvous("env://", timeout=timedelta(seconds=patience_s))))
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise MismatchError(f"the ranks did not meet within {patience_s:g} s: {reason}") from error
-    store = dist.PrefixStore("commopt/doctor", launcher)
     ranks, told = range(world_size), False
     try:
+        store = limited(launcher, _PREFIX, patience_s)
         with listener() as door:  # open until all others have tried it
             port = door.getsockname()[1]
             mine = {"node": facts.host.node_key, "port": port, "offers": [offer.as_pair() for offer in facts.offers]}
@@ -59,7 +60,7 @@ def gather(facts: RankFacts, findings: Sequence[Finding], patience_s: float = PA
             return None
         answers = [pickle.loads(bytes.fromhex(store.get(f"answer/{each}").decode())) for each in ranks]
         with suppress(RuntimeError):  # it may hold the store itself: whoever is still at it would complain
-            store.wait([f"left/{each}" for each in ranks[1:]], timedelta(seconds=LEAVE_S))
+            launcher.wait([f"{_PREFIX}/left/{each}" for each in ranks[1:]], timedelta(seconds=LEAVE_S))
     except MismatchError:
         raise
     except RuntimeError as error:
