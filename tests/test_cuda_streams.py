@@ -331,7 +331,7 @@ def test_a_bucket_costs_one_future() -> None:
 @pytest.mark.parametrize(
     ("aggregator", "used"),
     [(Flat(), {"world"}), (Hierarchical(form="reduce_scatter"), {"intra", "inter"})],
-    ids=str,
+    ids=["flat", "hierarchical"],
 )
 def test_no_level_is_connected_that_is_not_used(aggregator: Aggregator, used: set[str]) -> None:
     with device():
