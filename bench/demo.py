@@ -11,7 +11,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from bench.cluster import Cluster
+from commopt.cluster import Cluster
 from commopt.command_line import Parser
 
 _NODES = 2

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.cluster import link_rate
+from commopt.cluster import link_rate
 
 
 def machine() -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Generic, Protocol, TypeVar
 
-from bench.cluster import Cluster, ClusterUnavailableError
+from commopt.cluster import Cluster, ClusterUnavailableError
 from commopt.command_line import Parser, number, output_file
 
 UNUSABLE = 2

@@ -1,4 +1,4 @@
-"""bench.bandwidth: nccl-tests' table, its arithmetic, and that it notices wrong results and bad settings."""
+"""commopt bandwidth: nccl-tests' table, its arithmetic, and that it notices wrong results and bad settings."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ import torch
 from torch import Tensor
 
 import commopt
-from bench.bandwidth.__main__ import main
-from bench.bandwidth.__main__ import run as run_bench
-from bench.bandwidth.collective import COLLECTIVES
-from bench.bandwidth.contenders import known_aggregators
-from bench.bandwidth.pattern import PERIOD, Pattern, count_wrong, fill
-from bench.bandwidth.settings import DTYPES, parse_settings
-from bench.bandwidth.table import Measurement, Row, footer, format_row, heading
-from bench.bandwidth.timing import Timing, percentile
 from bench.demo import local_ranks
 from commopt import AGGREGATORS, COMPRESSORS
-from commopt.command_line import parse_nbytes
+from commopt.__main__ import main
+from commopt.bandwidth.cli import measure
+from commopt.bandwidth.collective import COLLECTIVES
+from commopt.bandwidth.contenders import known_aggregators
+from commopt.bandwidth.pattern import PERIOD, Pattern, count_wrong, fill
+from commopt.bandwidth.settings import DTYPES, Settings, add_arguments, settings_of
+from commopt.bandwidth.table import Measurement, Row, footer, format_row, heading
+from commopt.bandwidth.timing import Timing, percentile
+from commopt.command_line import Parser, parse_nbytes
 from commopt.groups import Team
 from tests.ranks import RankError, run
 
@@ -38,6 +38,11 @@ ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
 
 # ------------------------------------------------------------------------------ settings
+
+
+def parse_settings(arguments: list[str]) -> Settings:
+    add_arguments(parser := Parser())
+    return settings_of(parser.parse_args(arguments))
 
 
 @pytest.mark.parametrize(
@@ -299,12 +304,12 @@ def _registered(name: str) -> Iterator[None]:
 def measure(rank: int, world_size: int, flags: str) -> tuple[int, str]:
     output = io.StringIO()
     with _registered("wrong"), redirect_stdout(output):
-        status = run_bench(parse_settings(flags.split()), CPU)
+        status = measure(parse_settings(flags.split()), CPU)
     return status, output.getvalue()
 
 
 def measure_differently(rank: int, world_size: int) -> None:
-    run_bench(parse_settings(["-b", "8", "-e", "8", "-n", str(1 + rank)]), CPU)
+    measure(parse_settings(["-b", "8", "-e", "8", "-n", str(1 + rank)]), CPU)
 
 
 def _rows(output: str) -> list[list[str]]:
@@ -430,11 +435,11 @@ def test_wrong_aggregator_under_torchrun_exits_with_1_on_every_rank(tmp_path: Pa
             f"""
             import os, pathlib, sys, time
             import commopt
-            from bench.bandwidth.__main__ import main
+            from commopt.__main__ import main
             from tests.test_bandwidth import FirstElementWrong
 
             commopt.AGGREGATORS["wrong"] = FirstElementWrong
-            status = main("-b 64 -e 64 -n 1 -w 0 --aggregator wrong".split())
+            status = main("bandwidth -b 64 -e 64 -n 1 -w 0 --aggregator wrong".split())
             folder = pathlib.Path({str(tmp_path)!r})
             (folder / os.environ["RANK"]).write_text(str(status))
             while len(list(folder.glob("[01]"))) < 2:  # torchrun ends the others when the first has failed
@@ -453,6 +458,6 @@ def test_without_torchrun_it_says_how_to_start(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    assert main(["-b", "8", "-e", "8"]) == 2
-    message = "bench.bandwidth: no rank: start it with torchrun --nproc-per-node 2 -m bench.bandwidth ...\n"
+    assert main(["bandwidth", "-b", "8", "-e", "8"]) == 2
+    message = "commopt bandwidth: no rank: start it with torchrun --nproc-per-node 2 -m commopt bandwidth ...\n"
     assert capsys.readouterr().err == message

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from bench import matrix
-from bench.cluster import ClusterUnavailableError
 from bench.matrix import UNUSABLE, Matrix, Place
+from commopt.cluster import ClusterUnavailableError
 
 PLACES = Place(2, 1, "50mbit"), Place(2, 2, "none"), Place(4, 1, "50mbit")
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.cluster import Cluster
 from bench.scaling import report
 from bench.scaling.__main__ import points_of
 from bench.scaling.options import batch_per_rank, parse_modes, parse_options, parse_worlds
@@ -20,6 +19,7 @@ from bench.scaling.prediction import predicted_ms, workload_of
 from bench.scaling.report import Environment, Point, base_of, efficiencies, efficiency
 from bench.scaling.table import print_table
 from bench.training.run import Run
+from commopt.cluster import Cluster
 from examples.train_gpt import add_model_options
 from tests.ranks import run
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.cluster import Cluster, ClusterUnavailableError, Counters, Link, Traffic, launch, network, traffic
-from bench.cluster.link import auto_burst_bytes
+from commopt.cluster import Cluster, ClusterUnavailableError, Counters, Link, Traffic, launch, network, traffic
+from commopt.cluster.link import auto_burst_bytes
 
 ROOT = Path(__file__).parents[1]
 RATE_BPS = 100_000_000
@@ -110,7 +110,7 @@ def test_traffic_parses_what_the_kernel_says() -> None:
 
 
 def test_traffic_outside_a_cluster_is_refused() -> None:
-    with pytest.raises(RuntimeError, match=r"not on an emulated node.*python -m bench\.cluster"):
+    with pytest.raises(RuntimeError, match=r"not on an emulated node.*commopt cluster"):
         traffic()
 
 
@@ -121,10 +121,9 @@ def _as_nobody(connection: Connection, command: list[str]) -> None:
     read, write = os.pipe()
     os.dup2(write, 2)
     os.setuid(65534)
-    sys.argv = ["bench.cluster", *command]
-    from bench.cluster.__main__ import main
+    from commopt.__main__ import main
 
-    status = main()
+    status = main(["cluster", *command])
     sys.stderr.flush()
     connection.send((status, os.read(read, 65536).decode()))
 
@@ -203,7 +202,7 @@ def leaves_nothing() -> Iterator[None]:
 
 
 def _start(*arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "bench.cluster", *arguments]
+    command = [sys.executable, "-m", "commopt", "cluster", *arguments]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -211,7 +210,7 @@ MEASURE = """
     import json, os, time
     import torch, torch.distributed as dist
     from datetime import timedelta
-    from bench.cluster import link_rate, traffic
+    from commopt.cluster import link_rate, traffic
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     rank = dist.get_rank()

@@ -143,8 +143,8 @@ COMMANDS = (
     Command("commopt probe", of_commopt("probe"), (("commopt.probe.cli", "survey"),)),
     Command("commopt run", of_commopt("run"), (("commopt.run.script.Script", "run"),)),
     Command("commopt simulate", of_commopt("simulate"), (("commopt.simulate.cli", "_published"),)),
-    Command("bench.bandwidth", of_module("bench.bandwidth.__main__"), (("bench.bandwidth.__main__", "run"),)),
-    Command("bench.cluster", of_module("bench.cluster.__main__"), (("bench.cluster.network.Network", "build"),)),
+    Command("commopt bandwidth", of_commopt("bandwidth"), (("commopt.bandwidth.cli", "measure"),)),
+    Command("commopt cluster", of_commopt("cluster"), (("commopt.cluster.network.Network", "build"),)),
     Command("bench.bucketing", of_module("bench.bucketing.__main__", "parse_options")),
     Command("bench.document", of_module("bench.document"), (("bench.document", "filled"),)),
     Command("bench.prediction.summary", of_module("bench.prediction.summary")),
@@ -314,7 +314,7 @@ def only_parsed(command: Command, monkeypatch: pytest.MonkeyPatch) -> Iterator[l
         return options
 
     with monkeypatch.context() as patch:
-        patch.setattr(signal, "signal", lambda number, handler: None)  # bench.cluster's would stay
+        patch.setattr(signal, "signal", lambda number, handler: None)  # the cluster's would stay
         patch.setattr(Parser, "parse_args", parse_args)
         for path, name in () if command.work == PARSED else command.work:
             patch.setattr(f"{path}.{name}", started)

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commopt
-from bench.cluster import Cluster
 from commopt import (
     DGC,
     Aggregator,
@@ -30,6 +29,7 @@ from commopt import (
     Hierarchical,
     PowerSGD,
 )
+from commopt.cluster import Cluster
 from tests.catalogue import LAYOUTS, Mean, aggregators, assert_average, compressors, uses_compression
 from tests.ranks import run
 

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
-from bench.cluster import Cluster
 from commopt import Account, Aggregator, Communicator, Flat, Hierarchical, Layout
 from commopt.aggregate.calls import Step
+from commopt.cluster import Cluster
 from commopt.errors import TransportError
 from commopt.groups import Membership
 from commopt.lanes import Operation, failure

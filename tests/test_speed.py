@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench.cluster import Cluster
+from commopt.cluster import Cluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 

@@ -16,7 +16,6 @@ from matplotlib.image import imread
 
 import commopt
 from bench import demo
-from bench.cluster import Cluster
 from bench.plot import training as picture_of_training
 from bench.plot.__main__ import main as plot_main
 from bench.plot.style import styles
@@ -24,6 +23,7 @@ from bench.training import report
 from bench.training.options import parse_options
 from bench.training.report import Environment, Look, Outcome
 from bench.training.run import steps_until_look
+from commopt.cluster import Cluster
 
 ROOT = Path(__file__).parents[1]
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import commopt
-from bench.cluster import Traffic, traffic
+from commopt.cluster import Traffic, traffic
 
 NUMEL = 1 << 20  # 4 MiB of float32
 REPEATS = 4

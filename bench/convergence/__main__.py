@@ -10,12 +10,12 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
-from bench.cluster import Cluster
 from bench.convergence import plan, report, tables
 from bench.convergence.options import parse_options
 from bench.demo import local_ranks
 from bench.environment import machine
 from bench.training import report as link_report
+from commopt.cluster import Cluster
 
 _UNUSABLE = 2
 _LINK_SECONDS = 6.0

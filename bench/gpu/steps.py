@@ -8,13 +8,13 @@ from dataclasses import replace
 from functools import cache
 from shutil import which
 
-from bench.cluster import Cluster
 from bench.demo import local_ranks
 from bench.gpu.found import Read, compressors, kernels, launches, learned, machine, overlap, tests
 from bench.gpu.mps import CONTROL, UNUSABLE
 from bench.gpu.place import environment
 from bench.gpu.runner import ROOT
 from bench.gpu.step import Step
+from commopt.cluster import Cluster
 
 KERNEL_TESTS = tuple(
     f"tests/test_{name}.py" for name in ("kernels", "gpu_quantize", "gpu_sparse_lowrank", "gpu_loaders")

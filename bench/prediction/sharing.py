@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from bench.cluster import link_rate
+from commopt.cluster import link_rate
 from commopt.plan import Bucket, Unit
 
 

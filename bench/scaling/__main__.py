@@ -12,11 +12,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from bench.cluster import Cluster, ClusterUnavailableError
 from bench.environment import machine
 from bench.scaling.options import World, batch_per_rank, parse_options
 from bench.scaling.report import Environment, Point, write
 from bench.scaling.table import print_table
+from commopt.cluster import Cluster, ClusterUnavailableError
 
 _UNUSABLE = 2
 

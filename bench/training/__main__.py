@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 import commopt
-from bench.cluster import link_rate
 from bench.environment import command_of, machine
 from bench.models import Trainable
 from bench.ranks import slowest_rank_ms
@@ -20,6 +19,7 @@ from bench.training.measure import measure
 from bench.training.options import parse_options
 from bench.training.report import Environment, Outcome
 from bench.training.run import FIRST_STEPS, Run, Show
+from commopt.cluster import link_rate
 from examples.train_gpt import progress_bar, start_process_group
 from topology import Cluster
 

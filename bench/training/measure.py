@@ -8,10 +8,10 @@ from statistics import median, quantiles
 
 import torch.distributed as dist
 
-from bench.cluster import Traffic, link_rate, traffic
 from bench.ranks import gather, slowest_rank_ms
 from bench.training.report import Outcome
 from bench.training.run import Run, Show
+from commopt.cluster import Traffic, link_rate, traffic
 from topology import Cluster
 
 

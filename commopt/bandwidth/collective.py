@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bench.bandwidth.contenders import Contender
-from bench.bandwidth.pattern import Pattern, fill
+from commopt.bandwidth.contenders import Contender
+from commopt.bandwidth.pattern import Pattern, fill
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,6 @@ def traffic() -> Traffic:
     if link_rate() is None:
         raise RuntimeError(
             "this process is not on an emulated node, so its counters would show the host's own traffic; "
-            "start it with `python -m bench.cluster`, or ask link_rate() first"
+            "start it with `commopt cluster`, or ask link_rate() first"
         )
     return Traffic.parse(*(Path(file).read_text() for file in PROC_FILES))

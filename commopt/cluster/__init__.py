@@ -1,6 +1,6 @@
 """Emulate several nodes joined by a slow network on one machine.
 
-    python -m bench.cluster --nodes 2 --ranks-per-node 2 --rate 200mbit train.py --steps 10
+    commopt cluster --nodes 2 --ranks-per-node 2 --rate 200mbit train.py --steps 10
 
 Each node is a network namespace whose only way out is `eth0`, one end of a veth pair; the other ends meet in
 a bridge that lives in a namespace of its own. Both ends of each pair are shaped, so a node sends and receives
@@ -13,10 +13,10 @@ how many ranks they have, so the numbers may differ between nodes. Host name and
 nodes; NCCL_HOSTID tells the nodes apart.
 """
 
-from bench.cluster.counters import Counters, Traffic, link_rate, traffic
-from bench.cluster.launch import Cluster, NodeTraffic, Result
-from bench.cluster.link import Link
-from bench.cluster.network import ClusterUnavailableError
+from commopt.cluster.counters import Counters, Traffic, link_rate, traffic
+from commopt.cluster.launch import Cluster, NodeTraffic, Result
+from commopt.cluster.link import Link
+from commopt.cluster.network import ClusterUnavailableError
 
 __all__ = [
     "Cluster",

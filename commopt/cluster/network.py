@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from bench.cluster.counters import INTERFACE, PROC_FILES, Traffic
-from bench.cluster.link import Link
+from commopt.cluster.counters import INTERFACE, PROC_FILES, Traffic
+from commopt.cluster.link import Link
 
 MAX_NODES = 254  # one /24
 _NAMESPACES = Path("/run/netns")
@@ -131,7 +131,7 @@ def check_tools() -> None:
     if os.geteuid() != 0:
         raise ClusterUnavailableError(
             f"user id {os.geteuid()} may not make network namespaces; an emulated cluster needs root "
-            '(`sudo env "PATH=$PATH" python -m bench.cluster ...`)'
+            '(`sudo env "PATH=$PATH" commopt cluster ...`)'
         )
 
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.bandwidth.collective import COLLECTIVES, Collective
-from bench.bandwidth.contenders import TORCH, find_aggregator, known_aggregators
 from commopt import ConfigurationError
+from commopt.bandwidth.collective import COLLECTIVES, Collective
+from commopt.bandwidth.contenders import TORCH, find_aggregator, known_aggregators
 from commopt.collectives.communicator import Op
-from commopt.command_line import Parser, parse_nbytes, whole
+from commopt.command_line import parse_nbytes, whole
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float": torch.float32,
@@ -60,9 +60,8 @@ class Settings:
             nbytes = nbytes * self.step_factor if self.step_factor > 1 else nbytes + self.step_nbytes
 
 
-def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
-    """Read the command line; ends the process for what argparse refuses, raises ConfigurationError for the rest."""
-    options = _parser().parse_args(arguments)
+def settings_of(options: argparse.Namespace) -> Settings:
+    """Check the options of a command line; raises ConfigurationError."""
     collective = COLLECTIVES[options.collective]
     default = "hierarchical" if collective.aggregates else COMMOPT
     settings = Settings(
@@ -117,12 +116,11 @@ def _require_contenders(settings: Settings) -> None:
             )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="torchrun ... -m bench.bandwidth",
-        description="Time a collective over all ranks and print nccl-tests' table.",
-        epilog="Exit status: 0, 1 when a result was wrong, 2 for settings that cannot work.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options: flags of nccl-tests, and ours."""
+    parser.usage = "torchrun ... -m commopt bandwidth [OPTIONS]"
+    parser.description = "Time a collective over all ranks and print nccl-tests' table."
+    parser.epilog = "Exit status: 0, 1 when a result was wrong, 2 for settings that cannot work."
     add: Any = parser.add_argument
     add("-b", dest="min_nbytes", default="32M", metavar="BYTES", help="smallest size: 8, 4K, 32M, 1G (default 32M)")
     add("-e", dest="max_nbytes", default="32M", metavar="BYTES", help="largest size (default 32M)")
@@ -154,4 +152,3 @@ def _parser() -> argparse.ArgumentParser:
         help="declare blocks of L ranks to be nodes (default: ask hosts)",
     )
     add("--json", type=Path, metavar="FILE", help="also write environment and results to FILE")
-    return parser

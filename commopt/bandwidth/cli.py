@@ -1,21 +1,21 @@
-"""Command line: `torchrun ... -m bench.bandwidth --help`."""
+"""`commopt bandwidth`: how fast are collectives here?"""
 
 from __future__ import annotations
 
+import argparse
 import os
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 
-from bench.bandwidth import report
-from bench.bandwidth.contenders import TORCH, Commopt, Contender, Torch, find_aggregator
-from bench.bandwidth.pattern import Pattern, count_wrong
-from bench.bandwidth.settings import Settings, parse_settings
-from bench.bandwidth.table import Measurement, Row, footer, format_row, heading
-from bench.bandwidth.timing import Progress, time_calls
 from commopt import Communicator, ConfigurationError, MismatchError, UnsupportedTensorError
+from commopt.bandwidth import report
+from commopt.bandwidth.contenders import TORCH, Commopt, Contender, Torch, find_aggregator
+from commopt.bandwidth.pattern import Pattern, count_wrong
+from commopt.bandwidth.settings import Settings, settings_of
+from commopt.bandwidth.table import Measurement, Row, footer, format_row, heading
+from commopt.bandwidth.timing import Progress, time_calls
 from commopt.command_line import refuse
 from commopt.probe.cli import start
 
@@ -104,7 +104,7 @@ class Bench:
         return contender
 
 
-def run(settings: Settings, device: torch.device) -> int:
+def measure(settings: Settings, device: torch.device) -> int:
     """Measure everything, print on rank 0, and return the exit status; needs an initialized world.
 
     The world must have a backend for CPU tensors, and one for `device`. Raises ConfigurationError and MismatchError
@@ -132,16 +132,16 @@ def run(settings: Settings, device: torch.device) -> int:
 def initialize() -> torch.device:
     """Start the world that torchrun described, with NCCL if every rank can have a GPU of its own, else with gloo."""
     if "RANK" not in os.environ:
-        raise ConfigurationError("no rank: start it with torchrun --nproc-per-node 2 -m bench.bandwidth ...")
+        raise ConfigurationError("no rank: start it with torchrun --nproc-per-node 2 -m commopt bandwidth ...")
     return start(os.environ)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def run(options: argparse.Namespace) -> int:
+    """Measure, print, write, and return the exit status."""
     try:
-        settings = parse_settings(arguments)
-        status = run(settings, initialize())
+        status = measure(settings_of(options), initialize())
     except (ConfigurationError, MismatchError, UnsupportedTensorError) as error:
-        status = refuse("bench.bandwidth", error)
+        status = refuse("commopt bandwidth", error)
     if dist.is_initialized():
         dist.destroy_process_group()
     return status
@@ -155,7 +155,3 @@ def _sum_over_ranks(*numbers: int) -> list[int]:
 
 def _discard(*values: object, flush: bool) -> None:
     """Print nothing: only rank 0 reports."""
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.bandwidth.timing import Timing
+from commopt.bandwidth.timing import Timing
 
 
 @dataclass(frozen=True)

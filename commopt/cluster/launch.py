@@ -16,9 +16,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from bench.cluster.counters import INTERFACE, RATE_VARIABLE, Traffic
-from bench.cluster.link import Link
-from bench.cluster.network import MAX_NODES, ClusterUnavailableError, Network, address, uninterrupted
+from commopt.cluster.counters import INTERFACE, RATE_VARIABLE, Traffic
+from commopt.cluster.link import Link
+from commopt.cluster.network import MAX_NODES, ClusterUnavailableError, Network, address, uninterrupted
 
 # How long nodes get to fail by themselves after the first one did, and then to react to SIGTERM.
 _GRACE_S = 5.0

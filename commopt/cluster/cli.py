@@ -1,4 +1,4 @@
-"""Command line of the emulated cluster: `python -m bench.cluster --help`."""
+"""`commopt cluster`: run a script on emulated nodes."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ from dataclasses import asdict
 from types import FrameType
 from typing import Any
 
-from bench.cluster.launch import Cluster, Result
-from bench.cluster.network import ClusterUnavailableError
-from commopt.command_line import Parser, output_file, refuse, whole
+from commopt.cluster.launch import Cluster, Result
+from commopt.cluster.network import ClusterUnavailableError
+from commopt.command_line import output_file, refuse, whole
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="python -m bench.cluster",
-        description="Run a script under torchrun on emulated nodes joined by a slow network (needs root).",
-        epilog="The exit status is that of the rank that failed first.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the emulated cluster."""
+    parser.description = "Run a script under torchrun on emulated nodes joined by a slow network (needs root)."
+    parser.epilog = "The exit status is that of the rank that failed first."
     parser.add_argument("--nodes", type=whole(1), default=2, help="number of nodes (default 2)")
     parser.add_argument(
         "--ranks-per-node",
@@ -41,7 +39,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as in `python -m`")
     parser.add_argument("script", metavar="SCRIPT")
     parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER)
-    return parser
 
 
 def _ranks_per_node(text: str) -> int | list[int]:
@@ -88,8 +85,8 @@ def _stop(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
-def main() -> int:
-    arguments = _parser().parse_args()
+def run(arguments: argparse.Namespace) -> int:
+    """Run the script; return the exit status of the rank that failed first."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _stop)
     command = [*(["-m"] if arguments.module else []), arguments.script, *arguments.arguments]
@@ -98,12 +95,8 @@ def main() -> int:
         with Cluster(arguments.nodes, ranks, arguments.rate, arguments.delay, arguments.burst) as cluster:
             result = cluster.run(command, capture=False)
     except (ClusterUnavailableError, ValueError) as error:
-        return refuse("bench.cluster", error)
+        return refuse("commopt cluster", error)
     _print_table(cluster, result)
     if arguments.json:
         arguments.json.write_text(json.dumps(_report(cluster, command, result), indent=2) + "\n")
     return result.returncode
-
-
-if __name__ == "__main__":
-    sys.exit(main())

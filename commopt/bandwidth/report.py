@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 
 import commopt
-from bench.bandwidth.contenders import TORCH, Contender
-from bench.bandwidth.pattern import Pattern
-from bench.bandwidth.settings import Settings
-from bench.bandwidth.table import Row, average_busbw_gbps
-from bench.cluster import link_rate
 from commopt import ConfigurationError, MismatchError
+from commopt.bandwidth.contenders import TORCH, Contender
+from commopt.bandwidth.pattern import Pattern
+from commopt.bandwidth.settings import Settings
+from commopt.bandwidth.table import Row, average_busbw_gbps
+from commopt.cluster import link_rate
 from commopt.command_line import require_writable
 from topology import Cluster
 
@@ -115,7 +115,7 @@ def document(settings: Settings, cluster: Cluster, device: torch.device, rows: S
         "environment": {
             "kind": "bandwidth",
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "command": shlex.join(["python", "-m", "bench.bandwidth", *sys.argv[1:]]),
+            "command": shlex.join(["commopt", *sys.argv[1:]]),
             "commopt": commopt.__version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
