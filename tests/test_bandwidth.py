@@ -23,11 +23,11 @@ import commopt
 from bench.demo import local_ranks
 from commopt import AGGREGATORS, COMPRESSORS
 from commopt.__main__ import main
-from commopt.bandwidth.cli import measure
+from commopt.bandwidth import cli
 from commopt.bandwidth.collective import COLLECTIVES
 from commopt.bandwidth.contenders import known_aggregators
 from commopt.bandwidth.pattern import PERIOD, Pattern, count_wrong, fill
-from commopt.bandwidth.settings import DTYPES, Settings, add_arguments, settings_of
+from commopt.bandwidth.settings import DTYPES, Settings, settings_of
 from commopt.bandwidth.table import Measurement, Row, footer, format_row, heading
 from commopt.bandwidth.timing import Timing, percentile
 from commopt.command_line import Parser, parse_nbytes
@@ -41,7 +41,7 @@ CPU = torch.device("cpu")
 
 
 def parse_settings(arguments: list[str]) -> Settings:
-    add_arguments(parser := Parser())
+    cli.add_arguments(parser := Parser())
     return settings_of(parser.parse_args(arguments))
 
 
@@ -304,12 +304,12 @@ def _registered(name: str) -> Iterator[None]:
 def measure(rank: int, world_size: int, flags: str) -> tuple[int, str]:
     output = io.StringIO()
     with _registered("wrong"), redirect_stdout(output):
-        status = measure(parse_settings(flags.split()), CPU)
+        status = cli.measure(parse_settings(flags.split()), CPU)
     return status, output.getvalue()
 
 
 def measure_differently(rank: int, world_size: int) -> None:
-    measure(parse_settings(["-b", "8", "-e", "8", "-n", str(1 + rank)]), CPU)
+    cli.measure(parse_settings(["-b", "8", "-e", "8", "-n", str(1 + rank)]), CPU)
 
 
 def _rows(output: str) -> list[list[str]]:

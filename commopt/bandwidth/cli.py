@@ -5,21 +5,63 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from commopt import Communicator, ConfigurationError, MismatchError, UnsupportedTensorError
 from commopt.bandwidth import report
-from commopt.bandwidth.contenders import TORCH, Commopt, Contender, Torch, find_aggregator
+from commopt.bandwidth.collective import COLLECTIVES
+from commopt.bandwidth.contenders import TORCH, Commopt, Contender, Torch, find_aggregator, known_aggregators
 from commopt.bandwidth.pattern import Pattern, count_wrong
-from commopt.bandwidth.settings import Settings, settings_of
+from commopt.bandwidth.settings import COMMOPT, DTYPES, Settings, settings_of
 from commopt.bandwidth.table import Measurement, Row, footer, format_row, heading
 from commopt.bandwidth.timing import Progress, time_calls
-from commopt.command_line import refuse
+from commopt.collectives import Communicator
+from commopt.command_line import refuse, whole
+from commopt.errors import ConfigurationError, MismatchError, UnsupportedTensorError
 from commopt.probe.cli import start
 
 _WRONG_RESULTS = 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options: flags of nccl-tests, and ours."""
+    parser.usage = "torchrun ... -m commopt bandwidth [OPTIONS]"
+    parser.description = "Time a collective over all ranks and print nccl-tests' table."
+    parser.epilog = "Exit status: 0, 1 when a result was wrong, 2 for settings that cannot work."
+    add: Any = parser.add_argument
+    add("-b", dest="min_nbytes", default="32M", metavar="BYTES", help="smallest size: 8, 4K, 32M, 1G (default 32M)")
+    add("-e", dest="max_nbytes", default="32M", metavar="BYTES", help="largest size (default 32M)")
+    add("-f", dest="step_factor", type=whole(1), default=1, metavar="N", help="multiply sizes by N (default: add -i)")
+    add("-i", dest="step_nbytes", default="1M", metavar="BYTES", help="add this to each size (default 1M)")
+    add("-n", dest="iterations", type=whole(1), default=20, metavar="N", help="timed iterations (default 20)")
+    add(
+        "-w",
+        dest="warm_up_iterations",
+        type=whole(0, 10**6),
+        default=5,
+        metavar="N",
+        help="warm-up iterations (default 5)",
+    )
+    add("-c", dest="check", type=int, choices=(0, 1), default=1, help="check results before timing (default 1)")
+    add("-d", dest="datatype", choices=DTYPES, default="float", help="element type (default float)")
+    add("-o", dest="op", choices=("sum", "avg"), default="sum", help="reduction (default sum)")
+    add("--collective", choices=COLLECTIVES, default="all_reduce", help="what to time (default all_reduce)")
+    add(
+        "--aggregator",
+        metavar="NAME[,NAME...]",
+        help=f"what to time it with: {TORCH} (the backend's own collective) or, for all_reduce, one of "
+        f"{', '.join(sorted(known_aggregators()))} (default hierarchical); {COMMOPT} for other collectives",
+    )
+    add(
+        "--ranks-per-node",
+        type=whole(1),
+        metavar="L",
+        help="declare blocks of L ranks to be nodes (default: ask hosts)",
+    )
+    add("--json", type=Path, metavar="FILE", help="also write environment and results to FILE")
 
 
 class Bench:

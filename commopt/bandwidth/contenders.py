@@ -12,20 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commopt import (
-    AGGREGATORS,
-    COMPRESSORS,
-    PRESETS,
-    Aggregator,
-    Communicator,
-    Compressed,
-    Hierarchical,
-    WireBytes,
-    build_preset,
-)
+from commopt.aggregate import AGGREGATORS, Aggregator, Compressed, Hierarchical
 from commopt.aggregate.hierarchical import Form
+from commopt.collectives import Communicator
 from commopt.collectives.communicator import Op
-from commopt.groups import all_gather_single, reduce_scatter_single
+from commopt.compress import COMPRESSORS
+from commopt.groups import WireBytes, all_gather_single, reduce_scatter_single
+from commopt.hooks import PRESETS, build_preset
 
 TORCH = "torch"
 

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import commopt
-from commopt import ConfigurationError, MismatchError
 from commopt.bandwidth.contenders import TORCH, Contender
 from commopt.bandwidth.pattern import Pattern
 from commopt.bandwidth.settings import Settings
 from commopt.bandwidth.table import Row, average_busbw_gbps
 from commopt.cluster import link_rate
 from commopt.command_line import require_writable
+from commopt.errors import ConfigurationError, MismatchError
+from commopt.version import __version__
 from topology import Cluster
 
 
@@ -116,7 +116,7 @@ def document(settings: Settings, cluster: Cluster, device: torch.device, rows: S
             "kind": "bandwidth",
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "command": shlex.join(["commopt", *sys.argv[1:]]),
-            "commopt": commopt.__version__,
+            "commopt": __version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
             "backend": _backend(device),
