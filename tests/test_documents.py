@@ -147,6 +147,8 @@ def commands() -> dict[str, list[str]]:
     for text in texts:
         words = shlex.split(text, comments=True)
         places = [place for place, word in enumerate(words[:-1]) if word == "-m" and _is_ours(words[place + 1])]
+        if words[0] == "commopt":  # the console script
+            found[text] = words
         for place in places:  # one may run another
             found[" ".join(words[place:])] = words[place + 1 :]
     return found
@@ -154,7 +156,9 @@ def commands() -> dict[str, list[str]]:
 
 def _lines(text: str) -> list[str]:
     return [
-        line for line in text.replace("\\\n", " ").splitlines() if re.match(r"(\S+=\S+ )*(torchrun|python) .*-m ", line)
+        line
+        for line in text.replace("\\\n", " ").splitlines()
+        if re.match(r"(\S+=\S+ )*((torchrun|python) .*-m |commopt )", line)
     ]
 
 
