@@ -47,9 +47,9 @@ def main() -> None:
     options, others = parser.parse_known_args()
     try:
         launcher, environment, why = choose_launcher(Cluster.missing(options.rate), options.rate)
-    except ValueError as error:
+        options.output.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
         parser.error(str(error))
-    options.output.mkdir(parents=True, exist_ok=True)
     files = ["--json", str(options.output / "training.json"), "--plot", str(options.output / "training.png")]
     arguments = ["-m", *launcher, "-m", "bench.training", *files, *others]
     settings = "".join(f"{name}={value} " for name, value in environment.items())

@@ -30,12 +30,12 @@ def read_text(path: str | Path) -> str:
         raise ConfigurationError(f"{path} cannot be read: {reason}; check the path") from None
 
 
-def parse(text: str | bytes, what: str) -> Any:
-    """Return the JSON value in `text`; raises ConfigurationError for anything else."""
+def parse(text: str | bytes, what: str, fix: str = "write the file again") -> Any:
+    """Return the JSON value in `text`; raises ConfigurationError, which ends with `fix`, for anything else."""
     try:
         return json.loads(text, parse_int=_whole)
     except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigurationError(f"{what}: not JSON ({error}); write the file again") from None
+        raise ConfigurationError(f"{what}: not JSON ({error}); {fix}") from None
 
 
 def _whole(digits: str) -> int:
@@ -46,7 +46,7 @@ def _whole(digits: str) -> int:
 
 def load(text: str, what: str, format_number: int) -> Mapping[str, Any]:
     """Return the JSON object in `text`; raises ConfigurationError unless it has this format number."""
-    document = parse(text, what)
+    document = parse(text, what, "write it with to_json()")
     if not isinstance(document, dict):
         raise ConfigurationError(f"{what}: a {type(document).__name__} instead of an object; write it with to_json()")
     if document.get("format") != format_number:

@@ -141,4 +141,4 @@ def assert_balanced(ranks: list[Books]) -> None:
 
 def lane_threads() -> list[str]:
     """Return the names of commopt's threads in this process."""
-    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("commopt"))
+    return sorted(thread.name for thread in threading.enumerate() if thread.name.endswith("lane"))

@@ -29,6 +29,7 @@ from commopt.bucketing.wish import Wish
 from commopt.feedback import Layout, Ledger, restore, save
 from commopt.feedback.checkpoint import MAX_MAGNITUDE
 from commopt.groups import Membership, Team, TeamShape
+from commopt.groups.store import limited
 from commopt.hooks.registration import Registration, Settings
 from commopt.hooks.sending import Sending
 from commopt.lanes import operation as operations
@@ -110,7 +111,7 @@ def setup() -> Setup:
     """Two nodes with two ranks each."""
     team = Echo((0, 0, 1, 1), "world", Echo((0, 0), "intra"), Echo((0, 1), "inter"))
     parent: Any = lambda: None  # noqa: E731
-    store: Any = dist.HashStore()
+    store = limited(dist.HashStore(), "made up", 60.0)
     return Setup("made up", parent, Cluster.from_ranks_per_node(4, 2), team, 60.0, store)
 
 
