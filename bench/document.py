@@ -16,13 +16,20 @@ from pathlib import Path
 
 from commopt.command_line import Parser
 from commopt.document import read_text
-from commopt.errors import ConfigurationError
 
 _PLACE = re.compile(r"^(<!-- begin: [\w-]+ \(python -m ([^)]+)\) -->\n)(.*?)^(<!-- end -->)$", re.M | re.S)
 
 
 def filled(text: str) -> str:
-    """Return a document with what its commands print now; they run here, from the root of the project."""
+    """Return a document with what its commands print now; they run here, from the root of the project.
+
+    Raises ValueError where marks do not come in pairs, or a command fails.
+    """
+    marks = re.findall(r"^<!-- (begin|end)\b", text, re.M)
+    if marks != ["begin", "end"] * (len(marks) // 2):
+        raise ValueError(
+            f"its marks do not come in pairs: {' '.join(marks)}; write <!-- begin: ... --> and <!-- end -->"
+        )
     return _PLACE.sub(lambda found: f"{found[1]}{_printed(found[2])}\n{found[4]}", text)
 
 
@@ -33,6 +40,9 @@ def _printed(command: str) -> str:
         sys.argv = [module, *arguments]
         with redirect_stdout(out):
             runpy.run_module(module, run_name="__main__")
+    except (ImportError, SystemExit) as error:
+        if not isinstance(error, SystemExit) or error.code:
+            raise ValueError(f"python -m {command} fails: {error}") from None
     finally:
         sys.argv = before
     return out.getvalue().rstrip()
@@ -73,9 +83,10 @@ def main() -> int:
     for document in options.documents:
         try:
             text = read_text(document)
-        except ConfigurationError as error:
-            parser.error(str(error))
-        if (new := filled(text)) != text:
+            new = filled(text)
+        except ValueError as error:
+            parser.error(f"{document}: {error}")
+        if new != text:
             stale = True
             print(f"{document}: {'out of date' if options.check else 'filled in'}")
             if not options.check:

@@ -43,6 +43,11 @@ def refuse(program: str, why: object) -> int:
     return BAD_INPUT
 
 
+def reader_has_gone() -> None:
+    """Let stdout lead nowhere after a BrokenPipeError (`| head` has seen enough), else Python complains at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
 def whole(least: int = 0, most: int = _MOST) -> Callable[[str], int]:
     """Return a `type=` for whole numbers from `least` to `most`."""
 

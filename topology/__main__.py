@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -59,6 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--root is for a machine, show for a file; give one of them")
     try:
         _run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has seen enough; Python would complain once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     except TopologyError as error:
         return _refused(str(error))
     except OSError as error:

@@ -23,8 +23,15 @@ from bench.bucketing.models import SUBJECTS
 from bench.document import table
 from bench.environment import run_of
 from bench.table import print_rows
-from commopt.command_line import Parser, output_file, whole
+from commopt.command_line import Parser, content_of, output_file, whole
 from examples.train_gpt import progress_bar, start_process_group
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    if not rows or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"{path} is not a file that bench.bucketing --json wrote")
+    return rows
 
 
 def parse_options() -> argparse.Namespace:
@@ -45,7 +52,7 @@ def parse_options() -> argparse.Namespace:
         metavar="FILE",
         help="draw a step of the first preset with each plan, as FILE_ddp and so on",
     )
-    parser.add_argument("--show", type=Path, metavar="FILE", help="print a Markdown table of such a file, and no more")
+    parser.add_argument("--show", type=content_of(_rows), metavar="FILE", help="print a table of such a file instead")
     return parser.parse_args()
 
 
@@ -53,7 +60,7 @@ def main() -> None:
     """Run the contest; rank 0 reports."""
     options = parse_options()
     if options.show:
-        print(markdown([json.loads(line) for line in options.show.read_text().splitlines()]))
+        print(markdown(options.show))
         return
     start_process_group()
     subject = SUBJECTS[options.model]

@@ -23,7 +23,7 @@ def parse_options() -> argparse.Namespace:
     parser = Parser(prog="python -m bench.convergence", description=(bench.convergence.__doc__ or "").splitlines()[0])
     parser.add_argument(
         "--json",
-        type=Path,
+        type=output_file,
         default=Path("build/convergence/convergence.json"),
         metavar="FILE",
         help="JSON lines, written after every training; what is in it already is not done again (default %(default)s)",

@@ -203,7 +203,7 @@ def _training(name: str, shows: str, strategies: Sequence[str], limit_s: float) 
     file = f"{name}.json"
     arguments = ("--strategies", ",".join(strategies), *_TIMES, "--json", f"{{out}}/{file}")
     command = _ranks("bench.training", *arguments)
-    return Step(name, shows, command, limit_s, learned(file, strategies), settings=_TWO_NODES)
+    return Step(name, shows, command, limit_s, learned(file, strategies), settings=_TWO_NODES, ranks=4)
 
 
 def _tuner(name: str, strategy: str) -> Step:
@@ -219,7 +219,7 @@ def _emulated_network() -> Step:
     return Step(
         "network",
         f"a GPT learns on two emulated nodes with a {_LINK_RATE} link between them",
-        _module("bench.cluster", *shape, "-m", "bench.gpu.rank", *training),
+        _module("commopt", "cluster", *shape, "-m", "bench.gpu.rank", *training),
         90,
         learned("network.json", _ACROSS),
         settings=_TWO_NODES,

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from commopt.command_line import BAD_INPUT, refuse
+from commopt.command_line import BAD_INPUT, reader_has_gone, refuse
 from commopt.doctor.checks.diagnosis import diagnose
 from commopt.doctor.finding import Finding, exit_status, in_order
 from commopt.doctor.log.findings import examine
@@ -62,8 +62,8 @@ def run(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) ->
         else:
             show(findings, options.all, None if options.log is not None else CLOSING)
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader (`| head`) has seen enough; Python would complain once more at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    except BrokenPipeError:
+        reader_has_gone()
     return exit_status(findings)
 
 

@@ -101,8 +101,8 @@ def _require_free(ddp: object) -> None:
     # Not `ddp._comm_hooks`: torch.load fills it in again, though the model it returns has no hook.
     if name := ddp._get_ddp_logging_data().get("comm_hook"):
         raise ConfigurationError(
-            f"this DDP model already has the communication hook {name}, and DDP takes one only; "
-            f"wrap the module in a new DistributedDataParallel to change it"
+            f"this DDP model has a communication hook already ({name}), and DDP takes only one; wrap the module in a "
+            f"new DistributedDataParallel to change it"
         )
 
 

@@ -68,7 +68,8 @@ class Preset:
             if name in STATE_OPTIONS:
                 raise ConfigurationError(
                     f"{name}={value!r} is no option of the preset {self.name} but of attach and HookState: pass it "
-                    f"there, commopt.attach(ddp, {self!r}, {name}={value!r})"
+                    f"there, commopt.attach(ddp, {self!r}, {name}={value!r}), or to commopt run as "
+                    f"--option {name}={value}"
                 )
             if name not in known:
                 near = get_close_matches(name, [*known, *STATE_OPTIONS], n=1, cutoff=0.5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from difflib import get_close_matches
 from typing import Any, Literal
 
 import torch
@@ -33,7 +34,9 @@ def build_preset(text: str, **options: Any) -> Aggregator:
     """
     name, *settings = text.split(":")
     if name not in PRESETS:
-        raise ConfigurationError(f"preset {name!r} is unknown; known presets: {', '.join(sorted(PRESETS))}")
+        near = get_close_matches(name, PRESETS, n=1)
+        meant = f"did you mean {near[0]}? " if near else ""
+        raise ConfigurationError(f"preset {name!r} is unknown; {meant}known presets: {', '.join(sorted(PRESETS))}")
     for setting in settings:
         option, equals, value = setting.partition("=")
         if not equals:

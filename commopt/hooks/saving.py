@@ -54,6 +54,8 @@ def merged_state(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     ranks had not sent yet is lost, and nothing else; a warning names them. Not collective.
     Raises ConfigurationError when parts are not of one checkpoint.
     """
+    if isinstance(parts, Mapping):
+        raise ConfigurationError("merged_state takes the states of several ranks; pass a list, merged_state([state])")
     found = _checked_parts(list(parts))
     members, nodes = found[0].get("members"), found[0]["nodes"]
     missing = sorted(set(range(len(nodes))) - {part["place"] for part in found})
@@ -198,9 +200,9 @@ def _fill(ledger: Ledger, saved: object, registration: Registration) -> _Loaded:
     else:
         # Alike on every rank, so that all raise the same.
         raise ConfigurationError(
-            f"this is the state of a rank in another place, saved on nodes {first['nodes']} (here: {nodes}); give "
-            f"every rank its own state, or all of them commopt.merged_state() of the states of all ranks that there "
-            f"are, which is what gathered_state_dict() returns"
+            f"this is the state of another rank: of place {first['place']}, saved on nodes {first['nodes']} (here: "
+            f"{nodes}); give every rank its own state, or all of them commopt.merged_state() of the states of all "
+            f"ranks that there are, which is what gathered_state_dict() returns"
         )
     facts = {
         "steps": str(first["steps"]),
@@ -220,10 +222,14 @@ def _digest(what: object) -> str:
 def _parts_of(saved: object) -> list[Mapping[str, Any]]:
     """Return the ranks' parts that a state has, one or several of the same checkpoint."""
     if not _is_state(saved):
-        kind = f"of format {saved.get('format')!r}" if isinstance(saved, Mapping) else type(saved).__name__
+        kind = f"of type {type(saved).__name__}"
+        if isinstance(saved, Mapping):
+            kind = (
+                f"of format {saved['format']!r}" if "format" in saved else f"a dict with the keys {list(saved)!r:.80}"
+            )
         raise ConfigurationError(
-            f"this is no state of a HookState in format {FORMAT} but {kind}; give every rank what state_dict() "
-            f"returned there, or all of them what gathered_state_dict() or commopt.merged_state() returned"
+            f"this is not what state_dict() returned, in format {FORMAT}, but {kind}; give every rank its own "
+            f"state_dict(), or all of them what gathered_state_dict() or commopt.merged_state() returned"
         )
     return _checked_parts(field(saved, "ranks", list) if "ranks" in saved else [saved])
 

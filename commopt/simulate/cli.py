@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from typing import Any
 
-from commopt.command_line import BAD_INPUT, number, output_file, refuse, whole
+from commopt.command_line import BAD_INPUT, number, output_file, reader_has_gone, refuse, whole
 from commopt.cost import Links
 from commopt.errors import ConfigurationError
 from commopt.simulate import picture, report
@@ -92,6 +93,9 @@ def run(options: argparse.Namespace) -> int:
     """Simulate, print, write, and return the exit status."""
     try:
         _published(options) if options.published else _scaling(options)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        reader_has_gone()
     except (ConfigurationError, OSError) as error:
         return refuse("commopt simulate", error)
     return 0

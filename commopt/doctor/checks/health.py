@@ -82,7 +82,9 @@ def xid(machine: Machine) -> list[Finding]:
             counts[match[1], int(match[2])] = counts.get((match[1], int(match[2])), 0) + 1
     serious = {key: count for key, count in counts.items() if key[1] not in OF_PROGRAMS}
     shown = ", ".join(f"{number} on {gpu} ({count})" for (gpu, number), count in (serious or counts).items())
-    remedy = f"grep Xid {read.split()[0]}; what each number means: docs.nvidia.com/deploy/xid-errors; reset the GPU"
+    source = read.split()[0]  # /dev/kmsg has no end
+    look = "sudo dmesg | grep Xid" if source.endswith("kmsg") else f"grep Xid {source}"
+    remedy = f"{look}; what each number means: docs.nvidia.com/deploy/xid-errors; reset the GPU"
     if serious:
         return [XID.warning(read, shown, "none since the machine started", remedy, "medium")]
     if counts:

@@ -60,6 +60,7 @@ def remove_ipc(machine: Machine) -> list[Finding]:
         return [REMOVE_IPC.ok(f"/{path}", f"RemoveIPC={stated[-1]}", "no")]
     shown = f"RemoveIPC={stated[-1]}" if stated else "RemoveIPC is not set: yes, as systemd has it"
     expected = "no: a job that outlives its login session loses /dev/shm, and NCCL fails to open or remove it"
-    remedy = "printf '[Login]\\nRemoveIPC=no\\n' | sudo tee /etc/systemd/logind.conf.d/ipc.conf; "
+    remedy = "sudo mkdir -p /etc/systemd/logind.conf.d; "
+    remedy += "printf '[Login]\\nRemoveIPC=no\\n' | sudo tee /etc/systemd/logind.conf.d/ipc.conf; "
     remedy += "sudo systemctl restart systemd-logind; or: sudo loginctl enable-linger $USER"
     return [REMOVE_IPC.info(f"/{path}", shown, expected, remedy, "medium" if stated else "low")]
