@@ -863,3 +863,9 @@ def test_a_cell_cannot_break_the_table() -> None:
 def test_the_document_has_the_steps_in_their_order() -> None:
     cells = re.findall(r"^\| (`[^|]*) \|", (ROOT / "docs" / "gpu.md").read_text(), re.MULTILINE)
     assert re.findall("`([^`]*)`", " ".join(cells)) == [each.name for each in steps(build=True)]
+
+
+def test_errors_that_the_doctor_finds_are_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")  # one of its errors
+    answer = machine._of_module("commopt", "doctor", "--json", statuses=machine._DOCTOR_STATUSES)
+    assert answer["status"] == 3
