@@ -488,6 +488,25 @@ def test_calls_of_another_length_on_one_rank(known: tuple[int, ...]) -> None:
     assert_raised([mine[4] for mine in results], RuntimeError, "MismatchError", "rank 1", "numel")
 
 
+def refuse_on_one_rank(rank: int, world_size: int) -> list[Raised]:
+    """Rank 1 refuses its first call; its second is like the first of the others."""
+    comm, results = Communicator(), []
+    calls: list[Callable[..., object]] = [comm.all_reduce, comm.broadcast, commopt.all_reduce]
+    for call in calls:
+        if rank == 1:
+            assert_raised([outcome(partial(call, [1.0]))], UnsupportedTensorError, "list")
+        results.append(outcome(partial(call, torch.ones(4))))
+        if rank != 1:
+            outcome(partial(call, [1.0]))
+    assert_works()
+    return results
+
+
+def test_a_call_that_one_rank_refused() -> None:
+    for mine in run(refuse_on_one_rank, 2, fresh=True):
+        assert_raised(mine, MismatchError, "rank 1", "about call", "Communicator", "operation")
+
+
 def environments_differ(rank: int, world_size: int) -> Raised:
     import os
 
