@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from hashlib import sha256
 from itertools import count
 from typing import Any, Literal
@@ -34,21 +35,21 @@ class Communicator:
     Arrays may be torch tensors, NumPy or CuPy arrays of any shape, contiguous or not; results are written in place.
     Ranks and block orders are those of `group`, whatever order commopt uses inside. Every method must be called by all
     ranks, in the same order and with equal shapes and dtypes; a call that raises counts. Ranks compare a call before
-    they start, over NCCL only the first time it is made; a difference raises MismatchError on all of them. With async_op=True a method returns a
-    Work at once. CuPy arrays are read and written in the order of torch's current stream: make it CuPy's with
-    torch.cuda.ExternalStream where they differ.
+    they start, over NCCL only the first time it is made; a difference raises MismatchError on all of them. With
+    async_op=True a method returns a Work at once. CuPy arrays are read and written in the order of torch's current
+    stream: make it CuPy's with torch.cuda.ExternalStream where they differ.
 
-    `ranks_per_node` declares blocks of ranks to be nodes; by default the hosts are asked. `timeout` is in seconds,
-    for a collective or a rank that never arrives; by default that of `group`. `nccl` limits what NCCL takes of the GPU
-    on a level ("world", "intra", "inter"; levels that this cluster lacks are no error):
-    {"inter": NcclOptions(max_ctas=4)}.
+    `ranks_per_node` declares blocks of ranks to be nodes; by default the hosts are asked. `timeout`, in seconds or a
+    timedelta, is for a collective or a rank that never arrives; by default that of `group`. `nccl` limits what NCCL
+    takes of the GPU on a level ("world", "intra", "inter"; levels that this cluster lacks are no error):
+    {"inter": NcclOptions(max_ctas=4)}. What cannot be raises ConfigurationError on every rank.
     """
 
     def __init__(
         self,
         group: Any = None,
         ranks_per_node: int | None = None,
-        timeout: float | None = None,
+        timeout: float | timedelta | None = None,
         nccl: NcclByLevel | None = None,
     ) -> None:
         self._membership = enter(group, ranks_per_node, timeout, nccl)
@@ -210,7 +211,9 @@ class Communicator:
         return handle if async_op else handle.wait()
 
     def _compare(self, arguments: dict[str, str], call: str, device: torch.device) -> None:
-        """Raise MismatchError on every rank when ranks disagree about which `call` it is, or its arguments; on the lane.
+        """Raise MismatchError on every rank when ranks disagree about which `call` this is, or its arguments.
+
+        For the lane's work.
 
         A digest travels over the team, where a dead peer is noticed at once; only when digests differ do the arguments
         follow. Over gloo before every call: tensors of different lengths would end the process, what one rank repeats

@@ -17,7 +17,7 @@ from commopt.aggregate import Aggregator
 from commopt.bucketing import Wish
 from commopt.cost import Links
 from commopt.errors import ConfigurationError
-from commopt.groups import Membership, NcclByLevel, copied_options
+from commopt.groups import Membership, NcclByLevel, read_arguments
 from commopt.hooks import saving
 from commopt.hooks.gradients import require_supported_parameters
 from commopt.hooks.insight import report_on, timeline_of
@@ -77,14 +77,15 @@ class HookState:
         tuned: Tuned | str | Path | None = None,
         nccl: NcclByLevel | None = None,
     ) -> None:
-        timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         wish, problem = Wish(), None
         try:  # a mistake of this rank alone, as a file that it lacks, is every rank's to hear of
             _require_arguments(aggregator, module, scaler)
+            ranks_per_node, timeout_s, nccl = read_arguments(ranks_per_node, timeout, nccl)
             wish = Wish.read(plan, links, needed_first, tuned)
         except Exception as error:
             aggregator, module, scaler, problem = None, None, None, error
-        settings = Settings(ranks_per_node, timeout_s, wish, record, copied_options(nccl))
+            ranks_per_node, timeout_s, nccl = None, None, {}
+        settings = Settings(ranks_per_node, timeout_s, wish, record, nccl)
         self._start(settings, aggregator, module, scaler)
         if process_group is not None or dist.is_initialized():
             self._registration.join(process_group, problem)
