@@ -122,11 +122,16 @@ class Registration:
         """This rank's place among the others; where it was not found at first it is, collectively, when needed."""
         return self.joined or self.join()
 
-    def close(self) -> None:
-        """See HookState.close."""
+    def close(self, *, groups: bool = True) -> None:
+        """See HookState.close. groups: False keeps the process groups for the next owner, at once."""
         if self.joined is not None and not self.joined.closed:
-            leave(self.joined.membership)
+            leave(self.joined.membership, close=groups)
             self.joined.closed = True
+
+    def require_open(self, what: str) -> None:
+        """Raise ConfigurationError when `close` came before `what`."""
+        if self.joined is not None:
+            self.joined.require_open(what)
 
     @property
     def aggregator_name(self) -> str:

@@ -149,6 +149,10 @@ class HookState:
 
     # ------------------------------------------------------------------------------------- for hooks
 
+    def withdraw(self) -> None:
+        """Take part no more, as no model got this state; not collective."""
+        self._registration.close(groups=False)
+
     def join(self, process_group: dist.ProcessGroup) -> None:
         """Find the other ranks of DDP's group, unless that was done before; collective."""
         if self._registration.joined is None:
@@ -288,6 +292,7 @@ class HookState:
 
     def gathered_state_dict(self) -> dict[str, Any] | None:
         """Return all ranks' states on the first rank of the group, None on the others; collective."""
+        self._registration.require_open("gathered_state_dict")
         return saving.gather(self.state_dict(), self.membership)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -305,6 +310,7 @@ class HookState:
 
     def load_from(self, read: Callable[[], object]) -> None:
         """Load what `read` returns; what it raises becomes a ConfigurationError on every rank. See load_state_dict."""
+        self._registration.require_open("load_state_dict")
         saving.load(read, self._registration)
 
 
