@@ -100,6 +100,10 @@ def close_a_state(rank: int, world_size: int) -> None:
         state.gathered_state_dict()
     with pytest.raises(ConfigurationError, match=r"HookState 0 was closed, and this is its load_state_dict; make"):
         state.load_state_dict(saved)
+    state = commopt.HookState()
+    state.close()
+    with pytest.raises(ConfigurationError, match="HookState 0 was closed, and this is its first bucket; make"):
+        state.decide(commopt.Flat(), "flat")
 
 
 def test_a_closed_state() -> None:

@@ -68,7 +68,7 @@ def resolve_group(group: Any) -> dist.ProcessGroup:
 def join(
     group: Any = None,
     ranks_per_node: int | None = None,
-    timeout: float | timedelta | None = None,
+    timeout_s: float | timedelta | None = None,
     nccl: NcclByLevel | None = None,
     problem: Exception | None = None,
 ) -> Membership:
@@ -76,7 +76,7 @@ def join(
 
     Calls with equal arguments share one set of process groups: all of them use one lane, in one order, anyway.
     `ranks_per_node` declares blocks of the group's ranks to be nodes instead of asking the hosts, as
-    COMMOPT_RANKS_PER_NODE does with blocks of global ranks. `timeout` (seconds or timedelta) None means that of
+    COMMOPT_RANKS_PER_NODE does with blocks of global ranks. `timeout_s` (a timedelta too) None means that of
     `group` itself, 600 s where torch does not tell it. `nccl` holds options for the communicators of a level, which
     this cluster need not have.
     `problem` is why the caller cannot go on: raised here on every rank, unless the groups exist already.
@@ -88,7 +88,7 @@ def join(
     except ConfigurationError as error:
         raise problem or error from None  # there is nobody to tell
     try:
-        ranks_per_node, timeout_s, nccl = read_arguments(ranks_per_node, timeout, nccl)
+        ranks_per_node, timeout_s, nccl = read_arguments(ranks_per_node, timeout_s, nccl)
     except ConfigurationError as error:  # nothing to look groups up by
         return _build(parent, None, None, {}, problem or error)
     known = _memberships.setdefault(parent, {})

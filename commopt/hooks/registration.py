@@ -106,6 +106,7 @@ class Registration:
     def settle(self, aggregator: Aggregator) -> None:
         """Average with `aggregator`, as none was chosen yet; collective."""
         sending = self.sending
+        sending.require_open("first bucket")
         sending.membership.agree(f"first bucket of {sending.owner}", aggregator=repr(aggregator))
         self._begin(aggregator, sending)
         self.aggregator = aggregator
