@@ -1,8 +1,8 @@
 """Process groups of commopt's own: who is on which node, and teams of ranks for each level of the network."""
 
-from commopt.groups.build import join, read_arguments, resolve_group
+from commopt.groups.build import join, resolve_group
 from commopt.groups.membership import FAILURE_KEY, Membership, Place, checking, joined
-from commopt.groups.nccl import NcclByLevel, NcclOptions
+from commopt.groups.nccl import NcclByLevel, NcclOptions, copied_options
 from commopt.groups.scaling import apply_scale
 from commopt.groups.shape import TeamShape
 from commopt.groups.store import LimitedStore, close_stores
@@ -25,10 +25,10 @@ __all__ = [
     "checking",
     "close_stores",
     "close_together",
+    "copied_options",
     "join",
     "joined",
     "keep_groups",
-    "read_arguments",
     "reduce_scatter_single",
     "resolve_group",
 ]

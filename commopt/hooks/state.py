@@ -17,7 +17,8 @@ from commopt.aggregate import Aggregator
 from commopt.bucketing import Wish
 from commopt.cost import Links
 from commopt.errors import ConfigurationError
-from commopt.groups import Membership, NcclByLevel, read_arguments
+from commopt.groups import Membership, NcclByLevel
+from commopt.groups.build import read_arguments
 from commopt.hooks import saving
 from commopt.hooks.gradients import require_supported_parameters
 from commopt.hooks.insight import report_on, timeline_of
