@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -486,6 +487,63 @@ def test_calls_of_another_length_on_one_rank(known: tuple[int, ...]) -> None:
         assert_raised([mine[number] for mine in results], MismatchError, "rank 1", "numel", "8", "4")
     assert [mine[number].kind for mine in results for number in (1, 3)] == [type(None)] * 6
     assert_raised([mine[4] for mine in results], RuntimeError, "MismatchError", "rank 1", "numel")
+
+
+def refuse_on_one_rank(rank: int, world_size: int) -> list[Raised]:
+    """Rank 1 refuses its first call; its second is like the first of the others."""
+    comm, results = Communicator(), []
+    calls: list[Callable[..., object]] = [comm.all_reduce, comm.broadcast, commopt.all_reduce]
+    for call in calls:
+        if rank == 1:
+            assert_raised([outcome(partial(call, [1.0]))], UnsupportedTensorError, "list")
+        results.append(outcome(partial(call, torch.ones(4))))
+        if rank != 1:
+            outcome(partial(call, [1.0]))
+    assert_works()
+    return results
+
+
+def test_a_call_that_one_rank_refused() -> None:
+    for mine in run(refuse_on_one_rank, 2, fresh=True):
+        assert_raised(mine, MismatchError, "rank 1", "about call", "Communicator", "operation")
+
+
+# name: (option, its value on rank 1, what the message must contain there)
+MISTAKES: dict[str, tuple[str, Any, tuple[str, ...]]] = {
+    "timeout": ("timeout", "30", ("timeout '30'", "str", "seconds or a timedelta")),
+    "timeout True": ("timeout", True, ("timeout True", "bool")),
+    "ranks_per_node": ("ranks_per_node", "2", ("ranks_per_node '2'", "str", "whole number")),
+    "nccl": ("nccl", "max_ctas=4", ("nccl='max_ctas=4'", "NcclOptions(max_ctas=4)")),
+    "nccl of a level": ("nccl", {"inter": {"max_ctas": 4}}, ("nccl['inter']", "dict", "NcclOptions(max_ctas=4)")),
+}
+
+
+def mistake_on_one_rank(rank: int, world_size: int) -> dict[str, Raised]:
+    results = {}
+    for kind in (Communicator, HookState):  # HookState once the groups exist, and for other ranks at once
+        for name, (option, value, _) in MISTAKES.items():
+            options = {option: value} if rank == 1 else {}
+            results[f"{name} {kind.__name__}"] = outcome(partial(kind, **options))
+        assert_works()
+    return results
+
+
+def test_an_argument_of_another_type_on_one_rank() -> None:
+    results = run(mistake_on_one_rank, 2)
+    for key in results[0]:
+        parts = MISTAKES[key.rpartition(" ")[0]][2]
+        assert_raised([results[1][key]], ConfigurationError, *parts)
+        assert_raised([results[0][key]], ConfigurationError, "rank 1 cannot take part in", *parts)
+
+
+def wait_with_a_timedelta(rank: int, world_size: int) -> None:
+    team = Communicator(timeout=timedelta(seconds=30))._membership
+    assert team.timeout_s == 30
+    assert Communicator(timeout=30)._membership is HookState(timeout=timedelta(seconds=30)).membership is team
+
+
+def test_a_timeout_may_be_a_timedelta() -> None:
+    run(wait_with_a_timedelta, 2)
 
 
 def environments_differ(rank: int, world_size: int) -> Raised:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils.checkpoint import checkpoint
 
 import commopt
 from commopt import Account, Aggregator, Communicator, Flat, Hierarchical, Layout
@@ -37,15 +38,16 @@ CAUSE = "disk on fire"
 
 @dataclass(frozen=True)
 class Failing(Aggregator):
-    """Works on all ranks until `armed`; then raises on one of them, before it sends anything."""
+    """Works on all ranks until `armed`; then raises on one of them, before it sends anything (of `numel` elements)."""
 
     culprit: int
     inner: Aggregator = field(default_factory=Flat)
+    numel: int | None = None
 
     armed = False  # of this process, hence no field
 
     def all_reduce(self, buffer: Tensor, team: Any, scale: float, account: Account) -> None:
-        if Failing.armed and dist.get_rank() == self.culprit:
+        if Failing.armed and dist.get_rank() == self.culprit and self.numel in (None, buffer.numel()):
             raise OSError(CAUSE)
         self.inner.all_reduce(buffer, team, scale, account)
 
@@ -214,6 +216,47 @@ def fail_in_backward(rank: int, world_size: int, folder: str, aggregator: Aggreg
 )
 def test_backward(aggregator: Aggregator, culprit: int, tmp_path: Path) -> None:
     assert_all_know(run(fail_in_backward, 4, str(tmp_path), aggregator, nodes=(2, 2), fresh=True), culprit)
+
+
+class TwoTasks(nn.Module):
+    """DDP's first bucket, that of `late`, is reduced in another graph task than its last one."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.early, self.late = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.early(x)
+        if self.way == "two backwards":
+            return x, self.late(x.detach())
+        return x, checkpoint(self.late, x, use_reentrant=True)
+
+
+def fail_in_the_last_task(rank: int, world_size: int, folder: str, way: str) -> Seen:
+    ddp = TorchDDP(TwoTasks(way), bucket_cap_mb=0.0001, static_graph=way == "static graph")
+    commopt.attach(ddp, Failing(1, numel=ddp.module.early.weight.numel() + 8))
+
+    def step() -> None:
+        early, late = ddp(torch.ones(2, 8))
+        try:
+            late.sum().backward()
+            if way == "two backwards":
+                early.sum().backward()
+        except commopt.LaneError:
+            raise
+        except RuntimeError as error:
+            raise AssertionError("backward raised another error than LaneError") from error
+
+    for _ in range(3):
+        step()
+    Failing.armed = True
+    return watch(step, folder, rank, world_size)
+
+
+@pytest.mark.parametrize("way", ["reentrant checkpoint", "static graph", "two backwards"])
+def test_backward_in_several_graph_tasks(way: str, tmp_path: Path) -> None:
+    assert_all_know(run(fail_in_the_last_task, 2, str(tmp_path), way, fresh=True), 1)
 
 
 # ------------------------------------------------------------------------------ processes that die

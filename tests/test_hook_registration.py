@@ -95,10 +95,36 @@ def close_a_state(rank: int, world_size: int) -> None:
     assert state.stats()["steps"] == 3
     with pytest.raises(ConfigurationError, match="HookState 0 was closed"):
         loss_of(ddp, batch_of(rank, 0)).backward()
+    saved = state.state_dict()
+    with pytest.raises(ConfigurationError, match=r"HookState 0 was closed, and this is its gathered_state_dict; make"):
+        state.gathered_state_dict()
+    with pytest.raises(ConfigurationError, match=r"HookState 0 was closed, and this is its load_state_dict; make"):
+        state.load_state_dict(saved)
+    state = commopt.HookState()
+    state.close()
+    with pytest.raises(ConfigurationError, match="HookState 0 was closed, and this is its first bucket; make"):
+        state.decide(commopt.Flat(), "flat")
 
 
 def test_a_closed_state() -> None:
     run(close_a_state, 2, fresh=True)
+
+
+def attach_in_vain(rank: int, world_size: int) -> None:
+    singles = [dist.new_group([each]) for each in range(world_size)]
+    ddp = TorchDDP(seeded(Tower), process_group=singles[rank])
+    with pytest.raises(ConfigurationError, match="the HookState spans ranks"):
+        commopt.attach(ddp, "flat", process_group=dist.group.WORLD)
+    last = commopt.Communicator()
+    last.close()
+    assert last._membership.team.closed, "the state that no model got still counts"
+    state = commopt.attach(ddp, "flat")
+    loss_of(ddp, batch_of(rank, 0)).backward()
+    assert state.stats()["steps"] == 1
+
+
+def test_a_state_that_no_model_got_holds_no_groups() -> None:
+    run(attach_in_vain, 2)
 
 
 def look_at_statistics(rank: int, world_size: int) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from hashlib import sha256
 from itertools import count
 from typing import Any, Literal
@@ -33,22 +34,22 @@ class Communicator:
 
     Arrays may be torch tensors, NumPy or CuPy arrays of any shape, contiguous or not; results are written in place.
     Ranks and block orders are those of `group`, whatever order commopt uses inside. Every method must be called by all
-    ranks, in the same order and with equal shapes and dtypes. Ranks compare a call before they start, over NCCL only
-    the first time it is made; a difference raises MismatchError on all of them. With async_op=True a method returns a
-    Work at once. CuPy arrays are read and written in the order of torch's current stream: make it CuPy's with
-    torch.cuda.ExternalStream where they differ.
+    ranks, in the same order and with equal shapes and dtypes; a call that raises counts. Ranks compare a call before
+    they start, over NCCL only the first time it is made; a difference raises MismatchError on all of them. With
+    async_op=True a method returns a Work at once. CuPy arrays are read and written in the order of torch's current
+    stream: make it CuPy's with torch.cuda.ExternalStream where they differ.
 
-    `ranks_per_node` declares blocks of ranks to be nodes; by default the hosts are asked. `timeout` is in seconds,
-    for a collective or a rank that never arrives; by default that of `group`. `nccl` limits what NCCL takes of the GPU
-    on a level ("world", "intra", "inter"; levels that this cluster lacks are no error):
-    {"inter": NcclOptions(max_ctas=4)}.
+    `ranks_per_node` declares blocks of ranks to be nodes; by default the hosts are asked. `timeout`, in seconds or a
+    timedelta, is for a collective or a rank that never arrives; by default that of `group`. `nccl` limits what NCCL
+    takes of the GPU on a level ("world", "intra", "inter"; levels that this cluster lacks are no error):
+    {"inter": NcclOptions(max_ctas=4)}. What cannot be raises ConfigurationError on every rank.
     """
 
     def __init__(
         self,
         group: Any = None,
         ranks_per_node: int | None = None,
-        timeout: float | None = None,
+        timeout: float | timedelta | None = None,
         nccl: NcclByLevel | None = None,
     ) -> None:
         self._membership = enter(group, ranks_per_node, timeout, nccl)
@@ -86,6 +87,7 @@ class Communicator:
 
         Raises UnsupportedTensorError for dtypes that cannot be reduced, ConfigurationError for a bad op or aggregator.
         """
+        number, dice = next(self._sequence), next(self._membership.rounds)
         aggregator = self._require_aggregator(aggregator)
         operand = writable(x)
         scale = self._scale(op, operand)
@@ -95,7 +97,7 @@ class Communicator:
             )
 
         # Compression forgets here: to remember, it would have to know that two tensors are the same gradient.
-        step = aggregator.start_step + next(self._membership.rounds)
+        step = aggregator.start_step + dice
         account = Account.unremembered(operand.tensor.numel(), step, self._membership.global_rank)
 
         def work() -> None:
@@ -103,14 +105,14 @@ class Communicator:
             aggregator.all_reduce(flat, self._membership.team, scale, account)
             operand.store(flat)
 
-        return self._submit(f"all_reduce ({op})", operand, work, async_op, aggregator=aggregator)
+        return self._submit(number, f"all_reduce ({op})", operand, work, async_op, aggregator=aggregator)
 
     def reduce_scatter(self, output: Any, input: Any, op: Op = "avg", async_op: bool = False) -> Any:
         """Set `output` to this rank's block of the average (or sum) of all inputs; return `output`, or a Work.
 
         `input` holds world_size blocks of output.numel() elements: rank i gets block i.
         """
-        target, source = writable(output), readable(input)
+        number, target, source = next(self._sequence), writable(output), readable(input)
         self._require_blocks("reduce_scatter", large=source, small=target)
         scale = self._scale(op, source)
 
@@ -119,24 +121,25 @@ class Communicator:
             blocks = blocks * scale if scale != 1.0 else blocks
             target.store(levels.reduce_scatter(blocks, self._membership))
 
-        return self._submit(f"reduce_scatter ({op})", target, work, async_op, [source])
+        return self._submit(number, f"reduce_scatter ({op})", target, work, async_op, [source])
 
     def all_gather(self, output: Any, input: Any, async_op: bool = False) -> Any:
         """Fill block i of `output` (world_size * input.numel() elements) with rank i's `input`.
 
         Returns `output`, or a Work.
         """
-        target, source = writable(output), readable(input)
+        number, target, source = next(self._sequence), writable(output), readable(input)
         self._require_blocks("all_gather", large=target, small=source)
 
         def work() -> None:
             gathered = levels.all_gather(_as_bytes(source.flat()), self._membership)
             target.store(_from_bytes(gathered, target.tensor.dtype))
 
-        return self._submit("all_gather", target, work, async_op, [source])
+        return self._submit(number, "all_gather", target, work, async_op, [source])
 
     def broadcast(self, x: Any, src: int = 0, async_op: bool = False) -> Any:
         """Copy `x` of the group's rank `src` to all ranks, in place; return `x`, or a Work."""
+        number = next(self._sequence)
         if not 0 <= src < self.world_size:
             raise ConfigurationError(f"src {src} is not a rank of this group; use 0 to {self.world_size - 1}")
         operand = writable(x)
@@ -146,7 +149,7 @@ class Communicator:
             levels.broadcast(_as_bytes(flat), src, self._membership)
             operand.store(flat)
 
-        return self._submit(f"broadcast from {src}", operand, work, async_op)
+        return self._submit(number, f"broadcast from {src}", operand, work, async_op)
 
     def all_to_all(self, output: Any, input: Any, async_op: bool = False) -> Any:
         """Send block j of `input` to rank j; block i of `output` comes from rank i. Return `output`, or a Work.
@@ -154,7 +157,7 @@ class Communicator:
         Both hold world_size equal blocks. Blocks for another node are gathered within this node first, so that one
         message per rank and remote node crosses the network instead of one per pair of ranks.
         """
-        target, source = writable(output), readable(input)
+        number, target, source = next(self._sequence), writable(output), readable(input)
         if source.tensor.numel() != target.tensor.numel() or source.tensor.numel() % self.world_size:
             raise ConfigurationError(
                 f"all_to_all of {source.tensor.numel()} into {target.tensor.numel()} elements; both must hold "
@@ -167,7 +170,7 @@ class Communicator:
             exchanged = levels.all_to_all(blocks, self._membership)
             target.store(_from_bytes(exchanged, target.tensor.dtype))
 
-        return self._submit("all_to_all", target, work, async_op, [source])
+        return self._submit(number, "all_to_all", target, work, async_op, [source])
 
     def wire_bytes(self, numel: int, dtype: torch.dtype, aggregator: Aggregator | None = None) -> WireBytes:
         """Return the payload bytes this rank sends for one all_reduce of `numel` elements."""
@@ -176,6 +179,7 @@ class Communicator:
 
     def _submit(
         self,
+        number: int,
         what: str,
         operand: Operand,
         work: Callable[[], None],
@@ -186,10 +190,11 @@ class Communicator:
         tensor, refusals = operand.tensor, list[MismatchError]()
         arguments = {"operation": what, "aggregator": repr(aggregator)}
         arguments |= {"dtype": str(tensor.dtype), "numel": str(tensor.numel())}
+        call = f"{self._owner}, operation {number}"
 
         def compare_and_work() -> None:
             try:
-                self._compare(arguments, tensor.device)
+                self._compare(arguments, call, tensor.device)
             except MismatchError as error:  # on all ranks, and nothing was sent: the lane goes on
                 refusals.append(error)
             else:
@@ -199,26 +204,29 @@ class Communicator:
             what += f" by {aggregator}"
         if self._closed:
             raise ConfigurationError(f"{what} on a Communicator that was closed; make a new one")
-        operation = lanes.Operation(
-            self._membership, self._owner, next(self._sequence), what, tensor.numel(), tensor.device.type
-        )
+        operation = lanes.Operation(self._membership, self._owner, number, what, tensor.numel(), tensor.device.type)
         sources = [source.tensor for source in inputs]
         ticket = lanes.lane_for(tensor.device).submit(operation, compare_and_work, tensor, sources)
         handle = Work(ticket, operand.array, refusals)
         return handle if async_op else handle.wait()
 
-    def _compare(self, arguments: dict[str, str], device: torch.device) -> None:
-        """Raise MismatchError on every rank when ranks disagree about the arguments of a call; on the lane.
+    def _compare(self, arguments: dict[str, str], call: str, device: torch.device) -> None:
+        """Raise MismatchError on every rank when ranks disagree about which `call` this is, or its arguments.
+
+        For the lane's work.
 
         A digest travels over the team, where a dead peer is noticed at once; only when digests differ do the arguments
-        follow. Over gloo before every call: tensors of different lengths would end the process, and what one rank
-        repeats may be new to another. Over NCCL, where the host would have to wait for the device, only the first
-        time; after many different calls the rest is taken on trust there.
+        follow. Over gloo before every call: tensors of different lengths would end the process, what one rank repeats
+        may be new to another, and where one rank alone refused a call, its next one must not meet that of the others.
+        Over NCCL, where the host would have to wait for the device, only the first time; after many different calls
+        the rest is taken on trust there.
         """
         team, known = self._membership.team, self._membership.compared
+        on_gloo = team.backend(device) == "gloo"
+        if on_gloo:
+            arguments = arguments | {"call": call}
         text = json.dumps(arguments).encode()
         digest = sha256(text).digest()[:7]
-        on_gloo = team.backend(device) == "gloo"
         if not on_gloo and (digest in known or len(known) >= _CALLS_COMPARED):
             return
         if team.all_equal(int.from_bytes(digest, "big"), device):

@@ -68,7 +68,7 @@ def resolve_group(group: Any) -> dist.ProcessGroup:
 def join(
     group: Any = None,
     ranks_per_node: int | None = None,
-    timeout_s: float | None = None,
+    timeout_s: float | timedelta | None = None,
     nccl: NcclByLevel | None = None,
     problem: Exception | None = None,
 ) -> Membership:
@@ -76,8 +76,9 @@ def join(
 
     Calls with equal arguments share one set of process groups: all of them use one lane, in one order, anyway.
     `ranks_per_node` declares blocks of the group's ranks to be nodes instead of asking the hosts, as
-    COMMOPT_RANKS_PER_NODE does with blocks of global ranks. `timeout_s` None means that of `group` itself, 600 s where
-    torch does not tell it. `nccl` holds options for the communicators of a level, which this cluster need not have.
+    COMMOPT_RANKS_PER_NODE does with blocks of global ranks. `timeout_s` (a timedelta too) None means that of
+    `group` itself, 600 s where torch does not tell it. `nccl` holds options for the communicators of a level, which
+    this cluster need not have.
     `problem` is why the caller cannot go on: raised here on every rank, unless the groups exist already.
     Raises ConfigurationError for a shape or options that cannot be, on every rank also when only one finds them,
     MismatchError when ranks disagree, TransportError when the rendezvous store does not answer.
@@ -86,12 +87,35 @@ def join(
         parent = resolve_group(group)
     except ConfigurationError as error:
         raise problem or error from None  # there is nobody to tell
-    nccl = copied_options(nccl)
+    try:
+        ranks_per_node, timeout_s, nccl = read_arguments(ranks_per_node, timeout_s, nccl)
+    except ConfigurationError as error:  # nothing to look groups up by
+        return _build(parent, None, None, {}, problem or error)
     known = _memberships.setdefault(parent, {})
     key = (ranks_per_node, timeout_s, frozenset(nccl.items()))
     if key not in known or not known[key].alive:
         known[key] = _build(parent, ranks_per_node, timeout_s, nccl, problem)
     return known[key]
+
+
+def read_arguments(
+    ranks_per_node: int | None, timeout: float | timedelta | None, nccl: NcclByLevel | None
+) -> tuple[int | None, float | None, dict[str, NcclOptions]]:
+    """Return these arguments of `join`, the timeout in seconds; raises ConfigurationError for other types.
+
+    Whether values of the right type can be is for the ranks to find out together.
+    """
+    timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float | None):
+        raise ConfigurationError(
+            f"timeout {timeout_s!r} is a {type(timeout_s).__name__}; pass seconds or a timedelta, as in timeout=60"
+        )
+    if isinstance(ranks_per_node, bool) or not isinstance(ranks_per_node, int | None):
+        raise ConfigurationError(
+            f"ranks_per_node {ranks_per_node!r} is a {type(ranks_per_node).__name__}; pass a whole number, as in "
+            f"ranks_per_node=8"
+        )
+    return ranks_per_node, timeout_s, copied_options(nccl)
 
 
 def _timeout_of(parent: dist.ProcessGroup) -> float:

@@ -71,23 +71,24 @@ def missing_in_torch(nccl: NcclByLevel) -> list[str]:
 
 
 def copied_options(nccl: NcclByLevel | None) -> dict[str, NcclOptions]:
-    """Return options that the caller cannot change any more; raises ConfigurationError for what is no mapping."""
+    """Return options that the caller cannot change any more; raises ConfigurationError for other types."""
     if nccl is None:
         return {}
     if not isinstance(nccl, Mapping):
         raise ConfigurationError(f'nccl={nccl!r} names no level; pass for example {{"inter": NcclOptions(max_ctas=4)}}')
+    for level, options in nccl.items():
+        if not isinstance(options, NcclOptions):
+            raise ConfigurationError(
+                f"nccl[{level!r}] is a {type(options).__name__}; pass for example commopt.NcclOptions(max_ctas=4)"
+            )
     return dict(nccl)
 
 
 def require_nccl_options(nccl: NcclByLevel, backends: Mapping[str, str]) -> None:
     """Raise ConfigurationError unless all options are for a level there can be, of a group that NCCL serves."""
-    for level, options in nccl.items():
+    for level in nccl:
         if level not in LEVELS:
             raise ConfigurationError(f"nccl has options for {level!r}; the levels are {', '.join(LEVELS)}")
-        if not isinstance(options, NcclOptions):
-            raise ConfigurationError(
-                f"nccl[{level!r}] is a {type(options).__name__}; pass for example commopt.NcclOptions(max_ctas=4)"
-            )
     if nccl and "nccl" not in backends.values():
         raise ConfigurationError(
             f"nccl={dict(nccl)} is for NCCL, and the process group has the backends {dict(backends)}; leave it out, or "

@@ -38,11 +38,15 @@ def attach(ddp: TorchDDP, choice: Choice, **options: Any) -> HookState:
     defaults: dict[str, Any] = {"process_group": ddp.process_group}
     defaults["plan"] = os.environ.get(PLAN_VARIABLE) or "adaptive"
     state = HookState(aggregator, **defaults | for_state, module=ddp.module)
-    _require_same_ranks(ddp, state)
-    warn_of_broadcasts(aggregator, ddp)
-    ddp._comm_hooks.clear()
-    TorchDDP.register_comm_hook(ddp, state, hook)
-    _connect(ddp, state)
+    try:
+        _require_same_ranks(ddp, state)
+        warn_of_broadcasts(aggregator, ddp)
+        ddp._comm_hooks.clear()
+        TorchDDP.register_comm_hook(ddp, state, hook)
+        _connect(ddp, state)
+    except BaseException:
+        state.withdraw()
+        raise
     return state
 
 

@@ -74,7 +74,7 @@ class Registration:
         self._module = None if module is None else ref(module)
         self._device: torch.device | None = None
         self._plans_seen = 0
-        self._backward_raises = False
+        self._raising_task = -1
         self._lately_ns: deque[int] = deque(maxlen=64)
         self._sent_by_ddp = WireBytes()
         self._unused: misuse.UnusedAverages | None = None
@@ -106,6 +106,7 @@ class Registration:
     def settle(self, aggregator: Aggregator) -> None:
         """Average with `aggregator`, as none was chosen yet; collective."""
         sending = self.sending
+        sending.require_open("first bucket")
         sending.membership.agree(f"first bucket of {sending.owner}", aggregator=repr(aggregator))
         self._begin(aggregator, sending)
         self.aggregator = aggregator
@@ -122,11 +123,16 @@ class Registration:
         """This rank's place among the others; where it was not found at first it is, collectively, when needed."""
         return self.joined or self.join()
 
-    def close(self) -> None:
-        """See HookState.close."""
+    def close(self, *, groups: bool = True) -> None:
+        """See HookState.close. groups: False keeps the process groups for the next owner, at once."""
         if self.joined is not None and not self.joined.closed:
-            leave(self.joined.membership)
+            leave(self.joined.membership, close=groups)
             self.joined.closed = True
+
+    def require_open(self, what: str) -> None:
+        """Raise ConfigurationError when `close` came before `what`."""
+        if self.joined is not None:
+            self.joined.require_open(what)
 
     @property
     def aggregator_name(self) -> str:
@@ -170,7 +176,7 @@ class Registration:
         if last:
             self._check_step()
         ticket = self._pass_on(Held(number, layout, buffer), last=last)
-        future = ticket.ended(buffer) if self._backward_raises else ticket.future
+        future = ticket.ended(buffer) if self._let_backward_raise() else ticket.future
         if last:
             self._end_step()
         spent_ns = perf_counter_ns() - entered_ns
@@ -181,7 +187,6 @@ class Registration:
 
     def _begin_step(self, device: torch.device) -> None:
         self._average_if_due()  # a rank that ran out of data, in DDP's join(), makes no forward before this
-        self._backward_raises = _let_backward_raise()
         if self._device is None:
             self._device = device
         self.planning.begin_step(self.steps)
@@ -191,6 +196,23 @@ class Registration:
         if self.planning.changes != self._plans_seen:  # a new plan is judged by its own samples
             self._plans_seen = self.planning.changes
             self.sending.fidelity = Fidelity(self.steps)
+
+    def _let_backward_raise(self) -> bool:
+        """Let the backward under way raise the error of a lane that fails meanwhile; return False outside of one.
+
+        Such a LaneError stays what it is, where DDP makes a RuntimeError of a future's. A step may have several graph
+        tasks (a reentrant checkpoint, two backwards of one forward). DDP waits for the futures in the one in which it
+        shows the last bucket, which it does not always call the last: so every task that shows one gets a callback.
+        """
+        task = torch._C._current_graph_task_id()
+        if task == -1:  # DDP's join() calls the hook by itself
+            return False
+        if task != self._raising_task:
+            engine = Variable._execution_engine
+            # From within a callback, so that it comes after DDP's own, which waits for the lane.
+            engine.queue_callback(lambda: engine.queue_callback(lanes.require_healthy))
+            self._raising_task = task
+        return True
 
     def _require_one_device(self, device: torch.device) -> None:
         assert self.aggregator is not None
@@ -307,16 +329,3 @@ class Registration:
         self.assembly.imitate(buffers)
         self.planning.restart(steps, plan, tuned)
         self.layouts.expect(numels)
-
-
-def _let_backward_raise() -> bool:
-    """Let the backward under way raise the error of a lane that fails meanwhile; return False outside of a backward.
-
-    Such a LaneError stays what it is, where DDP makes a RuntimeError of a future's.
-    """
-    if torch._C._current_graph_task_id() == -1:  # DDP's join() calls the hook by itself
-        return False
-    engine = Variable._execution_engine
-    # From within a callback, so that it comes after DDP's own, which waits for the lane.
-    engine.queue_callback(lambda: engine.queue_callback(lanes.require_healthy))
-    return True

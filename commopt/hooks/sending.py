@@ -115,6 +115,13 @@ class Sending:
 
         return work
 
+    def require_open(self, what: str) -> None:
+        """Raise ConfigurationError when HookState.close() came before `what`."""
+        if self.closed:
+            raise ConfigurationError(
+                f"{self.owner} was closed, and this is its {what}; make a new HookState, and a new DDP model for it"
+            )
+
     def run(self, work: Callable[[], None], what: str, device: torch.device) -> lanes.Ticket:
         """Queue work of another kind, which every rank submits at the same point."""
         return self._submit(what, 0, work, torch.zeros(1, dtype=torch.float32, device=device))
@@ -128,10 +135,7 @@ class Sending:
         inputs: Sequence[Tensor] = (),
         reserved: Sequence[lanes.Ticket] = (),
     ) -> lanes.Ticket:
-        if self.closed:
-            raise ConfigurationError(
-                f"{self.owner} was closed, and this is its {what}; make a new HookState, and a new DDP model for it"
-            )
+        self.require_open(what)
         device = result.device  # with its index, by which lanes are told apart
         operation = lanes.Operation(self.membership, self.owner, next(self._sequence), what, numel, device.type)
         return lanes.lane_for(device).submit(operation, work, result, inputs, reserved)

@@ -17,7 +17,8 @@ from commopt.aggregate import Aggregator
 from commopt.bucketing import Wish
 from commopt.cost import Links
 from commopt.errors import ConfigurationError
-from commopt.groups import Membership, NcclByLevel, copied_options
+from commopt.groups import Membership, NcclByLevel
+from commopt.groups.build import read_arguments
 from commopt.hooks import saving
 from commopt.hooks.gradients import require_supported_parameters
 from commopt.hooks.insight import report_on, timeline_of
@@ -77,14 +78,15 @@ class HookState:
         tuned: Tuned | str | Path | None = None,
         nccl: NcclByLevel | None = None,
     ) -> None:
-        timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         wish, problem = Wish(), None
         try:  # a mistake of this rank alone, as a file that it lacks, is every rank's to hear of
             _require_arguments(aggregator, module, scaler)
+            ranks_per_node, timeout_s, nccl = read_arguments(ranks_per_node, timeout, nccl)
             wish = Wish.read(plan, links, needed_first, tuned)
         except Exception as error:
             aggregator, module, scaler, problem = None, None, None, error
-        settings = Settings(ranks_per_node, timeout_s, wish, record, copied_options(nccl))
+            ranks_per_node, timeout_s, nccl = None, None, {}
+        settings = Settings(ranks_per_node, timeout_s, wish, record, nccl)
         self._start(settings, aggregator, module, scaler)
         if process_group is not None or dist.is_initialized():
             self._registration.join(process_group, problem)
@@ -147,6 +149,10 @@ class HookState:
         self._registration.close()
 
     # ------------------------------------------------------------------------------------- for hooks
+
+    def withdraw(self) -> None:
+        """Take part no more, as no model got this state; not collective."""
+        self._registration.close(groups=False)
 
     def join(self, process_group: dist.ProcessGroup) -> None:
         """Find the other ranks of DDP's group, unless that was done before; collective."""
@@ -287,6 +293,7 @@ class HookState:
 
     def gathered_state_dict(self) -> dict[str, Any] | None:
         """Return all ranks' states on the first rank of the group, None on the others; collective."""
+        self._registration.require_open("gathered_state_dict")
         return saving.gather(self.state_dict(), self.membership)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -304,6 +311,7 @@ class HookState:
 
     def load_from(self, read: Callable[[], object]) -> None:
         """Load what `read` returns; what it raises becomes a ConfigurationError on every rank. See load_state_dict."""
+        self._registration.require_open("load_state_dict")
         saving.load(read, self._registration)
 
 

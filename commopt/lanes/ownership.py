@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from datetime import timedelta
 from typing import Any
 
 from commopt import lanes
@@ -19,7 +20,7 @@ _owners: dict[Membership, int] = {}
 def enter(
     group: Any,
     ranks_per_node: int | None,
-    timeout_s: float | None,
+    timeout: float | timedelta | None,
     nccl: NcclByLevel | None,
     problem: Exception | None = None,
 ) -> Membership:
@@ -29,7 +30,7 @@ def enter(
     """
     lanes.require_healthy()
     _close_orphans()
-    membership = join(group, ranks_per_node, timeout_s, nccl, problem)
+    membership = join(group, ranks_per_node, timeout, nccl, problem)
     publish_uncaught()
     with _lock:
         _owners[membership] = _owners.get(membership, 0) + 1

@@ -104,7 +104,7 @@ def _lost_peer(error: BaseException) -> LaneError | None:
 def _publish_lost(membership: Membership, lost: list[int], error: BaseException) -> LaneError:
     report = (
         f"rank {membership.global_rank} lost rank {', '.join(map(str, lost))} outside of commopt's own communication: "
-        f"the connection was closed, so its process has ended\n{error}"
+        f"the connection was closed, so it has ended or closed its groups\n{error}"
     )
     for each in joined():
         each.publish_failure(report)
