@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
-from commopt import Account, Aggregator, Communicator, Flat, Hierarchical, Layout
+from commopt import Account, Aggregator, Communicator, Flat, Hierarchical, Layout, lanes
 from commopt.aggregate.calls import Step
 from commopt.cluster import Cluster
 from commopt.errors import TransportError
@@ -433,9 +433,15 @@ def swap_two_calls(rank: int, world_size: int, kind: str) -> tuple[str, float]:
     for comm in (one, two, split):
         if comm is not split or kind != "groups, first call":
             comm.all_reduce(torch.ones(4))
+    if kind == "setup again":
+        commopt.HookState(Flat())
     started = time.monotonic()
     try:
-        if kind == "order":
+        if kind == "setup again" and rank == 0:
+            commopt.HookState(Flat())
+        elif kind == "setup again":
+            one.all_reduce(torch.ones(4))
+        elif kind == "order":
             for comm in (one, two) if rank else (two, one):
                 comm.all_reduce(torch.ones(8))
         elif kind == "operation":
@@ -461,6 +467,7 @@ def swap_two_calls(rank: int, world_size: int, kind: str) -> tuple[str, float]:
         ("numel", ("8", "9")),
         ("groups", ("Communicator",)),
         ("groups, first call", ("Communicator",)),
+        ("setup again", ("HookState setup", "all_reduce")),
     ],
 )
 def test_check_catches_ranks_that_do_different_things(kind: str, parts: tuple[str, ...]) -> None:
@@ -488,6 +495,20 @@ def work_as_usual(rank: int, world_size: int) -> None:
 
 def test_check_is_silent_when_all_is_well() -> None:
     run(work_as_usual, 4, nodes=(2, 2), env={"COMMOPT_CHECK": "1"})
+
+
+def close_and_go_on(rank: int, world_size: int) -> None:
+    one, two = Communicator(timeout=20), Communicator(timeout=25)
+    one.all_reduce(torch.ones(4))
+    one.close()
+    while rank and not two._membership.store.check(["operation/cpu/0/0"]):
+        time.sleep(0.01)
+    time.sleep(0.1 if rank else 0)  # rank 0 waits, and sees that this one was last seen in what it has closed
+    assert (two.all_reduce(torch.ones(3), op="sum") == world_size).all()
+
+
+def test_check_is_silent_about_groups_that_were_closed() -> None:
+    run(close_and_go_on, 2, env={"COMMOPT_CHECK": "1"}, fresh=True)
 
 
 # ------------------------------------------------------------------------------ calls from the lane
@@ -644,6 +665,27 @@ def test_the_interpreter_exits_cleanly(kind: str, tmp_path: Path) -> None:
         assert "Traceback" not in outcome.err
         assert "terminate" not in outcome.err
         assert outcome.ended - float(outcome.out.split()[-1]) < 2 * WITHIN_S
+
+
+def leave_what_was_destroyed(rank: int, world_size: int) -> None:
+    group = dist.new_group([0, 1])
+    comm = Communicator(group)
+    comm.all_reduce(torch.ones(1000))
+    dist.destroy_process_group(group)
+    membership = comm._membership
+    assert not membership.team.closed
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(membership.team), "release", None)
+        with pytest.raises(TypeError):
+            lanes._leave()
+    with pytest.raises(TransportError, match="is closed"):
+        membership.store.read("key")
+    lanes._leave()
+    assert membership.team.closed
+
+
+def test_nothing_stays_open_at_exit_over_a_subgroup_that_was_destroyed() -> None:
+    run(leave_what_was_destroyed, 2, fresh=True)
 
 
 # ------------------------------------------------------------------------------ errors outside of the lanes
