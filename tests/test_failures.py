@@ -245,6 +245,29 @@ def test_a_killed_process(victim: int, aggregator: Aggregator) -> None:
             assert seconds < 2 * WITHIN_S, f"rank {rank} took {seconds:.1f} s"
 
 
+def lose_one_and_wait_for_another(rank: int, world_size: int, folder: str) -> str:
+    comm = Communicator()
+    comm.all_reduce(torch.ones(10))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 2:
+        while not Path(folder, "0").exists():
+            time.sleep(0.02)
+    try:
+        comm.all_reduce(torch.ones(10))
+    except commopt.LaneError as error:
+        Path(folder, str(rank)).touch()
+        return str(error)
+    return "no error"
+
+
+def test_a_rank_that_is_only_late_is_not_called_dead(tmp_path: Path) -> None:
+    results = run(lose_one_and_wait_for_another, 3, str(tmp_path), dies=(1,), fresh=True)
+    for rank in (0, 2):
+        assert "no sign of life from rank 1 within" in results[rank], results[rank]
+        assert "rank 2, to which the connection holds, has not come to this operation" in results[rank]
+
+
 def stay_away_from_backward(rank: int, world_size: int) -> tuple[str, float]:
     ddp = TorchDDP(nn.Linear(8, 8))
     commopt.attach(ddp, "flat", timeout=2)
@@ -276,7 +299,7 @@ def requests_of_survivors(world_size: int) -> int:
     reports: list[str] = []
 
     def fail(rank: int) -> None:
-        place: Any = SimpleNamespace(ranks=ranks, rank=rank, closed=True)
+        place: Any = SimpleNamespace(ranks=ranks, rank=rank, closed=True, lost_ranks=list)
         nowhere: Any = None
         membership = Membership("commopt/test", lambda: None, nowhere, place, 60, store)  # type: ignore[arg-type]
         operation = Operation(membership, "Communicator 0", 0, "all_reduce", 10, "cpu")
