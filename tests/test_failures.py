@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 import commopt
-from commopt import Account, Aggregator, Communicator, Flat, Hierarchical, Layout
+from commopt import Account, Aggregator, Communicator, Flat, Hierarchical, Layout, lanes
 from commopt.aggregate.calls import Step
 from commopt.cluster import Cluster
 from commopt.errors import TransportError
@@ -288,6 +288,29 @@ def test_a_killed_process(victim: int, aggregator: Aggregator) -> None:
             assert seconds < 2 * WITHIN_S, f"rank {rank} took {seconds:.1f} s"
 
 
+def lose_one_and_wait_for_another(rank: int, world_size: int, folder: str) -> str:
+    comm = Communicator()
+    comm.all_reduce(torch.ones(10))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 2:
+        while not Path(folder, "0").exists():
+            time.sleep(0.02)
+    try:
+        comm.all_reduce(torch.ones(10))
+    except commopt.LaneError as error:
+        Path(folder, str(rank)).touch()
+        return str(error)
+    return "no error"
+
+
+def test_a_rank_that_is_only_late_is_not_called_dead(tmp_path: Path) -> None:
+    results = run(lose_one_and_wait_for_another, 3, str(tmp_path), dies=(1,), fresh=True)
+    for rank in (0, 2):
+        assert "no sign of life from rank 1 within" in results[rank], results[rank]
+        assert "rank 2, to which the connection holds, has not come to this operation" in results[rank]
+
+
 def stay_away_from_backward(rank: int, world_size: int) -> tuple[str, float]:
     ddp = TorchDDP(nn.Linear(8, 8))
     commopt.attach(ddp, "flat", timeout=2)
@@ -319,7 +342,7 @@ def requests_of_survivors(world_size: int) -> int:
     reports: list[str] = []
 
     def fail(rank: int) -> None:
-        place: Any = SimpleNamespace(ranks=ranks, rank=rank, closed=True)
+        place: Any = SimpleNamespace(ranks=ranks, rank=rank, closed=True, lost_ranks=list)
         nowhere: Any = None
         membership = Membership("commopt/test", lambda: None, nowhere, place, 60, store)  # type: ignore[arg-type]
         operation = Operation(membership, "Communicator 0", 0, "all_reduce", 10, "cpu")
@@ -476,9 +499,15 @@ def swap_two_calls(rank: int, world_size: int, kind: str) -> tuple[str, float]:
     for comm in (one, two, split):
         if comm is not split or kind != "groups, first call":
             comm.all_reduce(torch.ones(4))
+    if kind == "setup again":
+        commopt.HookState(Flat())
     started = time.monotonic()
     try:
-        if kind == "order":
+        if kind == "setup again" and rank == 0:
+            commopt.HookState(Flat())
+        elif kind == "setup again":
+            one.all_reduce(torch.ones(4))
+        elif kind == "order":
             for comm in (one, two) if rank else (two, one):
                 comm.all_reduce(torch.ones(8))
         elif kind == "operation":
@@ -504,6 +533,7 @@ def swap_two_calls(rank: int, world_size: int, kind: str) -> tuple[str, float]:
         ("numel", ("8", "9")),
         ("groups", ("Communicator",)),
         ("groups, first call", ("Communicator",)),
+        ("setup again", ("HookState setup", "all_reduce")),
     ],
 )
 def test_check_catches_ranks_that_do_different_things(kind: str, parts: tuple[str, ...]) -> None:
@@ -531,6 +561,20 @@ def work_as_usual(rank: int, world_size: int) -> None:
 
 def test_check_is_silent_when_all_is_well() -> None:
     run(work_as_usual, 4, nodes=(2, 2), env={"COMMOPT_CHECK": "1"})
+
+
+def close_and_go_on(rank: int, world_size: int) -> None:
+    one, two = Communicator(timeout=20), Communicator(timeout=25)
+    one.all_reduce(torch.ones(4))
+    one.close()
+    while rank and not two._membership.store.check(["operation/cpu/0/0"]):
+        time.sleep(0.01)
+    time.sleep(0.1 if rank else 0)  # rank 0 waits, and sees that this one was last seen in what it has closed
+    assert (two.all_reduce(torch.ones(3), op="sum") == world_size).all()
+
+
+def test_check_is_silent_about_groups_that_were_closed() -> None:
+    run(close_and_go_on, 2, env={"COMMOPT_CHECK": "1"}, fresh=True)
 
 
 # ------------------------------------------------------------------------------ calls from the lane
@@ -687,6 +731,27 @@ def test_the_interpreter_exits_cleanly(kind: str, tmp_path: Path) -> None:
         assert "Traceback" not in outcome.err
         assert "terminate" not in outcome.err
         assert outcome.ended - float(outcome.out.split()[-1]) < 2 * WITHIN_S
+
+
+def leave_what_was_destroyed(rank: int, world_size: int) -> None:
+    group = dist.new_group([0, 1])
+    comm = Communicator(group)
+    comm.all_reduce(torch.ones(1000))
+    dist.destroy_process_group(group)
+    membership = comm._membership
+    assert not membership.team.closed
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(membership.team), "release", None)
+        with pytest.raises(TypeError):
+            lanes._leave()
+    with pytest.raises(TransportError, match="is closed"):
+        membership.store.read("key")
+    lanes._leave()
+    assert membership.team.closed
+
+
+def test_nothing_stays_open_at_exit_over_a_subgroup_that_was_destroyed() -> None:
+    run(leave_what_was_destroyed, 2, fresh=True)
 
 
 # ------------------------------------------------------------------------------ errors outside of the lanes

@@ -17,12 +17,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
 from commopt.errors import TransportError
-from commopt.groups import build, join
-from commopt.groups.store import LimitedStore, _Connection
+from commopt.groups import agreement, build, join
+from commopt.groups.agreement import exchange_facts
+from commopt.groups.store import LimitedStore, _Connection, limited
 from tests.ranks import run
 from tests.test_groups import message_of
 
@@ -86,6 +88,110 @@ def test_a_call_that_one_rank_never_made_leaves_nothing_behind() -> None:
     for rank in (0, 2):
         for message in results[rank]:
             assert "rank 1 did not reach" in message
+
+
+def load_alone_once(rank: int, world_size: int) -> list[str]:
+    ddp = TorchDDP(nn.Linear(4, 4))
+    state = commopt.attach(ddp, "flat", plan="ddp", timeout=2)
+    ddp(torch.ones(1, 4)).sum().backward()
+    saved = state.state_dict()
+    alone = message_of(partial(state.load_state_dict, saved)) if rank == 0 else ""
+    dist.barrier()
+    return [alone, message_of(partial(state.load_state_dict, saved))]
+
+
+def test_a_load_that_one_rank_never_made_leaves_nothing_behind() -> None:
+    results = run(load_alone_once, 2, timeout_s=60)
+    assert "rank 1 did not reach load_state_dict" in results[0][0]
+    assert [after for _, after in results] == ["no error"] * 2
+
+
+def fail_to_make_groups(rank: int, world_size: int) -> str:
+    make, before = build._build_team, len(c10d._world.pg_map)
+
+    def make_and_fail(*arguments: Any) -> None:
+        make(*arguments)
+        raise RuntimeError("too many open files")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(build, "_build_team", make_and_fail)
+        with pytest.raises((RuntimeError, commopt.ConfigurationError)) as info:
+            commopt.Communicator(timeout=10)
+    assert len(c10d._world.pg_map) == before
+    assert commopt.all_reduce(torch.ones(3), op="sum").tolist() == [world_size] * 3
+    return str(info.value)
+
+
+def test_groups_that_one_rank_cannot_make_are_every_ranks_error_and_do_not_stay() -> None:
+    for message in run(fail_to_make_groups, 3, timeout_s=60):
+        assert "too many open files" in message
+
+
+def wait_for_one_that_failed(rank: int, world_size: int) -> list[str]:
+    known, other = join(), join(timeout_s=5)
+    if rank == 1:
+        known.publish_failure("rank 1 (here) ended with an exception: disk on fire")
+        return []
+    return [message_of(partial(commopt.Communicator, timeout=6)), message_of(partial(other.exchange, "a purpose"))]
+
+
+def test_whoever_waits_for_a_rank_hears_what_it_reported_anywhere() -> None:
+    for rank, messages in enumerate(run(wait_for_one_that_failed, 3, timeout_s=60)):
+        assert len(messages) == (0 if rank == 1 else 2)
+        for message in messages:
+            assert message.startswith("LaneError")
+            assert "disk on fire" in message
+
+
+# ------------------------------------------------------------------------------ how a meeting ends
+
+
+def meet(store: LimitedStore, me: int, outcomes: dict[int, str], *arguments: Any) -> threading.Thread:
+    """Let a thread be one of three ranks, and note what it hears."""
+
+    def attend() -> None:
+        try:
+            exchange_facts(store, [0, 1, 2], me, "setup", {}, *arguments)
+            outcomes[me] = "no error"
+        except BaseException as error:
+            outcomes[me] = f"{type(error).__name__}: {error}"
+
+    thread = threading.Thread(target=attend)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("why", ["time is over", "interrupted"])
+def test_a_meeting_that_one_rank_left_fails_on_all(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "_VERDICT_MARGIN_S", 1.0)
+    server, outcomes = dist.HashStore(), dict[int, str]()
+    store = limited(server, "keys", 30)
+
+    def interrupt() -> None:
+        if why == "interrupted" and "facts" in (store.read("seat/1") or ""):
+            raise KeyboardInterrupt
+
+    rank_0 = meet(store, 0, outcomes, 8.0)
+    meet(store, 1, outcomes, 1.0, interrupt).join(20)
+    assert outcomes.pop(1).startswith("MismatchError" if why == "time is over" else "KeyboardInterrupt")
+    for thread in (meet(store, 2, outcomes, 8.0), rank_0):
+        thread.join(30)
+    assert len(outcomes) == 2
+    for message in outcomes.values():
+        assert message.startswith("MismatchError: rank "), outcomes
+
+
+def test_meetings_do_not_fill_the_store() -> None:
+    server, counts = dist.HashStore(), []
+    store = limited(server, "keys", 30)
+    for _ in range(4):
+        outcomes = dict[int, str]()
+        for thread in [meet(store, me, outcomes, 30.0) for me in range(3)]:
+            thread.join(30)
+        assert list(outcomes.values()) == ["no error"] * 3
+        counts.append(server.num_keys())
+    assert len(set(counts)) == 1, counts
 
 
 # ------------------------------------------------------------------------------ restarts
@@ -214,6 +320,22 @@ def test_a_store_that_does_not_answer_is_waited_for_once_and_heard_again() -> No
         time.sleep(0.01)
     assert store.check(["key"])
     assert silent.answers == 2, "calls that nobody waits for any more are not made"
+
+
+def test_who_has_more_time_waits_longer_for_a_silent_store() -> None:
+    silent: Any = Silent()
+    store = LimitedStore(_Connection(silent, 10), "keys/", 20)
+    with pytest.raises(TransportError, match="has not answered"):
+        store.until(time.monotonic()).check(["key"])
+    threading.Timer(0.3, silent.mended.set).start()
+    assert store.check(["key"])
+
+
+def test_a_closed_store_is_not_waited_for() -> None:
+    connection = _Connection(dist.HashStore(), 10)
+    connection.close()
+    with pytest.raises(TransportError, match="is closed"):
+        LimitedStore(connection, "keys/", 3).check(["key"])
 
 
 def test_a_connection_ends_with_its_last_user() -> None:

@@ -1,7 +1,7 @@
 """Process groups of commopt's own: who is on which node, and teams of ranks for each level of the network."""
 
 from commopt.groups.build import join, resolve_group
-from commopt.groups.membership import FAILURE_KEY, Membership, Place, checking, joined
+from commopt.groups.membership import FAILURE_KEY, Membership, checking, joined, memberships, was_joined
 from commopt.groups.nccl import NcclByLevel, NcclOptions, copied_options
 from commopt.groups.scaling import apply_scale
 from commopt.groups.shape import TeamShape
@@ -15,7 +15,6 @@ __all__ = [
     "Membership",
     "NcclByLevel",
     "NcclOptions",
-    "Place",
     "Team",
     "TeamShape",
     "WireBytes",
@@ -29,6 +28,8 @@ __all__ = [
     "join",
     "joined",
     "keep_groups",
+    "memberships",
     "reduce_scatter_single",
     "resolve_group",
+    "was_joined",
 ]

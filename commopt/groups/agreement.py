@@ -8,16 +8,19 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
-from commopt.errors import ConfigurationError, MismatchError
+from commopt.errors import ConfigurationError, MismatchError, TransportError
 from commopt.groups.store import LimitedStore
 
 Facts = dict[str, Any]
 
 # How much longer the others wait for rank 0's verdict than rank 0 waits for them.
 _VERDICT_MARGIN_S = 5.0
+# For a rank that leaves because of an error, to say so.
+_LEAVING_S = 2.0
 
 
 def exchange_facts(
@@ -40,7 +43,8 @@ def exchange_facts(
     What stands in the store may be older than this process: torchrun keeps one store through all its attempts, and a
     call that failed, or that some ranks never made, leaves its keys behind. So nothing is named by counting. Every
     rank shows a ticket it has just drawn; rank 0 answers each with the name of the meeting, which it has just drawn;
-    and only what bears this name counts.
+    and only what bears this name counts. A meeting has one verdict, the first that is written: by rank 0, or by a rank
+    that leaves before there is one. So it ends alike on all of them.
     """
     trouble = None if problem is None else f"{type(problem).__name__}: {problem}"
     mine = {"purpose": purpose, "problem": trouble, **facts}
@@ -51,10 +55,11 @@ def exchange_facts(
         deadline = time.monotonic() + timeout_s + _VERDICT_MARGIN_S
         answers, missing = _attend(store.until(deadline), len(ranks), me, mine, deadline, interrupt)
     if missing:
+        interrupt()  # why a rank is missing says more than that it is
         names = ", ".join(str(ranks[place]) for place in missing)
         raise MismatchError(
-            f"rank {names} did not reach {purpose} within {timeout_s:g} s; it is a collective call: "
-            f"every rank of the group must make it, in the same order"
+            f"rank {names} did not reach {purpose} within {timeout_s:g} s, or left it with an error; it is a "
+            f"collective call: every rank of the group must make it, in the same order"
         )
     if problem is not None:
         raise problem
@@ -81,6 +86,7 @@ def _preside(
 ) -> tuple[list[Facts], list[int]]:
     """Rank 0's part: return the answers of all, or the places of those who gave none in time."""
     meeting = secrets.token_hex(8)
+    before = store.read("meeting")
     answers = {0: mine}
     invited: set[str] = set()
 
@@ -94,11 +100,14 @@ def _preside(
                 invited.add(seat["ticket"])
         return len(answers) == size
 
-    _poll(complete, deadline, interrupt)
+    with _told_when_left(store, 0, meeting):
+        _poll(complete, deadline, interrupt)
     missing = [place for place in range(size) if place not in answers]
-    in_order = [] if missing else [answers[place] for place in range(size)]
-    store.set(f"verdict/{meeting}", json.dumps({"missing": missing, "answers": in_order}))
-    return in_order, missing
+    if not missing:  # all are here, so all have left the meeting before
+        store.set("meeting", meeting)
+        if before is not None:
+            store.delete_key(f"verdict/{before}")
+    return _verdict(store, meeting, missing, [] if missing else [answers[place] for place in range(size)])
 
 
 def _attend(
@@ -113,11 +122,32 @@ def _attend(
     store.delete_key(f"invitation/{ticket}")
     meeting = invitation["meeting"]
     store.set(f"seat/{me}", json.dumps({"meeting": meeting, "facts": mine}))
-    verdict = _poll(lambda: _read(store, f"verdict/{meeting}"), deadline, interrupt)
+    with _told_when_left(store, me, meeting):
+        verdict = _poll(lambda: _read(store, f"verdict/{meeting}"), deadline, interrupt)
     if verdict:
         return verdict["answers"], verdict["missing"]
     absent = [place for place in range(1, size) if _read(store, f"seat/{place}").get("meeting") != meeting]
-    return [], absent or [0]
+    return _verdict(store, meeting, absent or [0])
+
+
+def _verdict(
+    store: LimitedStore, meeting: str, missing: list[int], answers: Sequence[Facts] = ()
+) -> tuple[list[Facts], list[int]]:
+    """Write how a meeting ended unless it has; return the answers of all, and who was missing, as it stands then."""
+    mine = json.dumps({"missing": missing, "answers": answers})
+    verdict = json.loads(store.compare_set(f"verdict/{meeting}", "", mine))
+    return verdict["answers"], verdict["missing"]
+
+
+@contextmanager
+def _told_when_left(store: LimitedStore, me: int, meeting: str) -> Iterator[None]:
+    """Let a meeting that this rank leaves with an error fail for the others too."""
+    try:
+        yield
+    except BaseException:
+        with suppress(TransportError):
+            _verdict(store.until(time.monotonic() + _LEAVING_S), meeting, [me])
+        raise
 
 
 def _poll(look: Callable[[], Any], deadline: float, interrupt: Callable[[], None]) -> Any:

@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from commopt.errors import ConfigurationError
 from commopt.groups.agreement import exchange_facts, require_equal
-from commopt.groups.membership import Membership, checking
+from commopt.groups.membership import Membership, checking, failures_among
 from commopt.groups.nccl import NcclByLevel, NcclOptions, copied_options, missing_in_torch, require_nccl_options
 from commopt.groups.shape import levels_of
 from commopt.groups.store import limited_store
@@ -167,7 +167,8 @@ def _build(
     own = {"host": host, "token": secrets.token_hex(4), "timeout of the process group": timeout_s}
     ranks, me = dist.get_process_group_ranks(parent), parent.rank()
     store = limited_store(f"commopt/{parent.group_name}", timeout_s)
-    answers = exchange_facts(store, ranks, me, "commopt group setup", facts | own, timeout_s, problem=problem)
+    hear = failures_among(ranks)
+    answers = exchange_facts(store, ranks, me, "commopt group setup", facts | own, timeout_s, hear, problem)
     require_equal(ranks, answers, facts)
     if lacking:  # on every rank, so that nobody waits for one that has gone
         raise ConfigurationError(
@@ -187,9 +188,17 @@ def _build(
             cluster.nodes,
         )
     name = f"commopt/{parent.group_name}/{answers[0]['token']}"
-    team = _build_team(parent, cluster, name, timeout_s, nccl)
-    # A rank that went on and destroyed its groups would break the connections others are still making.
-    exchange_facts(store, ranks, me, "the end of commopt group setup", {}, timeout_s)
+    try:
+        try:
+            team = _build_team(parent, cluster, name, timeout_s, nccl)
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            problem = error
+        # A rank that went on and destroyed its groups would break the connections others are still making.
+        exchange_facts(store, ranks, me, "the end of commopt group setup", {}, timeout_s, hear, problem)
+    except BaseException:
+        for group in [group for group, known in c10d._world.pg_names.items() if known.startswith(f"{name}/")]:
+            dist.destroy_process_group(group)
+        raise
     return Membership(name, ref(parent), cluster, team, timeout_s, store.under(name, timeout_s))
 
 

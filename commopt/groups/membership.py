@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections import Counter
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from itertools import count
 from threading import Lock
@@ -19,10 +20,6 @@ from commopt.groups.agreement import Facts, exchange_facts, require_equal
 from commopt.groups.store import LimitedStore
 from commopt.groups.team import Team, is_alive
 from topology import Cluster
-
-# A place in a program that ranks reach alike: the statement of an agreement, or the device type and number of an
-# operation on one membership.
-Place = str | tuple[str, int]
 
 FAILURE_KEY = "failure"
 # For whoever has more to do than to wait for the store.
@@ -46,11 +43,12 @@ class Membership:
     submitted: Counter[str] = field(default_factory=Counter)
     checked: Counter[str] = field(default_factory=Counter)
     compared: set[bytes] = field(default_factory=set)  # digests of calls that were seen to be equal on all ranks
-    _agreed: set[str] = field(default_factory=set)
+    _met: Counter[str] = field(default_factory=Counter)  # how often for each purpose; of agreements: for each statement
 
     def __post_init__(self) -> None:
         with _joined_lock:
             _joined.add(self)
+            _names.add(self.name)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -84,13 +82,12 @@ class Membership:
         """
         self.require_alive()
         statement = repr((purpose, facts))
-        if statement in self._agreed:
+        if self._met[statement]:
             return
-        self._agreed.add(statement)
         try:
             require_equal(self.ranks, self._meet(statement, purpose, None, facts), facts)
         except BaseException:
-            self._agreed.discard(statement)
+            self._met[statement] = 0
             raise
 
     def exchange(self, purpose: str, problem: Exception | None = None, **facts: Any) -> list[Facts]:
@@ -103,12 +100,16 @@ class Membership:
     def _meet(self, place: str, purpose: str, problem: Exception | None, facts: Facts) -> list[Facts]:
         """Exchange facts; `place` is what the ranks that come here call it alike, whatever their facts are."""
         self.require_alive()
-        if checking():
-            self._agreed.add(place)  # who goes on first must know that the others, still here, will follow
-            self.announce(place, f"{purpose} with {facts}")
-        return exchange_facts(
-            self.store, self.ranks, self.team.rank, purpose, facts, self.timeout_s, self._raise_failure, problem
-        )
+        times = self._met[place]
+        self._met[place] += 1  # who goes on first must know that the others, still here, will follow
+        hear = failures_among(self.ranks)
+        try:
+            if checking():
+                self.announce(place, times, f"{purpose} with {facts}", meeting=True)
+            return exchange_facts(self.store, self.ranks, self.team.rank, purpose, facts, self.timeout_s, hear, problem)
+        except BaseException:
+            self._met[place] = times  # as on a rank that never came
+            raise
 
     def enroll(self, kind: str, problem: Exception | None = None, **facts: str) -> str:
         """Return the name of a new owner of operations, equal on all ranks, which compare `facts`; collective.
@@ -138,16 +139,17 @@ class Membership:
     def _briefly(self) -> LimitedStore:
         return self.store.until(time.monotonic() + _ANSWER_S)
 
-    def _raise_failure(self) -> None:
-        report = self.failure()
-        if report is not None:
-            raise LaneError(report)
+    def announce(self, place: str, times: int, what: str, *, meeting: bool) -> None:
+        """Show, in every store this rank shares with others, what it now waits for (COMMOPT_CHECK).
 
-    def announce(self, place: Place, what: str) -> None:
-        """Show, in every store this rank shares with others, what it now waits for (COMMOPT_CHECK)."""
+        place: what all ranks call it, the type of the device of an operation or what a `meeting` is about. times: how
+        often this rank was there before.
+        """
         sight = {
             "membership": self.name,
             "place": place,
+            "times": times,
+            "meeting": meeting,
             "what": what,
             "ranks": self.ranks,
             "submitted": {membership.name: membership.submitted for membership in joined()},
@@ -155,23 +157,47 @@ class Membership:
         for membership in joined():
             membership.store.set(f"now/{self.global_rank}", json.dumps(sight))
 
-    def has_reached(self, place: Place) -> bool:
-        """Return whether this rank came to `place`, as `announce` has it."""
-        if isinstance(place, str):
-            return place in self._agreed
-        device_type, index = place
-        return self.checked[device_type] > index
+    def has_reached(self, place: str, times: int, *, meeting: bool) -> bool:
+        """Return whether this rank came to a place more than `times`, as `announce` has it."""
+        return (self._met if meeting else self.checked)[place] > times
 
 
 _joined: WeakSet[Membership] = WeakSet()
+_names: set[str] = set()  # also of those that are gone
 _joined_lock = Lock()
+
+
+def memberships() -> list[Membership]:
+    """Return this process's memberships, also those whose process groups were destroyed."""
+    with _joined_lock:
+        return list(_joined)
 
 
 def joined() -> list[Membership]:
     """Return this process's memberships whose process groups still exist."""
+    return [membership for membership in memberships() if membership.alive]
+
+
+def was_joined(name: str) -> bool:
+    """Return whether this process ever had the membership of this name."""
     with _joined_lock:
-        memberships = list(_joined)
-    return [membership for membership in memberships if membership.alive]
+        return name in _names
+
+
+def failures_among(ranks: Collection[int]) -> Callable[[], None]:
+    """Return what raises LaneError when a rank reports a failure to this one and to another of `ranks`.
+
+    It asks the memberships of now: a lane that fails meanwhile closes them all.
+    """
+    shared = [each for each in joined() if len(set(ranks).intersection(each.ranks)) > 1]  # one of them is this rank
+
+    def hear() -> None:
+        for membership in shared:
+            report = membership.failure()
+            if report is not None:
+                raise LaneError(report)
+
+    return hear
 
 
 def checking() -> bool:

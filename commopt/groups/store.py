@@ -94,6 +94,7 @@ class _Connection:
         self._requests: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._under_way: list[tuple[Future[Any], float]] = []  # at most one: the call the thread is in, since when
         self._stuck: Future[Any] | None = None
+        self._closing, self._closed = threading.Lock(), False
         # A daemon, which holds nothing of this: once nobody can ask any more, it ends. Not at exit, where others ask.
         work = (self._requests, self._under_way)
         self._thread = threading.Thread(target=_serve, args=work, name="commopt-store", daemon=True)
@@ -110,8 +111,10 @@ class _Connection:
         return self._ask(lambda: bound(*arguments), limit_s)
 
     def close(self) -> None:
-        """Let the thread end after the call it is in; whoever asks from now on gets no answer."""
-        self._requests.put(None)
+        """Let the thread end after the calls it has; whoever asks from now on gets a TransportError."""
+        with self._closing:
+            self._closed = True
+            self._requests.put(None)
         self._thread.join(_LAST_CALL_S)
 
     @property
@@ -121,12 +124,18 @@ class _Connection:
         return time.monotonic() - under_way[0][1] if under_way else 0.0
 
     def _ask(self, call: Callable[[], _T], limit_s: float) -> _T:
+        left_s = limit_s
         if self._stuck is not None and not self._stuck.done():
-            raise _silence(self.silent_s)  # what was too long for one caller is not waited for by the next
+            left_s -= self.silent_s  # that long this caller has waited, though another one did it
+            if left_s <= 0:
+                raise _silence(self.silent_s)
         answer: Future[_T] = Future()
-        self._requests.put((answer, call))
+        with self._closing:
+            if self._closed:
+                raise TransportError("the rendezvous store is closed: this process is about to exit")
+            self._requests.put((answer, call))
         try:
-            return answer.result(limit_s)
+            return answer.result(left_s)
         except NotInTime:
             under_way = self._under_way[:]
             self._stuck = under_way[0][0] if under_way else None

@@ -159,7 +159,7 @@ def load(read: Callable[[], object], registration: Registration) -> None:
     except Exception as error:  # whatever it is, the other ranks must hear of it
         problem = f"the checkpoint cannot be read ({error!r}); load what state_dict() returned, or start without it"
     facts = {} if loaded is None else loaded.facts
-    purpose = f"load_state_dict {next(registration.loads)} of {owner}"
+    purpose = f"load_state_dict of {owner}"
     answers = membership.exchange(purpose, None, refused=problem, **facts)
     _require_no_problem({rank: str(each["refused"]) for rank, each in zip(membership.ranks, answers, strict=True)})
     assert loaded is not None  # else there was a problem

@@ -10,7 +10,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
-from commopt.groups import close_stores, joined, keep_groups
+from commopt.groups import close_stores, keep_groups, memberships
 from commopt.lanes.available import lanes_available, lanes_here
 from commopt.lanes.base import Lane, current_lane
 from commopt.lanes.operation import Operation, Ticket
@@ -97,10 +97,12 @@ def _leave() -> None:
     finalizing interpreter ends in std::terminate. A group that still waits for its peers is left alone; so is NCCL,
     whose threads hold no Python objects.
     """
-    if _close_all():
-        for membership in joined():
-            membership.team.release()
-    close_stores()
+    try:
+        if _close_all():
+            for membership in memberships():  # also over a process group that the user destroyed
+                membership.team.release()
+    finally:
+        close_stores()
 
 
 def _disown() -> None:

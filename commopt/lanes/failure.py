@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 
 from commopt.errors import LaneError, TransportError
@@ -25,8 +25,11 @@ def fail(operation: Operation, error: BaseException) -> LaneError:
     """
     affected = {operation.membership, *joined()}  # in whichever a peer waits for this rank, it would wait in vain
     if isinstance(error, TransportError):
+        broken: list[int] = []
+        with suppress(RuntimeError, ValueError):  # the user destroys it at this very moment
+            broken = operation.membership.team.lost_ranks()  # only an open group knows
         _close(affected, error)  # first, so that the failure reaches ranks that wait for this one
-        report = _find_out(operation, error)
+        report = _find_out(operation, error, broken)
         for membership in affected:
             membership.publish_failure(report)
     else:
@@ -49,8 +52,8 @@ def _close(memberships: Iterable[Membership], error: BaseException) -> None:
         close_together(membership.team for membership in memberships)
 
 
-def _find_out(operation: Operation, error: TransportError) -> str:
-    """Return the author's report, or which ranks give no sign of life.
+def _find_out(operation: Operation, error: TransportError, broken: Collection[int]) -> str:
+    """Return the author's report, or which ranks give no sign of life; of them, the connections to `broken` ended.
 
     Ranks write themselves down one below the other, and the first of them reads the list for all: what the store is
     asked in all grows as the number of ranks, not as its square.
@@ -68,13 +71,16 @@ def _find_out(operation: Operation, error: TransportError) -> str:
         lines = [store.read(f"alive/{line}") for line in range(1, store.add("alive", 0) + 1)]
     except TransportError as silence:
         return f"{lost}: {silence}\n{error}"
-    silent = ", ".join(str(rank) for rank in sorted(membership.ranks) if str(rank) not in lines)
-    verdict = (
-        f"no sign of life from rank {silent} within {_REPORT_WAIT_S:g} s: its process has probably died, is stuck "
-        f"outside communication, or is cut off from the network"
-        if silent
-        else "a connection between ranks that are all alive broke"
-    )
+    silent = [rank for rank in sorted(membership.ranks) if str(rank) not in lines]
+    dead = [rank for rank in silent if rank in broken] or silent
+    verdict = "a connection between ranks that are all alive broke"
+    if dead:
+        verdict = (
+            f"no sign of life from rank {', '.join(map(str, dead))} within {_REPORT_WAIT_S:g} s: its process has "
+            f"probably died, is stuck outside communication, or is cut off from the network"
+        )
+    if late := [rank for rank in silent if rank not in dead]:
+        verdict += f"; rank {', '.join(map(str, late))}, to which the connection holds, has not come to this operation"
     return membership.publish_failure(f"{lost}: {verdict}\n{error}")
 
 

@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from commopt.errors import LaneError, MismatchError
-from commopt.groups import Place, joined
+from commopt.groups import joined, was_joined
 from commopt.lanes.operation import Operation
 
 _POLL_S = 0.001
@@ -29,7 +29,7 @@ def check_order(operation: Operation) -> None:
     # First seen, then counted: whoever sees it and has come this far knows that it will go through.
     store.set(f"operation/{lane}/{index}/{me}", mine)
     membership.checked[lane] += 1
-    membership.announce((lane, index), mine)
+    membership.announce(lane, index, mine, meeting=False)
     deadline = time.monotonic() + membership.timeout_s
     waiting = [rank for rank in membership.ranks if rank != me]
     while waiting:
@@ -63,15 +63,17 @@ def _require_coming(operation: Operation, index: int, rank: int) -> None:
         return
     sight: dict[str, Any] = json.loads(membership.store.get(f"now/{rank}"))
     me = membership.global_rank
-    place: Place = sight["place"] if isinstance(sight["place"], str) else tuple(sight["place"])
+    place, times, meeting = sight["place"], sight["times"], sight["meeting"]
     there = next((other for other in joined() if other.name == sight["membership"]), None)
-    if isinstance(place, str):  # its main thread waits; its lane may still come here by itself
+    if meeting:  # its main thread waits; its lane may still come here by itself
         coming = sight["submitted"].get(membership.name, {}).get(operation.device_type, 0) > index
     else:  # its lane waits; in this very sequence, where places are compared, or on another device's lane
-        coming = there is membership or place[0] != operation.device_type
+        coming = there is membership or place != operation.device_type
     if coming or me not in sight["ranks"]:
         return
-    if there is None or not there.has_reached(place):
+    # What this rank has closed since, it has been through.
+    been_there = was_joined(sight["membership"]) if there is None else there.has_reached(place, times, meeting=meeting)
+    if not been_there:
         raise MismatchError(
             f"ranks wait for each other in different groups: rank {rank} is at [{sight['what']}], "
             f"rank {me} at [{operation}]; every rank must make the same calls in the same order"
