@@ -190,7 +190,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _sum_over_ranks(*numbers: int) -> list[int]:
-    total = torch.tensor(numbers)
+    total = torch.tensor(numbers, device="cpu")
     dist.all_reduce(total)
     return [int(number) for number in total]
 

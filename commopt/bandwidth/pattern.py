@@ -33,7 +33,7 @@ class Pattern:
         adding_ranks = ceil(self.world_size / sharing)
         # Odd, so that it has no common factor with block lengths, which are mostly powers of two.
         levels = (min(PERIOD, self._exact_limit // adding_ranks) - 1) | 1
-        index = torch.arange(PERIOD)
+        index = torch.arange(PERIOD, device="cpu")
         values = 1 + (7 * index + rank) % levels
         return torch.where((index + rank) % sharing == 0, values, 0).double()
 

@@ -71,7 +71,7 @@ def time_calls(
         call()
     _synchronize(device)
     measure = _ends_on_gpu if device.type == "cuda" else _ends_on_cpu
-    ends_us = torch.tensor(measure(call, iterations, progress), dtype=torch.float64)
+    ends_us = torch.tensor(measure(call, iterations, progress), dtype=torch.float64, device="cpu")
     dist.all_reduce(ends_us, op=dist.ReduceOp.MAX)
     return Timing.of(ends_us.tolist())
 
@@ -84,7 +84,7 @@ def percentile(values: Sequence[float], fraction: float) -> float:
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    dist.all_reduce(torch.zeros(1))  # a barrier that never touches the GPU
+    dist.all_reduce(torch.zeros(1, device="cpu"))  # a barrier that never touches the GPU
 
 
 def _ends_on_cpu(call: Callable[[], object], iterations: int, progress: Progress) -> list[float]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from statistics import median
 from time import perf_counter_ns
 from typing import Any
@@ -51,7 +50,7 @@ class Registration:
 
     steps: how many are complete, with those before the checkpoint it goes on from; reduced_steps: without. Those that
     DDP averages by itself join them when the hook is back; steps_by_ddp: how many of them were.
-    step: the one under way, or the last. joined: None before `join`. loads: numbers the checkpoints that are loaded.
+    step: the one under way, or the last. joined: None before `join`.
     """
 
     def __init__(
@@ -61,7 +60,6 @@ class Registration:
         self.aggregator = aggregator
         self.scaler = scaler
         self.joined: Sending | None = None
-        self.loads = count()
         self.steps = self.reduced_steps = self.steps_by_ddp = 0
         self.ledger = Ledger(per_step=scaler is not None and scaler.is_enabled())
         self.step = Step(0, self.ledger, scaler)
