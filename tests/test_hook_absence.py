@@ -520,7 +520,7 @@ def copied(rank: int, world_size: int) -> Booked:
     """Save a model while its hook is away, and train what was loaded before the model itself goes on."""
     stock, _ = attached()
     train(stock, rank, world_size, Flat(), steps=AWAY)
-    with pytest.raises(ConfigurationError, match="already has the communication hook"):
+    with pytest.raises(ConfigurationError, match="has a communication hook already"):
         commopt.attach(stock, "flat")
     ddp = commopt.DistributedDataParallel(seeded(Tower), **SMALL_BUCKET)
     state = commopt.attach(ddp, "auto", plan="adaptive")

@@ -146,7 +146,7 @@ def attach_to_loaded_stock_model(rank: int, world_size: int) -> None:
     state = commopt.attach(loaded, commopt.hierarchical)
     train(loaded, rank, world_size, commopt.hierarchical.build(), steps=3)
     assert state.stats()["buckets"] > 3
-    with pytest.raises(commopt.ConfigurationError, match="already has the communication hook"):
+    with pytest.raises(commopt.ConfigurationError, match="has a communication hook already"):
         commopt.attach(loaded, commopt.hierarchical)
 
 
