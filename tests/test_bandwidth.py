@@ -426,6 +426,7 @@ def test_under_torchrun_with_json(tmp_path: Path) -> None:
     assert document["rows"][0]["wire_inter_bytes"] is None
     assert document["rows"][1]["wire_inter_bytes"] == 1024  # half of 1024 bytes in bfloat16, from each of two nodes
     assert document["out_of_bounds_values"] == 0
+    assert document["environment"]["command"].startswith("commopt bandwidth -")
 
 
 def test_wrong_aggregator_under_torchrun_exits_with_1_on_every_rank(tmp_path: Path) -> None:

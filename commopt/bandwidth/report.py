@@ -115,7 +115,7 @@ def document(settings: Settings, cluster: Cluster, device: torch.device, rows: S
         "environment": {
             "kind": "bandwidth",
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "command": shlex.join(["commopt", *sys.argv[1:]]),
+            "command": _command(sys.argv),
             "commopt": __version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
@@ -133,6 +133,12 @@ def document(settings: Settings, cluster: Cluster, device: torch.device, rows: S
         "out_of_bounds_values": sum(row.wrong for row in rows) if settings.check else None,
         "average_busbw_gbps": average_busbw_gbps(rows),
     }
+
+
+def _command(argv: Sequence[str]) -> str:
+    """Return what was typed; `python -m bench.bandwidth` has no subcommand among its arguments."""
+    arguments = argv[2:] if argv[1:2] == ["bandwidth"] else argv[1:]
+    return shlex.join(["commopt", "bandwidth", *arguments])
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
