@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 import re
+import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +19,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import commopt
 from commopt import Compressed, Hierarchical, PowerSGD
-from commopt.hooks.misuse import warn_of_untested_torch
+from commopt.hooks.misuse import enabled_scalers, warn_of_untested_torch
 from commopt.version import NEWEST_TESTED_TORCH
 from tests.feedback_training import (
     SMALL_BUCKETS,
@@ -338,3 +340,29 @@ def test_the_tested_torch_is_that_of_the_constraints(caplog: pytest.LogCaptureFi
     for version in ("2.7.0", f"{NEWEST_TESTED_TORCH}.9+cpu"):
         warn_of_untested_torch(version)
     assert not caplog.messages
+
+
+def test_looking_for_scalers_disturbs_no_other_thread() -> None:
+    """A tuple that is being built must be held by nobody else: gc.get_objects() would hold it."""
+    scaler, off = torch.amp.GradScaler("cpu"), torch.amp.GradScaler("cpu", enabled=False)
+    over, raised = threading.Event(), []
+
+    def build() -> None:
+        try:
+            while not over.is_set():
+                tuple(number for number in range(200))
+        except SystemError as error:
+            raised.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    builder = threading.Thread(target=build)
+    builder.start()
+    try:
+        found = [enabled_scalers() for _ in range(30)]
+    finally:
+        over.set()
+        builder.join()
+        sys.setswitchinterval(interval)
+    assert not raised
+    assert all(scaler in each and off not in each for each in found)

@@ -17,16 +17,24 @@ from commopt.version import NEWEST_TESTED_TORCH
 _log = logging.getLogger("commopt")
 
 
+def enabled_scalers() -> list[torch.amp.GradScaler]:
+    """Return every enabled GradScaler of this process."""
+    kinds: list[type] = [torch.amp.GradScaler]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    # Not gc.get_objects(): it holds every object for a moment, and a tuple that another thread is building must be
+    # held by nobody else (CPython raises SystemError there).
+    found = [thing for thing in gc.get_referrers(*kinds) if type(thing) in kinds]
+    return [scaler for scaler in found if scaler.is_enabled()]
+
+
 def warn_of_unknown_scaler() -> None:
     """Warn when a GradScaler is in use somewhere that no HookState was told of."""
-    for thing in gc.get_objects():
-        # By type: isinstance would ask weak proxies, which raise when what they stand for is gone.
-        if issubclass(type(thing), torch.amp.GradScaler) and thing.is_enabled() and thing._scale is not None:
-            _log.warning(
-                "a GradScaler is in use and HookState(scaler=None) does not know it: residuals would stay at the old "
-                "scale when it changes, and be kept from steps it drops; pass scaler=scaler, or assign state.scaler"
-            )
-            return
+    if any(scaler._scale is not None for scaler in enabled_scalers()):
+        _log.warning(
+            "a GradScaler is in use and HookState(scaler=None) does not know it: residuals would stay at the old "
+            "scale when it changes, and be kept from steps it drops; pass scaler=scaler, or assign state.scaler"
+        )
 
 
 @cache

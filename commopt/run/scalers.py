@@ -9,6 +9,7 @@ from weakref import ref
 import torch
 
 from commopt.hooks import HookState
+from commopt.hooks.misuse import enabled_scalers
 
 _log = logging.getLogger("commopt")
 
@@ -58,6 +59,4 @@ class Scalers:
 
 def _enabled() -> list[torch.amp.GradScaler]:
     gc.collect()  # those of an earlier model may wait for it
-    # By type: isinstance would ask weak proxies, which raise when what they stand for is gone.
-    scalers = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.amp.GradScaler)]
-    return [scaler for scaler in scalers if scaler.is_enabled()]
+    return enabled_scalers()
