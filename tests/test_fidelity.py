@@ -12,10 +12,12 @@ from torch import Tensor
 
 from commopt import DGC, Aggregator, Cast, Compressed, Flat, Hierarchical, PowerSGD, Quantize
 from commopt.aggregate.calls import Call
-from commopt.bucketing import Message
 from commopt.compress import Exact
+from commopt.feedback import Layout
 from commopt.feedback.fidelity import EVERY_STEPS, MAX_SAMPLE_NUMEL, Fidelity, sample_numel
 from commopt.groups import Team, WireBytes
+from commopt.hooks.sending import Step
+from commopt.lanes import Ticket
 from tests.catalogue import LAYOUTS
 from tests.feedback_training import NUMELS, Training, Vectors, gradients
 from tests.overheard import overheard
@@ -189,10 +191,12 @@ def count_bytes(rank: int, world_size: int) -> tuple[WireBytes, WireBytes, int]:
         samples += 1
         return exact(fidelity, buffer, team, scale)
 
-    def aggregators_for(message: Message) -> list[Aggregator]:
-        return [strategies[number % 4] for number in message.numbers]
+    send, sending = registration.sending.send, registration.sending
 
-    with patch.object(registration.planning, "aggregators_for", aggregators_for):
+    def switched(number: int, layout: Layout, bucket: Tensor, _: Aggregator, step: Step, *, last: bool) -> Ticket:
+        return send(number, layout, bucket, strategies[number % 4], step, last=last)
+
+    with patch.object(sending, "send", switched):
         for _ in range(3):
             training.step()
         before = registration.wire_bytes()
