@@ -22,7 +22,8 @@ from commopt.schedule import (
     Window,
     best_plan,
 )
-from commopt.schedule.search import Option, Search
+from commopt.schedule.search import Search
+from commopt.schedule.trials import Option
 
 LARGEST_BYTES = 10**9
 M = TypeVar("M", bound="Machine")

@@ -239,7 +239,7 @@ def compile_it(rank: int, world_size: int, options: dict[str, Any]) -> tuple[int
     handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
     handler.setLevel(logging.WARNING)
     logging.getLogger("commopt").addHandler(handler)
-    ddp = TorchDDP(seeded(Tower), **SMALL_BUCKET, **options)
+    ddp = TorchDDP(seeded(Tower), **(SMALL_BUCKET | options if options else {}))  # torch.compile refuses small caps
     with changing():
         state = commopt.attach(ddp, commopt.Flat(), plan="adaptive")
         trained: Any = ddp if options else torch.compile(ddp, backend="eager")

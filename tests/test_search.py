@@ -16,7 +16,8 @@ from commopt import ConfigurationError
 from commopt.schedule import Calendar, Costs, Decision, GradientQuality, Plan, Tuned, Window, best_plan, explain
 from commopt.schedule.estimate import Estimate
 from commopt.schedule.prices import Observed
-from commopt.schedule.search import Divergence, Search
+from commopt.schedule.search import Search
+from commopt.schedule.trials import Divergence
 from tests.search_machine import (
     COSTS,
     EXACT,

@@ -24,7 +24,8 @@ from commopt.schedule.calibration import prices_from_links
 from commopt.schedule.candidates import replaceable
 from commopt.schedule.estimate import Estimate
 from commopt.schedule.prices import Observed
-from commopt.schedule.search import Option, Search
+from commopt.schedule.search import Search
+from commopt.schedule.trials import Option
 from commopt.simulate import Network, ddp_buckets
 
 NODES, PER_NODE = 512, 8

@@ -21,161 +21,26 @@ each changes the plan max_trials + 2 times at most.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from math import hypot
+from dataclasses import replace
 
-from commopt.schedule.decision import Calendar, Decision, Tried, Tuned
-from commopt.schedule.estimate import DRIFT, LEAST_GAIN, Estimate, ms
+from commopt.schedule.decision import Calendar, Decision, Tuned
+from commopt.schedule.estimate import DRIFT, LEAST_GAIN, ms
 from commopt.schedule.plan import Plan
 from commopt.schedule.planner import SPARE, best_plan
 from commopt.schedule.prices import Correction, Costs
-from commopt.schedule.window import Conditions, GradientQuality, Measured, Window
+from commopt.schedule.trials import LEAST_SHARE, Divergence, Option, Round, Trial, choose, pays, told_of
+from commopt.schedule.window import Conditions, Measured, Window
 
 SETTLING_STEPS = 2  # buffers and caches follow
 WINDOW_STEPS = 7
 LEAST_STEPS = 4
 FIRST_DISTANCE_STEPS = 50
 LARGEST_DISTANCE_STEPS = 800
-LEAST_SHARE = 0.03  # of the exposed communication that a change must save
-# What is compared is a few plans, once: a wrong choice between two that are much alike costs little.
-_SIGNIFICANT_ERRORS = 2.0
 _HOPELESS = 1.05  # another strategy that is expected to take so much longer than the best is not tried
 _DISAPPOINTING = 1.05  # what takes so much longer than expected has costs that no price knows
 _FEW_MESSAGES = 1.5  # and then the messages that ran before may be expected to take so much longer
-_CLEAR = 0.75  # of the step before: what leaves more of it is compared with it twice
 _STRAGGLING = 0.1
 _STOCK = "no strategy beats stock DDP here; detach the hook"
-
-
-@dataclass(frozen=True)
-class Option:
-    """A strategy to choose from. lossy: whether it is only worth its error where it pays against what is exact."""
-
-    name: str
-    strategy: str
-    error: float = 0.0
-    lossy: bool = False
-
-
-@dataclass(frozen=True)
-class Trial:
-    """A plan, what was expected of a step and its exposed part before it was tried, and what it did."""
-
-    name: str
-    option: Option
-    plan: Plan
-    expected: tuple[float, float] | None = None
-    measured: Measured | None = None
-
-    @property
-    def step_us(self) -> float:
-        """What its step took; it must have been measured."""
-        assert self.measured is not None
-        return self.measured.step.value
-
-    def told(self, base: Measured, costs: Costs) -> Tried:
-        """Return what is known of it as data."""
-        expected = self.expected or base.expected_of(self.plan, costs)
-        tried = Tried(self.name, self.plan.strategy, self.option.error, *expected)
-        if self.measured is None:
-            return tried
-        return replace(tried, step_us=self.measured.step.value, exposed_us=self.measured.exposed.value)
-
-
-@dataclass
-class Round:
-    """One search: what it is for, what ran before, and what has been tried since. tried[0] is what ran before."""
-
-    why: str
-    tried: list[Trial]
-    abandoned: list[Trial] = field(default_factory=list)
-    confirmed: bool = False
-
-    @property
-    def before(self) -> Trial:
-        """What ran before."""
-        return self.tried[0]
-
-    @property
-    def base(self) -> Measured:
-        """What everything is compared with."""
-        assert self.before.measured is not None
-        return self.before.measured
-
-    @property
-    def trials(self) -> int:
-        """How many trials are over."""
-        return len(self.tried) - 1 + len(self.abandoned)
-
-    @property
-    def fastest(self) -> Trial:
-        """What took the least time, whatever noise may explain."""
-        return min(self.tried, key=lambda trial: trial.step_us)
-
-    def knows(self, plan: Plan) -> bool:
-        """Return whether a plan has been tried."""
-        return any(trial.plan.contents == plan.contents for trial in [*self.tried, *self.abandoned])
-
-    def end_trial(self, trial: Trial, measured: Measured | None) -> None:
-        """Take note of what a trial showed; None: nothing."""
-        if trial in self.tried:  # what ran before, once more
-            if measured is not None and trial.measured is not None:
-                self.tried[self.tried.index(trial)] = replace(trial, measured=measured.pooled(trial.measured))
-        elif measured is None:
-            self.abandoned.append(trial)
-        else:
-            self.tried.append(replace(trial, measured=measured))
-
-
-def pays(before: Measured, after: Measured, errors: float = _SIGNIFICANT_ERRORS) -> bool:
-    """Return whether a step, and its exposed communication, fell by enough, and by more than noise explains.
-
-    errors: how many standard errors noise is taken to explain.
-    """
-
-    def fell(then: Estimate, now: Estimate, share: float) -> bool:
-        return then.value - now.value > max(share * then.value, errors * hypot(then.error, now.error))
-
-    return fell(before.exposed, after.exposed, LEAST_SHARE) and fell(before.step, after.step, LEAST_GAIN)
-
-
-def choose(tried: Sequence[Trial]) -> Trial:
-    """Return the plan to follow: the first of `tried`, unless another one pays.
-
-    What loses something is chosen only where it pays against the best that loses nothing.
-    """
-
-    def best(start: Trial, others: Sequence[Trial]) -> Trial:
-        assert start.measured is not None
-        worthwhile = [each for each in others if each.measured is not None and pays(start.measured, each.measured)]
-        return min(worthwhile, key=lambda trial: trial.step_us, default=start)
-
-    exact = [trial for trial in tried if not trial.option.lossy]
-    return best(best(exact[0], exact) if exact else tried[0], [trial for trial in tried if trial.option.lossy])
-
-
-class Divergence:
-    """Compares the quality of compressed gradients with what it was when the present way of averaging was new."""
-
-    _LEAST_COSINE_SHARE = 0.5  # of what it was
-    _MOST_GROWTH = 4.0  # of what is kept for later, which stays bounded while error feedback works
-
-    def __init__(self) -> None:
-        self._first: GradientQuality | None = None
-
-    def seen(self, now: GradientQuality | None) -> str:
-        """Say what got worse than it may, or nothing."""
-        if now is None or self._first is None:
-            self._first = self._first or now
-            return ""
-        if self._first.cosine is None:
-            self._first = replace(self._first, cosine=now.cosine)
-        then = self._first
-        if now.cosine is not None and then.cosine is not None and now.cosine < self._LEAST_COSINE_SHARE * then.cosine:
-            return f"the cosine of updates to the dense mean fell from {then.cosine:.2f} to {now.cosine:.2f}"
-        if now.residual_norm > self._MOST_GROWTH * then.residual_norm > 0:
-            return f"the residuals' norm grew from {then.residual_norm:.3g} to {now.residual_norm:.3g}"
-        return ""
 
 
 class Search:
@@ -290,15 +155,15 @@ class Search:
     def _next(self, search: Round, step: int) -> Decision:
         """Try what promises most, or end the search."""
         trial = self._promising(search) if search.trials < self._max_trials else None
-        trial = trial or _to_confirm(search)
+        trial = trial or search.to_confirm()
         if trial is None:
             return self._conclude(search, step)
         self._trial, self._plan = trial, trial.plan
         step_us, exposed_us = trial.expected or (trial.step_us, search.base.exposed.value)
         verb = "trying" if trial.measured is None else "measuring once more"
         reason = (
-            f"{search.why}: {verb} {_words(trial)}, a step of {ms(step_us)} expected, {ms(exposed_us)} of it exposed; "
-            f"{_told(search.tried[-1])}"
+            f"{search.why}: {verb} {trial}, a step of {ms(step_us)} expected, {ms(exposed_us)} of it exposed; "
+            f"{search.tried[-1].words}"
         )
         return Decision(trial.plan, _settled(step), reason)
 
@@ -354,13 +219,11 @@ class Search:
         warning = ""
         if best is search.before:
             gain = f"{LEAST_SHARE:.0%} of the exposed communication" if search.trials else f"{LEAST_GAIN:.0%} of a step"
-            reason = (
-                f"{search.why}: {_words(best)}, as before: nothing {'tried' if search.trials else 'else'} saves {gain}"
-            )
+            reason = f"{search.why}: {best}, as before: nothing {'tried' if search.trials else 'else'} saves {gain}"
             if self._goes_as_stock_ddp(best.plan):
-                warning = f"{_STOCK} ({_told(best)})"
+                warning = f"{_STOCK} ({best.words})"
         else:
-            reason = f"{search.why}: {_words(best)}: {_told(search.before)} -> {_told(best)}"
+            reason = f"{search.why}: {best}: {search.before.words} -> {best.words}"
         if self._allow:
             considered = [*search.tried, *search.abandoned, *self._untried(search)]
             told = tuple(each.told(search.base, self.costs) for each in considered)
@@ -392,7 +255,7 @@ class Search:
         name = now.plan.strategy if option is None else option.name
         news = moved or self._doubt
         if not news:
-            return self._later(step, f"{name}: nothing moved by more than {DRIFT:.0%}; {_told_of(now)}")
+            return self._later(step, f"{name}: nothing moved by more than {DRIFT:.0%}; {told_of(now)}")
         if step < self._no_search_before:
             return self._later(step, f"{name}: {news}; too soon to search again")
         if len(self._options) == 1:  # what it costs was observed
@@ -426,30 +289,7 @@ class Search:
         return Decision(None, Calendar(meet_at - WINDOW_STEPS + 1, meet_at), reason)
 
 
-def _to_confirm(search: Round) -> Trial | None:
-    """Return what ran before, once, where what would be chosen gains little."""
-    best = min(search.tried[1:], key=lambda trial: trial.step_us, default=None)
-    if search.confirmed or best is None or best.measured is None or not pays(search.base, best.measured, errors=0):
-        return None
-    if best.step_us <= _CLEAR * search.base.step.value:
-        return None
-    search.confirmed = True
-    return search.before
-
-
 def _settled(step: int) -> Calendar:
     """Return when to measure another plan, which is followed after `step`."""
     begin = step + 1 + SETTLING_STEPS
     return Calendar(begin, begin + WINDOW_STEPS - 1)
-
-
-def _words(trial: Trial) -> str:
-    return f"{trial.name}, {len(trial.plan.groups)} messages"
-
-
-def _told(trial: Trial) -> str:
-    return f"{trial.name} takes {'nothing' if trial.measured is None else _told_of(trial.measured)}"
-
-
-def _told_of(measured: Measured) -> str:
-    return f"{ms(measured.step.value)}, {ms(measured.exposed.value)} of it exposed"

@@ -34,7 +34,8 @@ from commopt.schedule.decision import Calendar, Decision, Tuned
 from commopt.schedule.measure import StepTimes, Taken, latest, own_times
 from commopt.schedule.plan import Plan, Unit
 from commopt.schedule.prices import Costs, PriceTable
-from commopt.schedule.search import Option, Search
+from commopt.schedule.search import Search
+from commopt.schedule.trials import Option
 from commopt.schedule.window import GradientQuality, Window
 
 _log = logging.getLogger("commopt")
