@@ -6,8 +6,6 @@ import copy
 import logging
 import re
 from dataclasses import replace
-from math import inf
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,12 +14,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
-from commopt.aggregate import Aggregator
 from commopt.cost import Curve
 from commopt.feedback import Layout
-from commopt.groups import TeamShape, join
+from commopt.groups import join
 from commopt.recording import BucketRecord, MessageRecord, StepRecord
-from commopt.schedule import Layouts, Unit, calibration, sync
+from commopt.schedule import Layouts, Unit, sync
 from commopt.schedule.calibration import LARGEST_NBYTES, prices_from_points, samples_of
 from commopt.schedule.measure import StepTimes, latest, own_times
 from tests.ranks import run
@@ -205,28 +202,6 @@ def test_training_with_shared_and_compiled_parameters(compiled: bool) -> None:
 # --------------------------------------------------------------------- what it keeps a training from
 
 
-@pytest.mark.parametrize("us_per_byte", [1e-5, 1e-3, 0.1, 10.0])
-def test_expected_is_how_long_trials_take(us_per_byte: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    spent: list[float] = []
-
-    class Trial:
-        def __init__(self, aggregator: Aggregator, layout: Layout, *_: object) -> None:
-            self._once_us = max(layout.numel * 4 * us_per_byte, 1.0)
-
-        def mean_us(self, calls: int) -> float:
-            spent.append(calls * self._once_us)
-            return self._once_us
-
-    monkeypatch.setattr(calibration, "_Trial", Trial)
-    monkeypatch.setattr(calibration, "_slowest", lambda own, team: own)
-    team: Any = TeamShape.of((1, 1))
-    samples = samples_of(Layout.of_parameters([("a", (2000, 3000)), ("b", (100,))]), 4)
-    calibration.calibrate({"x": commopt.Flat(), "y": commopt.Flat()}, samples, torch.float32, team, 2.0)
-    expected = 2 * calibration.expected_us(samples, 4, us_per_byte, 1e6)
-    assert expected == pytest.approx(min(sum(spent), 2e6))
-    assert calibration.expected_us(samples, 4, inf, 1e6) == 1e6
-
-
 def train_aloud(rank: int, world_size: int) -> list[tuple[str, str]]:
     heard: list[tuple[str, str]] = []
     handler = logging.Handler()
@@ -247,11 +222,6 @@ def test_a_training_that_waits_for_trials_says_so_before_and_after() -> None:
     said, silent = run(train_aloud, 2, fresh=True)
     assert silent == []
     before, after = [place for place, (_, text) in enumerate(said) if "what messages take here" in text]
-    assert re.fullmatch(r"training waits for about [\d.]+ s: measuring what messages take here", said[before][1])
+    assert re.fullmatch(r"training waits for up to [\d.]+ s: measuring what messages take here", said[before][1])
     assert re.fullmatch(r"measured in [\d.]+ s what messages take here; training goes on", said[after][1])
-    # What Python shows when nobody has set up logging.
-    assert {said[before][0], said[after][0]} == {"WARNING"}
-
-
-def test_short_waits_are_no_warnings() -> None:
-    assert [sync._level(wait_s) for wait_s in (0.0, 0.9, 1.0, inf)] == [logging.INFO] * 2 + [logging.WARNING] * 2
+    assert said[before][0] == "WARNING"  # what Python shows when nobody has set up logging

@@ -25,13 +25,12 @@ from tests.hook_training import (
     Tower,
     assert_identical,
     batch_of,
-    ddp_buckets,
     digest_of,
     loss_of,
     seeded,
     train,
 )
-from tests.plan_changes import Changing, changing, needs_caps, plan_of
+from tests.plan_changes import Changing, changing
 from tests.ranks import run
 
 
@@ -93,25 +92,6 @@ def test_gradients_stay_right_while_plans_change(preset: str, feature: str) -> N
     assert_identical([digest for digest, _ in results])
     for _, to_the_letter in results:
         assert to_the_letter == [feature in EXACT] * 6
-
-
-def rebuild(rank: int, world_size: int) -> tuple[list[int], list[int]]:
-    module = seeded(Tower)
-    ddp = TorchDDP(module)
-    state = commopt.attach(ddp, commopt.Flat(), plan="ddp", record=True)
-    names = [name for name, _ in reversed(list(module.named_parameters()))]
-    sizes = {name: parameter.nbytes for name, parameter in module.named_parameters()}
-    plan = plan_of(names[:1], names[1:7], names[7:8], names[8:])
-    train(
-        ddp, rank, world_size, commopt.Flat(), before=lambda step: state._controller.follow(plan) if step == 2 else None
-    )
-    return ddp_buckets(state), [sum(map(sizes.__getitem__, group)) for group in plan.groups]
-
-
-@needs_caps
-def test_ddp_is_given_the_buckets_of_the_plan() -> None:
-    for found, planned in run(rebuild, 2):
-        assert found == planned
 
 
 # --------------------------------------------------------------------- rank 0 decides

@@ -66,12 +66,6 @@ def test_spare_time_saves_as_many_buckets_as_it_can(
     assert (len(ends), ends) <= min((len(choice), choice) for choice in equal)
 
 
-@given(units=unit_lists(most=6), costs=cost_models())
-@settings(deadline=None, max_examples=20)
-def test_deterministic(units: list[Unit], costs: Costs) -> None:
-    assert best_plan(units, costs) == best_plan(list(units), costs)
-
-
 def line(alpha_us: float, us_per_byte: float) -> PriceTable:
     return PriceTable((0, 10**6), (alpha_us, alpha_us + us_per_byte * 10**6))
 

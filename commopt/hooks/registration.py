@@ -85,7 +85,8 @@ class Registration:
         try:
             if membership.team.rank == 0:
                 misuse.warn_of_untested_torch(torch.__version__)
-            owner = membership.enroll("HookState", problem, aggregator=self.aggregator_name)
+            record = str(settings.record)
+            owner = membership.enroll("HookState", problem, aggregator=self.aggregator_name, record=record)
             sending = Sending(membership, owner, self.recorder)
             self.settings = replace(settings, config=settings.config.settled(owner, membership))
             if self.aggregator is not None:

@@ -292,8 +292,7 @@ class HookState:
         """Go on where `saved` was taken: one rank's state_dict(), a gathered or a merged one; collective.
 
         In the same world every bit is as if training had never stopped, if DDP had settled its buckets when the state
-        was saved (after two steps; three with static_graph): they are used until DDP makes them again. A plan that was
-        followed then is needed for that too: "adaptive" follows it, "ddp" does not. In another world, for which the
+        was saved (after two steps) and can be given the same ones (docs/bucketing.md). In another world, for which the
         gathered form or commopt.merged_state() is needed, each rank starts with an equal part of the sum of all
         residuals.
         Raises ConfigurationError when what any rank was given is damaged or does not fit, naming what, and

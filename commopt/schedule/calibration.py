@@ -71,20 +71,6 @@ def calibrate(
     return points
 
 
-def expected_us(samples: Sequence[Layout], itemsize: int, us_per_byte: float, budget_us: float) -> float:
-    """Return about how long `calibrate` tries out one aggregator, within its share of the budget.
-
-    us_per_byte: what a byte takes; inf where that is not known.
-    """
-    spent_us = 0.0
-    for place, layout in enumerate(samples):
-        once_us = max(us_per_byte * layout.numel * itemsize, 1.0)
-        if place >= _LEAST_LAYOUTS and _would_break(budget_us - spent_us, once_us):
-            break
-        spent_us += once_us * (1 + _calls(once_us))
-    return min(spent_us, budget_us)
-
-
 def prices_from_points(points: Mapping[str, Points], whole: Layout, dtype: torch.dtype) -> dict[str, PriceTable]:
     """Return prices that follow from trials."""
     largest_nbytes = whole.numel * dtype.itemsize

@@ -7,10 +7,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from math import inf
 from time import perf_counter
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +21,6 @@ from commopt.schedule.calibration import (
     LARGEST_NBYTES,
     Points,
     calibrate,
-    expected_us,
     prices_from_links,
     prices_from_points,
     samples_of,
@@ -40,7 +37,7 @@ from commopt.schedule.window import GradientQuality, Window
 
 _log = logging.getLogger("commopt")
 
-_NOTICED_S = 1.0  # a training that stands still for so long looks like one that hangs
+_NOTICED_S = 3.0  # a training that stands still for so long looks like one that hangs
 _BUDGET_OF_EACH_S = 1.0
 
 
@@ -139,7 +136,7 @@ class Sync:
                 return
             self._options = [Option(**entry) for entry in answer]
         if self._points is None or try_out:
-            self._points = {} if self._links is not None else self._try_out(meeting, times)
+            self._points = {} if self._links is not None else self._try_out(meeting)
             self._prices = None
         decided = self._from_leader(self._decide(meeting, times, lateness_us) if self.is_leader else "")
         self.decision = Decision.from_json(decided) if decided else None
@@ -207,34 +204,20 @@ class Sync:
         assert self._options is not None  # found
         return {option.strategy: self.strategies[option.strategy] for option in self._options}
 
-    def _try_out(self, meeting: Meeting, times: StepTimes) -> dict[str, Points]:
+    def _try_out(self, meeting: Meeting) -> dict[str, Points]:
         chosen, samples = self._chosen, samples_of(meeting.whole, meeting.dtype.itemsize)
-        byte_us = _us_per_byte(times, sum(unit.nbytes for unit in meeting.units))
-        each_us = expected_us(samples, meeting.dtype.itemsize, byte_us, _BUDGET_OF_EACH_S * 1e6)
-        wait_s = len(chosen) * each_us / 1e6
+        budget_s = len(chosen) * _BUDGET_OF_EACH_S
         if self.is_leader:
-            _log.log(_level(wait_s), "training waits for about %.1f s: measuring what messages take here", wait_s)
+            # Without logging set up only warnings are seen, and nobody looks for the cause of a short wait.
+            level = logging.WARNING if budget_s >= _NOTICED_S else logging.INFO
+            _log.log(level, "training waits for up to %.1f s: measuring what messages take here", budget_s)
         begun_s = perf_counter()
-        points = calibrate(chosen, samples, meeting.dtype, self._team, len(chosen) * _BUDGET_OF_EACH_S)
+        points = calibrate(chosen, samples, meeting.dtype, self._team, budget_s)
         if self.is_leader:
-            took_s = perf_counter() - begun_s
-            level = _level(max(wait_s, took_s))
-            _log.log(level, "measured in %.1f s what messages take here; training goes on", took_s)
+            _log.info("measured in %.1f s what messages take here; training goes on", perf_counter() - begun_s)
         return points
 
     def _price(self, meeting: Meeting) -> dict[str, PriceTable]:
         if self._links is not None:
             return prices_from_links(self._chosen, meeting.whole, meeting.dtype, self._team, self._links)
         return prices_from_points(self._points or {}, meeting.whole, meeting.dtype)
-
-
-def _us_per_byte(times: StepTimes, nbytes: int) -> float:
-    """Return what a byte took in the steps that were measured, inf where none was."""
-    took_us = (times.finished_us - times.started_us).sum(axis=1)
-    known_us = took_us[~np.isnan(took_us)]
-    return float(np.median(known_us)) / nbytes if len(known_us) else inf
-
-
-def _level(wait_s: float) -> int:
-    """Return how loud to be: without logging set up only warnings are seen, and nobody looks for the cause of less."""
-    return logging.WARNING if wait_s >= _NOTICED_S else logging.INFO
