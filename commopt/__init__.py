@@ -38,7 +38,7 @@ from commopt.hooks import (
     quantized,
 )
 from commopt.lanes.uncaught import failure_of
-from commopt.plan import Plan
+from commopt.schedule import Plan
 from commopt.timeline import Report, Timeline
 from commopt.version import __version__
 

@@ -7,7 +7,7 @@ from itertools import pairwise, product
 
 from hypothesis import strategies as st
 
-from commopt.plan import Costs, PriceTable, Unit
+from commopt.schedule import Costs, PriceTable, Unit
 
 
 @st.composite
@@ -20,10 +20,8 @@ def price_tables(draw: st.DrawFn) -> PriceTable:
 
 @st.composite
 def cost_models(draw: st.DrawFn) -> Costs:
-    chunks = [1, *draw(st.sets(st.sampled_from([2, 4]), max_size=2))]
     strategies = ["flat", "hierarchical", "quantized"][: draw(st.integers(1, 3))]
-    prices = {(name, count): draw(price_tables()) for count in chunks for name in strategies}
-    return Costs(prices, draw(st.sampled_from([0.0, 20.0])), draw(st.sampled_from([0.0, 0.1])))
+    return Costs({name: draw(price_tables()) for name in strategies}, draw(st.sampled_from([0.0, 20.0])))
 
 
 @st.composite
@@ -52,21 +50,13 @@ def allowed(members: Sequence[Unit], max_bytes: int | None) -> bool:
     return len(members) == 1 or (fits and len({unit.dtype for unit in members}) == 1)
 
 
-def slow_price(costs: Costs, nbytes: int) -> float:
-    plain = min(table(nbytes) for (_, chunks), table in costs.prices.items() if chunks == 1)
-    chunked = min((table(nbytes) for (_, chunks), table in costs.prices.items() if chunks > 1), default=float("inf"))
-    return chunked if chunked <= 0.97 * plain else plain
-
-
-def finish_of(units: Sequence[Unit], ends: Sequence[int], costs: Costs) -> float:
-    """When the last of these buckets is done on a FIFO lane."""
+def finish_of(units: Sequence[Unit], ends: Sequence[int], costs: Costs, strategy: str = "flat") -> float:
+    """When the last of these messages is done on a FIFO lane."""
     free = 0.0
     for begin, end in pairwise((0, *ends)):
         members = units[begin:end]
         nbytes = sum(unit.nbytes for unit in members)
-        lane = (
-            costs.overhead_us + slow_price(costs, nbytes) + (costs.pack_us_per_byte * nbytes if end > begin + 1 else 0)
-        )
+        lane = costs.overhead_us + costs.prices[strategy](nbytes)
         free = max(free, *(unit.ready_us for unit in members)) + lane
     return free
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,44 +14,41 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
 from commopt import Auto, ConfigurationError
-from commopt.bucketing import methods
 from commopt.cost import Speeds, nominal_links
 from commopt.groups import TeamShape
-from commopt.plan import Bucket, Calendar, Costs, Decision, Tried, Tuned, Window
-from commopt.tuning import Proposals
+from commopt.schedule import Calendar, Decision, Plan, Tried, Tuned, Window, controller, sync
 from tests.hook_training import SMALL_BUCKET, Tower, batch_of, expected_gradients, loss_of, seeded
+from tests.plan_changes import plan_of, tower_names
 from tests.ranks import run
 
 ALL = "bf16+quantized+onebit+dgc+powersgd"
 
 
 class Cycling:
-    """Follows every way there is for two steps each, and ends with an exact one."""
+    """Follows every strategy there is for two steps each, and ends with an exact one."""
 
     first = Calendar(3, 4)
 
-    def __init__(self, proposals: Proposals, costs: Costs, *_: object) -> None:
-        self._proposals, self._costs = proposals, costs
-        self._waiting: list[Any] | None = None
-        self.seen: list[str] = []
+    def __init__(self, options: Sequence[Any], *_: object) -> None:
+        names = [option.strategy for option in options]
+        self._waiting = [*names[2:], *names[:2], *reversed(names)]
 
     def decide(self, window: Window, step: int) -> Decision:
-        if self._waiting is None:
-            kinds = [*self._proposals.exact, *(ladder.name for ladder in self._proposals.ladders)]
-            ways = [self._proposals.best(kind, window.units, self._costs) for kind in kinds]
-            self._waiting = [*ways[2:], *ways[:2], *reversed(ways)]
         later = Calendar(step + 1, step + 2)
         if not self._waiting:
             return Decision(None, later, "done")
-        way = self._waiting.pop(0)
-        return Decision(way.plan, later, way.name)
+        strategy = self._waiting.pop(0)
+        cut = 1 + step % (len(window.units) - 1)
+        units = [unit.names for unit in window.units]
+        groups = (tuple(chain(*units[:cut])), tuple(chain(*units[cut:])))
+        return Decision(Plan(groups, strategy), later, strategy)
 
 
 @contextmanager
 def cycling() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(methods, "Tuning", Cycling)
-        patch.setattr(methods.Choosing, "first", Cycling.first)
+        for module in (sync, controller):
+            patch.setattr(module, "Search", Cycling)
         yield
 
 
@@ -61,7 +59,7 @@ def bits(module: torch.nn.Module) -> bytes:
 def go_through_all(rank: int, world_size: int, steps: int) -> tuple[bytes, list[str], float, float]:
     with cycling():
         ddp = TorchDDP(seeded(Tower), **SMALL_BUCKET)
-        # Nothing may be left out for good: the fastest way at any strength.
+        # Nothing may be left out for good, at the largest strengths.
         state = commopt.attach(ddp, "auto", allow=ALL, max_error=1.0, plan="adaptive")
         owed = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in ddp.module.named_parameters()}
         largest = 0.0
@@ -88,7 +86,7 @@ def test_switching_between_all_ways_loses_nothing(nodes: Sequence[int]) -> None:
     assert len(set(replicas)) == 1
     assert len({tuple(each) for each in reasons}) == 1
     assert reasons[0][-1] == "done", reasons[0]
-    assert any("powersgd" in reason for reason in reasons[0])
+    assert any("PowerSGD" in reason for reason in reasons[0])
     # The last plans average exactly and take along what was kept: only rounding is left (bf16 has no feedback).
     assert max(owed) <= 0.02 * max(largest)
 
@@ -129,7 +127,7 @@ def test_tunes_by_itself_within_sixty_steps(tmp_path: Path, allow: str) -> None:
 
 
 def tuned_by_hand(plan: commopt.Plan, nodes: tuple[int, ...] = (2, 2)) -> Tuned:
-    tried = Tried("by hand", ((plan.buckets[0].strategy, 1),), 0.5, 1.0, 1.0)
+    tried = Tried("by hand", plan.strategy, 0.5, 1.0, 1.0)
     return Tuned("by hand", ("lossless", "quantized"), nodes, 1, (tried,), plan, "for a test")
 
 
@@ -138,23 +136,15 @@ def strategy(bits_: Literal[8, 4, 2]) -> str:
 
 
 def plan_by_hand(bits_: Literal[8, 4, 2] = 4) -> commopt.Plan:
-    parameters = dict(Tower().named_parameters())
-    names = list(reversed(parameters))
-    parts = (names[:4], names[4:])
-    exact = repr(commopt.Flat())
-    return commopt.Plan(
-        tuple(
-            Bucket(tuple(part), sum(parameters[name].nbytes for name in part), how)
-            for part, how in zip(parts, (exact, strategy(bits_)), strict=True)
-        )
-    )
+    names = tower_names()
+    return plan_of(names[:4], names[4:], strategy=strategy(bits_))
 
 
 def load_tuned(rank: int, world_size: int, folder: Path) -> tuple[int, float, str, str, str]:
     path = folder / f"tuned-{rank}.json"
     tuned_by_hand(plan_by_hand()).save(path)
     ddp = TorchDDP(seeded(Tower), **SMALL_BUCKET)
-    state = commopt.attach(ddp, "auto", allow="quantized", plan="adaptive", tuned=path)
+    state = commopt.attach(ddp, "auto", allow="quantized", tuned=path, plan="adaptive")
     for number in range(5):
         step(ddp, rank, number)
     assert state.plan is not None
@@ -171,7 +161,7 @@ def load_tuned(rank: int, world_size: int, folder: Path) -> tuple[int, float, st
     not_auto = refused("hierarchical", tuned_by_hand(plan_by_hand()))
     with pytest.raises(ConfigurationError, match="both"):
         commopt.HookState(commopt.Auto("quantized"), plan=plan_by_hand(), tuned=tuned_by_hand(plan_by_hand()))
-    return len(state.plan.buckets), error, not_allowed, elsewhere, not_auto
+    return len(state.plan.groups), error, not_allowed, elsewhere, not_auto
 
 
 def test_an_earlier_tuning_is_followed_from_the_first_step(tmp_path: Path) -> None:
@@ -188,7 +178,7 @@ def test_an_earlier_tuning_is_followed_from_the_first_step(tmp_path: Path) -> No
 def differ(rank: int, world_size: int) -> str:
     tuned = tuned_by_hand(plan_by_hand(4 if rank else 2))
     with pytest.raises(commopt.MismatchError) as info:
-        commopt.attach(TorchDDP(seeded(Tower)), "auto", allow="quantized", plan="adaptive", tuned=tuned)
+        commopt.attach(TorchDDP(seeded(Tower)), "auto", allow="quantized", tuned=tuned, plan="adaptive")
     return str(info.value)
 
 
@@ -200,7 +190,7 @@ def test_ranks_with_different_tunings_are_told() -> None:
 def resume(rank: int, world_size: int) -> tuple[bool, bool]:
     tuned = tuned_by_hand(plan_by_hand())
     first = TorchDDP(seeded(Tower), **SMALL_BUCKET)
-    state = commopt.attach(first, "auto", allow="quantized", plan="adaptive", tuned=tuned)
+    state = commopt.attach(first, "auto", allow="quantized", tuned=tuned, plan="adaptive")
     for number in range(4):
         step(first, rank, number)
     saved, weights = state.state_dict(), {name: each.clone() for name, each in first.module.state_dict().items()}

@@ -32,8 +32,9 @@ from commopt import ConfigurationError
 from commopt.cost import Curve, Header, LinkKey, Links, Speeds, WorkKey, cost, nominal_links
 from commopt.feedback import Layout
 from commopt.groups import TeamShape, join
-from commopt.plan import Bucket, Unit
+from commopt.schedule import Unit
 from commopt.simulate import Workload
+from commopt.simulate.buckets import Bucket
 from tests.ranks import run
 
 # ----------------------------------------------------------------------------------------- the models

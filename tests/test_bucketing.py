@@ -6,8 +6,6 @@ import copy
 import logging
 import re
 from dataclasses import replace
-from math import inf
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,68 +14,16 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
-from commopt import ConfigurationError
-from commopt.aggregate import Aggregator, Hierarchical
-from commopt.bucketing import calibration, meeting, prices
-from commopt.bucketing.calibration import LARGEST_NBYTES, packing_us_per_byte, samples_of
-from commopt.bucketing.layouts import Layouts
-from commopt.bucketing.prices import measured_points, prices_from_points
-from commopt.bucketing.strategies import aggregator_of, require_strategies, strategies_for
-from commopt.bucketing.units import Units, are_exact
-from commopt.bucketing.window import Latest, latest, own_times
 from commopt.cost import Curve
 from commopt.feedback import Layout
-from commopt.groups import TeamShape, join
-from commopt.plan import Bucket, Plan, Unit
+from commopt.groups import join
 from commopt.recording import BucketRecord, MessageRecord, StepRecord
+from commopt.schedule import Layouts, Unit, sync
+from commopt.schedule.calibration import LARGEST_NBYTES, prices_from_points, samples_of
+from commopt.schedule.measure import StepTimes, latest, own_times
 from tests.ranks import run
 
 # --------------------------------------------------------------------- what there is to choose from
-
-
-def test_only_what_is_exact_and_not_asked_for_in_one_form_may_be_replaced() -> None:
-    nodes, node = TeamShape.of((2, 2)), TeamShape.of((4,))
-    plain = commopt.Hierarchical()
-    assert list(strategies_for(plain, nodes).values()) == [plain, commopt.Flat()]
-    chosen: list[tuple[Aggregator, TeamShape]] = [
-        (plain, node),
-        (commopt.Hierarchical(chunks=2), nodes),
-        (commopt.Flat(), nodes),
-        (commopt.PRESETS["hierarchical_quantized"].build(), nodes),
-    ]
-    for aggregator, shape in chosen:
-        assert strategies_for(aggregator, shape) == {repr(aggregator): aggregator}
-
-
-def test_chunks_are_those_of_the_bucket() -> None:
-    strategies = strategies_for(commopt.Hierarchical(), TeamShape.of((2, 2)))
-    plain, flat = strategies
-    assert aggregator_of(Bucket(("p",), 1, plain, chunks=3), strategies) == commopt.Hierarchical(chunks=3)
-    assert aggregator_of(Bucket(("p",), 1, plain), strategies) is strategies[plain]
-    assert aggregator_of(Bucket(("p",), 1, flat, chunks=3), strategies) == commopt.Flat()
-    with pytest.raises(ConfigurationError, match=r"bucket 1 of the plan is for OneBit\(\), and the hook averages with"):
-        require_strategies(Plan((Bucket(("p",), 1, flat), Bucket(("q",), 1, "OneBit()"))), strategies)
-
-
-def test_units_are_gradients_or_buckets() -> None:
-    module = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2, dtype=torch.float64))
-    parameters = dict(module.named_parameters())
-    buckets = [
-        Layout.of_parameters([(name, parameters[name].numel()) for name in names])
-        for names in (("1.bias", "1.weight"), ("0.bias", "0.weight"))
-    ]
-    gradients = Units.of(buckets, parameters, single=True)
-    assert gradients.names == (("1.bias",), ("1.weight",), ("0.bias",), ("0.weight",))
-    assert gradients.nbytes == (16, 80, 20, 60)
-    whole = Units.of(buckets, parameters, single=False)
-    assert whole.untimed() == (
-        Unit(("1.bias", "1.weight"), 96, 0.0, "torch.float64"),
-        Unit(("0.bias", "0.weight"), 80, 0.0, "torch.float32"),
-    )
-    assert gradients.dtype == whole.dtype == torch.float64  # 96 of 176 bytes
-    assert not are_exact(parameters)
-    assert are_exact(dict(module[0].named_parameters()))
-    assert Layouts(module).whole.names == parameters.keys()
 
 
 # --------------------------------------------------------------------- what is tried out
@@ -103,37 +49,11 @@ def test_no_sample_is_so_large_that_it_could_exhaust_the_memory() -> None:
 def test_prices_follow_from_points() -> None:
     layout = Layout.anonymous(10**6)
     points = [(4 * 10**k, 50.0 + 0.01 * 4 * 10**k) for k in range(1, 7)]
-    prices = prices_from_points({("flat", 1): points, ("tiny", 1): [(400, 7.0)]}, layout, torch.float32)
+    prices = prices_from_points({"flat": points, "tiny": [(400, 7.0)]}, layout, torch.float32)
     fitted = Curve.fit(points)
     for nbytes in (1, 10**4, 4 * 10**6):
-        assert prices["flat", 1](nbytes) == pytest.approx(fitted.time_us(nbytes))
-        assert prices["tiny", 1](nbytes) == 7.0
-
-
-def time_packing(rank: int, world_size: int) -> float:
-    return packing_us_per_byte(torch.float32, join(None).team)
-
-
-def test_packing_has_a_price() -> None:
-    one, other = run(time_packing, 2)
-    assert one == other, "the slowest rank's"
-    assert 1e-6 < one < 1.0  # between a terabyte and a megabyte a second
-
-
-def try_out_with_one_lane_less_on_a_rank(rank: int, world_size: int) -> list[tuple[str, int]]:
-    """On NCCL the number of lanes hangs on a variable of each rank's environment."""
-    exact = {"Hierarchical()": Hierarchical()}
-    team = join(None, timeout_s=20).team
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prices, "lanes_here", lambda backend: 1 if rank == 1 else 2)
-        patch.setattr(prices, "best_chunks", lambda *_: 4)
-        keys = list(measured_points(exact, exact, 0.1, Layout.anonymous(4096), torch.float32, team))
-    team.all_reduce(torch.zeros(1))
-    return keys
-
-
-def test_ranks_with_different_lanes_measure_alike() -> None:
-    assert run(try_out_with_one_lane_less_on_a_rank, 4, nodes=(2, 2), fresh=True) == [[("Hierarchical()", 1)]] * 4
+        assert prices["flat"](nbytes) == pytest.approx(fitted.time_us(nbytes))
+        assert prices["tiny"](nbytes) == 7.0
 
 
 # --------------------------------------------------------------------- what was measured
@@ -147,9 +67,10 @@ def record(step: int, begin_us: float, *, buckets: tuple[int, ...] = (0, 1), lab
     return StepRecord(step, None, end_us, ready, (message,))
 
 
-def own_of(records: list[StepRecord], steps: range = range(3, 6), messages: int = 1) -> Latest:
+def own_of(records: list[StepRecord], steps: range = range(3, 6), messages: int = 1) -> StepTimes:
     ready = {step: {"a": 1.0 * step, "b": 2.0 * step} for step in steps}
-    return own_times({each.step: each for each in records}, ready, steps, [("a", "b"), ("c",)], messages)
+    units = [Unit(names, 0, 0.0, "f") for names in (("a", "b"), ("c",))]
+    return own_times({each.step: each for each in records}, ready, steps, units, messages)
 
 
 def test_times_of_this_rank() -> None:
@@ -180,7 +101,7 @@ def put_together(rank: int, world_size: int) -> tuple[list[float], list[float], 
     nan = float("nan")
     column = np.array([[1e9 + 1e6 * here], [nan if team.rank else 5e9]])
     unknown = np.array([[nan, 7e9 - 1e6 * here], [nan, nan]])
-    times, lateness_us = latest(team, Latest(column[:, 0], 2 * column[:, 0], column, 3 * column, unknown))
+    times, lateness_us = latest(team, StepTimes(column[:, 0], 2 * column[:, 0], column, 3 * column, unknown))
     return times.begin_us.tolist(), times.finished_us[:, 0].tolist(), times.ready_us[0].tolist(), list(lateness_us)
 
 
@@ -281,28 +202,6 @@ def test_training_with_shared_and_compiled_parameters(compiled: bool) -> None:
 # --------------------------------------------------------------------- what it keeps a training from
 
 
-@pytest.mark.parametrize("us_per_byte", [1e-5, 1e-3, 0.1, 10.0])
-def test_expected_is_how_long_trials_take(us_per_byte: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    spent: list[float] = []
-
-    class Trial:
-        def __init__(self, aggregator: Aggregator, layout: Layout, *_: object) -> None:
-            self._once_us = max(layout.numel * 4 * us_per_byte, 1.0)
-
-        def mean_us(self, calls: int) -> float:
-            spent.append(calls * self._once_us)
-            return self._once_us
-
-    monkeypatch.setattr(calibration, "_Trial", Trial)
-    monkeypatch.setattr(calibration, "_slowest", lambda own, team: own)
-    team: Any = TeamShape.of((1, 1))
-    samples = samples_of(Layout.of_parameters([("a", (2000, 3000)), ("b", (100,))]), 4)
-    calibration.calibrate({"x": commopt.Flat(), "y": commopt.Flat()}, samples, torch.float32, team, 2.0)
-    expected = 2 * calibration.expected_us(samples, 4, us_per_byte, 1e6)
-    assert expected == pytest.approx(min(sum(spent), 2e6))
-    assert calibration.expected_us(samples, 4, inf, 1e6) == 1e6
-
-
 def train_aloud(rank: int, world_size: int) -> list[tuple[str, str]]:
     heard: list[tuple[str, str]] = []
     handler = logging.Handler()
@@ -313,7 +212,7 @@ def train_aloud(rank: int, world_size: int) -> list[tuple[str, str]]:
     ddp = TorchDDP(nn.Linear(256, 256))
     commopt.attach(ddp, "hierarchical", plan="adaptive")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meeting, "_NOTICED_S", 0.0)
+        patch.setattr(sync, "_NOTICED_S", 0.0)
         for _ in range(16):
             ddp(torch.ones(1, 256)).sum().backward()
     return heard
@@ -323,11 +222,6 @@ def test_a_training_that_waits_for_trials_says_so_before_and_after() -> None:
     said, silent = run(train_aloud, 2, fresh=True)
     assert silent == []
     before, after = [place for place, (_, text) in enumerate(said) if "what messages take here" in text]
-    assert re.fullmatch(r"training waits for about [\d.]+ s: measuring what messages take here", said[before][1])
+    assert re.fullmatch(r"training waits for up to [\d.]+ s: measuring what messages take here", said[before][1])
     assert re.fullmatch(r"measured in [\d.]+ s what messages take here; training goes on", said[after][1])
-    # What Python shows when nobody has set up logging.
-    assert {said[before][0], said[after][0]} == {"WARNING"}
-
-
-def test_short_waits_are_no_warnings() -> None:
-    assert [meeting._level(wait_s) for wait_s in (0.0, 0.9, 1.0, inf)] == [logging.INFO] * 2 + [logging.WARNING] * 2
+    assert said[before][0] == "WARNING"  # what Python shows when nobody has set up logging

@@ -27,7 +27,7 @@ from commopt.command_line import BAD_INPUT, Parser, parse_nbytes, whole
 from commopt.cost import Speeds, nominal_links
 from commopt.errors import ConfigurationError
 from commopt.groups import TeamShape
-from commopt.plan import Bucket, Plan, Tried, Tuned
+from commopt.schedule import Plan, Tried, Tuned
 from tests.doctor_machine import tcp_server
 from tests.matrices import all_pairs, matrix
 from tests.nccl_xml_machines import rail_machine
@@ -199,8 +199,8 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 def documents() -> dict[str, str]:
     """Return one good file of every kind that a command reads."""
-    plan = Plan((Bucket(("a", "b"), 4096, "flat"), Bucket(("c",), 64, "flat")))
-    tried = Tried("flat", (("flat", 4160),), 0.0, 10.0, 10.0)
+    plan = Plan((("a", "b"), ("c",)), "flat")
+    tried = Tried("flat", "flat", 0.0, 10.0, 10.0)
     workload = {
         "format": 1,
         "name": "small",

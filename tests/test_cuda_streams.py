@@ -24,8 +24,6 @@ from torch.utils._pytree import tree_map
 
 import commopt
 from commopt import Aggregator, Compressed, Flat, Hierarchical, LaneError, PowerSGD, Quantize, lanes
-from commopt.bucketing import calibration
-from commopt.bucketing.wish import Wish
 from commopt.feedback import Layout, Ledger, restore, save
 from commopt.feedback.checkpoint import MAX_MAGNITUDE
 from commopt.groups import Membership, Team, TeamShape
@@ -34,7 +32,7 @@ from commopt.hooks.registration import Registration, Settings
 from commopt.hooks.sending import Sending
 from commopt.lanes import operation as operations
 from commopt.lanes import second, stream
-from commopt.plan import Bucket, Plan
+from commopt.schedule import BucketConfig, Plan, calibration
 from tests.fake_cuda import DEVICE, Gpu
 from tests.pipelining import short_chunks
 from topology import Cluster
@@ -141,7 +139,7 @@ class Training:
 
     def __init__(self, aggregator: Aggregator, plan: Plan | str = "ddp", scaler: Any = None) -> None:
         self.model = nn.ParameterDict({name: nn.Parameter(torch.zeros(96, 64)) for name in BUCKETS})
-        settings = Settings(None, None, Wish(plan), record=False, nccl={})
+        settings = Settings(None, None, BucketConfig(plan), record=False, nccl={})
         self.registration = Registration(settings, aggregator, self.model, scaler)
         sending = Sending(setup(), "test", self.registration.recorder)
         self.registration._begin(aggregator, sending)
@@ -192,25 +190,6 @@ def test_every_preset_waits_for_what_it_reads(strategy: str) -> None:
             averages = training.step(number)
         assert not gpu.faults
         assert all(bool(average.isfinite().all()) for average in averages)
-
-
-MERGED = Plan((Bucket(BUCKETS, 4 * NUMEL * len(BUCKETS), repr(Flat())),))
-
-
-def merged() -> list[str]:
-    """Train with one message for all buckets; return what is wrong with the order."""
-    with device() as gpu:
-        training = Training(Flat(), MERGED)
-        for number in range(3):
-            averages = training.step(number)
-        assert [len(parts) for parts, _ in training.registration.assembly.messages()] == [3]
-        drawn = torch.randn(NUMEL, generator=torch.Generator().manual_seed(20))
-        assert torch.equal(averages[0].cpu(), drawn)  # all ranks have the same
-    return gpu.faults
-
-
-def test_held_buckets_are_waited_for_on_each_ones_stream() -> None:
-    assert not merged()
 
 
 def chunked(aggregators: int = 3) -> list[str]:
@@ -367,7 +346,7 @@ def test_trials_do_not_time_how_communicators_connect() -> None:
 
 def everything() -> list[str]:
     """Run all of the above."""
-    return [*merged(), *chunked(1), *standalone()]
+    return [*chunked(1), *standalone()]
 
 
 MUTANTS = {

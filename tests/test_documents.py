@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
 from bench.document import filled, main
-from commopt.bucketing import methods
 from commopt.cost import Speeds, nominal_links
 from commopt.groups import TeamShape
+from commopt.schedule import sync
 from tests.ranks import run
 
 ROOT = Path(__file__).parent.parent
@@ -112,8 +112,7 @@ def execute(rank: int, world_size: int, text: str, folder: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.delenv("COMMOPT_PLAN")
-        patch.setattr(methods, "_BUDGET_S", 0.1)
-        patch.setattr(methods, "_BUDGET_OF_EACH_S", 0.05)
+        patch.setattr(sync, "_BUDGET_OF_EACH_S", 0.05)
         program = re.sub(r"^\.\.\.  # train$", "train()", text, flags=re.M)
         exec(compile(program, "<snippet>", "exec"), {"torch": torch}, Context(folder))
 

@@ -119,7 +119,6 @@ def assert_same(first: list[tuple[str, dict[str, Vectors]]], second: list[tuple[
     ("strategy", "layout", "gathered", "option"),
     [
         ("8 bits", "3", False, ""),
-        ("8 bits", "2", False, "static_graph"),
         ("stochastic", "3", True, "find_unused_parameters"),
         ("onebit mean", "2", False, "scaler"),
         ("late 4 bits", "2", False, ""),
@@ -127,15 +126,12 @@ def assert_same(first: list[tuple[str, dict[str, Vectors]]], second: list[tuple[
         ("inter stochastic", "2x2", True, "scaler"),
         ("inter onebit rms", "2+1", False, ""),
         ("inter 4 bits, intra 8 bits", "2x2", True, ""),
-        ("inter stochastic, intra stochastic", "2x2", False, "static_graph"),
         ("momentum", "3", True, "scaler"),
         ("inter momentum", "2x2", False, ""),
         ("rank 2", "3", False, "scaler"),
         ("rank 2 alternating", "3", False, "scaler"),
         ("late rank 2", "2", False, ""),
         ("inter rank 2", "2x2", True, ""),
-        ("inter rank 2", "2x2", False, "static_graph"),
-        ("inter rank 1 alternating", "2+1", False, "static_graph"),
     ],
 )
 def test_resuming_changes_no_bit(tmp_path: Path, strategy: str, layout: str, gathered: bool, option: str) -> None:

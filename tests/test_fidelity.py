@@ -12,10 +12,12 @@ from torch import Tensor
 
 from commopt import DGC, Aggregator, Cast, Compressed, Flat, Hierarchical, PowerSGD, Quantize
 from commopt.aggregate.calls import Call
-from commopt.bucketing import Message
 from commopt.compress import Exact
+from commopt.feedback import Layout
 from commopt.feedback.fidelity import EVERY_STEPS, MAX_SAMPLE_NUMEL, Fidelity, sample_numel
 from commopt.groups import Team, WireBytes
+from commopt.hooks.sending import Step
+from commopt.lanes import Ticket
 from tests.catalogue import LAYOUTS
 from tests.feedback_training import NUMELS, Training, Vectors, gradients
 from tests.overheard import overheard
@@ -42,13 +44,24 @@ def add(fidelity: Fidelity, exact: list[float], result: list[float]) -> None:
 # ------------------------------------------------------------------------------------------- one rank
 
 
-def test_the_cosine_of_equal_values_is_one() -> None:
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize(
+    ("samples", "cosine"),
+    [
+        ([], None),
+        ([([0.0, 0.0], [0.0, 0.0])], None),
+        ([([0.0, 0.0], [0.0, 0.0]), ([1.0, -2.0], [3.0, -6.0])], 1.0),
+        ([([3.0, 4.0], [3.0, 0.0]), ([INF, 0.0], [1.0, 1.0]), ([1.0, 1.0], [0.0, NAN])], 0.6),
+        ([([3e30, 4e30], [3e30, 0.0])], 0.6),  # float32 cannot hold the squares
+    ],
+)
+def test_the_cosine_of_samples(samples: list[tuple[list[float], list[float]]], cosine: float | None) -> None:
     fidelity = Fidelity()
-    assert fidelity.cosine() is None
-    add(fidelity, [0.0, 0.0], [0.0, 0.0])
-    assert fidelity.cosine() is None
-    add(fidelity, [1.0, -2.0], [3.0, -6.0])
-    assert fidelity.cosine() == pytest.approx(1, abs=1e-12)
+    for exact, result in samples:
+        add(fidelity, exact, result)
+    assert fidelity.cosine() == (None if cosine is None else pytest.approx(cosine))
 
 
 def test_old_samples_fade() -> None:
@@ -58,21 +71,6 @@ def test_old_samples_fade() -> None:
     add(fidelity, [1.0, 2.0], [2.0, 1.0])
     exact, result = 0.75 * 9 + 5, 0.75 * 25 + 5
     assert fidelity.cosine() == pytest.approx(4 / sqrt(exact * result))
-
-
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_what_is_not_finite_does_not_count(value: float) -> None:
-    fidelity = Fidelity()
-    add(fidelity, [3.0, 4.0], [3.0, 0.0])
-    add(fidelity, [value, 0.0], [1.0, 1.0])
-    add(fidelity, [1.0, 1.0], [0.0, value])
-    assert fidelity.cosine() == pytest.approx(0.6)
-
-
-def test_values_whose_squares_float32_cannot_hold() -> None:
-    fidelity = Fidelity()
-    add(fidelity, [3e30, 4e30], [3e30, 0.0])
-    assert fidelity.cosine() == pytest.approx(0.6)
 
 
 @pytest.mark.parametrize("numel", [1, 2, 2047, 2048, 2049, 4096, 6000, 100_000, 1 << 20, (1 << 20) + 1])
@@ -92,11 +90,7 @@ def test_buffers_take_turns_in_every_eighth_step() -> None:
     fidelity = Fidelity(first_step=3)
     taken = [(step, number) for step in range(3 + 5 * EVERY_STEPS) for number in range(3) if fidelity.takes(step)]
     assert taken == [(10, 1), (18, 2), (26, 0), (34, 1), (42, 2)]
-
-
-def test_a_first_step_ahead_is_waited_for() -> None:
-    fidelity = Fidelity(first_step=16)
-    assert not any(fidelity.takes(step) for step in range(16))
+    assert not any(Fidelity(first_step=16).takes(step) for step in range(16))
 
 
 # ------------------------------------------------------------------------------------------- in training
@@ -189,10 +183,12 @@ def count_bytes(rank: int, world_size: int) -> tuple[WireBytes, WireBytes, int]:
         samples += 1
         return exact(fidelity, buffer, team, scale)
 
-    def aggregators_for(message: Message) -> list[Aggregator]:
-        return [strategies[number % 4] for number in message.numbers]
+    send, sending = registration.sending.send, registration.sending
 
-    with patch.object(registration.planning, "aggregators_for", aggregators_for):
+    def switched(number: int, layout: Layout, bucket: Tensor, _: Aggregator, step: Step, *, last: bool) -> Ticket:
+        return send(number, layout, bucket, strategies[number % 4], step, last=last)
+
+    with patch.object(sending, "send", switched):
         for _ in range(3):
             training.step()
         before = registration.wire_bytes()

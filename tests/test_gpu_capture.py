@@ -24,11 +24,10 @@ from commopt import (
     PowerSGD,
     Quantize,
 )
-from commopt.bucketing import planning
 from commopt.feedback import Ledger
 from commopt.feedback.sample import SampledError
 from commopt.groups import TeamShape
-from commopt.plan import Plan
+from commopt.schedule import reducer
 from tests.gpu_training import ON_GPU, every_device, kept, on_ranks
 from tests.hook_training import (
     SMALL_BUCKET,
@@ -148,7 +147,7 @@ def capturing(rank: int, world_size: int, strategy: str, plan: str, steps: int, 
     if freeze:
         state.freeze()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planning, "is_capturing", lambda: True)
+        patch.setattr(reducer, "is_capturing", lambda: True)
         try:
             loss_of(ddp, batch_of(rank, steps)).backward()
         except ConfigurationError as error:
@@ -189,7 +188,7 @@ def without_forwards(rank: int, world_size: int) -> str:
     ddp = TorchDDP(seeded(Tower), **SMALL_BUCKET)
     ddp.register_comm_hook(commopt.HookState(), commopt.PRESETS["flat"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planning, "is_capturing", lambda: True)
+        patch.setattr(reducer, "is_capturing", lambda: True)
         loss = loss_of(ddp, batch_of(rank, 0))
         with pytest.raises((ConfigurationError, RuntimeError)) as refused:
             loss.backward()
@@ -215,7 +214,7 @@ def average_in_a_capture(rank: int, world_size: int, unseen: str) -> tuple[list[
     begin = ddp if unseen == "by DDP" else lambda inputs: state._registration._begin_step(inputs.device)
     averages = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planning, "is_capturing", lambda: True)
+        patch.setattr(reducer, "is_capturing", lambda: True)
         with pytest.raises(ConfigurationError, match=r"averages parameters every 3 steps"):
             begin(*batch_of(rank, 3))
     averages.append(state.stats()["parameter_averages"])
@@ -236,13 +235,12 @@ def refuse(self: Aggregator, step: int, team: TeamShape) -> None:
 
 
 def follow_a_plan(rank: int, world_size: int) -> str:
-    """Follow a plan in which one bucket goes by another strategy than the user's."""
-    by_user, by_flat = plan_of(NAMES[:6], strategy=repr(Hierarchical())), plan_of(NAMES[6:])
+    """Follow a plan that goes by another strategy than the user's."""
     ddp = TorchDDP(seeded(Tower))
-    commopt.attach(ddp, "hierarchical", plan=Plan((*by_user.buckets, *by_flat.buckets)))
+    commopt.attach(ddp, "hierarchical", plan=plan_of(NAMES[:6], NAMES[6:]))
     train(ddp, rank, world_size, Hierarchical())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planning, "is_capturing", lambda: True)
+        patch.setattr(reducer, "is_capturing", lambda: True)
         patch.setattr(Hierarchical, "check_capture", lambda self, step, team: None)
         patch.setattr(Flat, "check_capture", refuse)
         with pytest.raises(ConfigurationError) as refused:
@@ -250,7 +248,7 @@ def follow_a_plan(rank: int, world_size: int) -> str:
     return str(refused.value)
 
 
-def test_what_a_plan_takes_for_a_bucket_is_asked_too() -> None:
+def test_what_a_plan_averages_by_is_asked() -> None:
     assert run(follow_a_plan, 4, nodes=(2, 2)) == [f"Flat() is refused in step {STEPS}"] * 4
 
 

@@ -11,14 +11,16 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
 
 from commopt import DGC, Aggregator, Compressed, Flat, Hierarchical, Layout, PowerSGD
 from commopt.aggregate.leftovers import hand_over, scale_and_add
-from commopt.bucketing import Message
 from commopt.compress import Carry
 from commopt.feedback import Account, Feedback, Ledger
 from commopt.feedback.factors import Kept
 from commopt.groups import Team
+from commopt.hooks.sending import Step
+from commopt.lanes import Ticket
 from tests.catalogue import LAYOUTS
 from tests.feedback_training import (
     STRATEGIES,
@@ -83,10 +85,13 @@ class Switching(Training):
     def switch(self, choice: Choice) -> None:
         self.choice = choice
 
-        def aggregators_for(message: Message) -> list[Aggregator]:
-            return [KNOWN[choice(self.steps, layout.pieces[0].name)] for layout in message.layouts]
+        sending = self.comm._registration.sending
+        send = sending.send
 
-        patch.object(self.comm._registration.planning, "aggregators_for", aggregators_for).start()
+        def switched(number: int, layout: Layout, bucket: Tensor, _: Aggregator, step: Step, *, last: bool) -> Ticket:
+            return send(number, layout, bucket, KNOWN[choice(self.steps, layout.pieces[0].name)], step, last=last)
+
+        patch.object(sending, "send", switched).start()
 
 
 def make(rank: int, world_size: int, choice: Choice, dtype: str = "float32", **others: Any) -> Switching:

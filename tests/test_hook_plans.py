@@ -6,6 +6,7 @@ import random
 import resource
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
-from commopt.plan import Bucket, Costs, Decision, Plan, Window
+from commopt.schedule import Costs, Decision, Plan, Window
 from tests.hook_training import (
     SMALL_BUCKET,
     Batch,
@@ -24,28 +25,24 @@ from tests.hook_training import (
     Tower,
     assert_identical,
     batch_of,
-    ddp_buckets,
     digest_of,
     loss_of,
     seeded,
     train,
 )
-from tests.plan_changes import Changing, changing, needs_caps
+from tests.plan_changes import Changing, changing
 from tests.ranks import run
 
 
 def random_plan(module: nn.Module, strategy: str, seed: int) -> Plan:
-    """Cut the parameters, in about the order of backward, anywhere, and send the buckets in any order."""
+    """Cut the parameters, in about the order of backward, anywhere."""
     dice = random.Random(seed)
-    parameters = [(name, p.nbytes) for name, p in reversed(list(module.named_parameters())) if p.requires_grad]
+    parameters = [name for name, p in reversed(list(module.named_parameters())) if p.requires_grad]
     if dice.random() < 0.3:
         dice.shuffle(parameters)
     ends = sorted(dice.sample(range(1, len(parameters)), dice.randrange(len(parameters))))
-    groups = [parameters[begin:end] for begin, end in zip([0, *ends], [*ends, len(parameters)], strict=True)]
-    order = list(range(len(groups)))
-    dice.shuffle(order)
-    buckets = (Bucket(tuple(n for n, _ in group), sum(b for _, b in group), strategy) for group in groups)
-    return Plan(tuple(buckets), tuple(order), origin=f"dice {seed}")
+    parts = zip([0, *ends], [*ends, len(parameters)], strict=True)
+    return Plan(tuple(tuple(parameters[begin:end]) for begin, end in parts), strategy, origin=f"dice {seed}")
 
 
 # --------------------------------------------------------------------- another plan before every step
@@ -64,12 +61,10 @@ FEATURES: dict[str, tuple[type[nn.Module], dict[str, Any], dict[str, Any]]] = {
 }
 
 
-EXACT = ("default", "views", "unused")  # DDP is given the plan's buckets
-STEPS_OF_A_PLAN = 2  # its buckets are DDP's in the first, and foreseen in the second
-HASTY_STEP = 7  # a plan that has one step only
+EXACT = ("default", "views", "unused")  # DDP is given the plan's buckets; else its own stay
 
 
-def change_plans(rank: int, world_size: int, preset: str, feature: str) -> tuple[str, list[bool], int]:
+def change_plans(rank: int, world_size: int, preset: str, feature: str) -> tuple[str, list[bool]]:
     kind, options, training = FEATURES[feature]
     module = seeded(kind)
     ddp = TorchDDP(module, **options)
@@ -78,17 +73,14 @@ def change_plans(rank: int, world_size: int, preset: str, feature: str) -> tuple
     to_the_letter = []
 
     def before(step: int) -> None:
-        if state.plan is not None and step % STEPS_OF_A_PLAN == 0 and step != HASTY_STEP + 1:
-            sent = [frozenset(name for name, *_ in buffer) for buffer in state.state_dict()["buckets"]]
-            planned = [frozenset(state.plan.buckets[number].names) for number in state.plan.order]
-            to_the_letter.append(sent == planned)
-        if step and (step % STEPS_OF_A_PLAN == 0 or step == HASTY_STEP):
-            state._planning.follow(random_plan(module, strategy, step))
+        if state.plan is not None:
+            sent = [tuple(name for name, *_ in buffer) for buffer in state.state_dict()["buckets"]]
+            to_the_letter.append(sent == list(state.plan.groups))
+        if step:
+            state._controller.follow(random_plan(module, strategy, step))
 
     aggregator = commopt.PRESETS[preset].build()
-    digest = train(ddp, rank, world_size, aggregator, steps=13, before=before, **training)
-    stats = state.stats()
-    return digest, to_the_letter, stats["buckets"] - stats["messages"]
+    return train(ddp, rank, world_size, aggregator, steps=8, before=before, **training), to_the_letter
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -97,59 +89,9 @@ def test_gradients_stay_right_while_plans_change(preset: str, feature: str) -> N
     if preset == "hierarchical_powersgd" and feature not in ("default", "unused"):
         pytest.skip("covered by the others")
     results = run(change_plans, 4, preset, feature, nodes=(2, 2))
-    assert_identical([digest for digest, _, _ in results])
-    for _, to_the_letter, merged in results:
-        if feature in EXACT:
-            assert to_the_letter == [True] * 4
-        else:
-            assert merged > 0, "no plan was ever followed"
-
-
-def hold_buckets(rank: int, world_size: int) -> tuple[str, int, int]:
-    """Keep DDP's buckets as they are, so that messages are put together in the hook, in three places."""
-    module = seeded(Tower)
-    ddp = TorchDDP(module, **SMALL_BUCKET)
-    state = commopt.HookState(commopt.Flat(), module=module)
-    ddp.register_comm_hook(state, commopt.hook)
-    names = [name for name, _ in reversed(list(module.named_parameters()))]
-    buckets = (Bucket(tuple(part), 0, repr(state.aggregator)) for part in (names[:5], names[5:8], names[8:]))
-    plan = Plan(tuple(buckets), order=(0, 2, 1))
-
-    def before(step: int) -> None:
-        if step == 4:
-            state._planning.follow(plan)
-
-    digest = train(ddp, rank, world_size, commopt.Flat(), steps=6, before=before)
-    stats = state.stats()
-    return digest, stats["buckets"], stats["messages"]
-
-
-def rebuild(rank: int, world_size: int) -> tuple[list[int], list[int]]:
-    module = seeded(Tower)
-    ddp = TorchDDP(module)
-    state = commopt.attach(ddp, commopt.Flat(), plan="ddp", record=True)
-    names = [name for name, _ in reversed(list(module.named_parameters()))]
-    sizes = {name: parameter.nbytes for name, parameter in module.named_parameters()}
-    parts = (names[:1], names[1:7], names[7:8], names[8:])
-    buckets = (Bucket(tuple(part), sum(map(sizes.__getitem__, part)), repr(commopt.Flat())) for part in parts)
-    plan = Plan(tuple(buckets))
-    train(
-        ddp, rank, world_size, commopt.Flat(), before=lambda step: state._planning.follow(plan) if step == 2 else None
-    )
-    return ddp_buckets(state), [bucket.nbytes for bucket in plan.buckets]
-
-
-@needs_caps
-def test_ddp_is_given_the_buckets_of_the_plan() -> None:
-    for found, planned in run(rebuild, 2):
-        assert found == planned
-
-
-def test_where_ddp_keeps_its_buckets_they_are_merged() -> None:
-    results = run(hold_buckets, 2)
-    assert_identical([digest for digest, _, _ in results])
-    for _, buckets, messages in results:
-        assert messages < buckets
+    assert_identical([digest for digest, _ in results])
+    for _, to_the_letter in results:
+        assert to_the_letter == [feature in EXACT] * 6
 
 
 # --------------------------------------------------------------------- rank 0 decides
@@ -158,10 +100,9 @@ def test_where_ddp_keeps_its_buckets_they_are_merged() -> None:
 class Restless(Changing):
     """Decides on rank 0 only."""
 
-    def __init__(self, costs: Costs, max_bytes: int, needed_first: bool) -> None:
+    def __init__(self, options: Sequence[Any], costs: Costs, max_bytes: int, *_: object) -> None:
         assert torch.distributed.get_rank() == 0
-        assert costs.pack_us_per_byte == 0.0, "DDP's own buckets are not packed"
-        super().__init__(costs, max_bytes, needed_first)
+        super().__init__(options, costs, max_bytes)
 
 
 def follow_rank_0(rank: int, world_size: int) -> tuple[str, list[str], str | None]:
@@ -267,7 +208,7 @@ def test_of_different_given_plans_rank_0_s_is_followed(tmp_path: Path) -> None:
 
 def refuse(rank: int, world_size: int) -> None:
     def plan(name: str, strategy: str) -> Plan:
-        return Plan((Bucket((name,), 4, strategy),))
+        return Plan(((name,),), strategy)
 
     module = nn.Linear(3, 3, bias=False)
     for bad, words in (
@@ -295,7 +236,7 @@ def resume(rank: int, world_size: int) -> tuple[str, str]:
     ddp, state = start()
     plan = random_plan(ddp.module, repr(state.aggregator), 5)
     aggregator = commopt.PRESETS["hierarchical_quantized"].build()
-    train(ddp, rank, world_size, aggregator, before=lambda step: state._planning.follow(plan) if step == 1 else None)
+    train(ddp, rank, world_size, aggregator, before=lambda step: state._controller.follow(plan) if step == 1 else None)
     saved, weights = state.state_dict(), {k: v.clone() for k, v in ddp.module.state_dict().items()}
     resumed, again = start()
     resumed.module.load_state_dict(weights)
@@ -405,7 +346,8 @@ def train_by_default(rank: int, world_size: int, freeze: bool) -> int:
 
 
 @pytest.mark.parametrize(
-    ("freeze", "wish", "decisions"), [(False, None, 1), (True, None, 0), (False, "ddp", 0), (False, "adaptive", 1)]
+    ("freeze", "wish", "decisions"),
+    [(False, None, 0), (True, "adaptive", 0), (False, "ddp", 0), (False, "adaptive", 1)],
 )
 def test_plans_are_made_unless_frozen_or_unwished(freeze: bool, wish: str | None, decisions: int) -> None:
     assert run(train_by_default, 2, freeze, env={"COMMOPT_PLAN": wish}) == [decisions] * 2

@@ -11,12 +11,11 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import commopt
 from commopt import ConfigurationError, Links
 from commopt.aggregate import Aggregator
-from commopt.bucketing.layouts import Layouts
-from commopt.bucketing.prices import require_prices
-from commopt.bucketing.strategies import strategies_for
-from commopt.bucketing.wish import Wish
 from commopt.cost import Speeds, nominal_links
 from commopt.groups import TeamShape
+from commopt.schedule import BucketConfig, Layouts
+from commopt.schedule.calibration import require_prices
+from commopt.schedule.candidates import replaceable
 from tests.hook_training import SMALL_BUCKET, Tower, assert_identical, seeded, train
 from tests.plan_changes import changing
 from tests.ranks import run
@@ -34,11 +33,11 @@ def links_without(*levels: str) -> Links:
 @pytest.mark.parametrize("known", [True, False], ids=["model", "no model"])
 def test_every_level_that_is_used_must_be_there(level: str, known: bool) -> None:
     layouts = Layouts(Tower() if known else None)
-    strategies = strategies_for(commopt.Hierarchical(), SHAPE)
+    strategies = replaceable(commopt.Hierarchical(), SHAPE)
     assert len(strategies) == 2
-    require_prices(strategies, layouts, SHAPE, links_without())
+    require_prices(strategies, layouts.parameters, layouts.whole, SHAPE, links_without())
     with pytest.raises(ConfigurationError) as raised:
-        require_prices(strategies, layouts, SHAPE, links_without(level))
+        require_prices(strategies, layouts.parameters, layouts.whole, SHAPE, links_without(level))
     text = str(raised.value)
     assert text.startswith("links cannot price messages by Hierarchical")
     assert " or Flat() on nodes with 2 + 2 ranks: no figures for " in text
@@ -47,8 +46,9 @@ def test_every_level_that_is_used_must_be_there(level: str, known: bool) -> None
 
 
 def test_what_is_not_used_may_be_missing() -> None:
-    flat: dict[str, Aggregator] = strategies_for(commopt.Flat(), SHAPE)
-    require_prices(flat, Layouts(Tower()), SHAPE, links_without("intra", "inter"))
+    flat: dict[str, Aggregator] = replaceable(commopt.Flat(), SHAPE)
+    layouts = Layouts(Tower())
+    require_prices(flat, layouts.parameters, layouts.whole, SHAPE, links_without("intra", "inter"))
 
 
 @pytest.mark.parametrize(
@@ -60,9 +60,9 @@ def test_what_is_not_used_may_be_missing() -> None:
         ({"plan": 3}, "plan is a int; use 'adaptive', 'ddp', a commopt.Plan"),
     ],
 )
-def test_wishes_that_cannot_be(options: dict[str, object], words: str) -> None:
+def test_what_cannot_be_is_refused(options: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
-        Wish.read(**({"plan": "adaptive", "links": None, "needed_first": False} | options))  # type: ignore[arg-type]
+        BucketConfig.read(**({"plan": "adaptive", "links": None, "needed_first": False} | options))  # type: ignore[arg-type]
 
 
 def attach_with_links(rank: int, world_size: int, folder: Path) -> tuple[str, str, str, int]:
@@ -92,3 +92,8 @@ def test_attach_refuses_links_that_lack_a_level_on_every_rank(tmp_path: Path) ->
     assert all("ranks disagree about links: rank 3 has" in differing for _, differing, *_ in results)
     assert_identical([digest for *_, digest, _ in results])
     assert [decisions for *_, decisions in results] == [1] * 4
+
+
+def test_an_option_that_changes_nothing_says_so() -> None:
+    with pytest.warns(DeprecationWarning, match="needed_first=True changes nothing"):
+        BucketConfig.read(None, None, needed_first=True)

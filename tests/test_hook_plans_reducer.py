@@ -12,8 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
-from commopt.bucketing import reducer
-from commopt.plan import Bucket, Plan
+from commopt.schedule import Plan, reducer
 from tests.hook_training import (
     SMALL_BUCKET,
     Batch,
@@ -25,7 +24,7 @@ from tests.hook_training import (
     seeded,
     train,
 )
-from tests.plan_changes import Changing, changing, needs_caps, plan_of
+from tests.plan_changes import Changing, changing, needs_caps
 from tests.ranks import run
 
 
@@ -97,10 +96,10 @@ def make_anew(rank: int, world_size: int, unused: bool) -> list[list[str]]:
         ddp(*batch_of(rank, 0)).sum().backward()
     by_name = dict(ddp.module.named_parameters())
     mixed = [["layers.3.bias", "layers.5.weight"], ["layers.0.weight"], [n for n in by_name if n[7] in "124"]]
-    assert reducer.supports_rebuild(ddp)
+    assert reducer.why_not(ddp, by_name) == ""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DDP_SET_LAST_BUCKET_CAP", "1")
-        assert not reducer.supports_rebuild(ddp)
+        assert "DDP_SET_LAST_BUCKET_CAP" in reducer.why_not(ddp, by_name)
     mixed[1] += [name for name in by_name if not any(name in part for part in mixed)]
     reducer.rebuild(ddp, [[by_name[name] for name in part] for part in mixed])
     assert ddp._bucket_config is config
@@ -129,22 +128,22 @@ def test_a_torch_that_lacks_anything_that_is_needed_is_left_alone() -> None:
         ddp._bucket_config = SimpleNamespace(per_bucket_bytes_caps=())
         return ddp
 
-    assert reducer.supports_rebuild(model())
+    assert reducer.why_not(model(), {}) == ""
     places = [(None, name) for name in reducer._NEEDED] + [("reducer", name) for name in reducer._NEEDED_OF_REDUCER]
     for part, name in [*places, ("_bucket_config", "per_bucket_bytes_caps")]:
         ddp = model()
         delattr(ddp if part is None else getattr(ddp, part), name)
-        assert not reducer.supports_rebuild(ddp), name
+        assert reducer.why_not(ddp, {}) != "", name
     for name in ("_use_python_reducer", "mixed_precision", "static_graph"):
         ddp = model()
         setattr(ddp, name, True)
-        assert not reducer.supports_rebuild(ddp), name
+        assert reducer.why_not(ddp, {}) != "", name
 
 
 def name_by_number(rank: int, world_size: int) -> list[int]:
     """Without a module parameters are known, in the order of backward, once DDP has shown them."""
     numbers = [f"parameter {number}" for number in range(12)]
-    plan = Plan(tuple(Bucket(tuple(part), 0, repr(commopt.Flat())) for part in (numbers[:3], numbers[3:])))
+    plan = Plan((tuple(numbers[:3]), tuple(numbers[3:])), repr(commopt.Flat()))
     ddp = commopt.DistributedDataParallel(seeded(Tower), **SMALL_BUCKET)
     state = commopt.HookState(commopt.Flat(), plan=plan, record=True)
     ddp.register_comm_hook(state, commopt.hook)
@@ -179,27 +178,3 @@ def thaw_before_attach(rank: int, world_size: int) -> tuple[int, int, bool]:
 
 def test_a_parameter_that_ddp_does_not_know_does_not_end_the_training() -> None:
     assert run(thaw_before_attach, 2) == [(11, 2, True), (11, 2, True)]
-
-
-def follow_where_it_cannot(rank: int, world_size: int) -> int:
-    """With a static graph buckets are merged instead, and forwards do not ask again and again."""
-    ddp = TorchDDP(seeded(Tower), **SMALL_BUCKET, static_graph=True)
-    names = [name for name, _ in reversed(list(ddp.module.named_parameters()))]
-    asked = 0
-
-    def count(ddp: TorchDDP) -> bool:
-        nonlocal asked
-        asked += 1
-        return False
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reducer, "supports_rebuild", count)
-        commopt.attach(ddp, commopt.Flat(), plan=plan_of(names[:2], names[2:]))
-        for step in range(4):
-            ddp.zero_grad()
-            ddp(*batch_of(rank, step)).sum().backward()
-    return asked
-
-
-def test_forwards_stay_cheap_where_ddp_keeps_its_buckets() -> None:
-    assert run(follow_where_it_cannot, 1) == [1]

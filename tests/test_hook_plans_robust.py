@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import pickle
 from typing import Any
 from weakref import ref
@@ -14,11 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
-from commopt.bucketing.assembly import Assembly
-from commopt.bucketing.messages import Held, Message
-from commopt.bucketing.readiness import Readiness
-from commopt.feedback import Layout
-from commopt.plan import Bucket, Plan
+from commopt.schedule import Plan
+from commopt.schedule.measure import Readiness
 from tests.hook_training import SMALL_BUCKET, Tower, assert_identical, batch_of, ddp_buckets, loss_of, seeded, train
 from tests.plan_changes import Changing, changing, needs_caps, plan_of
 from tests.ranks import run
@@ -65,7 +63,8 @@ def discriminate(rank: int, world_size: int) -> tuple[str, list[int], list[int]]
         state = commopt.attach(ddp, commopt.Flat(), plan="adaptive", record=True)
         digest = train(ddp, rank, world_size, commopt.Flat(), steps=7, before=before)
     assert state.plan is not None
-    planned = [bucket.nbytes for bucket in state.plan.buckets]
+    sizes = {name: parameter.nbytes for name, parameter in ddp.module.named_parameters()}
+    planned = [sum(map(sizes.__getitem__, group)) for group in state.plan.groups]
     return digest, ddp_buckets(state), planned
 
 
@@ -126,13 +125,13 @@ def meet_and(rank: int, world_size: int, do: str) -> tuple[Plan | None, int]:
         steps(ddp, rank, 2)
         saved = {**state.state_dict(), "steps": 1000}
         steps(ddp, rank, 2)
-        assert state._planning._pending is not None
+        assert state._controller.pending is not None
         if do == "freeze":
             state.freeze()
         else:
             state.load_state_dict(saved)
         steps(ddp, rank, 3)
-        return state.plan, state._planning._measuring.calendar.meet_at
+        return state.plan, state._controller._measuring.calendar.meet_at
 
 
 def test_after_freeze_nothing_changes_any_more() -> None:
@@ -209,67 +208,6 @@ def test_new_buckets_leave_the_rest_of_ddp_as_it_was() -> None:
     assert before == after, "torch.compile refuses caps below 1 MiB"
 
 
-def compile_it(rank: int, world_size: int) -> tuple[tuple[tuple[str, ...], ...], int, float]:
-    ddp = TorchDDP(seeded(Tower))
-    with changing():
-        state = commopt.attach(ddp, commopt.Flat(), plan="adaptive")
-        compiled: Any = torch.compile(ddp, backend="eager")
-        steps(compiled, rank, 6)
-    return Changing.shown, len(state.decisions), Changing.costs.pack_us_per_byte if rank == 0 else 0.0
-
-
-def test_what_is_compiled_shows_no_forwards_and_keeps_its_buckets() -> None:
-    (units, decisions, packing_us_per_byte), _ = run(compile_it, 2)
-    assert decisions == 1
-    assert packing_us_per_byte > 0.0, "merged buckets are packed"
-    assert [len(names) for names in units] == [12]
-
-
-# --------------------------------------------------------------------- messages
-
-
-def test_a_message_is_of_one_device() -> None:
-    layouts = [Layout.of_parameters([(name, (3,))]) for name in "abcd"]
-    devices = [torch.device(kind) for kind in ("cpu", "cpu", "meta", "meta")]
-    for checkpoint in (False, True):
-        assembly = Assembly()
-        assembly.follow(Plan((Bucket(("a", "b", "c"), 36, "Flat()"), Bucket(("d",), 12, "Flat()"))))
-        for _ in range(2):
-            if checkpoint:
-                assembly.imitate([Layout.of_parameters([(name, (3,)) for name in "abcd"])])
-            assembly.begin_step()
-            sent = [
-                message
-                for number, (layout, device) in enumerate(zip(layouts, devices, strict=True))
-                for message in assembly.add(Held(number, layout, torch.zeros(3, device=device)), last=number == 3)
-            ]
-            assert sorted(number for message in sent for number in message.numbers) == [0, 1, 2, 3]
-            assert all(len({each.bucket.device for each in message.held}) == 1 for message in sent)
-        assert not assembly.settled
-
-
-def test_the_buffers_of_a_checkpoint_are_averaged_as_the_plan_says() -> None:
-    """Else a resumed run adds in another order, and its bits are others, until it has found its buckets."""
-    buckets = [Layout.of_parameters([(name, (3,)) for name in names]) for names in ("ab", "cd")]
-    assembly = Assembly()
-    assembly.imitate(buckets)
-    assembly.follow(Plan((Bucket(("a", "b"), 24, "Flat()"), Bucket(("c", "d"), 24, "Hierarchical()"))))
-    assembly.begin_step()
-    whole = Layout.of_parameters([(name, (3,)) for name in "dcba"])
-    (message,) = assembly.add(Held(0, whole, torch.zeros(12)), last=True)
-    assert message.layouts == tuple(buckets)
-    assert message.shares == (0, 1)
-
-
-def test_neighbours_are_packed_in_one_piece() -> None:
-    layouts = [Layout.of_parameters([(f"{letter}{number}", (2,)) for number in range(50)]) for letter in "ab"]
-    held = [Held(number, layout, torch.ones(100)) for number, layout in enumerate(layouts)]
-    ((first, second),) = Message.joined(held).parts()
-    assert first.data_ptr() == held[0].bucket.data_ptr()
-    assert second.data_ptr() == held[1].bucket.data_ptr()
-    assert Message.joined(held).layouts[0] is Message.joined(held).layouts[0], "worked out in every step"
-
-
 def late(rank: int, world_size: int) -> bool:
     """An interrupt while the ranks meet must not let this one miss what was decided."""
     ddp = TorchDDP(seeded(Tower), **SMALL_BUCKET)
@@ -281,7 +219,7 @@ def late(rank: int, world_size: int) -> bool:
             def interrupted(plan: Plan) -> None:
                 raise KeyboardInterrupt
 
-            patch.setattr(state._planning._following, "follow", interrupted)
+            patch.setattr(state._controller, "_follow", interrupted)
             if rank == 1:
                 with pytest.raises(KeyboardInterrupt):
                     ddp(*batch_of(rank, 0))
@@ -293,3 +231,28 @@ def late(rank: int, world_size: int) -> bool:
 
 def test_ctrl_c_at_a_meeting_does_not_part_the_ranks() -> None:
     assert all(run(late, 2))
+
+
+def compile_it(rank: int, world_size: int, options: dict[str, Any]) -> tuple[int, list[str], int]:
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    handler.setLevel(logging.WARNING)
+    logging.getLogger("commopt").addHandler(handler)
+    ddp = TorchDDP(seeded(Tower), **(SMALL_BUCKET | options if options else {}))  # torch.compile refuses small caps
+    with changing():
+        state = commopt.attach(ddp, commopt.Flat(), plan="adaptive")
+        trained: Any = ddp if options else torch.compile(ddp, backend="eager")
+        steps(trained, rank, 9)
+    whole = [message for message in heard if "own buckets stay" in message]
+    return len(state.decisions), whole, max(map(len, Changing.shown), default=0)
+
+
+@pytest.mark.parametrize(("options", "why"), [({}, "compiled from outside"), ({"static_graph": True}, "static_graph")])
+def test_where_ddp_keeps_its_buckets_that_is_said_once(options: dict[str, bool], why: str) -> None:
+    (decisions, heard, largest), (_, others, _) = run(compile_it, 2, options)
+    assert decisions >= 2
+    assert len(heard) == 1
+    assert why in heard[0]
+    assert others == []
+    assert largest > 1, "units are DDP's buckets"

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
 from commopt import ConfigurationError, Flat, Hierarchical, HookState
-from commopt.plan import Bucket, Plan
+from commopt.schedule import Plan
 from tests.feedback_training import STRATEGIES, Training, same_residuals
 from tests.hook_training import SMALL_BUCKET, ManyDtypes, Tower, batch_of, loss_of, seeded, train
 from tests.plan_changes import plan_of
@@ -105,7 +105,7 @@ def count_messages(rank: int, world_size: int) -> tuple[int, int]:
     module = seeded(ManyDtypes)
     ddp = TorchDDP(module, **SMALL_BUCKET)
     names = tuple(name for name, _ in module.named_parameters())
-    state = HookState(Flat(), module=module, plan=Plan((Bucket(names, 0, "Flat()"),)))
+    state = HookState(Flat(), module=module, plan=Plan((tuple(names),), "Flat()"))
     ddp.register_comm_hook(state, commopt.hook)
     train(ddp, rank, world_size, Flat(), steps=4)
     before = state.stats()

@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import commopt
 from commopt import LaneError, PowerSGD, lanes
-from commopt.bucketing import calibration
 from commopt.feedback import Layout
 from commopt.groups import join
 from commopt.groups.payload import broadcast_bytes, gather_bytes
@@ -32,6 +31,7 @@ from commopt.lanes.base import current_lane
 from commopt.lanes.modes import fresh_modes
 from commopt.lanes.second import SecondWorker, Started
 from commopt.lanes.worker import WorkerLane
+from commopt.schedule import calibration
 from tests.gpu_training import Learner, kept
 from tests.hook_training import assert_identical
 from tests.pipelining import short_chunks

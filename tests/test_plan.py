@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from commopt import ConfigurationError
-from commopt.plan import Bucket, Calendar, Costs, Decision, Plan, PriceTable, Unit, best_plan
+from commopt.schedule import Calendar, Costs, Decision, Plan, PriceTable, Unit, best_plan, simulate
 
 UNITS = [Unit((f"p{number}", f"q{number}"), 1000 * number, 10.0 * number, "float32") for number in range(6)]
-PLAN = best_plan(UNITS, Costs({("flat", 1): PriceTable((0, 10_000), (7.0, 90.0))}))
+PLAN = best_plan(UNITS, Costs({"flat": PriceTable((0, 10_000), (7.0, 90.0))}))
 
 
 def test_json_round_trip() -> None:
-    assert len(PLAN.buckets) > 1
+    assert len(PLAN.groups) > 1
     assert PLAN.predicted is not None
-    for plan in (PLAN, replace(PLAN, predicted=None, origin="given", order=PLAN.order[::-1])):
+    for plan in (PLAN, replace(PLAN, predicted=None, origin="given")):
         assert Plan.from_json(plan.to_json()) == plan
 
 
@@ -47,12 +47,12 @@ def test_the_digest_is_of_what_runs() -> None:
     assert replace(PLAN, predicted=None, origin="given").digest() == PLAN.digest()
     assert Plan.from_json(PLAN.to_json()).digest() == PLAN.digest()
     others = [
-        replace(PLAN, order=PLAN.order[::-1]),
-        replace(PLAN, buckets=(replace(PLAN.buckets[0], chunks=2), *PLAN.buckets[1:])),
-        replace(PLAN, buckets=(replace(PLAN.buckets[0], strategy="tree"), *PLAN.buckets[1:])),
-        replace(PLAN, buckets=(replace(PLAN.buckets[0], names=PLAN.buckets[0].names[::-1]), *PLAN.buckets[1:])),
+        replace(PLAN, groups=PLAN.groups[::-1]),
+        replace(PLAN, strategy="tree"),
+        replace(PLAN, groups=(PLAN.groups[0][::-1], *PLAN.groups[1:])),
     ]
-    assert len({PLAN.digest(), *(other.digest() for other in others)}) == 5
+    assert len({PLAN.digest(), *(other.digest() for other in others)}) == 4
+    assert PLAN.contents == others[0].contents == others[2].contents != others[1].contents
 
 
 def changed(path: str, value: Any) -> str:
@@ -72,31 +72,24 @@ def changed(path: str, value: Any) -> str:
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("format", 2, "format 2, but this commopt reads format 1"),
+        ("format", 1, "format 1, but this commopt reads format 2"),
         ("format", ..., "format None"),
-        ("buckets", ..., '"buckets" is missing'),
-        ("buckets", [], "no buckets"),
-        ("buckets", {"a": 1}, "must be of type list"),
-        ("buckets/0", "p0", '"names" is missing'),
-        ("buckets/0/names", [], "at least one parameter name"),
-        ("buckets/0/names", ["p0", ""], "must be text"),
-        ("buckets/0/names", [["p0"]], "must be text"),
-        ("buckets/0/names", ["p0", "q0", "p5"], "'p5' is in it more than once"),
-        ("buckets/0/nbytes", -1, "nbytes is -1; it must be a whole number >= 0"),
-        ("buckets/0/nbytes", 1.5, "must be of type int"),
-        ("buckets/0/nbytes", True, "must be of type int"),
-        ("buckets/0/strategy", 3, "must be of type str"),
-        ("buckets/0/strategy", "", "must be text"),
-        ("buckets/0/chunks", 0, "chunks is 0; it must be a whole number >= 1"),
-        ("order", [0] * len(PLAN.buckets), "must name each of its"),
-        ("order", [0], "must name each of its"),
-        ("order", ["0"], "an entry of order is '0'"),
+        ("groups", ..., '"groups" is missing'),
+        ("groups", [], "no groups"),
+        ("groups", {"a": 1}, "must be of type list"),
+        ("groups/0", "p0", "give a tuple of at least one parameter name"),
+        ("groups/0", [], "at least one parameter name"),
+        ("groups/0", ["p0", ""], "must be text"),
+        ("groups/0", [["p0"]], "must be text"),
+        ("groups/0", ["p0", "q0", "p5"], "'p5' is in it more than once"),
+        ("strategy", 3, "must be of type str"),
+        ("strategy", "", "must be text"),
         ("origin", None, "must be of type str"),
         ("predicted", 5, '"compute_us" is missing'),
         ("predicted/finish_us", "late", "must be of type float"),
         ("predicted/finish_us", float("nan"), "finish_us is nan; it must be a finite number"),
-        ("predicted/bucket_finish_us", [1.0], "1 predicted finish times"),
-        ("predicted/bucket_finish_us/0", -1.0, "bucket_finish_us is -1.0"),
+        ("predicted/group_finish_us", [1.0], "1 predicted finish times"),
+        ("predicted/group_finish_us/0", -1.0, "group_finish_us is -1.0"),
     ],
 )
 def test_a_document_that_is_no_plan_is_refused(path: str, value: Any, message: str) -> None:
@@ -127,14 +120,21 @@ def test_values_that_cannot_be() -> None:
     with pytest.raises(ConfigurationError, match="dtype is ''"):
         Unit(("p",), 1, 0.0, "")
     with pytest.raises(ConfigurationError, match="give a tuple"):
-        Bucket(["p"], 1, "flat")  # type: ignore[arg-type]
+        Unit(["p"], 1, 0.0, "float32")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="must not be later"):
         Calendar(5, 4)
     with pytest.raises(ConfigurationError, match="reason is ''"):
         Decision(None, Calendar(0, 1), "")
 
 
-def test_the_calendar_says_what_to_do_in_each_step() -> None:
-    calendar = Calendar(3, 5)
-    assert [step for step in range(8) if calendar.measures(step)] == [3, 4, 5]
-    assert [step for step in range(8) if calendar.meets(step)] == [5, 6, 7]
+def test_a_step_by_hand() -> None:
+    rows = ((100, 50.0), (20, 60.0), (20, 500.0))
+    units = [Unit((f"p{place}",), nbytes, ready, "float32") for place, (nbytes, ready) in enumerate(rows)]
+    costs = Costs({"flat": PriceTable((0, 1000), (10.0, 1010.0))}, overhead_us=5.0)
+    prediction = simulate(units, [("p0", "p1"), ("p2",)], "flat", costs)
+    # 5 + 10 + 120 from 60 on; then 5 + 10 + 20 from 500 on.
+    assert prediction.group_finish_us == (195.0, 535.0)
+    assert (prediction.compute_us, prediction.finish_us, prediction.exposed_us) == (500.0, 535.0, 35.0)
+    assert prediction.communication_us == 135.0 + 35.0
+    with pytest.raises(ConfigurationError, match="'c' is in a group but in no unit"):
+        simulate(units, [("c",)], "flat", costs)

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commopt.plan import Bucket, Costs, Estimate, Observed, PriceTable
-from commopt.plan.correction import Correction
+from commopt.schedule import Costs, PriceTable
+from commopt.schedule.estimate import Estimate
+from commopt.schedule.prices import Correction, Observed
 
 TRUE = PriceTable((0, 10**9), (100.0, 100.0 + 10**6))
 SIZES = [10**5, 3 * 10**5, 10**6, 3 * 10**6, 10**7, 3 * 10**7, 10**8]
@@ -21,13 +22,12 @@ def observed(
     rng = np.random.default_rng(seed)
     times = [(factor * TRUE(size) + overhead_us) * float(np.exp(noise * rng.standard_normal())) for size in sizes]
     return [
-        Observed(Bucket((f"p{place}",), size, strategy), Estimate(time_us, noise * time_us))
-        for place, (size, time_us) in enumerate(zip(sizes, times, strict=True))
+        Observed(size, strategy, Estimate(time_us, noise * time_us)) for size, time_us in zip(sizes, times, strict=True)
     ]
 
 
 def correction(*strategies: str, overhead_us: float = 0.0) -> Correction:
-    return Correction(Costs({(name, chunks): TRUE for name in strategies for chunks in (1, 4)}, overhead_us))
+    return Correction(Costs(dict.fromkeys(strategies, TRUE), overhead_us))
 
 
 def line_of(learner: Correction, strategy: str = "flat") -> tuple[float, float]:
@@ -46,29 +46,19 @@ def test_both_terms_are_found_whatever_a_few_wild_messages_say(
 ) -> None:
     messages = observed("flat", factor, overhead_us, SIZES * 3)
     for place, times in wild:
-        bucket = messages[place].bucket
-        messages[place] = Observed(bucket, Estimate(times * messages[place].lane_us.value))
+        known = messages[place]
+        messages[place] = Observed(known.nbytes, known.strategy, Estimate(times * known.lane_us.value))
     learner = correction("flat")
     learner.learn(messages)
-    for chunks in (1, 4):
-        for size in (10**4, 10**6, 10**8):
-            expected_us = factor * TRUE(size) + overhead_us
-            assert learner.costs.lane_us(size, "flat", chunks, 1) == pytest.approx(expected_us, rel=0.02)
+    for size in (10**4, 10**6, 10**8):
+        assert learner.costs.lane_us(size, "flat") == pytest.approx(factor * TRUE(size) + overhead_us, rel=0.02)
 
 
 def test_what_is_known_of_overheads_counts_from_the_start() -> None:
     learner = correction("flat", overhead_us=80.0)
-    assert learner.costs.lane_us(10**6, "flat", 1, 1) == pytest.approx(1100 + 80)
+    assert learner.costs.lane_us(10**6, "flat") == pytest.approx(1100 + 80)
     learner.learn(observed("flat", 1.0, 80.0))
     assert line_of(learner) == (1.0, 80.0)
-
-
-def test_packing_is_told_apart() -> None:
-    learner = Correction(Costs({("flat", 1): TRUE}, pack_us_per_byte=1e-3))
-    whole = observed("flat", 2.0, 500.0)
-    packed = [Observed(m.bucket, Estimate(m.lane_us.value + 1e-3 * m.bucket.nbytes), units=2) for m in whole]
-    learner.learn([*whole[::2], *packed[1::2]])
-    assert line_of(learner) == pytest.approx((2.0, 500.0), rel=1e-3)
 
 
 def test_two_large_messages_of_one_plan_and_small_ones_of_the_next() -> None:
@@ -101,7 +91,7 @@ def test_a_known_overhead_gives_way_before_the_factor_is_absurd() -> None:
     factor, overhead_us = line_of(learner)
     assert 0.45 <= factor <= 1.0
     assert 0.0 <= overhead_us <= 0.5 * TRUE(ALIKE[-1])
-    assert learner.costs.lane_us(12 * 10**5, "flat", 1, 1) == pytest.approx(TRUE(12 * 10**5), rel=0.05)
+    assert learner.costs.lane_us(12 * 10**5, "flat") == pytest.approx(TRUE(12 * 10**5), rel=0.05)
 
 
 @pytest.mark.parametrize(("factor", "taken"), [(100.0, 4.0), (0.001, 0.25)])
@@ -120,14 +110,6 @@ def test_windows_before_are_forgotten_after_a_drift_or_when_they_do_not_fit() ->
         assert line_of(learner) == pytest.approx((2.0, 0.0), abs=1e-6)
 
 
-def test_small_messages_that_wait_do_not_overrule_large_ones() -> None:
-    learner = correction("flat", "tree")
-    learner.learn(observed("flat", 1.0, 0.0, SIZES[-3:] * 2))
-    learner.learn([*observed("tree", 1.0), *observed("flat", 100.0, sizes=[1000])])
-    assert learner.costs.lane_us(10**8, "flat", 1, 1) == pytest.approx(TRUE(10**8), rel=0.25)
-    assert learner.costs.lane_us(10**8, "tree", 1, 1) == pytest.approx(TRUE(10**8), rel=0.25)
-
-
 def test_what_slows_one_strategy_slows_those_not_seen() -> None:
     learner = correction("flat", "tree")
     learner.learn(observed("flat", 2.0, 300.0))
@@ -141,8 +123,6 @@ def test_what_slows_one_strategy_slows_those_not_seen() -> None:
 
 
 def test_messages_that_cost_nothing_teach_nothing() -> None:
-    learner = Correction(Costs({("flat", 1): PriceTable((0, 100), (0.0, 100.0))}))
-    learner.learn(
-        [Observed(Bucket(("p",), 0, "flat"), Estimate(5.0)), Observed(Bucket(("q",), 50, "flat"), Estimate(0.0))]
-    )
+    learner = Correction(Costs({"flat": PriceTable((0, 100), (0.0, 100.0))}))
+    learner.learn([Observed(0, "flat", Estimate(5.0)), Observed(50, "flat", Estimate(0.0))])
     assert line_of(learner) == (1.0, 0.0)

@@ -11,17 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commopt import ConfigurationError
-from commopt.plan import Costs, Plan, PriceTable, Unit, best_plan, simulate
-from tests.plan_cases import cost_models, finish_of, mg_wfbp, partitions, slow_price, unit_lists
+from commopt.schedule import Costs, Plan, PriceTable, Unit, best_plan, simulate
+from tests.plan_cases import cost_models, finish_of, mg_wfbp, partitions, unit_lists
 
 # Of this process alone, whatever else is going on. Measured: 0.06-0.25 s.
 MOST_SECONDS = 1.5
 
 
 def ends_of(plan: Plan, units: list[Unit]) -> tuple[int, ...]:
-    """Check that a plan holds all units in their order; return where its buckets end."""
+    """Check that a plan holds all units in their order; return where its groups end."""
     assert plan.names == tuple(name for unit in units for name in unit.names)
-    return tuple(accumulate(len(bucket.names) for bucket in plan.buckets))
+    return tuple(accumulate(map(len, plan.groups)))
 
 
 def close(one: float, other: float) -> bool:
@@ -33,13 +33,12 @@ def close(one: float, other: float) -> bool:
 def test_as_good_as_the_best_of_all_partitions(units: list[Unit], costs: Costs, max_bytes: int | None) -> None:
     plan = best_plan(units, costs, max_bytes)
     ends = ends_of(plan, units)
-    finish = {choice: finish_of(units, choice, costs) for choice in partitions(units, max_bytes)}
-    best = min(finish.values())
+    choices = list(partitions(units, max_bytes))
+    best = min(finish_of(units, choice, costs, strategy) for choice in choices for strategy in costs.prices)
+    finish = {choice: finish_of(units, choice, costs, plan.strategy) for choice in choices}
     assert close(finish[ends], best)
     assert plan.predicted is not None
     assert close(plan.predicted.finish_us, max(best, max(unit.ready_us for unit in units)))
-    for bucket in plan.buckets:
-        assert close(costs.transfer_us(bucket.nbytes, bucket.strategy, bucket.chunks), slow_price(costs, bucket.nbytes))
     # Of those that are as good (to rounding): fewest buckets, then the earliest boundaries.
     equal = [choice for choice, time in finish.items() if time <= best * (1 + 1e-13)]
     assert (len(ends), ends) <= min((len(choice), choice) for choice in equal)
@@ -57,7 +56,7 @@ def test_spare_time_saves_as_many_buckets_as_it_can(
 ) -> None:
     plan = best_plan(units, costs, max_bytes, spare=spare)
     ends = ends_of(plan, units)
-    finish = {choice: finish_of(units, choice, costs) for choice in partitions(units, max_bytes)}
+    finish = {choice: finish_of(units, choice, costs, plan.strategy) for choice in partitions(units, max_bytes)}
     latest = (1 + spare) * min(finish.values())
     assert finish[ends] <= latest + 1e-9 * max(1.0, latest)
     assert len(ends) <= min(len(choice) for choice, time in finish.items() if time <= latest)
@@ -67,12 +66,6 @@ def test_spare_time_saves_as_many_buckets_as_it_can(
     assert (len(ends), ends) <= min((len(choice), choice) for choice in equal)
 
 
-@given(units=unit_lists(most=6), costs=cost_models())
-@settings(deadline=None, max_examples=20)
-def test_deterministic(units: list[Unit], costs: Costs) -> None:
-    assert best_plan(units, costs) == best_plan(list(units), costs)
-
-
 def line(alpha_us: float, us_per_byte: float) -> PriceTable:
     return PriceTable((0, 10**6), (alpha_us, alpha_us + us_per_byte * 10**6))
 
@@ -80,50 +73,35 @@ def line(alpha_us: float, us_per_byte: float) -> PriceTable:
 def test_ties_are_broken_by_count_then_by_place() -> None:
     """Messages without latency: merging gains nothing, but one bucket less is one bucket less."""
     units = [Unit((f"p{number}",), 10, 0.0, "float32") for number in range(4)]
-    assert ends_of(best_plan(units, Costs({("flat", 1): line(0.0, 1.0)})), units) == (4,)
+    assert ends_of(best_plan(units, Costs({"flat": line(0.0, 1.0)})), units) == (4,)
     # The last gradient is late, and the lane has long been idle: where to cut the ones before makes no difference.
     late = [*units, Unit(("late",), 10, 500.0, "float32")]
-    assert ends_of(best_plan(late, Costs({("flat", 1): line(1.0, 1.0)})), late) == (4, 5)
+    assert ends_of(best_plan(late, Costs({"flat": line(1.0, 1.0)})), late) == (4, 5)
     # 20 bytes a bucket: three buckets are needed, and the first boundary can be after one unit.
-    assert ends_of(best_plan(late, Costs({("flat", 1): line(1.0, 1.0)}), max_bytes=20), late) == (2, 4, 5)
+    assert ends_of(best_plan(late, Costs({"flat": line(1.0, 1.0)}), max_bytes=20), late) == (2, 4, 5)
     odd = [Unit((f"p{number}",), 10, 0.0, "float32") for number in range(3)]
-    assert ends_of(best_plan(odd, Costs({("flat", 1): line(1.0, 1.0)}), max_bytes=20), odd) == (1, 3)
+    assert ends_of(best_plan(odd, Costs({"flat": line(1.0, 1.0)}), max_bytes=20), odd) == (1, 3)
 
 
 def test_a_bucket_has_one_dtype_and_respects_the_cap() -> None:
     dtypes = ["float32", "float32", "float16", "float16", "float32"]
     units = [Unit((f"p{number}",), 100, 0.0, dtype) for number, dtype in enumerate(dtypes)]
-    costs = Costs({("flat", 1): line(50.0, 0.1)})
+    costs = Costs({"flat": line(50.0, 0.1)})
     assert ends_of(best_plan(units, costs), units) == (2, 4, 5)
     units = [Unit((f"p{number}",), nbytes, 0.0, "float32") for number, nbytes in enumerate([100, 100, 900, 0, 100])]
     assert ends_of(best_plan(units, costs, max_bytes=250), units) == (2, 3, 5)
 
 
-def test_what_packing_costs_counts_only_where_something_is_packed() -> None:
-    units = [Unit((f"p{number}",), 100, 0.0, "float32") for number in range(2)]
-    prices = {("flat", 1): line(10.0, 0.1)}
-    assert len(best_plan(units, Costs(prices, pack_us_per_byte=0.04)).buckets) == 1
-    split = best_plan(units, Costs(prices, pack_us_per_byte=0.06))
-    assert len(split.buckets) == 2
-    assert split.predicted is not None
-    assert split.predicted.communication_us == pytest.approx(40.0)
-
-
-def test_small_buckets_take_the_strategy_of_low_latency_and_large_ones_that_of_high_bandwidth() -> None:
+def test_the_strategy_that_finishes_first_is_taken_for_all_and_of_equal_ones_the_first_named() -> None:
     units = [Unit(("large",), 10_000, 0.0, "float32"), Unit(("small",), 10, 1e6, "float32")]
-    plan = best_plan(units, Costs({("flat", 1): line(10.0, 1.0), ("hierarchical", 1): line(50.0, 0.5)}))
-    assert [bucket.strategy for bucket in plan.buckets] == ["hierarchical", "flat"]
-
-
-def test_chunks_must_save_three_percent() -> None:
-    units = [Unit(("p",), 1000, 0.0, "float32")]
-    for saved, chunks in ((0.02, 1), (0.04, 4)):
-        prices = {("flat", 1): line(0.0, 1.0), ("flat", 4): line(0.0, 1.0 - saved)}
-        assert best_plan(units, Costs(prices)).buckets[0].chunks == chunks
+    costs = Costs({"flat": line(50.0, 0.5), "hierarchical": line(10.0, 1.0)})
+    assert best_plan(units, costs).strategy == "hierarchical"  # what counts is the last message
+    for names in (("a", "b"), ("b", "a")):
+        assert best_plan(units, Costs(dict.fromkeys(names, line(1.0, 1.0)))).strategy == names[0]
 
 
 def test_bad_input() -> None:
-    costs = Costs({("flat", 1): line(1.0, 1.0)})
+    costs = Costs({"flat": line(1.0, 1.0)})
     with pytest.raises(ConfigurationError, match="no units"):
         best_plan([], costs)
     with pytest.raises(ConfigurationError, match="max_bytes is 0; it must be a whole number >= 1"):
@@ -141,7 +119,7 @@ def test_never_behind_mg_wfbp_and_often_ahead() -> None:
         ready = np.cumsum(gaps).tolist()
         units = [Unit((f"p{n}",), int(sizes[n]), ready[n], "float32") for n in range(count)]
         alpha_us, us_per_byte = float(rng.exponential(200.0)), float(rng.uniform(0.3, 3.0) * gaps.sum() / sizes.sum())
-        costs = Costs({("flat", 1): line(alpha_us, us_per_byte)})
+        costs = Costs({"flat": line(alpha_us, us_per_byte)})
         best = best_plan(units, costs).predicted
         assert best is not None
         ratios.append(finish_of(units, mg_wfbp(units, alpha_us, us_per_byte), costs) / best.finish_us)
@@ -163,21 +141,20 @@ def large_problem(profile: str) -> list[Unit]:
 @pytest.mark.parametrize("spare", [0.0, 0.01])
 @pytest.mark.parametrize("profile", ["hidden", "balanced", "exposed", "tied"])
 def test_two_thousand_units_take_a_moment(profile: str, spare: float) -> None:
-    def price(alpha_us: float, us_per_byte: float, chunks: int) -> PriceTable:
+    def price(alpha_us: float, us_per_byte: float) -> PriceTable:
         def time_us(nbytes: int) -> float:
-            slower = 1.2 if nbytes > 10**6 else 1.0
-            return float(alpha_us * chunks + slower * us_per_byte * nbytes / chunks**0.3)
+            return alpha_us + (1.2 if nbytes > 10**6 else 1.0) * us_per_byte * nbytes
 
         return PriceTable.of(time_us, 4 * 10**9)
 
     lines = {"flat": (200.0, 8e-4), "hierarchical": (400.0, 5e-4), "quantized": (700.0, 3e-4)}
-    prices = {(name, chunks): price(*of, chunks) for name, of in lines.items() for chunks in (1, 2, 4, 8)}
+    prices = {name: price(*of) for name, of in lines.items()}
     if profile == "tied":  # no latency, and messages just as fast as backward
-        prices = {("flat", 1): PriceTable((0, 10**9), (0.0, 10**6))}
+        prices = {"flat": PriceTable((0, 10**9), (0.0, 10**6))}
     units = large_problem(profile)
     begun = process_time()
     costs = Costs(prices, overhead_us=0.0 if profile == "tied" else 100.0)
     plan = best_plan(units, costs, max_bytes=100 * 2**20, spare=spare)
     seconds = process_time() - begun
     assert seconds < MOST_SECONDS
-    assert plan.predicted == simulate(units, plan.buckets, costs)
+    assert plan.predicted == simulate(units, plan.groups, plan.strategy, costs)

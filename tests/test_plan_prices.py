@@ -1,15 +1,12 @@
-"""Price tables, and the cheapest strategy by size."""
+"""Price tables, and what cannot be one."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
 
 from commopt import ConfigurationError
-from commopt.plan import Costs, PriceTable
-from commopt.plan.cheapest import Cheapest
-from tests.plan_cases import cost_models
+from commopt.schedule import Costs, PriceTable
 
 
 def test_a_table_is_flat_before_straight_between_and_straight_after() -> None:
@@ -34,29 +31,6 @@ def test_tabulating_a_straight_line_is_exact_and_a_bend_is_close() -> None:
     assert PriceTable.of(float, 3).nbytes == (1, 3)
 
 
-@settings(deadline=None, max_examples=60)
-@given(costs=cost_models())
-def test_the_cheapest_is_the_minimum_for_every_size(costs: Costs) -> None:
-    cheapest = Cheapest(costs.prices)
-    sizes = np.arange(600)
-    times = cheapest.times_us(sizes)
-    plain = np.min([table.times_us(sizes) for (_, chunks), table in costs.prices.items() if chunks == 1], axis=0)
-    chunked = [table.times_us(sizes) for (_, chunks), table in costs.prices.items() if chunks > 1]
-    best = np.min(chunked, axis=0) if chunked else np.full(600, np.inf)
-    # At the very border of three percent rounding decides, and either is right.
-    assert np.all((np.abs(times - plain) < 1e-9) | (np.abs(times - best) < 1e-9))
-    assert np.all((np.abs(times - plain) < 1e-9) | (best <= 0.97 * plain * (1 + 1e-9)))
-    assert np.all((np.abs(times - best) < 1e-9) | (best > 0.97 * plain * (1 - 1e-9)))
-    for nbytes in (0, 7, 250, 599):
-        assert costs.transfer_us(nbytes, *cheapest.key(nbytes)) == pytest.approx(times[nbytes], abs=1e-9)
-
-
-def test_equal_prices_go_to_the_first_named() -> None:
-    table = PriceTable((0, 100), (5.0, 10.0))
-    for names in (("a", "b"), ("b", "a")):
-        assert Cheapest({(name, 1): table for name in names}).key(50) == (names[0], 1)
-
-
 @pytest.mark.parametrize(
     ("sizes", "times", "message"),
     [
@@ -77,7 +51,5 @@ def test_costs_that_cannot_be() -> None:
     table = PriceTable((1,), (1.0,))
     with pytest.raises(ConfigurationError, match="no prices"):
         Costs({})
-    with pytest.raises(ConfigurationError, match=r"'flat' has a price for 2 chunks but none for 1; give \('flat', 1\)"):
-        Costs({("flat", 2): table})
     with pytest.raises(ConfigurationError, match="overhead_us is -1"):
-        Costs({("flat", 1): table}, overhead_us=-1)
+        Costs({"flat": table}, overhead_us=-1)

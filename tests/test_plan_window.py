@@ -8,20 +8,20 @@ import numpy as np
 import pytest
 
 from commopt import ConfigurationError
-from commopt.plan import Bucket, Costs, Estimate, Observed, Prediction, PriceTable, Unit, Window, surprise
-from commopt.plan.conditions import Conditions
-from commopt.plan.evidence import ms
-from tests.plan_machine import line
+from commopt.schedule import Costs, Plan, PriceTable, Unit, Window
+from commopt.schedule.estimate import Estimate, ms
+from commopt.schedule.prices import Observed
+from commopt.schedule.window import Conditions
 
 NAN = float("nan")
 UNITS = [Unit((name,), 100, 0.0, "float32") for name in "abcd"]
-BUCKETS = [Bucket(("a", "b"), 200, "flat"), Bucket(("c", "d"), 200, "flat")]
-COSTS = Costs({("flat", 1): PriceTable((0, 200), (0.0, 40.0))})
+PLAN = Plan((("a", "b"), ("c", "d")), "flat")
+COSTS = Costs({"flat": PriceTable((0, 200), (0.0, 40.0))})
 
 
 def window_of(rows: list[tuple[float, float, list[float], list[float], list[float]]], lateness=()) -> Window:
     begin, compute_end, ready, started, finished = (np.array(column) for column in zip(*rows, strict=True))
-    return Window.of(UNITS, BUCKETS, begin, compute_end, ready, started, finished, lateness)
+    return Window.of(PLAN, UNITS, begin, compute_end, ready, started, finished, lateness)
 
 
 def row(begin: float, *, stretch: float = 1.0, transfer: float = 30.0):
@@ -39,7 +39,7 @@ def test_times_are_relative_to_the_step_and_means_over_usual_steps() -> None:
     assert [message.lane_us.value for message in window.observed] == [30.5, 30.5]  # of two of the three steps
     assert window.exposed.value == 20.5
     assert window.observed[0].lane_us.error == pytest.approx(1.858 / 3**0.5, rel=1e-3)  # MAD 1 of 3
-    assert window.buckets == tuple(BUCKETS)
+    assert [message.nbytes for message in window.observed] == [200, 200]
 
 
 @pytest.mark.parametrize("steps", [3, 5, 6, 10])
@@ -55,23 +55,16 @@ def test_wild_steps_move_nothing_while_they_are_fewer_than_half(steps: int) -> N
 def test_messages_late_now_and_then_add_up_to_a_step() -> None:
     """One of ten messages is late in every step, each time another one: a median would know nothing of it."""
     units = [Unit((f"p{number}",), 100, 0.0, "float32") for number in range(10)]
-    buckets = [Bucket(unit.names, 100, "flat") for unit in units]
+    plan = Plan(tuple(unit.names for unit in units), "flat")
     begin = 1000.0 * np.arange(10, dtype=np.float64)
     finished = begin[:, None] + np.cumsum(10.0 + 50.0 * np.eye(10), axis=1)
     started = np.hstack([begin[:, None], finished[:, :-1]])
     ready = np.repeat(begin[:, None], 10, axis=1)
-    window = Window.of(units, buckets, begin, begin, ready, started, finished)
+    window = Window.of(plan, units, begin, begin, ready, started, finished)
     lanes = [message.lane_us for message in window.observed]
     assert sum(lane.value for lane in lanes) == pytest.approx(window.step.value) == 150.0
     assert window.exposed.value == pytest.approx(150.0)
     assert all(lane.error > 5.0 for lane in lanes if lane.value > 10.0)
-
-
-def test_a_gradient_known_in_unusual_steps_only_is_known() -> None:
-    rows = [row(1000.0), row(2000.0), row(9000.0, stretch=3.0)]
-    for entry in rows[:2]:
-        entry[2][3] = NAN
-    assert [unit.ready_us for unit in window_of(rows).units] == [10.0, 20.0, 60.0, 240.0]
 
 
 def test_a_step_that_was_not_measured_does_not_count() -> None:
@@ -81,19 +74,9 @@ def test_a_step_that_was_not_measured_does_not_count() -> None:
     assert window_of(lost[1:]).step_us == ()
 
 
-def test_a_gradient_that_nobody_has_comes_with_the_one_before() -> None:
-    rows = [row(1000.0), row(2000.0), row(3000.0)]
-    for entry in rows:
-        entry[2][0] = entry[2][2] = NAN
-    rows[0][2][1] = NAN  # missing once is not missing
-    window = window_of(rows)
-    assert [unit.ready_us for unit in window.units] == [20.0, 20.0, 20.0, 80.0]
-    assert len(window.step_us) == 3
-
-
 def test_lengths_must_fit() -> None:
     with pytest.raises(ConfigurationError, match="4 units with 1 errors, 1 steps with 1 exposed times"):
-        Window(tuple(UNITS), (0.0,), (1.0,), (1.0,), ())
+        Window(PLAN, tuple(UNITS), (0.0,), (1.0,), (1.0,), ())
 
 
 def test_estimates() -> None:
@@ -140,54 +123,23 @@ def test_drift_is_named() -> None:
     assert "backward takes 0.112 ms from the first gradient on, 0.07 ms before" in conditions(stretch=1.6).drift_from(
         before, COSTS
     )
-    assert conditions(transfer=60.0).drift_from(before, COSTS) == "messages by 'flat' take 2.00 times what they took"
+    assert conditions(transfer=60.0).drift_from(before, COSTS) == "messages take 2.00 times what they took"
     rows = [row(1000.0 * step) for step in range(5)]
     for entry in rows:
         entry[2][1] += 30.0
     moved = Conditions.of(window_of(rows))
     assert moved.drift_from(before, COSTS) == "'b' is ready after 57% of backward, 14% before"
-    others = Window(tuple(UNITS[:2]), (0.0, 0.0), (1.0,), (1.0,), ())
+    others = Window(PLAN, tuple(UNITS[:2]), (0.0, 0.0), (1.0,), (1.0,), ())
     assert Conditions.of(others).drift_from(before, COSTS) == "other parameters train"
 
 
 def test_other_messages_are_no_drift_when_their_costs_are_known() -> None:
     """40 us for 200 bytes and 20 us for 100, and 10 us of overhead that was not known at first."""
     first = window_of([row(1000.0 * step, transfer=50.0) for step in range(5)])
-    small = (Bucket(("a",), 100, "flat"), Bucket(("b",), 100, "flat"), Bucket(("c", "d"), 200, "flat"))
-    observed = [Observed(bucket, Estimate(bucket.nbytes / 5 + 10.0)) for bucket in small]
+    observed = [Observed(nbytes, "flat", Estimate(nbytes / 5 + 10.0)) for nbytes in (100, 100, 200)]
     before, after = Conditions.of(first), Conditions.of(replace(first, observed=tuple(observed)))
     assert after.drift_from(before, COSTS) != ""
     assert after.drift_from(before, replace(COSTS, overhead_us=10.0)) == ""
-
-
-def test_it_is_known_how_many_units_a_message_holds() -> None:
-    costs = replace(COSTS, overhead_us=5.0, pack_us_per_byte=0.1)
-    window = window_of([row(1000.0)])
-    assert [message.units for message in window.observed] == [2, 2]
-    assert [message.expected_us(costs) for message in window.observed] == [65.0, 65.0]
-    assert replace(window.observed[0], units=1).expected_us(costs) == 45.0
-
-
-def test_surprises() -> None:
-    window = window_of([row(1000.0 * step) for step in range(5)])  # 30 us a message, exposed 20 of 110
-    assert surprise.of_messages(window, Costs({("flat", 1): line(27.0, 0.0)})) == ""
-    slower = "messages by 'flat' take 1.50 times what was expected"
-    assert surprise.of_messages(window, Costs({("flat", 1): line(20.0, 0.0)})) == slower
-    third = Observed(Bucket(("e",), 400, "flat"), Estimate(300.0))
-    together = surprise.of_messages(
-        replace(window, observed=(*window.observed, third)), Costs({("flat", 1): line(30.0, 0.0)})
-    )
-    assert together == "messages take 0.36 ms together, 0.09 ms expected"
-
-    def missed(finish_us: float, exposed_us: float) -> str:
-        return surprise.of_step(window, Prediction(finish_us - exposed_us, finish_us, exposed_us, 60.0, (50.0, 110.0)))
-
-    assert missed(110.0, 20.0) == missed(109.0, 18.5) == ""
-    assert missed(110.0, 16.0) == "0.02 ms of communication are exposed, 0.016 ms expected"
-    assert missed(105.0, 20.0) == "a step takes 0.11 ms, 0.105 ms expected"
-    assert surprise.of_step(window, Prediction(85.0, 105.0, 20.0, 60.0, ()), error_us=2.0) == ""
-    noisy = replace(window, exposed_us=(10.0, 30.0, 20.0, 15.0, 25.0), step_us=(90.0, 130.0, 110.0, 100.0, 120.0))
-    assert surprise.of_step(noisy, Prediction(89.0, 105.0, 16.0, 60.0, ())) == ""
 
 
 def test_a_rank_is_a_straggler_when_it_is_late_by_a_share_of_the_step() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commopt.errors import ConfigurationError
-from commopt.plan import Unit
+from commopt.schedule import Unit
 from commopt.simulate import ddp_buckets, gpu, model, of_model
 
 DTYPES = (torch.float32, torch.float16)

@@ -1,4 +1,4 @@
-"""The event loop: by hand, against the closed forms of `commopt.cost`, and against `commopt.plan.simulate`."""
+"""The event loop: by hand, against the closed forms of `commopt.cost`, and against `commopt.schedule.simulate`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from commopt.cost import StageTimes
 from commopt.cost.formulas import overlapped_us
-from commopt.plan import Bucket, Costs, PriceTable, Unit, simulate
+from commopt.schedule import Costs, PriceTable, Unit, simulate
 from commopt.simulate.events import Message, run
 
 TIMES = st.floats(0, 100)
@@ -54,9 +54,11 @@ def test_messages_end_when_the_plan_says(lanes: int, messages: list[Message]) ->
         for message in messages
     ]
     units = [Unit((f"p{number}",), 8, message.ready_us, "float32") for number, message in enumerate(messages)]
-    prices = {(f"s{number}", 1): PriceTable((0,), (time_us,)) for number, time_us in enumerate(lane_us)}
-    buckets = [Bucket((f"p{number}",), 8, f"s{number}") for number in range(len(messages))]
-    expected = simulate(units, buckets, Costs(prices)).bucket_finish_us
+    expected, free_us = [], 0.0
+    for unit, time_us in zip(units, lane_us, strict=True):  # a message each, of a length of its own
+        costs = Costs({"it": PriceTable((0,), (time_us,))})
+        free_us = max(free_us, unit.ready_us) + simulate([unit], [unit.names], "it", costs).communication_us
+        expected.append(free_us)
     spans = run(messages, lanes)
     found = [max(span.end_us for span in spans if span.message == number) for number in range(len(messages))]
     assert found == pytest.approx(list(expected))

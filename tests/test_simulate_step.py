@@ -16,9 +16,9 @@ from commopt.cost.formulas import Link, ring_over_nodes_us, sharded_us
 from commopt.errors import ConfigurationError
 from commopt.feedback import Layout
 from commopt.groups import TeamShape
-from commopt.plan import Bucket, Costs, PriceTable, Unit, best_plan, simulate
-from commopt.plan.adapt import SPARE
+from commopt.schedule import SPARE, Costs, PriceTable, Unit, best_plan, simulate
 from commopt.simulate import Cluster, Network, Stragglers, Workload, gpu, model, of_model, simulate_step
+from commopt.simulate.buckets import Bucket
 from commopt.simulate.step import Simulation
 
 NETWORK = Network(10, 50, efficiency=1.0, trees=False)
@@ -241,7 +241,7 @@ def test_plans_give_up_one_percent_for_fewer_buckets() -> None:
     shape = TeamShape.of((8,), backends={"cpu": "gloo", "cuda": "nccl"})
     links = Network(25, 200).links(shape)
     table = PriceTable.of(price(Flat(), shape, links, job.layout), job.nbytes)
-    exact, spared = (best_plan(job.units, Costs({(repr(Flat()), 1): table}, 100.0), spare=s) for s in (0.0, SPARE))
+    exact, spared = (best_plan(job.units, Costs({repr(Flat()): table}, 100.0), spare=s) for s in (0.0, SPARE))
     assert len(spared.buckets) < len(exact.buckets)
     assert simulate_step(job, Flat(), shape, links, buckets="planned").buckets == spared.buckets
 

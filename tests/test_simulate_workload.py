@@ -13,7 +13,7 @@ import torch
 
 from commopt.errors import ConfigurationError
 from commopt.feedback import Layout
-from commopt.plan import Unit, Window
+from commopt.schedule import Unit, Window
 from commopt.simulate.gpus import GPUS, Gpu, gpu, usual_efficiency
 from commopt.simulate.models import MODELS, Model, Parameter, gpt2, model, resnet50
 from commopt.simulate.workload import Workload, of_model, of_window

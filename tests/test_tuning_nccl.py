@@ -12,7 +12,7 @@ from commopt.cost import Curve, Header, LinkKey, Links, Segment, Speeds, nominal
 from commopt.cost.formulas import Link, ring_over_nodes_us, ring_us, tree_us
 from commopt.errors import ConfigurationError
 from commopt.groups import TeamShape
-from commopt.tuning.nccl import FIELDS, PROTOCOLS, Row, tuner_rows, write_csv
+from commopt.schedule.nccl import FIELDS, PROTOCOLS, Row, tuner_rows, write_csv
 
 KIB, MIB = 2**10, 2**20
 SPEEDS = Speeds(nic_gbps=100, intra_gb_per_s=200)

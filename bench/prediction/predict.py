@@ -13,8 +13,8 @@ from commopt.aggregate import Aggregator
 from commopt.cost import Links, cost_us
 from commopt.feedback import Layout
 from commopt.groups import TeamShape
-from commopt.plan import Bucket
 from commopt.simulate import Outcome, Workload, simulate_step
+from commopt.simulate.buckets import Bucket
 
 
 @dataclass(frozen=True)

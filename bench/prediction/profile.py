@@ -13,9 +13,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 
 from bench.bucketing.models import Subject
 from bench.prediction.trainee import STOCK, Trainee
-from commopt.bucketing.readiness import Readiness
 from commopt.feedback import Layout
-from commopt.plan import Unit, Window
+from commopt.schedule import Plan, Unit, Window
+from commopt.schedule.measure import Readiness
 from commopt.simulate import Workload, of_window
 
 _US = 1e6
@@ -90,15 +90,15 @@ class Profile:
         order = np.argsort(table[:, :-1].mean(axis=0), kind="stable")
         names = [list(self._parameters)[place] for place in order]
         window = Window.of(
+            plan=Plan((tuple(names),), "none", "found"),
             units=[
                 Unit((name,), self._parameters[name].nbytes, 0.0, str(self._parameters[name].dtype)) for name in names
             ],
-            buckets=(),
             begin_us=np.zeros(len(table)),
             compute_end_us=table[:, -1],
             ready_us=table[:, order],
-            started_us=np.empty((len(table), 0)),
-            finished_us=np.empty((len(table), 0)),
+            started_us=np.zeros((len(table), 1)),
+            finished_us=np.zeros((len(table), 1)),
         )
         return of_window(window, self.shapes, name=self.name, samples=self._batch)
 

@@ -16,10 +16,10 @@ from bench.prediction.sharing import Processors
 from bench.prediction.wanted import wanted
 from bench.training.contenders import AUTO
 from bench.training.run import Run
-from commopt.bucketing.readiness import Readiness
 from commopt.feedback import Layout
 from commopt.groups import TeamShape, join
-from commopt.plan import Unit
+from commopt.schedule import Unit
+from commopt.schedule.measure import Readiness
 from commopt.simulate.buckets import ddp_buckets
 from commopt.simulate.workload import Workload
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import isfinite
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -32,6 +33,8 @@ class Auto(Aggregator):
         together; None: what 4 bits, 1 % of the elements, or rank 4 leave out where they are used everywhere.
     dense: patterns of parameter names that are never compressed ("*.bias").
     """
+
+    tunes: ClassVar[bool] = True
 
     allow: tuple[str, ...] | str = ("lossless",)
     max_trials: int = 4

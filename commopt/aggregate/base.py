@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ class Aggregator(Brief, ABC):
     All ranks (with `node_local` those of each node) end with the same bits, and a non-finite value on one of them makes
     the result non-finite on all.
     """
+
+    tunes: ClassVar[bool] = False
+    """Whether it stands for a search among others, as Auto does."""
 
     @abstractmethod
     def all_reduce(self, buffer: Tensor, team: Team, scale: float, account: Account) -> None:

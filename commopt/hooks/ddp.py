@@ -25,18 +25,17 @@ def attach(ddp: TorchDDP, choice: Choice, **options: Any) -> HookState:
     """Average the gradients of `ddp` with an aggregator, a preset or a preset's name; return the hook's state.
 
     A name may carry options of its own: "hierarchical_quantized:bits=4". Other options are HookState's (process_group,
-    ranks_per_node, scaler, timeout, plan, links, needed_first, record, nccl) and those of the preset. `plan` is
-    "adaptive" here unless COMMOPT_PLAN says otherwise: after ten measured steps gradients travel in the buckets that
-    finish first. Collective over DDP's process group. Raises ConfigurationError when `ddp` is no DDP model, has a hook
-    already, or an option or a name is unknown, UnsupportedTensorError when a parameter's gradient could not be
-    averaged.
+    ranks_per_node, scaler, timeout, plan, links, record, nccl) and those of the preset. COMMOPT_PLAN stands for `plan`
+    where it is left out. Collective over DDP's process group. Raises ConfigurationError when `ddp` is no DDP model,
+    has a hook already, or an option or a name is unknown, UnsupportedTensorError when a parameter's gradient could not
+    be averaged.
     """
     _require_free(ddp)
     for_state = {name: value for name, value in options.items() if name in STATE_OPTIONS}
     for_preset = {name: value for name, value in options.items() if name not in STATE_OPTIONS}
     aggregator = _aggregator_from(choice, for_preset)
     defaults: dict[str, Any] = {"process_group": ddp.process_group}
-    defaults["plan"] = os.environ.get(PLAN_VARIABLE) or "adaptive"
+    defaults["plan"] = os.environ.get(PLAN_VARIABLE) or None
     state = HookState(aggregator, **defaults | for_state, module=ddp.module)
     try:
         _require_same_ranks(ddp, state)

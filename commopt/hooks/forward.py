@@ -1,11 +1,10 @@
-"""Tell a HookState that a forward begins, when DDP can be given other buckets, and that it has ended."""
+"""Tell a HookState that a forward begins, when DDP can be given other buckets."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from commopt.hooks.state import HookState
@@ -23,22 +22,9 @@ class BeforeForward:
             self._state.before_forward(sends=ddp.require_backward_grad_sync)
 
 
-class AfterForward:
-    """A forward hook of the DDP model, which torch does not call for one that raised; pickled with it."""
-
-    def __init__(self, state: HookState) -> None:
-        self._state = state
-
-    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Pass it on, if a backward may follow."""
-        if _is_seen():
-            self._state.after_forward()
-
-
 def watch_forwards(ddp: TorchDDP, state: HookState) -> None:
     """Let `state` hear of all forwards of `ddp`."""
     ddp.register_forward_pre_hook(BeforeForward(state))
-    ddp.register_forward_hook(AfterForward(state))
 
 
 def _is_seen() -> bool:

@@ -11,8 +11,8 @@ from commopt.errors import ConfigurationError
 from commopt.groups import Team, WireBytes
 from commopt.groups.payload import broadcast_bytes
 from commopt.lanes import Ticket
-from commopt.plan import Plan
 from commopt.recording import Recorder
+from commopt.schedule import Plan
 from commopt.timeline import Report, Timeline, TrafficOutside, draw, gather, report, write_trace
 
 Run = Callable[[Callable[[], None], str], Ticket]
@@ -65,9 +65,9 @@ def report_on(timeline: Timeline, sent: WireBytes, steps: int, ddp: TorchDDP | N
     outside = TrafficOutside() if ddp is None else outside_of(ddp)
     if plan is None or plan.predicted is None:
         return report(timeline, per_step, outside, None if plan is None else plan.origin)
-    finish_us = [plan.predicted.bucket_finish_us[number] for number in plan.order]
+    finish_us = list(plan.predicted.group_finish_us)
     messages = len(timeline.steps[-1][0].messages)
-    what = f"{len(plan.buckets)} buckets, {plan.origin}"
+    what = f"{len(plan.groups)} buckets, {plan.origin}"
     if messages != len(finish_us):  # DDP's own buckets do not let it be followed to the letter
         return report(timeline, per_step, outside, what)
     return report(timeline, per_step, outside, what, plan.predicted.exposed_us, finish_us)

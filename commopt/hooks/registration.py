@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from commopt import lanes
-from commopt.aggregate import Aggregator, Auto, Flat
-from commopt.bucketing import Assembly, Held, Layouts, Message, Planning, Wish
+from commopt.aggregate import Aggregator
 from commopt.errors import CommoptError, ConfigurationError
 from commopt.feedback import Layout, Ledger
 from commopt.feedback.fidelity import Fidelity
@@ -27,8 +26,8 @@ from commopt.hooks.gradients import require_supported_bucket
 from commopt.hooks.periodic import ParameterAverages
 from commopt.hooks.sending import Sending, Step
 from commopt.lanes.ownership import enter, leave
-from commopt.plan import Faithfulness, Plan, Tuned
 from commopt.recording import Recorder
+from commopt.schedule import BucketConfig, Controller, Layouts, Plan, Tuned
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Settings:
 
     ranks_per_node: int | None
     timeout_s: float | None
-    wish: Wish
+    config: BucketConfig
     record: bool
     nccl: NcclByLevel
 
@@ -48,8 +47,7 @@ class Settings:
 class Registration:
     """The memory of one hook: made without communication; `join` finds the other ranks, `settle` what averages.
 
-    steps: how many are complete, with those before the checkpoint it goes on from; reduced_steps: without. Those that
-    DDP averages by itself join them when the hook is back; steps_by_ddp: how many of them were.
+    steps: how many are complete, with those before the checkpoint it goes on from; reduced_steps: without.
     step: the one under way, or the last. joined: None before `join`.
     """
 
@@ -60,21 +58,19 @@ class Registration:
         self.aggregator = aggregator
         self.scaler = scaler
         self.joined: Sending | None = None
-        self.steps = self.reduced_steps = self.steps_by_ddp = 0
+        self.steps = self.reduced_steps = 0
         self.ledger = Ledger(per_step=scaler is not None and scaler.is_enabled())
         self.step = Step(0, self.ledger, scaler)
         self.hook_ns = self.hook_calls = 0
         self.layouts = Layouts(module)
         self.recorder = Recorder()
-        self.assembly = Assembly()
-        self.planning = Planning(self.recorder, self.assembly, self.layouts, self._fidelity, record=settings.record)
+        self.controller = Controller(self.recorder, self.layouts, record=settings.record)
         self.averages = ParameterAverages(aggregator, module, self.layouts.parameters.values(), self._average_if_due)
         self._module = None if module is None else ref(module)
         self._device: torch.device | None = None
         self._plans_seen = 0
         self._raising_task = -1
         self._lately_ns: deque[int] = deque(maxlen=64)
-        self._sent_by_ddp = WireBytes()
         self._unused: misuse.UnusedAverages | None = None
 
     # ------------------------------------------------------------------------------------- setting up
@@ -89,10 +85,10 @@ class Registration:
         try:
             if membership.team.rank == 0:
                 misuse.warn_of_untested_torch(torch.__version__)
-            record = str(settings.record)  # what is recorded is never left to DDP
+            record = str(settings.record)
             owner = membership.enroll("HookState", problem, aggregator=self.aggregator_name, record=record)
             sending = Sending(membership, owner, self.recorder)
-            self.settings = replace(settings, wish=settings.wish.settled(owner, membership))
+            self.settings = replace(settings, config=settings.config.settled(owner, membership))
             if self.aggregator is not None:
                 self._begin(self.aggregator, sending)
         except BaseException:
@@ -112,9 +108,8 @@ class Registration:
     def _begin(self, aggregator: Aggregator, sending: Sending) -> None:
         aggregator.check(sending.team)
         aggregator = self.layouts.resolved(aggregator, warn=sending.team.rank == 0)
-        may_plan = not self.planning.given_up
-        sending.watch_fidelity = may_plan and isinstance(aggregator, Auto) and bool(aggregator.residual_paths)
-        self.planning.begin(sending.team, aggregator, self.settings.wish)
+        self.controller.begin(sending.team, aggregator, self.settings.config)
+        sending.watch_fidelity = self.controller.watches_cosine
 
     @property
     def sending(self) -> Sending:
@@ -142,19 +137,7 @@ class Registration:
     def before_forward(self, *, sends: bool) -> None:
         """Change, between two steps, what was decided to be changed."""
         self.recorder.forward_begins()
-        self.planning.before_forward(self.steps, sends=sends)
-        self._count_by_ddp()
-
-    def _count_by_ddp(self) -> None:
-        """Take note of the steps that DDP has averaged by itself before the hook came back."""
-        steps = self.planning.turns.fetch_steps_away()
-        if steps == 0:  # then this rank need not even have joined the others yet
-            return
-        self._sent_by_ddp += self._wire_bytes_by_ddp(steps)
-        self.steps_by_ddp += steps
-        self.reduced_steps += steps
-        self.steps += steps
-        self.ledger.steps += steps
+        self.controller.before_forward(self.steps, sends=sends)
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Average one bucket over the ranks; the future resolves to `bucket.buffer()` itself."""
@@ -173,7 +156,8 @@ class Registration:
             self.recorder.bucket(number, layout.title, buffer.nbytes)
         if last:
             self._check_step()
-        ticket = self._pass_on(Held(number, layout, buffer), last=last)
+        self.controller.add_bucket(layout, buffer)
+        ticket = self.sending.send(number, layout, buffer, self.controller.aggregator, self.step, last=last)
         future = ticket.ended(buffer) if self._let_backward_raise() else ticket.future
         if last:
             self._end_step()
@@ -187,12 +171,11 @@ class Registration:
         self._average_if_due()  # a rank that ran out of data, in DDP's join(), makes no forward before this
         if self._device is None:
             self._device = device
-        self.planning.begin_step(self.steps)
+        self.controller.begin_step(self.steps)
         self.recorder.begin_step(self.steps, device)
-        self.assembly.begin_step()
         self.step = Step(self.steps, self.ledger, self.scaler)
-        if self.planning.changes != self._plans_seen:  # a new plan is judged by its own samples
-            self._plans_seen = self.planning.changes
+        if self.controller.changes != self._plans_seen:  # a new plan is judged by its own samples
+            self._plans_seen = self.controller.changes
             self.sending.fidelity = Fidelity(self.steps)
 
     def _let_backward_raise(self) -> bool:
@@ -219,7 +202,7 @@ class Registration:
                 f"gradients lie on {self._device} and {device}; error feedback keeps one device per DDP model: put the "
                 f"model on one, or use a lossless aggregator"
             )
-        self.planning.give_up(f"gradients lie on {self._device} and {device}, and messages are of one device")
+        self.controller.give_up(f"gradients lie on {self._device} and {device}, and messages are of one device")
 
     def _check_step(self) -> None:
         """See, once a step is complete, to what an aggregator that remembers needs."""
@@ -233,24 +216,13 @@ class Registration:
                 self._unused.step_is_reduced()
             self.layouts.require_expected()
 
-    def _pass_on(self, held: Held, *, last: bool) -> lanes.Ticket:
-        """Send what is complete with this bucket, which may itself have to wait for others; return its ticket."""
-        messages = self.assembly.add(held, last=last)
-        if all(message.held[-1] is not held for message in messages):
-            held.ticket = lanes.Ticket(held.bucket)
-        for message in messages:
-            sent = self._send(message, last=last and message is messages[-1])
-            if message.held[-1] is held:
-                ticket = sent
-        return ticket if held.ticket is None else held.ticket
-
-    def _send(self, message: Message, *, last: bool) -> lanes.Ticket:
-        return self.sending.send(message, self.planning.aggregators_for(message), self.step, last=last)
-
     def _end_step(self) -> None:
         assert self._device is not None  # of the first bucket
         usual_us = median(self._lately_ns) / 1000 if self._lately_ns else 0.0
-        self.planning.end_step(self.steps, self._device, usual_us, self.run)
+        fidelity = self.sending.fidelity if self.sending.watch_fidelity else None
+        meeting = self.controller.end_step(self.steps, self._device, usual_us, fidelity, self.ledger)
+        if meeting is not None:
+            self.controller.pending = self.run(meeting.hold, meeting.what)
         self.steps += 1
         self.reduced_steps += 1
 
@@ -258,7 +230,7 @@ class Registration:
 
     def freeze(self) -> None:
         """See HookState.freeze."""
-        self.planning.give_up("frozen")
+        self.controller.give_up("frozen")
         if self.joined is not None:
             self.joined.watch_fidelity = False  # which nobody will ask for
 
@@ -278,32 +250,15 @@ class Registration:
 
     def _average_if_due(self) -> None:
         """Average the parameters if it is time, but start nothing in a step that must not be captured."""
-        self.planning.require_repeatable(self.steps)
+        self.controller.require_repeatable(self.steps)
         self.averages.take_turn(self.steps, self.sending.team, self.run)
 
     def wire_bytes(self) -> WireBytes:
         """Return the payload this rank has sent, nothing before it has joined."""
         if self.joined is None:
             return WireBytes()
-        team, away = self.joined.team, self.planning.turns.steps_away()
-        sent = self.joined.traffic.wire_bytes(team) + self.averages.traffic.wire_bytes(team) + self._sent_by_ddp
-        return sent + self._wire_bytes_by_ddp(away) if away else sent
-
-    def _wire_bytes_by_ddp(self, steps: int) -> WireBytes:
-        """Return what DDP by itself sends in so many steps."""
-        sent, team, device = WireBytes(), self.sending.team, self._device
-        assert device is not None  # it has shown its buckets
-        for layout in self.assembly.buckets:
-            dtype = self.layouts.parameters[layout.pieces[0].name].dtype
-            sent += Flat().wire_bytes(layout, dtype, team, device, 0) * steps
-        return sent
-
-    def _fidelity(self) -> Faithfulness | None:
-        """Return how well compressed updates follow the gradients, where that is watched; on the lane."""
-        sending = self.joined
-        if sending is None or not sending.watch_fidelity:
-            return None
-        return Faithfulness(sending.fidelity.cosine(), self.ledger.stats()["residual_norm"])
+        team = self.joined.team
+        return self.joined.traffic.wire_bytes(team) + self.averages.traffic.wire_bytes(team)
 
     def go_on(
         self,
@@ -318,12 +273,9 @@ class Registration:
 
         buffers: in which it went, empty for other ones. plan: which it followed, if any. tuned: what tuning came to.
         """
-        self.planning.turns.come_back()
-        self._count_by_ddp()
         ledger.steps = self.steps = steps
         self.ledger = ledger
         self.step = Step(steps, ledger, self.scaler, list(buffers))
         self.averages.begin_anew()
-        self.assembly.imitate(buffers)
-        self.planning.restart(steps, plan, tuned)
+        self.controller.restart(steps, plan, tuned, buffers)
         self.layouts.expect(numels)

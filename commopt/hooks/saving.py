@@ -8,34 +8,36 @@ from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from hashlib import sha256
 from io import BytesIO
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commopt.bucketing import require_same_parameters
 from commopt.errors import ConfigurationError
 from commopt.feedback import Layout, Ledger, layout_of, pieces_of, restore, save, spread
 from commopt.feedback.checkpoint import MAX_MAGNITUDE, field, refuse, required, whole
 from commopt.groups import Membership
 from commopt.groups.agreement import require_equal
 from commopt.hooks.registration import Registration
-from commopt.plan import Plan, Tuned
+from commopt.schedule import Plan, Tuned, require_same_parameters
+from commopt.schedule.plan import is_of_earlier_version
 
 FORMAT = 1
 MESSAGE_NBYTES = 32 * 2**20  # on its way to the first rank
 
 _log = logging.getLogger("commopt")
 
+T = TypeVar("T")
+
 
 def part_of(registration: Registration) -> dict[str, Any]:
     """Return this rank's part of a checkpoint."""
-    sending, plan, tuned = registration.sending, registration.planning.plan, registration.planning.tuned
+    sending, plan, tuned = registration.sending, registration.controller.plan, registration.controller.tuned
     return {
         "format": FORMAT,
         "aggregator": registration.aggregator_name,
-        "steps": registration.steps + registration.planning.turns.steps_away(alike=True),
+        "steps": registration.steps,
         "nodes": list(sending.team.wire.nodes),
         "place": sending.team.rank,
         "members": list(sending.membership.ranks),
@@ -192,8 +194,7 @@ def _fill(ledger: Ledger, saved: object, registration: Registration) -> _Loaded:
     if own is not None and (alone or whole_world):
         restore(ledger, own, numels, largest)
         buffers = _buffers(own)
-        plan = None if own.get("plan") is None else Plan.from_json(own["plan"])
-        tuned = None if own.get("tuned") is None else Tuned.from_json(own["tuned"])
+        plan, tuned = _planned(own, "plan", Plan.from_json), _planned(own, "tuned", Tuned.from_json)
     elif not alone or whole_world:  # neither buckets nor plan fit
         spread(ledger, parts, numels, largest, len(nodes))
         source = f"parts {[part['place'] for part in parts]} of {len(first['nodes'])}"
@@ -213,6 +214,14 @@ def _fill(ledger: Ledger, saved: object, registration: Registration) -> _Loaded:
         "plan": _digest((plan, tuned)),
     }
     return _Loaded(first["steps"], buffers, plan, tuned, numels, facts)
+
+
+def _planned(part: Mapping[str, Any], name: str, read: Callable[[str], T]) -> T | None:
+    """Return the plan or the tuning of a checkpoint; None where it has none, or one that can be made again."""
+    text = part.get(name)
+    if text is None or is_of_earlier_version(text):
+        return None
+    return read(text)
 
 
 def _digest(what: object) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import compress, count
+from itertools import count
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor
 from commopt import lanes
 from commopt.aggregate import Aggregator, Flat
 from commopt.aggregate.leftovers import hand_over
-from commopt.bucketing import Message, packed
 from commopt.errors import ConfigurationError
 from commopt.feedback import Account, Layout, Ledger
 from commopt.feedback.fidelity import Fidelity, sample_numel
@@ -58,60 +57,48 @@ class Sending:
         """All ranks."""
         return self.membership.team
 
-    def send(self, message: Message, aggregators: Sequence[Aggregator], step: Step, *, last: bool) -> lanes.Ticket:
-        """Queue the reduction of one message, `last` of its step; return the ticket of its last bucket.
-
-        aggregators: one for each of its buffers.
-        """
-        result = message.held[-1].bucket
-        by = " and ".join(dict.fromkeys(map(_name, aggregators)))
-        what = f"bucket {', '.join(map(str, message.numbers))} by {by}"
-        sampled = [self._is_sampled(aggregator, step) for aggregator in aggregators]
-        work = self._work(message, aggregators, sampled, step, last=last)
-        inputs = [each.bucket for each in message.held]
-        reserved = [each.ticket for each in message.held if each.ticket is not None]
-        ticket = self._submit(what, message.numel, work, result, inputs, reserved)
+    def send(
+        self, number: int, layout: Layout, bucket: Tensor, aggregator: Aggregator, step: Step, *, last: bool
+    ) -> lanes.Ticket:
+        """Queue the reduction of one of DDP's buckets, `last` of its step; return its ticket."""
+        sampled = self.watch_fidelity and not aggregator.lossless and self.fidelity.takes(step.number)
+        work = self._work(number, layout, bucket, aggregator, sampled, step, last=last)
+        ticket = self._submit(f"bucket {number} by {_name(aggregator)}", layout.numel, work, bucket, [bucket])
         self.messages += 1
-        step.buffers.extend(message.layouts)
-        for layout, dtype, aggregator in zip(message.layouts, message.dtypes(), aggregators, strict=True):
-            self.traffic.count(aggregator, layout, dtype, result.device, step.number)
-        for layout in compress(message.layouts, sampled):
+        step.buffers.append(layout)
+        self.traffic.count(aggregator, layout, bucket.dtype, bucket.device, step.number)
+        if sampled:
             sample = _anonymous(sample_numel(layout.numel))
-            self.traffic.count(Flat(), sample, torch.float32, result.device, step.number)
+            self.traffic.count(Flat(), sample, torch.float32, bucket.device, step.number)
         return ticket
-
-    def _is_sampled(self, aggregator: Aggregator, step: Step) -> bool:
-        """Return whether the next buffer, averaged by `aggregator`, is to be compared with its exact average."""
-        return self.watch_fidelity and not aggregator.lossless and self.fidelity.takes(step.number)
 
     def _work(
         self,
-        message: Message,
-        aggregators: Sequence[Aggregator],
-        sampled: Sequence[bool],
+        number: int,
+        layout: Layout,
+        bucket: Tensor,
+        aggregator: Aggregator,
+        sampled: bool,
         step: Step,
         *,
         last: bool,
     ) -> Callable[[], None]:
         """Return what the lane is to do."""
-        team, rank, ledger, fidelity = self.team, self.membership.global_rank, step.ledger, self.fidelity
-        device = message.held[-1].bucket.device
-        numbers = range(len(step.buffers), len(step.buffers) + len(message.layouts))
+        team, rank, ledger = self.team, self.membership.global_rank, step.ledger
+        fidelity = self.fidelity if sampled else None
+        place = len(step.buffers)
         # Words only for who asks for them: this is on the way of backward.
         recorder = self._recorder
-        recorded = recorder.message(message.numbers, message.title, message.nbytes) if recorder.enabled else None
+        recorded = recorder.message((number,), layout.title, bucket.nbytes) if recorder.enabled else None
 
         def work() -> None:
             with running(recorded):
-                if numbers[0] == 0:
+                if place == 0:
                     ledger.begin_step()
-                loss_scale = _loss_scale(step.scaler, device)
-                for number, layout, parts, aggregator, compared in zip(
-                    numbers, message.layouts, message.parts(), aggregators, sampled, strict=True
-                ):
-                    account = Account(layout, step.number, number, rank, ledger, loss_scale)
-                    _average(parts, aggregator, team, account, fidelity if compared else None)
-                    ledger.end_bucket(parts, last=last and number == numbers[-1])
+                loss_scale = _loss_scale(step.scaler, bucket.device)
+                account = Account(layout, step.number, place, rank, ledger, loss_scale)
+                _average(bucket.view(-1), aggregator, team, account, fidelity)
+                ledger.end_bucket([bucket], last=last)
 
         return work
 
@@ -141,20 +128,15 @@ class Sending:
         return lanes.lane_for(device).submit(operation, work, result, inputs, reserved)
 
 
-def _average(
-    parts: Sequence[Tensor], aggregator: Aggregator, team: Team, account: Account, fidelity: Fidelity | None
-) -> None:
-    """Replace the buffer that lies in `parts` by its average; `fidelity` compares it with the exact one."""
-    scale = hand_over(aggregator, parts, 1.0 / team.size, account)
-    if len(parts) > 1 and aggregator.all_reduce_apart(parts, team, scale):
-        return
+def _average(buffer: Tensor, aggregator: Aggregator, team: Team, account: Account, fidelity: Fidelity | None) -> None:
+    """Replace `buffer` by its average; `fidelity` compares it with the exact one."""
+    scale = hand_over(aggregator, [buffer], 1.0 / team.size, account)
     if aggregator.lossless:  # what is exact treats all elements alike; the rest may go by names and shapes
         account = replace(account, layout=_anonymous(account.layout.numel))
-    with packed(parts, account.scratch) as buffer:
-        exact = None if fidelity is None else fidelity.exact(buffer, team, scale)
-        aggregator.all_reduce(buffer, team, scale, account)
-        if fidelity is not None and exact is not None:
-            fidelity.add(exact, buffer)
+    exact = None if fidelity is None else fidelity.exact(buffer, team, scale)
+    aggregator.all_reduce(buffer, team, scale, account)
+    if fidelity is not None and exact is not None:
+        fidelity.add(exact, buffer)
 
 
 # Asked for every message, in backward.

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from commopt.aggregate import Aggregator
-from commopt.bucketing import Wish
 from commopt.cost import Links
 from commopt.errors import ConfigurationError
 from commopt.groups import Membership, NcclByLevel
@@ -23,9 +22,8 @@ from commopt.hooks import saving
 from commopt.hooks.gradients import require_supported_parameters
 from commopt.hooks.insight import report_on, timeline_of
 from commopt.hooks.registration import Registration, Settings
-from commopt.plan import Decision, Plan, Tuned
+from commopt.schedule import BucketConfig, Decision, Plan, Tuned, explain, tuner_rows, write_csv
 from commopt.timeline import Report, Timeline
-from commopt.tuning import explain, tuner_rows, write_csv
 from topology import Cluster
 
 
@@ -46,11 +44,11 @@ class HookState:
     timeout: seconds or timedelta that a collective, or a rank that never arrives, may take; default: what the process
         group was made with (600 s where torch does not tell).
     plan: which gradients travel together. "ddp" leaves DDP's buckets alone, also when a checkpoint has a plan;
-        "adaptive" measures and plans (the default of `attach`), from a checkpoint's plan on if it has one; a Plan (or
-        the path of one that was saved) is followed. Ranks that differ follow rank 0's.
+        "adaptive" measures and plans, from a checkpoint's plan on if it has one; a Plan (or the path of one that was
+        saved) is followed. None: "adaptive" for "auto", else "ddp". Ranks that differ follow rank 0's.
     links: what messages cost, from `python -m commopt probe` (or the path of its file), the same on all ranks; None:
         "adaptive" tries it out.
-    needed_first: let plans send buckets in the order in which the next forward needs them, where several are ready.
+    needed_first: changes nothing any more.
     tuned: for "auto", what an earlier tuning came to (or the path of its file): begun with, and watched.
     record: keep the times of all steps, for `timeline` and `report`; else only those that planning measures are kept.
         The same on all ranks.
@@ -71,22 +69,22 @@ class HookState:
         module: nn.Module | None = None,
         scaler: Any = None,
         timeout: float | timedelta | None = None,
-        plan: Plan | str | Path = "ddp",
+        plan: Plan | str | Path | None = None,
         links: Links | str | Path | None = None,
         needed_first: bool = False,
         record: bool = False,
         tuned: Tuned | str | Path | None = None,
         nccl: NcclByLevel | None = None,
     ) -> None:
-        wish, problem = Wish(), None
+        config, problem = BucketConfig(), None
         try:  # a mistake of this rank alone, as a file that it lacks, is every rank's to hear of
             _require_arguments(aggregator, module, scaler)
             ranks_per_node, timeout_s, nccl = read_arguments(ranks_per_node, timeout, nccl)
-            wish = Wish.read(plan, links, needed_first, tuned)
+            config = BucketConfig.read(plan, links, needed_first, tuned)
         except Exception as error:
             aggregator, module, scaler, problem = None, None, None, error
             ranks_per_node, timeout_s, nccl = None, None, {}
-        settings = Settings(ranks_per_node, timeout_s, wish, record, nccl)
+        settings = Settings(ranks_per_node, timeout_s, config, record, nccl)
         self._start(settings, aggregator, module, scaler)
         if process_group is not None or dist.is_initialized():
             self._registration.join(process_group, problem)
@@ -98,7 +96,7 @@ class HookState:
     ) -> None:
         self.decided_by: str | None = None
         self._registration = Registration(settings, aggregator, module, scaler)
-        self._planning = self._registration.planning
+        self._controller = self._registration.controller
         self._ddp: ref[TorchDDP] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -161,7 +159,7 @@ class HookState:
 
     def know(self, module: nn.Module) -> None:
         """Learn the names of the parameters, after unpickling."""
-        frozen = self._planning.given_up
+        frozen = self._controller.frozen
         self._start(self._registration.settings, self.aggregator, module, self.scaler)
         if frozen:
             self.freeze()
@@ -169,15 +167,11 @@ class HookState:
     def serve(self, ddp: TorchDDP) -> None:
         """Learn which model this is the state of, so that its buckets can be made anew."""
         self._ddp = ref(ddp)
-        self._planning.serve(ddp)
+        self._controller.serve(ddp)
 
     def before_forward(self, *, sends: bool) -> None:
         """Change, between two steps, what was decided to be changed. sends: whether the backward will."""
         self._registration.before_forward(sends=sends)
-
-    def after_forward(self) -> None:
-        """Count, while DDP averages by itself, the steps that follow."""
-        self._planning.turns.after_forward()
 
     def decide(self, aggregator: Aggregator, hook_name: str) -> None:
         """Settle on `aggregator`, the one the registered hook stands for; collective the first time.
@@ -202,11 +196,10 @@ class HookState:
     def stats(self) -> dict[str, Any]:
         """Return what was done so far.
 
-        Steps, those of them in which DDP averaged by itself (as "auto" lets it where nothing pays), DDP's buckets that
-        the hook saw, the messages they made, payload bytes this rank sent and microseconds spent in the hook; with
-        error feedback also residual_norm (of this rank, in units of the average gradient), compression_error (left
-        out over what should have been sent, sampled), residual_bytes kept, and dropped_commits (non-finite values).
-        Waits for the device.
+        Steps, DDP's buckets, the messages that were sent, payload bytes this rank sent and microseconds spent in the
+        hook; with error feedback also residual_norm (of this rank, in units of the average gradient),
+        compression_error (left out over what should have been sent, sampled), residual_bytes kept, and dropped_commits
+        (non-finite values). Waits for the device.
         """
         registration = self._registration
         joined, sent = registration.joined, registration.wire_bytes()
@@ -214,8 +207,7 @@ class HookState:
         return {
             "aggregator": registration.aggregator_name,
             "cluster": str(joined.membership.cluster) if joined else "not joined yet",
-            "steps": registration.steps + self._planning.turns.steps_away(),
-            "steps_by_ddp": registration.steps_by_ddp + self._planning.turns.steps_away(),
+            "steps": registration.steps,
             "buckets": calls,
             "messages": joined.messages if joined else 0,
             "intra_bytes": sent.intra,
@@ -237,7 +229,7 @@ class HookState:
     def report(self) -> Report:
         """Return where the time of a step goes: print it; collective, between two steps. Raises as `timeline`."""
         timeline, ddp = self.timeline(), None if self._ddp is None else self._ddp()
-        steps = self._registration.reduced_steps + self._planning.turns.steps_away()
+        steps = self._registration.reduced_steps
         return report_on(timeline, self._registration.wire_bytes(), steps, ddp, self.plan)
 
     # ------------------------------------------------------------------------------------- plans
@@ -245,29 +237,29 @@ class HookState:
     @property
     def plan(self) -> Plan | None:
         """What is followed now, None while DDP's own buckets are; `to_json()` saves it for another run."""
-        return self._planning.plan
+        return self._controller.plan
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
         """What was decided about the plan so far, and why."""
-        return tuple(self._planning.decisions)
+        return tuple(self._controller.decisions)
 
     @property
     def tuned(self) -> Tuned | None:
         """What tuning has come to, None before; `save()` writes it to a file for the next run."""
-        return self._planning.tuned
+        return self._controller.tuned
 
     def explain(self) -> str:
         """Return in words and numbers what averages the gradients now, and why; the same on every rank."""
-        return explain(self.aggregator, self.tuned, self.decisions, by_ddp=self._planning.turns.is_away)
+        return explain(self.aggregator, self.tuned, self.decisions)
 
     def save_nccl_tuning(self, path: str | Path, links: Links | str | Path) -> None:
         """Write what NCCL should send the messages of a step by, as the file of its example tuner plugin.
 
         links: what `python -m commopt probe` measured over NCCL, or nominal ones. A prediction, by closed forms; see
-        commopt.tuning.nccl. Not collective. Raises ConfigurationError before the first step, and for other links.
+        commopt.schedule.nccl. Not collective. Raises ConfigurationError before the first step, and for other links.
         """
-        lengths = [bucket.nbytes for bucket in self._planning.messages()]
+        lengths = self._controller.message_nbytes()
         if not lengths:
             raise ConfigurationError("no step was taken yet, so it is not known how long messages are; train first")
         known = links if isinstance(links, Links) else Links.load(links)
@@ -300,8 +292,7 @@ class HookState:
         """Go on where `saved` was taken: one rank's state_dict(), a gathered or a merged one; collective.
 
         In the same world every bit is as if training had never stopped, if DDP had settled its buckets when the state
-        was saved (after two steps; three with static_graph): they are used until DDP makes them again. A plan that was
-        followed then is needed for that too: "adaptive" follows it, "ddp" does not. In another world, for which the
+        was saved (after two steps) and can be given the same ones (docs/bucketing.md). In another world, for which the
         gathered form or commopt.merged_state() is needed, each rank starts with an equal part of the sum of all
         residuals.
         Raises ConfigurationError when what any rank was given is damaged or does not fit, naming what, and

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from commopt.bucketing import Wish
 from commopt.command_line import option_value
 from commopt.errors import ConfigurationError
 from commopt.groups.build import require_timeout
 from commopt.hooks import build_preset
+from commopt.schedule import BucketConfig
 
 STATE_OPTIONS: dict[str, tuple[type, ...]] = {
     "ranks_per_node": (int,),
@@ -59,7 +59,7 @@ class Choice:
             raise ConfigurationError(f"--option ranks_per_node={options['ranks_per_node']} is not 1 or more")
         build_preset(strategy, **{name: value for name, value in options.items() if name not in STATE_OPTIONS})
         given = options.get
-        Wish.read(given("plan", "ddp"), given("links"), given("needed_first", False), given("tuned"))
+        BucketConfig.read(given("plan"), given("links"), given("needed_first", False), given("tuned"))
         return cls(strategy, options)
 
 

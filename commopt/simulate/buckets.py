@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from commopt.errors import ConfigurationError
-from commopt.plan import Unit
+from commopt.schedule import Unit
 
 _MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters whose gradients are one message, in the order in which they lie in it."""
+
+    names: tuple[str, ...]
+    nbytes: int
+    strategy: str
+
+    @classmethod
+    def of(cls, units: Sequence[Unit], strategy: str) -> Bucket:
+        """Put whole units into one bucket."""
+        return cls(tuple(name for unit in units for name in unit.names), sum(unit.nbytes for unit in units), strategy)
 
 
 def ddp_buckets(units: Sequence[Unit], cap_mb: float = 25.0, first_mb: float = 1.0) -> tuple[tuple[Unit, ...], ...]:

@@ -96,7 +96,7 @@ def _entry(row: Row) -> dict[str, Any]:
     entry: dict[str, Any] = asdict(row)
     outcome: dict[str, Any] = entry.pop("outcome")
     outcome["buckets"] = [
-        {"nbytes": bucket.nbytes, "strategy": bucket.strategy, "chunks": bucket.chunks, "parameters": len(bucket.names)}
+        {"nbytes": bucket.nbytes, "strategy": bucket.strategy, "parameters": len(bucket.names)}
         for bucket in row.outcome.buckets
     ]
     return entry | outcome | {"exposed_share": row.exposed_share}

@@ -11,15 +11,16 @@ from typing import Literal
 import torch
 
 from commopt.aggregate import Aggregator
-from commopt.bucketing.prices import prices_from_links
-from commopt.bucketing.strategies import aggregator_of, require_strategies, strategies_for
 from commopt.cost import Cost, Links, Pricing
 from commopt.errors import ConfigurationError
 from commopt.feedback import Layout
 from commopt.groups import TeamShape
 from commopt.lanes import lanes_available
-from commopt.plan import Bucket, Key, Plan, PriceTable, Unit
-from commopt.simulate.buckets import ddp_buckets
+from commopt.schedule import Plan, PriceTable, Unit
+from commopt.schedule.calibration import prices_from_links
+from commopt.schedule.candidates import replaceable
+from commopt.schedule.config import require_strategy
+from commopt.simulate.buckets import Bucket, ddp_buckets
 from commopt.simulate.events import Message, run
 from commopt.simulate.planning import planned_buckets
 from commopt.simulate.stragglers import Stragglers
@@ -90,11 +91,11 @@ class Simulation:
         aggregator.check(shape)
         self._layout, self._shape, self._links = layout, shape, links
         self._pieces = {piece.name: piece for piece in layout.pieces}
-        self._strategies = strategies_for(aggregator, shape)
+        self._strategies = replaceable(aggregator, shape)
         self._overhead_us = overhead_us
         self._lanes = lanes_available(shape.backend(shape.default_device)) if lanes is None else lanes
-        self._pricings: dict[tuple[Key, torch.dtype], Pricing] = {}
-        self._prices: dict[torch.dtype, Mapping[Key, PriceTable]] = {}
+        self._pricings: dict[tuple[str, torch.dtype], Pricing] = {}
+        self._prices: dict[torch.dtype, Mapping[str, PriceTable]] = {}
         self._sent: dict[tuple[Bucket, str], tuple[Cost, int]] = {}
 
     def step(self, workload: Workload, buckets: Buckets = "ddp", stragglers: Stragglers | None = None) -> Outcome:
@@ -138,16 +139,15 @@ class Simulation:
             return planned_buckets(units, self._prices_for(_main_dtype(units)), self._overhead_us)
         if isinstance(wanted, str):
             raise ConfigurationError(f"buckets={wanted!r} must be 'ddp', 'planned', or buckets")
-        given = Plan(tuple(wanted))
-        given.require_names(name for unit in workload.units for name in unit.names)
-        require_strategies(given, self._strategies)
-        return given.buckets
+        given = tuple(wanted)
+        plan = Plan(tuple(bucket.names for bucket in given), given[0].strategy)
+        plan.require_names(name for unit in workload.units for name in unit.names)
+        require_strategy(plan, self._strategies)
+        return given
 
-    def _prices_for(self, dtype: torch.dtype) -> Mapping[Key, PriceTable]:
+    def _prices_for(self, dtype: torch.dtype) -> Mapping[str, PriceTable]:
         if dtype not in self._prices:
-            self._prices[dtype] = prices_from_links(
-                self._strategies, self._layout, dtype, self._shape, self._links, self._lanes
-            )
+            self._prices[dtype] = prices_from_links(self._strategies, self._layout, dtype, self._shape, self._links)
         return self._prices[dtype]
 
     def _sending(self, bucket: Bucket, dtype: str) -> tuple[Cost, int]:
@@ -159,9 +159,9 @@ class Simulation:
         return self._sent[bucket, dtype]
 
     def _pricing(self, bucket: Bucket, dtype: torch.dtype) -> Pricing:
-        key = ((bucket.strategy, bucket.chunks), dtype)
+        key = (bucket.strategy, dtype)
         if key not in self._pricings:
-            aggregator = aggregator_of(bucket, self._strategies)
+            aggregator = self._strategies[bucket.strategy]
             self._pricings[key] = Pricing(aggregator, dtype, self._shape, self._links, lanes=self._lanes)
         return self._pricings[key]
 

@@ -13,7 +13,7 @@ import torch
 from commopt.document import require_text, require_time, require_whole
 from commopt.errors import ConfigurationError
 from commopt.feedback import Layout
-from commopt.plan import Unit, Window
+from commopt.schedule import Unit, Window
 from commopt.simulate.gpus import Gpu, usual_efficiency
 from commopt.simulate.models import Model, Parameter
 

@@ -1,0 +1,159 @@
+"""What messages cost: short trials between two steps with this model's own shapes, or a probe's links."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, count
+from math import ceil
+from time import perf_counter_ns
+
+import torch
+from torch import Tensor
+
+from commopt.aggregate import Aggregator
+from commopt.cost import Curve, Links, price
+from commopt.errors import ConfigurationError
+from commopt.feedback import Account, Layout, Ledger
+from commopt.groups import Team, TeamShape
+from commopt.schedule.prices import PriceTable
+
+_FIRST_NBYTES = 4 * 1024
+_GROWTH = 4
+LARGEST_NBYTES = 128 * 1024**2  # bandwidth is reached, and a few buffers of it fit beside any training
+_FEWEST_CALLS, _MOST_CALLS = 3, 100
+_LONG_ENOUGH_US = 30_000.0  # buffers on the way swallow short messages; a lane that is behind sees what is behind them
+_LEAST_LAYOUTS = 3  # two points make a line, and a third says whether it is one
+_UNKNOWN_NUMEL = 2**22  # stands for a model whose parameters nobody has shown yet
+
+Points = list[tuple[int, float]]  # bytes, microseconds
+
+
+def samples_of(layout: Layout, itemsize: int) -> list[Layout]:
+    """Return beginnings of `layout` of 4 KiB, 16 KiB, ... and all of it, up to 128 MiB: real shapes, of any length."""
+    layout = layout.cut(0, min(layout.numel, LARGEST_NBYTES // itemsize))
+    ends = list(accumulate(piece.numel for piece in layout.pieces))
+    samples: list[Layout] = []
+    nbytes = _FIRST_NBYTES
+    while 2 * nbytes <= layout.numel * itemsize:
+        whole = next(number for number, end in enumerate(ends) if end * itemsize >= nbytes)
+        # A large first parameter is cut, or there would be no small sample.
+        end = ends[whole] if ends[whole] * itemsize < 2 * nbytes else nbytes // itemsize
+        samples.append(layout.cut(0, end))
+        nbytes *= _GROWTH
+    return [*samples, layout]
+
+
+def calibrate(
+    aggregators: Mapping[str, Aggregator], samples: Sequence[Layout], dtype: torch.dtype, team: Team, budget_s: float
+) -> dict[str, Points]:
+    """Return by name what all_reduce of each sample takes, in microseconds, on the slowest rank.
+
+    Runs on the lane, collectively. Stops before the samples that would break the budget, which is shared evenly; the
+    smallest are always run. Ranks decide by the same times, so that they stop alike.
+    """
+    points: dict[str, Points] = {}
+    for name, aggregator in aggregators.items():
+        left_us = budget_s * 1e6 / len(aggregators)
+        points[name] = []
+        for place, layout in enumerate(samples):
+            nbytes = layout.numel * dtype.itemsize
+            expected_us = points[name][-1][1] * nbytes / points[name][-1][0] if points[name] else 0.0
+            if place >= _LEAST_LAYOUTS and _would_break(left_us, expected_us):
+                break
+            trial = _Trial(aggregator, layout, dtype, team)
+            if team.default_device.type == "cuda":
+                trial.mean_us(1)  # the first collective of a level takes NCCL longer than any budget
+            (once_us,) = _slowest([trial.mean_us(1)], team)
+            calls = _calls(once_us)
+            (mean_us,) = _slowest([trial.mean_us(calls)], team)
+            points[name].append((nbytes, mean_us))
+            left_us -= once_us + calls * mean_us
+    return points
+
+
+def prices_from_points(points: Mapping[str, Points], whole: Layout, dtype: torch.dtype) -> dict[str, PriceTable]:
+    """Return prices that follow from trials."""
+    largest_nbytes = whole.numel * dtype.itemsize
+    return {
+        # So small a model is one sample.
+        name: PriceTable(*zip(*found, strict=True))
+        if len(found) == 1
+        else PriceTable.of(Curve.fit(found).time_us, largest_nbytes)
+        for name, found in points.items()
+    }
+
+
+def prices_from_links(
+    strategies: Mapping[str, Aggregator], whole: Layout, dtype: torch.dtype, team: TeamShape, links: Links
+) -> dict[str, PriceTable]:
+    """Return what every strategy costs by a probe's curves, without communication."""
+    largest_nbytes = whole.numel * dtype.itemsize
+    return {
+        name: PriceTable.of(price(aggregator, team, links, whole, dtype), largest_nbytes)
+        for name, aggregator in strategies.items()
+    }
+
+
+def require_prices(
+    strategies: Mapping[str, Aggregator], parameters: Mapping[str, Tensor], whole: Layout, team: TeamShape, links: Links
+) -> None:
+    """Raise ConfigurationError, alike on all ranks, unless `links` has figures for all that the strategies send.
+
+    whole: all parameters, none where they are not known yet.
+    """
+    dtype = next((parameter.dtype for parameter in parameters.values()), torch.float32)
+    try:
+        prices_from_links(strategies, whole if parameters else Layout.anonymous(_UNKNOWN_NUMEL), dtype, team, links)
+    except ConfigurationError as error:
+        nodes = " + ".join(map(str, team.ranks_per_node))
+        raise ConfigurationError(
+            f"links cannot price messages by {' or '.join(strategies)} on nodes with {nodes} ranks: {error}; or leave "
+            f"links out, and messages are tried out instead"
+        ) from None
+
+
+def _calls(once_us: float) -> int:
+    return min(_MOST_CALLS, max(_FEWEST_CALLS, ceil(_LONG_ENOUGH_US / once_us)))
+
+
+def _would_break(left_us: float, once_us: float) -> bool:
+    return once_us * (1 + _FEWEST_CALLS) > left_us
+
+
+class _Trial:
+    """One sample, sent again and again as a lane would."""
+
+    def __init__(self, aggregator: Aggregator, layout: Layout, dtype: torch.dtype, team: Team) -> None:
+        generator = torch.Generator().manual_seed(0)
+        values = torch.randn(layout.numel, generator=generator, dtype=torch.float32, device="cpu")
+        self._buffer = values.to(team.default_device, dtype)
+        self._layout = Layout.anonymous(layout.numel) if aggregator.lossless else layout
+        self._aggregator, self._team = aggregator, team
+        self._ledger, self._steps = Ledger(), count(aggregator.start_step)
+
+    def mean_us(self, calls: int) -> float:
+        """Return what each of so many calls takes on this rank; without pauses, in which a network would recover."""
+        self._team.all_reduce(torch.zeros(1, dtype=torch.float32, device=self._buffer.device))
+        _finish(self._buffer.device)
+        begun_ns = perf_counter_ns()
+        for _ in range(calls):
+            self._ledger.begin_step()
+            account = Account(self._layout, next(self._steps), ledger=self._ledger)
+            self._aggregator.all_reduce(self._buffer, self._team, 1.0 / self._team.size, account)
+            self._ledger.end_bucket(last=True)
+        _finish(self._buffer.device)
+        return (perf_counter_ns() - begun_ns) / 1000 / calls
+
+
+def _slowest(own_us: Sequence[float], team: Team) -> list[float]:
+    """Return the largest of all ranks' times, each for itself."""
+    mine = torch.tensor(own_us, dtype=torch.float64, device=team.default_device)
+    everyone = mine.new_empty(team.size * len(own_us))
+    team.all_gather(everyone, mine)
+    slowest: list[float] = everyone.view(team.size, len(own_us)).amax(0).tolist()
+    return slowest
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

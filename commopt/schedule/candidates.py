@@ -1,0 +1,105 @@
+"""What `auto` may choose from: the exact averages, and every allowed compression at one strength."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import isfinite, sqrt
+
+import torch
+from torch import Tensor
+
+from commopt.aggregate import Aggregator, Auto, Compressed, Flat, Hierarchical, PowerSGD
+from commopt.compress import DGC, Cast, OneBit, Quantize
+from commopt.feedback import Layout
+from commopt.groups import TeamShape
+from commopt.schedule.squared_error import squared_error
+
+Gradients = Sequence[tuple[Layout, Tensor]]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A strategy: how it is called in reports, and the share of the gradient's L2 norm that one encoding leaves out."""
+
+    name: str
+    aggregator: Aggregator
+    error: float = 0.0
+
+
+@dataclass(frozen=True)
+class Family:
+    """One kind of compression in one form, at several strengths, the weakest first; `usual`: the default one."""
+
+    name: str
+    strengths: tuple[Aggregator, ...]
+    usual: int
+
+
+def exact(team: TeamShape) -> dict[str, Aggregator]:
+    """Return the exact averages; the first is what runs before anything is known."""
+    return {"flat": Flat()} if team.intra is None else {"flat": Flat(), "hierarchical": Hierarchical()}
+
+
+def replaceable(aggregator: Aggregator, team: TeamShape) -> dict[str, Aggregator]:
+    """Return what a plan may choose from, by the name it has in plans: the first is what the user asked for.
+
+    An exact average stays one whichever form it takes, so plain Hierarchical() may give way to Flat() where that is
+    faster. What rounds, or was asked for in one form, stays as it is.
+    """
+    known = {repr(aggregator): aggregator}
+    if aggregator == Hierarchical() and team.intra is not None:
+        known[repr(Flat())] = Flat()
+    return known
+
+
+def allowed_families(auto: Auto, team: TeamShape) -> tuple[Family, ...]:
+    """Return what is allowed beside the exact averages, flat and, where there are two levels, hierarchical."""
+    dense = auto.dense
+    kinds: dict[str, tuple[tuple[Aggregator, ...], int]] = {
+        "bf16": ((Compressed(Cast(torch.bfloat16), None, dense),), 0),
+        "quantized": (tuple(Compressed(Quantize(bits), dense=dense) for bits in (8, 4, 2)), 1),
+        "onebit": ((Compressed(OneBit(), dense=dense),), 0),
+        "dgc": (tuple(Compressed(DGC(density), dense=dense) for density in (0.05, 0.01, 0.001)), 1),
+        "powersgd": (tuple(PowerSGD(rank, dense=dense) for rank in (16, 8, 4, 2, 1)), 2),
+    }
+    forms: dict[str, Callable[[Aggregator], Aggregator]] = {"": lambda aggregator: aggregator}
+    if team.intra is not None:
+        forms["hierarchical "] = Hierarchical
+    return tuple(
+        Family(prefix + kind, tuple(map(form, strengths)), usual)
+        for kind, (strengths, usual) in kinds.items()
+        if kind in auto.families
+        for prefix, form in forms.items()
+    )
+
+
+def strategies_of(families: Sequence[Family]) -> dict[str, Aggregator]:
+    """Return every strength by the name it has in plans."""
+    return {repr(strength): strength for family in families for strength in family.strengths}
+
+
+def candidates(families: Sequence[Family], gradients: Gradients, max_error: float | None) -> list[Candidate]:
+    """Return one strength of each family: the usual one, or with a limit the strongest that keeps it, if one does.
+
+    gradients: flat buffers, with what lies where. Raises FloatingPointError when a gradient is not finite, or all are
+    zero: such a step tells nothing, measure another one.
+    """
+    square = sum(float(torch.linalg.vector_norm(buffer, dtype=torch.float64)) ** 2 for _, buffer in gradients)
+    if not isfinite(square) or square == 0:
+        what = "all gradients are zero" if square == 0 else "a gradient is not finite"
+        raise FloatingPointError(f"{what}; measure another step")
+
+    def error(strength: Aggregator) -> float:
+        return sqrt(sum(squared_error(strength, layout, buffer) for layout, buffer in gradients) / square)
+
+    found = []
+    for family in families:
+        strengths = family.strengths[family.usual :: -1] if max_error is None else family.strengths[::-1]
+        for strength in strengths:
+            left_out = error(strength)
+            # What encodes some gradient to no number is no candidate, however strong it may be.
+            if isfinite(left_out) and (max_error is None or left_out <= max_error):
+                found.append(Candidate(family.name, strength, left_out))
+                break
+    return found

@@ -1,0 +1,345 @@
+"""Follow a plan, and where plans are made, measure, meet and adopt what rank 0 decided.
+
+Every rank measures in the same steps and meets after the same step; rank 0 decides there (schedule.search), and what
+it decides is what all do from the next step on. So ranks may differ in what they see and never in what they do.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from commopt.aggregate import Aggregator, Flat
+from commopt.errors import ConfigurationError
+from commopt.feedback import Layout, Ledger
+from commopt.feedback.fidelity import Fidelity
+from commopt.groups import Team
+from commopt.lanes import Ticket
+from commopt.recording import Recorder
+from commopt.schedule import reducer
+from commopt.schedule.calibration import require_prices
+from commopt.schedule.config import BucketConfig, require_fit, require_strategy
+from commopt.schedule.decision import Calendar, Decision, Tuned
+from commopt.schedule.layouts import Layouts
+from commopt.schedule.measure import Measuring
+from commopt.schedule.plan import Group, Plan, Unit
+from commopt.schedule.search import Search
+from commopt.schedule.sync import Meeting, Sync
+
+_log = logging.getLogger("commopt")
+
+# Until DDP has shown the buckets of a plan twice.
+_STEPS_TO_SETTLE = 3
+# What torch asks for before it captures DDP: in the first ten iterations the reducer takes times of its own.
+_STEPS_TO_CAPTURE = 11
+
+
+class Controller:
+    """Which buckets travel together in one registration, and by which strategy.
+
+    record: whether every step is recorded rather than those that are measured.
+
+    aggregator: averages every message of the step under way. plan: what is followed,
+    None while DDP's own buckets are. changes: how often another plan was followed from then on. tuned: what tuning has
+    come to. frozen: whether no more plans are made. pending: the ticket of a meeting that is under way, set by whoever
+    put it on the lane.
+    """
+
+    def __init__(self, recorder: Recorder, layouts: Layouts, *, record: bool) -> None:
+        self.plan: Plan | None = None
+        self.tuned: Tuned | None = None
+        self.decisions: list[Decision] = []
+        self.changes = 0
+        self.frozen = False
+        self.aggregator: Aggregator = Flat()
+        self.pending: Ticket | None = None
+        self._layouts = layouts
+        self._config = BucketConfig()
+        self._team: Team | None = None
+        self._sync: Sync | None = None
+        self._measures = self._tunes = self._keeps_residuals = False
+        self._warm_from = 0
+        self._measuring = Measuring(recorder, layouts.parameters, self._first_calendar(0), record=record)
+        self._buckets: list[Layout] = []  # DDP's, in the last whole step
+        self._shown: list[Layout] = []  # and in the one under way
+        self._gradients: list[Tensor] = []
+        self._settled = False
+        self._ddp: ref[TorchDDP] | None = None
+        self._sees_forwards = False  # not those of torch.compile(ddp)
+        self._wanted: tuple[Group, ...] = ()  # what DDP's buckets are yet to become
+        self._said_why = False
+
+    # ------------------------------------------------------------------------------------- setting up
+
+    def serve(self, ddp: TorchDDP) -> None:
+        """Take note of the model, whose buckets can then be made anew where torch allows it."""
+        self._ddp = ref(ddp)
+
+    def begin(self, team: Team, aggregator: Aggregator, config: BucketConfig) -> None:
+        """Learn, before the first bucket, who averages, how, and by what plan.
+
+        Raises as `follow`, and ConfigurationError when links were given that lack what this cluster sends. Not
+        collective, but all ranks must call it, and it raises on all or none.
+        """
+        self._team, self._config = team, config
+        self._sync = sync = Sync(team, aggregator, config)
+        self.aggregator = next(iter(sync.strategies.values()))
+        self._tunes, self._keeps_residuals = aggregator.tunes, bool(aggregator.residual_paths)
+        self._measures = config.measures(aggregator) and team.size > 1 and not self.frozen
+        if self._measures and config.links is not None:
+            require_prices(sync.strategies, self._layouts.parameters, self._layouts.whole, team, config.links)
+        if aggregator.tunes and config.plan == "ddp":
+            _log.warning("auto does not tune with plan='ddp': gradients are averaged as flat does; leave plan= out")
+        self._warm_from = aggregator.start_step
+        self._measuring.start_anew(self._first_calendar(0))
+        if isinstance(config.plan, Plan):
+            self.follow(config.plan)
+        if config.tuned is not None:
+            require_fit(config.tuned, aggregator, team)
+            self.tuned = config.tuned
+            if config.tuned.plan is not None:
+                self.follow(config.tuned.plan)
+
+    def follow(self, plan: Plan) -> None:
+        """Send what `plan` says from the next step on; the same plan on every rank.
+
+        Raises ConfigurationError when it is for other parameters, or for an aggregator that is not available.
+        """
+        if self._layouts.numels:
+            plan.require_names(self._layouts.numels)
+        assert self._sync is not None  # begun
+        require_strategy(plan, self._sync.strategies)
+        self._follow(plan)
+
+    def _follow(self, plan: Plan) -> None:
+        assert self._sync is not None  # begun
+        self.plan, self._wanted = plan, plan.groups
+        self.aggregator = self._sync.strategies[plan.strategy]
+        self.changes += 1
+
+    def restart(self, step: int, plan: Plan | None, tuned: Tuned | None, buckets: Sequence[Layout] = ()) -> None:
+        """Go on from a checkpoint after `step` steps, with its plan and tuning where plans are made and they fit.
+
+        buckets: DDP's in the run that was saved. What a value is rounded to depends on its neighbours in a buffer, so
+        a resumed run takes the same way, bit by bit, if its model can be given the same ones.
+        """
+        self._drop_meeting()
+        if buckets:
+            self._wanted = tuple(tuple(piece.name for piece in bucket.pieces) for bucket in buckets)
+        self._measuring.start_anew(self._first_calendar(step))
+        if self._sync is not None:
+            self._sync.begin_anew()
+        if self._measures or self._config.plan == "adaptive":
+            self.tuned = tuned
+            if plan is not None:
+                try:
+                    self.follow(plan)
+                except ConfigurationError as error:  # residuals are what a checkpoint is for; a plan can be made again
+                    self.tuned = None
+                    _log.warning("the plan of the checkpoint is not followed: %s", error)
+
+    def _first_calendar(self, step: int) -> Calendar:
+        """Return when to measure first, from `step` on: not before warm-up is over, while messages are others."""
+        begin, first = max(step, self._warm_from), Search.first
+        return Calendar(begin + first.measure_from, begin + first.meet_at)
+
+    def give_up(self, reason: str) -> None:
+        """Make no more plans; what is followed now stays, also if a change was decided on meanwhile.
+
+        Before `begin`, none is ever made.
+        """
+        self.frozen = True
+        if self._measures:
+            self._measures = False
+            _log.info("no more plans for the buckets: %s", reason)
+        self._drop_meeting()
+        self._measuring.stop()
+
+    # ------------------------------------------------------------------------------------- asking
+
+    @property
+    def watches_cosine(self) -> bool:
+        """Whether lossy averages should be compared with exact ones, for who tunes to see them diverge."""
+        return self._tunes and self._keeps_residuals and not self.frozen
+
+    def message_nbytes(self) -> list[int]:
+        """Return how long the messages of a step are, in the order of sending; none before the first step."""
+        return [self._nbytes(_names(bucket)) for bucket in self._buckets]
+
+    def _nbytes(self, names: Iterable[str]) -> int:
+        return sum(self._layouts.parameters[name].nbytes for name in names)
+
+    # ------------------------------------------------------------------------------------- every step
+
+    def before_forward(self, step: int, *, sends: bool) -> None:
+        """Adopt what was decided; only here can DDP be given other buckets.
+
+        sends: whether the backward will, which under no_sync() it does not.
+        """
+        if sends:
+            self.require_repeatable(step)
+        self._adopt()
+        self._sees_forwards = True
+        if self._wanted and self._layouts.parameters:  # else DDP is yet to show them
+            self._rebuild()
+
+    def begin_step(self, step: int) -> None:
+        """Adopt what was decided if there was no forward to do it, and record what will be measured."""
+        self._shown, self._gradients = [], []
+        if self.pending is not None:
+            self._adopt()
+        if self._measures:
+            self._measuring.begin_step(step)
+
+    def add_bucket(self, layout: Layout, buffer: Tensor) -> None:
+        """Take note of DDP's next bucket of the step under way."""
+        self._shown.append(layout)
+        if self._measures:
+            self._gradients.append(buffer)
+
+    def end_step(
+        self,
+        step: int,
+        device: torch.device,
+        overhead_us: float,
+        fidelity: Fidelity | None = None,
+        store: Ledger | None = None,
+    ) -> Meeting | None:
+        """Return the meeting that is due after `step`, to be put on the lane by every rank; None if none is.
+
+        overhead_us: what the hook costs the host for each bucket. fidelity, store: see Meeting.
+        """
+        self._settled = self._shown == self._buckets
+        self._buckets, gradients, self._gradients = self._shown, self._gradients, []
+        if not self._measures:
+            return None
+        self._measuring.end_step(step, device)
+        if not self._measuring.calendar.meets(step):
+            return None
+        assert self._sync is not None  # begun
+        why_not, movable = self._why_not(), self._can_rebuild()
+        if why_not and not self._said_why:
+            self._said_why = True
+            if self._sync.is_leader:
+                _log.warning("DDP's own buckets stay: %s", why_not)
+        groups = tuple(map(_names, self._buckets))
+        strategy = next(iter(self._sync.strategies)) if self.plan is None else self.plan.strategy
+        parameters = self._layouts.parameters
+        parts = [(name,) for group in groups for name in group] if movable else groups
+        units = [Unit(names, self._nbytes(names), 0.0, str(parameters[names[0]].dtype)) for names in parts]
+        return Meeting(
+            sync=self._sync,
+            step=step,
+            steps=range(self._measuring.calendar.measure_from, step + 1),
+            units=tuple(units),
+            plan=Plan(groups, strategy, "found"),
+            buckets=tuple(self._buckets),
+            dtype=_main_dtype(parameters.values()),
+            settled=self._settled,
+            movable=movable,
+            overhead_us=overhead_us,
+            gradients=list(zip(self._buckets, gradients, strict=True)),
+            taken=self._measuring.taken(),
+            tuned=self.tuned,
+            fidelity=fidelity,
+            store=store,
+        )
+
+    def require_repeatable(self, step: int) -> None:
+        """Raise ConfigurationError when `step` is captured in a CUDA graph and is not what all later ones will be."""
+        if not reducer.is_capturing():
+            return
+        if self._measures:
+            raise ConfigurationError(
+                f"step {step} is captured in a CUDA graph while other buckets may yet be planned; call state.freeze() "
+                f"on every rank and take {_STEPS_TO_SETTLE} more steps before"
+            )
+        if not self._settled:
+            raise ConfigurationError(
+                f"step {step} is captured in a CUDA graph before DDP has shown the same buckets twice; take "
+                f"{_STEPS_TO_CAPTURE} steps before, on the stream that is captured"
+            )
+        assert self._team is not None  # which has averaged what is settled
+        self.aggregator.check_capture(step, self._team)
+
+    def _adopt(self) -> None:
+        """Do what the last meeting decided."""
+        if self.pending is None:
+            return
+        self.pending.wait()
+        assert self._sync is not None  # which decided
+        decision = self._sync.decision
+        self._measuring.stop()
+        if decision is None:
+            self._measures = False
+        else:
+            self._measuring.calendar = decision.calendar
+            if decision.plan is not None:
+                self._follow(decision.plan)
+            elif self.plan is not None:
+                self.plan = decision.updated(self.plan)
+            self.decisions.append(decision)
+            self.tuned = decision.tuned or self.tuned
+            if self._sync.is_leader:
+                _log.info("after step %d: %s", self._sync.step, decision.reason)
+                if decision.warning:
+                    _log.warning("%s", decision.warning)
+        self.pending = None  # only now: after Ctrl-C above this rank would go another way than the others
+
+    # ------------------------------------------------------------------------------------- DDP's buckets
+
+    def _why_not(self) -> str:
+        """Say why DDP cannot ever be given other buckets, or nothing."""
+        ddp = self._model()
+        if ddp is None:
+            return "the hook does not know its DDP model; use commopt.attach"
+        if not self._sees_forwards:
+            return "no forward of the DDP model is seen, as where it is compiled from outside; compile the module in it"
+        return reducer.why_not(ddp, self._layouts.parameters)
+
+    def _can_rebuild(self) -> bool:
+        """Return whether DDP can be given other buckets before the next forward."""
+        ddp, parameters = self._model(), self._layouts.parameters
+        shown = {name for bucket in self._buckets for name in _names(bucket)}
+        if ddp is None or self._why_not() or (shown and shown != parameters.keys()):
+            return False
+        return reducer.can_rebuild(ddp, parameters.values())
+
+    def _rebuild(self) -> None:
+        """Give DDP the buckets of the plan, or of a checkpoint, if it can have them now."""
+        ddp, parameters = self._model(), self._layouts.parameters
+        names = {name for group in self._wanted for name in group}
+        if ddp is None or self._why_not() or names != parameters.keys():
+            self._wanted = ()
+        elif self._can_rebuild():
+            reducer.rebuild(ddp, [[parameters[name] for name in group] for group in self._wanted])
+            self._wanted = ()
+
+    def _model(self) -> TorchDDP | None:
+        return None if self._ddp is None else self._ddp()
+
+    # ------------------------------------------------------------------------------------- meetings
+
+    def _drop_meeting(self) -> None:
+        """Let a meeting that is under way end without consequences."""
+        if self.pending is not None:
+            self.pending.wait()
+            self.pending = None
+
+
+def _names(bucket: Layout) -> Group:
+    return tuple(piece.name for piece in bucket.pieces)
+
+
+def _main_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
+    """Return the dtype of most bytes."""
+    totals: Counter[torch.dtype] = Counter()
+    for tensor in tensors:
+        totals[tensor.dtype] += tensor.nbytes
+    return totals.most_common(1)[0][0]

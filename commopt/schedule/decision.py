@@ -1,0 +1,236 @@
+"""What rank 0 tells the others: when to measure, what to follow, what tuning has come to; and the words for it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from commopt.aggregate import Aggregator
+from commopt.document import field, load, read_text, require_text, require_time, require_whole
+from commopt.errors import ConfigurationError
+from commopt.schedule.estimate import ms
+from commopt.schedule.plan import Plan, Prediction
+
+_FORMAT = 2
+
+
+@dataclass(frozen=True)
+class Calendar:
+    """Steps measure_from..meet_at are measured; after the last of them rank 0 decides. Steps count from 0."""
+
+    measure_from: int
+    meet_at: int
+
+    def __post_init__(self) -> None:
+        require_whole(self.measure_from, 0, "calendar: measure_from")
+        require_whole(self.meet_at, 0, "calendar: meet_at")
+        if self.measure_from > self.meet_at:
+            raise ConfigurationError(
+                f"calendar: measures from step {self.measure_from}, but meets after step {self.meet_at}; "
+                f"measure_from must not be later"
+            )
+
+    def meets(self, step: int) -> bool:
+        """Return whether the ranks meet when `step` is done."""
+        return step >= self.meet_at
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One candidate: what was predicted of a step, and what was measured; None where it was not tried.
+
+    error: the share of the gradient's L2 norm that one encoding leaves out, 0 for an exact average.
+    """
+
+    name: str
+    strategy: str
+    error: float
+    predicted_step_us: float
+    predicted_exposed_us: float
+    step_us: float | None = None
+    exposed_us: float | None = None
+
+    def __post_init__(self) -> None:
+        require_text(self.name, "tuned: a name")
+        require_text(self.strategy, f"tuned, {self.name}: strategy")
+        for name in ("error", "predicted_step_us", "predicted_exposed_us"):
+            require_time(getattr(self, name), f"tuned, {self.name}: {name}")
+        for name in ("step_us", "exposed_us"):
+            if getattr(self, name) is not None:
+                require_time(getattr(self, name), f"tuned, {self.name}: {name}")
+
+    @classmethod
+    def from_entry(cls, entry: Any) -> Tried:
+        """Read it out of a JSON document; raises ConfigurationError for anything else."""
+        where = "tuned, a candidate"
+        return cls(
+            name=field(entry, "name", str, where),
+            strategy=field(entry, "strategy", str, where),
+            error=field(entry, "error", float, where),
+            predicted_step_us=field(entry, "predicted_step_us", float, where),
+            predicted_exposed_us=field(entry, "predicted_exposed_us", float, where),
+            step_us=None if entry.get("step_us") is None else field(entry, "step_us", float, where),
+            exposed_us=None if entry.get("exposed_us") is None else field(entry, "exposed_us", float, where),
+        )
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The outcome of tuning; `save` it, commit it, and pass it to attach(ddp, "auto", tuned=...) next time.
+
+    name: of what is used, one of `considered`, whose first entry is what ran before.
+    allow: the families that were allowed. nodes: ranks on each node. steps: how many it took.
+    plan: what is followed; None where DDP's own buckets are, by an exact average.
+    reason: why it is used.
+    """
+
+    name: str
+    allow: tuple[str, ...]
+    nodes: tuple[int, ...]
+    steps: int
+    considered: tuple[Tried, ...]
+    plan: Plan | None
+    reason: str
+
+    def __post_init__(self) -> None:
+        require_text(self.reason, "tuned: reason")
+        require_whole(self.steps, 0, "tuned: steps")
+        for ranks in self.nodes:
+            require_whole(ranks, 1, "tuned: ranks of a node")
+        if self.name not in [tried.name for tried in self.considered]:
+            raise ConfigurationError(f"tuned: {self.name!r} is used, but it is none of those considered")
+
+    @property
+    def used(self) -> Tried:
+        """What is used now."""
+        return next(tried for tried in self.considered if tried.name == self.name)
+
+    def to_json(self) -> str:
+        """Return a text from which `from_json` makes an equal outcome."""
+        plan = None if self.plan is None else json.loads(self.plan.to_json())
+        return json.dumps({"format": _FORMAT, **asdict(self), "plan": plan}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Tuned:
+        """Read what `to_json` wrote; raises ConfigurationError for anything else."""
+        document = load(text, "tuned", _FORMAT)
+        plan = document.get("plan")
+        return cls(
+            name=field(document, "name", str, "tuned"),
+            allow=tuple(field(document, "allow", list, "tuned")),
+            nodes=tuple(field(document, "nodes", list, "tuned")),
+            steps=field(document, "steps", int, "tuned"),
+            considered=tuple(Tried.from_entry(entry) for entry in field(document, "considered", list, "tuned")),
+            plan=None if plan is None else Plan.from_json(json.dumps(plan)),
+            reason=field(document, "reason", str, "tuned"),
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write it to a file."""
+        Path(path).write_text(self.to_json() + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Tuned:
+        """Read what `save` wrote. Raises ConfigurationError, naming what is wrong, for anything else."""
+        text = read_text(path)
+        try:
+            return cls.from_json(text)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{path}: {error}") from None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What rank 0 tells the others at a meeting: a plan from the next step on, or None to go on; and the next dates.
+
+    predicted: without a plan, what is now expected of the one that goes on; nothing else of that plan changes.
+    tuned: what tuning has come to, if it has now. try_out: whether to try out what messages cost before the next one.
+    warning: what the user can do about it, said once.
+    """
+
+    plan: Plan | None
+    calendar: Calendar
+    reason: str
+    predicted: Prediction | None = None
+    tuned: Tuned | None = None
+    try_out: bool = False
+    warning: str = ""
+
+    def __post_init__(self) -> None:
+        require_text(self.reason, "decision: reason")
+        if self.plan is not None and self.predicted is not None:
+            raise ConfigurationError("decision: a plan and a prediction; give one, a plan brings its own")
+
+    def updated(self, running: Plan) -> Plan:
+        """Return the plan that goes on, with the prediction that holds from now on."""
+        return running if self.predicted is None else replace(running, predicted=self.predicted)
+
+    def to_json(self) -> str:
+        """Return a text from which `from_json` makes an equal decision."""
+        plan = None if self.plan is None else self.plan.to_json()
+        predicted = None if self.predicted is None else asdict(self.predicted)
+        tuned = None if self.tuned is None else self.tuned.to_json()
+        document = {"format": _FORMAT, "plan": plan, "predicted": predicted, "tuned": tuned, "try_out": self.try_out}
+        return json.dumps({**document, "reason": self.reason, "warning": self.warning, **asdict(self.calendar)})
+
+    @classmethod
+    def from_json(cls, text: str) -> Decision:
+        """Read what `to_json` wrote; raises ConfigurationError for anything else."""
+        document = load(text, "decision", _FORMAT)
+        plan, predicted, tuned = (document.get(name) for name in ("plan", "predicted", "tuned"))
+        dates = [field(document, name, int, "decision") for name in ("measure_from", "meet_at")]
+        return cls(
+            plan=None if plan is None else Plan.from_json(plan),
+            calendar=Calendar(*dates),
+            reason=field(document, "reason", str, "decision"),
+            predicted=None if predicted is None else Prediction.from_entry(predicted, "decision, predicted"),
+            tuned=None if tuned is None else Tuned.from_json(tuned),
+            try_out=field(document, "try_out", bool, "decision"),
+            warning=field(document, "warning", str, "decision"),
+        )
+
+
+# ------------------------------------------------------------------------------------------- in words
+
+_COLUMNS = ("candidate", "leaves out", "step", "exposed", "expected", "")
+
+
+def explain(aggregator: Aggregator | None, tuned: Tuned | None, decisions: Sequence[Decision]) -> str:
+    """Return what is used, what it was compared with, what each message does, and the last decision."""
+    lines = [f"asked for: {aggregator if aggregator is not None else 'what the hook stands for'}"]
+    if tuned is not None:
+        rows = [_COLUMNS, *(_row(tried, tuned) for tried in tuned.considered)]
+        widths = [max(len(row[place]) for row in rows) for place in range(len(_COLUMNS))]
+        table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines += [f"used: {tuned.reason}", "", *table, "", *_messages(tuned.plan), ""]
+    last = decisions[-1].reason if decisions else "nothing was decided yet"
+    return "\n".join([*lines, f"last decision: {last}"])
+
+
+def _row(tried: Tried, tuned: Tuned) -> tuple[str, ...]:
+    mark = "used" if tried.name == tuned.name else "" if tried.step_us is not None else "not tried"
+    return (
+        tried.name,
+        f"{tried.error:.1%}" if tried.error else "nothing",
+        "" if tried.step_us is None else ms(tried.step_us),
+        "" if tried.exposed_us is None else ms(tried.exposed_us),
+        f"{ms(tried.predicted_step_us)}, {ms(tried.predicted_exposed_us)} exposed",
+        mark,
+    )
+
+
+def _messages(plan: Plan | None) -> list[str]:
+    """Return the messages of a step, and when each is expected to be reduced."""
+    if plan is None:
+        return ["messages: DDP's own buckets"]
+    lines = [f"messages by {plan.strategy}, in the order of backward:"]
+    for number, group in enumerate(plan.groups):
+        text = f"  {number}: {group[0]} .. {group[-1]}"
+        if plan.predicted is not None:
+            late_us = plan.predicted.group_finish_us[number] - plan.predicted.compute_us
+            text += f"; {ms(late_us)} after backward" if late_us > 0 else f"; hidden, {ms(-late_us)} before its end"
+        lines.append(text)
+    return lines

@@ -1,0 +1,206 @@
+"""When gradients were ready and messages ran: recorded on every rank in the steps that count, and put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from commopt.groups import Team
+from commopt.groups.payload import gather_bytes
+from commopt.recording import Mark, Recorder, StepRecord, clock_for
+from commopt.schedule.decision import Calendar
+from commopt.schedule.plan import Unit
+from commopt.timeline import measure_offsets
+
+Times = npt.NDArray[np.float64]
+
+
+class Readiness:
+    """Times at which gradients were accumulated last before each step's last bucket.
+
+    A gradient hook costs a microsecond or two, so there are none but between `start` and `stop`. The parameters hold
+    the hooks and with them this, so this must not hold the parameters: no collector sees through autograd's side.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._clock = clock_for(device)
+        self._handles: list[Any] = []
+        self._marks: dict[str, Mark] = {}
+        self._steps: dict[int, dict[str, Mark]] = {}
+
+    def start(self, parameters: Mapping[str, Tensor]) -> None:
+        """Begin to take times of `parameters`, but for those that are frozen now."""
+        for name, parameter in parameters.items():
+            if parameter.requires_grad:
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self._marker(name)))
+
+    def _marker(self, name: str) -> Callable[[Tensor], None]:
+        def note(_: Tensor) -> None:
+            if not self._clock.is_capturing():
+                self._marks[name] = self._clock.mark()
+
+        return note
+
+    def end_step(self, step: int) -> None:
+        """Note that all gradients of `step` are there; what is not has no gradient in it."""
+        if self._handles:
+            self._steps[step], self._marks = self._marks, {}
+
+    def stop(self) -> None:
+        """Remove the hooks, and forget."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._steps = [], {}
+
+    def times_us(self) -> dict[int, dict[str, float]]:
+        """Return by step and name when gradients were ready, in microseconds; waits for the device."""
+        steps = {step: marks for step, marks in self._steps.items() if marks}
+        times = self._clock.times_us([list(marks.values()) for marks in steps.values()])
+        return {step: dict(zip(steps[step], values, strict=True)) for step, values in zip(steps, times, strict=True)}
+
+
+class Measuring:
+    """Switches the recorder and the gradient hooks on and off, as `calendar` has it; steps count from 0.
+
+    record: whether every step is recorded rather than those that are measured.
+    """
+
+    def __init__(self, recorder: Recorder, parameters: Mapping[str, Tensor], calendar: Calendar, *, record: bool):
+        self.calendar = calendar
+        self._recorder, self._parameters, self._record = recorder, parameters, record
+        self._readiness: Readiness | None = None
+        recorder.enabled = record
+
+    def begin_step(self, step: int) -> None:
+        """Record `step` if it is measured or the one before that: the measured ones begin where it ends."""
+        if step + 1 >= self.calendar.measure_from:
+            self._recorder.enabled = True
+
+    def end_step(self, step: int, device: torch.device) -> None:
+        """Note that all gradients of `step` are there, on `device`; take times of the next if it is measured."""
+        if self._readiness is not None:
+            self._readiness.end_step(step)
+        elif self.calendar.measure_from <= step + 1 <= self.calendar.meet_at:
+            self._readiness = Readiness(device)
+            self._readiness.start(self._parameters)
+
+    def taken(self) -> Taken:
+        """Return where to read, on the lane, what was measured up to now."""
+        return Taken(self._recorder, self._readiness)
+
+    def stop(self) -> None:
+        """Measure no more, until the calendar says so again."""
+        self._recorder.enabled = self._record
+        if self._readiness is not None:
+            self._readiness.stop()
+            self._readiness = None
+
+    def start_anew(self, calendar: Calendar) -> None:
+        """Forget what was measured, and go by another calendar, which may count steps from another number."""
+        self.stop()
+        self._recorder.clear()
+        self.calendar = calendar
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Measurements of this rank; reading them waits for the device."""
+
+    recorder: Recorder
+    readiness: Readiness | None
+
+    def records(self) -> dict[int, StepRecord]:
+        """Return the recorded steps by number."""
+        return {record.step: record for record in self.recorder.steps()}
+
+    def ready_us(self) -> dict[int, dict[str, float]]:
+        """Return by step and parameter when gradients were ready, in microseconds."""
+        return {} if self.readiness is None else self.readiness.times_us()
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Times of the last rank that knows, one row for each step, NaN where none does; microseconds.
+
+    begin_us: when the step before was reduced. ready_us: a column for each unit.
+    started_us, finished_us: a column for each message. It could start when it was ready and the one before was done.
+    """
+
+    begin_us: Times  # [steps]
+    compute_end_us: Times  # [steps]
+    started_us: Times  # [steps, messages]
+    finished_us: Times  # [steps, messages]
+    ready_us: Times  # [steps, units]
+
+    def table(self) -> Times:
+        """Return all columns side by side."""
+        columns = [self.begin_us[:, None], self.compute_end_us[:, None], self.started_us, self.finished_us]
+        return np.concatenate([*columns, self.ready_us], axis=1)
+
+    @classmethod
+    def of_table(cls, table: Times, messages: int) -> StepTimes:
+        """Take the columns of `table` apart."""
+        started, finished, ready = np.split(table[:, 2:], [messages, 2 * messages], axis=1)
+        return cls(table[:, 0], table[:, 1], started, finished, ready)
+
+
+def own_times(
+    records: Mapping[int, StepRecord],
+    ready_us: Mapping[int, Mapping[str, float]],
+    steps: Sequence[int],
+    units: Sequence[Unit],
+    messages: int,
+) -> StepTimes:
+    """Return this rank's own times of `steps`, on its own clock.
+
+    records: the recorded steps, and the one before the first. ready_us: by step and parameter. A unit is ready with the
+    last of its parameters. messages: in the last step. A step that was not recorded, or went otherwise than the last,
+    is NaN throughout.
+    """
+    table = np.full((len(steps), 2 + 2 * messages + len(units)), np.nan)
+    last = records.get(steps[-1])
+    if last is None or len(last.messages) != messages:
+        return StepTimes.of_table(table, messages)
+    for row, step in enumerate(steps):
+        record, before = records.get(step), records.get(step - 1)
+        if record is None or before is None or record.layout != last.layout:
+            continue
+        known = ready_us.get(step, {})
+        bucket_us = {bucket.number: bucket.ready_us for bucket in record.buckets}
+        finished_us = [message.finished_us for message in record.messages]
+        message_us = [max(bucket_us[number] for number in message.buckets) for message in record.messages]
+        table[row] = [
+            max(message.finished_us for message in before.messages),
+            record.compute_end_us,
+            *np.maximum(message_us, [0.0, *finished_us[:-1]]),
+            *finished_us,
+            *(max((known.get(name, np.nan) for name in unit.names), default=np.nan) for unit in units),
+        ]
+    return StepTimes.of_table(table, messages)
+
+
+def latest(team: Team, own: StepTimes) -> tuple[StepTimes, tuple[float, ...]]:
+    """Return the latest times of all ranks, and by how much each rank's backward ends after the first rank's.
+
+    Right on the team's first rank, the others get those of a part. Collective, on a lane. A collective can begin when
+    the last rank is ready for it, which is why the latest times count.
+    """
+    table = own.table() + measure_offsets(team).offset_us[team.rank]
+    ends_us = [np.frombuffer(part) for part in gather_bytes(team, table[:, 1].tobytes())]
+    for level in (team,) if team.intra is None else (team.intra, team.inter):
+        if level is not None:
+            parts = gather_bytes(level, table.tobytes())
+            table = np.fmax.reduce([np.frombuffer(part).reshape(table.shape) for part in parts])
+    times = StepTimes.of_table(table, own.started_us.shape[1])
+    # DDP takes a gradient that no rank has used in a step to be there from the start.
+    unused = np.isnan(times.ready_us)
+    times = replace(times, ready_us=np.where(unused, times.begin_us[:, None], times.ready_us))
+    lateness = [end - ends_us[0] for end in ends_us]
+    known = [late[~np.isnan(late)] for late in lateness]
+    return times, tuple(float(np.median(late)) if len(late) else 0.0 for late in known)

@@ -1,0 +1,178 @@
+"""Which gradients travel together, and by which strategy: plain data that rank 0 makes and every rank follows."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from typing import Any
+
+from commopt.document import field, load, parse, require_text, require_time, require_whole
+from commopt.errors import ConfigurationError
+from commopt.schedule.prices import Costs
+
+_FORMAT = 2
+
+Group = tuple[str, ...]
+"""Names of the parameters whose gradients are one message, in the order in which they lie in it."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The smallest thing that a plan can move: one gradient, or one of DDP's buckets where these have to stay.
+
+    ready_us: from the beginning of the step, on the slowest rank.
+    dtype: only units of equal dtype share a message; any text that tells apart what cannot lie in one buffer.
+    """
+
+    names: Group
+    nbytes: int
+    ready_us: float
+    dtype: str
+
+    def __post_init__(self) -> None:
+        _require_names(self.names, "unit")
+        require_whole(self.nbytes, 0, f"unit {self.names[0]!r}: nbytes")
+        require_time(self.ready_us, f"unit {self.names[0]!r}: ready_us")
+        require_text(self.dtype, f"unit {self.names[0]!r}: dtype")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a step is expected to take, from its beginning; `group_finish_us` in the order of the plan's groups.
+
+    compute_us: when the last gradient is ready. exposed_us: from then to finish_us.
+    communication_us: how long the lane is busy.
+    """
+
+    compute_us: float
+    finish_us: float
+    exposed_us: float
+    communication_us: float
+    group_finish_us: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("compute_us", "finish_us", "exposed_us", "communication_us"):
+            require_time(getattr(self, name), f"prediction: {name}")
+        for time_us in self.group_finish_us:
+            require_time(time_us, "prediction: group_finish_us")
+
+    @classmethod
+    def from_entry(cls, entry: Any, where: str) -> Prediction:
+        """Read a prediction out of a JSON document; raises ConfigurationError for anything else."""
+        return cls(
+            compute_us=field(entry, "compute_us", float, where),
+            finish_us=field(entry, "finish_us", float, where),
+            exposed_us=field(entry, "exposed_us", float, where),
+            communication_us=field(entry, "communication_us", float, where),
+            group_finish_us=tuple(field(entry, "group_finish_us", list, where)),
+        )
+
+
+def simulate(units: Sequence[Unit], groups: Sequence[Group], strategy: str, costs: Costs) -> Prediction:
+    """Predict a step whose messages, `groups` of whole units, take one lane one after the other."""
+    home = {name: unit for unit in units for name in unit.names}
+    finish_us, free_us, communication_us = [], 0.0, 0.0
+    for group in groups:
+        unknown = [name for name in group if name not in home]
+        if unknown:
+            raise ConfigurationError(f"simulate: {unknown[0]!r} is in a group but in no unit; give the units of all")
+        members = list({home[name].names: home[name] for name in group}.values())
+        lane_us = costs.lane_us(sum(unit.nbytes for unit in members), strategy)
+        free_us = max(free_us, *(unit.ready_us for unit in members)) + lane_us
+        communication_us += lane_us
+        finish_us.append(free_us)
+    compute_us = max(unit.ready_us for unit in units)
+    exposed_us = max(0.0, free_us - compute_us)
+    return Prediction(compute_us, max(free_us, compute_us), exposed_us, communication_us, tuple(finish_us))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Groups of parameters in the order of backward, the strategy that averages all of them, and what is expected.
+
+    strategy: the repr of an aggregator. Raises ConfigurationError when a name occurs twice.
+    """
+
+    groups: tuple[Group, ...]
+    strategy: str
+    origin: str = "given"
+    predicted: Prediction | None = None
+
+    def __post_init__(self) -> None:
+        if not self.groups:
+            raise ConfigurationError("plan: it has no groups; give it at least one")
+        for group in self.groups:
+            _require_names(group, "plan: a group")
+        require_text(self.strategy, "plan: strategy")
+        require_text(self.origin, "plan: origin")
+        twice = [name for name, times in Counter(self.names).items() if times > 1]
+        if twice:
+            raise ConfigurationError(f"plan: {_listed(twice)} is in it more than once; name every parameter once")
+        if self.predicted is not None and len(self.predicted.group_finish_us) != len(self.groups):
+            raise ConfigurationError(
+                f"plan: {len(self.groups)} groups, but {len(self.predicted.group_finish_us)} predicted finish times; "
+                f"give one for each group"
+            )
+
+    @property
+    def names(self) -> Group:
+        """Every parameter, group by group."""
+        return tuple(name for group in self.groups for name in group)
+
+    @property
+    def contents(self) -> tuple[frozenset[frozenset[str]], str]:
+        """What tells plans apart, whatever the order of their groups and of the parameters in these."""
+        return frozenset(map(frozenset, self.groups)), self.strategy
+
+    def require_names(self, names: Iterable[str]) -> None:
+        """Raise ConfigurationError unless the plan is for exactly these parameters."""
+        own, wanted = set(self.names), set(names)
+        differences = [
+            f"{what} {_listed(sorted(which))}"
+            for what, which in (("it lacks", wanted - own), ("it has but the model does not train", own - wanted))
+            if which
+        ]
+        if differences:
+            raise ConfigurationError(f"plan: made for other parameters: {'; '.join(differences)}; make a new plan")
+
+    def digest(self) -> str:
+        """Return the SHA-256 of what ranks must agree on: groups and strategy, not origin and prediction."""
+        agreed = {"groups": self.groups, "strategy": self.strategy}
+        return sha256(json.dumps(agreed, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """Return a text from which `from_json` makes an equal plan."""
+        return json.dumps({"format": _FORMAT, **asdict(self)})
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read what `to_json` wrote; raises ConfigurationError for anything else."""
+        document = load(text, "plan", _FORMAT)
+        predicted = document.get("predicted")
+        groups = field(document, "groups", list, "plan")
+        return cls(
+            groups=tuple(tuple(group) if isinstance(group, list) else group for group in groups),
+            strategy=field(document, "strategy", str, "plan"),
+            origin=field(document, "origin", str, "plan"),
+            predicted=None if predicted is None else Prediction.from_entry(predicted, "plan, predicted"),
+        )
+
+
+def is_of_earlier_version(text: str) -> bool:
+    """Return whether a checkpoint's plan or tuning is of format 1, in which every bucket had a strategy of its own."""
+    document = parse(text, "plan")
+    return isinstance(document, Mapping) and document.get("format") == 1
+
+
+def _require_names(names: object, what: str) -> None:
+    if not isinstance(names, tuple) or not names:
+        raise ConfigurationError(f"{what}: names are {names!r}; give a tuple of at least one parameter name")
+    for name in names:
+        require_text(name, f"{what}: a parameter name")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,114 @@
+"""Give a DDP model the buckets of a plan while it trains, without communication.
+
+DDP makes its buckets when it is constructed, and once more before the second forward, from the order in which gradients
+came. The same private calls (torch >= 2.13, where every bucket may have a cap of its own) make them anew here: a
+reducer that is shown the parameters in the order of the plan makes the plan's buckets, for the very next backward.
+
+Of the buckets it makes last, DDP lets rank 0 tell the others. Were that left to the next forward, one that only some
+ranks make would hang. All ranks have the same plan, so it is done at once, and each rank tells itself.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+_NEEDED = (
+    "_bucket_config",
+    "_build_params_for_reducer",
+    "_ddp_init_helper",
+    "_build_debug_param_to_name_mapping",
+    "_comm_hooks",
+    "_join_config",
+    "_use_python_reducer",
+)
+_NEEDED_OF_REDUCER = ("_push_all_rebuilt_params", "_rebuild_buckets", "_update_process_group")
+
+
+def why_not(ddp: TorchDDP, parameters: Mapping[str, Tensor]) -> str:
+    """Say why `ddp` cannot ever be given other buckets, or nothing: alike on all ranks, and once said for good.
+
+    parameters: those whose gradients it averages.
+    """
+    lacks = not all(hasattr(ddp, name) for name in _NEEDED) or not hasattr(dist, "_register_comm_hook")
+    lacks = lacks or not all(hasattr(ddp.reducer, name) for name in _NEEDED_OF_REDUCER)
+    if lacks or not hasattr(ddp._bucket_config, "per_bucket_bytes_caps"):
+        return f"torch {torch.__version__} cannot make DDP's buckets anew, 2.13 can"
+    if os.environ.get("DDP_SET_LAST_BUCKET_CAP") == "1":  # then torch applies caps from the other end
+        return "DDP_SET_LAST_BUCKET_CAP=1 is set"
+    if ddp._use_python_reducer or ddp.mixed_precision is not None or ddp.static_graph:
+        return "DDP was made with static_graph, mixed_precision or the Python reducer"
+    if len({(parameter.dtype, parameter.device) for parameter in parameters.values()}) > 1:
+        return "parameters have several dtypes or devices, whose buckets interleave"
+    return ""
+
+
+def can_rebuild(ddp: TorchDDP, parameters: Iterable[Tensor]) -> bool:
+    """Return whether `ddp`, which averages the gradients of `parameters`, can be given other buckets of them now.
+
+    Only of one that supports it. Alike on all ranks, if what is frozen is.
+    """
+    # In join() a rank without data makes no forward, which is when buckets change.
+    if ddp._join_config.enable or is_capturing():
+        return False
+    # A new reducer knows what trains now. A parameter that is frozen for a while (a discriminator, while the generator
+    # learns) would be left out for ever, and its gradients would never be averaged again.
+    known = list(parameters)
+    if not all(parameter.requires_grad for parameter in known):
+        return False
+    trained = ddp._build_params_for_reducer()[0]
+    return len(trained) == len(known) and set(map(id, trained)) == set(map(id, known))
+
+
+def is_capturing() -> bool:
+    """Return whether what happens now will be repeated by a CUDA graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def rebuild(ddp: TorchDDP, buckets: Sequence[Sequence[Tensor]]) -> None:
+    """Let `ddp` make `buckets` of all its parameters; between a step and the next forward, if it can.
+
+    Not collective, but every rank must do the same before the next backward.
+    """
+    # With find_unused_parameters a reducer keeps the buckets it is made with, which come in reverse.
+    in_order = buckets if not ddp.find_unused_parameters else buckets[::-1]
+    caps = tuple(sum(parameter.nbytes for parameter in bucket) for bucket in in_order)
+    ordered = list(chain.from_iterable(in_order))
+    sparse = dict(zip(*ddp._build_params_for_reducer(), strict=True))
+    names = ddp._build_debug_param_to_name_mapping(ordered)
+    before = ddp._bucket_config
+    ddp._bucket_config = replace(before, per_bucket_bytes_caps=caps)
+    try:
+        ddp._ddp_init_helper(ordered, [sparse[parameter] for parameter in ordered], names, ddp.static_graph)
+    finally:
+        ddp._bucket_config = before  # torch.compile goes by it
+    alone = _Alone(0, 1)  # type: ignore[call-arg]  # kept here: the reducer does not keep what is Python of it
+    ddp.reducer._update_process_group(alone)
+    ddp.reducer._push_all_rebuilt_params()  # as if gradients had come in this order
+    ddp.reducer._rebuild_buckets()
+    ddp.reducer._update_process_group(ddp.process_group)
+    assert ddp.logger is not None  # made by the helper
+    for hook, state in ddp._comm_hooks:
+        ddp.logger._set_comm_hook_name(hook.__qualname__)  # by which a second registration is refused
+        dist._register_comm_hook(ddp.reducer, state, hook)
+
+
+class _Alone(dist.ProcessGroup):
+    """A process group of one rank, in which a broadcast is over before it begins; on any device."""
+
+    def broadcast(self, tensors: Sequence[Tensor], options: Any = None) -> c10d.Work:  # type: ignore[override]
+        return _Done()
+
+
+class _Done(c10d.Work):
+    def wait(self, timeout: Any = None) -> bool:
+        return True

@@ -1,0 +1,435 @@
+"""Search: tries what promises to pay, takes back what does not, follows drift, and never oscillates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from math import log2
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commopt import ConfigurationError
+from commopt.schedule import Calendar, Costs, Decision, GradientQuality, Plan, Tuned, Window, best_plan, explain
+from commopt.schedule.estimate import Estimate
+from commopt.schedule.prices import Observed
+from commopt.schedule.search import Search
+from commopt.schedule.trials import Divergence
+from tests.search_machine import (
+    COSTS,
+    EXACT,
+    FOLLOWS,
+    LOSSY,
+    PRICES,
+    UNITS,
+    Machine,
+    Truth,
+    TunedMachine,
+    line,
+    units_of,
+)
+
+LONG = 5_000
+FAST = Costs({name: line(100.0, 1e-6) for name in PRICES}, overhead_us=100.0)
+SLOW_LINK = Costs({"flat": line(2000.0, 3600 / 264_000)})  # 264 kB take 5.6 ms; backward takes a quarter of a second
+LAYERS = [264_000] * 24
+TWO_LARGE = {"found_cap_bytes": 3_300_000, "found_first_cap_bytes": 3_300_000}
+
+
+def most_changes(steps: int, trials: int = 3) -> float:
+    return (trials + 2) * (1 + max(0, log2(1 + steps / 50)))
+
+
+def layered(truth: Truth, **options: object) -> Machine:
+    """One strategy, on a slow link."""
+    chosen: dict[str, object] = {
+        "units": units_of(LAYERS, gap_us=8000.0, first_us=60_000.0),
+        "costs": SLOW_LINK,
+        "options": EXACT[:1],
+    }
+    return Machine(truth=lambda _: truth, **(chosen | options))  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------ adaptive buckets
+
+
+def test_a_quiet_run_searches_once_and_watches_ever_less_often() -> None:
+    machine = Machine().run(LONG)
+    assert machine.plan.contents == best_plan(UNITS, COSTS).contents
+    assert machine.changes[-1] < 40
+    quiet = [step for step, decision in machine.log if decision.plan is None]
+    assert np.diff(quiet).tolist()[:5] == [100, 200, 400, 800, 800]
+    lengths = {decision.calendar.meet_at - decision.calendar.measure_from for _, decision in machine.log}
+    assert lengths == {6}
+
+
+def test_what_is_tried_and_chosen_is_told() -> None:
+    machine = Machine().run(60)
+    before, after = (machine.step_us(plan, 0) / 1000 for plan in (machine.found, machine.plan))
+    assert after < 0.9 * before
+    assert machine.reasons[0].startswith("first plan: trying hierarchical, 6 messages, a step of 72.6 ms expected")
+    assert f"flat as found takes {before:.1f} ms" in machine.reasons[0]
+    assert "measuring once more flat as found" in machine.reasons[1]
+    assert f"-> hierarchical takes {after:.1f} ms" in machine.reasons[2]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("noise", [0.02, 0.1])
+def test_noise_alone_changes_little_and_makes_nothing_worse(noise: float, seed: int) -> None:
+    machine = Machine(noise=noise, seed=seed).run(LONG)
+    assert len(machine.changes) <= 10
+    assert machine.step_us(machine.plan, 0) <= 1.02 * machine.step_us(machine.found, 0)
+
+
+def test_a_gain_within_the_noise_is_looked_at_again() -> None:
+    machine = Machine(noise=0.5, seed=1, options=EXACT[:1])
+    while machine.calendar.meet_at < 100:
+        machine.run(machine.calendar.meet_at + 1)
+    assert machine.plan.contents == machine.found.contents
+    machine.noise = 0.0
+    assert machine.step_us(machine.run(2000).plan, 0) <= machine.step_us(machine.found, 0)
+
+
+def test_a_plan_that_makes_steps_longer_is_taken_back() -> None:
+    found = Machine().found
+    worse = Truth(bias=lambda plan: 1.0 if plan.digest() == found.digest() else 1.3)
+    machine = Machine(truth=lambda _: worse, noise=0.01).run(LONG)
+    assert 2 <= len(machine.changes) <= 4
+    assert machine.plan.digest() == found.digest()
+    assert any("as before: nothing tried saves" in reason for reason in machine.reasons)
+
+
+def test_a_gain_below_one_percent_is_not_worth_a_change() -> None:
+    """The forward takes two seconds; what could be gained are some milliseconds."""
+    machine = Machine(units=units_of([unit.nbytes for unit in UNITS], gap_us=2000.0, first_us=2e6)).run(2000)
+    assert machine.changes == []
+    assert "nothing else saves 1% of a step" in machine.reasons[0]
+
+
+def test_drift_of_the_network_is_followed() -> None:
+    def truth(step: int) -> Truth:
+        return Truth(transfers={"flat": 4.0, "hierarchical": 1.0} if step >= 1000 else {"flat": 0.7})
+
+    machine = Machine(truth=truth, noise=0.01)
+    machine.run(900)
+    assert machine.plan.strategy == "flat"
+    machine.run(LONG)
+    assert any(
+        "messages take" in reason and "trying out what messages cost now" in reason for reason in machine.reasons
+    )
+    assert machine.step_us(machine.plan, LONG) < 1.03 * machine.best_us(LONG)
+
+
+@pytest.mark.parametrize("transfers", [{"flat": 3.0, "hierarchical": 3.0}, {"hierarchical": 3.0}, {"flat": 0.5}])
+def test_prices_of_an_idle_machine_are_corrected(transfers: dict[str, float]) -> None:
+    machine = Machine(truth=lambda _: Truth(transfers=transfers)).run(3000)
+    assert machine.step_us(machine.plan, 0) <= 1.02 * machine.best_us(0)
+
+
+@pytest.mark.parametrize("caps", [TWO_LARGE, {"found_cap_bytes": 1_500_000}], ids=["two", "five"])
+@pytest.mark.parametrize("slowdown", [0.0, 0.25])
+@pytest.mark.parametrize(("factor", "overhead_us"), [(1.1, 8000.0), (2.0, 500.0), (0.8, 6000.0)])
+def test_what_a_trial_teaches_is_used_at_once(
+    factor: float, overhead_us: float, slowdown: float, caps: dict[str, int]
+) -> None:
+    """Messages have an overhead of their own, beside a backward that they slow down."""
+    machine = layered(Truth(transfers={"flat": factor}, overhead_us=overhead_us, slowdown=slowdown), **caps).run(500)
+    assert machine.step_us(machine.plan, 0) <= 1.02 * machine.step_us(machine.found, 0)
+    before = machine.changes
+    assert before[-1] < 60
+    predicted, step_us = machine.plan.predicted, machine.step_us(machine.plan, 0)
+    assert predicted is not None
+    assert predicted.finish_us == pytest.approx(step_us, rel=0.03)
+    ready_us = machine.trace(machine.plan, 0, lambda: 1.0).ready_us
+    units = [replace(unit, ready_us=at) for unit, at in zip(machine.units, ready_us, strict=True)]
+    best = best_plan(units, machine.conditions(0)[1]).predicted
+    assert best is not None
+    assert step_us <= 1.04 * best.finish_us
+    assert machine.run(LONG).changes == before
+
+
+def test_a_disappointing_trial_is_followed_by_a_better_one() -> None:
+    machine = layered(Truth(overhead_us=14_000.0), **TWO_LARGE).run(200)
+    first = machine.log[0][1].plan
+    assert first is not None
+    assert machine.step_us(first, 0) > 1.1 * machine.step_us(machine.found, 0)
+    assert "refined" in machine.reasons[1]
+    assert machine.step_us(machine.plan, 0) < 0.95 * machine.step_us(machine.found, 0)
+
+
+def alternating(period: int) -> Callable[[int], Truth]:
+    def truth(step: int) -> Truth:
+        if step // period % 2:
+            return Truth(backward=2.0, transfers={"flat": 0.5, "hierarchical": 2.0})
+        return Truth(transfers={"flat": 3.0, "hierarchical": 1.0})
+
+    return truth
+
+
+@pytest.mark.parametrize("period", [1, 13, 500])
+def test_alternating_conditions_do_not_make_it_oscillate(period: int) -> None:
+    machine = Machine(truth=alternating(period), noise=0.03).run(LONG)
+    assert len(machine.changes) <= most_changes(LONG)
+    assert period < 500 or len(machine.changes) >= 5, "the bound is not idle"
+
+
+@settings(deadline=None, max_examples=5)
+@given(noise=st.sampled_from([0.0, 0.02, 0.3]), seed=st.integers(0, 2**32 - 1), spread=st.floats(0.1, 2.0))
+def test_an_adversary_gets_no_more_than_logarithmically_many_changes(noise: float, seed: int, spread: float) -> None:
+    """Conditions are drawn anew at every meeting, and so is whether more messages are better or worse."""
+
+    def truth(step: int) -> Truth:
+        rng = np.random.default_rng((seed, step // 9))
+        backward, flat, hierarchical, slope = np.exp(spread * rng.standard_normal(4))
+        transfers = {"flat": flat, "hierarchical": hierarchical}
+        return Truth(backward, transfers, lambda plan: len(plan.groups) ** (slope - 1) / 4)
+
+    machine = Machine(truth=truth, noise=noise, seed=seed, units=UNITS[:8]).run(LONG)
+    assert len(machine.changes) <= most_changes(LONG)
+
+
+@pytest.mark.parametrize("kind", [Machine, TunedMachine])
+def test_too_few_steps_are_measured_again_ever_later(kind: type[Machine]) -> None:
+    machine = kind(steps_lost=4).run(500)
+    assert machine.changes == []
+    assert np.diff([step for step, _ in machine.log]).tolist()[:4] == [7, 14, 28, 56]
+    assert machine.reasons[0].startswith("3 steps could be measured, fewer than 4")
+    machine.steps_lost = 3
+    assert machine.run(2000).changes
+
+
+def test_other_parameters_are_a_reason_to_search_again() -> None:
+    machine = Machine().run(300)
+    machine.units = UNITS[:12]
+    machine.plan = machine.found = replace(best_plan(UNITS[:12], COSTS, max_bytes=1), predicted=None)
+    machine.run(2000)
+    assert any("other parameters train" in reason for reason in machine.reasons)
+    assert machine.plan.names == tuple(name for unit in UNITS[:12] for name in unit.names)
+
+
+def test_a_straggler_is_named() -> None:
+    window = replace(Machine().window(), lateness_us=(1000.0, 0.0, 90_000.0, 500.0))
+    assert "; rank 2 ends its backward 89.2 ms after the median rank" in Machine().search.decide(window, 9).reason
+    window = replace(window, lateness_us=(1000.0, 0.0, 1500.0, 500.0))
+    assert "rank" not in Machine().search.decide(window, 9).reason
+
+
+def test_a_strategy_without_a_price_is_refused() -> None:
+    other = replace(Machine().window(), observed=(Observed(1, "carrier pigeon", Estimate(1.0)),))
+    with pytest.raises(ConfigurationError, match="no price for 'carrier pigeon'; there are 'flat', 'hierarchical'"):
+        Machine().search.decide(other, 9)
+
+
+@pytest.mark.parametrize("kind", [Machine, TunedMachine])
+def test_where_buckets_have_to_stay_only_the_strategy_changes(kind: type[Machine]) -> None:
+    machine = kind(movable=False, truth=lambda _: Truth(transfers={"flat": 3.0})).run(300)
+    assert machine.plan.groups == machine.found.groups
+    assert machine.plan.strategy != "flat"
+    one = Machine(movable=False, options=EXACT[:1]).run(300)
+    assert one.changes == []
+
+
+# ------------------------------------------------------------------------------------ auto
+
+
+def test_finds_the_compression_that_pays_within_sixty_steps() -> None:
+    machine = TunedMachine(noise=0.01).run(300)
+    assert machine.tuned.steps == machine.tuned_after <= 60
+    assert machine.tuned.name == "quantized"
+    assert machine.plan.strategy == "quantized"
+    assert machine.step_us(machine.plan, 300) <= 1.05 * machine.best_us(300)
+
+
+@pytest.mark.parametrize("slower", [0.2, 2.0], ids=["better than before", "worse than before"])
+def test_few_messages_are_tried_too(slower: float) -> None:
+    """Each message slows everything down, which no price knows: what ran before has the fewest."""
+    truth = Truth(bias=lambda plan: 1 + slower * max(0, len(plan.groups) - 6))
+    # A price without latency makes the planner send as many messages as there are gradients.
+    costs = Costs({name: line(1.0, table.last_slope) for name, table in PRICES.items()}, overhead_us=1.0)
+    machine = TunedMachine(costs=costs, truth=lambda _: truth, noise=0.005).run(100)
+    assert len(machine.plan.groups) <= 6, machine.tuned.reason
+    assert machine.plan.strategy in ("quantized", "onebit")
+    assert machine.tuned_after <= 60
+
+
+def test_keeps_stock_ddp_where_nothing_pays_and_says_so() -> None:
+    machine = TunedMachine(costs=FAST, noise=0.01).run(400)
+    assert machine.changes == []
+    assert machine.tuned.name == "flat as found"
+    assert machine.tuned.plan is None
+    assert "as before" in machine.tuned.reason
+    warnings = [decision.warning for _, decision in machine.log if decision.warning]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("no strategy beats stock DDP here; detach the hook (flat as found takes ")
+    assert not any(decision.warning for _, decision in TunedMachine(noise=0.01).run(300).log)
+
+
+def test_takes_nothing_that_only_promises_to_pay() -> None:
+    """Compression is much slower than was predicted."""
+    truth = Truth(transfers={"quantized": 20.0, "onebit": 20.0})
+    machine = TunedMachine(truth=lambda _: truth, noise=0.01).run(300)
+    assert machine.plan.strategy in ("flat", "hierarchical")
+    tried = {each.name for each in machine.tuned.considered if each.step_us is not None}
+    assert any(name.startswith("quantized") for name in tried)
+    assert machine.tuned_after <= 60
+
+
+@pytest.mark.parametrize("most", [1, 2, 4])
+def test_trials_are_no_more_than_allowed(most: int) -> None:
+    machine = TunedMachine(max_trials=most, noise=0.02).run(200)
+    tried = [each for each in machine.tuned.considered if each.step_us is not None]
+    assert len(tried) <= most + 1
+    assert machine.tuned_after <= 19 + 9 * most
+
+
+def test_follows_a_network_that_becomes_faster_or_slower() -> None:
+    def faster(step: int) -> Truth:
+        exact, lossy = (1.0, 1.0) if step < 150 else (0.02, 0.8)
+        return Truth(transfers={"flat": exact, "hierarchical": exact, "quantized": lossy, "onebit": lossy})
+
+    machine = TunedMachine(truth=faster, noise=0.005).run(140)
+    assert machine.tuned.used.error > 0
+    machine.run(5000)
+    assert machine.tuned.used.error == 0
+    assert machine.step_us(machine.plan, 5000) <= 1.03 * machine.step_us(machine.found, 5000)
+
+    slow = dict.fromkeys(PRICES, 40.0)
+    fast = Costs({name: table.along(0.01, 0.0) for name, table in PRICES.items()}, overhead_us=100.0)
+    other = TunedMachine(costs=fast, truth=lambda step: Truth(transfers=slow if step > 200 else {}), noise=0.005)
+    assert other.run(150).tuned.used.error == 0
+    assert other.run(2000).tuned.used.error > 0
+    assert len(other.changes) < 30
+
+
+def test_falls_back_when_updates_diverge_from_the_gradients() -> None:
+    bad = GradientQuality(cosine=0.2, residual_norm=1.0)
+    truth = lambda step: Truth(transfers=dict.fromkeys(PRICES, 3.0 if step > 1000 else 1.0))  # noqa: E731
+    machine = TunedMachine(quality={0: FOLLOWS, 400: bad, 800: FOLLOWS}, truth=truth).run(380)
+    assert machine.plan.strategy == "quantized"
+    machine.run(900)
+    assert machine.tuned.used.error == 0
+    assert "cosine" in machine.tuned.reason
+    assert machine.plan.strategy in ("flat", "hierarchical")
+    machine.run(5000)
+    assert "quantized" not in {bucket.plan.strategy for _, bucket in machine.log if bucket.plan and _ > 800}
+
+
+def test_divergence_is_from_the_beginning() -> None:
+    guard = Divergence()
+    assert guard.seen(None) == ""
+    assert guard.seen(GradientQuality(None, 2.0)) == ""
+    assert guard.seen(GradientQuality(0.6, 2.0)) == ""
+    assert guard.seen(GradientQuality(0.31, 7.9)) == ""
+    assert "0.60 to 0.29" in guard.seen(GradientQuality(0.29, 2.0))
+    assert "grew from 2 to 8.1" in guard.seen(GradientQuality(0.6, 8.1))
+    assert guard.seen(GradientQuality(None, 2.0)) == ""
+
+
+def test_goes_on_from_an_earlier_tuning_without_trials() -> None:
+    before = TunedMachine(noise=0.01).run(100).tuned
+    filling = {0: FOLLOWS, 40: GradientQuality(0.9, 5.0)}  # residuals may fill up in a new run
+    machine = TunedMachine(adopted=Tuned.from_json(before.to_json()), noise=0.01, quality=filling).run(1000)
+    assert machine.changes == []
+    assert machine.plan == before.plan
+
+
+@pytest.mark.parametrize("adopted", [False, True], ids=["first tuning", "later tuning"])
+def test_a_checkpoint_from_the_middle_of_a_search_starts_from_what_was_before(adopted: bool) -> None:
+    nothing_pays = TunedMachine(costs=FAST).run(100).tuned
+    assert nothing_pays.plan is None
+    trial = TunedMachine().run(100).plan
+    machine = TunedMachine(adopted=nothing_pays if adopted else None)
+    machine.plan, machine.calendar = trial, Calendar(5003, 5009)
+    machine.run(5100)
+    back = machine.log[0][1].plan
+    assert back is not None
+    assert back.strategy == "flat"
+    if not adopted:
+        assert machine.tuned.considered[0].error == 0
+        assert machine.tuned.steps == machine.tuned_after - 5000 <= 60
+
+
+def test_what_was_used_before_has_a_name_of_its_own() -> None:
+    truth = lambda step: Truth(transfers=dict.fromkeys(PRICES, 3.0 if step > 300 else 1.0))  # noqa: E731
+    machine = TunedMachine(truth=truth, noise=0.005).run(2000)
+    assert len(machine.outcomes) > 1
+    for tuned in machine.outcomes:
+        names = [tried.name for tried in tuned.considered]
+        assert len(set(names)) == len(names)
+    assert "quantized as before" in {tried.name for tried in machine.outcomes[1].considered}
+
+
+class Stubborn(TunedMachine):
+    """DDP goes on in its own buckets, whatever the plan."""
+
+    def window(self) -> Window:
+        planned, self.plan = self.plan, self.found
+        window = super().window()
+        self.plan = planned
+        return window
+
+
+def test_a_trial_that_ddp_does_not_follow_is_a_trial() -> None:
+    machine = Stubborn(max_trials=1).run(200)
+    assert machine.tuned_after == 10 + 9
+    assert machine.changes == [9, 18]
+    assert machine.tuned.name == "flat as found"
+    assert sum(each.step_us is not None for each in machine.tuned.considered) == 1
+
+
+def test_a_trial_that_cannot_be_measured_is_over_in_time() -> None:
+    machine = TunedMachine().run(10)
+    machine.steps_lost = 5
+    machine.run(200)
+    assert machine.tuned_after <= 46
+    assert machine.plan.contents == machine.found.contents
+    assert len(machine.tuned.considered) > 1
+
+
+# ------------------------------------------------------------------------------------ as data, in words
+
+
+def test_a_decision_survives_its_way_to_the_other_ranks() -> None:
+    for _, decision in TunedMachine(noise=0.01).run(300).log:
+        assert Decision.from_json(decision.to_json()) == decision
+
+
+def test_explains_itself() -> None:
+    machine = TunedMachine(noise=0.01).run(100)
+    decisions = [decision for _, decision in machine.log]
+    text = explain(None, machine.tuned, decisions)
+    for tried in machine.tuned.considered:
+        assert tried.name in text
+    assert "used" in text
+    assert decisions[-1].reason in text
+    assert all(group[0] in text for group in machine.plan.groups)
+    assert "nothing was decided yet" in explain(None, None, [])
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"format": 9}, "format 9"),
+        ({"name": "other"}, "'other'"),
+        ({"nodes": [0]}, "ranks of a node"),
+        ({"considered": [{"name": "flat"}]}, "strategy"),
+        ({"reason": ""}, "reason"),
+    ],
+)
+def test_broken_files_are_refused(change: dict[str, object], named: str) -> None:
+    document = json.loads(TunedMachine().run(100).tuned.to_json()) | change
+    with pytest.raises(ConfigurationError, match=named):
+        Tuned.from_json(json.dumps(document))
+
+
+def test_what_is_lossy_is_so_even_where_it_left_nothing_out() -> None:
+    """On the one gradient that was measured, as on an average by the same PowerSGD."""
+    options = (*EXACT, *(replace(option, error=0.0) for option in LOSSY))
+    bad = GradientQuality(cosine=0.2, residual_norm=1.0)
+    machine = TunedMachine(options=options, quality={0: FOLLOWS, 400: bad}).run(1500)
+    assert machine.plan.strategy in ("flat", "hierarchical")
+    assert isinstance(machine.search, Search)
+    assert isinstance(machine.plan, Plan)
