@@ -10,7 +10,7 @@ import torch
 
 from commopt.kernels import sparse
 from commopt.kernels.codec import Carry, Momentum
-from commopt.kernels.sparse_row import SparseRow
+from commopt.kernels.sparse import SparseRow
 from tests.emulator import Emulator
 from tests.sparse_cases import (
     CAPACITY,

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from commopt.kernels import loader as loaders
-from commopt.kernels import quantize_cuda, sources
+from commopt.kernels import quantize, sources
 from commopt.kernels.loader import Arguments, Loader
 from commopt.kernels.pack import _launch, _table
-from commopt.kernels.sparse_row import SparseRow
+from commopt.kernels.sparse import SparseRow
 from tests import lowrank_cases, quantize_cases, sparse_cases
 from tests.emulator import Emulator
 from tests.quantize_cases import DTYPES, Carrying
@@ -60,7 +60,7 @@ def block_codes(kernel: str, twins: Twins, device: str) -> None:
     check = quantize_cases.Check(twins, device)
     step, name = kernel.split("_", 1)
     for codec in quantize_cases.codecs(64, 192, 1088):
-        served = quantize_cuda._decoder(codec) if step == "decode" else quantize_cuda._encoder(codec)
+        served = quantize._decoder(codec) if step == "decode" else quantize._encoder(codec)
         if served != name:
             continue
         full = 2 * 5 * codec.block

@@ -7,7 +7,7 @@ import torch
 
 from commopt.kernels import loader
 from commopt.kernels.loader import Loader
-from commopt.kernels.sparse_row import SparseRow
+from commopt.kernels.sparse import SparseRow
 from tests import lowrank_cases, sparse_cases
 from tests.lowrank_cases import SHAPES, orthonormal, spread
 from tests.sparse_cases import CAPACITY, CARRYING, CONTENTS, VALUE_DTYPES, Carrying, large_in_tiles

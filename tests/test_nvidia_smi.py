@@ -8,13 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.matrices import CUBE_MESH, LEGEND, all_pairs, matrix, wired
-from topology.errors import TopologyError
-from topology.facts.nvlink import links_per_gpu, nvlink_kind
-from topology.facts.paths import gpu_distance, nearest_nics, nic_distance
 from topology.files import MAX_BYTES, read
-from topology.model import Distance, NvLinks, Topology
-from topology.nvidia_smi.reader import read_matrix
-from topology.show.captions import summary
+from topology.matrix import read_matrix
+from topology.model import Distance, NvLinks, Topology, TopologyError
+from topology.queries import gpu_distance, links_per_gpu, nearest_nics, nic_distance, nvlink_kind
+from topology.text import summary
 
 FIXTURES = Path(__file__).parent / "topologies"
 AFFINITY = {"CPU Affinity": ["0-7", "8-15"], "NUMA Affinity": ["0", "1"]}

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from tests.machines import Tree, server
-from topology.errors import TopologyError
-from topology.live.sysfs import read_sysfs
-from topology.model import Distance, Gpu, Nic, NvLinks, Topology
-from topology.show.layout import Box, layout
-from topology.show.picture import draw
+from topology.layout import Box, layout
+from topology.model import Distance, Gpu, Nic, NvLinks, Topology, TopologyError
+from topology.picture import draw
+from topology.sysfs import read_sysfs
 
 
 def with_nvswitch(topology: Topology) -> Topology:
@@ -153,7 +152,7 @@ def test_text_fits_its_box(tmp_path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    from topology.show.picture import _box
+    from topology.picture import _box
 
     figure = Figure(figsize=(4, 2))
     renderer = FigureCanvasAgg(figure).get_renderer()

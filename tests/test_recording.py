@@ -33,7 +33,6 @@ class Ticks:
 @pytest.fixture
 def ticks(monkeypatch: pytest.MonkeyPatch) -> Ticks:
     ticks = Ticks()
-    monkeypatch.setattr("commopt.recording.clock.perf_counter_ns", ticks)
     monkeypatch.setattr("commopt.recording.recorder.perf_counter_ns", ticks)
     return ticks
 

@@ -14,16 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.matrices import CUBE_MESH, LEGEND, all_pairs, matrix, wired
-from topology.errors import TopologyError
-from topology.facts.bandwidth import peer_bandwidth_gbps
-from topology.facts.nvlink import links_per_gpu, nvlink_kind
-from topology.facts.paths import nearest_nics
-from topology.facts.rings import rings
-from topology.model import Topology
-from topology.nccl_xml.reader import read_nccl_xml
-from topology.nccl_xml.writer import write_nccl_xml
-from topology.nvidia_smi.reader import read_matrix
-from topology.show.report import as_json
+from topology.matrix import read_matrix
+from topology.model import Topology, TopologyError
+from topology.queries import links_per_gpu, nearest_nics, nvlink_kind, peer_bandwidth_gbps, rings
+from topology.text import as_json
+from topology.xml_reader import read_nccl_xml
+from topology.xml_writer import write_nccl_xml
 
 # For each of the six tests below; COMMOPT_FUZZ_EXAMPLES=4000 is a thorough run.
 EXAMPLES = int(os.environ.get("COMMOPT_FUZZ_EXAMPLES", "60"))

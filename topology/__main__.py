@@ -12,12 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from topology.errors import TopologyError
 from topology.files import read
-from topology.live.machine import discover
-from topology.model import Topology
-from topology.nccl_xml.writer import write_nccl_xml
-from topology.show.report import as_json, as_text
+from topology.machine import discover
+from topology.model import Topology, TopologyError
+from topology.text import as_json, as_text
+from topology.xml_writer import write_nccl_xml
 
 _STYLES = {"title": "bold", "node": "bold", "switch": "dim", "gpu": "green", "nic": "cyan", "warning": "yellow"}
 
@@ -81,7 +80,7 @@ def _run(options: argparse.Namespace) -> None:
         with _writing(options.write_xml):
             Path(options.write_xml).write_text(write_nccl_xml(topology), encoding="utf-8")
     if options.plot:
-        from topology.show.picture import draw
+        from topology.picture import draw
 
         with _writing(options.plot):
             draw(topology, Path(options.plot))

@@ -24,7 +24,7 @@ from commopt.errors import ConfigurationError
 from commopt.kernels import lowrank, pack, quantize, sources, sparse, unpack
 from commopt.kernels.codec import Carry, Codec, CodecName, Dice, Momentum, Velocity
 from commopt.kernels.loader import VARIABLE, loader_for
-from commopt.kernels.sparse_row import BLOCK, SparseRow
+from commopt.kernels.sparse import BLOCK, SparseRow
 
 Call = Callable[[], object]
 

@@ -33,7 +33,7 @@ from commopt.feedback import (
 )
 from commopt.feedback.ledger import momentum_path
 from commopt.groups import Team, TeamShape
-from commopt.kernels.reference import advance
+from commopt.kernels.residual import advance
 
 _EVERYTHING = ("*",)
 

@@ -14,7 +14,7 @@ from commopt.compress import Carry
 from commopt.feedback import Account, Factors, Feedback, Side, Spans
 from commopt.groups import Team
 from commopt.kernels import lowrank
-from commopt.kernels.reference.residual import piece_numel
+from commopt.kernels.residual import piece_numel
 
 _WORDS = 4  # uniform numbers that make one that is nearly normal
 

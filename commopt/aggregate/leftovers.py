@@ -12,7 +12,7 @@ from commopt.aggregate.base import Aggregator
 from commopt.compress import Carry
 from commopt.feedback import Account
 from commopt.groups import apply_scale
-from commopt.kernels.reference import round_with_carry
+from commopt.kernels.residual import round_with_carry
 
 
 def hand_over(aggregator: Aggregator, parts: Sequence[Tensor], scale: float, account: Account) -> float:

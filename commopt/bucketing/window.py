@@ -11,7 +11,6 @@ import numpy.typing as npt
 from commopt.groups import Team
 from commopt.groups.payload import gather_bytes
 from commopt.recording import StepRecord
-from commopt.timeline import measure_offsets
 
 Times = npt.NDArray[np.float64]
 
@@ -37,6 +36,8 @@ def latest(team: Team, own: Latest) -> tuple[Latest, tuple[float, ...]]:
     Right on the team's first rank, the others get those of a part. Collective, on a lane. A collective can begin when
     the last rank is ready for it, which is why the latest times count.
     """
+    from commopt.timeline import measure_offsets
+
     offset_us = measure_offsets(team).offset_us[team.rank]
     columns = [own.begin_us[:, None], own.compute_end_us[:, None], own.started_us, own.finished_us, own.ready_us]
     table = np.concatenate(columns, axis=1) + offset_us

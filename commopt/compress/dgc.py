@@ -12,7 +12,7 @@ from commopt.compress.base import Compressor
 from commopt.errors import ConfigurationError
 from commopt.kernels import sparse
 from commopt.kernels.codec import Carry, Dice, Momentum
-from commopt.kernels.sparse_row import SparseRow
+from commopt.kernels.sparse import SparseRow
 
 
 @dataclass(frozen=True, repr=False)

@@ -14,7 +14,7 @@ from commopt.feedback.factors import Factors, FactorStore, Make
 from commopt.feedback.layout import Layout
 from commopt.feedback.ledger import Kind, Ledger, momentum_path
 from commopt.feedback.scratch import Scratch
-from commopt.kernels.reference import advance
+from commopt.kernels.residual import advance
 
 _SAMPLE_EVERY_STEPS = 8
 _SAMPLE_NUMEL = 16384

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
@@ -24,9 +24,11 @@ from commopt.hooks.gradients import require_supported_parameters
 from commopt.hooks.insight import report_on, timeline_of
 from commopt.hooks.registration import Registration, Settings
 from commopt.plan import Decision, Plan, Tuned
-from commopt.timeline import Report, Timeline
 from commopt.tuning import explain, tuner_rows, write_csv
 from topology import Cluster
+
+if TYPE_CHECKING:
+    from commopt.timeline import Report, Timeline
 
 
 class HookState:

@@ -6,13 +6,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from commopt.display import require_drawable
 from commopt.errors import ConfigurationError
-from commopt.timeline.analysis import analyse, begins_us, comparable, follows
-from commopt.timeline.drawable import require_drawable
-from commopt.timeline.findings import Analysis
-from commopt.timeline.gather import Timeline
-from commopt.timeline.report import numbers
-from commopt.timeline.stages import LOCAL, WAITING, last_starts_us, segments
+from commopt.timeline.analysis import Analysis, analyse, begins_us, comparable, follows
+from commopt.timeline.recordings import LOCAL, WAITING, Timeline, last_starts_us, segments
+from commopt.timeline.text import numbers
 
 # Okabe and Ito's colours, which the colour-blind can tell apart.
 _COLOURS = {LOCAL: "#E69F00", "intra": "#009E73", "inter": "#0072B2", "world": "#CC79A7"}
