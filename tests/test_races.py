@@ -15,10 +15,10 @@ import torch
 
 from bench.gpu import every_kernel
 from commopt.kernels import sources
+from tests.compare_loaders import Memory
 from tests.emulator import Emulator, on_the_cpu
 from tests.races import Barrier, WatchedEmulator, barriers
 from tests.ranks import run
-from tests.twins import Memory
 
 CPU = torch.device("cpu")
 WORLD_SIZE = 2

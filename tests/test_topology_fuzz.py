@@ -34,19 +34,7 @@ MATRICES = [
 ]
 DOCUMENTS = [file.read_text() for file in sorted(FIXTURES.glob("*.xml"))]
 MATRIX_WORDS = ["GPU0", "GPU1", "GPU2", "NIC0", "mlx5_0", "X", "NV1", "NV18", "PIX", "SYS", "NODE", "OK", "0-7", "N/A"]
-MATRIX_WORDS += [
-    "\t",
-    "\n",
-    " ",
-    "#",
-    "CPU Affinity",
-    "NUMA Affinity",
-    "NIC0: mlx5_0",
-    "\x1b[4m",
-    "[0m",
-    "|",
-    "999999999",
-]
+MATRIX_WORDS += ["\t", "\n", " ", "#", "CPU Affinity", "NUMA Affinity", "NIC0: mlx5_0", "\x1b[4m", "[0m", "|", "9" * 9]
 XML_WORDS = ['<system version="1">', "</system>", '<cpu numaid="0">', '<cpu numaid="-1" affinity="ff">', "</cpu>"]
 XML_WORDS += ['<pci busid="0000:01:00.0" class="0x030200">', '<pci busid="x" link_width="16">', "</pci>", "</gpu>"]
 XML_WORDS += ['<gpu dev="0" sm="90" rank="0">', '<nvlink target="0000:02:00.0" count="2" tclass="0x030200"/>', "<nic>"]

@@ -1,15 +1,19 @@
-"""The kernels of sparse rows and of low-rank factors on a GPU, with both loaders, compared with the CPU's reference."""
+"""The kernels of compression on a GPU, with both loaders, compared with the reference on the CPU."""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 import torch
 
 from commopt.kernels import loader
+from commopt.kernels.codec import Codec
 from commopt.kernels.loader import Loader
 from commopt.kernels.sparse import SparseRow
-from tests import lowrank_cases, sparse_cases
+from tests import lowrank_cases, quantize_cases, sparse_cases
 from tests.lowrank_cases import SHAPES, orthonormal, spread
+from tests.quantize_cases import DTYPES, codec_id, codecs, exact_values, random_values
 from tests.sparse_cases import CAPACITY, CARRYING, CONTENTS, VALUE_DTYPES, Carrying, large_in_tiles
 
 pytestmark = [
@@ -17,7 +21,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_With = quantize_cases.Carrying
+BLOCK_CARRYING = (None, _With(), _With(1024.0, 0.9), _With(3.0, 0.5, old_offset=1, new_offset=2))
 
 
 @pytest.fixture(params=["native", "nvrtc"])
@@ -29,6 +34,41 @@ def kernels(request: pytest.FixtureRequest) -> Loader:
         return loader._load(name)
     except ImportError as error:
         pytest.skip(f"{name}: {error}")
+
+
+@pytest.mark.parametrize("codec", codecs(64, 192, 512, 1088, 4096), ids=codec_id)
+class TestBlocks:
+    @pytest.fixture
+    def check(self, kernels: Loader) -> quantize_cases.Check:
+        return quantize_cases.Check(kernels, "cuda")
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_encode(self, check: quantize_cases.Check, codec: Codec, dtype: torch.dtype) -> None:
+        row_blocks = 100
+        full = 3 * row_blocks * codec.block
+        for offset, numel in enumerate((full, full - 3, full - row_blocks * codec.block - 36, 5, 0)):
+            exact = exact_values(codec, 3 * row_blocks, numel, dtype)
+            check.encode(codec, exact, 3, row_blocks, scale=0.25, offset=offset)
+            for carrying in BLOCK_CARRYING:
+                values = random_values(codec, 3 * row_blocks, numel, dtype)
+                check.encode(codec, values, 3, row_blocks, scale=1 / 3, carrying=carrying, offset=offset, fuzzy=True)
+
+    def test_decode(self, check: quantize_cases.Check, codec: Codec) -> None:
+        full = 3 * 100 * codec.block
+        for numel, (offset, dtype) in itertools.product((full, full - 70, 0), enumerate(DTYPES)):
+            check.decode(codec, 3, 100, numel, dtype, offset)
+
+    @pytest.mark.parametrize("peers", [1, 2, 8])
+    def test_sums(self, check: quantize_cases.Check, codec: Codec, peers: int) -> None:
+        full = 50 * codec.block
+        check.accumulate(codec, peers, 50)
+        for carrying, numel in itertools.product(BLOCK_CARRYING, (full, full - 5, full - codec.block, 3)):
+            check.recode(codec, peers, 50, numel, carrying, fuzzy=True)
+
+    @pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])
+    def test_not_finite(self, check: quantize_cases.Check, codec: Codec, bad: float) -> None:
+        for dtype, where in itertools.product(DTYPES, (0, 77, -1)):
+            check.not_finite(codec, dtype, bad, where)
 
 
 class TestSparse:

@@ -58,7 +58,7 @@ class Memory(TorchDispatchMode):
         return [torch.empty(0, dtype=torch.uint8, device=each.device).set_(each) for each in used.values()]
 
 
-class Twins(Loader):
+class CompareLoaders(Loader):
     """Launches everything with two loaders, from the same memory, and compares what they leave."""
 
     fix = "install both loaders"
