@@ -13,9 +13,16 @@ import torch
 from torch import Tensor
 
 from commopt.errors import ConfigurationError, UnsupportedTensorError
-from commopt.kernels import lowrank_reference as reference
 from commopt.kernels.loader import Loader, loader_for
-from commopt.kernels.lowrank_reference import MAX_KERNEL_RANK, NOISE, RIDGE
+
+RIDGE = 100 * torch.finfo(torch.float32).eps
+"""What a Gram matrix gets on its diagonal, as a share of the mean there: less than roundings can take away from it."""
+
+NOISE = 1e-6
+"""Standard deviation of what is added to a factor whose largest element is 1: no direction may ever be lost."""
+
+MAX_KERNEL_RANK = 32
+"""The most columns that a CUDA kernel takes; the reference takes any number."""
 
 _THREADS = 256
 _SLICE_ROWS = 256  # of a factor, in shared memory
@@ -52,6 +59,8 @@ def orthogonalize_each(factors: Sequence[Tensor], outs: Sequence[Tensor], initia
         return
     loader = _loader(work[0][0]) if work[0][0].shape[2] <= MAX_KERNEL_RANK else None
     if loader is None:
+        from commopt.kernels import lowrank_reference as reference
+
         reference.orthogonalize_each(work)
     else:
         for stack, out, begin in work:
@@ -63,6 +72,8 @@ def project(matrices: Tensor, factors: Tensor, out: Tensor, *, transposed: bool 
 
     Anything not finite in M makes an element of its product not finite, whatever F (finite) holds.
     """
+    from commopt.kernels import lowrank_reference as reference
+
     _check(matrices=matrices, factors=factors, out=out)
     count, rows, cols = matrices.shape
     inner, outer = (rows, cols) if transposed else (cols, rows)
@@ -79,6 +90,8 @@ def decode(left: Tensor, right: Tensor, out: Tensor) -> None:
     _check_product(left, right, "out", out)
     loader = _loader(out)
     if loader is None:
+        from commopt.kernels import lowrank_reference as reference
+
         return reference.decode(left, right, out)
     _multiply(loader, "lowrank_decode", left, right, out)
 
@@ -88,6 +101,8 @@ def subtract(matrices: Tensor, left: Tensor, right: Tensor) -> None:
     _check_product(left, right, "matrices", matrices)
     loader = _loader(matrices)
     if loader is None:
+        from commopt.kernels import lowrank_reference as reference
+
         return reference.subtract(matrices, left, right)
     _multiply(loader, "lowrank_subtract", left, right, matrices)
 

@@ -8,17 +8,8 @@ from math import sqrt
 import torch
 from torch import Tensor
 
+from commopt.kernels.lowrank import NOISE, RIDGE
 from commopt.kernels.residual import piece_numel
-
-RIDGE = 100 * torch.finfo(torch.float32).eps
-"""What a Gram matrix gets on its diagonal, as a share of the mean there: less than roundings can take away from it."""
-
-NOISE = 1e-6
-"""Standard deviation of what is added to a factor whose largest element is 1: no direction may ever be lost."""
-
-MAX_KERNEL_RANK = 32
-"""The most columns that a CUDA kernel takes; the reference takes any number."""
-
 
 _PIECE_NUMEL = 2**18  # products of columns to hold at once: as many as stay in the cache
 

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from commopt.errors import ConfigurationError
-from commopt.kernels import quantize_reference as reference
 from commopt.kernels.codec import DTYPES, Carry, Codec, Dice, check_carry, check_rows, check_total, check_values
 from commopt.kernels.loader import Arguments, Loader, loader_for
 
@@ -24,6 +23,8 @@ def encode(
     check_carry(carry, values.numel(), payload)
     loader = _loader(payload, values.dtype)
     if loader is None:
+        from commopt.kernels import quantize_reference as reference
+
         return reference.encode(codec, values, payload, chunk_numel, scale, carry, dice)
     arguments = (
         *(values.data_ptr(), DTYPES[values.dtype], values.numel(), float(scale)),
@@ -40,6 +41,8 @@ def decode(codec: Codec, payload: Tensor, values: Tensor, chunk_numel: int) -> N
     check_values(values, payload, chunk_numel)
     loader = _loader(payload, values.dtype)
     if loader is None:
+        from commopt.kernels import quantize_reference as reference
+
         return reference.decode(codec, payload, values, chunk_numel)
     rows = -(-values.numel() // max(chunk_numel, 1))
     _decode(loader, codec, payload, rows, 1, values, chunk_numel)
@@ -52,6 +55,8 @@ def accumulate(codec: Codec, payloads: Tensor, total: Tensor) -> None:
     check_total(total)
     loader = _loader(payloads, total.dtype)
     if loader is None:
+        from commopt.kernels import quantize_reference as reference
+
         return reference.accumulate(codec, payloads, total)
     _decode(loader, codec, payloads, 1, payloads.shape[0], total, total.numel())
 
@@ -69,6 +74,8 @@ def recode(
     check_carry(carry, numel, payload)
     loader = _loader(payload, torch.float32)
     if loader is None:
+        from commopt.kernels import quantize_reference as reference
+
         return reference.recode(codec, payloads, payload, chunk_numel, numel, carry, dice)
     _, *row_shape = _shape(codec, 1, chunk_numel)
     arguments = (
@@ -81,6 +88,8 @@ def recode(
 
 def finite(codec: Codec, payload: Tensor, chunk_numel: int) -> Tensor:
     """Return whether all rows decode to finite values: bool, 0-d."""
+    from commopt.kernels import quantize_reference as reference
+
     _check_rows(codec, payload, chunk_numel)
     return reference.finite(codec, payload, chunk_numel)
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
+from math import ceil
 
 import torch
 from torch import Tensor
 
-from commopt.kernels import sparse_reference as reference
-from commopt.kernels.codec import DTYPES, Carry, check_carry, check_rows, check_total, check_values
+from commopt.kernels.codec import DTYPES, ROW_ALIGNMENT, Carry, check_carry, check_rows, check_total, check_values
 from commopt.kernels.loader import Arguments, Loader, loader_for
-from commopt.kernels.sparse_reference import BLOCK, SparseRow
-
-__all__ = ["BLOCK", "SparseRow", "accumulate", "finite", "scatter", "select"]
 
 _THREADS = 256
 _DECODE_THREADS = 512
@@ -23,6 +21,57 @@ _BINS = 2048
 _LEVELS = 3  # of a key's bits: 11, 11 and 9
 _THRESHOLD_WORDS = 4
 _COUNT_WORDS = 2
+
+BLOCK = 65536
+"""Elements whose index within their block fits into 16 bits."""
+
+
+@dataclass(frozen=True)
+class SparseRow:
+    """A row of payload with the `count` largest of `chunk_numel` elements.
+
+    Elements count as larger by the bits of |x| as an integer, which puts NaN above inf above all numbers; among equals
+    the one of the lowest index comes first. Elements past the end of the values are zeros at the highest indices.
+
+    Bytes: `ends`, int32 [blocks], the number of entries in blocks 0..b of 65536 elements; the entries' indices within
+    their block, uint16 [count], ascending by element; their values, `value_dtype` [count]; zeros. Each part begins at
+    a multiple of 4 bytes, and a row is a multiple of 16 long. When any of the chosen elements is not finite, the first
+    entry's value is NaN.
+    """
+
+    chunk_numel: int
+    count: int
+    value_dtype: torch.dtype
+
+    @classmethod
+    def of(cls, chunk_numel: int, density: float, value_dtype: torch.dtype, least: int = 1) -> SparseRow:
+        """Return the row that holds the share `density` of its chunk, rounded up, or `least` elements, or all."""
+        return cls(chunk_numel, min(chunk_numel, max(least, ceil(density * chunk_numel))), value_dtype)
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks of the chunk."""
+        return -(-self.chunk_numel // BLOCK)
+
+    @property
+    def indices_begin(self) -> int:
+        """Byte at which the indices begin."""
+        return 4 * self.blocks
+
+    @property
+    def values_begin(self) -> int:
+        """Byte at which the values begin."""
+        return self.indices_begin + -(-2 * self.count // 4) * 4
+
+    @property
+    def values_end(self) -> int:
+        """Byte behind the last value."""
+        return self.values_begin + self.count * self.value_dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a row."""
+        return -(-self.values_end // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
 
 def select(row: SparseRow, values: Tensor, payload: Tensor, scale: float, carry: Carry | None) -> None:
@@ -51,6 +100,8 @@ def select(row: SparseRow, values: Tensor, payload: Tensor, scale: float, carry:
     check_carry(carry, values.numel(), payload)
     loader = _loader(payload, values.dtype)
     if loader is None:
+        from commopt.kernels import sparse_reference as reference
+
         reference.select(row, values, payload, scale, carry)
     elif payload.shape[0] * row.chunk_numel:
         _select(loader, row, values, payload, scale, carry)
@@ -65,6 +116,8 @@ def scatter(row: SparseRow, payload: Tensor, values: Tensor) -> None:
     check_values(values, payload, row.chunk_numel)
     loader = _loader(payload, values.dtype)
     if loader is None:
+        from commopt.kernels import sparse_reference as reference
+
         return reference.scatter(row, payload, values)
     _decode(loader, row, payload, -(-values.numel() // max(row.chunk_numel, 1)), 1, values)
 
@@ -79,12 +132,16 @@ def accumulate(row: SparseRow, payloads: Tensor, total: Tensor) -> None:
     check_total(total)
     loader = _loader(payloads, total.dtype)
     if loader is None:
+        from commopt.kernels import sparse_reference as reference
+
         return reference.accumulate(row, payloads, total)
     _decode(loader, row, payloads, min(total.numel(), 1), payloads.shape[0], total)
 
 
 def finite(row: SparseRow, payload: Tensor) -> Tensor:
     """Return whether all entries of all rows are finite: bool, 0-d."""
+    from commopt.kernels import sparse_reference as reference
+
     check_rows(payload, row.chunk_numel, row.nbytes)
     return reference.finite(row, payload)
 
