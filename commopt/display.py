@@ -1,4 +1,4 @@
-"""What commands show: tables, with rich where it is installed, and the formats of pictures."""
+"""What commands show: tables, and the formats of pictures."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import TextIO
 
 from commopt.errors import ConfigurationError
-
-_WIDTH = 150  # of a file or a pipe
 
 
 def aligned(headings: Sequence[str], rows: Sequence[Sequence[str]], left: int = 0) -> list[str]:
@@ -34,34 +32,8 @@ def aligned(headings: Sequence[str], rows: Sequence[Sequence[str]], left: int = 
 
 def show_table(title: str, rows: Sequence[Sequence[str]], left: int, caption: str, stream: TextIO) -> None:
     """Print rows under the first of them, whose cells are headings; the first `left` columns are text."""
-    headings, *body = ([cell.replace(" ", "\n", 1) for cell in rows[0]], *rows[1:])
-    try:
-        from rich import box
-        from rich.console import Console
-        from rich.table import Column, Table
-    except ImportError:
-        print(title, *aligned(headings, body, left), caption, sep="\n", file=stream)
-        return
-    columns = [
-        Column(name, justify="left" if place < left else "right", overflow="fold", no_wrap=_is_name(body, place))
-        for place, name in enumerate(headings)
-        if any(row[place] for row in body)
-    ]
-    table = Table(*columns, box=box.SIMPLE, show_edge=False)
-    for row in body:
-        table.add_row(*(cell for place, cell in enumerate(row) if any(other[place] for other in body)))
-    console = Console(file=stream, highlight=False)
-    if not console.is_terminal:
-        console = Console(file=stream, highlight=False, width=_WIDTH)
-    # Beside the table, or rich would break their lines to its width.
-    print(title, file=stream)
-    console.print(table)
-    print(caption, file=stream)
-
-
-def _is_name(body: Sequence[Sequence[str]], place: int) -> bool:
-    """Return whether a column has no text that could be broken between words."""
-    return all(" " not in row[place] for row in body)
+    headings = [cell.replace(" ", "\n", 1) for cell in rows[0]]
+    print(title, *aligned(headings, rows[1:], left), caption, sep="\n", file=stream)
 
 
 FORMATS = (".svg", ".png", ".pdf")

@@ -142,11 +142,11 @@ CPUSET = {"CPU Affinity": ["0-15", ""], "NUMA Affinity": ["0", "1"]}
 def test_an_empty_cell_of_cpus_shifts_nothing() -> None:
     tray = matrix(4, all_pairs("NV18"), ["NIC0"], TRAY)
     wanted = [("0-35", 0), ("0-35", 0), (None, 1), (None, 1)]
-    assert affinities(tray) == affinities(tray.expandtabs(8)) == wanted
+    assert affinities(tray) == wanted
     assert affinities(tray.replace("N/A", "10")) == wanted
-    assert read_text(tray).warnings == read_text(tray.expandtabs(8)).warnings == ()
+    assert read_text(tray).warnings == ()
     pair = matrix(2, all_pairs("SYS"), affinity=CPUSET)
-    assert affinities(pair) == affinities(pair.expandtabs(8)) == [("0-15", 0), (None, 1)]
+    assert affinities(pair) == [("0-15", 0), (None, 1)]
     assert affinities(pair.replace("0-15", "3")) == [("3", 0), (None, 1)]
 
 

@@ -10,15 +10,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from topology.files import read
 from topology.machine import discover
 from topology.model import Topology, TopologyError
 from topology.text import as_json, as_text
 from topology.xml_writer import write_nccl_xml
-
-_STYLES = {"title": "bold", "node": "bold", "switch": "dim", "gpu": "green", "nic": "cyan", "warning": "yellow"}
 
 _LONGEST = 600
 
@@ -87,7 +85,9 @@ def _run(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(as_json(topology), indent=2))
     else:
-        _print(topology)
+        if isinstance(sys.stdout, io.TextIOWrapper):  # file names may hold what a terminal's encoding cannot
+            sys.stdout.reconfigure(errors="replace")
+        print(*as_text(topology), sep="\n")
 
 
 @contextmanager
@@ -108,28 +108,6 @@ def _machine(root: Path) -> Topology:
     if not root.is_dir():
         raise TopologyError(f"{root}: is no folder; pass the folder that holds the machine's sys and proc")
     return discover(root)
-
-
-def _print(topology: Topology) -> None:
-    """In colours on a terminal when rich is there; file names and lines may hold what a terminal's encoding cannot."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
-    lines = as_text(topology)
-    console = _console() if sys.stdout.isatty() else None
-    for line in lines:
-        if console is None:
-            print(line.text)
-        else:
-            console.print(line.text, style=_STYLES.get(line.about), markup=False, highlight=False, soft_wrap=True)
-
-
-def _console() -> Any:
-    """rich's console, None without rich."""
-    try:
-        from rich.console import Console
-    except ImportError:
-        return None
-    return Console()
 
 
 if __name__ == "__main__":

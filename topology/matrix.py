@@ -281,7 +281,7 @@ def _keep(header: Header, rows: list[Row], warnings: list[str]) -> dict[str, Row
     repeated: list[Row] = []
     if header.fused:
         warnings.append(f"line {header.line}: fused header labels were split")
-    titles = [name for _, name in header.affinity if name not in TITLES]
+    titles = [name for name in header.affinity if name not in TITLES]
     if titles:
         warnings.append(f"line {header.line}: {shown(', '.join(titles[:4]))} is no column known here: not read")
     for row in rows:

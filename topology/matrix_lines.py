@@ -21,7 +21,6 @@ _TITLE = re.compile(
 )
 TITLES = CPUS, NUMA, _GPU_NUMA = "CPU Affinity", "NUMA Affinity", "GPU NUMA ID"
 _TITLE_OF = {"cpu": CPUS, "numa": NUMA, "gpu": _GPU_NUMA}
-_TAB = 8
 _LABEL = re.compile(r"(?:GPU|NIC)[0-9]{1,4}|mlx[0-9]_[0-9]{1,3}")
 _FUSED_LABELS = re.compile(rf"(?:{_LABEL.pattern})+")
 # Old drivers head a column by the device itself.
@@ -41,14 +40,14 @@ class Header:
 
     line: counted from 1. prefix: what stands before the first column ("#", "node01:", a time), without blanks at its
     end; before a row the same may stand, or as many other words, or nothing. columns: devices, GPUs and then NICs.
-    affinity: where each of the columns after them begins (tabs expanded), and its name as nvidia-smi writes it.
+    affinity: the columns after them, called as nvidia-smi does.
     fused: whether labels had run into each other.
     """
 
     line: int
     prefix: str
     columns: tuple[str, ...]
-    affinity: tuple[tuple[int, str], ...]
+    affinity: tuple[str, ...]
     fused: bool
 
 
@@ -97,16 +96,9 @@ def parse_header(number: int, line: str) -> Header | None:
     gpus = sum(label.startswith("GPU") for label in columns)
     if not columns or len(set(columns)) != len(columns) or len(columns) > MOST_DEVICES or gpus > MOST_GPUS:
         return None
-    titles = () if first_title is None else _titles(line, start.start() + first_title.start())
-    return Header(number, line[: start.start()].rstrip(), tuple(columns), titles, fused)
-
-
-def _titles(line: str, start: int) -> tuple[tuple[int, str], ...]:
-    """The columns from `start` on, each with the place where it begins when tabs are expanded."""
-    return tuple(
-        (len(line[: match.start()].expandtabs(_TAB)), _TITLE_OF.get(match.lastgroup or "", match.group()))
-        for match in _TITLE.finditer(line, start)
-    )
+    titles = "" if first_title is None else line[start.start() + first_title.start() :]
+    names = tuple(_TITLE_OF.get(match.lastgroup or "", match.group()) for match in _TITLE.finditer(titles))
+    return Header(number, line[: start.start()].rstrip(), tuple(columns), names, fused)
 
 
 def parse_row(header: Header, number: int, line: str) -> Row | None:
@@ -122,12 +114,12 @@ def parse_row(header: Header, number: int, line: str) -> Row | None:
     if skipped is None:
         return None
     label = start[skipped]
-    words = [(match.start(), match.group()) for match in re.finditer(r"\S+", line.expandtabs(8))][skipped:]
+    words = line.split()[skipped:]
     wanted = len(header.columns)
     cells: list[str | None] = []
     strange: list[str] = []
     taken = 1
-    for _, word in words[1:]:
+    for word in words[1:]:
         if _FUSED_CELLS.fullmatch(word):
             cells += _CELL.findall(word)
         elif len(cells) < wanted and not _AFFINITY.fullmatch(word):
@@ -170,9 +162,7 @@ def _by_tabs(header: Header, label: str, line: str) -> list[str | None] | None:
     return cells if own < len(cells) and cells[own] == "X" else None
 
 
-def _affinity(
-    columns: tuple[tuple[int, str], ...], words: list[tuple[int, str]], cells: list[str] | None
-) -> tuple[dict[str, str], bool]:
+def _affinity(names: tuple[str, ...], words: list[str], cells: list[str] | None) -> tuple[dict[str, str], bool]:
     """Values by the names of the columns, and whether there are others that cannot be assigned.
 
     `cells` is the text between tabs, None where tabs do not separate cells one by one. nvidia-smi leaves a cell empty
@@ -180,41 +170,25 @@ def _affinity(
     whatever the title's width: only the first cell has a certain place, directly behind the devices, and the second
     where it follows directly on the first.
     """
-    values: list[tuple[int, str]] = []
-    for start, word in words:
-        if values and values[-1][1].endswith(","):  # "0-63, 128-191"
-            values[-1] = (values[-1][0], values[-1][1] + word)
+    values: list[str] = []
+    for word in words:
+        if values and values[-1].endswith(","):  # "0-63, 128-191"
+            values[-1] += word
         else:
-            values.append((start, word))
-    names = [name for _, name in columns]
-    while len(values) > len(names) and not _AFFINITY.fullmatch(values[-1][1]):
+            values.append(word)
+    while len(values) > len(names) and not _AFFINITY.fullmatch(values[-1]):
         values.pop()  # a remark
-    texts = [value for _, value in values]
-    if not values:
-        return {}, False
+    first_is_empty = cells is not None and not cells[0].strip()
     if len(values) == len(names):
         # A title may have been cut off, and the first cell be empty.
-        doubtful = len(names) > 1 and cells is not None and not cells[0].strip() and texts[0].isdecimal()
-        return ({}, True) if doubtful else (dict(zip(names, texts, strict=True)), False)
+        doubtful = len(names) > 1 and first_is_empty and values[0].isdecimal()
+        return ({}, True) if doubtful else (dict(zip(names, values, strict=True)), False)
     if len(values) > len(names):
-        cut = bool(names) and tuple(names) == TITLES[: len(names)]
-        return (dict(zip(names, texts, strict=False)), False) if cut else ({}, True)
-    empty = _first_is_empty(columns, *values[0]) if cells is None else not cells[0].strip()
-    if empty is None:
-        return {}, True
-    found = {} if empty else {names[0]: texts.pop(0)}
-    if len(texts) == len(names) - 1 or (cells is not None and len(cells) > 1 and cells[1].strip()):
-        return found | dict(zip(names[1:], texts, strict=False)), False
-    return found, any(text != "N/A" for text in texts)
-
-
-def _first_is_empty(columns: tuple[tuple[int, str], ...], start: int, value: str) -> bool | None:
-    """Whether the first of several columns is empty in a row without tabs, whose first value begins at `start`.
-
-    None where that cannot be told.
-    """
-    first, *others = [place for place, _ in columns]
-    if start == first:
-        return None if value.isdecimal() else False
-    # Tabs that became blanks: the second cell is one stop further, whatever its title's place.
-    return True if start in others or (first % _TAB == 0 and start == first + _TAB) else None
+        cut = bool(names) and names == TITLES[: len(names)]
+        return (dict(zip(names, values, strict=False)), False) if cut else ({}, True)
+    if not values or cells is None:
+        return {}, bool(values)
+    found = {} if first_is_empty else {names[0]: values.pop(0)}
+    if len(values) == len(names) - 1 or (len(cells) > 1 and cells[1].strip()):
+        return found | dict(zip(names[1:], values, strict=False)), False
+    return found, any(value != "N/A" for value in values)

@@ -278,33 +278,25 @@ def as_json(topology: Topology) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class Line:
-    """A line of text with what it is about, for colours."""
-
-    text: str
-    about: Literal["title", "node", "switch", "gpu", "nic", "plain", "warning"] = "plain"
-
-
-def as_text(topology: Topology) -> list[Line]:
+def as_text(topology: Topology) -> list[str]:
     """Everything about a machine, for a terminal."""
-    lines = [Line(topology.source, "title"), Line(summary(topology)), *tree(topology)]
+    lines = [topology.source, summary(topology), *tree(topology)]
     if len(topology.gpus) + len(usable_nics(topology)) > 1 and topology.gpus:
-        lines += [Line(""), *matrix(topology)]
-    remarks = [Line(note) for note in notes(topology)] + [Line(f"! {text}", "warning") for text in topology.warnings]
-    return [*lines, *([Line(""), *remarks] if remarks else [])]
+        lines += ["", *matrix(topology)]
+    remarks = [*notes(topology), *(f"! {warning}" for warning in topology.warnings)]
+    return [*lines, *(["", *remarks] if remarks else [])]
 
 
-def tree(topology: Topology) -> list[Line]:
+def tree(topology: Topology) -> list[str]:
     """NUMA nodes, switches, GPUs and network ports, as they hang together."""
     paths = Paths(topology)
     return [line for node in outline(topology) for line in _branch(topology, paths, node, "", "")]
 
 
-def _branch(topology: Topology, paths: Paths, part: Part, first: str, rest: str) -> Iterator[Line]:
+def _branch(topology: Topology, paths: Paths, part: Part, first: str, rest: str) -> Iterator[str]:
     label = f"switch {part.label}" if part.kind == "switch" and part.label else part.label or "switches"
     words = [word for word in (label, *_facts(topology, paths, part)) if word]
-    yield Line(first + " · ".join(words), part.kind)
+    yield first + " · ".join(words)
     for number, inside in enumerate(part.parts, 1):
         last = number == len(part.parts)
         yield from _branch(
@@ -328,14 +320,14 @@ def _facts(topology: Topology, paths: Paths, part: Part) -> list[str]:
     return [gpu.busid or "", gpu_words(gpu), link, nearest]
 
 
-def matrix(topology: Topology) -> list[Line]:
+def matrix(topology: Topology) -> list[str]:
     """Distances of the GPUs to each other and to the network ports, NV# for a number of NVLinks."""
     paths = Paths(topology)
     gpus, nics = range(len(topology.gpus)), usable_nics(topology)
     names = [topology.nics[nic].name for nic in nics]
     legend = []
     if any(len(name) > 8 for name in names):
-        legend = [Line(", ".join(f"NIC{place} = {name}" for place, name in enumerate(names)))]
+        legend = [", ".join(f"NIC{place} = {name}" for place, name in enumerate(names))]
         names = [f"NIC{place}" for place in range(len(names))]
     rows = [["", *(f"GPU{topology.gpus[gpu].index}" for gpu in gpus), *names]]
     for a in gpus:
@@ -343,7 +335,7 @@ def matrix(topology: Topology) -> list[Line]:
         rows.append([rows[0][a + 1], *cells, *(_distance(paths.nic(a, nic)) for nic in nics)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
-        Line("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()) for row in rows
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     ] + legend
 
 
