@@ -1,14 +1,13 @@
 """Where everything in the picture of a machine goes, in inches, as plain data.
 
 Each PCIe switch is a bar with network ports above and GPUs below it, so that no line crosses another; NUMA nodes and
-outer switches are boxes around. NVLinks are below the GPUs. A wide machine takes two rows, the lower one upside down,
-so that the NVSwitches between them reach all GPUs.
+outer switches are boxes around. NVLinks are below the GPUs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 from typing import Literal
 
@@ -18,7 +17,6 @@ from topology.text import Part, cpu_words, gpu_words, is_narrow, link_words, out
 
 _COLUMN, _GPU, _NIC, _BAR, _WIRE, _LABEL, _PAD = 1.25, 0.62, 0.44, 0.38, 0.36, 0.3, 0.12
 _FABRIC, _REACH = 0.32, 0.5  # height of the NVSwitch bar, and from there to the GPUs
-_MOST_COLUMNS = 10  # in one row
 _MOST_STACKED = 4  # network ports on top of each other
 
 
@@ -81,19 +79,12 @@ def layout(topology: Topology) -> Layout:
     """Place the parts of a machine; NUMA nodes with nothing attached are left out."""
     nodes = [node for node in outline(topology) if node.parts]
     direct, switched = direct_links(topology), nvlink_kind(topology) == "switch"
-    stacked = _stacked(nodes)
-    in_rows = [nodes] if direct else _in_rows(nodes, stacked)
-    rows = [_Row(topology, some, stacked, upright=number == 0) for number, some in enumerate(in_rows)]
-    gap = _REACH + _FABRIC / 2 if switched else 3 * _PAD
-    boxes = [replace(box, y=box.y + gap) for box in rows[0].boxes]
-    wires = [replace(wire, y=wire.y + gap, to_y=wire.to_y + gap) for wire in rows[0].wires]
-    for row in rows[1:]:
-        boxes += [replace(box, y=-gap - box.y - box.height) for box in row.boxes]
-        wires += [replace(wire, y=-gap - wire.y, to_y=-gap - wire.to_y) for wire in row.wires]
+    row = _Row(topology, nodes, _stacked(nodes))
+    boxes, wires = row.boxes, row.wires
     gpus = {box.place: box for box in boxes if box.kind == "gpu" and box.place is not None}
     if switched:
         right = max(box.x + box.width for box in boxes)
-        boxes.append(Box("fabric", 0.0, -_FABRIC / 2, right, _FABRIC, ("NVSwitch",)))
+        boxes.append(Box("fabric", 0.0, -_REACH - _FABRIC, right, _FABRIC, ("NVSwitch",)))
         wires += _into_fabric(topology, gpus)
     return Layout(tuple(boxes), tuple(wires), tuple(_arcs(direct, gpus)))
 
@@ -115,30 +106,11 @@ def _own_columns(part: Part, stacked: int) -> int:
     return max(len(part.own("gpu")), ceil(len(part.own("nic")) / stacked))
 
 
-def _columns(part: Part, stacked: int) -> int:
-    return sum(_own_columns(group, stacked) for group in _groups([part]))
-
-
-def _in_rows(nodes: Sequence[Part], stacked: int) -> list[Sequence[Part]]:
-    """One row, or two of about the same width: a wide node that is alone goes on in the second."""
-    if sum(_columns(node, stacked) for node in nodes) <= _MOST_COLUMNS:
-        return [nodes]
-    if len(nodes) == 1:
-        return [[replace(nodes[0], parts=tuple(half))] for half in _halves(nodes[0].parts, stacked) if half]
-    return [half for half in _halves(nodes, stacked) if half]
-
-
-def _halves(parts: Sequence[Part], stacked: int) -> tuple[Sequence[Part], Sequence[Part]]:
-    columns = [_columns(part, stacked) or 1 for part in parts]
-    cut = min(range(1, len(parts) + 1), key=lambda cut: abs(sum(columns[:cut]) - sum(columns[cut:])))
-    return parts[:cut], parts[cut:]
-
-
 class _Row:
     """Nodes side by side, with the lower edge of the GPUs at y 0."""
 
-    def __init__(self, topology: Topology, nodes: Sequence[Part], stacked: int, upright: bool) -> None:
-        self.topology, self.stacked, self.upright = topology, stacked, upright
+    def __init__(self, topology: Topology, nodes: Sequence[Part], stacked: int) -> None:
+        self.topology, self.stacked = topology, stacked
         self.boxes: list[Box] = []
         self.wires: list[Wire] = []
         self.x = 0.0
@@ -186,7 +158,7 @@ class _Row:
         for number in range(stacks):
             middle = self.x - _PAD / 2 + width * (number + 0.5) / stacks
             some = nics[len(nics) * number // stacks : len(nics) * (number + 1) // stacks]
-            for height, nic in enumerate(reversed(some) if self.upright else some):
+            for height, nic in enumerate(reversed(some)):
                 self._device(nic, middle, self.nic_y + height * _NIC, _NIC, self._nic_words(nic))
             self._wire(middle, self.bar_y + _BAR, self.nic_y, some)
         self.x += width
@@ -234,8 +206,8 @@ def _into_fabric(topology: Topology, gpus: dict[int, Box]) -> list[Wire]:
         Wire(
             "nvlink",
             box.x + box.width / 2,
-            _FABRIC / 2 if box.y > 0 else -_FABRIC / 2,
-            box.y if box.y > 0 else box.y + box.height,
+            -_REACH,
+            box.y,
             str(counts[place] or "?"),
         )
         for place, box in gpus.items()

@@ -115,10 +115,9 @@ def _box(axes: Any, box: Box) -> None:
         )
     )
     if around:
-        upright = box.y > 0 or box.y + box.height > -box.y
-        at, va = (box.y + box.height - 0.07, "top") if upright else (box.y + 0.07, "bottom")
         points = _fitting(box.text[0], box.width - 0.2, 9.5, bold=True)
-        axes.text(box.x + 0.1, at, box.text[0], fontsize=points, weight="bold", color=_INK, va=va)
+        top = box.y + box.height - 0.07
+        axes.text(box.x + 0.1, top, box.text[0], fontsize=points, weight="bold", color=_INK, va="top")
         return
     step = box.height / (len(box.text) + 0.5)
     for number, text in enumerate(box.text):
