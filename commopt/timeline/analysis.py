@@ -195,7 +195,10 @@ def analyse(timeline: Timeline) -> Analysis:
     begins = [begins_us(timeline, place) for place in chosen]
     last = steps[-1][0]
     starts = [last_starts_us(step, timeline.nodes) for step in steps]
-    by_rank = _step_times(steps, begins, starts)
+    by_rank = [
+        [_times(*each) for each in zip(step, begin, start, strict=True)]
+        for step, begin, start in zip(steps, begins, starts, strict=True)
+    ]
     ready = np.array([[[bucket.ready_us for bucket in record.buckets] for record in step] for step in steps])
     since = ready - np.array(begins)[:, :, None]
     step_us = np.array([median(times.step_us for times in step) for step in by_rank])
@@ -263,14 +266,6 @@ def begins_us(timeline: Timeline, place: int) -> list[float]:
 def follows(timeline: Timeline, place: int) -> bool:
     """Return whether the step before this one was recorded too."""
     return place > 0 and timeline.steps[place - 1][0].step == timeline.steps[place][0].step - 1
-
-
-def _step_times(steps: Steps, begins: Times, starts: Sequence[Times]) -> list[list[StepTimes]]:
-    """[step][rank]; `starts` are of [step][rank][message] as in `last_starts_us`."""
-    return [
-        [_times(*each) for each in zip(step, begin, start, strict=True)]
-        for step, begin, start in zip(steps, begins, starts, strict=True)
-    ]
 
 
 def _times(record: StepRecord, begin_us: float, last_starts: Sequence[float]) -> StepTimes:
