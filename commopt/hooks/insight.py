@@ -49,9 +49,9 @@ def timeline_of(
 
 def _write(timeline: Timeline, trace: str | Path | None, plot: str | Path | None) -> str:
     """Write what is asked for; return what went wrong, whatever it is: the other ranks wait to hear of it."""
-    from commopt.timeline import draw, write_trace
-
     try:
+        from commopt.timeline import draw, write_trace
+
         if trace is not None:
             write_trace(timeline, trace)
         if plot is not None:
