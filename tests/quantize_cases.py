@@ -9,7 +9,7 @@ from torch import Tensor
 
 from commopt.kernels import quantize
 from commopt.kernels import quantize_reference as reference
-from commopt.kernels.codec import Carry, Codec, CodecName, Dice
+from commopt.kernels.codec import Codec, CodecName, Dice, ErrorFeedback
 from commopt.kernels.loader import Loader
 from tests.emulator import launched_by
 
@@ -70,13 +70,13 @@ class Carrying:
     old_offset: int = 0
     new_offset: int = 0
 
-    def make(self, old: Tensor) -> tuple[Carry, Tensor]:
+    def make(self, old: Tensor) -> tuple[ErrorFeedback, Tensor]:
         """Return a carry that adds about `old`, and the memory around its new residual."""
         arena = torch.full((old.numel() + 9,), 7.0, device=old.device)
         shifted = torch.empty(old.numel() + 9, device=old.device)[self.old_offset :][: old.numel()]
         shifted.copy_(old / (self.loss_scale or 1.0))
         loss_scale = None if self.loss_scale is None else torch.tensor(self.loss_scale, device=old.device)
-        return Carry(shifted, arena[self.new_offset :][: old.numel()], loss_scale, self.decay), arena
+        return ErrorFeedback(shifted, arena[self.new_offset :][: old.numel()], loss_scale, self.decay), arena
 
 
 class Rows:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from commopt.kernels import sparse
 from commopt.kernels import sparse_reference as reference
-from commopt.kernels.codec import Carry, Momentum, Velocity
+from commopt.kernels.codec import ErrorFeedback, Momentum, Velocity
 from commopt.kernels.loader import Loader
 from commopt.kernels.sparse import SparseRow
 from tests.emulator import launched_by
@@ -105,7 +105,7 @@ class _Kept:
         old, old_velocity = (_moved(part, device, carrying.old_offset) for part in (old, old_velocity))
         loss_scale = None if carrying.loss_scale is None else torch.tensor(carrying.loss_scale, device=device)
         velocity = None if carrying.momentum is None else Velocity(old_velocity, new_velocity, carrying.momentum)
-        self.carry = Carry(old, new, loss_scale, carrying.decay, velocity)
+        self.carry = ErrorFeedback(old, new, loss_scale, carrying.decay, velocity)
 
 
 class Rows:

@@ -39,7 +39,7 @@ class Momentum:
 
 @dataclass(frozen=True)
 class Velocity:
-    """The velocity before and after an encoding: float32 [numel], never the same memory, unscaled as a Carry is."""
+    """The velocity before and after an encoding: float32 [numel], never the same memory, unscaled like a residual."""
 
     old: Tensor
     new: Tensor
@@ -47,7 +47,7 @@ class Velocity:
 
 
 @dataclass(frozen=True)
-class Carry:
+class ErrorFeedback:
     """What an encoding takes over from the last one, and what it leaves to the next.
 
     `old` and `new` are float32 [numel], never the same memory. Both are held unscaled: `loss_scale` (0-d float32 on
@@ -152,7 +152,7 @@ def check_total(total: Tensor) -> None:
         raise UnsupportedTensorError(f"total is {total.dtype}; sums are float32: allocate it as torch.float32")
 
 
-def check_carry(carry: Carry | None, numel: int, payload: Tensor) -> None:
+def check_carry(carry: ErrorFeedback | None, numel: int, payload: Tensor) -> None:
     """Raise ConfigurationError unless the carry, if any, has a float32 element for each of `numel` values."""
     if carry is None:
         return

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from commopt.errors import ConfigurationError
-from commopt.kernels.codec import DTYPES, Carry, Codec, Dice, check_carry, check_rows, check_total, check_values
+from commopt.kernels.codec import DTYPES, Codec, Dice, ErrorFeedback, check_carry, check_rows, check_total, check_values
 from commopt.kernels.loader import Arguments, Loader, loader_for
 
 _WARP_NUMEL = 512  # a longer block takes all warps of a CUDA block
@@ -15,7 +15,13 @@ _WARPS = 8
 
 
 def encode(
-    codec: Codec, values: Tensor, payload: Tensor, chunk_numel: int, scale: float, carry: Carry | None, dice: Dice
+    codec: Codec,
+    values: Tensor,
+    payload: Tensor,
+    chunk_numel: int,
+    scale: float,
+    carry: ErrorFeedback | None,
+    dice: Dice,
 ) -> None:
     """Encode p = `scale * values` (+ the carry) into the rows of `payload`; see Compressor.compress."""
     _check_rows(codec, payload, chunk_numel)
@@ -62,7 +68,13 @@ def accumulate(codec: Codec, payloads: Tensor, total: Tensor) -> None:
 
 
 def recode(
-    codec: Codec, payloads: Tensor, payload: Tensor, chunk_numel: int, numel: int, carry: Carry | None, dice: Dice
+    codec: Codec,
+    payloads: Tensor,
+    payload: Tensor,
+    chunk_numel: int,
+    numel: int,
+    carry: ErrorFeedback | None,
+    dice: Dice,
 ) -> None:
     """Encode the sum of the rows of `payloads`, whose first `numel` elements are real, into the row `payload`."""
     _check_rows(codec, payloads, chunk_numel)
@@ -130,7 +142,7 @@ def _shape(codec: Codec, rows: int, chunk_numel: int) -> tuple[int, int, int]:
     return rows, chunk_numel // codec.block, codec.block
 
 
-def _carry(carry: Carry | None) -> Arguments:
+def _carry(carry: ErrorFeedback | None) -> Arguments:
     if carry is None:
         return 0, 0, 0, 1.0
     loss_scale = 0 if carry.loss_scale is None else carry.loss_scale.data_ptr()

@@ -10,13 +10,19 @@ import torch
 from torch import Tensor
 
 from commopt.kernels.block_codecs import BlockCodec, block_codec
-from commopt.kernels.codec import Carry, Codec, Dice
+from commopt.kernels.codec import Codec, Dice, ErrorFeedback
 from commopt.kernels.residual import Residual, piece_numel, scale_into
 
 
 @torch.no_grad()
 def encode(
-    codec: Codec, values: Tensor, payload: Tensor, chunk_numel: int, scale: float, carry: Carry | None, dice: Dice
+    codec: Codec,
+    values: Tensor,
+    payload: Tensor,
+    chunk_numel: int,
+    scale: float,
+    carry: ErrorFeedback | None,
+    dice: Dice,
 ) -> None:
     """Encode p = `scale * values` (+ the carry) into the rows of `payload`, without any check."""
     factor = torch.full((), scale, dtype=torch.float32, device=values.device)
@@ -29,7 +35,13 @@ def encode(
 
 @torch.no_grad()
 def recode(
-    codec: Codec, payloads: Tensor, payload: Tensor, chunk_numel: int, numel: int, carry: Carry | None, dice: Dice
+    codec: Codec,
+    payloads: Tensor,
+    payload: Tensor,
+    chunk_numel: int,
+    numel: int,
+    carry: ErrorFeedback | None,
+    dice: Dice,
 ) -> None:
     """Encode the sum of the rows of `payloads` into the row `payload`, without any check."""
     sources = _Rows(codec, payloads, chunk_numel)
@@ -142,7 +154,7 @@ def _encode(
     numel: int,
     payload: Tensor,
     chunk_numel: int,
-    carry: Carry | None,
+    carry: ErrorFeedback | None,
     dice: Dice,
 ) -> None:
     """Encode what `read` writes into the p of its second argument, where it may use work."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from commopt.kernels.codec import Carry, Velocity
+from commopt.kernels.codec import ErrorFeedback, Velocity
 
 _CPU_PIECE_NUMEL = 2**17
 _PIECE_NUMEL = 2**24  # elsewhere launches cost more than memory traffic
@@ -27,7 +27,7 @@ def scale_into(values: Tensor, scale: Tensor, p: Tensor) -> None:
 class Residual:
     """A carry, with what its two factors come to."""
 
-    def __init__(self, carry: Carry) -> None:
+    def __init__(self, carry: ErrorFeedback) -> None:
         self._old, self._new = carry.old, carry.new
         self._factor: Tensor | float = carry.decay
         self._inverse: Tensor | None = None
@@ -55,7 +55,7 @@ class Residual:
 
 
 @torch.no_grad()
-def round_with_carry(values: Tensor, rounded: Tensor, scale: float, carry: Carry) -> None:
+def round_with_carry(values: Tensor, rounded: Tensor, scale: float, carry: ErrorFeedback) -> None:
     """Round `scale * values` (+ the carry) to the dtype of `rounded`: all 1-D and of one length, without any check."""
     step = min(piece_numel(values.device), values.numel())
     memory = torch.empty(2, step, dtype=torch.float32, device=values.device)

@@ -9,7 +9,15 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from commopt.kernels.codec import DTYPES, ROW_ALIGNMENT, Carry, check_carry, check_rows, check_total, check_values
+from commopt.kernels.codec import (
+    DTYPES,
+    ROW_ALIGNMENT,
+    ErrorFeedback,
+    check_carry,
+    check_rows,
+    check_total,
+    check_values,
+)
 from commopt.kernels.loader import Arguments, Loader, loader_for
 
 _THREADS = 256
@@ -74,7 +82,7 @@ class SparseRow:
         return -(-self.values_end // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
 
-def select(row: SparseRow, values: Tensor, payload: Tensor, scale: float, carry: Carry | None) -> None:
+def select(row: SparseRow, values: Tensor, payload: Tensor, scale: float, carry: ErrorFeedback | None) -> None:
     """Put the `row.count` largest elements of p into each row of `payload`, exactly as SparseRow says.
 
     values: 1-D, floating; chunk i of `row.chunk_numel` elements goes into row i. payload: uint8 [rows, row.nbytes].
@@ -151,7 +159,9 @@ def _loader(payload: Tensor, dtype: torch.dtype) -> Loader | None:
     return loader_for(payload.device) if payload.device.type == "cuda" and dtype in DTYPES else None
 
 
-def _select(loader: Loader, row: SparseRow, values: Tensor, payload: Tensor, scale: float, carry: Carry | None) -> None:
+def _select(
+    loader: Loader, row: SparseRow, values: Tensor, payload: Tensor, scale: float, carry: ErrorFeedback | None
+) -> None:
     """Queue the kernels of a selection on the current stream."""
     rows = payload.shape[0]
     tiles = -(-row.chunk_numel // _TILE_NUMEL)
@@ -196,7 +206,7 @@ def _launch(loader: Loader, grid: int, stream: int, kernel: str, arguments: Argu
     loader.launch(kernel, grid, _THREADS, stream, arguments)
 
 
-def _accumulated(values: Tensor, scale: float, row: SparseRow, carry: Carry | None) -> Arguments:
+def _accumulated(values: Tensor, scale: float, row: SparseRow, carry: ErrorFeedback | None) -> Arguments:
     """Return what p is added up from."""
     source = (values.data_ptr(), DTYPES[values.dtype], values.numel(), float(scale), row.chunk_numel)
     if carry is None:
@@ -209,7 +219,7 @@ def _accumulated(values: Tensor, scale: float, row: SparseRow, carry: Carry | No
     return (*source, *residual, *parts, _loss_scale(carry))
 
 
-def _kept(carry: Carry | None) -> Arguments:
+def _kept(carry: ErrorFeedback | None) -> Arguments:
     """Return whether p becomes the new residual, and what of the velocity is masked."""
     if carry is None:
         return 0, 0, 0
@@ -217,5 +227,5 @@ def _kept(carry: Carry | None) -> Arguments:
     return 1, _loss_scale(carry), carry.velocity.new.data_ptr() if carry.velocity is not None and masked else 0
 
 
-def _loss_scale(carry: Carry) -> int:
+def _loss_scale(carry: ErrorFeedback) -> int:
     return 0 if carry.loss_scale is None else carry.loss_scale.data_ptr()

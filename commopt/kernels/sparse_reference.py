@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from commopt.kernels.codec import Carry
+from commopt.kernels.codec import ErrorFeedback
 from commopt.kernels.residual import Residual, add_velocity, piece_numel, scale_into
 from commopt.kernels.sparse import BLOCK, SparseRow
 
 
 @torch.no_grad()
-def select(row: SparseRow, values: Tensor, payload: Tensor, scale: float, carry: Carry | None) -> None:
+def select(row: SparseRow, values: Tensor, payload: Tensor, scale: float, carry: ErrorFeedback | None) -> None:
     """Put the largest elements of p into each row of `payload`, without any check; see kernels.sparse."""
     p = torch.empty(values.numel(), dtype=torch.float32, device=values.device) if carry is None else carry.new
     _add_up(values, scale, p, carry)
@@ -57,7 +57,7 @@ def finite(row: SparseRow, payload: Tensor) -> Tensor:
     return payload[:, row.values_begin : row.values_end].view(row.value_dtype).isfinite().all()
 
 
-def _add_up(values: Tensor, scale: float, p: Tensor, carry: Carry | None) -> None:
+def _add_up(values: Tensor, scale: float, p: Tensor, carry: ErrorFeedback | None) -> None:
     """Set p to `scale * values` (+ the carry), and the new velocity."""
     factor = torch.full((), scale, dtype=torch.float32, device=values.device)
     residual = None if carry is None else Residual(carry)
