@@ -24,7 +24,7 @@ from bench.environment import machine
 from bench.table import print_rows
 from bench.turns import times_s
 from commopt.command_line import Parser, content_of, output_file, whole
-from commopt.compress import COMPRESSORS, Carry, Cast, Compressor, Dice, OneBit, Quantize
+from commopt.compress import COMPRESSORS, Cast, Compressor, Dice, ErrorFeedback, OneBit, Quantize
 from commopt.document import parse, read_text
 
 _ROWS = 4
@@ -90,11 +90,11 @@ class Gradient:
         """Time one compressor."""
         values, numel, dice = self.values, self.values.numel(), Dice(seed=1)
         chunk_numel, row = _rows(compressor, numel, 1)
-        carry = Carry(self.old, self.new)
+        carry = ErrorFeedback(self.old, self.new)
         part_numel, parts = _rows(compressor, numel, _ROWS)
         compressor.compress(values, parts, part_numel, 1.0)
         sum_numel = min(part_numel, numel)
-        part_carry = Carry(self.old[:sum_numel], self.new[:sum_numel])
+        part_carry = ErrorFeedback(self.old[:sum_numel], self.new[:sum_numel])
         sent = torch.zeros_like(parts[:1])
         operations: list[Callable[[], None]] = [
             self.clone,

@@ -1,5 +1,7 @@
 """Data-parallel training that stays fast on slow networks: DDP communication hooks and a standalone allreduce."""
 
+from typing import TYPE_CHECKING, Any
+
 from commopt.aggregate import AGGREGATORS, Aggregator, Auto, Compressed, Flat, Hierarchical, PeriodicAverage, PowerSGD
 from commopt.collectives import Communicator, Work, all_reduce
 from commopt.compress import COMPRESSORS, DGC, Cast, Compressor, OneBit, Quantize
@@ -39,8 +41,10 @@ from commopt.hooks import (
 )
 from commopt.lanes.uncaught import failure_of
 from commopt.schedule import Plan
-from commopt.timeline import Report, Timeline
 from commopt.version import __version__
+
+if TYPE_CHECKING:
+    from commopt.timeline import Report, Timeline
 
 __all__ = [
     "AGGREGATORS",
@@ -99,3 +103,12 @@ __all__ = [
     "powersgd",
     "quantized",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Load the timeline when somebody asks for it."""
+    if name not in ("Report", "Timeline"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from commopt import timeline
+
+    return getattr(timeline, name)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from shutil import which
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -121,6 +121,11 @@ def _load(built: Path) -> ctypes.CDLL:
     return library
 
 
+def launched_by(loader: Loader, module: ModuleType) -> Any:
+    """Have the wrappers of one module launch with `loader`, whatever the device."""
+    return patch.object(module, "_loader", lambda *arguments: loader)
+
+
 @contextmanager
 def on_the_cpu(loader: Loader) -> Iterator[None]:
     """Have the wrappers of all kernels launch with `loader` what is on the CPU."""
@@ -129,7 +134,7 @@ def on_the_cpu(loader: Loader) -> Iterator[None]:
         patches.enter_context(patch.object(torch.cuda, "device", nullcontext))
         patches.enter_context(patch.object(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0)))
         for module in (quantize, sparse, lowrank, packing):
-            patches.enter_context(patch.object(module, "_loader", lambda *arguments: loader))
+            patches.enter_context(launched_by(loader, module))
         patches.enter_context(patch.object(packing, "_table", _table))
         yield
 

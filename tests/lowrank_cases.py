@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from commopt.kernels import lowrank_cuda
+from commopt.kernels import lowrank
+from commopt.kernels import lowrank_reference as reference
 from commopt.kernels.loader import Loader
-from commopt.kernels.reference import lowrank as reference
+from tests.emulator import launched_by
 
 SHAPES = ((1, 1, 1), (3, 7, 1), (2, 9000, 1), (3, 40, 4), (2, 3500, 4), (1, 900, 16), (2, 17, 17), (2, 600, 32))
 """[count, rows, columns]: less than a slice, parts of several."""
@@ -23,7 +24,7 @@ class Check:
     def like_the_reference(self, factors: Tensor, initial: Tensor | None) -> None:
         """Orthogonalize factors that are far from singular, so that roundings stay small."""
         wanted = torch.empty_like(factors)
-        reference.orthogonalize(factors, wanted, initial)
+        reference.orthogonalize_each([(factors, wanted, initial)])
         torch.testing.assert_close(self.orthogonalize(factors, initial), wanted, rtol=0.0, atol=2e-5)
 
     def orthogonalize(self, factors: Tensor, initial: Tensor | None = None, *, in_place: bool = False) -> Tensor:
@@ -34,7 +35,8 @@ class Check:
         if in_place:
             out.copy_(moved)
         initial = None if initial is None else initial.to(self._device)
-        lowrank_cuda.orthogonalize(self._loader, out if in_place else moved, out, initial)
+        with launched_by(self._loader, lowrank):
+            lowrank.orthogonalize(out if in_place else moved, out, initial)
         assert torch.equal(moved.cpu().nan_to_num(), factors.nan_to_num())
         assert (arena[:7] == 7).all()
         assert (arena[-7:] == 7).all()
@@ -53,10 +55,11 @@ class Check:
         for wanted, matrices in ((product, torch.full_like(before, 7.0)), (before - product, before)):
             arena = torch.full((before.numel() + 14,), 7.0, device=self._device)
             target = arena[7:-7].view(before.shape).copy_(matrices)
-            if matrices is before:
-                lowrank_cuda.subtract(self._loader, target, *moved)
-            else:
-                lowrank_cuda.decode(self._loader, *moved, target)
+            with launched_by(self._loader, lowrank):
+                if matrices is before:
+                    lowrank.subtract(target, *moved)
+                else:
+                    lowrank.decode(*moved, target)
             assert ((target.cpu() - wanted).abs() <= bound).all()
             assert (arena[:7] == 7).all()
             assert (arena[-7:] == 7).all()

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from commopt.compress import Carry, Compressor, Dice
+from commopt.compress import Compressor, Dice, ErrorFeedback
 from commopt.kernels.codec import Codec
 
 _GUARD = 0xA5
@@ -43,7 +43,7 @@ def encode(
     values: Tensor,
     rows: int = 1,
     scale: float = 1.0,
-    carry: Carry | None = None,
+    carry: ErrorFeedback | None = None,
     dice: Dice | None = None,
 ) -> Rows:
     """Compress into fresh rows and see that nothing else changed."""

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from commopt.kernels import quantize_cuda, reference
-from commopt.kernels.codec import Carry, Codec, CodecName, Dice
+from commopt.kernels import quantize
+from commopt.kernels import quantize_reference as reference
+from commopt.kernels.codec import Codec, CodecName, Dice, ErrorFeedback
 from commopt.kernels.loader import Loader
+from tests.emulator import launched_by
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DICE = Dice(seed=0xFEDC_BA98_7654_3210, step=2**31 + 5, stream=7)
@@ -68,13 +70,13 @@ class Carrying:
     old_offset: int = 0
     new_offset: int = 0
 
-    def make(self, old: Tensor) -> tuple[Carry, Tensor]:
+    def make(self, old: Tensor) -> tuple[ErrorFeedback, Tensor]:
         """Return a carry that adds about `old`, and the memory around its new residual."""
         arena = torch.full((old.numel() + 9,), 7.0, device=old.device)
         shifted = torch.empty(old.numel() + 9, device=old.device)[self.old_offset :][: old.numel()]
         shifted.copy_(old / (self.loss_scale or 1.0))
         loss_scale = None if self.loss_scale is None else torch.tensor(self.loss_scale, device=old.device)
-        return Carry(shifted, arena[self.new_offset :][: old.numel()], loss_scale, self.decay), arena
+        return ErrorFeedback(shifted, arena[self.new_offset :][: old.numel()], loss_scale, self.decay), arena
 
 
 class Rows:
@@ -123,7 +125,8 @@ class Check:
         carry, wanted_new = carrying.make(old) if carrying else (None, None)
         reference.encode(codec, values, wanted.payload, chunk_numel, scale, carry, DICE)
         carry, got_new = carrying.make(old.to(self._device)) if carrying else (None, None)
-        quantize_cuda.encode(self._loader, codec, moved, got.payload, chunk_numel, scale, carry, DICE)
+        with launched_by(self._loader, quantize):
+            quantize.encode(codec, moved, got.payload, chunk_numel, scale, carry, DICE)
         assert torch.equal(moved.cpu(), values)
         self._compare(codec, chunk_numel, wanted, got, wanted_new, got_new, fuzzy)
 
@@ -141,7 +144,8 @@ class Check:
         reference.recode(codec, sources.payload, wanted.payload, chunk_numel, numel, carry, DICE)
         carry, got_new = carrying.make(old.to(self._device)) if carrying else (None, None)
         moved = self._moved(sources)
-        quantize_cuda.recode(self._loader, codec, moved, got.payload, chunk_numel, numel, carry, DICE)
+        with launched_by(self._loader, quantize):
+            quantize.recode(codec, moved, got.payload, chunk_numel, numel, carry, DICE)
         self._compare(codec, chunk_numel, wanted, got, wanted_new, got_new, fuzzy)
 
     def decode(self, codec: Codec, rows: int, row_blocks: int, numel: int, dtype: torch.dtype, offset: int) -> None:
@@ -152,7 +156,8 @@ class Check:
         got = wanted.to(self._device, copy=True)
         reference.decode(codec, sources.payload, wanted[offset:][:numel], chunk_numel)
         moved = self._moved(sources)
-        quantize_cuda.decode(self._loader, codec, moved, got[offset:][:numel], chunk_numel)
+        with launched_by(self._loader, quantize):
+            quantize.decode(codec, moved, got[offset:][:numel], chunk_numel)
         assert torch.equal(got.cpu(), wanted)
 
     def accumulate(self, codec: Codec, peers: int, row_blocks: int) -> None:
@@ -161,7 +166,8 @@ class Check:
         wanted = torch.full((row_blocks * codec.block + 8,), 7.0)
         got = wanted.to(self._device, copy=True)
         reference.accumulate(codec, sources.payload, wanted[4:-4])
-        quantize_cuda.accumulate(self._loader, codec, self._moved(sources), got[4:-4])
+        with launched_by(self._loader, quantize):
+            quantize.accumulate(codec, self._moved(sources), got[4:-4])
         assert torch.equal(got.cpu(), wanted)
 
     def not_finite(self, codec: Codec, dtype: torch.dtype, bad: float, where: int) -> None:
@@ -169,9 +175,9 @@ class Check:
         values = torch.randn(4, codec.block).to(dtype)
         values[1, where % codec.block] = bad
         rows = Rows(codec, 1, 4, self._device)
-        quantize_cuda.encode(
-            self._loader, codec, values.view(-1).to(self._device), rows.payload, values.numel(), 1.0, None, DICE
-        )
+        moved = values.view(-1).to(self._device)
+        with launched_by(self._loader, quantize):
+            quantize.encode(codec, moved, rows.payload, values.numel(), 1.0, None, DICE)
         payload = rows.payload.cpu()
         assert not reference.finite(codec, payload, values.numel())
         decoded = torch.empty(4, codec.block)

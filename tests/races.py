@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from commopt.kernels import sources
 from commopt.kernels.loader import Arguments
+from tests.compare_loaders import Memory
 from tests.emulator import FLAGS, Emulator
-from tests.twins import Memory
 
 _WATCH = Path(__file__).with_name("emulator_races.cpp")
 _BARRIER = "__syncthreads();"

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from commopt.kernels import sparse_cuda
-from commopt.kernels.codec import Carry, Momentum, Velocity
+from commopt.kernels import sparse
+from commopt.kernels import sparse_reference as reference
+from commopt.kernels.codec import ErrorFeedback, Momentum, Velocity
 from commopt.kernels.loader import Loader
-from commopt.kernels.reference import sparse as reference
-from commopt.kernels.sparse_row import SparseRow
+from commopt.kernels.sparse import SparseRow
+from tests.emulator import launched_by
 
 VALUE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -104,7 +105,7 @@ class _Kept:
         old, old_velocity = (_moved(part, device, carrying.old_offset) for part in (old, old_velocity))
         loss_scale = None if carrying.loss_scale is None else torch.tensor(carrying.loss_scale, device=device)
         velocity = None if carrying.momentum is None else Velocity(old_velocity, new_velocity, carrying.momentum)
-        self.carry = Carry(old, new, loss_scale, carrying.decay, velocity)
+        self.carry = ErrorFeedback(old, new, loss_scale, carrying.decay, velocity)
 
 
 class Rows:
@@ -143,7 +144,8 @@ class Check:
         reference.select(row, values, wanted.payload, scale, None if wanted_kept is None else wanted_kept.carry)
         moved = _moved(values, self._device, offset)
         carry = None if got_kept is None else got_kept.carry
-        sparse_cuda.select(self._loader, row, moved, got.payload, scale, carry)
+        with launched_by(self._loader, sparse):
+            sparse.select(row, moved, got.payload, scale, carry)
         assert torch.equal(moved.cpu().nan_to_num(), values.nan_to_num())
         for number in range(rows):
             payload = got.payload[number].cpu()
@@ -162,7 +164,8 @@ class Check:
         wanted = torch.full((numel + 9,), 7.0, dtype=dtype)
         got = wanted.to(self._device, copy=True)
         reference.scatter(row, sources.payload, wanted[offset:][:numel])
-        sparse_cuda.scatter(self._loader, row, self._payload(sources, row), got[offset:][:numel])
+        with launched_by(self._loader, sparse):
+            sparse.scatter(row, self._payload(sources, row), got[offset:][:numel])
         assert torch.equal(got.cpu(), wanted)
 
     def accumulate(self, row: SparseRow, peers: int) -> None:
@@ -171,7 +174,8 @@ class Check:
         wanted = torch.full((row.chunk_numel + 8,), 7.0)
         got = wanted.to(self._device, copy=True)
         reference.accumulate(row, sources.payload, wanted[4:-4])
-        sparse_cuda.accumulate(self._loader, row, self._payload(sources, row), got[4:-4])
+        with launched_by(self._loader, sparse):
+            sparse.accumulate(row, self._payload(sources, row), got[4:-4])
         assert torch.equal(got.cpu(), wanted)
 
     def _payload(self, rows: Rows, row: SparseRow) -> Tensor:

@@ -39,6 +39,7 @@ LAYERS = (
     "commopt.recording",
     "commopt.brief",
     "commopt.cluster",
+    "commopt.display",
     "commopt.command_line",
     "commopt.document",
     "commopt.errors",
@@ -46,18 +47,20 @@ LAYERS = (
     "topology.__main__",
     "topology.fabric",
     "topology.files",
-    "topology.show",
-    "topology.live",
-    "topology.nvidia_smi",
-    "topology.nccl_xml",
-    "topology.facts",
+    "topology.picture",
+    "topology.layout",
+    "topology.text",
+    "topology.machine",
+    "topology.sysfs",
+    "topology.matrix",
+    "topology.matrix_lines",
+    "topology.xml_reader",
+    "topology.xml_writer",
+    "topology.xml_elements",
+    "topology.queries",
     "topology.cluster",
-    "topology.host",
     "topology.model",
     "topology.kernel_files",
-    "topology.busid",
-    "topology.pci_class",
-    "topology.errors",
 )
 FRONT_DOORS = ["commopt", "commopt.doctor", "topology"]
 
@@ -110,7 +113,7 @@ def test_an_upward_import_would_be_noticed() -> None:
     assert violations("commopt.groups.team", {"commopt.lanes.base"}) == ["commopt.lanes.base"]
     assert violations("commopt.errors", {"commopt.__main__"}) == ["commopt.__main__"]
     assert violations("commopt.errors", {"commopt"}) == ["commopt"]
-    assert violations("topology.host", {"commopt.errors"}) == ["commopt.errors"]
+    assert violations("topology.cluster", {"commopt.errors"}) == ["commopt.errors"]
 
 
 def test_topology_needs_the_standard_library_only() -> None:

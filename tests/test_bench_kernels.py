@@ -26,7 +26,7 @@ from bench.kernels.report import Measurement, Missing, print_table
 from commopt.compress import Quantize
 from commopt.kernels import lowrank, pack, quantize, sparse, unpack
 from commopt.kernels.codec import Dice
-from commopt.kernels.sparse_row import SparseRow
+from commopt.kernels.sparse import SparseRow
 from commopt.simulate.models import Model, Parameter, gpt2, resnet50
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from commopt.compress import COMPRESSORS, DGC, Carry, Cast, Compressor, Dice, Exact, OneBit, Quantize
+from commopt.compress import COMPRESSORS, DGC, Cast, Compressor, Dice, ErrorFeedback, Exact, OneBit, Quantize
 from commopt.compress.blockwise import Blockwise
 from commopt.errors import ConfigurationError, UnsupportedTensorError
 from commopt.kernels import quantize
@@ -40,9 +40,9 @@ def same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-def carry_of(numel: int, loss_scale: float | None = None, decay: float = 1.0) -> Carry:
+def carry_of(numel: int, loss_scale: float | None = None, decay: float = 1.0) -> ErrorFeedback:
     scale = None if loss_scale is None else torch.tensor(loss_scale)
-    return Carry(some(numel, seed=1) / 8, torch.full((numel,), 55.0), scale, decay)
+    return ErrorFeedback(some(numel, seed=1) / 8, torch.full((numel,), 55.0), scale, decay)
 
 
 # ------------------------------------------------------------------------------------------- rows
@@ -120,7 +120,7 @@ def test_dtypes(compressor: Compressor, dtype: torch.dtype) -> None:
 @every
 def test_nothing(compressor: Compressor) -> None:
     empty = torch.empty(0)
-    made = encode(compressor, empty, rows=2, carry=Carry(empty, empty.clone()))
+    made = encode(compressor, empty, rows=2, carry=ErrorFeedback(empty, empty.clone()))
     assert made.payload.shape == (2, 0)
     assert compressor.finite(made.payload, made.chunk_numel)
     compressor.accumulate(made.payload, empty)
@@ -337,12 +337,19 @@ WIDE = torch.empty(2, 2 * NBYTES + 8, dtype=torch.uint8)
         (torch.ones(64)[::2], ROW, 512, None, ConfigurationError, "must be 1-D and contiguous"),
         (VALUES.int(), ROW, 512, None, UnsupportedTensorError, "values are torch.int32"),
         (VALUES.to("meta"), ROW, 512, None, ConfigurationError, "values are on meta and payload on cpu"),
-        (VALUES, ROW, 512, Carry(VALUES[1:], VALUES), ConfigurationError, r"carry's old is torch.float32 \(511,\)"),
-        (VALUES, ROW, 512, Carry(VALUES, VALUES.half()), ConfigurationError, "carry's new is torch.float16"),
+        (
+            VALUES,
+            ROW,
+            512,
+            ErrorFeedback(VALUES[1:], VALUES),
+            ConfigurationError,
+            r"carry's old is torch.float32 \(511,\)",
+        ),
+        (VALUES, ROW, 512, ErrorFeedback(VALUES, VALUES.half()), ConfigurationError, "carry's new is torch.float16"),
     ],
 )
 def test_bad_arguments(
-    values: Tensor, payload: Tensor, chunk_numel: int, carry: Carry | None, error: type[Exception], message: str
+    values: Tensor, payload: Tensor, chunk_numel: int, carry: ErrorFeedback | None, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
         quantize.encode(CODEC, values, payload, chunk_numel, 1.0, carry, Dice())

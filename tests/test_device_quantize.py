@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from commopt.kernels.codec import Codec
-from commopt.kernels.reference import philox
+from commopt.kernels.quantize_reference import uniform
 from tests.emulator import Emulator
 from tests.quantize_cases import (
     DICE,
@@ -107,4 +107,4 @@ def test_philox_counts_past_32_bits(emulator: Emulator) -> None:
             *(ctypes.c_ulonglong(DICE.seed), ctypes.c_uint(DICE.step), ctypes.c_uint(DICE.stream)),
             *(ctypes.c_ulonglong(element), ctypes.c_void_p(got.data_ptr())),
         )
-        assert torch.equal(got, philox.uniform(element, 4, DICE, got.device))
+        assert torch.equal(got, uniform(element, 4, DICE, got.device))

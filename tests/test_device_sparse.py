@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from commopt.kernels import sparse
-from commopt.kernels.codec import Carry, Momentum
-from commopt.kernels.sparse_row import SparseRow
+from commopt.kernels.codec import ErrorFeedback, Momentum
+from commopt.kernels.sparse import SparseRow
 from tests.emulator import Emulator
 from tests.sparse_cases import (
     CAPACITY,
@@ -179,7 +179,7 @@ def test_wrapper_hands_everything_on(emulator: Emulator, monkeypatch: pytest.Mon
         monkeypatch.setattr(sparse, "_loader", lambda *_, loader=loader: loader)
         payload = torch.empty(2, row.nbytes, dtype=torch.uint8)
         new, decoded, total = torch.empty(1400), torch.empty(1400), torch.empty(700)
-        sparse.select(row, values, payload, 0.5, Carry(old, new))
+        sparse.select(row, values, payload, 0.5, ErrorFeedback(old, new))
         sparse.scatter(row, payload, decoded)
         sparse.accumulate(row, payload, total)
         results.append((payload, new, decoded, total))

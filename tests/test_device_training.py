@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from commopt.kernels import lowrank, quantize, sources, sparse
+from commopt.kernels.codec import DTYPES
 from commopt.kernels.loader import Arguments
-from commopt.kernels.quantize_cuda import DTYPES
 from tests.emulator import Emulator
 from tests.gpu_training import Learner, kept
 from tests.ranks import run

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import commopt
 from commopt import DGC, Aggregator, Compressed, ConfigurationError, Feedback, Hierarchical
-from commopt.compress import Carry
+from commopt.compress import ErrorFeedback
 from tests.catalogue import LAYOUTS
 from tests.chosen import Chooser, Trace, kept, threads
 from tests.feedback_training import Training, Vectors, momentum_of, total
@@ -162,7 +162,7 @@ def test_what_is_not_sent_is_kept_bit_by_bit(dtype: torch.dtype) -> None:
     """Of what is sent the residual keeps the rounding."""
     compressor = DGC(0.03, value_dtype=dtype)
     values, old = random_values(9001), random_values(9001, 1)
-    carry = Carry(old, torch.full((9001,), 55.0))
+    carry = ErrorFeedback(old, torch.full((9001,), 55.0))
     made = encode(compressor, values, carry=carry)
     p = values + old
     assert slow_read(compressor, made.payload[0], 9001)[0] == selection(p, ceil(0.03 * 9001))
@@ -180,7 +180,7 @@ def test_no_threshold_hides_what_is_not_finite(bad: float, where: str, place: in
     values, old = random_values(10_000), torch.zeros(10_000)
     clean = encode(compressor, values, rows=2)
     (values if where == "value" else old)[place] = bad
-    carry = Carry(old, torch.empty(10_000))
+    carry = ErrorFeedback(old, torch.empty(10_000))
     made = encode(compressor, values, rows=2, carry=carry)
     spoiled = place // made.chunk_numel
     assert not compressor.finite(made.payload, made.chunk_numel)
@@ -222,7 +222,7 @@ def test_selection_is_faster_than_sorting(kind: str) -> None:
     """A million elements, of which one in a hundred is sent."""
     compressor, values = DGC(0.01), VALUES[kind](1_000_000)
     payload = torch.empty(1, compressor.payload_nbytes(values.numel()), dtype=torch.uint8)
-    carry = Carry(torch.zeros_like(values), torch.empty_like(values))
+    carry = ErrorFeedback(torch.zeros_like(values), torch.empty_like(values))
     with threads(1):
         ours = seconds(lambda: compressor.compress(values, payload, values.numel(), 1.0, carry))
         sorting = seconds(lambda: values.abs().sort())

@@ -23,7 +23,7 @@ from commopt.doctor.nodes.gather import gather
 from commopt.doctor.nodes.reach import Offer, Target, Unreached, listener, own_offers, peers_of, unreached
 from commopt.errors import MismatchError
 from tests.doctor_machine import look, rdma_server, tcp_server
-from topology.host import HostIdentity
+from topology.cluster import HostIdentity
 from topology.model import Gpu, Nic, Topology
 
 GPUS = tuple(Gpu(index, f"0000:{0x19 + index:02x}:00.0", 0, sm=90) for index in range(2))

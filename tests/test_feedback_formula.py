@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from commopt import Communicator, Compressed, Quantize
-from commopt.compress import Carry, Dice
+from commopt.compress import Dice, ErrorFeedback
 from tests.feedback_training import BLOCK, COMPRESSORS
 from tests.ranks import run
 
@@ -33,9 +33,9 @@ def test_residuals_stay_bounded(name: str) -> None:
         news = torch.empty_like(residuals)
         gradients = torch.where(changes, fresh[step % len(fresh)], constant)
         for rank in range(WORKERS):
-            carry, row = Carry(residuals[rank], news[rank]), payloads[rank : rank + 1]
+            carry, row = ErrorFeedback(residuals[rank], news[rank]), payloads[rank : rank + 1]
             compressor.compress(gradients[rank], row, NUMEL, 1 / WORKERS, carry, Dice(rank, step))
-        carry = Carry(residuals[-1], news[-1])
+        carry = ErrorFeedback(residuals[-1], news[-1])
         compressor.recompress(payloads, torch.empty_like(payloads[:1]), NUMEL, NUMEL, carry, Dice(7, step))
         residuals = news
         left = residuals.double().sum(0)

@@ -31,22 +31,17 @@ from commopt.schedule import reducer
 from tests.gpu_training import ON_GPU, every_device, kept, on_ranks
 from tests.hook_training import (
     SMALL_BUCKET,
-    STEPS,
     Tower,
     assert_identical,
     batch_of,
     digest_of,
     loss_of,
     seeded,
-    train,
 )
-from tests.plan_changes import plan_of
 from tests.ranks import Nodes, run
 
 WARM_UP = {"cpu": 4, "cuda": 11}  # steps that torch's notes on CUDA graphs ask for
 REPLAYS = 4
-NAMES = [name for name, _ in reversed(list(Tower().named_parameters()))]
-MERGED = " in few messages"
 
 # ------------------------------------------------------------------------------------- which steps differ
 
@@ -54,7 +49,7 @@ BFLOAT16 = Feedback(dtype=torch.bfloat16)
 ONE_NODE, LONE_RANKS, BOTH_LEVELS = TeamShape.of((4,)), TeamShape.of((1, 1)), TeamShape.of((2, 2))
 REPEATABLE: list[tuple[Aggregator, int]] = [
     (Flat(), 0),
-    (Hierarchical(chunks=3), 0),
+    (Hierarchical(), 0),
     (Hierarchical(Compressed(Quantize(4))), 0),
     (Compressed(Quantize(8), feedback=None), 0),
     (Compressed(OneBit(start_step=5)), 6),
@@ -230,28 +225,6 @@ def test_no_average_is_begun_in_a_step_that_is_refused(unseen: str) -> None:
     assert_identical([digest for _, digest in results])
 
 
-def refuse(self: Aggregator, step: int, team: TeamShape) -> None:
-    raise ConfigurationError(f"{self} is refused in step {step}")
-
-
-def follow_a_plan(rank: int, world_size: int) -> str:
-    """Follow a plan that goes by another strategy than the user's."""
-    ddp = TorchDDP(seeded(Tower))
-    commopt.attach(ddp, "hierarchical", plan=plan_of(NAMES[:6], NAMES[6:]))
-    train(ddp, rank, world_size, Hierarchical())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reducer, "is_capturing", lambda: True)
-        patch.setattr(Hierarchical, "check_capture", lambda self, step, team: None)
-        patch.setattr(Flat, "check_capture", refuse)
-        with pytest.raises(ConfigurationError) as refused:
-            ddp(*batch_of(rank, 0))
-    return str(refused.value)
-
-
-def test_what_a_plan_averages_by_is_asked() -> None:
-    assert run(follow_a_plan, 4, nodes=(2, 2)) == [f"Flat() is refused in step {STEPS}"] * 4
-
-
 # ------------------------------------------------------------------------------------- what stays at its address
 
 
@@ -288,9 +261,7 @@ class Loop:
         self.rank, self.device = rank, device
         self.module = seeded(Tower).to(device)
         self.ddp = TorchDDP(self.module, **SMALL_BUCKET)
-        name = strategy.removesuffix(MERGED)
-        few = plan_of(NAMES[:6], NAMES[6:], strategy=repr(commopt.build_preset(name)))
-        self.state = commopt.attach(self.ddp, name, plan="adaptive" if name == strategy else few)
+        self.state = commopt.attach(self.ddp, strategy, plan="adaptive")
         self.state.freeze()
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.01, momentum=0.9)
         self.inputs = torch.empty_like(batch_of(rank, 0)[0], device=device)
@@ -354,9 +325,9 @@ def replay_as_eagerly(rank: int, world_size: int, device: str, strategies: list[
 
 POWERSGD = "powersgd"
 REPLAYED: dict[str, tuple[list[str], int, Nodes | None]] = {
-    "flat": (["flat", f"flat{MERGED}", "quantized:bits=4", "onebit", "dgc:density=0.05", POWERSGD], 2, None),
+    "flat": (["flat", "quantized:bits=4", "onebit", "dgc:density=0.05", POWERSGD], 2, None),
     "on nodes": (
-        ["hierarchical", f"hierarchical{MERGED}", "hierarchical_quantized", f"hierarchical_{POWERSGD}"],
+        ["hierarchical", "hierarchical_quantized", f"hierarchical_{POWERSGD}"],
         4,
         (2, 2),
     ),

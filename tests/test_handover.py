@@ -15,7 +15,7 @@ from torch import Tensor
 
 from commopt import DGC, Aggregator, Compressed, Flat, Hierarchical, Layout, PowerSGD
 from commopt.aggregate.leftovers import hand_over, scale_and_add
-from commopt.compress import Carry
+from commopt.compress import ErrorFeedback
 from commopt.feedback import Account, Feedback, Ledger
 from commopt.feedback.factors import Kept
 from commopt.groups import Team
@@ -380,7 +380,7 @@ def test_what_is_exact_adds_the_leftover_to_what_lies_in_parts(dtype: torch.dtyp
 
 def test_float64_keeps_its_digits() -> None:
     values, target = torch.full((1,), 1 + 2.0**-40, dtype=torch.float64), torch.empty(1, dtype=torch.float64)
-    scale_and_add(values, target, 0.5, Carry(torch.ones(1), torch.empty(1)))
+    scale_and_add(values, target, 0.5, ErrorFeedback(torch.ones(1), torch.empty(1)))
     assert target.item() == 1.5 + 2.0**-41
 
 

@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from commopt.errors import ConfigurationError, UnsupportedTensorError
-from commopt.kernels import loader, pack, reference, sources, unpack
+from commopt.kernels import loader, pack, sources, unpack
+from commopt.kernels.pack import pack_with_torch, unpack_with_torch
 from commopt.version import __version__
 from tests.emulator import Emulator
 
@@ -461,7 +462,7 @@ class TestGpu:
     def test_values(self, source: torch.dtype, target: torch.dtype, scale: float) -> None:
         values = awkward(source)
         expected = torch.empty(values.numel(), dtype=target)
-        reference.pack([values], expected, scale)
+        pack_with_torch([values], expected, scale)
         flat = torch.empty_like(expected, device="cuda")
         pack([piece.cuda() for piece in values.split(4099)], flat, scale)
         assert_same(flat.cpu(), expected)
@@ -475,7 +476,7 @@ class TestGpu:
         flat = arena[offset : offset + numel]
         pack(tensors, flat, scale)
         expected = torch.empty(numel, dtype=target)
-        reference.pack([tensor.cpu() for tensor in tensors], expected, scale)
+        pack_with_torch([tensor.cpu() for tensor in tensors], expected, scale)
         assert_same(flat.cpu(), expected)
         assert (arena[:offset] == 7).all()
         assert (arena[offset + numel :] == 7).all()
@@ -483,7 +484,7 @@ class TestGpu:
         outputs = [torch.zeros_like(tensor) for tensor in tensors]
         wanted = [torch.zeros_like(tensor, device="cpu") for tensor in tensors]
         unpack(flat, outputs, scale)
-        reference.unpack(flat.cpu(), wanted, scale)
+        unpack_with_torch(flat.cpu(), wanted, scale)
         for output, want in zip(outputs, wanted, strict=True):
             assert_same(output.cpu(), want)
 

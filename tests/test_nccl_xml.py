@@ -8,13 +8,21 @@ from pathlib import Path
 import pytest
 
 from tests.nccl_xml_machines import rail_machine
-from topology.busid import normalise_busid
-from topology.errors import TopologyError, shown
-from topology.facts.nics import node_nic_gbps
-from topology.facts.nvlink import links_per_gpu, nvlink_kind
-from topology.facts.paths import gpu_distance, nearest_nics
-from topology.model import Cpu, Distance, Gpu, Nic, NvLinks, PciDevice, PciLink, Topology
-from topology.nccl_xml.reader import read_nccl_xml
+from topology.model import (
+    Cpu,
+    Distance,
+    Gpu,
+    Nic,
+    NvLinks,
+    PciDevice,
+    PciLink,
+    Topology,
+    TopologyError,
+    normalise_busid,
+    shown,
+)
+from topology.queries import gpu_distance, links_per_gpu, nearest_nics, node_nic_gbps, nvlink_kind
+from topology.xml_reader import read_nccl_xml
 
 FIXTURES = Path(__file__).parent / "topologies"
 

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from tests.nccl_xml_machines import machines
-from topology.errors import TopologyError
-from topology.model import Cpu, Gpu, Nic, NvLinks, PciDevice, PciLink, Topology
-from topology.nccl_xml.reader import read_nccl_xml
-from topology.nccl_xml.writer import write_nccl_xml
+from topology.model import Cpu, Gpu, Nic, NvLinks, PciDevice, PciLink, Topology, TopologyError
+from topology.xml_reader import read_nccl_xml
+from topology.xml_writer import write_nccl_xml
 
 FIXTURES = Path(__file__).parent / "topologies"
 XML_FILES = sorted(path.name for path in FIXTURES.glob("*.xml"))

@@ -10,11 +10,17 @@ from itertools import combinations
 import pytest
 
 from tests.matrices import CUBE_MESH, all_pairs, matrix, wired
-from topology.facts.bandwidth import peer_bandwidth_gbps
-from topology.facts.nvlink import NvlinkKind, direct_links, links_between, links_per_gpu, nvlink_kind
-from topology.facts.rings import rings
+from topology.matrix import read_matrix
 from topology.model import Distance, Gpu, NvLinks, PciDevice, PciLink, Topology
-from topology.nvidia_smi.reader import read_matrix
+from topology.queries import (
+    NvlinkKind,
+    direct_links,
+    links_between,
+    links_per_gpu,
+    nvlink_kind,
+    peer_bandwidth_gbps,
+    rings,
+)
 
 Links = dict[tuple[int, int], int]
 

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 
 from tests.machines import plain, server
-from topology.facts.nvlink import nvlink_kind
-from topology.facts.paths import gpu_distance
-from topology.live.nvml import add_nvml
-from topology.live.sysfs import read_sysfs
+from topology.machine import add_nvml
 from topology.model import Distance, NvLinks
+from topology.queries import gpu_distance, nvlink_kind
+from topology.sysfs import read_sysfs
 
 MASKED = "FFFFFFF:FF:FF.0"  # an NVSwitch that a virtual machine hides
 

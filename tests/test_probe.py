@@ -173,7 +173,7 @@ def test_disturbed_is_what_takes_clearly_longer_than_more_bytes() -> None:
 
 
 def test_what_a_clock_cannot_see_takes_more_than_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("commopt.recording.clock.perf_counter_ns", lambda: 7)
+    monkeypatch.setattr("commopt.recording.recorder.perf_counter_ns", lambda: 7)
     assert AloneTimer(torch.device("cpu")).time(lambda: lambda: None, Repeats(1, 3)).time_us == 0.1
 
 

@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 
 from commopt.cost import Curve, Header, LinkKey, Links, Segment, WorkKey
+from commopt.display import require_drawable
 from commopt.errors import ConfigurationError
 from commopt.probe import Settings, Survey, picture, report
 from commopt.probe.header import command_line
@@ -18,7 +19,6 @@ from commopt.probe.linerate import Network, line_rate_gbps, node_factor, node_gb
 from commopt.probe.operations import COLLECTIVES
 from commopt.probe.progress import shown
 from commopt.probe.settings import PARTS
-from commopt.timeline.drawable import require_drawable
 from topology import Cluster
 
 MIB = 2**20

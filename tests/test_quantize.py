@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from commopt.compress import Carry, Dice, OneBit, Quantize
+from commopt.compress import Dice, ErrorFeedback, OneBit, Quantize
 from commopt.compress.blockwise import Blockwise
 from examples.train_gpt import GPT, load_corpus, windows_at
 from tests.payloads import decode, encode, relative_error, round_trip, slow_codes, slow_scales
@@ -169,7 +169,7 @@ def test_zero_and_tiny_blocks_stay_in_the_residual(compressor: Blockwise) -> Non
     values[2] = 1e-45
     values[3] = -(2.0**-100) * (1 - EPS)
     values[4] = 2.0**-100
-    carry = Carry(torch.zeros(5 * 512), torch.full((5 * 512,), 3.0))
+    carry = ErrorFeedback(torch.zeros(5 * 512), torch.full((5 * 512,), 3.0))
     made = encode(compressor, values.view(-1), carry=carry)
     decoded = decode(compressor, made, values.numel()).view(5, 512)
     assert not decoded[:4].any()

@@ -15,10 +15,10 @@ import torch
 
 from bench.gpu import every_kernel
 from commopt.kernels import sources
+from tests.compare_loaders import Memory
 from tests.emulator import Emulator, on_the_cpu
 from tests.races import Barrier, WatchedEmulator, barriers
 from tests.ranks import run
-from tests.twins import Memory
 
 CPU = torch.device("cpu")
 WORLD_SIZE = 2
@@ -139,59 +139,3 @@ def test_what_is_wrong_is_found(folder: Path, tmp_path: Path, edit: str) -> None
     own = shutil.copytree(folder, tmp_path / "own", ignore=shutil.ignore_patterns(f"{arguments[0]}.*"))
     (found,) = run(edited, 1, own, *arguments, timeout_s=TIMEOUT_S)
     assert found.startswith(message)
-
-
-# ------------------------------------------------------------------------------ what is ordered, and what is not
-
-_ID = "const unsigned id = blockIdx.x * 64 + threadIdx.x; "
-_SHARED = f"{_ID} __shared__ unsigned v[64]; "
-_WRITTEN = f"{_SHARED} v[threadIdx.x] = 1; "
-CASES = {  # body, of 2 blocks of 64 threads with 128 elements, and what is to be found
-    "block_barrier": (_WRITTEN + "__syncthreads(); out[id] = v[threadIdx.x ^ 32];", ""),
-    "no_block_barrier": (_WRITTEN + "out[id] = v[threadIdx.x ^ 32];", "read after a write"),
-    "warp_barrier": (_WRITTEN + "__syncwarp(); out[id] = v[threadIdx.x ^ 1];", ""),
-    "warp_barrier_alone": (_WRITTEN + "__syncwarp(); out[id] = v[threadIdx.x ^ 32];", "read after a write"),
-    "shuffle": (_WRITTEN + "__shfl_sync(~0u, 1u, 0); out[id] = v[threadIdx.x ^ 1];", "read after a write"),
-    "read_by_all": (_WRITTEN + "__syncthreads(); out[id] = v[0]; if (id % 64 == 63) v[0] = 2;", "write after a read"),
-    "read_by_one": (_WRITTEN + "__syncthreads(); if (id % 64 == 63) { out[id] = v[0]; v[0] = 2; }", ""),
-    "unwritten": (_SHARED + "if (id % 2 == 0) v[id % 64] = 1; out[id] = v[id % 64];", "has not written"),
-    "of_last_block": (_SHARED + "if (id < 64) v[id % 64] = 1; out[id] = v[id % 64];", "has not written"),
-    "blocks_write": ("out[threadIdx.x] = 1;", "write after a write"),
-    "blocks_read": (_ID + "if (id % 64 == 0) out[id] = out[64 - id];", "after a"),
-    "blocks_add": ("atomicAdd(&out[0], 1u);", ""),
-    "add_and_read": (_ID + "atomicAdd(&out[0], 1u); if (id == 1) out[1] = out[0];", "read after an atomic add"),
-    "behind": (_ID + "out[id + 1] = 1;", "write out of bounds"),
-    "before": (_ID + "out[127] = out[id - 1];", "read out of bounds"),
-    "behind_shared": ("__shared__ unsigned v[64]; v[threadIdx.x + 1] = 1; out[0] = v[1];", "out_of_bounds"),
-    "misaligned": ("*reinterpret_cast<unsigned*>(reinterpret_cast<char*>(out) + 2) = 1;", "misaligned"),
-    "divergent": (_WRITTEN + "if (id == 0) __syncthreads(); out[id] = 1;", "divergent"),
-}
-
-
-def watch_cases(rank: int, world_size: int, folder: Path) -> dict[str, list[str]]:
-    """Launch every case twice; return what is found."""
-    found = {}
-    with patch.object(sources, "directory", lambda: folder), Memory("cpu") as memory:
-        sources.file_of_kernel.cache_clear()
-        try:
-            emulator, out = WatchedEmulator(folder, memory), torch.zeros(128, dtype=torch.int32)
-            for case in CASES:
-                emulator.found = []
-                for _ in range(2):
-                    emulator.launch(f"case_{case}", 2, 64, 0, (out.data_ptr(),))
-                found[case] = emulator.found
-        finally:
-            sources.file_of_kernel.cache_clear()
-    return found
-
-
-def test_what_is_ordered(tmp_path: Path) -> None:
-    entry = 'extern "C" __global__ void case_{}(unsigned* out) {{ {} }}\n'
-    kernels = "".join(entry.format(case, body) for case, (body, _) in CASES.items())
-    (tmp_path / "cases.cuh").write_text(kernels)
-    (found,) = run(watch_cases, 1, tmp_path, timeout_s=TIMEOUT_S)
-    for case, (_, wanted) in CASES.items():
-        if wanted:
-            assert any(wanted in each for each in found[case]), f"{case}: {found[case]}"
-        else:
-            assert found[case] == [], case

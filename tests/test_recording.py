@@ -33,7 +33,6 @@ class Ticks:
 @pytest.fixture
 def ticks(monkeypatch: pytest.MonkeyPatch) -> Ticks:
     ticks = Ticks()
-    monkeypatch.setattr("commopt.recording.clock.perf_counter_ns", ticks)
     monkeypatch.setattr("commopt.recording.recorder.perf_counter_ns", ticks)
     return ticks
 
@@ -125,6 +124,18 @@ def test_steps_are_alike_that_have_the_same_buckets_and_messages() -> None:
         assert other.layout != step.layout
 
 
+def begin(told: Recorder, step: int) -> Message | None:
+    """Begin a step of one bucket, whose backward ends and whose message is queued."""
+    told.begin_step(step, CPU)
+    told.bucket(0, "a", 1)
+    told.compute_ends()
+    return told.message([0], "a", 1)
+
+
+def numbers_of(told: Recorder) -> list[int]:
+    return [step.step for step in told.steps()]
+
+
 def test_nothing_is_recorded_while_off() -> None:
     off = Recorder()
     record(off, 0)
@@ -138,10 +149,7 @@ def test_what_happens_while_off_is_no_part_of_what_is_recorded_before_or_after()
     told.enabled = False
     record(told, 1, buckets=5)
     told.enabled = True
-    told.begin_step(2, CPU)
-    told.bucket(0, "a", 1)
-    told.compute_ends()
-    work(told.message([0], "a", 1))
+    work(begin(told, 2))
     before, after = told.steps()
     assert (before.step, len(before.buckets), len(before.messages)) == (0, 2, 2)
     assert (after.step, after.forward_us) == (2, None)
@@ -149,76 +157,54 @@ def test_what_happens_while_off_is_no_part_of_what_is_recorded_before_or_after()
 
 def test_a_message_may_finish_after_the_next_step_began() -> None:
     told = recorder()
-    told.begin_step(0, CPU)
-    told.bucket(0, "a", 1)
-    told.compute_ends()
-    slow = told.message([0], "a", 1)
+    slow = begin(told, 0)
     told.begin_step(1, CPU)
-    assert told.steps() == []
+    assert numbers_of(told) == []
     work(slow)
-    assert [step.step for step in told.steps()] == [0]
+    assert numbers_of(told) == [0]
 
 
-def test_a_step_is_not_complete_while_a_bucket_waits_to_be_sent() -> None:
+def test_a_step_is_complete_when_its_backward_has_ended_and_every_bucket_was_sent() -> None:
     told = recorder()
     told.begin_step(0, CPU)
     told.bucket(0, "a", 1)
     work(told.message([0], "a", 1))
+    assert numbers_of(told) == []
     told.bucket(1, "b", 1)
     told.compute_ends()
-    assert told.steps() == []
+    assert numbers_of(told) == []
     work(told.message([1], "b", 1))
-    assert len(told.steps()) == 1
+    assert numbers_of(told) == [0]
 
 
-def test_a_step_is_not_complete_before_its_backward_is() -> None:
-    told = recorder()
-    told.begin_step(0, CPU)
-    told.bucket(0, "a", 1)
-    work(told.message([0], "a", 1))
-    assert told.steps() == []
-    told.compute_ends()
-    assert len(told.steps()) == 1
-
-
-def test_a_backward_that_raised_is_forgotten() -> None:
+@pytest.mark.parametrize("where", ["backward", "message"])
+def test_a_step_that_raised_is_forgotten(where: str) -> None:
     told = recorder()
     record(told, 0)
-    told.begin_step(1, CPU)
-    told.bucket(0, "a", 1)
-    work(told.message([0], "a", 1))  # and no more of it
+    if where == "backward":
+        told.begin_step(1, CPU)
+        told.bucket(0, "a", 1)
+        work(told.message([0], "a", 1))  # and no more of it
+    else:
+        with pytest.raises(ZeroDivisionError), recording.running(begin(told, 1)):
+            raise ZeroDivisionError
+        assert recording.current() is None
     record(told, 2)
-    assert [step.step for step in told.steps()] == [0, 2]
-
-
-def test_a_message_whose_work_raised_never_finishes() -> None:
-    told = recorder()
-    record(told, 0)
-    told.begin_step(1, CPU)
-    told.bucket(0, "a", 1)
-    told.compute_ends()
-    with pytest.raises(ZeroDivisionError), recording.running(told.message([0], "a", 1)):
-        raise ZeroDivisionError
-    assert recording.current() is None
-    record(told, 2)
-    assert [step.step for step in told.steps()] == [0, 2]
+    assert numbers_of(told) == [0, 2]
 
 
 def test_the_ring_keeps_the_last_steps() -> None:
     told = recorder(keep_steps=3)
     for step in range(10):
         record(told, step)
-    assert [step.step for step in told.steps()] == [7, 8, 9]
+    assert numbers_of(told) == [7, 8, 9]
     for step in range(10, 20):  # backwards that raise take nobody's place
         told.begin_step(step, CPU)
-    assert [step.step for step in told.steps()] == [7, 8, 9]
+    assert numbers_of(told) == [7, 8, 9]
     told.forward_begins()
     told.clear()
     assert told.steps() == []
-    told.begin_step(20, CPU)
-    told.bucket(0, "a", 1)
-    told.compute_ends()
-    work(told.message([0], "a", 1))
+    work(begin(told, 20))
     assert told.steps()[0].forward_us is None
 
 
@@ -236,52 +222,20 @@ def test_of_several_forwards_the_first_counts(ticks: Ticks) -> None:
     assert second.forward_us > first.completed_us
 
 
-def test_a_step_without_a_forward_says_so() -> None:
-    told = recorder()
-    told.begin_step(0, CPU)
-    told.bucket(0, "a", 1)
-    told.compute_ends()
-    work(told.message([0], "a", 1))
-    assert told.steps()[0].forward_us is None
-
-
 def test_the_current_message_belongs_to_a_thread() -> None:
-    told = recorder()
-    told.begin_step(0, CPU)
-    told.bucket(0, "a", 1)
-    told.compute_ends()
-    message = told.message([0], "a", 1)
+    message = begin(recorder(), 0)
     seen: list[Message | None] = []
-
-    def help_out() -> None:
-        seen.append(recording.current())
-        with recording.helping(message), recording.primitive("intra", "reduce", 1):
-            seen.append(recording.current())
-        seen.append(recording.current())
-
-    assert message is not None
     with recording.running(message):
         assert recording.current() is message
-        started = message.started
-        thread = threading.Thread(target=help_out)
+        thread = threading.Thread(target=lambda: seen.append(recording.current()))
         thread.start()
         thread.join()
-        assert message.started == started
-        with recording.helping(Message((0,), "another", 1, perf_counter_ns)):
-            assert recording.current() is not message
-        assert recording.current() is message
-        with recording.running(None), recording.primitive("inter", "all_reduce", 1):
-            pass
-    assert seen == [None, message, None]
-    assert [span.level for span in told.steps()[0].messages[0].spans] == ["intra", "inter"]
+    assert seen == [recording.current()] == [None]
 
 
 def test_collectives_are_in_the_order_in_which_they_began() -> None:
     told = recorder()
-    told.begin_step(0, CPU)
-    told.bucket(0, "a", 1)
-    told.compute_ends()
-    with recording.running(told.message([0], "a", 1)), recording.primitive("inter", "first", 1):
+    with recording.running(begin(told, 0)), recording.primitive("inter", "first", 1):
         with recording.primitive("intra", "second", 1):
             pass
         with recording.primitive("intra", "third", 1):
@@ -290,7 +244,7 @@ def test_collectives_are_in_the_order_in_which_they_began() -> None:
 
 
 def test_a_collective_outside_of_messages_goes_unrecorded() -> None:
-    with recording.primitive("world", "all_reduce", 1), recording.helping(None):
+    with recording.running(None), recording.primitive("world", "all_reduce", 1):
         assert recording.current() is None
 
 
@@ -315,12 +269,8 @@ def bucket_us(told: Recorder, buckets: int = 200) -> float:
 
 
 @pytest.mark.alone
-def test_a_recorded_bucket_costs_less_than_15_us() -> None:
+def test_a_bucket_costs_less_than_15_us_and_next_to_nothing_when_it_is_not_recorded() -> None:
     assert bucket_us(recorder()) < 15
-
-
-@pytest.mark.alone
-def test_a_bucket_that_is_not_recorded_costs_next_to_nothing() -> None:
     assert bucket_us(Recorder()) < 5
 
 

@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.machines import Tree, plain, server
-from topology.facts.paths import gpu_distance, nearest_nics, nic_distance
-from topology.live.machine import VIRTUAL_TOPOLOGY, discover
-from topology.live.sysfs import read_sysfs
+from topology.machine import VIRTUAL_TOPOLOGY, discover
 from topology.model import Distance, Nic, PciLink, Topology
+from topology.queries import gpu_distance, nearest_nics, nic_distance
+from topology.sysfs import read_sysfs
 
 
 def nic(topology: Topology, name: str) -> Nic:

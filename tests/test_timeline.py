@@ -12,10 +12,9 @@ from commopt.errors import ConfigurationError
 from commopt.groups import WireBytes
 from commopt.recording import MessageRecord, Span, StepRecord
 from commopt.timeline import StepTimes, Timeline, TrafficOutside, analyse, report
-from commopt.timeline.intervals import after, before, length, union
-from commopt.timeline.lateness import lateness_us
-from commopt.timeline.report import numbers
-from commopt.timeline.stages import Segment, segments
+from commopt.timeline.analysis import lateness_us
+from commopt.timeline.recordings import Segment, after, before, length, segments, union
+from commopt.timeline.text import numbers
 from tests.timelines import training
 
 MS = 1000.0
@@ -31,7 +30,7 @@ def test_intervals() -> None:
 
 
 def test_a_message_is_cut_into_stages_without_gaps() -> None:
-    spans = (Span("intra", "reduce", 8, 12.0, 20.0), Span("inter", "all_reduce", 8, 18.0, 25.0))
+    spans = (Span("intra", "reduce", 8, 12.0, 18.0), Span("inter", "all_reduce", 8, 18.0, 25.0))
     message = MessageRecord((0,), "a", 8, 9.0, 10.0, 30.0, spans)
     assert segments(message, last_start_us=10.0) == [
         Segment("local", 10.0, 12.0),

@@ -16,9 +16,8 @@ from commopt import recording
 from commopt.groups import Team, WireBytes, join
 from commopt.groups.payload import broadcast_bytes, gather_bytes
 from commopt.recording import Recorder
-from commopt.timeline import Report, Timeline, TrafficOutside, clocks, gather, report
-from commopt.timeline.clocks import measure_offsets, offsets_from
-from commopt.timeline.gather import affordable
+from commopt.timeline import Report, Timeline, TrafficOutside, gather, recordings, report
+from commopt.timeline.recordings import affordable, measure_offsets, offsets_from
 from tests.ranks import run
 from tests.timelines import training
 
@@ -116,7 +115,7 @@ def clock_ahead(rank: int) -> Iterator[None]:
         return time.perf_counter_ns() + rank * AHEAD_S * 1_000_000_000
 
     with ExitStack() as stack:
-        for module in (clocks, recording.clock, recording.recorder):
+        for module in (recordings, recording.recorder):
             stack.enter_context(patch.object(module, "perf_counter_ns", ahead_ns))
         yield
 

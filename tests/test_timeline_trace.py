@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from commopt.recording import MessageRecord, Span
 from commopt.timeline import Timeline, trace, write_trace
 from tests.timelines import training
 
@@ -87,50 +85,10 @@ def crossings(times: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return crossing
 
 
-def with_messages(timeline: Timeline, change: Callable[[MessageRecord], MessageRecord]) -> Timeline:
-    """The same timeline with other messages."""
-    steps = tuple(
-        tuple(replace(record, messages=tuple(map(change, record.messages))) for record in step)
-        for step in timeline.steps
-    )
-    return replace(timeline, steps=steps)
-
-
-def pipelined() -> Timeline:
-    """Two levels at the same time, as a lane with a second thread has them; times with odd fractions."""
-
-    def overlap(message: MessageRecord) -> MessageRecord:
-        begin, end = message.started_us, message.finished_us
-        part = (end - begin) / 7
-        spans = (
-            Span("intra", "reduce_scatter", 8, begin, begin + 2 * part),
-            Span("inter", "all_reduce", 8, begin + part, begin + 4 * part),
-            Span("intra", "reduce_scatter", 8, begin + 2 * part, begin + 5 * part),
-            Span("inter", "all_reduce", 8, begin + 4 * part, end),
-        )
-        return replace(message, spans=spans)
-
-    return with_messages(training(ranks=2, steps=3, jitter_us=333.3), overlap)
-
-
-def overlapping() -> Timeline:
-    """Messages that begin before the one before has ended, the last of a step after the next step has begun."""
-
-    def longer(message: MessageRecord) -> MessageRecord:
-        mark = int(message.started_us)  # to be known again by
-        spans = tuple(replace(span, nbytes=mark, end_us=span.end_us + 1_000) for span in message.spans[:1])
-        times_us = message.queued_us + 200, message.started_us + 200, message.finished_us + 17_000
-        return MessageRecord(message.buckets, message.label, mark, *times_us, spans)
-
-    return with_messages(training(ranks=2, steps=3, jitter_us=333.3, transfer_us=3_000), longer)
-
-
 CASES = {
     "even": training(),
     "jitter": training(ranks=3, jitter_us=777.7, steps=20),
     "late": training(ranks=2, delay_us=lambda step, rank, at: 200 * MS * (rank == at == 1)),
-    "pipelined": pipelined(),
-    "messages at the same time": overlapping(),
     "long uptime": replace(
         CASE := training(jitter_us=777.7),
         steps=tuple(tuple(record.shifted(3.1e12) for record in step) for step in CASE.steps),
@@ -198,30 +156,6 @@ def test_waiting_ends_with_the_message_whatever_the_clocks_say() -> None:
     wrong = tuple((quick, slow.shifted(8 * MS)) for quick, slow in plain.steps)
     waiting = [event for event in trace(replace(plain, steps=wrong))["traceEvents"] if event.get("cat") == "waiting"]
     assert [(event["pid"], event["dur"]) for event in waiting] == [(0, 6 * MS)] * 8
-
-
-def test_collectives_at_the_same_time_get_a_row_of_their_own() -> None:
-    events = trace(pipelined())["traceEvents"]
-    rows = {event["args"]["name"]: event["tid"] for event in events if event["name"] == "thread_name"}
-    assert set(rows) == {"gradients", "lane", "lane (2)", "waiting for the last rank"}
-    slices = [(event["tid"], event["name"]) for event in events if event["ph"] == "X"]
-    second = [name for tid, name in slices if tid == rows["lane (2)"]]
-    # Of each four collectives the second, and the fourth: then the third is still in the first row.
-    assert second == ["inter all_reduce"] * 2 * 4 * 3
-    assert (rows["lane"], "intra reduce_scatter") in slices
-
-
-def test_messages_at_the_same_time_get_rows_with_their_collectives() -> None:
-    events = [event for event in trace(overlapping())["traceEvents"] if event["pid"] == 0]
-    rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert {"lane", "lane (2)", "lane (3)", "gradients", "gradients (2)"} <= set(rows.values())
-    messages = [event for event in events if event.get("cat") == "message"]
-    for message in messages:
-        mark = message["args"]["bytes"]
-        (part,) = (event for event in events if event.get("cat") == "intra" and event["args"]["bytes"] == mark)
-        (arrow,) = (event for event in events if event["ph"] == "f" and event["ts"] == message["ts"])
-        assert part["tid"] == arrow["tid"] == message["tid"]
-    assert len({event["id"] for event in events if event["ph"] == "f"}) == len(messages)
 
 
 def test_no_thread_has_the_number_of_its_process() -> None:

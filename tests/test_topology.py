@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+import topology
 from topology import Cluster, HostIdentity, read_host_identity
 
 
@@ -96,3 +99,20 @@ def test_identity_without_proc_or_launcher_still_names_the_host(tmp_path: Path) 
     identity = read_host_identity({}, root=tmp_path)
     assert identity.hostname
     assert (identity.boot_id, identity.local_rank, identity.nccl_hostid) == ("", None, None)
+
+
+def test_readers_and_pictures_are_loaded_when_they_are_used() -> None:
+    """`import commopt` needs who shares a machine, and nothing else of the topology; nor does it need the timeline."""
+    script = """
+import sys, commopt, topology
+print(sorted(name for name in sys.modules if name.startswith(("topology.", "commopt.timeline."))))
+assert all(getattr(topology, name) for name in topology.__all__)
+assert commopt.Report and commopt.Timeline and commopt.timeline.analyse
+"""
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    assert ran.stdout.split() == ["['topology.cluster']"]
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'discovery'"):
+        topology.discovery  # noqa: B018

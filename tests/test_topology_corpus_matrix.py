@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 
-from topology.errors import TopologyError
-from topology.facts.nvlink import direct_links, links_per_gpu, nvlink_kind
-from topology.facts.paths import nearest_nics
-from topology.facts.rings import rings
 from topology.files import read
+from topology.model import TopologyError
+from topology.queries import direct_links, links_per_gpu, nearest_nics, nvlink_kind, rings
 
 FOLDER = os.environ.get("COMMOPT_TOPOLOGIES")
 INDEX: dict[str, Any] = json.loads((Path(FOLDER) / "INDEX.json").read_text()) if FOLDER else {}

@@ -10,13 +10,10 @@ from typing import Any
 
 import pytest
 
-from topology.errors import TopologyError
-from topology.facts.nics import node_nic_gbps
-from topology.facts.nvlink import direct_links, links_per_gpu, nvlink_kind
-from topology.facts.paths import nearest_nics
-from topology.model import Topology
-from topology.nccl_xml.reader import read_nccl_xml
-from topology.nccl_xml.writer import write_nccl_xml
+from topology.model import Topology, TopologyError
+from topology.queries import direct_links, links_per_gpu, nearest_nics, node_nic_gbps, nvlink_kind
+from topology.xml_reader import read_nccl_xml
+from topology.xml_writer import write_nccl_xml
 
 FOLDER = os.environ.get("COMMOPT_TOPOLOGIES")
 KINDS = {"not_in_file": "unknown", "direct_pairs": "pairs", "direct_full_mesh": "mesh"}

@@ -14,16 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.matrices import CUBE_MESH, LEGEND, all_pairs, matrix, wired
-from topology.errors import TopologyError
-from topology.facts.bandwidth import peer_bandwidth_gbps
-from topology.facts.nvlink import links_per_gpu, nvlink_kind
-from topology.facts.paths import nearest_nics
-from topology.facts.rings import rings
-from topology.model import Topology
-from topology.nccl_xml.reader import read_nccl_xml
-from topology.nccl_xml.writer import write_nccl_xml
-from topology.nvidia_smi.reader import read_matrix
-from topology.show.report import as_json
+from topology.matrix import read_matrix
+from topology.model import Topology, TopologyError
+from topology.queries import links_per_gpu, nearest_nics, nvlink_kind, peer_bandwidth_gbps, rings
+from topology.text import as_json
+from topology.xml_reader import read_nccl_xml
+from topology.xml_writer import write_nccl_xml
 
 # For each of the six tests below; COMMOPT_FUZZ_EXAMPLES=4000 is a thorough run.
 EXAMPLES = int(os.environ.get("COMMOPT_FUZZ_EXAMPLES", "60"))
@@ -38,19 +34,7 @@ MATRICES = [
 ]
 DOCUMENTS = [file.read_text() for file in sorted(FIXTURES.glob("*.xml"))]
 MATRIX_WORDS = ["GPU0", "GPU1", "GPU2", "NIC0", "mlx5_0", "X", "NV1", "NV18", "PIX", "SYS", "NODE", "OK", "0-7", "N/A"]
-MATRIX_WORDS += [
-    "\t",
-    "\n",
-    " ",
-    "#",
-    "CPU Affinity",
-    "NUMA Affinity",
-    "NIC0: mlx5_0",
-    "\x1b[4m",
-    "[0m",
-    "|",
-    "999999999",
-]
+MATRIX_WORDS += ["\t", "\n", " ", "#", "CPU Affinity", "NUMA Affinity", "NIC0: mlx5_0", "\x1b[4m", "[0m", "|", "9" * 9]
 XML_WORDS = ['<system version="1">', "</system>", '<cpu numaid="0">', '<cpu numaid="-1" affinity="ff">', "</cpu>"]
 XML_WORDS += ['<pci busid="0000:01:00.0" class="0x030200">', '<pci busid="x" link_width="16">', "</pci>", "</gpu>"]
 XML_WORDS += ['<gpu dev="0" sm="90" rank="0">', '<nvlink target="0000:02:00.0" count="2" tclass="0x030200"/>', "<nic>"]

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 
 from commopt.recording import BucketRecord, MessageRecord, Span, StepRecord
-from commopt.timeline.gather import Timeline
+from commopt.timeline.recordings import Timeline
 
 
 def training(

@@ -10,16 +10,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from topology.errors import TopologyError
 from topology.files import read
-from topology.live.machine import discover
-from topology.model import Topology
-from topology.nccl_xml.writer import write_nccl_xml
-from topology.show.report import as_json, as_text
-
-_STYLES = {"title": "bold", "node": "bold", "switch": "dim", "gpu": "green", "nic": "cyan", "warning": "yellow"}
+from topology.machine import discover
+from topology.model import Topology, TopologyError
+from topology.text import as_json, as_text
+from topology.xml_writer import write_nccl_xml
 
 _LONGEST = 600
 
@@ -81,14 +78,16 @@ def _run(options: argparse.Namespace) -> None:
         with _writing(options.write_xml):
             Path(options.write_xml).write_text(write_nccl_xml(topology), encoding="utf-8")
     if options.plot:
-        from topology.show.picture import draw
+        from topology.picture import draw
 
         with _writing(options.plot):
             draw(topology, Path(options.plot))
     if options.json:
         print(json.dumps(as_json(topology), indent=2))
     else:
-        _print(topology)
+        if isinstance(sys.stdout, io.TextIOWrapper):  # file names may hold what a terminal's encoding cannot
+            sys.stdout.reconfigure(errors="replace")
+        print(*as_text(topology), sep="\n")
 
 
 @contextmanager
@@ -109,28 +108,6 @@ def _machine(root: Path) -> Topology:
     if not root.is_dir():
         raise TopologyError(f"{root}: is no folder; pass the folder that holds the machine's sys and proc")
     return discover(root)
-
-
-def _print(topology: Topology) -> None:
-    """In colours on a terminal when rich is there; file names and lines may hold what a terminal's encoding cannot."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
-    lines = as_text(topology)
-    console = _console() if sys.stdout.isatty() else None
-    for line in lines:
-        if console is None:
-            print(line.text)
-        else:
-            console.print(line.text, style=_STYLES.get(line.about), markup=False, highlight=False, soft_wrap=True)
-
-
-def _console() -> Any:
-    """rich's console, None without rich."""
-    try:
-        from rich.console import Console
-    except ImportError:
-        return None
-    return Console()
 
 
 if __name__ == "__main__":

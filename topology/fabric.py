@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from topology.cluster import Cluster
-from topology.facts.nics import node_nic_gbps, rail_nics
-from topology.facts.nvlink import nvlink_kind
 from topology.model import Nic, Topology
+from topology.queries import node_nic_gbps, nvlink_kind, rail_nics
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,9 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from topology.errors import TopologyError
-from topology.model import Topology
-from topology.nccl_xml.reader import read_nccl_xml
-from topology.nvidia_smi.reader import read_matrix
+from topology.matrix import read_matrix
+from topology.model import Topology, TopologyError
+from topology.xml_reader import read_nccl_xml
 
 MAX_BYTES = 16 << 20
 

@@ -1,14 +1,26 @@
 """What one machine is made of: frozen facts as a reader found them, None where it could not know.
 
-Readers (nccl_xml, nvidia_smi, live) build a `Topology`; everything that asks about one (paths, nvlink, rings, the
-writer, tree, picture, the doctor) takes nothing else.
+Readers (xml_reader, matrix, machine) build a `Topology`; everything that asks about one (queries, the writer, text,
+picture, the doctor) takes nothing else.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
+
+
+class TopologyError(ValueError):
+    """A file or text that is no topology, or too damaged to be read; the message is one line."""
+
+
+def shown(value: object, limit: int = 60) -> str:
+    """Quote `value` for a message: one printable line of at most about `limit` characters."""
+    text = str(value)
+    return ascii(text if len(text) <= limit else text[: limit - 3] + "...")
 
 
 class Distance(Enum):
@@ -150,3 +162,58 @@ class Topology:
     """Distances that the source states itself, by label ("GPU0", "NIC0"): then no path is worked out from the tree."""
     warnings: tuple[str, ...] = ()
     """What is missing, damaged or ambiguous, a sentence each."""
+
+
+_BUSID = re.compile(r"(?:([0-9a-f]{1,8}):)?([0-9a-f]{1,2}):([0-9a-f]{1,2})(?:\.([0-9a-f]))?", re.ASCII)
+
+
+def normalise_busid(text: str) -> str | None:
+    """Return "dddd:bb:dd.f" in lower case, or None where `text` is no bus id.
+
+    NVML's eight digits of domain become four where they fit ("00000000:0F:00.0"), lspci's missing domain is 0000, and
+    a missing function is 0. Domains that need more digits keep them ("fffffff:ff:ff.0").
+    """
+    match = _BUSID.fullmatch(text.strip().lower())
+    if match is None:
+        return None
+    domain, bus, device, function = match.groups()
+    return f"{int(domain or '0', 16):04x}:{bus:0>2}:{device:0>2}.{function or '0'}"
+
+
+# GPUs of these vendors count; 0 and 0xffff stand for "any" in templates. Others in class 0x03 are a server's VGA chip.
+_GPU_VENDORS = (None, 0x10DE, 0x1002, 0x0000, 0xFFFF)
+
+
+def device_kind(
+    pci_class: int | None, vendor: int | None, inside: Collection[str]
+) -> Literal["switch", "gpu", "nic", "nvswitch", "other"]:
+    """Return what a device is, by its 24-bit class and the tags inside its element, which say more than the class."""
+    if "pci" in inside:
+        return "switch"
+    if "gpu" in inside:
+        return "gpu"
+    if "nic" in inside:
+        return "nic"
+    if pci_class is None:
+        return "other"
+    if pci_class >> 16 == 0x03:
+        return "gpu" if vendor in _GPU_VENDORS else "other"
+    if pci_class >> 16 == 0x02:
+        return "nic"
+    if pci_class == 0x068000:
+        return "nvswitch"
+    return "switch" if pci_class == 0x060400 else "other"
+
+
+def link_layer(pci_class: int | None) -> Literal["InfiniBand"] | None:
+    """Return "InfiniBand" for class 0x0207; class 0x0200 is Ethernet, but also EFA and others, so None."""
+    return "InfiniBand" if pci_class is not None and pci_class >> 8 == 0x0207 else None
+
+
+def nvlink_target(target_class: int | None) -> Literal["gpu", "switch", "cpu", "unknown"]:
+    """Return what is at the other end of an NVLink, by the PCI class there."""
+    if target_class == 0x068001:
+        return "cpu"  # IBM's bridge into a POWER9
+    if target_class == 0x068000:
+        return "switch"
+    return "gpu" if target_class is not None and target_class >> 16 == 0x03 else "unknown"

@@ -22,9 +22,9 @@ from torch import Tensor
 from commopt.command_line import Parser
 from commopt.errors import ConfigurationError
 from commopt.kernels import lowrank, pack, quantize, sources, sparse, unpack
-from commopt.kernels.codec import Carry, Codec, CodecName, Dice, Momentum, Velocity
+from commopt.kernels.codec import Codec, CodecName, Dice, ErrorFeedback, Momentum, Velocity
 from commopt.kernels.loader import VARIABLE, loader_for
-from commopt.kernels.sparse_row import BLOCK, SparseRow
+from commopt.kernels.sparse import BLOCK, SparseRow
 
 Call = Callable[[], object]
 
@@ -119,9 +119,9 @@ def _rows(nbytes: int, device: torch.device, count: int) -> Tensor:
     return torch.zeros(count, nbytes, dtype=torch.uint8, device=device)
 
 
-def _carry(numel: int, device: torch.device) -> Carry:
+def _carry(numel: int, device: torch.device) -> ErrorFeedback:
     loss_scale = torch.tensor(1024.0, device=device)
-    return Carry(_random(numel, device), torch.empty(numel, device=device), loss_scale, 0.9)
+    return ErrorFeedback(_random(numel, device), torch.empty(numel, device=device), loss_scale, 0.9)
 
 
 def launched(name: str, device: torch.device) -> set[str]:

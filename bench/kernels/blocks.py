@@ -13,7 +13,8 @@ from bench.kernels.asked import Asked, of_copy
 from bench.kernels.case import SCALE, Case, rows
 from bench.kernels.family import Family, Setting
 from commopt.compress import Quantize
-from commopt.kernels import quantize, reference
+from commopt.kernels import quantize
+from commopt.kernels import quantize_reference as reference
 from commopt.kernels.codec import Codec, Dice
 
 _INT8 = Quantize(8).codec

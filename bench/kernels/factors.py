@@ -13,7 +13,7 @@ from bench.kernels.asked import microseconds
 from bench.kernels.case import Case, Contender
 from bench.kernels.family import Family, Setting
 from commopt.kernels import lowrank
-from commopt.kernels.reference import lowrank as reference
+from commopt.kernels import lowrank_reference as reference
 
 _MATRIX_RANK = 4
 _COUNT, _ROWS = 50, 2048

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bench.kernels.case import Case
-from commopt.kernels.codec import Carry
+from commopt.kernels.codec import ErrorFeedback
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class Setting:
         return self.random(self.numel)
 
     @cached_property
-    def carry(self) -> Carry:
+    def carry(self) -> ErrorFeedback:
         """A residual for it, smaller than it is."""
-        return Carry(self.random(self.numel) / 8, torch.empty(self.numel, device=self.device))
+        return ErrorFeedback(self.random(self.numel) / 8, torch.empty(self.numel, device=self.device))
 
     def random(self, *shape: int) -> Tensor:
         """Return normal values, float32, the next ones of this setting."""

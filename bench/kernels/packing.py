@@ -10,7 +10,8 @@ from torch import Tensor
 from bench.kernels.asked import of_copy
 from bench.kernels.case import SCALE, Case
 from bench.kernels.family import Family, Setting
-from commopt.kernels import pack, reference, unpack
+from commopt.kernels import pack, unpack
+from commopt.kernels.pack import pack_with_torch, unpack_with_torch
 from commopt.simulate.models import Model
 
 _NAMES = ("pack", "unpack")
@@ -39,7 +40,7 @@ def _cases(tensors: list[Tensor], title: str) -> Iterator[Case]:
     numel, every, asked = sum(tensor.numel() for tensor in tensors), tuple(tensors), (of_copy(_LEAST_OF_COPY),)
     for dtype in (torch.float32, torch.bfloat16):
         flat = torch.empty(numel, dtype=dtype, device=tensors[0].device)
-        reference.pack(tensors, flat)
+        pack_with_torch(tensors, flat)
         variant = f"{title}, float32 and {str(dtype).removeprefix('torch.')}"
-        yield Case("pack", variant, pack, reference.pack, (tensors, flat, SCALE), every, (flat,), asked=asked)
-        yield Case("unpack", variant, unpack, reference.unpack, (flat, tensors, SCALE), (flat,), every, asked=asked)
+        yield Case("pack", variant, pack, pack_with_torch, (tensors, flat, SCALE), every, (flat,), asked=asked)
+        yield Case("unpack", variant, unpack, unpack_with_torch, (flat, tensors, SCALE), (flat,), every, asked=asked)

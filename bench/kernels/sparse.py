@@ -13,9 +13,9 @@ from bench.kernels.asked import times_copy_of, times_faster
 from bench.kernels.case import SCALE, Case, Contender, rows
 from bench.kernels.family import Family, Setting
 from commopt.kernels import sparse
-from commopt.kernels.codec import Carry, Momentum, Velocity
-from commopt.kernels.reference import sparse as reference
-from commopt.kernels.sparse_row import SparseRow
+from commopt.kernels import sparse_reference as reference
+from commopt.kernels.codec import ErrorFeedback, Momentum, Velocity
+from commopt.kernels.sparse import SparseRow
 
 _DENSITIES = (0.001, 0.01)
 _MOMENTUM = Momentum(0.9)
@@ -68,7 +68,7 @@ def _selections(row: SparseRow, title: str, setting: Setting) -> Iterator[Case]:
         asked=(asked, times_faster(5, TOPK)),
     )
     velocity = Velocity(setting.random(setting.numel), torch.empty_like(values), _MOMENTUM)
-    moving: Carry = replace(carry, velocity=velocity)
+    moving: ErrorFeedback = replace(carry, velocity=velocity)
     yield Case(
         "select",
         f"{title}, momentum",

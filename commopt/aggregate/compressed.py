@@ -20,7 +20,7 @@ from commopt.aggregate.calls import Step, WorkKind, call, work
 from commopt.aggregate.clipping import clip
 from commopt.aggregate.leftovers import scale_and_add
 from commopt.aggregate.rows import Region, RowFormat, row_format
-from commopt.compress import Carry, Compressor, Exact, Velocity
+from commopt.compress import Compressor, ErrorFeedback, Exact, Velocity
 from commopt.errors import ConfigurationError
 from commopt.feedback import (
     Account,
@@ -33,7 +33,7 @@ from commopt.feedback import (
 )
 from commopt.feedback.ledger import momentum_path
 from commopt.groups import Team, TeamShape
-from commopt.kernels.reference import advance
+from commopt.kernels.residual import advance
 
 _EVERYTHING = ("*",)
 
@@ -158,7 +158,7 @@ class Compressed(Aggregator):
 
     def _encode(
         self, rows: RowFormat, buffer: Tensor, payload: Tensor, team: Team, scale: float, account: Account
-    ) -> list[Carry | None]:
+    ) -> list[ErrorFeedback | None]:
         self._clip(buffer, team, scale, account)
         carries = []
         for region in rows.regions:
@@ -183,7 +183,7 @@ class Compressed(Aggregator):
         self,
         rows: RowFormat,
         owned: Tensor,
-        carries: list[Carry | None],
+        carries: list[ErrorFeedback | None],
         buffer: Tensor,
         team: Team,
         account: Account,
@@ -216,7 +216,7 @@ class Compressed(Aggregator):
 
     def _carry(
         self, region: Region, kind: Kind, layout: Layout, account: Account, device: torch.device
-    ) -> Carry | None:
+    ) -> ErrorFeedback | None:
         if isinstance(region.compressor, Exact):
             return account.leftover(layout, device) if kind == "worker" and self.feedback is not None else None
         return account.carry(kind, layout, self.feedback, device, region.compressor.inertia, region.layout)
@@ -340,7 +340,7 @@ def _advanced(values: Tensor, scale: float, velocity: Velocity, account: Account
     return moved
 
 
-def _keep_rounding(exact: Tensor, dtype: torch.dtype, residual: Tensor, carry: Carry) -> None:
+def _keep_rounding(exact: Tensor, dtype: torch.dtype, residual: Tensor, carry: ErrorFeedback) -> None:
     """Add to a part of the new residual what rounding `exact` to a 16-bit dtype takes away; one rank does."""
     if dtype.itemsize < exact.dtype.itemsize:
         lost = exact - exact.to(dtype)

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from commopt.aggregate.base import mark_non_finite
 from commopt.aggregate.matrices import Group, Plan
-from commopt.compress import Carry
+from commopt.compress import ErrorFeedback
 from commopt.feedback import Account, Factors, Feedback, Side, Spans
 from commopt.groups import Team
 from commopt.kernels import lowrank
-from commopt.kernels.reference.residual import piece_numel
+from commopt.kernels.residual import piece_numel
 
 _WORDS = 4  # uniform numbers that make one that is nearly normal
 
@@ -47,7 +47,7 @@ class Exchange:
         self._all_kept = self._rounds or not plan.stacked.names.isdisjoint(plan.dense.names)
         kept = plan.everything if self._all_kept else plan.stacked
         self._carry = account.carry("worker", kept, feedback, self._device)
-        self._leftover: Carry | None = None
+        self._leftover: ErrorFeedback | None = None
         if self._carry is not None:
             self._kept = self._carry.new
             if not self._all_kept and plan.dense_spans:
@@ -147,7 +147,7 @@ class Exchange:
             first = group.offset + number * numel
             self._add(self._buffer[matrix.begin : matrix.end], self._carry, first, self._kept[first : first + numel])
 
-    def _add(self, values: Tensor, carry: Carry | None, first: int, out: Tensor) -> None:
+    def _add(self, values: Tensor, carry: ErrorFeedback | None, first: int, out: Tensor) -> None:
         """Set `out` to the unscaled `values` plus the old residual from element `first` on: in one pass if possible."""
         if carry is None:
             out.copy_(values).mul_(self._factor)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from commopt.aggregate.base import Aggregator
-from commopt.compress import Carry
+from commopt.compress import ErrorFeedback
 from commopt.feedback import Account
 from commopt.groups import apply_scale
-from commopt.kernels.reference import round_with_carry
+from commopt.kernels.residual import round_with_carry
 
 
 def hand_over(aggregator: Aggregator, parts: Sequence[Tensor], scale: float, account: Account) -> float:
@@ -38,7 +38,7 @@ def hand_over(aggregator: Aggregator, parts: Sequence[Tensor], scale: float, acc
     return 1.0
 
 
-def scale_and_add(values: Tensor, target: Tensor, scale: float, carry: Carry | None) -> None:
+def scale_and_add(values: Tensor, target: Tensor, scale: float, carry: ErrorFeedback | None) -> None:
     """Set `target` to `scale * values` plus what `carry` brings, rounded once; it takes what that leaves out.
 
     `target` may be `values`, which are overwritten where that saves memory.

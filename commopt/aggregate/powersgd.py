@@ -18,7 +18,7 @@ from commopt.aggregate.calls import Step, call, work
 from commopt.aggregate.exchange import Exchange
 from commopt.aggregate.leftovers import scale_and_add
 from commopt.aggregate.matrices import Rule, divide, plan
-from commopt.compress import Carry
+from commopt.compress import ErrorFeedback
 from commopt.errors import ConfigurationError
 from commopt.feedback import (
     Account,
@@ -110,7 +110,7 @@ class PowerSGD(Aggregator):
             mark_non_finite(buffer, finite)
             account.report(finite)
 
-    def _leftover(self, dtype: torch.dtype, account: Account, device: torch.device) -> Carry | None:
+    def _leftover(self, dtype: torch.dtype, account: Account, device: torch.device) -> ErrorFeedback | None:
         """Return what is kept of a buffer that is not compressed now: sent once, or rounded to `dtype` again."""
         if self.feedback is None or account.ledger is None or not account.ledger.holds(account.path, account.layout):
             return None

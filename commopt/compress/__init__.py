@@ -6,17 +6,17 @@ from commopt.compress.dgc import DGC
 from commopt.compress.exact import Exact
 from commopt.compress.onebit import OneBit
 from commopt.compress.quantize import Quantize
-from commopt.kernels.codec import Carry, Dice, Momentum, Velocity
+from commopt.kernels.codec import Dice, ErrorFeedback, Momentum, Velocity
 
 COMPRESSORS: dict[str, type[Compressor]] = {"cast": Cast, "quantize": Quantize, "onebit": OneBit, "dgc": DGC}
 
 __all__ = [
     "COMPRESSORS",
     "DGC",
-    "Carry",
     "Cast",
     "Compressor",
     "Dice",
+    "ErrorFeedback",
     "Exact",
     "Momentum",
     "OneBit",

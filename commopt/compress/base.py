@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from commopt.brief import Brief
-from commopt.kernels.codec import Carry, Dice, Momentum
+from commopt.kernels.codec import Dice, ErrorFeedback, Momentum
 
 
 class Compressor(Brief, ABC):
@@ -77,7 +77,7 @@ class Compressor(Brief, ABC):
         payload: Tensor,
         chunk_numel: int,
         scale: float,
-        carry: Carry | None = None,
+        carry: ErrorFeedback | None = None,
         dice: Dice = Dice(),
     ) -> None:
         """Encode p = `scale * values` (1-D, floating) into the rows of `payload`; elements past the end count as zero.
@@ -107,7 +107,7 @@ class Compressor(Brief, ABC):
         payload: Tensor,
         chunk_numel: int,
         numel: int,
-        carry: Carry | None = None,
+        carry: ErrorFeedback | None = None,
         dice: Dice = Dice(),
     ) -> None:
         """Encode the sum of the rows of `payloads`, whose first `numel` elements are real, into the row `payload`."""

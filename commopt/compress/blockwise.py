@@ -9,7 +9,7 @@ from torch import Tensor
 from commopt.compress.base import Compressor
 from commopt.errors import ConfigurationError
 from commopt.kernels import quantize
-from commopt.kernels.codec import Carry, Codec, Dice
+from commopt.kernels.codec import Codec, Dice, ErrorFeedback
 
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 64, 4096
 
@@ -42,7 +42,7 @@ class Blockwise(Compressor):
         payload: Tensor,
         chunk_numel: int,
         scale: float,
-        carry: Carry | None = None,
+        carry: ErrorFeedback | None = None,
         dice: Dice = Dice(),
     ) -> None:
         """See Compressor."""
@@ -62,7 +62,7 @@ class Blockwise(Compressor):
         payload: Tensor,
         chunk_numel: int,
         numel: int,
-        carry: Carry | None = None,
+        carry: ErrorFeedback | None = None,
         dice: Dice = Dice(),
     ) -> None:
         """See Compressor; the sum never leaves the kernel."""

@@ -11,8 +11,8 @@ from torch import Tensor
 from commopt.compress.base import Compressor
 from commopt.errors import ConfigurationError
 from commopt.kernels import sparse
-from commopt.kernels.codec import Carry, Dice, Momentum
-from commopt.kernels.sparse_row import SparseRow
+from commopt.kernels.codec import Dice, ErrorFeedback, Momentum
+from commopt.kernels.sparse import SparseRow
 
 
 @dataclass(frozen=True, repr=False)
@@ -130,7 +130,7 @@ class DGC(Compressor):
         payload: Tensor,
         chunk_numel: int,
         scale: float,
-        carry: Carry | None = None,
+        carry: ErrorFeedback | None = None,
         dice: Dice = Dice(),
     ) -> None:
         """See Compressor; with a velocity in the carry, p has it added as kernels.sparse.select says."""

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from commopt import kernels
 from commopt.compress.base import Compressor
-from commopt.kernels import reference
-from commopt.kernels.codec import Carry, Dice
+from commopt.kernels.codec import Dice, ErrorFeedback
+from commopt.kernels.residual import round_with_carry
 
 _ROW_ALIGNMENT = 16
 
@@ -43,7 +43,7 @@ class Plain(Compressor):
         payload: Tensor,
         chunk_numel: int,
         scale: float,
-        carry: Carry | None = None,
+        carry: ErrorFeedback | None = None,
         dice: Dice = Dice(),
     ) -> None:
         """See Compressor."""
@@ -54,8 +54,8 @@ class Plain(Compressor):
             if carry is None:
                 kernels.pack([part], encoded, scale)
             else:
-                part_of_carry = Carry(carry.old[begin:end], carry.new[begin:end], carry.loss_scale, carry.decay)
-                reference.round_with_carry(part, encoded, scale, part_of_carry)
+                part_of_carry = ErrorFeedback(carry.old[begin:end], carry.new[begin:end], carry.loss_scale, carry.decay)
+                round_with_carry(part, encoded, scale, part_of_carry)
             row[end - begin :].zero_()
             begin = end
 

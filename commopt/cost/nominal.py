@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import isfinite
+from typing import TYPE_CHECKING
 
 from commopt.cost.curve import Curve
 from commopt.cost.formulas import PRIMITIVES, Link, ring
 from commopt.cost.links import Header, LinkKey, Links
 from commopt.errors import ConfigurationError
 from commopt.groups import TeamShape
-from topology import Fabric, Topology, peer_bandwidth_gbps
+
+if TYPE_CHECKING:
+    from topology import Fabric, Topology
 
 _US_PER_BYTE_AT_1_GBPS = 8e-3
 _BITS = 8
@@ -115,6 +118,8 @@ def _world(primitive: str, counts: tuple[int, ...], speeds: Speeds) -> Curve:
 
 def _slowest_peers_gb_per_s(machines: tuple[Topology, ...]) -> float | None:
     """Return what neighbours in a ring over a machine's GPUs can send, in GB/s; None where one speed is unknown."""
+    from topology import peer_bandwidth_gbps
+
     found = [
         peer_bandwidth_gbps(machine, place, (place + 1) % len(machine.gpus))
         for machine in machines

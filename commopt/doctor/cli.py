@@ -19,7 +19,7 @@ from commopt.doctor.nodes.gather import gather, launched
 from commopt.doctor.observe import LIVE, observe
 from commopt.doctor.report import as_json, show
 from commopt.errors import ConfigurationError, MismatchError
-from topology.host import read_host_identity
+from topology.cluster import read_host_identity
 
 WATCH_S = 1.0
 """Between two readings of error counters."""

@@ -11,8 +11,8 @@ from commopt.doctor.checks.configuration import effective
 from commopt.doctor.checks.counters import read_counters
 from commopt.doctor.facts.machine import Machine, Software, Version
 from commopt.doctor.facts.nvml import NvmlFacts, read_nvml
-from topology.live.machine import discover
-from topology.live.sysfs import read_sysfs
+from topology.machine import discover
+from topology.sysfs import read_sysfs
 
 LIVE = Path("/")
 

@@ -8,13 +8,13 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from commopt.compress import Carry, Dice, Momentum, Velocity
+from commopt.compress import Dice, ErrorFeedback, Momentum, Velocity
 from commopt.feedback.config import Feedback
 from commopt.feedback.factors import Factors, FactorStore, Make
 from commopt.feedback.layout import Layout
 from commopt.feedback.ledger import Kind, Ledger, momentum_path
 from commopt.feedback.scratch import Scratch
-from commopt.kernels.reference import advance
+from commopt.kernels.residual import advance
 
 _SAMPLE_EVERY_STEPS = 8
 _SAMPLE_NUMEL = 16384
@@ -72,12 +72,12 @@ class Account:
         what = f"{self.path} {kind} {self.chunk}" if self.chunk else f"{self.path} {kind}"
         return Dice(crc32(what.encode()) | rank << 32, self.step, self.number)
 
-    def leftover(self, layout: Layout, device: torch.device) -> Carry | None:
+    def leftover(self, layout: Layout, device: torch.device) -> ErrorFeedback | None:
         """Return what was left out of earlier, inexact encodings of `layout`, if anything was."""
         slot = None if self.ledger is None else self.ledger.leftover(self.path, layout, device)
         if self.ledger is None or slot is None:
             return None
-        return Carry(slot.values, self.ledger.stage(slot, self.chunk, self.rank), self.loss_scale)
+        return ErrorFeedback(slot.values, self.ledger.stage(slot, self.chunk, self.rank), self.loss_scale)
 
     def carry(
         self,
@@ -87,7 +87,7 @@ class Account:
         device: torch.device,
         momentum: Momentum | None = None,
         whole: Layout | None = None,
-    ) -> Carry | None:
+    ) -> ErrorFeedback | None:
         """Return the residual that goes into an encoding of `layout` and the place for the one that comes out.
 
         A worker's with a `momentum` has velocities too. An owner's `layout` is its part of `whole`.
@@ -98,10 +98,10 @@ class Account:
         old, new = slot.values.float(), self.ledger.stage(slot, self.chunk, self.rank)
         if kind == "worker":
             velocity = self.velocity(layout, feedback, device, momentum)
-            return Carry(old, new, self.loss_scale, feedback.decay, velocity)
+            return ErrorFeedback(old, new, self.loss_scale, feedback.decay, velocity)
         # Each replica of an owner keeps its part, so that the sum over ranks counts what is missing once. Decay is
         # for what grows old while it waits; a sum is sent to all at once.
-        return Carry(old, new, self._scale_of_replicas(device))
+        return ErrorFeedback(old, new, self._scale_of_replicas(device))
 
     def velocity(
         self, layout: Layout, feedback: Feedback | None, device: torch.device, momentum: Momentum | None
@@ -138,7 +138,7 @@ class Account:
         if self.ledger is not None:
             self.ledger.report(finite)
 
-    def sample(self, values: Tensor, scale: float, carry: Carry) -> None:
+    def sample(self, values: Tensor, scale: float, carry: ErrorFeedback) -> None:
         """Measure now and then, on some of the elements, how much an encoding left out."""
         if self.ledger is None or self.step % _SAMPLE_EVERY_STEPS or self.chunk > 1:  # later ones in no fixed order
             return

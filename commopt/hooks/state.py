@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
@@ -23,8 +23,10 @@ from commopt.hooks.gradients import require_supported_parameters
 from commopt.hooks.insight import report_on, timeline_of
 from commopt.hooks.registration import Registration, Settings
 from commopt.schedule import BucketConfig, Decision, Plan, Tuned, explain, tuner_rows, write_csv
-from commopt.timeline import Report, Timeline
 from topology import Cluster
+
+if TYPE_CHECKING:
+    from commopt.timeline import Report, Timeline
 
 
 class HookState:

@@ -17,7 +17,6 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 
 from commopt.errors import ConfigurationError
-from commopt.kernels import nvrtc, sources
 from commopt.version import __version__
 
 VARIABLE = "COMMOPT_KERNELS"
@@ -57,6 +56,8 @@ def _compiled() -> Any:
 
     What is run from a source tree imports that tree's package, whatever is installed.
     """
+    from commopt.kernels import sources
+
     try:
         return import_module("commopt._C")
     except ModuleNotFoundError:
@@ -100,9 +101,13 @@ class Nvrtc(Loader):
             function((grid,), (block,), arguments)
 
     def _load(self, file: str, architecture: str) -> Any:
+        from commopt.kernels import nvrtc
+
         return self._cupy.RawModule(path=str(nvrtc.compiled(file, architecture)))
 
     def _find(self, kernel: str, device: int) -> Any:
+        from commopt.kernels import sources
+
         major, minor = torch.cuda.get_device_capability(device)
         return self._module(sources.file_of_kernel()[kernel], f"sm_{major}{minor}").get_function(kernel)
 

@@ -7,15 +7,26 @@ or [count, cols, r] (right), its r columns being what PowerSGD (arXiv 1905.13727
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import sqrt
 
 import torch
 from torch import Tensor
 
 from commopt.errors import ConfigurationError, UnsupportedTensorError
-from commopt.kernels import lowrank_cuda
-from commopt.kernels.factor import MAX_KERNEL_RANK
 from commopt.kernels.loader import Loader, loader_for
-from commopt.kernels.reference import lowrank as reference
+
+RIDGE = 100 * torch.finfo(torch.float32).eps
+"""What a Gram matrix gets on its diagonal, as a share of the mean there: less than roundings can take away from it."""
+
+NOISE = 1e-6
+"""Standard deviation of what is added to a factor whose largest element is 1: no direction may ever be lost."""
+
+MAX_KERNEL_RANK = 32
+"""The most columns that a CUDA kernel takes; the reference takes any number."""
+
+_THREADS = 256
+_SLICE_ROWS = 256  # of a factor, in shared memory
+_TILE_ROWS, _TILE_COLS = 64, 128  # of a product
 
 
 def orthogonalize(factors: Tensor, out: Tensor | None = None, initial: Tensor | None = None) -> Tensor:
@@ -48,10 +59,12 @@ def orthogonalize_each(factors: Sequence[Tensor], outs: Sequence[Tensor], initia
         return
     loader = _loader(work[0][0]) if work[0][0].shape[2] <= MAX_KERNEL_RANK else None
     if loader is None:
+        from commopt.kernels import lowrank_reference as reference
+
         reference.orthogonalize_each(work)
     else:
         for stack, out, begin in work:
-            lowrank_cuda.orthogonalize(loader, stack, out, begin)
+            _orthogonalize(loader, stack, out, begin)
 
 
 def project(matrices: Tensor, factors: Tensor, out: Tensor, *, transposed: bool = False) -> None:
@@ -59,6 +72,8 @@ def project(matrices: Tensor, factors: Tensor, out: Tensor, *, transposed: bool 
 
     Anything not finite in M makes an element of its product not finite, whatever F (finite) holds.
     """
+    from commopt.kernels import lowrank_reference as reference
+
     _check(matrices=matrices, factors=factors, out=out)
     count, rows, cols = matrices.shape
     inner, outer = (rows, cols) if transposed else (cols, rows)
@@ -75,9 +90,10 @@ def decode(left: Tensor, right: Tensor, out: Tensor) -> None:
     _check_product(left, right, "out", out)
     loader = _loader(out)
     if loader is None:
-        reference.decode(left, right, out)
-    else:
-        lowrank_cuda.decode(loader, left, right, out)
+        from commopt.kernels import lowrank_reference as reference
+
+        return reference.decode(left, right, out)
+    _multiply(loader, "lowrank_decode", left, right, out)
 
 
 def subtract(matrices: Tensor, left: Tensor, right: Tensor) -> None:
@@ -85,14 +101,48 @@ def subtract(matrices: Tensor, left: Tensor, right: Tensor) -> None:
     _check_product(left, right, "matrices", matrices)
     loader = _loader(matrices)
     if loader is None:
-        reference.subtract(matrices, left, right)
-    else:
-        lowrank_cuda.subtract(loader, matrices, left, right)
+        from commopt.kernels import lowrank_reference as reference
+
+        return reference.subtract(matrices, left, right)
+    _multiply(loader, "lowrank_subtract", left, right, matrices)
 
 
 def _loader(tensor: Tensor) -> Loader | None:
     """Return what launches the kernels, None where the reference must run."""
     return loader_for(tensor.device) if tensor.device.type == "cuda" else None
+
+
+def _orthogonalize(loader: Loader, factors: Tensor, out: Tensor, initial: Tensor | None) -> None:
+    """Queue what the reference does, up to roundings, on the current stream; MAX_KERNEL_RANK columns at most.
+
+    Equal input gives equal bits: the order of every sum is fixed.
+    """
+    count, rows, matrix_rank = factors.shape
+    slices = -(-rows // _SLICE_ROWS)
+    largest = torch.empty(count, slices, dtype=torch.int32, device=factors.device)
+    first, second = factors.new_empty(2, count, slices, matrix_rank, matrix_rank).unbind()
+
+    noise = (0 if initial is None else initial.data_ptr(), NOISE * sqrt(rows))
+    with torch.cuda.device(factors.device):
+        where = (count * slices, _THREADS, torch.cuda.current_stream().cuda_stream)
+        read, written = ((each.data_ptr(), rows, matrix_rank) for each in (factors, out))
+        loader.launch("factor_absmax", *where, (*read, largest.data_ptr()))
+        prepared = (*read, largest.data_ptr(), slices, *noise, out.data_ptr(), first.data_ptr())
+        loader.launch("factor_gram", *where, prepared)
+        for grams, new_grams in ((first.data_ptr(), second.data_ptr()), (second.data_ptr(), 0)):
+            solved = (*written, grams, slices, RIDGE / matrix_rank, new_grams)
+            loader.launch("factor_solve", *where, solved)
+
+
+def _multiply(loader: Loader, kernel: str, left: Tensor, right: Tensor, matrices: Tensor) -> None:
+    count, rows, cols = matrices.shape
+    if matrices.numel() == 0:
+        return
+    arguments = (left.data_ptr(), right.data_ptr(), rows, cols, left.shape[2], matrices.data_ptr())
+    with torch.cuda.device(matrices.device):
+        stream = torch.cuda.current_stream().cuda_stream
+        grid = count * -(-rows // _TILE_ROWS) * -(-cols // _TILE_COLS)
+        loader.launch(kernel, grid, _THREADS, stream, arguments)
 
 
 def _check_product(left: Tensor, right: Tensor, name: str, matrices: Tensor) -> None:

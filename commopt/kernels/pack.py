@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from commopt.errors import ConfigurationError, UnsupportedTensorError
-from commopt.kernels import reference
 from commopt.kernels.loader import Loader, loader_for
 
 _KERNEL_DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
@@ -34,7 +33,7 @@ def pack(tensors: Sequence[Tensor], flat: Tensor, scale: float = 1.0) -> None:
     _check(tensors, flat, scale)
     loader = _loader(tensors, flat)
     if loader is None:
-        reference.pack(tensors, flat, scale)
+        pack_with_torch(tensors, flat, scale)
     else:
         dense = [tensor if tensor.is_contiguous() else tensor.detach().contiguous() for tensor in tensors]
         _launch(loader, dense, flat, scale, to_flat=True)
@@ -45,7 +44,7 @@ def unpack(flat: Tensor, tensors: Sequence[Tensor], scale: float = 1.0) -> None:
     _check(tensors, flat, scale)
     loader = _loader(tensors, flat)
     if loader is None:
-        reference.unpack(flat, tensors, scale)
+        unpack_with_torch(flat, tensors, scale)
     else:
         dense = [tensor if tensor.is_contiguous() else tensor.new_empty(tensor.shape) for tensor in tensors]
         _launch(loader, dense, flat, scale, to_flat=False)
@@ -166,3 +165,41 @@ def _rows(chunk_numel: int, addresses: tuple[int, ...], numels: tuple[int, ...])
     rows[1:, 1] = np.cumsum(counts)
     rows[1:, 2] = np.cumsum(-(-counts // chunk_numel))
     return rows
+
+
+@torch.no_grad()
+def pack_with_torch(tensors: Sequence[Tensor], flat: Tensor, scale: float = 1.0) -> None:
+    """Write `scale` times the tensors, one after the other, into `flat`, without any check."""
+    _transfer(tensors, _views(flat, tensors), scale)
+
+
+@torch.no_grad()
+def unpack_with_torch(flat: Tensor, tensors: Sequence[Tensor], scale: float = 1.0) -> None:
+    """Write `scale` times the consecutive pieces of `flat` into the tensors, without any check."""
+    _transfer(_views(flat, tensors), tensors, scale)
+
+
+def _views(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    pieces = flat.split([tensor.numel() for tensor in tensors])
+    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
+
+
+def _transfer(sources: Sequence[Tensor], targets: Sequence[Tensor], scale: float) -> None:
+    if not sources:
+        return
+    if scale == 1.0:
+        torch._foreach_copy_(list(targets), list(sources))
+        return
+    for source, target in zip(sources, targets, strict=True):
+        _scaled(source, target, scale)
+
+
+def _scaled(source: Tensor, target: Tensor, scale: float) -> None:
+    """Multiply in float32 (float64 when either side is) and round once, in as few passes as can be."""
+    wide = torch.promote_types(torch.promote_types(source.dtype, target.dtype), torch.float32)
+    if source.dtype in (target.dtype, wide):  # torch multiplies 16-bit floats by a number in float32
+        torch.mul(source, scale, out=target)
+    elif target.dtype == wide:
+        target.copy_(source).mul_(scale)
+    else:
+        target.copy_(source.to(wide).mul_(scale))

@@ -6,14 +6,22 @@ import torch
 from torch import Tensor
 
 from commopt.errors import ConfigurationError
-from commopt.kernels import quantize_cuda, reference
-from commopt.kernels.checks import check_carry, check_rows, check_total, check_values
-from commopt.kernels.codec import Carry, Codec, Dice
-from commopt.kernels.loader import Loader, loader_for
+from commopt.kernels.codec import DTYPES, Codec, Dice, ErrorFeedback, check_carry, check_rows, check_total, check_values
+from commopt.kernels.loader import Arguments, Loader, loader_for
+
+_WARP_NUMEL = 512  # a longer block takes all warps of a CUDA block
+_WARP_THREADS = 32
+_WARPS = 8
 
 
 def encode(
-    codec: Codec, values: Tensor, payload: Tensor, chunk_numel: int, scale: float, carry: Carry | None, dice: Dice
+    codec: Codec,
+    values: Tensor,
+    payload: Tensor,
+    chunk_numel: int,
+    scale: float,
+    carry: ErrorFeedback | None,
+    dice: Dice,
 ) -> None:
     """Encode p = `scale * values` (+ the carry) into the rows of `payload`; see Compressor.compress."""
     _check_rows(codec, payload, chunk_numel)
@@ -21,9 +29,16 @@ def encode(
     check_carry(carry, values.numel(), payload)
     loader = _loader(payload, values.dtype)
     if loader is None:
-        reference.encode(codec, values, payload, chunk_numel, scale, carry, dice)
-    else:
-        quantize_cuda.encode(loader, codec, values, payload, chunk_numel, scale, carry, dice)
+        from commopt.kernels import quantize_reference as reference
+
+        return reference.encode(codec, values, payload, chunk_numel, scale, carry, dice)
+    arguments = (
+        *(values.data_ptr(), DTYPES[values.dtype], values.numel(), float(scale)),
+        *(payload.data_ptr(), payload.stride(0), *_shape(codec, payload.shape[0], chunk_numel)),
+        *_carry(carry),
+        *_dice(codec, dice),
+    )
+    _launch(loader, f"encode_{_encoder(codec)}", codec, payload, payload.shape[0] * chunk_numel, arguments)
 
 
 def decode(codec: Codec, payload: Tensor, values: Tensor, chunk_numel: int) -> None:
@@ -32,9 +47,11 @@ def decode(codec: Codec, payload: Tensor, values: Tensor, chunk_numel: int) -> N
     check_values(values, payload, chunk_numel)
     loader = _loader(payload, values.dtype)
     if loader is None:
-        reference.decode(codec, payload, values, chunk_numel)
-    else:
-        quantize_cuda.decode(loader, codec, payload, values, chunk_numel)
+        from commopt.kernels import quantize_reference as reference
+
+        return reference.decode(codec, payload, values, chunk_numel)
+    rows = -(-values.numel() // max(chunk_numel, 1))
+    _decode(loader, codec, payload, rows, 1, values, chunk_numel)
 
 
 def accumulate(codec: Codec, payloads: Tensor, total: Tensor) -> None:
@@ -44,9 +61,10 @@ def accumulate(codec: Codec, payloads: Tensor, total: Tensor) -> None:
     check_total(total)
     loader = _loader(payloads, total.dtype)
     if loader is None:
-        reference.accumulate(codec, payloads, total)
-    else:
-        quantize_cuda.accumulate(loader, codec, payloads, total)
+        from commopt.kernels import quantize_reference as reference
+
+        return reference.accumulate(codec, payloads, total)
+    _decode(loader, codec, payloads, 1, payloads.shape[0], total, total.numel())
 
 
 def recode(
@@ -55,7 +73,7 @@ def recode(
     payload: Tensor,
     chunk_numel: int,
     numel: int,
-    carry: Carry | None,
+    carry: ErrorFeedback | None,
     dice: Dice,
 ) -> None:
     """Encode the sum of the rows of `payloads`, whose first `numel` elements are real, into the row `payload`."""
@@ -68,22 +86,29 @@ def recode(
     check_carry(carry, numel, payload)
     loader = _loader(payload, torch.float32)
     if loader is None:
-        reference.recode(codec, payloads, payload, chunk_numel, numel, carry, dice)
-    else:
-        quantize_cuda.recode(loader, codec, payloads, payload, chunk_numel, numel, carry, dice)
+        from commopt.kernels import quantize_reference as reference
+
+        return reference.recode(codec, payloads, payload, chunk_numel, numel, carry, dice)
+    _, *row_shape = _shape(codec, 1, chunk_numel)
+    arguments = (
+        *(payloads.data_ptr(), payloads.stride(0), payloads.shape[0], payload.data_ptr(), *row_shape, numel),
+        *_carry(carry),
+        *_dice(codec, dice),
+    )
+    _launch(loader, f"recode_{_encoder(codec)}", codec, payload, chunk_numel, arguments)
 
 
 def finite(codec: Codec, payload: Tensor, chunk_numel: int) -> Tensor:
     """Return whether all rows decode to finite values: bool, 0-d."""
+    from commopt.kernels import quantize_reference as reference
+
     _check_rows(codec, payload, chunk_numel)
     return reference.finite(codec, payload, chunk_numel)
 
 
 def _loader(payload: Tensor, dtype: torch.dtype) -> Loader | None:
     """Return what launches the kernel for values of `dtype`, None where the reference must run."""
-    if payload.device.type != "cuda" or dtype not in quantize_cuda.DTYPES:
-        return None
-    return loader_for(payload.device)
+    return loader_for(payload.device) if payload.device.type == "cuda" and dtype in DTYPES else None
 
 
 def _check_rows(codec: Codec, payload: Tensor, chunk_numel: int) -> None:
@@ -92,3 +117,53 @@ def _check_rows(codec: Codec, payload: Tensor, chunk_numel: int) -> None:
             f"a chunk of {chunk_numel} elements is no multiple of the block, {codec.block}; pad it"
         )
     check_rows(payload, chunk_numel, codec.payload_nbytes(chunk_numel))
+
+
+def _decode(
+    loader: Loader, codec: Codec, payload: Tensor, rows: int, peers: int, values: Tensor, chunk_numel: int
+) -> None:
+    arguments = (
+        *(payload.data_ptr(), payload.stride(0), *_shape(codec, rows, chunk_numel), peers),
+        *(values.data_ptr(), DTYPES[values.dtype], values.numel()),
+    )
+    _launch(loader, f"decode_{_decoder(codec)}", codec, payload, rows * chunk_numel, arguments)
+
+
+def _encoder(codec: Codec) -> str:
+    name = codec.name if codec.bits == 1 else f"{codec.name}{codec.bits}"
+    return f"{name}_stochastic" if codec.stochastic else name
+
+
+def _decoder(codec: Codec) -> str:
+    return "sign" if codec.bits == 1 else f"{codec.name}{codec.bits}"
+
+
+def _shape(codec: Codec, rows: int, chunk_numel: int) -> tuple[int, int, int]:
+    return rows, chunk_numel // codec.block, codec.block
+
+
+def _carry(carry: ErrorFeedback | None) -> Arguments:
+    if carry is None:
+        return 0, 0, 0, 1.0
+    loss_scale = 0 if carry.loss_scale is None else carry.loss_scale.data_ptr()
+    return carry.old.data_ptr(), carry.new.data_ptr(), loss_scale, float(carry.decay)
+
+
+def _dice(codec: Codec, dice: Dice) -> Arguments:
+    """Return the arguments of a stochastic rounding; they cross as signed numbers."""
+    if not codec.stochastic:
+        return ()
+    return tuple((number + 2**63) % 2**64 - 2**63 for number in (dice.seed, dice.step, dice.stream))
+
+
+def _launch(loader: Loader, kernel: str, codec: Codec, payload: Tensor, numel: int, arguments: Arguments) -> None:
+    """Launch a warp per block, or a CUDA block where a warp's registers cannot hold it."""
+    blocks = numel // codec.block
+    if blocks == 0:
+        return
+    alone = codec.block <= _WARP_NUMEL
+    grid = -(-blocks // _WARPS) if alone else blocks
+    warps = _WARPS if alone else -(-codec.block // _WARP_NUMEL)
+    with torch.cuda.device(payload.device):
+        stream = torch.cuda.current_stream().cuda_stream
+        loader.launch(kernel, grid, warps * _WARP_THREADS, stream, arguments)

@@ -2,19 +2,87 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
+from math import ceil
+
 import torch
 from torch import Tensor
 
-from commopt.kernels import sparse_cuda
-from commopt.kernels.checks import check_carry, check_rows, check_total, check_values
-from commopt.kernels.codec import Carry
-from commopt.kernels.loader import Loader, loader_for
-from commopt.kernels.quantize_cuda import DTYPES
-from commopt.kernels.reference import sparse as reference
-from commopt.kernels.sparse_row import SparseRow
+from commopt.kernels.codec import (
+    DTYPES,
+    ROW_ALIGNMENT,
+    ErrorFeedback,
+    check_carry,
+    check_rows,
+    check_total,
+    check_values,
+)
+from commopt.kernels.loader import Arguments, Loader, loader_for
+
+_THREADS = 256
+_DECODE_THREADS = 512
+_TILE_NUMEL = 4096
+_GROUP_TILES = 8  # one for each warp of a CUDA block
+_CANDIDATES_WORDS = 385  # of a tile: 256 values, 256 indices of 16 bits, and how many there are
+_BINS = 2048
+_LEVELS = 3  # of a key's bits: 11, 11 and 9
+_THRESHOLD_WORDS = 4
+_COUNT_WORDS = 2
+
+BLOCK = 65536
+"""Elements whose index within their block fits into 16 bits."""
 
 
-def select(row: SparseRow, values: Tensor, payload: Tensor, scale: float, carry: Carry | None) -> None:
+@dataclass(frozen=True)
+class SparseRow:
+    """A row of payload with the `count` largest of `chunk_numel` elements.
+
+    Elements count as larger by the bits of |x| as an integer, which puts NaN above inf above all numbers; among equals
+    the one of the lowest index comes first. Elements past the end of the values are zeros at the highest indices.
+
+    Bytes: `ends`, int32 [blocks], the number of entries in blocks 0..b of 65536 elements; the entries' indices within
+    their block, uint16 [count], ascending by element; their values, `value_dtype` [count]; zeros. Each part begins at
+    a multiple of 4 bytes, and a row is a multiple of 16 long. When any of the chosen elements is not finite, the first
+    entry's value is NaN.
+    """
+
+    chunk_numel: int
+    count: int
+    value_dtype: torch.dtype
+
+    @classmethod
+    def of(cls, chunk_numel: int, density: float, value_dtype: torch.dtype, least: int = 1) -> SparseRow:
+        """Return the row that holds the share `density` of its chunk, rounded up, or `least` elements, or all."""
+        return cls(chunk_numel, min(chunk_numel, max(least, ceil(density * chunk_numel))), value_dtype)
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks of the chunk."""
+        return -(-self.chunk_numel // BLOCK)
+
+    @property
+    def indices_begin(self) -> int:
+        """Byte at which the indices begin."""
+        return 4 * self.blocks
+
+    @property
+    def values_begin(self) -> int:
+        """Byte at which the values begin."""
+        return self.indices_begin + -(-2 * self.count // 4) * 4
+
+    @property
+    def values_end(self) -> int:
+        """Byte behind the last value."""
+        return self.values_begin + self.count * self.value_dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a row."""
+        return -(-self.values_end // ROW_ALIGNMENT) * ROW_ALIGNMENT
+
+
+def select(row: SparseRow, values: Tensor, payload: Tensor, scale: float, carry: ErrorFeedback | None) -> None:
     """Put the `row.count` largest elements of p into each row of `payload`, exactly as SparseRow says.
 
     values: 1-D, floating; chunk i of `row.chunk_numel` elements goes into row i. payload: uint8 [rows, row.nbytes].
@@ -40,9 +108,11 @@ def select(row: SparseRow, values: Tensor, payload: Tensor, scale: float, carry:
     check_carry(carry, values.numel(), payload)
     loader = _loader(payload, values.dtype)
     if loader is None:
+        from commopt.kernels import sparse_reference as reference
+
         reference.select(row, values, payload, scale, carry)
-    else:
-        sparse_cuda.select(loader, row, values, payload, scale, carry)
+    elif payload.shape[0] * row.chunk_numel:
+        _select(loader, row, values, payload, scale, carry)
 
 
 def scatter(row: SparseRow, payload: Tensor, values: Tensor) -> None:
@@ -54,9 +124,10 @@ def scatter(row: SparseRow, payload: Tensor, values: Tensor) -> None:
     check_values(values, payload, row.chunk_numel)
     loader = _loader(payload, values.dtype)
     if loader is None:
-        reference.scatter(row, payload, values)
-    else:
-        sparse_cuda.scatter(loader, row, payload, values)
+        from commopt.kernels import sparse_reference as reference
+
+        return reference.scatter(row, payload, values)
+    _decode(loader, row, payload, -(-values.numel() // max(row.chunk_numel, 1)), 1, values)
 
 
 def accumulate(row: SparseRow, payloads: Tensor, total: Tensor) -> None:
@@ -69,19 +140,92 @@ def accumulate(row: SparseRow, payloads: Tensor, total: Tensor) -> None:
     check_total(total)
     loader = _loader(payloads, total.dtype)
     if loader is None:
-        reference.accumulate(row, payloads, total)
-    else:
-        sparse_cuda.accumulate(loader, row, payloads, total)
+        from commopt.kernels import sparse_reference as reference
+
+        return reference.accumulate(row, payloads, total)
+    _decode(loader, row, payloads, min(total.numel(), 1), payloads.shape[0], total)
 
 
 def finite(row: SparseRow, payload: Tensor) -> Tensor:
     """Return whether all entries of all rows are finite: bool, 0-d."""
+    from commopt.kernels import sparse_reference as reference
+
     check_rows(payload, row.chunk_numel, row.nbytes)
     return reference.finite(row, payload)
 
 
 def _loader(payload: Tensor, dtype: torch.dtype) -> Loader | None:
     """Return what launches the kernel for values of `dtype`, None where the reference must run."""
-    if payload.device.type != "cuda" or dtype not in DTYPES:
-        return None
-    return loader_for(payload.device)
+    return loader_for(payload.device) if payload.device.type == "cuda" and dtype in DTYPES else None
+
+
+def _select(
+    loader: Loader, row: SparseRow, values: Tensor, payload: Tensor, scale: float, carry: ErrorFeedback | None
+) -> None:
+    """Queue the kernels of a selection on the current stream."""
+    rows = payload.shape[0]
+    tiles = -(-row.chunk_numel // _TILE_NUMEL)
+    p = torch.empty(values.numel(), dtype=torch.float32, device=values.device) if carry is None else carry.new
+    bins = torch.zeros(_LEVELS, rows, _BINS, dtype=torch.int32, device=values.device)
+    thresholds = torch.empty(rows, _THRESHOLD_WORDS, dtype=torch.int32, device=values.device)
+    candidates = torch.empty(rows, tiles, _CANDIDATES_WORDS, dtype=torch.int32, device=values.device)
+    counts = torch.empty(rows, tiles, _COUNT_WORDS, dtype=torch.int32, device=values.device)
+
+    found = thresholds.data_ptr()
+    seen = (p.data_ptr(), values.numel(), row.chunk_numel, found, candidates.data_ptr())
+    target = (payload.data_ptr(), payload.stride(0), row.count, DTYPES[row.value_dtype])
+    with torch.cuda.device(values.device):
+        stream = torch.cuda.current_stream().cuda_stream
+        per_group = partial(_launch, loader, rows * -(-tiles // _GROUP_TILES), stream)
+        per_row = partial(_launch, loader, rows, stream)
+        accumulated = (*_accumulated(values, scale, row, carry), p.data_ptr(), bins[0].data_ptr())
+        _launch(loader, rows * tiles, stream, "sparse_accumulate", accumulated)
+        per_row("sparse_threshold", (bins[0].data_ptr(), 0, row.count, found))
+        per_group("sparse_collect", (*seen, bins[1].data_ptr()))
+        per_row("sparse_threshold", (bins[1].data_ptr(), 1, row.count, found))
+        per_group("sparse_histogram", (*seen, bins[2].data_ptr()))
+        per_row("sparse_threshold", (bins[2].data_ptr(), 2, row.count, found))
+        per_group("sparse_count", (*seen, counts.data_ptr()))
+        per_row("sparse_offsets", (counts.data_ptr(), row.chunk_numel, found, *target))
+        per_group("sparse_write", (*seen, counts.data_ptr(), *target, *_kept(carry)))
+
+
+def _decode(loader: Loader, row: SparseRow, payload: Tensor, rows: int, peers: int, values: Tensor) -> None:
+    if rows == 0:
+        return
+    arguments = (
+        *(payload.data_ptr(), payload.stride(0), row.chunk_numel, row.count, DTYPES[row.value_dtype]),
+        *(peers, values.data_ptr(), DTYPES[values.dtype], values.numel()),
+    )
+    with torch.cuda.device(values.device):
+        stream = torch.cuda.current_stream().cuda_stream
+        loader.launch("sparse_decode", rows * -(-row.chunk_numel // BLOCK), _DECODE_THREADS, stream, arguments)
+
+
+def _launch(loader: Loader, grid: int, stream: int, kernel: str, arguments: Arguments) -> None:
+    loader.launch(kernel, grid, _THREADS, stream, arguments)
+
+
+def _accumulated(values: Tensor, scale: float, row: SparseRow, carry: ErrorFeedback | None) -> Arguments:
+    """Return what p is added up from."""
+    source = (values.data_ptr(), DTYPES[values.dtype], values.numel(), float(scale), row.chunk_numel)
+    if carry is None:
+        return (*source, 0, 1.0, 0, 0, 0.0, 0, 0)
+    residual = (carry.old.data_ptr(), float(carry.decay))
+    if carry.velocity is None:
+        return (*source, *residual, 0, 0, 0.0, 0, _loss_scale(carry))
+    velocity, momentum = carry.velocity, carry.velocity.momentum
+    parts = (velocity.old.data_ptr(), velocity.new.data_ptr(), float(momentum.factor), int(momentum.nesterov))
+    return (*source, *residual, *parts, _loss_scale(carry))
+
+
+def _kept(carry: ErrorFeedback | None) -> Arguments:
+    """Return whether p becomes the new residual, and what of the velocity is masked."""
+    if carry is None:
+        return 0, 0, 0
+    masked = carry.velocity is not None and carry.velocity.momentum.masking
+    return 1, _loss_scale(carry), carry.velocity.new.data_ptr() if carry.velocity is not None and masked else 0
+
+
+def _loss_scale(carry: ErrorFeedback) -> int:
+    return 0 if carry.loss_scale is None else carry.loss_scale.data_ptr()

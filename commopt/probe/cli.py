@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from commopt.command_line import BAD_INPUT, number, parse_nbytes, refuse, require_writable
+from commopt.display import require_drawable
 from commopt.errors import CommoptError, ConfigurationError, MismatchError
 from commopt.groups import join
 from commopt.probe import picture, report
@@ -19,7 +20,6 @@ from commopt.probe.header import command_line
 from commopt.probe.linerate import Network, line_rate_gbps
 from commopt.probe.settings import PARTS, Settings
 from commopt.probe.surveyor import survey
-from commopt.timeline.drawable import require_drawable
 
 _FAILED = 1
 

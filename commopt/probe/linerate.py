@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from commopt.cost import LinkKey, Links
 from commopt.groups import Membership, WireModel
-from topology.facts.nics import node_nic_gbps
-from topology.live.machine import discover
+from topology.machine import discover
+from topology.queries import node_nic_gbps
 
 _ROOTED = ("reduce", "broadcast")
 _PROBE_NBYTES = 1 << 40

@@ -10,9 +10,9 @@ from statistics import fmean
 from typing import Any
 
 from commopt.cost import Curve, LinkKey, Links
+from commopt.display import require_drawable
 from commopt.probe.linerate import Network
 from commopt.probe.settings import nbytes_text
-from commopt.timeline.drawable import require_drawable
 
 # Okabe and Ito's colours, which the colour-blind can tell apart.
 _STYLES = {

@@ -6,10 +6,10 @@ import sys
 from typing import TextIO
 
 from commopt.cost import Curve, Links
+from commopt.display import show_table
 from commopt.probe.linerate import Network, node_gbps
 from commopt.probe.settings import nbytes_text
 from commopt.probe.surveyor import Survey, link_text
-from commopt.timeline.table import show_table
 
 _KINDS = ("encode", "decode", "recode", "factor", "refresh", "copy")
 _LEVELS = ("intra", "inter", "world")

@@ -1,17 +1,188 @@
-"""The last steps of one rank, in a ring."""
+"""The last steps of one rank in a ring: marks in time, messages under way, and their records in the end."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter_ns
+from types import TracebackType
+from typing import Any
 
 import torch
 
-from commopt.recording.clock import Clock, Mark, clock_for
-from commopt.recording.message import Message
-from commopt.recording.records import BucketRecord, StepRecord
+from commopt.recording.records import BucketRecord, MessageRecord, Span, StepRecord
+
+Mark = Any  # nanoseconds, or a CUDA event
+
+
+class Clock:
+    """The host's clock: perf_counter."""
+
+    def mark(self) -> Mark:
+        """Return a mark of this moment; on CUDA, of when the current stream gets here. Never waits."""
+        return perf_counter_ns()
+
+    def times_us(self, groups: Sequence[Sequence[Mark]]) -> list[list[float]]:
+        """Return the times of marks, which come in groups of one step each, oldest first. May wait for the device."""
+        return [[mark / 1000 for mark in group] for group in groups]
+
+    def release(self, marks: Iterable[Mark]) -> None:
+        """Take back marks that nobody will ask for again."""
+
+    def is_capturing(self) -> bool:
+        """Return whether a CUDA graph is being captured, in which a mark would have no time."""
+        return False
+
+
+class CudaClock(Clock):
+    """A GPU's: CUDA events out of a pool, which grows until it serves all steps that are kept."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: deque[torch.cuda.Event] = deque()
+
+    def mark(self) -> Mark:
+        """Return an event of when the current stream gets here."""
+        try:
+            event = self._pool.pop()
+        except IndexError:
+            event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def times_us(self, groups: Sequence[Sequence[Mark]]) -> list[list[float]]:
+        """Return the times of events; waits for all work of the device.
+
+        The host's clock and the device's are compared once, after the wait. Between events torch gives the time as a
+        float32 of milliseconds, so distances are kept short: from step to step back from now, and inside a step.
+        """
+        torch.cuda.synchronize(self._device)
+        later = torch.cuda.Event(enable_timing=True)
+        later.record(torch.cuda.current_stream(self._device))
+        later.synchronize()
+        later_us = perf_counter_ns() / 1000
+        times: list[list[float]] = []
+        for group in reversed(groups):
+            first = group[0]
+            first_us = later_us - first.elapsed_time(later) * 1000
+            times.append([first_us + first.elapsed_time(event) * 1000 for event in group])
+            later, later_us = first, first_us
+        return times[::-1]
+
+    def release(self, marks: Iterable[Mark]) -> None:
+        """Take events back into the pool."""
+        self._pool.extend(marks)
+
+    def is_capturing(self) -> bool:
+        """Return whether the current stream is being captured."""
+        return torch.cuda.is_current_stream_capturing()
+
+
+def clock_for(device: torch.device) -> Clock:
+    """Return a new clock for `device`."""
+    return CudaClock(device) if device.type == "cuda" else Clock()
+
+
+class Message:
+    """Work submitted to a lane; `spans` grows while it runs, from every thread that works for it."""
+
+    __slots__ = ("buckets", "finished", "label", "mark", "nbytes", "queued", "spans", "started")
+
+    def __init__(self, buckets: tuple[int, ...], label: str, nbytes: int, mark: Callable[[], Mark]) -> None:
+        self.buckets = buckets
+        self.label = label
+        self.nbytes = nbytes
+        self.mark = mark
+        self.queued = mark()
+        self.started: Mark | None = None
+        self.finished: Mark | None = None
+        self.spans: list[tuple[str, str, int, Mark, Mark]] = []
+
+    def marks(self) -> Iterator[Mark]:
+        """Yield all marks, in the order in which `record` takes their times."""
+        yield from (self.queued, self.started, self.finished)
+        for _, _, _, begin, end in self.spans:
+            yield from (begin, end)
+
+    def record(self, times_us: Iterator[float]) -> MessageRecord:
+        """Return what happened; `times_us` are those of `marks()`."""
+        queued_us, started_us, finished_us = next(times_us), next(times_us), next(times_us)
+        spans = [Span(level, name, nbytes, next(times_us), next(times_us)) for level, name, nbytes, _, _ in self.spans]
+        spans.sort(key=lambda span: span.begin_us)
+        return MessageRecord(self.buckets, self.label, self.nbytes, queued_us, started_us, finished_us, tuple(spans))
+
+
+class _Here(threading.local):
+    message: Message | None = None
+
+
+_here = _Here()
+_nothing: AbstractContextManager[None] = nullcontext()
+
+
+def current() -> Message | None:
+    """Return the message this thread works for, or None when nobody records."""
+    return _here.message
+
+
+def running(message: Message | None) -> AbstractContextManager[None]:
+    """Make `message` this thread's and mark where its work starts and ends; without an end when the work raises."""
+    return _nothing if message is None else _Working(message, marks=True)
+
+
+def helping(message: Message | None) -> AbstractContextManager[None]:
+    """Make `message`, which runs in another thread, this thread's too."""
+    return _nothing if message is None else _Working(message, marks=False)
+
+
+def primitive(level: str, name: str, nbytes: int) -> AbstractContextManager[None]:
+    """Record one collective as a span of this thread's message, if there is one."""
+    message = _here.message
+    return _nothing if message is None else _Primitive(message, level, name, nbytes)
+
+
+# Classes rather than generators: a third of the time, and these surround every collective.
+class _Working(AbstractContextManager[None]):
+    __slots__ = ("_before", "_marks", "_message")
+
+    def __init__(self, message: Message, marks: bool) -> None:
+        self._message = message
+        self._marks = marks
+        self._before: Message | None = None
+
+    def __enter__(self) -> None:
+        self._before, _here.message = _here.message, self._message
+        if self._marks:
+            self._message.started = self._message.mark()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        _here.message = self._before
+        if self._marks and kind is None:
+            self._message.finished = self._message.mark()
+
+
+class _Primitive(AbstractContextManager[None]):
+    __slots__ = ("_begin", "_level", "_message", "_name", "_nbytes")
+
+    def __init__(self, message: Message, level: str, name: str, nbytes: int) -> None:
+        self._message = message
+        self._level = level
+        self._name = name
+        self._nbytes = nbytes
+        self._begin: Mark = None
+
+    def __enter__(self) -> None:
+        self._begin = self._message.mark()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        message = self._message
+        message.spans.append((self._level, self._name, self._nbytes, self._begin, message.mark()))
 
 
 class Recorder:

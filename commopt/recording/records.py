@@ -30,6 +30,18 @@ class MessageRecord:
     finished_us: float
     spans: tuple[Span, ...]
 
+    def shifted(self, by_us: float) -> MessageRecord:
+        """Return the same message on a clock that shows `by_us` more."""
+        return replace(
+            self,
+            queued_us=self.queued_us + by_us,
+            started_us=self.started_us + by_us,
+            finished_us=self.finished_us + by_us,
+            spans=tuple(
+                replace(span, begin_us=span.begin_us + by_us, end_us=span.end_us + by_us) for span in self.spans
+            ),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class BucketRecord:
@@ -71,7 +83,7 @@ class StepRecord:
             None if self.forward_us is None else self.forward_us + by_us,
             self.compute_end_us + by_us,
             tuple(replace(bucket, ready_us=bucket.ready_us + by_us) for bucket in self.buckets),
-            tuple(_shifted_message(message, by_us) for message in self.messages),
+            tuple(message.shifted(by_us) for message in self.messages),
         )
 
     def to_lists(self) -> list[Any]:
@@ -102,23 +114,8 @@ class StepRecord:
             tuple(BucketRecord(*bucket) for bucket in buckets),
             tuple(
                 MessageRecord(
-                    tuple(numbers), label, nbytes, queued, started, finished, tuple(Span(*span) for span in spans)
+                    tuple(numbers), label, nbytes, queued, started, ended, tuple(Span(*span) for span in spans)
                 )
-                for numbers, label, nbytes, queued, started, finished, spans in messages
+                for numbers, label, nbytes, queued, started, ended, spans in messages
             ),
         )
-
-
-def _shifted_message(message: MessageRecord, by_us: float) -> MessageRecord:
-    return MessageRecord(
-        message.buckets,
-        message.label,
-        message.nbytes,
-        message.queued_us + by_us,
-        message.started_us + by_us,
-        message.finished_us + by_us,
-        tuple(
-            Span(span.level, span.name, span.nbytes, span.begin_us + by_us, span.end_us + by_us)
-            for span in message.spans
-        ),
-    )

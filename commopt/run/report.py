@@ -7,8 +7,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TextIO
 
+from commopt.display import aligned
 from commopt.run.models import Trained
-from commopt.timeline.table import aligned
 
 NOTHING = (
     "commopt run: no DistributedDataParallel model was trained in this process, so there was nothing to do; start one "

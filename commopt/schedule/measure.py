@@ -16,7 +16,6 @@ from commopt.groups.payload import gather_bytes
 from commopt.recording import Mark, Recorder, StepRecord, clock_for
 from commopt.schedule.decision import Calendar
 from commopt.schedule.plan import Unit
-from commopt.timeline import measure_offsets
 
 Times = npt.NDArray[np.float64]
 
@@ -191,6 +190,8 @@ def latest(team: Team, own: StepTimes) -> tuple[StepTimes, tuple[float, ...]]:
     Right on the team's first rank, the others get those of a part. Collective, on a lane. A collective can begin when
     the last rank is ready for it, which is why the latest times count.
     """
+    from commopt.timeline import measure_offsets
+
     table = own.table() + measure_offsets(team).offset_us[team.rank]
     ends_us = [np.frombuffer(part) for part in gather_bytes(team, table[:, 1].tobytes())]
     for level in (team,) if team.intra is None else (team.intra, team.inter):

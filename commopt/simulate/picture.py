@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
 
+from commopt.display import require_drawable
 from commopt.errors import ConfigurationError
 from commopt.simulate.scaling import Row
-from commopt.timeline.drawable import require_drawable
 
 # Okabe and Ito's colours, which the colour-blind can tell apart.
 _COLOURS = ("#444444", "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#8C6D31")

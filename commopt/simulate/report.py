@@ -8,9 +8,9 @@ from dataclasses import asdict
 from math import isfinite
 from typing import Any, TextIO
 
+from commopt.display import show_table
 from commopt.simulate.published import Reproduction
 from commopt.simulate.scaling import Row
-from commopt.timeline.table import show_table
 from commopt.version import __version__
 
 FORMAT = 1

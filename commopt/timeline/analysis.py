@@ -1,13 +1,9 @@
-"""Where the time of a step goes, on each rank and in each message: means over typical steps.
-
-Means, so that parts add up; of the half of the steps whose length is nearest the median, so that a step in which
-something else happened (a checkpoint, an evaluation before it) does not count.
-"""
+"""Where the time of a step goes, on each rank and in each message, and who the others wait for."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from statistics import fmean, median
 
 import numpy as np
@@ -15,11 +11,178 @@ import numpy.typing as npt
 
 from commopt.errors import ConfigurationError
 from commopt.recording import StepRecord
-from commopt.timeline.findings import Analysis, BucketTimes, MessageTimes, RankTimes, StepTimes
-from commopt.timeline.gather import Timeline
-from commopt.timeline.intervals import after, before, length
-from commopt.timeline.lateness import Straggler, lateness_us, stand_out
-from commopt.timeline.stages import STAGES, last_starts_us, segments, stays_inside
+from commopt.timeline.recordings import STAGES, Timeline, after, before, last_starts_us, length, segments, stays_inside
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """One step of one rank, or the mean of several.
+
+    step_us: from the end of the step before to the end of this one. compute_us: up to the last gradient.
+    exposed_us: from there to the end of the last message, by which communication makes the step longer.
+    hidden_us: when the lane was at work before. Of both, waiting is the time in which this rank had started a message
+    that the last of the ranks in it had not.
+    """
+
+    step_us: float
+    compute_us: float
+    hidden_us: float
+    hidden_waiting_us: float
+    exposed_us: float
+    exposed_waiting_us: float
+
+    @property
+    def communication_us(self) -> float:
+        """All of it."""
+        return self.hidden_us + self.exposed_us
+
+    @property
+    def hidden_transfer_us(self) -> float:
+        """What of the hidden part is not waiting."""
+        return self.hidden_us - self.hidden_waiting_us
+
+    @property
+    def exposed_transfer_us(self) -> float:
+        """What of the exposed part is not waiting."""
+        return self.exposed_us - self.exposed_waiting_us
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """One rank. `late_us`: behind the median of the others at its worst bucket, median over steps; may be negative."""
+
+    rank: int
+    node: int
+    times: StepTimes
+    late_us: float
+
+
+@dataclass(frozen=True)
+class BucketTimes:
+    """One of DDP's buckets; `ready_us` since the step began, on the last of the ranks."""
+
+    number: int
+    label: str
+    nbytes: int
+    ready_us: float
+
+
+@dataclass(frozen=True)
+class MessageTimes:
+    """One message of a step, mean over ranks; ready and finished are since the step began.
+
+    queue_us: from ready to start, behind other messages. `stages_us` cuts the time from there to finish into STAGES.
+    """
+
+    buckets: tuple[int, ...]
+    label: str
+    nbytes: int
+    ready_us: float
+    queue_us: float
+    finished_us: float
+    stages_us: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """What a timeline shows; of the steps recorded only those that `comparable` names are compared.
+
+    last_exposed_us: communication after the last gradient of all ranks, the part that no faster rank would shorten.
+    """
+
+    first_step: int
+    last_step: int
+    compared_steps: int
+    recorded_steps: int
+    mean: StepTimes
+    last_exposed_us: float
+    ranks: tuple[RankTimes, ...]
+    buckets: tuple[BucketTimes, ...]
+    messages: tuple[MessageTimes, ...]
+    stragglers: tuple[Straggler, ...]
+
+
+Array = npt.NDArray[np.float64]
+
+# A rank is named when it is late by each of these, in the median over steps at its worst bucket:
+_OF_A_STEP = 0.05  # times the step
+_STANDARD_ERRORS = 6.0  # times how well that median is known, from how lateness differs from step to step,
+_OF_STEP_SPREAD = 1.0  # times how much steps differ in length,
+_OF_CLOCKS = 2.0  # times the uncertainty of the clocks.
+_FEWEST_STEPS = 5
+
+_SIGMA_PER_MAD = 1.4826  # of normally distributed values
+_MEDIAN_ERROR = 1.2533  # standard error of a median in those of a mean
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that the others wait for: it is `late_us` behind the median of the others.
+
+    Half of that or more is there when `bucket` (DDP's number) is ready. None: already when the first bucket is, so that
+    it comes from data loading, the forward pass or the start of backward.
+    """
+
+    rank: int
+    late_us: float
+    bucket: int | None
+    label: str
+
+    def __str__(self) -> str:
+        if self.bucket is None:
+            place = "before backward: already its first bucket is late (data loading, forward, start of backward)"
+        else:
+            place = f"in backward, by half of that or more up to bucket {self.bucket} ({self.label})"
+        return f"rank {self.rank} is {self.late_us / 1000:.2f} ms behind the others; it falls behind {place}"
+
+
+def lateness_us(ready_us: Array) -> Array:
+    """Return `[step, rank, bucket]` ready times less the median of the other ranks' ready times."""
+    ranks = ready_us.shape[1]
+    if ranks == 1:
+        return np.zeros_like(ready_us)
+    order = np.sort(ready_us, axis=1)
+    place = ready_us.argsort(axis=1, kind="stable").argsort(axis=1, kind="stable")
+    others = ranks - 1
+
+    def other(number: int) -> Array:
+        """The others' ready times in order: that of the rank itself is passed over."""
+        low, high = order[:, number : number + 1], order[:, number + 1 : number + 2]
+        return np.where(place > number, low, high)
+
+    median_of_others = (other((others - 1) // 2) + other(others // 2)) / 2
+    return ready_us - median_of_others
+
+
+def stand_out(ready_us: Array, step_us: Array, uncertainty_us: Array) -> list[tuple[int, int, float]]:
+    """Return (rank, bucket by which half of the delay is there, lateness) of the ranks that are late, latest first.
+
+    ready_us: [step, rank, bucket], buckets in the order in which they become ready. step_us: length of each step.
+    uncertainty_us: of each rank's clock. All that is compared is a median or a median distance from it, so that
+    single slow steps count for nothing.
+    """
+    steps = len(ready_us)
+    if steps < _FEWEST_STEPS:
+        return []
+    late = lateness_us(ready_us)
+    typical: Array = np.median(late, axis=0)
+    spread = _SIGMA_PER_MAD * np.median(np.abs(late - typical), axis=0)
+    step_spread = _SIGMA_PER_MAD * float(np.median(np.abs(step_us - np.median(step_us))))
+    floor = max(_OF_A_STEP * float(np.median(step_us)), _OF_STEP_SPREAD * step_spread)
+    found = []
+    for rank, profile in enumerate(typical):
+        worst = int(profile.argmax())
+        amount = float(profile[worst])
+        noise = max(float(spread[rank, worst]), float(np.median(spread)))
+        needed = max(
+            floor,
+            noise * _STANDARD_ERRORS * _MEDIAN_ERROR / steps**0.5,
+            _OF_CLOCKS * float(uncertainty_us[rank] + np.median(uncertainty_us)),
+        )
+        if amount > needed:
+            found.append((rank, int((profile >= amount / 2).argmax()), amount))
+    return sorted(found, key=lambda entry: -entry[2])
+
 
 Steps = Sequence[Sequence[StepRecord]]  # [step][rank]
 Times = Sequence[Sequence[float]]
@@ -32,7 +195,10 @@ def analyse(timeline: Timeline) -> Analysis:
     begins = [begins_us(timeline, place) for place in chosen]
     last = steps[-1][0]
     starts = [last_starts_us(step, timeline.nodes) for step in steps]
-    by_rank = _step_times(steps, begins, starts)
+    by_rank = [
+        [_times(*each) for each in zip(step, begin, start, strict=True)]
+        for step, begin, start in zip(steps, begins, starts, strict=True)
+    ]
     ready = np.array([[[bucket.ready_us for bucket in record.buckets] for record in step] for step in steps])
     since = ready - np.array(begins)[:, :, None]
     step_us = np.array([median(times.step_us for times in step) for step in by_rank])
@@ -100,14 +266,6 @@ def begins_us(timeline: Timeline, place: int) -> list[float]:
 def follows(timeline: Timeline, place: int) -> bool:
     """Return whether the step before this one was recorded too."""
     return place > 0 and timeline.steps[place - 1][0].step == timeline.steps[place][0].step - 1
-
-
-def _step_times(steps: Steps, begins: Times, starts: Sequence[Times]) -> list[list[StepTimes]]:
-    """[step][rank]; `starts` are of [step][rank][message] as in `last_starts_us`."""
-    return [
-        [_times(*each) for each in zip(step, begin, start, strict=True)]
-        for step, begin, start in zip(steps, begins, starts, strict=True)
-    ]
 
 
 def _times(record: StepRecord, begin_us: float, last_starts: Sequence[float]) -> StepTimes:

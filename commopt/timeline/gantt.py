@@ -6,13 +6,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from commopt.display import require_drawable
 from commopt.errors import ConfigurationError
-from commopt.timeline.analysis import analyse, begins_us, comparable, follows
-from commopt.timeline.drawable import require_drawable
-from commopt.timeline.findings import Analysis
-from commopt.timeline.gather import Timeline
-from commopt.timeline.report import numbers
-from commopt.timeline.stages import LOCAL, WAITING, last_starts_us, segments
+from commopt.timeline.analysis import Analysis, analyse, begins_us, comparable, follows
+from commopt.timeline.recordings import LOCAL, WAITING, Timeline, last_starts_us, segments
+from commopt.timeline.text import numbers
 
 # Okabe and Ito's colours, which the colour-blind can tell apart.
 _COLOURS = {LOCAL: "#E69F00", "intra": "#009E73", "inter": "#0072B2", "world": "#CC79A7"}
@@ -28,7 +26,6 @@ _MOST_RANKS = 16
 # Heights in a row that reaches from 0 (top) to 1.
 _ROW_COMPUTE, _ROW_LANE = (0.08, 0.34), (0.44, 0.46)
 _LABEL_POINTS = 7
-_STRIDES = (1, 2, 5, 10, 20, 50)
 
 
 def draw(timeline: Timeline, path: str | Path, step: int | None = None, steps: int = 1) -> None:
@@ -159,31 +156,30 @@ def _frame(axes: Any, timeline: Timeline, chosen: range, shown: list[int], origi
 
 
 def _labels(axes: Any, timeline: Timeline, chosen: range, shown: list[int], origin_us: float) -> None:
-    """Write DDP's bucket numbers into the messages: into all that are wide enough, or into every second, fifth..."""
+    """Write DDP's bucket numbers into the messages that are wide enough."""
     left, right = axes.get_xlim()
     ms_per_inch = (right - left) / (0.9 * _WIDTH)
-    for row, place in enumerate(shown):
-        for number in chosen:
-            messages = timeline.steps[number][place].messages
-            widths = [(message.finished_us - message.started_us) / 1000 / ms_per_inch for message in messages]
-            texts = [numbers(message.buckets) for message in messages]
-            needs = [(0.65 * len(text) + 0.8) * _LABEL_POINTS / 72 for text in texts]
-            every = next((n for n in _STRIDES if n * median(widths) >= max(needs)), len(messages))
-            for index in range(0, len(messages), every):
-                if every == 1 and widths[index] < needs[index]:
-                    continue
-                middle_us = (messages[index].started_us + messages[index].finished_us) / 2
-                axes.text(
-                    (middle_us - origin_us) / 1000,
-                    row + _ROW_LANE[0] + _ROW_LANE[1] / 2,
-                    texts[index],
-                    fontsize=_LABEL_POINTS,
-                    ha="center",
-                    va="center_baseline",
-                    zorder=5,
-                    color=_INK,
-                    bbox={"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.8},
-                )
+    messages = [
+        (row, message)
+        for row, place in enumerate(shown)
+        for number in chosen
+        for message in timeline.steps[number][place].messages
+    ]
+    for row, message in messages:
+        text = numbers(message.buckets)
+        width = (message.finished_us - message.started_us) / 1000 / ms_per_inch
+        if width >= (0.65 * len(text) + 0.8) * _LABEL_POINTS / 72:
+            axes.text(
+                ((message.started_us + message.finished_us) / 2 - origin_us) / 1000,
+                row + _ROW_LANE[0] + _ROW_LANE[1] / 2,
+                text,
+                fontsize=_LABEL_POINTS,
+                ha="center",
+                va="center_baseline",
+                zorder=5,
+                color=_INK,
+                bbox={"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.8},
+            )
 
 
 def _legend(figure: Any, timeline: Timeline, chosen: range) -> None:

@@ -9,8 +9,8 @@ from commopt.doctor.facts.nearness import nearest_ports, switches_hidden
 from commopt.doctor.facts.network import active_ports, before
 from commopt.doctor.facts.surroundings import coherent, container
 from commopt.doctor.finding import Check, Finding
-from topology.live.sysfs_nics import GDR_FILES
 from topology.model import Distance
+from topology.sysfs import GDR_FILES
 
 MODULE = Check("gdr-module", "GPUDirect RDMA module")
 DMABUF = Check("gdr-dmabuf", "GPUDirect RDMA through DMA-BUF")

@@ -6,7 +6,7 @@ from commopt.cost import Links
 from commopt.doctor.facts.machine import Machine
 from commopt.doctor.finding import Check, Finding
 from commopt.probe.linerate import Network
-from topology.facts.nics import node_nic_gbps
+from topology.queries import node_nic_gbps
 
 MEASURED = Check("measured", "Measured bandwidth between nodes")
 

@@ -10,8 +10,8 @@ from commopt.doctor.facts.nearness import nearest_ports
 from commopt.doctor.facts.network import active_ports
 from commopt.doctor.facts.surroundings import arm, coherent, virtual_machine
 from commopt.doctor.finding import Check, Finding
-from topology.live.pci_slots import read_slots
 from topology.model import Distance, PciDevice, PciLink
+from topology.sysfs import read_slots
 
 ACS = Check("acs", "PCIe access control (ACS)")
 IOMMU = Check("iommu", "IOMMU")

@@ -6,7 +6,7 @@ from commopt.doctor.facts.machine import Machine
 from commopt.doctor.facts.nearness import switches_hidden
 from commopt.doctor.finding import Check, Confidence, Finding, Severity
 from commopt.doctor.provider import provider_profile
-from topology.live.machine import VIRTUAL_TOPOLOGY
+from topology.machine import VIRTUAL_TOPOLOGY
 
 LEFTOVERS = Check("leftovers", "Settings left over from debugging")
 FILE = Check("topology-file", "Topology file")

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from commopt.doctor.facts.machine import Machine
 from commopt.doctor.facts.network import active_ports
 from commopt.doctor.facts.surroundings import coherent, virtual_machine
-from topology.facts.nics import usable_nics
-from topology.facts.paths import Paths
-from topology.live.machine import VIRTUAL_TOPOLOGY
+from topology.machine import VIRTUAL_TOPOLOGY
 from topology.model import Distance
+from topology.queries import Paths, usable_nics
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,8 @@ from commopt.doctor.facts.network import active_ports, used_by_nccl
 from commopt.doctor.facts.placement import own_gpu, own_name
 from commopt.doctor.finding import Check, Finding
 from commopt.doctor.nodes.reach import Offer, Unreached, own_offers
-from topology.cluster import Cluster
+from topology.cluster import Cluster, HostIdentity
 from topology.fabric import Fabric
-from topology.host import HostIdentity
 from topology.model import Topology
 
 VERSIONS = Check("nodes-versions", "Equal versions")

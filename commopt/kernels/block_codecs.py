@@ -1,0 +1,308 @@
+"""How each codec treats whole blocks in plain torch."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import lru_cache
+from math import inf
+
+import torch
+from torch import Tensor
+
+from commopt.kernels.codec import CENTROID_SPLIT, LEVELS, TINY, Codec
+
+_BELOW_TINY = TINY * (1 - 2.0**-24)  # the float32 before it
+
+
+class BlockCodec(ABC):
+    """Encodes and decodes `blocks` blocks at once, in memory of its own.
+
+    p and work are float32 [blocks, block]. Codes are the packed bytes (uint8, 1-D) of these blocks, scales their
+    entries (float32 [blocks, 1]). Constants are 0-d tensors: torch turns a number into one at every call.
+    """
+
+    def __init__(self, codec: Codec, blocks: int, device: torch.device) -> None:
+        self.p, self.work = torch.empty(2, blocks, codec.block, dtype=torch.float32, device=device)
+        self.numel = self.p.numel()
+        self._numbers = torch.empty(self.numel, dtype=torch.int8, device=device)
+
+    @abstractmethod
+    def encode(self, codes: Tensor, scales: Tensor, noise: Tensor | None) -> None:
+        """Encode p; `noise` (like p, in [0, 1)) decides a stochastic rounding."""
+
+    @abstractmethod
+    def decode(self, codes: Tensor, scales: Tensor, decoded: Tensor) -> None:
+        """Write into `decoded` (like p; may be work, which is overwritten) what codes and scales stand for."""
+
+    def decode_encoded(self, codes: Tensor, scales: Tensor) -> None:
+        """Decode into work what encode just wrote."""
+        self.decode(codes, scales, self.work)
+
+    def _absmax(self) -> Tensor:
+        """Set work to |p| and return the absmax of each block, NaN when it has one: [blocks, 1]."""
+        return torch.abs(self.p, out=self.work).amax(1, keepdim=True)
+
+
+def block_codec(codec: Codec, blocks: int, device: torch.device) -> BlockCodec:
+    """Return the one for `codec`."""
+    return _KINDS[codec.name](codec, blocks, device)
+
+
+class _Grid(BlockCodec):
+    """Levels in a fixed proportion to the absmax of the block, the last of them `_largest`."""
+
+    def __init__(self, codec: Codec, blocks: int, device: torch.device, largest: float) -> None:
+        super().__init__(codec, blocks, device)
+        self._largest = torch.full((), largest, dtype=torch.float32, device=device)
+
+    def _grade(self, scales: Tensor) -> Tensor:
+        """Write scales, set work to |p|, and return what p is to be multiplied by, [blocks, 1]; 0 for zero blocks."""
+        absmax = self._absmax()
+        torch.div(torch.threshold(absmax, _BELOW_TINY, 0), self._largest, out=scales)
+        return self._largest / torch.threshold(absmax, _BELOW_TINY, inf)
+
+
+class _Uniform(_Grid):
+    """Whole numbers from -t to t."""
+
+    def __init__(self, codec: Codec, blocks: int, device: torch.device) -> None:
+        offset = 1 << (codec.bits - 1)
+        super().__init__(codec, blocks, device, float(offset - 1))
+        self._smallest = -self._largest
+        self._flat_work = self.work.view(-1)
+
+    def encode(self, codes: Tensor, scales: Tensor, noise: Tensor | None) -> None:
+        torch.mul(self.p, self._grade(scales), out=self.work)
+        if noise is None:
+            self.work.round_()  # |p| * (t / absmax) exceeds t by an ulp at most: nothing to clamp
+        else:
+            torch.clamp(self.work.add_(noise).floor_(), self._smallest, self._largest, out=self.work)
+        self._write(self._numbers.copy_(self._flat_work), codes)
+
+    @abstractmethod
+    def _write(self, numbers: Tensor, codes: Tensor) -> None:
+        """Add the offset and pack."""
+
+    def decode(self, codes: Tensor, scales: Tensor, decoded: Tensor) -> None:
+        self._read(codes)
+        torch.mul(self.work, scales, out=decoded)
+
+    @abstractmethod
+    def _read(self, codes: Tensor) -> None:
+        """Set work to the whole numbers."""
+
+    def decode_encoded(self, codes: Tensor, scales: Tensor) -> None:
+        self.work.mul_(scales)
+
+
+class _UniformBytes(_Uniform):
+    """8 bits: nothing to pack."""
+
+    def __init__(self, codec: Codec, blocks: int, device: torch.device) -> None:
+        super().__init__(codec, blocks, device)
+        self._top_bit = self._numbers.new_full((), -128)  # to flip it is to add 128 to a byte
+
+    def _write(self, numbers: Tensor, codes: Tensor) -> None:
+        torch.bitwise_xor(numbers, self._top_bit, out=codes.view(torch.int8))
+
+    def _read(self, codes: Tensor) -> None:
+        self._flat_work.copy_(torch.bitwise_xor(codes.view(torch.int8), self._top_bit, out=self._numbers))
+
+
+class _UniformBits(_Uniform):
+    """4 and 2 bits."""
+
+    def __init__(self, codec: Codec, blocks: int, device: torch.device) -> None:
+        super().__init__(codec, blocks, device)
+        offset = 1 << (codec.bits - 1)
+        self._offset = self._numbers.new_full((), offset)
+        self._packer = Packer(self._numbers, codec.bits)
+        self._table = Table(tuple(float(code - offset) for code in range(2 * offset)), self.work)
+
+    def _write(self, numbers: Tensor, codes: Tensor) -> None:
+        numbers.add_(self._offset)
+        self._packer.pack(codes)
+
+    def _read(self, codes: Tensor) -> None:
+        self._table.look_up(codes)
+
+
+class _Signs:
+    """The sign bits of p as 0 and -1 (int8 [numel])."""
+
+    def __init__(self, owner: BlockCodec, out: Tensor) -> None:
+        self._source, self._spread = owner.p.view(torch.int32), owner.work.view(torch.int32)
+        self._flat = self._spread.view(-1)
+        self._shift = self._spread.new_full((), 31)
+        self._out = out
+
+    def read(self) -> Tensor:
+        """Return them; work is overwritten."""
+        torch.bitwise_right_shift(self._source, self._shift, out=self._spread)
+        return self._out.copy_(self._flat)
+
+
+class _Companded(_Grid):
+    """16 levels, denser towards zero, where most of a gradient is."""
+
+    def __init__(self, codec: Codec, blocks: int, device: torch.device) -> None:
+        super().__init__(codec, blocks, device, LEVELS[-1])
+        self._flat_work = self.work.view(-1)
+        self._signs = _Signs(self, torch.empty_like(self._numbers))
+        self._packer = Packer(self._numbers, codec.bits)
+        self._table = Table((*LEVELS, *(-level for level in LEVELS)), self.work)
+        self._two, self._shift, self._one = torch.tensor((2.0, 0.75, 1.0), dtype=torch.float32, device=device).unbind()
+
+    def encode(self, codes: Tensor, scales: Tensor, noise: Tensor | None) -> None:
+        inverse = self._grade(scales).mul_(self._two)
+        # trunc(sqrt(2 y + 3/4) - 1) finds the nearest level: it inverts k -> the midpoint of levels k - 1 and k.
+        self.work.mul_(inverse).add_(self._shift).sqrt_().sub_(self._one)
+        self._numbers.copy_(self._flat_work)
+        self._numbers.sub_(self._signs.read(), alpha=8)
+        self._packer.pack(codes)
+        codes.view(scales.shape[0], -1).mul_((scales != 0).view(torch.uint8))  # no signs in zero blocks
+
+    def decode(self, codes: Tensor, scales: Tensor, decoded: Tensor) -> None:
+        self._table.look_up(codes)
+        torch.mul(self.work, scales, out=decoded)
+
+
+class _Normalized(BlockCodec):
+    """Levels from sums over the block of |p| / absmax, which cannot overflow."""
+
+    def _normalize(self) -> Tensor:
+        """Set work to |p| / absmax, or 0; return absmax, or 0 in a zero block: [blocks, 1]."""
+        absmax = self._absmax()
+        self.work.mul_(torch.threshold(absmax, _BELOW_TINY, inf).reciprocal_())
+        return torch.threshold(absmax, _BELOW_TINY, 0)
+
+
+class _Centroids(_Normalized):
+    """Two magnitudes: the means of the large and of the small elements of the block, as bfloat16."""
+
+    def __init__(self, codec: Codec, blocks: int, device: torch.device) -> None:
+        super().__init__(codec, blocks, device)
+        self._large = torch.empty_like(self.p)
+        self._flat_large = self._large.view(-1)
+        self._signs = _Signs(self, torch.empty_like(self._numbers))
+        self._packer = Packer(self._numbers, codec.bits)
+        self._per_element = codec.block**-0.5
+        self._low_table = Table((1.0, 0.0, -1.0, 0.0), self.work)
+        self._high_table = Table((0.0, 1.0, 0.0, -1.0), self._large)
+
+    def encode(self, codes: Tensor, scales: Tensor, noise: Tensor | None) -> None:
+        absmax, large = self._normalize(), self._large
+        root_mean_square = torch.linalg.vector_norm(self.work, dim=1, keepdim=True) * self._per_element
+        torch.gt(self.work, CENTROID_SPLIT * root_mean_square, out=large)
+        self._numbers.copy_(self._flat_large)
+        count = large.sum(1, keepdim=True)
+        high = large.mul_(self.work).sum(1, keepdim=True) / count.clamp_min(1)
+        low = self.work.sub_(large).sum(1, keepdim=True) / (large.shape[1] - count)
+        scales.view(torch.bfloat16).copy_(torch.cat((low, high), 1).mul_(absmax))
+        self._numbers.sub_(self._signs.read(), alpha=2)
+        self._packer.pack(codes)
+
+    def decode(self, codes: Tensor, scales: Tensor, decoded: Tensor) -> None:
+        low, high = scales.view(torch.bfloat16).float().split(1, dim=1)
+        self._low_table.look_up(codes)
+        self._high_table.look_up(codes)
+        torch.add(self.work.mul_(low), self._large.mul_(high), out=decoded)
+
+
+class _Sign(_Normalized):
+    """One magnitude for all: the mean of |p|."""
+
+    def __init__(self, codec: Codec, blocks: int, device: torch.device) -> None:
+        super().__init__(codec, blocks, device)
+        self._signs = _Signs(self, self._numbers)
+        self._packer = Packer(self._numbers, codec.bits)
+        self._table = Table((1.0, -1.0), self.work)
+
+    def encode(self, codes: Tensor, scales: Tensor, noise: Tensor | None) -> None:
+        absmax = self._normalize()
+        torch.mul(self._mean(), absmax, out=scales)
+        self._signs.read().neg_()
+        self._packer.pack(codes)
+
+    def _mean(self) -> Tensor:
+        mean: Tensor = self.work.mean(1, keepdim=True)
+        return mean
+
+    def decode(self, codes: Tensor, scales: Tensor, decoded: Tensor) -> None:
+        self._table.look_up(codes)
+        torch.mul(self.work, scales, out=decoded)
+
+    def decode_encoded(self, codes: Tensor, scales: Tensor) -> None:
+        torch.copysign(scales, self.p, out=self.work)
+
+
+class _SignRms(_Sign):
+    """One magnitude for all: the root of the mean of p^2."""
+
+    def _mean(self) -> Tensor:
+        mean: Tensor = self.work.square_().mean(1, keepdim=True).sqrt_()
+        return mean
+
+
+def _uniform(codec: Codec, blocks: int, device: torch.device) -> BlockCodec:
+    return (_UniformBytes if codec.bits == 8 else _UniformBits)(codec, blocks, device)
+
+
+_KINDS: dict[str, Callable[[Codec, int, torch.device], BlockCodec]] = {
+    "uniform": _uniform,
+    "companded": _Companded,
+    "centroids": _Centroids,
+    "sign_mean": _Sign,
+    "sign_rms": _SignRms,
+}
+
+
+_WORDS = {4: torch.int16, 2: torch.int32, 1: torch.int64}
+
+
+class Packer:
+    """Packs `codes` (int8 [numel]), always the same memory."""
+
+    def __init__(self, codes: Tensor, bits: int) -> None:
+        self._words = codes.view(_WORDS[bits])
+        top = 8 * (self._words.element_size() - 1)
+        # The product brings code j of a word to its place in the word's top byte; no two of its terms overlap.
+        self._gather = self._words.new_full((), sum(1 << (top - (8 - bits) * j) for j in range(8 // bits)))
+        self._top = self._words.new_full((), top)
+
+    def pack(self, packed: Tensor) -> None:
+        """Write the codes, of which only the low `bits` bits may be set, to `packed` (uint8); they are overwritten."""
+        packed.copy_(self._words.mul_(self._gather).bitwise_right_shift_(self._top))
+
+
+class Table:
+    """Replaces packed bytes by the levels their codes stand for, in `levels` (float32, contiguous, 16-byte aligned)."""
+
+    def __init__(self, level_of_code: tuple[float, ...], levels: Tensor) -> None:
+        rows = _rows(level_of_code, levels.device)
+        codes_per_byte = rows.shape[1]
+        self._index = torch.empty(levels.numel() // codes_per_byte, dtype=torch.int32, device=levels.device)
+        self._rows, self._levels = rows, levels.view(-1, codes_per_byte)
+        if codes_per_byte <= 4:  # one wide number can hold the levels of a byte: much faster to select than a row
+            self._rows, self._levels = _as_wide(rows, codes_per_byte), _as_wide(levels, codes_per_byte)
+
+    def look_up(self, packed: Tensor) -> None:
+        """Set the levels to those of the codes in `packed` (uint8)."""
+        torch.index_select(self._rows, 0, self._index.copy_(packed), out=self._levels)
+
+
+def _as_wide(x: Tensor, count: int) -> Tensor:
+    """View every 2 float32 as a float64, or every 4 as a complex128: 1-D."""
+    doubles = x.view(-1).view(torch.float64)
+    return doubles if count == 2 else torch.view_as_complex(doubles.view(-1, 2))
+
+
+@lru_cache(maxsize=64)
+def _rows(level_of_code: tuple[float, ...], device: torch.device) -> Tensor:
+    """Return float32 [256, codes per byte]."""
+    mask = len(level_of_code) - 1
+    bytes_of_codes = [[byte >> shift & mask for shift in range(0, 8, mask.bit_length())] for byte in range(256)]
+    return torch.tensor(
+        [[level_of_code[code] for code in codes] for codes in bytes_of_codes], dtype=torch.float32, device=device
+    )

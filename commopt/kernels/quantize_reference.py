@@ -1,0 +1,216 @@
+"""Block quantization in plain torch, in pieces that stay in the cache from the first pass over them to the last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from commopt.kernels.block_codecs import BlockCodec, block_codec
+from commopt.kernels.codec import Codec, Dice, ErrorFeedback
+from commopt.kernels.residual import Residual, piece_numel, scale_into
+
+
+@torch.no_grad()
+def encode(
+    codec: Codec,
+    values: Tensor,
+    payload: Tensor,
+    chunk_numel: int,
+    scale: float,
+    carry: ErrorFeedback | None,
+    dice: Dice,
+) -> None:
+    """Encode p = `scale * values` (+ the carry) into the rows of `payload`, without any check."""
+    factor = torch.full((), scale, dtype=torch.float32, device=values.device)
+
+    def read(piece: _Piece, blocks: BlockCodec) -> None:
+        scale_into(values[piece.begin : piece.end], factor, blocks.p.view(-1)[: piece.end - piece.begin])
+
+    _encode(codec, read, values.numel(), payload, chunk_numel, carry, dice)
+
+
+@torch.no_grad()
+def recode(
+    codec: Codec,
+    payloads: Tensor,
+    payload: Tensor,
+    chunk_numel: int,
+    numel: int,
+    carry: ErrorFeedback | None,
+    dice: Dice,
+) -> None:
+    """Encode the sum of the rows of `payloads` into the row `payload`, without any check."""
+    sources = _Rows(codec, payloads, chunk_numel)
+
+    def read(piece: _Piece, blocks: BlockCodec) -> None:
+        sources.add_up(piece, blocks, blocks.p)
+
+    _encode(codec, read, numel, payload, chunk_numel, carry, dice)
+
+
+@torch.no_grad()
+def accumulate(codec: Codec, payloads: Tensor, total: Tensor) -> None:
+    """Set `total` (float32 [chunk_numel]) to the sum of the decoded rows, without any check."""
+    sources = _Rows(codec, payloads, total.numel())
+    blocks_of = _workplaces(codec, total.device)
+    for piece in _pieces(codec, total.numel(), total.numel(), total.device):
+        sources.add_up(piece, blocks_of(piece.blocks), total[piece.begin : piece.end].view(-1, codec.block))
+
+
+@torch.no_grad()
+def decode(codec: Codec, payload: Tensor, values: Tensor, chunk_numel: int) -> None:
+    """Decode the rows of `payload` into `values`, without any check."""
+    rows = _Rows(codec, payload, chunk_numel)
+    blocks_of = _workplaces(codec, values.device)
+    for piece in _pieces(codec, values.numel(), chunk_numel, values.device):
+        target, blocks = values[piece.begin : piece.end], blocks_of(piece.blocks)
+        if target.dtype == torch.float32 and target.numel() == blocks.numel:
+            blocks.decode(*rows.of(piece), target.view(-1, codec.block))
+        else:
+            blocks.decode(*rows.of(piece), blocks.work)
+            target.copy_(blocks.work.view(-1)[: target.numel()])
+
+
+@torch.no_grad()
+def finite(codec: Codec, payload: Tensor, chunk_numel: int) -> Tensor:
+    """Return whether all rows decode to finite values: bool, 0-d."""
+    scales = _Rows(codec, payload, chunk_numel).scales
+    if codec.name == "centroids":
+        return scales.view(torch.bfloat16).isfinite().all()
+    return (scales * 128).isfinite().all()  # a code is worth up to 127 scales
+
+
+class _Piece(NamedTuple):
+    """Blocks `first` to `last` of a row, which hold values `begin` to `end`."""
+
+    row: int
+    first: int
+    last: int
+    begin: int
+    end: int
+
+    @property
+    def blocks(self) -> int:
+        return self.last - self.first
+
+
+def _pieces(codec: Codec, numel: int, chunk_numel: int, device: torch.device) -> Iterator[_Piece]:
+    """Cut the blocks that hold any of `numel` values into pieces."""
+    step = piece_numel(device) // codec.block
+    for row, start in enumerate(range(0, numel, max(chunk_numel, 1))):
+        stop = min(start + chunk_numel, numel)
+        blocks = -(-(stop - start) // codec.block)
+        for first in range(0, blocks, step):
+            last = min(first + step, blocks)
+            yield _Piece(row, first, last, start + first * codec.block, min(start + last * codec.block, stop))
+
+
+def _workplaces(codec: Codec, device: torch.device) -> Callable[[int], BlockCodec]:
+    """Return where to get a BlockCodec for a number of blocks: the same one for the same number."""
+    return cache(lambda blocks: block_codec(codec, blocks, device))
+
+
+class _Rows:
+    """The parts of payload rows."""
+
+    def __init__(self, codec: Codec, payload: Tensor, chunk_numel: int) -> None:
+        codes_nbytes, self._blocks = codec.codes_nbytes(chunk_numel), chunk_numel // codec.block
+        self._block_nbytes = codec.codes_nbytes(codec.block)
+        scales_end = codes_nbytes + 4 * self._blocks
+        self.scales = payload[:, codes_nbytes:scales_end].view(torch.float32)
+        self._codes_of_row = payload[:, :codes_nbytes].unbind()
+        self._scales_of_row = self.scales[:, :, None].unbind()
+        self._padding = payload[:, scales_end:]
+
+    def of(self, piece: _Piece) -> tuple[Tensor, Tensor]:
+        """Return the codes (uint8, 1-D) and the scales (float32 [blocks, 1]) of a piece."""
+        codes = self._codes_of_row[piece.row][piece.first * self._block_nbytes : piece.last * self._block_nbytes]
+        return codes, self._scales_of_row[piece.row][piece.first : piece.last]
+
+    def add_up(self, piece: _Piece, blocks: BlockCodec, total: Tensor) -> None:
+        """Set `total` (float32 [blocks, block], not work) to the sum of a piece of all rows, in row order."""
+        blocks.decode(*self.of(piece._replace(row=0)), total)
+        for row in range(1, len(self._codes_of_row)):
+            blocks.decode(*self.of(piece._replace(row=row)), blocks.work)
+            total.add_(blocks.work)
+
+    def clear_beyond(self, numel: int, chunk_numel: int, zero_byte: int) -> None:
+        """Encode zeros in the blocks that hold none of `numel` values, and clear the padding."""
+        self._padding.zero_()
+        for row, (codes, scales) in enumerate(zip(self._codes_of_row, self._scales_of_row, strict=True)):
+            used = -(-max(numel - row * chunk_numel, 0) * self._blocks // max(chunk_numel, 1))
+            if used < self._blocks:
+                codes[used * self._block_nbytes :].fill_(zero_byte)
+                scales[used:].zero_()
+
+
+def _encode(
+    codec: Codec,
+    read: Callable[[_Piece, BlockCodec], None],
+    numel: int,
+    payload: Tensor,
+    chunk_numel: int,
+    carry: ErrorFeedback | None,
+    dice: Dice,
+) -> None:
+    """Encode what `read` writes into the p of its second argument, where it may use work."""
+    device = payload.device
+    rows = _Rows(codec, payload, chunk_numel)
+    blocks_of = _workplaces(codec, device)
+    residual = None if carry is None else Residual(carry)
+    for piece in _pieces(codec, numel, chunk_numel, device):
+        blocks, count = blocks_of(piece.blocks), piece.end - piece.begin
+        p, work = blocks.p.view(-1)[:count], blocks.work.view(-1)[:count]
+        read(piece, blocks)
+        if count < blocks.numel:
+            blocks.p.view(-1)[count:].zero_()
+        if residual is not None:
+            residual.add_old(piece.begin, p, work)
+        noise = None
+        if codec.stochastic:
+            noise = uniform(piece.begin, blocks.numel, dice, device).view(blocks.p.shape)
+        codes, scales = rows.of(piece)
+        blocks.encode(codes, scales, noise)
+        if residual is not None:
+            blocks.decode_encoded(codes, scales)
+            residual.write_new(piece.begin, p, work)
+    rows.clear_beyond(numel, chunk_numel, codec.zero_byte)
+
+
+_LOW = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+
+
+def uniform(begin: int, numel: int, dice: Dice, device: torch.device) -> Tensor:
+    """Return numbers `begin` to `begin + numel` that `dice` stands for: float32 [numel], multiples of 2^-24 below 1."""
+    first = begin // 4
+    index = torch.arange(first, -(-(begin + numel) // 4), device=device)
+    counter = torch.zeros(4, index.numel(), dtype=torch.int64, device=device)
+    counter[0], counter[1], counter[2], counter[3] = index & _LOW, index >> 32, dice.step & _LOW, dice.stream & _LOW
+    words = words_of(counter, (dice.seed & _LOW, dice.seed >> 32 & _LOW))
+    numbers = torch.empty(index.numel(), 4, dtype=torch.float32, device=device)
+    numbers.copy_(words.bitwise_right_shift_(8).t())
+    offset = begin - 4 * first
+    return numbers.mul_(2.0**-24).view(-1)[offset : offset + numel]
+
+
+def words_of(counter: Tensor, key: tuple[int, int]) -> Tensor:
+    """Return the words that belong to counters: both int64 [4, numel], 32 bits each. `counter` is overwritten."""
+    c0, c1, c2, c3 = counter
+    product0, product1 = torch.empty_like(counter[:2])
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        torch.mul(c0, _MULTIPLIERS[0], out=product0)
+        torch.mul(c2, _MULTIPLIERS[1], out=product1)
+        # c1, c3 and the key may have more than 32 bits: all they go into is the next XOR, whose high half is cut off.
+        torch.bitwise_right_shift(product1, 32, out=c0).bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(_LOW)
+        torch.bitwise_right_shift(product0, 32, out=c2).bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(_LOW)
+        (c1, product1), (c3, product0) = (product1, c1), (product0, c3)
+        k0, k1 = k0 + _WEYL[0], k1 + _WEYL[1]
+    return torch.stack((c0, c1, c2, c3)).bitwise_and_(_LOW)

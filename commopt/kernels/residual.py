@@ -1,0 +1,97 @@
+"""Error feedback in plain torch: the old residual and the velocity added to values, the new ones left."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from commopt.kernels.codec import ErrorFeedback, Velocity
+
+_CPU_PIECE_NUMEL = 2**17
+_PIECE_NUMEL = 2**24  # elsewhere launches cost more than memory traffic
+
+
+def piece_numel(device: torch.device) -> int:
+    """Return how many elements to take through all passes at once: as many as stay in the cache."""
+    return _CPU_PIECE_NUMEL if device.type == "cpu" else _PIECE_NUMEL
+
+
+def scale_into(values: Tensor, scale: Tensor, p: Tensor) -> None:
+    """Set p (float32) to `scale` (float32, 0-d) times values of any floating dtype, multiplied in float32."""
+    if values.dtype == torch.float32:
+        torch.mul(values, scale, out=p)
+    else:
+        p.copy_(values).mul_(scale)
+
+
+class Residual:
+    """A carry, with what its two factors come to."""
+
+    def __init__(self, carry: ErrorFeedback) -> None:
+        self._old, self._new = carry.old, carry.new
+        self._factor: Tensor | float = carry.decay
+        self._inverse: Tensor | None = None
+        if carry.loss_scale is not None:
+            self._factor = carry.loss_scale * carry.decay
+            self._inverse = carry.loss_scale.reciprocal()
+
+    def add_old(self, begin: int, p: Tensor, work: Tensor) -> None:
+        """Add the old residual from element `begin` on to p; `work`, like p, is overwritten."""
+        old = self._old[begin : begin + p.numel()]
+        if isinstance(self._factor, Tensor) or self._factor != 1.0:
+            old = torch.mul(old, self._factor, out=work)  # not `alpha=`, which fuses the two roundings into one
+        p.add_(old)
+
+    def write_new(self, begin: int, p: Tensor, decoded: Tensor) -> None:
+        """Leave p - decoded from element `begin` on."""
+        new = torch.sub(p, decoded, out=self._new[begin : begin + p.numel()])
+        if self._inverse is not None:
+            new.mul_(self._inverse)
+
+    def unscale_new(self) -> None:
+        """Take the loss scale out of all that was left, where p itself was left."""
+        if self._inverse is not None:
+            self._new.mul_(self._inverse)
+
+
+@torch.no_grad()
+def round_with_carry(values: Tensor, rounded: Tensor, scale: float, carry: ErrorFeedback) -> None:
+    """Round `scale * values` (+ the carry) to the dtype of `rounded`: all 1-D and of one length, without any check."""
+    step = min(piece_numel(values.device), values.numel())
+    memory = torch.empty(2, step, dtype=torch.float32, device=values.device)
+    residual = Residual(carry)
+    factor = torch.full((), scale, dtype=torch.float32, device=values.device)  # written there: no host waits
+    for begin in range(0, values.numel(), max(step, 1)):
+        part, target = values[begin : begin + step], rounded[begin : begin + step]
+        p, work = memory[:, : part.numel()]
+        scale_into(part, factor, p)
+        residual.add_old(begin, p, work)
+        target.copy_(p)
+        residual.write_new(begin, p, work.copy_(target))
+
+
+def add_velocity(begin: int, p: Tensor, velocity: Velocity, loss_scale: Tensor | None) -> None:
+    """Turn p from the gradient into the velocity (Nesterov's: their sum) from element `begin` on, and leave the new.
+
+    p is float32 and multiplied by `loss_scale`, the velocities are not. One rounding per operation, as kernels.sparse
+    says.
+    """
+    momentum = velocity.momentum
+    old, new = velocity.old[begin : begin + p.numel()], velocity.new[begin : begin + p.numel()]
+    if momentum.nesterov:
+        unit = 1.0 if loss_scale is None else loss_scale
+        torch.mul(old, unit, out=new).add_(p).mul_(momentum.factor)
+        p.add_(new)
+    else:
+        factor = momentum.factor if loss_scale is None else loss_scale * momentum.factor
+        p.copy_(torch.mul(old, factor, out=new).add_(p))
+    if loss_scale is not None:
+        new.mul_(loss_scale.reciprocal())
+
+
+@torch.no_grad()
+def advance(values: Tensor, scale: float, velocity: Velocity, loss_scale: Tensor | None, moved: Tensor) -> None:
+    """Set `moved` (float32) to what momentum makes of `scale * values`, for elements that are all sent."""
+    factor = torch.full((), scale, dtype=torch.float32, device=values.device)
+    scale_into(values, factor, moved)
+    add_velocity(0, moved, velocity, loss_scale)

@@ -1,0 +1,210 @@
+"""The report: where a step's time and bytes go, in words and figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from commopt.display import aligned
+from commopt.errors import ConfigurationError
+from commopt.groups import WireBytes
+from commopt.timeline.analysis import Analysis, RankTimes, StepTimes, analyse
+from commopt.timeline.recordings import STAGES, Timeline
+
+_MOST_RANKS = 16
+_LONGEST_NAME = 24
+
+
+@dataclass(frozen=True)
+class TrafficOutside:
+    """Payload bytes of DDP that no hook sees: parameters at start-up, buffers (BatchNorm) before every forward."""
+
+    start_up_broadcast_bytes: int = 0
+    buffers_bytes_per_step: int = 0
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `report` found; times are means over typical steps, in microseconds; printed in milliseconds.
+
+    sent_per_step: payload bytes that this rank sends through the hook. predicted_exposed_us and predicted_finish_us
+    (one per message, since the step began) are what the plan promised of the last rank, None without one.
+    """
+
+    analysis: Analysis
+    uncertainty_us: float
+    sent_per_step: WireBytes
+    outside: TrafficOutside
+    plan: str | None = None
+    predicted_exposed_us: float | None = None
+    predicted_finish_us: tuple[float, ...] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all numbers, for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return "\n\n".join("\n".join(part) for part in (_head(self), _ranks(self), _messages(self), _words(self)))
+
+
+def report(
+    timeline: Timeline,
+    sent_per_step: WireBytes,
+    outside: TrafficOutside,
+    plan: str | None = None,
+    predicted_exposed_us: float | None = None,
+    predicted_finish_us: Sequence[float] | None = None,
+) -> Report:
+    """Return the report of a timeline; see Report for the rest.
+
+    Raises ConfigurationError when no step was recorded, or when predicted_finish_us has not one time per message.
+    """
+    analysis = analyse(timeline)
+    if predicted_finish_us is not None and len(predicted_finish_us) != len(analysis.messages):
+        raise ConfigurationError(
+            f"predicted_finish_us has {len(predicted_finish_us)} times for {len(analysis.messages)} messages; "
+            f"pass the prediction of the plan in use"
+        )
+    return Report(
+        analysis,
+        max(timeline.uncertainty_us),
+        sent_per_step,
+        outside,
+        plan,
+        predicted_exposed_us,
+        None if predicted_finish_us is None else tuple(predicted_finish_us),
+    )
+
+
+def _head(report: Report) -> list[str]:
+    found, times = report.analysis, report.analysis.mean
+    nodes = len({rank.node for rank in found.ranks})
+    lines = [
+        f"{_count(len(found.ranks), 'rank')} on {_count(nodes, 'node')}; steps {found.first_step} to "
+        f"{found.last_step}: {found.compared_steps} compared of {found.recorded_steps} recorded, those with the "
+        f"present buckets",
+        f"step {_ms(times.step_us)} ms = compute {_ms(times.compute_us)} + exposed communication "
+        f"{_ms(times.exposed_us)} (waiting {_ms(times.exposed_waiting_us)}, transfer {_ms(times.exposed_transfer_us)})",
+        f"communication {_ms(times.communication_us)} ms, of which {_hidden_percent(times)} hidden behind compute",
+    ]
+    named = found.stragglers[:_MOST_RANKS] or ("no rank stands out",)
+    lines += [f"slowest: {straggler}" for straggler in named]
+    if len(found.stragglers) > _MOST_RANKS:
+        lines.append(f"slowest: {_count(len(found.stragglers) - _MOST_RANKS, 'more rank')}, less late than these")
+    if report.plan is not None:
+        predicted = report.predicted_exposed_us
+        against = (
+            ""
+            if predicted is None
+            else f"; exposed after the last rank's last gradient: {_ms(predicted)} ms predicted, "
+            f"{_ms(found.last_exposed_us)} measured"
+        )
+        lines.append(f"plan: {report.plan}{against}")
+    sent, outside = report.sent_per_step, report.outside
+    return [
+        *lines,
+        f"this rank sends per step: {_mb(sent.intra)} inside its node, {_mb(sent.inter)} to other nodes; "
+        f"outside the hook: {_mb(outside.buffers_bytes_per_step)} of buffers per step, "
+        f"{_mb(outside.start_up_broadcast_bytes)} at start-up",
+    ]
+
+
+def _ranks(report: Report) -> list[str]:
+    found = report.analysis
+    shown = sorted(sorted(found.ranks, key=lambda rank: -rank.late_us)[:_MOST_RANKS], key=lambda rank: rank.rank)
+    rows = [_rank_row(str(rank.rank), str(rank.node), rank.times, rank) for rank in shown]
+    rows.append(_rank_row("mean", "", found.mean, None))
+    headings = (
+        "rank",
+        "node",
+        "step",
+        "compute",
+        "hidden\nwaiting",
+        "hidden\ntransfer",
+        "exposed\nwaiting",
+        "exposed\ntransfer",
+        "late",
+    )
+    left_out = len(found.ranks) - len(shown)
+    title = "Ranks, ms" + (f" (the {len(shown)} latest; {left_out} more)" if left_out else "")
+    return [title, *aligned(headings, rows, left=1)]
+
+
+def _rank_row(name: str, node: str, times: StepTimes, rank: RankTimes | None) -> list[str]:
+    figures = (
+        times.step_us,
+        times.compute_us,
+        times.hidden_waiting_us,
+        times.hidden_transfer_us,
+        times.exposed_waiting_us,
+        times.exposed_transfer_us,
+    )
+    return [name, node, *map(_ms, figures), "" if rank is None else f"{rank.late_us / 1000:+.2f}"]
+
+
+def _messages(report: Report) -> list[str]:
+    messages = report.analysis.messages
+    used = [stage for stage in STAGES if any(message.stages_us[stage] for message in messages)]
+    predicted = report.predicted_finish_us or [None] * len(messages)
+    rows = [
+        [
+            numbers(message.buckets),
+            _shortened(message.label),
+            f"{message.nbytes / 1e6:.3g}",
+            _ms(message.ready_us),
+            _ms(message.queue_us),
+            *(_ms(message.stages_us[stage]) for stage in used),
+            _ms(message.finished_us),
+            "" if promised is None else _ms(promised),
+        ]
+        for message, promised in zip(messages, predicted, strict=True)
+    ]
+    headings = ("buckets", "parameters", "MB", "ready", "queue", *used, "finished", "predicted")
+    return ["Messages in the order of the lane, ms, mean over ranks", *aligned(headings, rows, left=2)]
+
+
+def _words(report: Report) -> list[str]:
+    return [
+        "step: from the end of the last message to the end of the next step's. compute: until the last gradient.",
+        "hidden: communication while gradients are computed. exposed: communication after the last gradient.",
+        "waiting: this rank has started a message that another rank in it has not. transfer: the rest.",
+        "late: this rank's gradients behind the median of the other ranks', at its worst bucket.",
+        "ready, finished: since the step began. queue: behind other messages. local: packing, compressing, adding.",
+        "intra, inter, world: collectives inside nodes, between nodes, over all ranks at once.",
+        "Means over the half of the steps whose length is nearest the median; late: median over all.",
+        f"Clocks of ranks agreed with the first one's to {report.uncertainty_us:.0f} us when they were compared.",
+    ]
+
+
+def numbers(buckets: Sequence[int]) -> str:
+    """Write bucket numbers briefly: 0-3,7."""
+    runs: list[list[int]] = []
+    for number in buckets:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def _hidden_percent(times: StepTimes) -> str:
+    return f"{100 * times.hidden_us / times.communication_us:.0f} %" if times.communication_us else "nothing"
+
+
+def _shortened(label: str) -> str:
+    """Keep the ends of names, which tell more than their beginnings."""
+    names = label.split(" .. ")
+    return " .. ".join(name if len(name) <= _LONGEST_NAME else "..." + name[3 - _LONGEST_NAME :] for name in names)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _ms(time_us: float) -> str:
+    return f"{time_us / 1000:.2f}"
+
+
+def _mb(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.3g} MB"

@@ -1,0 +1,356 @@
+"""The matrix that `nvidia-smi topo -m` prints, read into the model.
+
+It states distances and numbers of NVLinks, and nothing about PCIe switches, bus ids or the speed of a NIC.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from itertools import combinations, islice
+
+from topology.kernel_files import cpu_list
+from topology.matrix_lines import CPUS, LONGEST_LINE, NUMA, TITLES, Header, Row, parse_header, parse_row
+from topology.model import Cpu, Distance, Gpu, Nic, NvLinks, Topology, TopologyError, shown
+
+_COLOUR = re.compile(r"(?:\x1b|\\x1b|\\u001b|\\033|\\e|\^\[|\u241b)?\[[0-9;]{0,8}m")
+_INVISIBLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\u200b\u200c\u200d\ufeff]")
+# Notebooks, JSON and programs write tabs and line ends as \t and \n, with quotation marks before the real line end.
+_LINE_END = re.compile(r"""(?:\\n[\\"', ]{0,4})?(?:\r\n|\r|\n)|\\n""")
+_NIC_LEGEND = re.compile(r"(?<!\S)(NIC[0-9]{1,4}) {0,4}[:=]\s{0,8}([\w.:-]{1,80})\s*$")
+_NICS_LEFT_OUT = re.compile(r"([0-9]{1,6}) NICs? found.{0,60}displaying ([0-9]{1,6})")
+_CELLS_ALONE = re.compile(r"\s*(?:X|NV[0-9]{1,3}|PIX|PXB|PHB|NODE|SYS)(?:\s+[A-Z0-9,/-]{1,40}){0,260}\s*")
+_MOST_CHARACTERS = 4_000_000
+_MOST_MENTIONS = 50_000
+_MOST_HEADERS = 100
+_MOST_LINES = 2_000
+_P2P_WORDS = frozenset({"OK", "CNS", "GNS", "TNS", "NS", "DR", "U"})
+_MESSAGES = {
+    "No devices were found": "nvidia-smi found no GPU",
+    "NVIDIA-SMI has failed": "nvidia-smi could not reach the driver",
+    "| NVIDIA-SMI ": "this is the overview that nvidia-smi prints without arguments",
+}
+MOST_LINKS = 18
+"""Of one GPU, up to and with Blackwell."""
+MOST_LINKS_TO_EACH_OF_SEVERAL = 6
+"""No board joins a GPU directly to two or more others with more links than this to each."""
+
+
+@dataclass(frozen=True)
+class MatrixText:
+    """What the text says, and what is wrong with it.
+
+    rows: by label, devices of the header only. nic_names: from the NIC legend ("NIC0" -> "mlx5_0").
+    hides_nvlink: written by `topo -mp`; the command stands above, or the legend has no line about NVLink.
+    """
+
+    header: Header
+    rows: dict[str, Row]
+    nic_names: dict[str, str]
+    hides_nvlink: bool
+    warnings: tuple[str, ...]
+
+
+def read_matrix(text: str, source: str) -> Topology:
+    """Read the first connection matrix in `text`; `source` names it in messages.
+
+    NICs are called as in the legend, or by their columns where there is none; their speeds are None. `stated` calls
+    devices "GPU0", "GPU1", ... and "NIC0", "NIC1", ... by their places in `gpus` and `nics`. What the text lacks is
+    None, and `warnings` say so. Raises TopologyError where there is no such matrix.
+    """
+    matrix = find_matrix(text, source)
+    warnings = list(matrix.warnings)
+    columns = matrix.header.columns
+    labels = [label for label in columns if label.startswith("GPU")]
+    present = [label for label in labels if label in matrix.rows]
+    if not present:
+        raise TopologyError(
+            f"{source}:{matrix.header.line}: a header for {len(labels)} GPU(s), but no row of a GPU that can be "
+            "read below it; save the whole output of `nvidia-smi topo -m`"
+        )
+    if len(present) < len(labels):
+        warnings.append(f"only {len(present)} of {len(labels)} GPU rows present: the text is cut")
+    nics = [label for label in columns if not label.startswith("GPU")]
+    cells = _cells(matrix, warnings)
+    places = {label: f"GPU{place}" for place, label in enumerate(labels)}
+    places |= {label: f"NIC{place}" for place, label in enumerate(nics)}
+    return Topology(
+        source=f"nvidia-smi matrix {source}",
+        gpus=tuple(_gpu(matrix, label) for label in labels),
+        nics=tuple(Nic(matrix.nic_names.get(label, label), None, None, None, None) for label in nics),
+        cpus=_cpus(matrix, present, warnings),
+        nvlinks=_nvlinks(matrix, labels, cells, warnings),
+        stated=tuple((places[a], places[b], _distance(cell)) for (a, b), cell in cells.items()),
+        warnings=tuple(warnings),
+    )
+
+
+def _cells(matrix: MatrixText, warnings: list[str]) -> dict[tuple[str, str], str]:
+    """Cells of pairs by label in the order of the columns: from either row, where both do not contradict."""
+    columns = matrix.header.columns
+    cells: dict[tuple[str, str], str] = {}
+    contradicting: list[str] = []
+    for place, a in enumerate(columns):
+        for other in range(place + 1, len(columns)):
+            b = columns[other]
+            seen = {cell for cell in (_cell(matrix, a, other), _cell(matrix, b, place)) if cell is not None}
+            if len(seen) == 1:
+                cells[a, b] = seen.pop()
+            elif seen:
+                contradicting.append(f"{a}-{b} {' or '.join(sorted(seen))}")
+    if contradicting:
+        more = ", ..." if len(contradicting) > 8 else ""
+        warnings.append(f"rows contradict each other, taken as unknown: {', '.join(contradicting[:8])}{more}")
+    return cells
+
+
+def _cell(matrix: MatrixText, label: str, column: int) -> str | None:
+    row = matrix.rows.get(label)
+    return row.cells[column] if row is not None and column < len(row.cells) else None
+
+
+def _distance(cell: str) -> Distance:
+    if cell.startswith("NV"):
+        return Distance.NVL
+    return Distance.SYS if cell == "SOC" else Distance(cell)  # SOC: the word of drivers before 2017
+
+
+def _nvlinks(
+    matrix: MatrixText, labels: list[str], cells: dict[tuple[str, str], str], warnings: list[str]
+) -> tuple[NvLinks, ...] | None:
+    place = {label: number for number, label in enumerate(labels)}
+    among_gpus = {(place[a], place[b]): cell for (a, b), cell in cells.items() if a in place and b in place}
+    counts = {pair: int(cell[2:]) for pair, cell in among_gpus.items() if cell.startswith("NV")}
+    if not counts and matrix.hides_nvlink and len(labels) > 1:
+        warnings.append("NVLinks are unknown: this is of `topo -mp`, which hides them; run `nvidia-smi topo -m`")
+        return None
+    links = nvlinks_of_cells(counts, len(labels))
+    if any(link.kind == "unknown" for link in links):
+        warnings.append(
+            "two GPUs with this many NVLinks may be on a bridge or on NVSwitches, which a matrix does not tell"
+        )
+    # Switches serve all their GPUs alike; direct links of pairs that are not shown cannot be known.
+    switched = {link.gpu for link in links if link.kind == "switch"}
+    apart = set(range(len(labels))) - {link.gpu for link in links}
+    if switched and apart:
+        names = ", ".join(labels[gpu] for gpu in sorted(apart))
+        warnings.append(f"no NVLink at {names}, though others are on an NVSwitch: see `nvidia-smi nvlink -s`")
+    if any(pair not in among_gpus and not switched.issuperset(pair) for pair in combinations(range(len(labels)), 2)):
+        warnings.append("NVLinks are unknown: the connections of some GPUs are missing")
+        return None
+    return links
+
+
+def _gpu(matrix: MatrixText, label: str) -> Gpu:
+    row = matrix.rows.get(label)
+    affinity = row.affinity if row is not None else {}
+    numa = affinity.get(NUMA, "")
+    return Gpu(int(label[3:]), None, int(numa) if _is_node(numa) else None, affinity=affinity.get(CPUS))
+
+
+def _cpu_numbers(cpus: str) -> tuple[int, ...] | None:
+    """The CPUs of "0-31,64-95"; None for what no machine has."""
+    plausible = len(cpus) <= 2048 and all(int(number) < 8192 for number in re.findall("[0-9]{1,6}", cpus))
+    return cpu_list(cpus) if plausible else None
+
+
+def _is_node(numa: str) -> bool:
+    return numa.isdecimal() and len(numa) < 6
+
+
+def _cpus(matrix: MatrixText, present: list[str], warnings: list[str]) -> tuple[Cpu, ...]:
+    """NUMA nodes that have a GPU, with CPUs where the rows agree on them."""
+    affinity: dict[int, dict[str, str]] = {}
+    lists: list[str] = []
+    damaged: dict[str, list[str]] = {}
+    for label in present:
+        values = matrix.rows[label].affinity
+        numa, cpus = values.get(NUMA, ""), values.get(CPUS, "N/A")
+        if _is_node(numa):
+            affinity.setdefault(int(numa), {})[cpus] = label
+        elif numa not in ("", "N/A"):
+            lists.append(f"{label} {numa}")
+        if cpus != "N/A" and _cpu_numbers(cpus) is None:
+            damaged.setdefault(cpus, []).append(label)
+    warnings += [f"CPU Affinity {shown(cpus)} of {', '.join(gpus)} is damaged" for cpus, gpus in damaged.items()]
+    if lists:
+        warnings.append(f"NUMA Affinity is no single node ({'; '.join(lists[:4])}): NUMA unknown for these")
+    for numa_node, seen in affinity.items():
+        if len(seen) > 1:
+            values_seen = " and ".join(f"{cpus} ({label})" for cpus, label in seen.items())
+            warnings.append(f"CPU Affinity differs on NUMA node {numa_node}: {values_seen}")
+    return tuple(
+        Cpu(numa_node, affinity=_cpu_numbers(next(iter(seen))) if len(seen) == 1 else None)
+        for numa_node, seen in sorted(affinity.items())
+    )
+
+
+def nvlinks_of_cells(cells: dict[tuple[int, int], int], gpus: int) -> tuple[NvLinks, ...]:
+    """NVLinks of all of a matrix's GPUs from the counts of pairs (by place, each pair once)."""
+    by_gpu: dict[int, dict[int, int]] = defaultdict(dict)
+    for (a, b), count in cells.items():
+        by_gpu[a][b] = by_gpu[b][a] = count
+    switched = {gpu for gpu, counts in by_gpu.items() if _needs_switch(list(counts.values()))}
+    # Whoever a switch reaches is on a switch, also where too few of its own cells are known.
+    switched |= {peer for gpu in switched for peer in by_gpu[gpu]}
+    links: list[NvLinks] = []
+    for gpu, counts in sorted(by_gpu.items()):
+        if gpu in switched:
+            links.append(NvLinks(gpu, None, max(counts.values()), kind="switch"))
+        else:
+            # Two GPUs alone with many links: a bridge between them, or two GPUs of a machine with NVSwitches.
+            either = gpus == 2 and max(counts.values()) >= MOST_LINKS_TO_EACH_OF_SEVERAL
+            for peer, count in sorted(counts.items()):
+                links.append(NvLinks(gpu, peer, count, kind="unknown" if either else "gpu"))
+    return tuple(links)
+
+
+def _needs_switch(counts: list[int]) -> bool:
+    return sum(counts) > MOST_LINKS or (len(counts) > 1 and min(counts) > MOST_LINKS_TO_EACH_OF_SEVERAL)
+
+
+def find_matrix(text: str, source: str) -> MatrixText:
+    """The first connection matrix in a text (in its first four million characters, and 50,000 lines about a GPU).
+
+    Raises TopologyError when there is none, saying what there is instead.
+    """
+    text = text[:_MOST_CHARACTERS]
+    if not re.search("GPU[0-9]", text):
+        raise _refusal(source, text[:_MOST_LINES].splitlines(), [], [])
+    lines = _LINE_END.split(_INVISIBLE.sub("", _COLOUR.sub("", text)).replace("\\t", "\t"))
+    mentions = islice(((number, line) for number, line in enumerate(lines, 1) if "GPU" in line), _MOST_MENTIONS)
+    headers = list(islice(filter(None, (parse_header(number, line) for number, line in mentions)), _MOST_HEADERS))
+    next_lines = [*(header.line - 1 for header in headers[1:]), len(lines)]
+    ends = [min(header.line + _MOST_LINES, below) for header, below in zip(headers, next_lines, strict=False)]
+    found = [
+        (header, end, rows) for header, end in zip(headers, ends, strict=True) if (rows := _rows(header, lines, end))
+    ]
+    matrices = [(header, end, rows) for header, end, rows in found if not _is_foreign(rows)]
+    if not matrices:
+        raise _refusal(source, lines, headers, [rows for _, _, rows in found])
+    header, end, rows = matrices[0]
+    warnings = [
+        f"nvidia-smi found {match[1]} NICs but shows {match[2]}: the others are missing here"
+        for line in lines[: header.line]
+        if (match := _NICS_LEFT_OUT.search(line))
+    ]
+    if len(matrices) > 1:
+        other = matrices[1][0].line
+        warnings.append(f"another matrix begins at line {other}: only the one at line {header.line} is read")
+    for row in rows:
+        if row.line < len(lines) and _CELLS_ALONE.fullmatch(lines[row.line]):
+            raise TopologyError(
+                f"{source}:{row.line + 1}: the row of {row.label} goes on in another line: the matrix was wrapped by a "
+                "narrow window; save the output of `nvidia-smi topo -m` to a file"
+            )
+    kept = _keep(header, rows, warnings)
+    below = lines[header.line : end]
+    legend = any("= Self" in line for line in below)
+    above = lines[max(0, header.line - 4) : header.line - 1]
+    return MatrixText(
+        header=header,
+        rows=kept,
+        nic_names=_nic_names(header, below, warnings),
+        # Drivers that wrote SOC are older than NVLink.
+        hides_nvlink=any(re.search(r"\btopo -mp\b", line) for line in above)
+        or (legend and not any("NVLink" in line or "SOC " in line for line in below)),
+        warnings=tuple(warnings),
+    )
+
+
+def _rows(header: Header, lines: list[str], end: int) -> list[Row]:
+    below = enumerate(lines[header.line : end], header.line + 1)
+    return [row for number, line in below if (row := parse_row(header, number, line))]
+
+
+def _is_foreign(rows: list[Row]) -> bool:
+    """Words instead of connections in every row, as `topo -p2p` and other vendors' tools write them."""
+    connected = any(cell not in (None, "X") for row in rows for cell in row.cells)
+    return not connected and any(row.strange for row in rows)
+
+
+def _keep(header: Header, rows: list[Row], warnings: list[str]) -> dict[str, Row]:
+    """Rows that can be trusted, by label; `warnings` gets a sentence for everything else."""
+
+    def labels(rows: list[Row]) -> str:
+        return ", ".join(row.label for row in rows[:8]) + (", ..." if len(rows) > 8 else "")
+
+    kept: dict[str, Row] = {}
+    orphans: list[Row] = []
+    repeated: list[Row] = []
+    if header.fused:
+        warnings.append(f"line {header.line}: fused header labels were split")
+    titles = [name for name in header.affinity if name not in TITLES]
+    if titles:
+        warnings.append(f"line {header.line}: {shown(', '.join(titles[:4]))} is no column known here: not read")
+    for row in rows:
+        if row.label not in header.columns:
+            orphans.append(row)
+            continue
+        if row.label in kept:
+            repeated.append(row)
+            continue
+        own = header.columns.index(row.label)
+        if any((cell == "X") != (place == own) for place, cell in enumerate(row.cells)):
+            warnings.append(f"line {row.line}: X is not in the column of {row.label}, so cells are missing: left out")
+            continue
+        if row.strange:
+            warnings.append(f"line {row.line}: {shown(', '.join(row.strange[:4]))} is no connection: taken as unknown")
+        if len(row.cells) < len(header.columns):
+            warnings.append(f"line {row.line}: {row.label} has {len(row.cells)} of {len(header.columns)} cells")
+        if row.surplus:
+            warnings.append(f"line {row.line}: {row.surplus} more cell(s) than the header has columns: left out")
+        kept[row.label] = row
+    if unclear := [row for row in kept.values() if row.unclear]:
+        warnings.append(
+            f"line {unclear[0].line}: the columns after the devices are not the header's in the row of "
+            f"{labels(unclear)}: affinity unknown where it cannot be told"
+        )
+    if orphans:
+        warnings.append(f"line {orphans[0].line}: no column in the header for {labels(orphans)}: left out")
+    if repeated:
+        warnings.append(f"line {repeated[0].line}: another row for {labels(repeated)}: left out")
+    return kept
+
+
+def _nic_names(header: Header, below: list[str], warnings: list[str]) -> dict[str, str]:
+    listed: dict[str, str] = {}
+    for line in below:
+        match = _NIC_LEGEND.search(line.removeprefix(header.prefix)[:LONGEST_LINE])
+        if match:
+            listed.setdefault(match[1], match[2])
+    named = {label: listed[label] for label in header.columns if label in listed}
+    nameless = [label for label in header.columns if re.fullmatch(r"NIC[0-9]+", label) and label not in listed]
+    if listed and nameless:
+        warnings.append(f"the NIC legend names no {', '.join(nameless[:8])}: called by their columns")
+    if len(set(named.values())) != len(named):
+        warnings.append("the NIC legend gives one name to several NICs: all are called by their columns")
+        return {}
+    return named
+
+
+def _refusal(source: str, lines: list[str], headers: list[Header], found: list[list[Row]]) -> TopologyError:
+    """Say what there is instead of a matrix."""
+    if found:
+        row = found[0][0]
+        words = list(dict.fromkeys(word for row in found[0] for word in row.strange[:4]))
+        guess = "this is `nvidia-smi topo -p2p`" if _P2P_WORDS.issuperset(words) else "this is another table"
+        what = f":{row.line}: {shown(', '.join(words))} is no connection (NV#, PIX, PXB, PHB, NODE, SYS): {guess}"
+    elif headers:
+        what = f":{headers[0].line}: the header of a matrix without rows below it: the text is cut"
+    else:
+        what = _instead(lines)
+    return TopologyError(f"{source}{what}; save the output of `nvidia-smi topo -m`")
+
+
+def _instead(lines: list[str]) -> str:
+    for number, line in enumerate(lines, 1):
+        if ("|" in line or "\u2502" in line) and re.search(r"\bGPU[0-9]", line):
+            return f":{number}: a table drawn with | is not the plain text of a matrix"
+        if re.match(r"\W{0,8}GPU[0-9]{1,4}\s+(?:X|NV[0-9])", line):
+            return f":{number}: rows of a matrix, but no header line with GPU0 GPU1 ... above them"
+        for words, meaning in _MESSAGES.items():
+            if words in line:
+                return f":{number}: {meaning}"
+    return ": no header line with GPU0 GPU1 ... and no rows: not a connection matrix"

@@ -1,0 +1,194 @@
+"""Single lines of the matrix of `nvidia-smi topo -m`: the header with its columns, and a device's row.
+
+People paste the matrix into scripts, logs and issues: it comes with comment signs, host names or times in front, and
+with labels that ran into each other.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+MOST_DEVICES = 256
+MOST_GPUS = 64
+LONGEST_LINE = 65_536
+
+# People shorten the titles when they set the table anew. What is no title known here is a column of its own.
+_TITLE = re.compile(
+    r"(?P<gpu>GPU[ \t_]{1,3}NUMA(?:[ \t_]{1,3}(?:ID|node))?\b)|(?P<numa>NUMA(?:[ \t_-]{0,3}(?:affinity|node|ID))?\b)"
+    r"|(?P<cpu>CPUs?(?:[ \t_-]{0,3}affinity)?\b)|[A-Z]+[ \t]{1,3}(?:affinity|ID)\b|[\w/.()-]*[A-Z][\w/.()-]*",
+    re.IGNORECASE,
+)
+TITLES = CPUS, NUMA, _GPU_NUMA = "CPU Affinity", "NUMA Affinity", "GPU NUMA ID"
+_TITLE_OF = {"cpu": CPUS, "numa": NUMA, "gpu": _GPU_NUMA}
+_LABEL = re.compile(r"(?:GPU|NIC)[0-9]{1,4}|mlx[0-9]_[0-9]{1,3}")
+_FUSED_LABELS = re.compile(rf"(?:{_LABEL.pattern})+")
+# Old drivers head a column by the device itself.
+_NIC_NAME = re.compile(r"(?!GPU|NIC)[A-Za-z][\w.-]{0,40}[0-9][\w.-]{0,40}")
+_CELL = re.compile(r"X|NV[1-9][0-9]{0,2}|PIX|PXB|PHB|NODE|SYS|SOC")
+_FUSED_CELLS = re.compile(rf"(?:{_CELL.pattern})+")
+_FIRST_TITLE = re.compile(
+    r"(?<!\S)(?:CPUs?|NUMA|GPU)(?!\S)|(?<![A-Za-z])[A-Z][A-Za-z]{1,9}[ \t_-]{0,3}(?:Affinity|affinity|ID)\b"
+)
+_AFFINITY = re.compile(r"[0-9,-]+|N/A")
+_STRANGE_CELL = re.compile(r"[A-Z0-9?/-]{1,16}")
+
+
+@dataclass(frozen=True)
+class Header:
+    """The line with the names of the columns.
+
+    line: counted from 1. prefix: what stands before the first column ("#", "node01:", a time), without blanks at its
+    end; before a row the same may stand, or as many other words, or nothing. columns: devices, GPUs and then NICs.
+    affinity: the columns after them, called as nvidia-smi does.
+    fused: whether labels had run into each other.
+    """
+
+    line: int
+    prefix: str
+    columns: tuple[str, ...]
+    affinity: tuple[str, ...]
+    fused: bool
+
+
+@dataclass(frozen=True)
+class Row:
+    """One device's line.
+
+    cells: by column, as written; None where it cannot be read, and fewer when the line is cut. affinity: by the name of
+    the column, where there is a value. unclear: there are more values, whose columns cannot be told. strange: words
+    where cells should be. surplus: cells beyond the last column.
+    """
+
+    label: str
+    line: int
+    cells: tuple[str | None, ...]
+    affinity: dict[str, str]
+    unclear: bool = False
+    strange: tuple[str, ...] = ()
+    surplus: int = 0
+
+
+def parse_header(number: int, line: str) -> Header | None:
+    """The header in a line of the text, counted from 1; None when it is none."""
+    start = re.search(r"GPU[0-9]", line)
+    if start is None or len(line) > LONGEST_LINE:
+        return None
+    devices = line[start.start() :]
+    if "|" in devices:
+        return None
+    first_title = _FIRST_TITLE.search(devices)
+    if first_title is not None:
+        devices = devices[: first_title.start()]
+    columns: list[str] = []
+    fused = False
+    for word in devices.split():
+        if _CELL.fullmatch(word):
+            return None
+        if _FUSED_LABELS.fullmatch(word):
+            labels = _LABEL.findall(word)
+            fused |= len(labels) > 1
+            columns += labels
+        elif _NIC_NAME.fullmatch(word):
+            columns.append(word)
+        else:
+            return None
+    gpus = sum(label.startswith("GPU") for label in columns)
+    if not columns or len(set(columns)) != len(columns) or len(columns) > MOST_DEVICES or gpus > MOST_GPUS:
+        return None
+    titles = "" if first_title is None else line[start.start() + first_title.start() :]
+    names = tuple(_TITLE_OF.get(match.lastgroup or "", match.group()) for match in _TITLE.finditer(titles))
+    return Header(number, line[: start.start()].rstrip(), tuple(columns), names, fused)
+
+
+def parse_row(header: Header, number: int, line: str) -> Row | None:
+    """The row in a line below `header`; None when it is none."""
+    if header.prefix and line.startswith(header.prefix):
+        # Blanks in its place keep the columns where they are.
+        line = " " * len(header.prefix) + line[len(header.prefix) :]
+    if len(line) > LONGEST_LINE:
+        return None
+    before = len(header.prefix.split())
+    start = line.split(maxsplit=before + 1)
+    skipped = next((n for n in (0, before) if n + 1 < len(start) and _is_label(header, start[n])), None)
+    if skipped is None:
+        return None
+    label = start[skipped]
+    words = line.split()[skipped:]
+    wanted = len(header.columns)
+    cells: list[str | None] = []
+    strange: list[str] = []
+    taken = 1
+    for word in words[1:]:
+        if _FUSED_CELLS.fullmatch(word):
+            cells += _CELL.findall(word)
+        elif len(cells) < wanted and not _AFFINITY.fullmatch(word):
+            if _is_label(header, word) or not _STRANGE_CELL.fullmatch(word):
+                return None  # words about the device
+            cells.append(None)
+            strange.append(word)
+        else:
+            break
+        taken += 1
+    if not cells:
+        return None
+    surplus, whole = max(0, len(cells) - wanted), words[taken:] == [] or len(cells) == wanted
+    placed = _by_tabs(header, label, line) if len(cells) < wanted else None
+    if placed is not None:
+        cells = placed
+    elif (surplus or not whole) and label in header.columns:
+        # A cell or a title is lost somewhere. X shows that it is not on the left of it.
+        cells = cells[: header.columns.index(label) + 1]
+    end = [match.end() for match in re.finditer(r"\S+", line)][skipped + taken - 1]
+    by_tabs = "\t\t" not in line[:end].rstrip() and line[end:].lstrip(" ").startswith("\t")
+    cells_behind = line[end:].lstrip(" ")[1:].split("\t") if by_tabs else None
+    affinity, unclear = _affinity(header.affinity, words[taken:], cells_behind)
+    return Row(label, number, tuple(cells[:wanted]), affinity, unclear, tuple(strange), surplus)
+
+
+def _is_label(header: Header, word: str) -> bool:
+    return word in header.columns or _LABEL.fullmatch(word) is not None
+
+
+def _by_tabs(header: Header, label: str, line: str) -> list[str | None] | None:
+    """Cells by their place between tabs, where some are empty; None unless X stands in the row's own column."""
+    fields = [field.strip() for field in line.split("\t")]
+    cells = [field if _CELL.fullmatch(field) else None for field in fields[1 : 1 + len(header.columns)]]
+    if fields[0] != label or label not in header.columns or not any(cells):
+        return None
+    while cells[-1] is None:
+        cells.pop()
+    own = header.columns.index(label)
+    return cells if own < len(cells) and cells[own] == "X" else None
+
+
+def _affinity(names: tuple[str, ...], words: list[str], cells: list[str] | None) -> tuple[dict[str, str], bool]:
+    """Values by the names of the columns, and whether there are others that cannot be assigned.
+
+    `cells` is the text between tabs, None where tabs do not separate cells one by one. nvidia-smi leaves a cell empty
+    where it has nothing to say (CPUs that a container or a job may not use), and puts one tab or two between cells
+    whatever the title's width: only the first cell has a certain place, directly behind the devices, and the second
+    where it follows directly on the first.
+    """
+    values: list[str] = []
+    for word in words:
+        if values and values[-1].endswith(","):  # "0-63, 128-191"
+            values[-1] += word
+        else:
+            values.append(word)
+    while len(values) > len(names) and not _AFFINITY.fullmatch(values[-1]):
+        values.pop()  # a remark
+    first_is_empty = cells is not None and not cells[0].strip()
+    if len(values) == len(names):
+        # A title may have been cut off, and the first cell be empty.
+        doubtful = len(names) > 1 and first_is_empty and values[0].isdecimal()
+        return ({}, True) if doubtful else (dict(zip(names, values, strict=True)), False)
+    if len(values) > len(names):
+        cut = bool(names) and names == TITLES[: len(names)]
+        return (dict(zip(names, values, strict=False)), False) if cut else ({}, True)
+    if not values or cells is None:
+        return {}, bool(values)
+    found = {} if first_is_empty else {names[0]: values.pop(0)}
+    if len(values) == len(names) - 1 or (len(cells) > 1 and cells[1].strip()):
+        return found | dict(zip(names[1:], values, strict=False)), False
+    return found, any(value != "N/A" for value in values)

@@ -1,0 +1,395 @@
+"""What follows from a topology: the ports that count, the shape of NVLinks, distances, bandwidth, rings."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from itertools import combinations
+from typing import Literal
+
+from topology.model import Distance, PciDevice, PciLink, Topology
+
+
+def usable_nics(topology: Topology) -> tuple[int, ...]:
+    """Return the places of the ports that can be rails, in order.
+
+    Ports on a PCI device; where there is none (a virtual machine that hides it, a matrix without bus ids), every port
+    that is not known to be virtual. Bridges, veth and docker0 never count, whatever speed they claim.
+    """
+    real = [place for place, nic in enumerate(topology.nics) if not nic.virtual]
+    return tuple([place for place in real if topology.nics[place].busid is not None] or real)
+
+
+def rail_nics(topology: Topology) -> tuple[int, ...]:
+    """Return the places of the ports that training uses, in order.
+
+    The usable ones that do GPUDirect RDMA; where none is known to, those that may; else all usable ones. Beside such
+    ports, the others are there for storage and log-in.
+    """
+    usable = usable_nics(topology)
+    surely = tuple(place for place in usable if topology.nics[place].gdr)
+    perhaps = tuple(place for place in usable if topology.nics[place].gdr is None)
+    return surely or perhaps or usable
+
+
+def node_nic_gbps(topology: Topology) -> float | None:
+    """Return what this node can send at once, in Gb/s: the sum over its rails whose speed is known.
+
+    Ports without a speed add nothing; None when no speed is known.
+    """
+    speeds = [topology.nics[place].speed_gbps for place in rail_nics(topology)]
+    known = [speed for speed in speeds if speed is not None]
+    return sum(known) if known else None
+
+
+NvlinkKind = Literal["switch", "mesh", "pairs", "hybrid_cube_mesh", "irregular", "none", "unknown"]
+
+
+def nvlink_kind(topology: Topology) -> NvlinkKind:
+    """The shape in which NVLinks join the GPUs.
+
+    "switch": through NVSwitches. "mesh": every GPU of a group of three or more directly with every other, with equal
+    or unequal numbers of links. "pairs": each with one other. "hybrid_cube_mesh": two full quads whose GPUs are joined
+    one to one (DGX-1 and its relatives). "irregular": anything else. "none": the source tells that no two GPUs are
+    joined. "unknown": it does not tell, or not whether a switch is in between. GPUs without any NVLink (a display GPU)
+    do not count.
+    """
+    links = topology.nvlinks
+    if links is None or not topology.gpus:
+        return "unknown"
+    switched = {link.gpu for link in links if link.kind == "switch"}
+    joined = direct_links(topology)
+    if switched:
+        return "switch" if all(a in switched and b in switched for a, b in joined) else "irregular"
+    if any(link.kind == "unknown" for link in links):
+        return "unknown"
+    groups = _groups(set(joined))
+    if not groups:
+        return "none"
+    kinds = {_kind_of_group(group, set(joined)) for group in groups}
+    return kinds.pop() if len(kinds) == 1 else "irregular"
+
+
+def links_per_gpu(topology: Topology) -> tuple[int | None, ...]:
+    """How many NVLinks leave each GPU, whatever is at their other end; None where the source does not tell."""
+    links = topology.nvlinks
+    if links is None:
+        return (None,) * len(topology.gpus)
+    counts = [0] * len(topology.gpus)
+    for (a, b), count in direct_links(topology).items():
+        counts[a] += count
+        counts[b] += count
+    for link in links:
+        if link.peer is None:
+            counts[link.gpu] += link.count
+    return tuple(counts)
+
+
+def links_between(topology: Topology, a: int, b: int) -> int | None:
+    """How many NVLinks carry data between two GPUs (by place): direct ones, or the smaller number into the switches.
+
+    0 when none do; None when the source does not tell.
+    """
+    if topology.nvlinks is None:
+        return None
+    into_switches = [
+        sum(link.count for link in topology.nvlinks if link.kind == "switch" and link.gpu == place) for place in (a, b)
+    ]
+    return direct_links(topology).get((min(a, b), max(a, b)), 0) + min(into_switches)
+
+
+def direct_links(topology: Topology) -> dict[tuple[int, int], int]:
+    """NVLinks from GPU to GPU without a switch: count by pair of places, the smaller place first."""
+    one_way: dict[tuple[int, int], int] = defaultdict(int)
+    for link in topology.nvlinks or ():
+        if link.peer is not None and link.peer != link.gpu:
+            one_way[link.gpu, link.peer] += link.count
+    pairs = {(min(pair), max(pair)) for pair in one_way}
+    return {(a, b): max(one_way.get((a, b), 0), one_way.get((b, a), 0)) for a, b in sorted(pairs)}
+
+
+def _groups(pairs: set[tuple[int, int]]) -> list[set[int]]:
+    """GPUs that direct links join, however indirectly."""
+    groups: list[set[int]] = []
+    for pair in sorted(pairs):
+        touched = [group for group in groups if group & set(pair)]
+        groups = [group for group in groups if not group & set(pair)] + [set(pair).union(*touched)]
+    return groups
+
+
+def _kind_of_group(group: set[int], pairs: set[tuple[int, int]]) -> NvlinkKind:
+    if len(group) == 2:
+        return "pairs"
+    if _is_full(group, pairs):
+        return "mesh"
+    return "hybrid_cube_mesh" if _is_cube_mesh(group, pairs) else "irregular"
+
+
+def _is_full(group: set[int], pairs: set[tuple[int, int]]) -> bool:
+    return all(pair in pairs for pair in combinations(sorted(group), 2))
+
+
+def _is_cube_mesh(group: set[int], pairs: set[tuple[int, int]]) -> bool:
+    """Whether eight GPUs with four peers each split into two full quads: numbering and wiring differ by vendor.
+
+    With four peers each, the rest is a full quad when one quad is.
+    """
+    if len(group) != 8 or any(sum(place in pair for pair in pairs) != 4 for place in group):
+        return False
+    first, *others = sorted(group)
+    quads = ({first, *three} for three in combinations(others, 3))
+    return any(_is_full(quad, pairs) for quad in quads)
+
+
+def nic_distance(topology: Topology, gpu_place: int, nic_place: int) -> Distance | None:
+    """Return the distance between a GPU and a network port; None when unknown."""
+    return Paths(topology).nic(gpu_place, nic_place)
+
+
+def gpu_distance(topology: Topology, a: int, b: int) -> Distance | None:
+    """Return the distance between two GPUs by place: NVL where NVLinks join them, else over PCIe; None when unknown.
+
+    Where the source does not tell about NVLink (`topology.nvlinks` is None) it is the way over PCIe, which may not be
+    the best. Raises ValueError for a GPU and itself.
+    """
+    return Paths(topology).gpu(a, b)
+
+
+def nearest_nics(topology: Topology, gpu_place: int) -> tuple[list[int], Distance] | None:
+    """Return the places of the usable ports at the least known distance from a GPU, in file order, and that distance.
+
+    None when no distance is known.
+    """
+    return Paths(topology).nearest(gpu_place)
+
+
+class Paths:
+    """The same questions, for callers with many of them about one machine."""
+
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
+        self._devices = {device.busid: device for device in topology.pci}
+        self._chains: dict[str, list[str]] = {}
+        self._stated = {frozenset((a, b)): distance for a, b, distance in topology.stated or ()}
+        self._usable = usable_nics(topology)
+        links = topology.nvlinks or ()
+        self._linked = {frozenset((link.gpu, link.peer)) for link in links if link.peer is not None}
+        self._switched = {link.gpu for link in links if link.kind == "switch"}
+
+    def nic(self, gpu_place: int, nic_place: int) -> Distance | None:
+        """See `nic_distance`."""
+        if self._topology.stated is not None:
+            return self._stated.get(frozenset((f"GPU{gpu_place}", f"NIC{nic_place}")))
+        nic = self._topology.nics[nic_place]
+        gpu_busid = self._topology.gpus[gpu_place].busid
+        if nic.busid is None:
+            return self._between_cpus(self._cpu(gpu_busid), self._cpu_of_numa(nic.numa))
+        return self._between(gpu_busid, nic.busid)
+
+    def gpu(self, a: int, b: int) -> Distance | None:
+        """See `gpu_distance`."""
+        if a == b:
+            raise ValueError(f"GPU {a} has no distance to itself; ask for two places")
+        if self._joined_by_nvlink(a, b):
+            return Distance.NVL
+        if self._topology.stated is not None:
+            return self._stated.get(frozenset((f"GPU{a}", f"GPU{b}")))
+        return self._between(self._topology.gpus[a].busid, self._topology.gpus[b].busid)
+
+    def nearest(self, gpu_place: int) -> tuple[list[int], Distance] | None:
+        """See `nearest_nics`."""
+        known = [(place, distance) for place in self._usable if (distance := self.nic(gpu_place, place))]
+        if not known:
+            return None
+        least = min((distance for _, distance in known), key=lambda distance: distance.rank)
+        return [place for place, distance in known if distance is least], least
+
+    def _joined_by_nvlink(self, a: int, b: int) -> bool:
+        """Directly, or both to switches, which are one fabric inside a machine."""
+        return frozenset((a, b)) in self._linked or {a, b} <= self._switched
+
+    def _between(self, a: str | None, b: str | None) -> Distance | None:
+        switches_a, switches_b = self._switches(a), self._switches(b)
+        if switches_a is None or switches_b is None:
+            return None
+        if a == b:
+            return Distance.PIX
+        for above_a, switch in enumerate(switches_a):
+            if switch in switches_b:
+                return Distance.PIX if above_a + switches_b.index(switch) == 0 else Distance.PXB
+        return self._between_cpus(self._cpu(a), self._cpu(b))
+
+    def _switches(self, busid: str | None) -> list[str] | None:
+        """Bus ids from a device up to its CPU, without its own unless it is a switch; None when not in the tree."""
+        device = self._devices.get(busid) if busid else None
+        if device is None:
+            return None
+        if device.busid not in self._chains:
+            chain = [device.busid] if device.kind == "switch" else []
+            above = device.parent
+            while above is not None and above not in chain:
+                chain.append(above)
+                above = self._devices[above].parent if above in self._devices else None
+            self._chains[device.busid] = chain
+        return self._chains[device.busid]
+
+    def _cpu(self, busid: str | None) -> int | None:
+        device = self._devices.get(busid) if busid else None
+        return None if device is None else device.cpu
+
+    def _cpu_of_numa(self, numa: int | None) -> int | None:
+        """Where a port without a PCI device sits: the only CPU of that number (of no number, if it has none)."""
+        found = [place for place, cpu in enumerate(self._topology.cpus) if cpu.numa == numa]
+        return found[0] if len(found) == 1 else None
+
+    def _between_cpus(self, a: int | None, b: int | None) -> Distance | None:
+        if a is None or b is None:
+            return None
+        return Distance.PHB if a == b else Distance.SYS
+
+
+NVLINK_GBPS = {60: 160.0, 70: 200.0, 75: 200.0, 80: 200.0, 86: 112.5, 90: 200.0, 100: 400.0, 103: 400.0}
+"""Line rate of one NVLink in one direction, in Gb/s, by compute capability."""
+
+
+def peer_bandwidth_gbps(topology: Topology, a: int, b: int) -> float | None:
+    """Line rate in Gb/s, in one direction, between two GPUs (by place): over their NVLinks, else over PCIe.
+
+    Over PCIe it is the slowest link on the way through the tree; the link between two CPUs is not known and does not
+    count. None when NVLinks join them but their generation is unknown, when it is unknown whether NVLinks do, or when
+    the source lacks the speed of a PCIe link on the way. Raises ValueError for a GPU and itself.
+    """
+    if a == b:
+        raise ValueError(f"GPU {a} has no link to itself; ask for two places")
+    links = links_between(topology, a, b)
+    if links is None:
+        return None
+    if links:
+        rates = [NVLINK_GBPS.get(topology.gpus[place].sm or 0) for place in (a, b)]
+        return links * min(rate for rate in rates if rate is not None) if None not in rates else None
+    return _pcie_gbps(topology, a, b)
+
+
+def _pcie_gbps(topology: Topology, a: int, b: int) -> float | None:
+    devices = {device.busid: device for device in topology.pci}
+    up_a, up_b = (_chain(devices, topology.gpus[place].busid) for place in (a, b))
+    if not up_a or not up_b or up_a[0] == up_b[0]:
+        return None
+    shared = {device.busid for device in up_a} & {device.busid for device in up_b}
+    rates = [_attainable(device).gbps for device in (*up_a, *up_b) if device.busid not in shared]
+    return min(rate for rate in rates if rate is not None) if rates and None not in rates else None
+
+
+def _chain(devices: dict[str, PciDevice], busid: str | None) -> list[PciDevice]:
+    """A device and the switches above it, nearest first; empty when it is not in the tree."""
+    chain: list[PciDevice] = []
+    device = devices.get(busid) if busid else None
+    while device is not None and device not in chain:
+        chain.append(device)
+        device = devices.get(device.parent) if device.parent else None
+    return chain
+
+
+def _attainable(device: PciDevice) -> PciLink:
+    """Lanes as they run, at the best speed: an idle link clocks down, but keeps its lanes."""
+    return PciLink(device.link_max.gts or device.link.gts, device.link.width or device.link_max.width)
+
+
+Ring = tuple[int, ...]
+Links = dict[tuple[int, int], int]
+
+SEARCH_STEPS = 5_000
+"""Bound of each search: enough for every wiring of eight GPUs that is built, and a fraction of a second."""
+MOST_GPUS = 16
+"""Beyond, no machine has direct NVLinks, and a ring is not improved by exchanges."""
+
+
+def rings(topology: Topology) -> tuple[Ring, ...]:
+    """Rings over all GPUs (by place, beginning at 0, the last sends to the first).
+
+    Where direct NVLinks allow rings over all GPUs: as many as share no link, so that the same ring may appear as often
+    as it has links (a cube mesh of V100 has three). Otherwise one ring: through NVSwitches in the order of the GPUs,
+    else with as few and as short hops outside NVLink as can be found. Each ring can be run in both directions at once.
+    Empty for fewer than two GPUs.
+    """
+    count = len(topology.gpus)
+    if count < 2:
+        return ()
+    if nvlink_kind(topology) == "switch":
+        return (tuple(range(count)),)
+    if count == 2:
+        return ((0, 1),)
+    links = direct_links(topology) if count <= MOST_GPUS else {}
+    return _disjoint(_hamiltonian(links, count), links, count) or (_shortest(topology, count),)
+
+
+def _hamiltonian(links: Links, count: int) -> list[Ring]:
+    """Rings along links, each in one direction only; not all of them where there are very many."""
+    peers = {a: [b for b in range(count) if (min(a, b), max(a, b)) in links] for a in range(count)}
+    found: list[Ring] = []
+    steps = 0
+    stack: list[Ring] = [(0,)]
+    while stack and steps < SEARCH_STEPS:
+        steps += 1
+        path = stack.pop()
+        if len(path) == count:
+            if 0 in peers[path[-1]] and path[1] < path[-1]:
+                found.append(path)
+            continue
+        stack += [(*path, peer) for peer in reversed(peers[path[-1]]) if peer not in path]
+    return found
+
+
+def _disjoint(candidates: list[Ring], links: Links, count: int) -> tuple[Ring, ...]:
+    """The largest choice of rings, with repetition, that uses no link twice (the largest found, past the bound)."""
+    most = min(sum(links[pair] for pair in links if place in pair) // 2 for place in range(count))
+    best: list[Ring] = []
+    steps = 0
+
+    def search(first: int, left: Links, chosen: list[Ring]) -> None:
+        nonlocal best, steps
+        if len(chosen) > len(best):
+            best = list(chosen)
+        for number in range(first, len(candidates)):
+            steps += 1
+            if len(best) == most or steps > SEARCH_STEPS:
+                return
+            hops = _hops(candidates[number])
+            if all(left[hop] for hop in hops):
+                search(number, left | {hop: left[hop] - 1 for hop in hops}, [*chosen, candidates[number]])
+
+    search(0, links, [])
+    return tuple(best)
+
+
+def _hops(ring: Ring) -> list[tuple[int, int]]:
+    return [(min(a, b), max(a, b)) for a, b in zip(ring, (*ring[1:], ring[0]), strict=True)]
+
+
+def _shortest(topology: Topology, count: int) -> Ring:
+    """One ring with small distances between neighbours: the nearest next, then exchanges while they help."""
+    paths = Paths(topology)
+    far = len(Distance)
+    cost = [[0] * count for _ in range(count)]
+    for a, b in combinations(range(count), 2):
+        distance = paths.gpu(a, b)
+        # Squares: two near hops and a far one are better than three of middle length.
+        cost[a][b] = cost[b][a] = (far if distance is None else distance.rank) ** 2
+    ring = [0]
+    while len(ring) < count:
+        ring.append(min((place for place in range(count) if place not in ring), key=lambda p: (cost[ring[-1]][p], p)))
+    if count > MOST_GPUS:
+        return tuple(ring)
+    return _improved(ring, lambda order: sum(cost[a][b] for a, b in _hops(tuple(order))))
+
+
+def _improved(ring: list[int], cost: Callable[[list[int]], int]) -> Ring:
+    """Reverse a stretch of the ring as long as that makes it cheaper."""
+    best = cost(ring)
+    for _ in range(len(ring)):
+        turns = (ring[:i] + ring[i:j][::-1] + ring[j:] for i, j in combinations(range(1, len(ring) + 1), 2))
+        candidate = min(turns, key=cost)
+        if cost(candidate) >= best:
+            break
+        ring, best = candidate, cost(candidate)
+    return tuple(ring)

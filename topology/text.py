@@ -1,0 +1,347 @@
+"""A machine as JSON, and as text for people: a tree, a matrix of distances, notes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any, Literal
+
+from topology.model import Cpu, Distance, Gpu, Nic, PciDevice, Topology
+from topology.queries import (
+    Paths,
+    links_between,
+    links_per_gpu,
+    node_nic_gbps,
+    nvlink_kind,
+    peer_bandwidth_gbps,
+    rings,
+    usable_nics,
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A NUMA node, a switch, a GPU or a network port."""
+
+    kind: Literal["node", "switch", "gpu", "nic"]
+    label: str
+    place: int | None = None
+    """In Topology.cpus, .gpus or .nics; None for a switch, and for a node that only distances point to."""
+    device: PciDevice | None = None
+    """In the PCI tree, with its link towards what it is in."""
+    parts: tuple[Part, ...] = ()
+
+    def within(self, kind: str) -> tuple[Part, ...]:
+        """All parts of one kind in here, in order."""
+        return tuple(found for part in self.parts for found in ((part,) if part.kind == kind else part.within(kind)))
+
+    def own(self, kind: str) -> tuple[Part, ...]:
+        """The parts of one kind directly in here."""
+        return tuple(part for part in self.parts if part.kind == kind)
+
+
+def outline(topology: Topology) -> tuple[Part, ...]:
+    """The NUMA nodes in order, and last a node "place unknown" if anything has no place. No virtual ports."""
+    nodes = _by_tree(topology) if topology.pci else _by_distance(topology)
+    placed = {(part.kind, part.place) for node in nodes for kind in ("gpu", "nic") for part in node.within(kind)}
+    lost = tuple(leaf for leaf in _leaves(topology) if (leaf.kind, leaf.place) not in placed)
+    return (*nodes, Part("node", "place unknown", parts=lost)) if lost else tuple(nodes)
+
+
+def _leaves(topology: Topology) -> list[Part]:
+    gpus = [Part("gpu", f"GPU {gpu.index}", place) for place, gpu in enumerate(topology.gpus)]
+    return gpus + [Part("nic", nic.name, place) for place, nic in enumerate(topology.nics) if not nic.virtual]
+
+
+def _node_label(cpu: Cpu) -> str:
+    return "NUMA node unknown" if cpu.numa is None else f"NUMA {cpu.numa}"
+
+
+def _by_tree(topology: Topology) -> list[Part]:
+    """As the PCI tree has it; what has no PCI device is with the NUMA node that it names."""
+    leaves: dict[str | None, list[Part]] = {}
+    for leaf in _leaves(topology):
+        leaves.setdefault(_subject(topology, leaf).busid, []).append(leaf)
+    below: dict[str | None, list[Part]] = {}
+    nodes: list[list[Part]] = [[] for _ in topology.cpus]
+    for device in reversed(topology.pci):  # children before parents
+        parts = [replace(leaf, device=device) for leaf in leaves.get(device.busid, [])]
+        inside = tuple(below.pop(device.busid, []))
+        if inside:
+            parts = [Part("switch", device.busid, parts=inside, device=device), *parts]
+        if device.parent is not None:
+            below[device.parent] = parts + below.get(device.parent, [])
+        elif device.cpu is not None:
+            nodes[device.cpu][:0] = parts
+    for place, cpu in enumerate(topology.cpus):
+        for leaf in leaves.get(None, []):
+            if cpu.numa is not None and _subject(topology, leaf).numa == cpu.numa:
+                nodes[place].append(leaf)
+    return [Part("node", _node_label(cpu), place, parts=tuple(nodes[place])) for place, cpu in enumerate(topology.cpus)]
+
+
+def _by_distance(topology: Topology) -> list[Part]:
+    """As distances and NUMA numbers point to it: what is nearer than SYS shares a node, what is PIX or PXB a switch."""
+    leaves = {f"{leaf.kind.upper()}{leaf.place}": leaf for leaf in _leaves(topology)}
+    near = [(a, b, far) for a, b, far in topology.stated or () if a in leaves and b in leaves]
+    numas = {label: _subject(topology, leaf).numa for label, leaf in leaves.items()}
+    same_node = {(a, b) for a, b, far in near if far not in (Distance.NVL, Distance.SYS) and _agree(numas[a], numas[b])}
+    same_node |= {(a, b) for a, b in combinations(leaves, 2) if numas[a] is not None and numas[a] == numas[b]}
+    same_switch = {(a, b) for a, b, far in near if far in (Distance.PIX, Distance.PXB)} & same_node
+    nodes = [group for group in _joined(leaves, same_node) if len(group) > 1 or numas[group[0]] is not None]
+    parts = []
+    for group in nodes:
+        known = {numa for label in group if (numa := numas[label]) is not None}
+        cpu = next((place for place, cpu in enumerate(topology.cpus) if {cpu.numa} == known), None)
+        inside = [[leaves[label] for label in switch] for switch in _joined(group, same_switch)]
+        parts.append(
+            Part(
+                "node",
+                f"NUMA {known.pop()}" if len(known) == 1 else "NUMA node unknown",
+                cpu,
+                parts=tuple(Part("switch", "", parts=tuple(some)) if len(some) > 1 else some[0] for some in inside),
+            )
+        )
+    return parts
+
+
+def _subject(topology: Topology, leaf: Part) -> Gpu | Nic:
+    place = leaf.place or 0
+    return topology.gpus[place] if leaf.kind == "gpu" else topology.nics[place]
+
+
+def _agree(a: int | None, b: int | None) -> bool:
+    return a is None or b is None or a == b
+
+
+def _joined(labels: Iterable[str], pairs: set[tuple[str, str]]) -> list[list[str]]:
+    """The labels in groups that the pairs connect, in the order of their first members."""
+    groups: list[list[str]] = []
+    for label in labels:
+        partners = {b if a == label else a for a, b in pairs if label in (a, b)}
+        touched = [group for group in groups if partners & set(group)]
+        merged = [member for group in touched for member in group] + [label]
+        groups = [group for group in groups if group not in touched]
+        groups.append(merged)
+    order = {label: place for place, label in enumerate(labels)}
+    return sorted((sorted(group, key=order.__getitem__) for group in groups), key=lambda group: order[group[0]])
+
+
+_GENERATIONS = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}
+_NVLINK = {
+    "switch": "NVSwitch",
+    "mesh": "NVLinks from each GPU to each other",
+    "pairs": "NVLinks between pairs of GPUs",
+    "hybrid_cube_mesh": "NVLinks as a hybrid cube mesh",
+    "irregular": "irregular NVLinks",
+    "none": "no NVLinks",
+    "unknown": "NVLinks unknown",
+}
+
+
+def cpu_words(cpu: Cpu) -> str:
+    """As in "64 CPUs (0-31,64-95)"."""
+    return f"{len(cpu.affinity)} CPUs ({_ranges(cpu.affinity)})" if cpu.affinity else ""
+
+
+def gpu_words(gpu: Gpu) -> str:
+    """The model without its maker, or else the compute capability."""
+    return gpu.name.removeprefix("NVIDIA ") if gpu.name else f"sm_{gpu.sm}" if gpu.sm is not None else ""
+
+
+def nic_words(nic: Nic) -> str:
+    """As in "400 Gb/s InfiniBand"."""
+    return " ".join(filter(None, (speed_words(nic.speed_gbps), nic.link_layer)))
+
+
+def speed_words(gbps: float | None) -> str:
+    """As in "25 Gb/s"."""
+    return "" if gbps is None else f"{gbps:.4g} Gb/s"
+
+
+def link_words(device: PciDevice | None) -> str:
+    """As in "Gen5 x16", or "Gen5 x8 (of x16)" when it runs below what the device can.
+
+    The generation is the best that it can: an idle device slows its link down, which says nothing.
+    """
+    if device is None:
+        return ""
+    gts = device.link_max.gts or device.link.gts
+    width = device.link.width or device.link_max.width
+    speed = "" if gts is None else f"Gen{_GENERATIONS[gts]}" if gts in _GENERATIONS else f"{gts:g} GT/s"
+    lanes = f"x{width}" if width else ""
+    if is_narrow(device):
+        lanes += f" (of x{device.link_max.width})"
+    return " ".join(filter(None, (speed, lanes)))
+
+
+def is_narrow(device: PciDevice | None) -> bool:
+    """Whether a link runs on fewer lanes than the device has."""
+    return device is not None and bool(device.link.width) and (device.link.width or 0) < (device.link_max.width or 0)
+
+
+def nvlink_words(topology: Topology) -> str:
+    """As in "NVSwitch, 18 NVLinks per GPU"."""
+    linked = [count for count in links_per_gpu(topology) if count]
+    counts = "-".join(map(str, sorted({min(linked), max(linked)}))) if linked else ""
+    gpus = len(topology.gpus)
+    where = "per GPU" if len(linked) == gpus else f"at {len(linked)} of {gpus} GPUs"
+    kind = nvlink_kind(topology)
+    if kind == "unknown" and linked:
+        return f"{counts} NVLinks {where}, directly or through switches"
+    return _NVLINK[kind] + (f", {counts} NVLinks {where}" if linked else "")
+
+
+def summary(topology: Topology) -> str:
+    """The machine in one line."""
+    models = list(dict.fromkeys(filter(None, map(gpu_words, topology.gpus))))
+    ports = [nic for nic in topology.nics if not nic.virtual]
+    parts = [
+        _counted(len(topology.gpus), "GPU") + (f" ({', '.join(models)})" if models else ""),
+        nvlink_words(topology) if len(topology.gpus) > 1 else "",
+        _counted(len(ports), "network port"),
+        speed_words(node_nic_gbps(topology)) or ("speed unknown" if ports else ""),
+    ]
+    return " · ".join(filter(None, parts))
+
+
+def notes(topology: Topology) -> list[str]:
+    """What the parts do not show by themselves, a line each; the warnings are not among them."""
+    found = []
+    pairs = list(combinations(range(len(topology.gpus)), 2))
+    rates = [peer_bandwidth_gbps(topology, a, b) for a, b in pairs]
+    known = sorted({rate for rate in rates if rate is not None})
+    if known:
+        span = speed_words(known[0]) + (f" to {speed_words(known[-1])}" if len(known) > 1 else "")
+        some = "" if None not in rates else ", where known"
+        found.append(f"GPU to GPU: {span} in each direction{some}")
+    if len(topology.gpus) > 2 and nvlink_kind(topology) not in ("switch", "none", "unknown"):
+        orders = ["-".join(str(topology.gpus[place].index) for place in ring) for ring in rings(topology)]
+        words = [
+            f"{order} (x{count})" if (count := orders.count(order)) > 1 else order for order in dict.fromkeys(orders)
+        ]
+        found.append(f"rings along NVLinks, as far as they go: {', '.join(words)}")
+    virtual = [nic.name for nic in topology.nics if nic.virtual]
+    if virtual:
+        more = f" and {len(virtual) - 6} more" if len(virtual) > 6 else ""
+        found.append(f"without hardware of their own: {', '.join(virtual[:6])}{more}")
+    return found
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number or 'no'} {noun}{'' if number == 1 else 's'}"
+
+
+def _ranges(numbers: tuple[int, ...]) -> str:
+    """As in "0-31,64-95"."""
+    ordered = sorted(numbers)
+    starts = [number for number in ordered if number - 1 not in set(numbers)]
+    ends = [number for number in ordered if number + 1 not in set(numbers)]
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
+
+
+def as_json(topology: Topology) -> dict[str, Any]:
+    """Plain values that other tools may rely on; None for unknown.
+
+    "nvlinks" counts the links that leave a GPU. "nearest_nics" is [] where there is no port to be near to, and None
+    where there are some at an unknown distance. "nics" are all ports, virtual ones too; speeds are in Gb/s.
+    """
+    paths = Paths(topology)
+    nearest = [paths.nearest(place) for place in range(len(topology.gpus))]
+    unknown: list[str] | None = None if usable_nics(topology) else []
+    return {
+        "gpus": [
+            {
+                "index": gpu.index,
+                "busid": gpu.busid,
+                "numa": gpu.numa,
+                "nvlinks": links,
+                "nearest_nics": [topology.nics[place].name for place in near[0]] if near else unknown,
+                "nearest_distance": near[1].value if near else None,
+            }
+            for gpu, links, near in zip(topology.gpus, links_per_gpu(topology), nearest, strict=True)
+        ],
+        "nics": [
+            {
+                "name": nic.name,
+                "busid": nic.busid,
+                "port": nic.port,
+                "numa": nic.numa,
+                "speed_gbps": nic.speed_gbps,
+            }
+            for nic in topology.nics
+        ],
+        "nvlink": nvlink_kind(topology),
+        "node_nic_gbps": node_nic_gbps(topology),
+        "warnings": list(topology.warnings),
+    }
+
+
+def as_text(topology: Topology) -> list[str]:
+    """Everything about a machine, for a terminal."""
+    lines = [topology.source, summary(topology), *tree(topology)]
+    if len(topology.gpus) + len(usable_nics(topology)) > 1 and topology.gpus:
+        lines += ["", *matrix(topology)]
+    remarks = [*notes(topology), *(f"! {warning}" for warning in topology.warnings)]
+    return [*lines, *(["", *remarks] if remarks else [])]
+
+
+def tree(topology: Topology) -> list[str]:
+    """NUMA nodes, switches, GPUs and network ports, as they hang together."""
+    paths = Paths(topology)
+    return [line for node in outline(topology) for line in _branch(topology, paths, node, "", "")]
+
+
+def _branch(topology: Topology, paths: Paths, part: Part, first: str, rest: str) -> Iterator[str]:
+    label = f"switch {part.label}" if part.kind == "switch" and part.label else part.label or "switches"
+    words = [word for word in (label, *_facts(topology, paths, part)) if word]
+    yield first + " · ".join(words)
+    for number, inside in enumerate(part.parts, 1):
+        last = number == len(part.parts)
+        yield from _branch(
+            topology, paths, inside, rest + ("└─ " if last else "├─ "), rest + ("   " if last else "│  ")
+        )
+
+
+def _facts(topology: Topology, paths: Paths, part: Part) -> list[str]:
+    link = link_words(part.device)
+    if part.kind == "switch" or part.place is None:
+        return [link]
+    if part.kind == "node":
+        cpu = topology.cpus[part.place]
+        return [cpu_words(cpu), cpu.vendor or "", "" if part.parts else "nothing attached"]
+    if part.kind == "nic":
+        nic = topology.nics[part.place]
+        return ["" if nic.busid in (nic.name, None) else str(nic.busid), nic_words(nic), link]
+    gpu = topology.gpus[part.place]
+    near = paths.nearest(part.place)
+    nearest = f"nearest {', '.join(topology.nics[nic].name for nic in near[0])} ({near[1].value})" if near else ""
+    return [gpu.busid or "", gpu_words(gpu), link, nearest]
+
+
+def matrix(topology: Topology) -> list[str]:
+    """Distances of the GPUs to each other and to the network ports, NV# for a number of NVLinks."""
+    paths = Paths(topology)
+    gpus, nics = range(len(topology.gpus)), usable_nics(topology)
+    names = [topology.nics[nic].name for nic in nics]
+    legend = []
+    if any(len(name) > 8 for name in names):
+        legend = [", ".join(f"NIC{place} = {name}" for place, name in enumerate(names))]
+        names = [f"NIC{place}" for place in range(len(names))]
+    rows = [["", *(f"GPU{topology.gpus[gpu].index}" for gpu in gpus), *names]]
+    for a in gpus:
+        cells = ["X" if a == b else _cell(topology, paths.gpu(a, b), a, b) for b in gpus]
+        rows.append([rows[0][a + 1], *cells, *(_distance(paths.nic(a, nic)) for nic in nics)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ] + legend
+
+
+def _cell(topology: Topology, distance: Distance | None, a: int, b: int) -> str:
+    return f"NV{links_between(topology, a, b) or '?'}" if distance is Distance.NVL else _distance(distance)
+
+
+def _distance(distance: Distance | None) -> str:
+    return "?" if distance is None else distance.value
