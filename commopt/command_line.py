@@ -8,10 +8,10 @@ import re
 import stat
 import sys
 from ast import literal_eval
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import isfinite
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TextIO, TypeVar
 
 from commopt.errors import ConfigurationError
 
@@ -41,6 +41,35 @@ def refuse(program: str, why: object) -> int:
         line = f"{line[: _LONGEST_LINE // 2]} ... {line[-_LONGEST_LINE // 2 :]}"
     sys.stderr.write(f"{program}: {line}\n")  # in one piece: all ranks write at once
     return BAD_INPUT
+
+
+def rich_console(stream: TextIO) -> Any | None:
+    """Return rich's console on `stream`, in colour on a terminal; None without rich, where output is plain text.
+
+    On a terminal the missing package is named once.
+    """
+    try:
+        from rich.console import Console
+    except ImportError:
+        if stream.isatty():
+            sys.stderr.write("plain output, since rich is not installed: pip install 'commopt[cli]' for colours\n")
+        return None
+    return Console(file=stream, soft_wrap=True, highlight=False)
+
+
+def print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[object]], stream: TextIO) -> None:
+    """Print a table of numbers: with rules where rich is installed, else with tabs."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    console = rich_console(stream)
+    if console is None:
+        stream.write("".join(f"{line}\n" for line in (title, *("\t".join(row) for row in (headings, *cells)))))
+        return
+    from rich.table import Column, Table
+
+    table = Table(*(Column(heading, justify="right") for heading in headings), title=title)
+    for row in cells:
+        table.add_row(*row)
+    console.print(table)
 
 
 def reader_has_gone() -> None:

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from commopt.doctor.checks.diagnosis import diagnose
-from commopt.doctor.facts.machine import Machine, Software
-from commopt.doctor.facts.nvml import NvmlFacts
+from commopt.doctor import diagnose
 from commopt.doctor.finding import Finding, Severity
+from commopt.doctor.machine import Machine, Software
+from commopt.doctor.nvml import NvmlFacts
 from tests.doctor_machine import (
     LIMITS,
     LINK_LOCAL,
@@ -108,7 +108,6 @@ class Case:
 
 NO_MODULE = remove("sys/module/nvidia_peermem/version")
 CLOSED = write("proc/driver/nvidia/version", PROPRIETARY)
-NO_DMABUF = frozenset({("gdr-dmabuf", "info")})
 CONTAINER = write(".dockerenv", "")
 CLASSED = {"NCCL_IB_TC": "106", "NCCL_IB_QPS_PER_CONNECTION": "4"}
 SLOW_TCP = frozenset({("sockets", "warning")})
@@ -116,45 +115,52 @@ SLOW_TCP = frozenset({("sockets", "warning")})
 CASES = {
     # GPUDirect RDMA
     "no way to GPU memory": Case(
-        "gdr-module", "error", "open kernel driver", "modprobe nvidia-peermem", both(NO_MODULE, CLOSED), also=NO_DMABUF
+        "gdr-module", "error", "open kernel driver", "modprobe nvidia-peermem", both(NO_MODULE, CLOSED)
     ),
     "kernel too old for DMA-BUF": Case(
-        "gdr-dmabuf", "info", "Linux 5.12", "a kernel of Linux 5.12", write("proc/sys/kernel/osrelease", "5.4.0-1")
+        "gdr-module",
+        "error",
+        "Linux 5.12",
+        "a kernel of Linux 5.12",
+        both(NO_MODULE, write("proc/sys/kernel/osrelease", "5.4.0-1")),
     ),
     "CUDA too old for DMA-BUF": Case(
-        "gdr-dmabuf", "info", "CUDA 11.7", "a torch for CUDA 11.7", software=replace(SOFTWARE, cuda=(11, 6))
+        "gdr-module", "error", "CUDA 11.7", "a torch for", NO_MODULE, software=replace(SOFTWARE, cuda=(11, 6))
     ),
-    "DMA-BUF switched off": Case(
-        "gdr-dmabuf", "warning", "0", "unset NCCL_DMABUF_ENABLE", environ={"NCCL_DMABUF_ENABLE": "0"}
-    ),
-    "driver version hidden": Case("gdr-dmabuf", "unread", "", "", remove("proc/driver/nvidia/version")),
-    "level LOC": Case("gdr-level", "error", "LOC", "unset", environ={"NCCL_NET_GDR_LEVEL": "LOC"}),
-    "level 0": Case("gdr-level", "error", "0", "unset", environ={"NCCL_NET_GDR_LEVEL": "0"}),
-    "level as a number": Case("gdr-level", "warning", "2", "=PXB", environ={"NCCL_NET_GDR_LEVEL": "2"}),
-    "level misspelt": Case("gdr-level", "warning", "PBX", "unset", environ={"NCCL_NET_GDR_LEVEL": "PBX"}),
-    "level under its old name": Case(
-        "gdr-level", "warning", "PXB", "NCCL_NET_GDR_LEVEL=PXB", environ={"NCCL_IB_GDR_LEVEL": "PXB"}
-    ),
-    # Transport
-    "RDMA switched off": Case(
-        "transport",
-        "error",
-        "1",
-        "unset NCCL_IB_DISABLE",
-        environ={"NCCL_IB_DISABLE": "1"} | SOCKETS,
-        also=frozenset({("mtu", "warning")}),
-    ),
-    "NET is Socket": Case(
-        "transport",
+    "RDMA unused": Case(
+        "settings",
         "error",
         "Socket",
         "unset NCCL_NET",
         environ={"NCCL_NET": "Socket"} | SOCKETS,
         also=frozenset({("mtu", "warning")}),
     ),
-    "NET is IB without IB": Case(
-        "transport", "error", "IB", "unset NCCL_NET", environ={"NCCL_NET": "IB"} | SOCKETS, base=tcp_server
+    "no RDMA to use": Case(
+        "settings", "error", "IB", "unset NCCL_NET", environ={"NCCL_NET": "IB"} | SOCKETS, base=tcp_server
     ),
+    "strict ordering on AMD": Case(
+        "settings",
+        "warning",
+        "0",
+        "unset",
+        write("proc/cpuinfo", "vendor_id\t: AuthenticAMD\nflags\t\t: fpu"),
+        {"NCCL_IB_PCI_RELAXED_ORDERING": "0"},
+    ),
+    "class and paths of RoCE": Case(
+        "settings", "info", "unset", "NCCL_IB_TC=NUMBER", environ={"X": ""}, base=roce_server
+    ),
+    "implicit order too early": Case(
+        "settings",
+        "warning",
+        "1",
+        "unset",
+        environ={"NCCL_LAUNCH_ORDER_IMPLICIT": "1"},
+        software=replace(SOFTWARE, cuda=(12, 2)),
+    ),
+    "level under its old name": Case(
+        "gdr-level", "warning", "PXB", "NCCL_NET_GDR_LEVEL=PXB", environ={"NCCL_IB_GDR_LEVEL": "PXB"}
+    ),
+    # Transport
     "no device files in the container": Case(
         "transport", "error", "", "--device=/dev/infiniband", remove("dev/infiniband/uverbs0")
     ),
@@ -382,7 +388,7 @@ CASES = {
         "mlx5_0:1 Ethernet",
         "mlx5_1:1",
         both(write(f"{FIRST_PORT}/link_layer", "Ethernet"), write(f"{FIRST_PORT}/rate", "100 Gb/sec (4X EDR)")),
-        also=frozenset({("roce-gid", "unread"), ("roce-class", "info")}),
+        also=frozenset({("roce-gid", "unread"), ("settings", "info")}),
     ),
     "adapter name begins another": Case(
         "ib-hca",
@@ -421,24 +427,11 @@ CASES = {
     "small RoCE frames": Case(
         "roce-gid", "warning", "1500", "ens0 mtu 9000", write("sys/class/net/ens0/mtu", 1500), base=roce_server
     ),
-    "strict ordering on AMD": Case(
-        "ib-ordering",
-        "warning",
-        "0",
-        "unset",
-        write("proc/cpuinfo", "vendor_id\t: AuthenticAMD\nflags\t\t: fpu"),
-        {"NCCL_IB_PCI_RELAXED_ORDERING": "0"},
-    ),
-    "strict ordering": Case("ib-ordering", "info", "0", "unset", environ={"NCCL_IB_PCI_RELAXED_ORDERING": "0"}),
     # GPUs
     "pinned to the other processor": Case(
         "cpu-affinity", "warning", "32-63", "0-31,64-95", status(("0-127", "32-63")), {"LOCAL_RANK": "0"}
     ),
     "pinned to one CPU": Case("cpu-affinity", "warning", "5 of 128", "cpus-per-task", status(("0-127", "5"))),
-    "peer access off": Case("peer-access", "error", "1", "unset", environ={"NCCL_P2P_DISABLE": "1"}),
-    "shared memory off": Case("peer-access", "error", "1", "unset", environ={"NCCL_SHM_DISABLE": "1"}),
-    "peer level LOC": Case("peer-access", "error", "LOC", "unset", environ={"NCCL_P2P_LEVEL": "LOC"}),
-    "peer level set": Case("peer-access", "warning", "NVL", "unset", environ={"NCCL_P2P_LEVEL": "NVL"}),
     "no peer access": Case(
         "peer-access",
         "warning",
@@ -462,16 +455,15 @@ CASES = {
     ),
     "MIG": Case("tenants", "info", "on for GPU0", "-mig 0", nvml=gpus(mig=True)),
     "another process": Case("tenants", "info", "GPU0: 2", "nvidia-smi", nvml=gpus(tenants=2)),
-    "MPS": Case("tenants", "info", "/tmp/mps", "quit", environ={"CUDA_MPS_PIPE_DIRECTORY": "/tmp/mps"}),
     # Health
     "GPU too hot": Case(
         "gpu-clocks",
         "warning",
         "GPU0: power limit, too hot (slowed by hardware)",
         "nvidia-smi",
-        nvml=gpus(held_back=0x44),
+        nvml=gpus(slowed_by=0x44),
     ),
-    "GPU at its power limit": Case("gpu-clocks", "info", "GPU0", "power.limit", nvml=gpus(held_back=4)),
+    "GPU at its power limit": Case("gpu-clocks", "info", "GPU0", "power.limit", nvml=gpus(slowed_by=4)),
     "bad row not replaced": Case(
         "gpu-memory", "error", "failed: GPU0", "replace", nvml=gpus(rows_failed=True, rows_pending=True)
     ),
@@ -495,7 +487,6 @@ CASES = {
         write("dev/kmsg", "4,1;NVRM: Xid (PCI:0000:19:00): 31\n" * 2),
     ),
     "kernel log hidden": Case("xid", "unread", "", "dmesg", remove("var/log/kern.log")),
-    "driver lets go of GPUs": Case("persistence", "info", "GPU0", "persistenced", nvml=gpus(persistent=False)),
     # The operating system
     "few open files": Case(
         "open-files",
@@ -536,26 +527,8 @@ CASES = {
         write(f"{FIRST_PORT}/gids/1", "2001:0db8:0000:0000:0000:0000:0000:0001"),
         base=roce_server,
     ),
-    "class and paths of RoCE": Case(
-        "roce-class", "info", "unset: class 0", "NCCL_IB_TC=NUMBER", environ={"X": ""}, base=roce_server
-    ),
     # Leftovers, more
-    "sends copied": Case("leftovers", "warning", "0", "unset", environ={"NCCL_NET_GDR_READ": "0"}),
-    "C2C unused": Case("leftovers", "warning", "0", "unset", environ={"NCCL_NET_GDR_C2C": "0"}),
-    "short timeout": Case("leftovers", "warning", "14", "unset", environ={"NCCL_IB_TIMEOUT": "14"}),
-    "long timeout": Case("leftovers", "info", "22", "unset", environ={"NCCL_IB_TIMEOUT": "22"}),
-    "one route": Case("leftovers", "info", "0", "unset", environ={"NCCL_IB_ADAPTIVE_ROUTING": "0"}),
-    "messages split": Case("leftovers", "info", "1", "unset", environ={"NCCL_IB_SPLIT_DATA_ON_QPS": "1"}),
-    "calls compared": Case(
-        "leftovers", "warning", "debug_global", "unset", environ={"NCCL_CHECK_MODE": "debug_global"}
-    ),
-    "threads apart": Case("leftovers", "info", "1", "unset", environ={"NCCL_P2P_DIRECT_DISABLE": "1"}),
-    "no cuMem for the host": Case("leftovers", "info", "0", "unset", environ={"NCCL_CUMEM_HOST_ENABLE": "0"}),
-    "nobody notices": Case("leftovers", "warning", "0", "unset", environ={"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}),
-    "across rails": Case("leftovers", "info", "1", "unset", environ={"NCCL_CROSS_NIC": "1"}),
     # Settings and versions
-    "kernels one by one": Case("leftovers", "error", "1", "unset", environ={"CUDA_LAUNCH_BLOCKING": "1"}),
-    "checked collectives": Case("leftovers", "error", "DETAIL", "unset", environ={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}),
     "settings in a file": Case(
         "nccl-conf",
         "info",
@@ -564,7 +537,7 @@ CASES = {
         write("etc/nccl.conf", "# for all\nNCCL_IB_HCA = mlx5"),
     ),
     "leftover in the user's file": Case(
-        "leftovers",
+        "settings",
         "warning",
         "Ring",
         "unset NCCL_ALGO",
@@ -572,10 +545,6 @@ CASES = {
         {"HOME": "/home/u", "NCCL_DEBUG": "WARN"},
         also=frozenset({("nccl-conf", "info")}),
     ),
-    "tracing": Case("leftovers", "warning", "TRACE", "unset", environ={"NCCL_DEBUG": "TRACE"}),
-    "debugging": Case("leftovers", "info", "INFO", "unset", environ={"NCCL_DEBUG": "INFO"}),
-    "one algorithm": Case("leftovers", "warning", "Tree", "unset NCCL_ALGO", environ={"NCCL_ALGO": "Tree"}),
-    "one queue": Case("overlap", "warning", "1", "unset", environ={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
     "topology file is none": Case(
         "topology-file",
         "error",
@@ -598,16 +567,50 @@ CASES = {
         "versions", "error", "driver for CUDA 11.8", "update the driver", nvml=replace(NVML, cuda=(11, 8))
     ),
     "NCCL old": Case("versions", "info", "2.25.1", "upgrade", software=replace(SOFTWARE, nccl=(2, 25, 1))),
-    "implicit order too early": Case(
-        "versions",
-        "warning",
-        "CUDA 12.2",
-        "unset",
-        environ={"NCCL_LAUNCH_ORDER_IMPLICIT": "1"},
-        software=replace(SOFTWARE, cuda=(12, 2)),
-    ),
     "versions unknown": Case("versions", "unread", "", "pip", software=Software()),
 }
+
+
+# Check, a variable, and how bad its value is on a machine with InfiniBand; the remedy is always to unset it.
+VARIABLES = """
+gdr-level NCCL_NET_GDR_LEVEL=LOC error
+gdr-level NCCL_NET_GDR_LEVEL=0 error
+gdr-level NCCL_NET_GDR_LEVEL=2 warning
+gdr-level NCCL_NET_GDR_LEVEL=PBX warning
+settings NCCL_DMABUF_ENABLE=0 warning
+settings NCCL_IB_PCI_RELAXED_ORDERING=0 info
+settings NCCL_P2P_DISABLE=1 error
+settings NCCL_SHM_DISABLE=1 error
+settings NCCL_P2P_LEVEL=LOC error
+settings NCCL_P2P_LEVEL=NVL warning
+settings NCCL_NET_GDR_READ=0 warning
+settings NCCL_NET_GDR_C2C=0 warning
+settings NCCL_IB_TIMEOUT=14 warning
+settings NCCL_IB_TIMEOUT=22 info
+settings NCCL_IB_ADAPTIVE_ROUTING=0 info
+settings NCCL_IB_SPLIT_DATA_ON_QPS=1 info
+settings NCCL_CHECK_MODE=debug_global warning
+settings NCCL_P2P_DIRECT_DISABLE=1 info
+settings NCCL_CUMEM_HOST_ENABLE=0 info
+settings TORCH_NCCL_ASYNC_ERROR_HANDLING=0 warning
+settings NCCL_CROSS_NIC=1 info
+settings CUDA_LAUNCH_BLOCKING=1 error
+settings TORCH_DISTRIBUTED_DEBUG=DETAIL error
+settings NCCL_DEBUG=TRACE warning
+settings NCCL_DEBUG=INFO info
+settings NCCL_ALGO=Tree warning
+settings CUDA_DEVICE_MAX_CONNECTIONS=1 warning
+"""
+
+
+def test_variables_that_hurt(tmp_path: Path) -> None:
+    machine = look(rdma_server(tmp_path))
+    for check, setting, severity in map(str.split, VARIABLES.strip().splitlines()):
+        name, value = setting.split("=")
+        found = [one for one in diagnose(replace(machine, environ={name: value})) if one.severity is not Severity.OK]
+        told = [(one.check, one.severity.value, one.read, one.value) for one in found]
+        assert told == [(check, severity, name, value)]
+        assert f"unset {name}" in (found[0].remedy or "")
 
 
 HEALTHY: dict[Base, tuple[dict[str, str], set[tuple[str, str]]]] = {
@@ -650,10 +653,8 @@ def test_the_adapter_of_another_processor_is_reported(tmp_path: Path) -> None:
     for number in (2, 3):
         tree.write(f"sys/class/infiniband/mlx5_{number}/ports/1/state", "1: DOWN")
     machine = look(tree)
-    (found,) = findings(machine, "gpu-nic")
-    assert (found.severity, found.value) == (Severity.WARNING, "SYS for GPU2, GPU3")
     (found,) = findings(machine, "gdr-level")
-    assert found.value == "GPU2-mlx5_0,mlx5_1 SYS; GPU3-mlx5_0,mlx5_1 SYS"
+    assert (found.severity, found.value) == (Severity.WARNING, "GPU2-mlx5_0,mlx5_1 SYS; GPU3-mlx5_0,mlx5_1 SYS")
 
 
 def test_counters_that_grow_are_errors_and_old_errors_are_a_note(tmp_path: Path) -> None:
@@ -734,7 +735,7 @@ def test_errors_come_first_and_checks_keep_the_order_of_repair(tmp_path: Path) -
     found = [finding for finding in diagnose(look(tree, environ)) if finding.severity is not Severity.OK]
     assert [finding.severity.rank for finding in found] == sorted(finding.severity.rank for finding in found)
     errors = [finding.check for finding in found if finding.severity is Severity.ERROR]
-    assert errors == ["transport", "peer-access", "gdr-module"]
+    assert errors == ["settings", "settings", "gdr-module"]
 
 
 @pytest.fixture(scope="module")

@@ -23,16 +23,16 @@ P2P_STATES = {
     4: "disabled by a driver key",
     5: "not supported",
 }
-HELD_BACK = {
-    0x04: "power limit",
+POWER_LIMIT = 0x04
+SLOWED_BY = {
+    POWER_LIMIT: "power limit",
     0x08: "slowed by hardware",
     0x20: "too hot (slowed by the driver)",
     0x40: "too hot (slowed by hardware)",
     0x80: "power brake from outside",
 }
 """NVML's clock event reasons, without those of an idle GPU and of clocks that somebody chose."""
-P2P_UNTOLD = (0, 6)
-"""Fine, and unknown."""
+P2P_FINE_OR_UNKNOWN = (0, 6)
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,12 @@ class NvmlGpu:
     multi_node: bool | None = None
     """Whether its NVLink fabric spans machines."""
     nvlinks_up: int | None = None
-    held_back: int | None = None
-    """Why its clock is lower than it could be: bits of HELD_BACK."""
+    slowed_by: int | None = None
+    """Why its clock is lower than it could be: bits of SLOWED_BY."""
     rows_pending: bool | None = None
     """Whether bad memory rows wait for a reset to be replaced."""
     rows_failed: bool | None = None
     """Whether a bad row could not be replaced."""
-    persistent: bool | None = None
-    """Whether the driver keeps it initialized while nobody uses it."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +116,6 @@ def _gpu(nvml: Any, ask: Callable[[Callable[[], Any]], Any], index: int, handle:
     held = ask(lambda: int(nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)))
     held = ask(lambda: int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))) if held is None else held
     rows = ask(lambda: nvml.nvmlDeviceGetRemappedRows(handle))
-    persistent = ask(lambda: nvml.nvmlDeviceGetPersistenceMode(handle))
     states = [ask(partial(nvml.nvmlDeviceGetNvLinkState, handle, link)) for link in range(NVLINKS)]
     return NvmlGpu(
         index,
@@ -129,10 +126,9 @@ def _gpu(nvml: Any, ask: Callable[[Callable[[], Any]], Any], index: int, handle:
         fabric and int(fabric.status),
         fabric and any(bytes(fabric.clusterUuid)),
         None if all(state is None for state in states) else sum(bool(state) for state in states),
-        None if held is None else sum(bit for bit in HELD_BACK if held & bit),
+        None if held is None else sum(bit for bit in SLOWED_BY if held & bit),
         None if rows is None else bool(rows[2]),
         None if rows is None else bool(rows[3]),
-        None if persistent is None else bool(persistent),
     )
 
 
@@ -146,6 +142,6 @@ def _pairs_apart(nvml: Any, ask: Callable[[Callable[[], Any]], Any], handles: li
     apart = []
     for a, b in permutations(range(len(handles)), 2):
         state = ask(partial(nvml.nvmlDeviceGetP2PStatus, handles[a], handles[b], P2P_READ))
-        if state is not None and state not in P2P_UNTOLD:
+        if state is not None and state not in P2P_FINE_OR_UNKNOWN:
             apart.append((a, b, P2P_STATES.get(int(state), f"state {state}")))
     return apart

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from commopt.doctor.facts.machine import Version
-from commopt.doctor.log.warnings import alike
+from commopt.doctor.log_causes import alike
+from commopt.doctor.machine import Version
 from commopt.errors import ConfigurationError
 
 HOW = "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,ENV,NET,GRAPH,TUNING NCCL_DEBUG_FILE=nccl.%h.%p"
@@ -20,64 +20,11 @@ MOST_RANKS = 100_000
 MOST = 200  # different lines of one kind that are kept
 
 _T = TypeVar("_T")
+_K = TypeVar("_K")
 ALGORITHMS = ("Tree", "Ring", "CollNetDirect", "CollNetChain", "NVLS", "NVLSTree", "PAT")
+PROTOCOLS = ("LL", "LL128", "Simple")
 TCP = ("Socket", "FastSocket")
 """Plugins that send through the kernel; all others do RDMA, or what a provider has in its place."""
-PROTOCOLS = ("LL", "LL128", "Simple")
-PATTERNS = {"1": "balanced tree", "2": "split tree", "3": "tree", "4": "ring", "5": "NVLS", "6": "CollNet"}
-
-_VERSION = re.compile(r"NCCL version (\d+)\.(\d+)\.(\d+)")
-_COMM = re.compile(r"comm \S+ rank (\d+) n[rR]anks (\d+)")
-_NODES = re.compile(r"nNodes (\d+)")
-_USING = re.compile(r"NET/(\S+?) ?: Using (.*)")
-_DEVICE = re.compile(r"\[(\d+)\](?:=\{([^}]*)\}| ?([\w.\-]+:\d+/\w+|[\w.\-]+))")
-_MERGED = re.compile(r"Made virtual device \[\d+\] name=\S+\+")
-_NETWORK = re.compile(r"Using network ([\w.\-]+(?: [\w.\-]+)*)")
-_SOCKETS = re.compile(r"NET/(?:Fast)?Socket")
-_PROVIDER = re.compile(r"NET/OFI Selected [Pp]rovider is ([\w;\-]+)(?:.*\(found (\d+) nics\))?")
-_THREADS = re.compile(r"NET/Socket ?: Using (\d+) threads and (\d+) sockets per thread")
-_BOOTSTRAP = re.compile(r"Bootstrap ?: Using (?:\[\d+\])?([\w.\-]+):")
-_CHANNEL = re.compile(
-    r"(?:(?:Channel|Ring) \d+(?:/\d+)? : \d+(?:\[\w+\])? -> \d+(?:\[\w+\])?|Coll(?:Net)? \d+(?:/\d+)? : \d+) "
-    r"(?:\[(send|receive)\] )?via (.+)"
-)
-# Ranks that share an output run into each other, so only what is known to belong to a name is taken.
-_OVER_NETWORK = re.compile(r"(NET|COLLNET)/([^/]+)/(\d+)(?:\(\d+\))?(/GDRDMA)?")
-_INSIDE = re.compile(r"P2P/(?:direct pointer|indirect|IPC|CUMEM|MNNVL|\w+)(?:/read)?(?:/CE)?|SHM(?:/(?:direct|CE))*")
-_NO_GDR = re.compile(r"GPU Direct RDMA Disabled for (.*)")
-_ENVIRONMENT = re.compile(r"(NCCL_\w+) set (?:by environment )?to (\S+)")
-_BY_PLUGIN = re.compile(r"NET/\S+ .*\b(?:[Ss]etting|Adding) (NCCL_\w+)")
-_NVLS = re.compile(r"(\d+) nvls channels")
-_PATTERN = re.compile(r"Pattern (\d+), crossNic \d+, nChannels (\d+), (?:bw|speed) ([\d.]+)/([\d.]+), type (\w+)/(\w+)")
-_NAMED = re.compile(r"(\w+): (\d+) Bytes -> Algo (\w+) proto (\w+)(?: channel\S*)?")
-_NUMBERED = re.compile(r"(\d+) Bytes -> Algo (\d+) proto (\d+)")
-_FILE = re.compile(r"([\w/]+\.(?:cc|cu|h)):\d+ *$")
-_HINT = re.compile(r"HINT: (?!See )(.*)")
-_MESSAGE = re.compile(r"NCCL (INFO|WARN)\b")
-_HOST = re.compile(r"([\w.\-]+):\d+:\d+ \[")
-_COLOUR = re.compile(r"\x1b\[[\d;]*m")
-_LAST_ERROR = "Last error:"  # what torch says above the text of the last warning, whatever NCCL_DEBUG is
-_NO_PEER = ("P2P is disabled between", "Could not enable P2P between", "P2P not supported between")
-_PLUGIN_ERROR = re.compile(r"NET/Plugin.*?(version `[\w.]+' not found|undefined symbol: \w+)")
-_NO_GDR_GPU = re.compile(r"GeForce|NVIDIA GB10\b")
-_RANK = re.compile(r"^\s*(?:\[rank\d+\]:)?\s*")
-NO_VERBS = "Failed to open libibverbs"  # a warning in old versions, although a machine without RDMA needs none
-
-
-@dataclass(frozen=True)
-class Pattern:
-    """One of the plans that NCCL made before the first message."""
-
-    name: str
-    channels: int
-    intra_gbs: float
-    """GB/s of one channel inside a node."""
-    inter_gbs: float
-    """GB/s of one channel between nodes."""
-    intra: str
-    """Longest path between two GPUs: NVL, PIX, PHB, SYS."""
-    inter: str
-    """Longest path between a GPU and its adapter."""
 
 
 @dataclass
@@ -94,15 +41,13 @@ class Log:
     hosts: set[str] = field(default_factory=set)
     """Names at the beginning of lines; not every log holds those of all nodes."""
     networks: Counter[str] = field(default_factory=Counter)
-    devices: dict[str, list[str]] = field(default_factory=dict)
-    """Names of adapters and interfaces by NET plugin ("IB", "Socket")."""
-    places: dict[str, dict[int, list[str]]] = field(default_factory=dict)
-    """The same by number: nodes can have different adapters under one number."""
+    devices: dict[str, dict[int, list[str]]] = field(default_factory=dict)
+    """Names of adapters and interfaces by NET plugin ("IB", "Socket") and number, which nodes may give differently."""
     merged: bool = False
     """Whether NCCL made one adapter of several, under a number of its own."""
     provider: str | None = None
     """What libfabric goes over: "efa", "tcp"."""
-    provider_nics: int | None = None
+    provider_nics: str | None = None
     sockets: int | None = None
     """Sockets per connection, where NCCL opens more than one."""
     bootstrap: Counter[str] = field(default_factory=Counter)
@@ -114,11 +59,8 @@ class Log:
     """Ends of connections by "IB 0": plugin and device number."""
     no_gdr: Counter[str] = field(default_factory=Counter)
     environment: dict[str, str] = field(default_factory=dict)
-    by_plugin: set[str] = field(default_factory=set)
+    by_plugin: dict[str, bool] = field(default_factory=dict)
     """Variables that a network plugin set, not a person."""
-    nvls: int | None = None
-    """Channels that add in NVSwitches."""
-    patterns: list[Pattern] = field(default_factory=list)
     choices: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     """Collective, algorithm, protocol, and how often."""
     largest: dict[tuple[str, str, str], int] = field(default_factory=dict)
@@ -134,7 +76,7 @@ class Log:
     """Whether the nodes share NVLink."""
     warnings: dict[str, tuple[str, int]] = field(default_factory=dict)
     """The first of each kind of warnings, and how many there were, in the order of the log."""
-    hints: list[str] = field(default_factory=list)
+    hints: dict[str, bool] = field(default_factory=dict)
     """What NCCL itself advises."""
 
     @property
@@ -155,6 +97,11 @@ class Log:
     def all_over_network(self) -> bool:
         """Whether everything that joins the ranks of one machine was switched off."""
         return all(self.environment.get(name) == "1" for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"))
+
+    def names(self, plugin: str) -> list[str]:
+        """Return the names of a plugin's adapters: "mlx5_0:1/IB"."""
+        parts = (name.split("+") for names in self.devices.get(plugin, {}).values() for name in names)
+        return sorted(dict.fromkeys(name for part in parts for name in part))
 
 
 def read_logs(paths: Sequence[Path]) -> Log:
@@ -178,7 +125,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """The lines of a file, each up to LONGEST characters: a file may be one line without an end."""
+    """Yield the lines of a file, each up to LONGEST characters: a file may be one line without an end."""
     try:
         # A pipe nobody writes to would block, a device may have no end; what the shell or `|` hands over has both.
         if path.exists() and not path.is_file() and not str(path).startswith(("/dev/fd/", "/dev/stdin")):
@@ -194,15 +141,26 @@ def _lines(path: Path) -> Iterator[str]:
         raise ConfigurationError(f"{path} cannot be read ({reason}); pass a log written with {HOW}") from None
 
 
+_VERSION = re.compile(r"NCCL version (\d+)\.(\d+)\.(\d+)")
+_MESSAGE = re.compile(r"NCCL (INFO|WARN)\b")
+_FILE = re.compile(r"([\w/]+\.(?:cc|cu|h)):\d+ *$")
+_HOST = re.compile(r"([\w.\-]+):\d+:\d+ \[")
+_COLOUR = re.compile(r"\x1b\[[\d;]*m")
+_LAST_ERROR = "Last error:"  # what torch says above the text of the last warning, whatever NCCL_DEBUG is
+_NO_GDR_GPU = re.compile(r"GeForce|NVIDIA GB10\b")
+_RANK = re.compile(r"^\s*(?:\[rank\d+\]:)?\s*")
+_NO_VERBS = "Failed to open libibverbs"  # a warning in old versions, although a machine without RDMA needs none
+
+
 def parse_log(lines: Iterable[str], source: str) -> Log | None:
     """Collect the facts of a log; None when no line is NCCL's."""
-    log, any_line, last_error, before_line = Log(source), False, False, ""
+    log, any_line, last_error, line_before = Log(source), False, False, ""
     for line in lines:
         line = line[:LONGEST]
         if last_error:
             any_line = True
             _warning(log, _RANK.sub("", line).strip())
-        last_error, before_line = _LAST_ERROR in line and "nccl" in before_line.lower(), line
+        last_error, line_before = _LAST_ERROR in line and "nccl" in line_before.lower(), line
         if log.no_gdr_gpu is None and (gpu := _NO_GDR_GPU.search(line)):
             log.no_gdr_gpu = gpu[0]
         if "NCCL" not in line:
@@ -230,126 +188,119 @@ def parse_log(lines: Iterable[str], source: str) -> Log | None:
 def _warning(log: Log, text: str) -> None:
     text = re.sub(r"^\S+:\d+ ", "", text)
     kind = alike(text)
-    if NO_VERBS in text:
+    if _NO_VERBS in text:
         log.no_verbs = True
-    elif text and (kind in log.warnings or len(log.warnings) < MOST):
+    elif text:
         first, count = log.warnings.get(kind, (text, 0))
-        log.warnings[kind] = first, count + 1
+        _keep(log.warnings, kind, (first, count + 1))
 
 
 def _info(log: Log, text: str) -> None:
-    if channel := _CHANNEL.search(text):
-        _channel(log, channel)
-    elif choice := _NAMED.search(text):
-        _choice(log, choice[1], choice[3], choice[4], int(choice[2]))
-    elif choice := _NUMBERED.search(text):
-        _choice(log, "collective", choice[2], choice[3], int(choice[1]))
-    elif pattern := _PATTERN.search(text):
-        plan = Pattern(
-            PATTERNS.get(pattern[1], f"pattern {pattern[1]}"),
-            int(pattern[2]),
-            _float(pattern[3]),
-            _float(pattern[4]),
-            pattern[5],
-            pattern[6],
-        )
-        if plan not in log.patterns and len(log.patterns) < MOST:
-            log.patterns.append(plan)
-    elif off := _NO_GDR.search(text):
-        if not _SOCKETS.search(text):  # sockets never do
-            _count(log.no_gdr, off[1].strip())
-    elif provider := _PROVIDER.search(text):
-        log.provider, log.provider_nics = provider[1], int(provider[2]) if provider[2] else log.provider_nics
-    elif threads := _THREADS.search(text):
-        log.sockets = int(threads[1]) * int(threads[2])
-    elif network := _NETWORK.search(text):
-        _count(log.networks, network[1])
-    elif using := _USING.search(text):
-        _devices(log, using[1], using[2].split("; OOB")[0])
-    else:
-        _rest(log, text)
+    for pattern, take in _LINES:
+        if found := pattern.search(text):
+            take(log, found)
+            return
 
 
-def _devices(log: Log, plugin: str, text: str) -> None:
-    if plugin not in log.devices and len(log.devices) >= MOST:
-        return
-    known, places = log.devices.setdefault(plugin, []), log.places.setdefault(plugin, {})
-    for place, group, single in _DEVICE.findall(text):
-        names = [name for _, _, name in _DEVICE.findall(group)] or [single]
-        known += [name for name in names if name not in known and len(known) < MOST]
-        shown = "+".join(names)
-        if len(places) < MOST and shown not in (there := places.setdefault(int(place), [])) and len(there) < MOST:
-            there.append(shown)
+def _keep(table: dict[_K, _T], key: _K, value: _T) -> None:
+    """Set an entry, unless it is one of too many."""
+    if key in table or len(table) < MOST:
+        table[key] = value
 
 
-def _rest(log: Log, text: str) -> None:
-    if bootstrap := _BOOTSTRAP.search(text):
-        _count(log.bootstrap, bootstrap[1])
-    elif variable := _ENVIRONMENT.search(text):
-        if variable[1] in log.environment or len(log.environment) < MOST:
-            log.environment[variable[1]] = variable[2].rstrip(". ")
-    elif hint := _HINT.search(text):
-        if hint[1] not in log.hints and len(log.hints) < MOST:
-            log.hints.append(hint[1])
-    elif plugin := _BY_PLUGIN.search(text):
-        if len(log.by_plugin) < MOST:
-            log.by_plugin.add(plugin[1])
-    elif broken := _PLUGIN_ERROR.search(text):
-        log.plugin_error = broken[1]
-    elif nvls := _NVLS.search(text):
-        log.nvls = max(log.nvls or 0, int(nvls[1]))
-    elif _MERGED.search(text):
-        log.merged = True
-    elif NO_VERBS in text:
-        log.no_verbs = True
-    elif "NET/IB : No device found" in text:
-        log.no_ib_device = True
-    elif any(words in text for words in _NO_PEER):
-        log.no_peer = True
-    if comm := _COMM.search(text):
-        log.ranks = max(log.ranks or 0, int(comm[2]))
-        if len(log.seen) < MOST_RANKS:
-            log.seen.add((int(comm[2]), int(comm[1])))
-    if nodes := _NODES.search(text):
-        log.nodes = max(log.nodes or 0, int(nodes[1]))
-        log.mnnvl |= "MNNVL 1" in text
+def _count(counter: Counter[_T], key: _T) -> None:
+    _keep(counter, key, counter[key] + 1)
 
 
-def _channel(log: Log, channel: re.Match[str]) -> None:
-    way = channel[2].split(" comm ")[0].strip()
+def _channel(log: Log, found: re.Match[str]) -> None:
+    way = found[2].split(" comm ")[0].strip()
     if network := _OVER_NETWORK.match(way):
         kind, plugin, place, direct = network.groups(default="")
         _count(log.channels, f"{kind}/{plugin}{direct}")
         _count(log.adapters, f"{plugin} {place}")
         if plugin not in TCP:
-            log.ends[channel[1] or "", bool(direct)] += 1
+            log.ends[found[1] or "", bool(direct)] += 1
     elif way.startswith("direct shared memory"):  # before NCCL 2.12
         log.channels["SHM"] += 1
     elif inside := _INSIDE.match(way):
         _count(log.channels, inside[0])
 
 
-def _choice(log: Log, what: str, algorithm: str, protocol: str, nbytes: int) -> None:
+def _choice(log: Log, found: re.Match[str]) -> None:
     """Names stay as they are; some versions write numbers."""
+    what, nbytes, algorithm, protocol = found.groups(default="collective")
     key = what, _named(algorithm, ALGORITHMS), _named(protocol, PROTOCOLS)
-    if _count(log.choices, key):
-        log.largest[key] = max(log.largest.get(key, 0), nbytes)
-
-
-def _count(counter: Counter[_T], key: _T) -> bool:
-    """Count `key`, unless there are too many others; returns whether it was."""
-    if key not in counter and len(counter) >= MOST:
-        return False
-    counter[key] += 1
-    return True
+    _count(log.choices, key)
+    _keep(log.largest, key, max(log.largest.get(key, 0), int(nbytes)))
 
 
 def _named(text: str, names: Sequence[str]) -> str:
     return names[int(text)] if text.isdecimal() and int(text) < len(names) else text
 
 
-def _float(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return 0.0
+def _no_gdr(log: Log, found: re.Match[str]) -> None:
+    if "Socket" not in found[0]:  # sockets never do
+        _count(log.no_gdr, found[1].strip())
+
+
+def _provider(log: Log, found: re.Match[str]) -> None:
+    log.provider, log.provider_nics = found[1], found[2] or log.provider_nics
+
+
+def _threads(log: Log, found: re.Match[str]) -> None:
+    log.sockets = int(found[1]) * int(found[2])
+
+
+def _devices(log: Log, found: re.Match[str]) -> None:
+    _keep(log.devices, found[1], log.devices.get(found[1], {}))
+    places = log.devices.get(found[1], {})
+    for place, group, single in _DEVICE.findall(found[2].split("; OOB")[0]):
+        shown = "+".join(name for _, _, name in _DEVICE.findall(group)) or single
+        there = places.get(int(place), [])
+        if shown not in there and len(there) < MOST:
+            _keep(places, int(place), [*there, shown])
+
+
+def _comm(log: Log, found: re.Match[str]) -> None:
+    log.ranks = max(log.ranks or 0, int(found[2]))
+    if len(log.seen) < MOST_RANKS:
+        log.seen.add((int(found[2]), int(found[1])))
+    if found[3]:
+        log.nodes = max(log.nodes or 0, int(found[3]))
+        log.mnnvl |= "MNNVL 1" in found.string
+
+
+def _flag(name: str, value: bool | None = True) -> Callable[[Log, re.Match[str]], None]:
+    """Set an attribute: to `value`, or to the first group."""
+    return lambda log, found: setattr(log, name, found[1] if value is None else value)
+
+
+# Ranks that share an output run into each other, so only what is known to belong to a name is taken.
+_OVER_NETWORK = re.compile(r"(NET|COLLNET)/([^/]+)/(\d+)(?:\(\d+\))?(/GDRDMA)?")
+_INSIDE = re.compile(r"P2P/(?:direct pointer|indirect|IPC|CUMEM|MNNVL|\w+)(?:/read)?(?:/CE)?|SHM(?:/(?:direct|CE))*")
+_DEVICE = re.compile(r"\[(\d+)\](?:=\{([^}]*)\}| ?([\w.\-]+:\d+/\w+|[\w.\-]+))")
+
+# What a line of INFO says: the first pattern that is found counts.
+_LINES: tuple[tuple[re.Pattern[str], Callable[[Log, re.Match[str]], None]], ...] = tuple(
+    (re.compile(pattern), take) for pattern, take in (
+        (r"(?:(?:Channel|Ring) \d+(?:/\d+)? : \d+(?:\[\w+\])? -> \d+(?:\[\w+\])?|Coll(?:Net)? \d+(?:/\d+)? : \d+) "
+         r"(?:\[(send|receive)\] )?via (.+)", _channel),
+        (r"(?:(\w+): )?(\d+) Bytes -> Algo (\w+) proto (\w+)", _choice),
+        (r"(?:NET/\S+ .*?)?GPU Direct RDMA Disabled for (.*)", _no_gdr),
+        (r"NET/OFI Selected [Pp]rovider is ([\w;\-]+)(?:.*\(found (\d+) nics\))?", _provider),
+        (r"NET/Socket ?: Using (\d+) threads and (\d+) sockets per thread", _threads),
+        (r"Using network ([\w.\-]+(?: [\w.\-]+)*)", lambda log, found: _count(log.networks, found[1])),
+        (r"NET/(\S+?) ?: Using (.*)", _devices),
+        (r"Bootstrap ?: Using (?:\[\d+\])?([\w.\-]+):", lambda log, found: _count(log.bootstrap, found[1])),
+        (r"(NCCL_\w+) set (?:by environment )?to (\S+)",
+         lambda log, found: _keep(log.environment, found[1], found[2].rstrip(". "))),
+        (r"HINT: (?!See )(.*)", lambda log, found: _keep(log.hints, found[1], True)),
+        (r"NET/\S+ .*\b(?:[Ss]etting|Adding) (NCCL_\w+)", lambda log, found: _keep(log.by_plugin, found[1], True)),
+        (r"NET/Plugin.*?(version `[\w.]+' not found|undefined symbol: \w+)", _flag("plugin_error", None)),
+        (r"Made virtual device \[\d+\] name=\S+\+", _flag("merged")),
+        (_NO_VERBS, _flag("no_verbs")),
+        ("NET/IB : No device found", _flag("no_ib_device")),
+        ("P2P is disabled between|Could not enable P2P between|P2P not supported between", _flag("no_peer")),
+        (r"comm \S+ rank (\d+) n[rR]anks (\d+)(?:.*? nNodes (\d+))?", _comm),
+    )
+)  # fmt: skip
