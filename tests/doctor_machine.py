@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from commopt.doctor import observe
+from commopt.doctor.finding import Finding, Severity
 from commopt.doctor.machine import Machine, Software
 from commopt.doctor.nvml import NvmlFacts, NvmlGpu
-from commopt.doctor.finding import Finding, Severity
-from commopt.doctor import observe
 from tests.machines import MELLANOX, Tree, server
 
 SOFTWARE = Software("2.13.0", (12, 8), (2, 28, 9))

@@ -24,12 +24,9 @@ from bench.demo import local_ranks
 from commopt import AGGREGATORS, COMPRESSORS
 from commopt.__main__ import main
 from commopt.bandwidth import cli
-from commopt.bandwidth.collective import COLLECTIVES
-from commopt.bandwidth.contenders import known_aggregators
-from commopt.bandwidth.pattern import PERIOD, Pattern, count_wrong, fill
+from commopt.bandwidth.collectives import COLLECTIVES, PERIOD, Pattern, count_wrong, fill, known_aggregators
+from commopt.bandwidth.report import Measurement, Row, Timing, footer, format_row, heading, percentile
 from commopt.bandwidth.settings import DTYPES, Settings, settings_of
-from commopt.bandwidth.table import Measurement, Row, footer, format_row, heading
-from commopt.bandwidth.timing import Timing, percentile
 from commopt.command_line import Parser, parse_nbytes
 from commopt.groups import Team
 from tests.ranks import RankError, run
@@ -96,8 +93,8 @@ def test_every_preset_and_every_form_has_a_name() -> None:
     known = known_aggregators()
     assert {name: known[name] for name in commopt.PRESETS} == {n: p.build() for n, p in commopt.PRESETS.items()}
     assert known["hierarchical:leader"] == commopt.Hierarchical(form="leader")
-    assert known["hierarchical_bf16:all_reduce"] == commopt.Hierarchical(
-        commopt.Compressed(commopt.Cast(torch.bfloat16), feedback=None), form="all_reduce"
+    assert known["hierarchical_bf16:leader"] == commopt.Hierarchical(
+        commopt.Compressed(commopt.Cast(torch.bfloat16), feedback=None), form="leader"
     )
     for name, kind in COMPRESSORS.items():
         assert known[f"compressed:{name}"] == commopt.Compressed(kind())
@@ -133,7 +130,7 @@ def test_bandwidths() -> None:
 
 
 def test_iterations_add_up_to_the_loop() -> None:
-    timing = Timing.of([10.0, 30.0, 35.0, 100.0])
+    timing = cli.timing_of([10.0, 30.0, 35.0, 100.0])
     assert timing == Timing(mean_us=25.0, p50_us=10.0, p99_us=65.0)  # iterations of 10, 20, 5 and 65
 
 

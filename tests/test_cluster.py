@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from commopt.cluster import Cluster, ClusterUnavailableError, Counters, Link, Traffic, launch, network, traffic
-from commopt.cluster.link import auto_burst_bytes
+from commopt.cluster import Cluster, ClusterUnavailableError, Counters, Link, Traffic, cli, network, traffic
+from commopt.cluster.network import auto_burst_bytes
 
 ROOT = Path(__file__).parents[1]
 RATE_BPS = 100_000_000
@@ -310,7 +310,7 @@ def test_command_line_runs_a_module_and_reports(tmp_path: Path) -> None:
 @pytest.mark.cluster
 @pytest.mark.usefixtures("leaves_nothing")
 def test_failing_rank_takes_the_others_down(script: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_GRACE_S", 1.0)
+    monkeypatch.setattr(cli, "_GRACE_S", 1.0)
     command = script("""
         import os, sys, time
         if "SUCCEED" in os.environ:
@@ -336,7 +336,7 @@ def test_failing_rank_takes_the_others_down(script: Callable[[str], str], monkey
 def test_timeout_and_then_an_exception_leave_nothing(
     script: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "_GRACE_S", 0.5)
+    monkeypatch.setattr(cli, "_GRACE_S", 0.5)
     sleeper = script("import time; time.sleep(600)")
 
     def run_then_raise() -> None:
