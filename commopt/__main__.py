@@ -21,7 +21,7 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     words = sys.argv[1:] if arguments is None else arguments
-    parser = Parser(prog="python -m commopt")
+    parser = Parser(prog="commopt")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     parsers = {name: commands.add_parser(name, help=purpose) for name, purpose in COMMANDS.items()}
     name = next((word for word in words if word in COMMANDS), None)  # what stands before it, argparse refuses
