@@ -45,9 +45,10 @@ TEXTS = (
     *("flat", "hierarchical", "auto", "auto:allow=lossy", "hierarchical_quantized:bits=4", "quantized:bits=3"),
     *("quantized:bits=" + "-" * 9000 + "1", "quantized:bits=" + "(" * 9000, "quantized:bits", "dgc:density=[1]"),
     *("powersgd:matrix_rank=1e400", "hierarchical:intra=5", "quantized:feedback=3", "quantized:dense=7", "onebit:x=1"),
-    *("stock", "lossless", "lossy", "ddp", "8G", "4K", "1T", "25gbps", "200GBps", "1gbit", "none", "5ms", "1..4", "4..1"),
-    *("plan=ddp", "timeout=-1", "timeout=1e400", "ranks_per_node=0", "ranks_per_node=" + "9" * 400, "scaler=1", "=3"),
-    *("links=nowhere.json", "record=5", "bits=8", "tuned=7", "float", "avg", "all_reduce", "resnet50", "gpt2", "a100"),
+    *("stock", "lossless", "lossy", "ddp", "8G", "4K", "1T", "25gbps", "200GBps", "1gbit", "none", "5ms", "1..4"),
+    *("4..1", "plan=ddp", "timeout=-1", "timeout=1e400", "ranks_per_node=0", "ranks_per_node=" + "9" * 400, "scaler=1"),
+    *("=3", "links=nowhere.json", "record=5", "bits=8", "tuned=7", "float", "avg", "all_reduce", "resnet50", "gpt2"),
+    "a100",
 )
 RENDEZVOUS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
 ENVIRONMENTS: tuple[dict[str, str], ...] = (

@@ -13,7 +13,6 @@ from commopt.doctor import diagnose
 from commopt.doctor.finding import Finding, Severity
 from commopt.doctor.machine import Software
 from commopt.doctor.nvml import NvmlFacts, NvmlGpu
-from commopt.doctor.settings import provider_profile
 from tests.doctor_machine import (
     LIMITS,
     ROUTES,
@@ -358,23 +357,6 @@ def test_a_providers_profile_is_left_alone(tmp_path: Path) -> None:
     assert len(alarms(examined(tree, environ=own))) == 5
     own = {"NCCL_TOPO_FILE": "/opt/microsoft/ndv5-topo.xml", "NCCL_ALGO": "Ring"}
     assert ("settings", "warning", "NCCL_ALGO") in alarms(examined(azure_nd(tmp_path / "azure"), 8, environ=own))
-
-
-@pytest.mark.parametrize(
-    ("environ", "known"),
-    [
-        ({"NCCL_FASTRAK_NUM_FLOWS": "2"}, True),
-        ({"NCCL_GPUDIRECTTCPX_SOCKET_IFNAME": "eth1"}, True),
-        ({"NCCL_NET": "gIB"}, True),
-        ({"NCCL_TUNER_CONFIG_PATH": "/usr/local/gib/configs/tuner_config.txtpb"}, True),
-        ({"NCCL_TUNER_PLUGIN": "/opt/amazon/ofi-nccl/lib/libnccl-tuner-ofi.so"}, True),
-        ({"NCCL_TUNER_PLUGIN": "none"}, False),
-        ({"NCCL_ALGO": "Ring", "NCCL_IB_HCA": "mlx5"}, False),
-        ({}, False),
-    ],
-)
-def test_who_set_the_variables(environ: dict[str, str], known: bool) -> None:
-    assert (provider_profile(environ) is not None) == known
 
 
 def test_a_virtual_machine_without_its_topology_file(tmp_path: Path) -> None:

@@ -33,7 +33,6 @@ def binding(**changes: Any) -> ModuleType:
         "nvmlDeviceGetCount": lambda: 2,
         "nvmlDeviceGetHandleByIndex": lambda index: index,
         "nvmlSystemGetCudaDriverVersion_v2": lambda: 12080,
-        "nvmlDeviceGetPciInfo": lambda gpu: SimpleNamespace(busId=f"0000{gpu:04x}:19:00.0".encode()),
         "nvmlDeviceGetMigMode": lambda gpu: (gpu, gpu),
         "nvmlDeviceGetComputeRunningProcesses": lambda gpu: [SimpleNamespace(pid=1)] * gpu,
         "nvmlDeviceGetGpuFabricInfoV": lambda gpu, info: 0,
@@ -72,8 +71,8 @@ def facts(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> NvmlFacts:
 def test_everything_that_the_driver_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     assert facts(monkeypatch) == NvmlFacts(
         (
-            NvmlGpu(0, "00000000:19:00.0", False, 0, "completed", 0, False, 4, 0, False, False),
-            NvmlGpu(1, "00000001:19:00.0", True, 1, "completed", 0, False, 1, 0x44, True, False),
+            NvmlGpu(0, False, 0, "completed", 0, False, 4, 0, False, False),
+            NvmlGpu(1, True, 1, "completed", 0, False, 1, 0x44, True, False),
         ),
         ((0, 1, "chipset not supported"), (1, 0, "chipset not supported")),
         (12, 8),
@@ -92,7 +91,7 @@ def test_a_driver_that_tells_little(monkeypatch: pytest.MonkeyPatch) -> None:
         nvmlDeviceGetP2PStatus=refuse,
         nvmlSystemGetCudaDriverVersion_v2=refuse,
     )
-    assert found.gpus[1] == NvmlGpu(1, "00000001:19:00.0")
+    assert found.gpus[1] == NvmlGpu(1)
     assert (found.no_peer_access, found.cuda, found.missing) == ((), None, None)
 
 

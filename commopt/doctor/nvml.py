@@ -40,7 +40,6 @@ class NvmlGpu:
     """One GPU; None for what the driver does not tell."""
 
     index: int
-    busid: str | None = None
     mig: bool | None = None
     tenants: int | None = None
     """Compute processes other than this one."""
@@ -108,27 +107,23 @@ def _ask(nvml: Any) -> NvmlFacts:
 
 
 def _gpu(nvml: Any, ask: Callable[[Callable[[], Any]], Any], index: int, handle: Any) -> NvmlGpu:
-    busid = ask(lambda: nvml.nvmlDeviceGetPciInfo(handle).busId)
-    mig = ask(lambda: nvml.nvmlDeviceGetMigMode(handle)[0])
-    processes = ask(lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle))
     fabric = ask(lambda: _fabric(nvml, handle))
-    # Older bindings know the older name only.
-    held = ask(lambda: int(nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)))
-    held = ask(lambda: int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))) if held is None else held
-    rows = ask(lambda: nvml.nvmlDeviceGetRemappedRows(handle))
+    slowed = ask(lambda: int(nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)))
+    if slowed is None:  # older bindings know the older name only
+        slowed = ask(lambda: int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)))
     states = [ask(partial(nvml.nvmlDeviceGetNvLinkState, handle, link)) for link in range(NVLINKS)]
+    processes = ask(lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle))
     return NvmlGpu(
         index,
-        busid.decode() if isinstance(busid, bytes) else busid,
-        None if mig is None else bool(mig),
-        None if processes is None else sum(process.pid != os.getpid() for process in processes),
-        fabric and FABRIC_STATES.get(int(fabric.state)),
-        fabric and int(fabric.status),
-        fabric and any(bytes(fabric.clusterUuid)),
-        None if all(state is None for state in states) else sum(bool(state) for state in states),
-        None if held is None else sum(bit for bit in SLOWED_BY if held & bit),
-        None if rows is None else bool(rows[2]),
-        None if rows is None else bool(rows[3]),
+        mig=ask(lambda: bool(nvml.nvmlDeviceGetMigMode(handle)[0])),
+        tenants=None if processes is None else sum(process.pid != os.getpid() for process in processes),
+        fabric=fabric and FABRIC_STATES.get(int(fabric.state)),
+        fabric_status=fabric and int(fabric.status),
+        multi_node=fabric and any(bytes(fabric.clusterUuid)),
+        nvlinks_up=None if all(state is None for state in states) else sum(bool(state) for state in states),
+        slowed_by=None if slowed is None else sum(bit for bit in SLOWED_BY if slowed & bit),
+        rows_pending=ask(lambda: bool(nvml.nvmlDeviceGetRemappedRows(handle)[2])),
+        rows_failed=ask(lambda: bool(nvml.nvmlDeviceGetRemappedRows(handle)[3])),
     )
 
 

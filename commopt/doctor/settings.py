@@ -18,40 +18,34 @@ DEBUG, TUNING, SWITCH = "debug", "tuning", "switch"
 
 
 def anything(value: str | None) -> bool:
+    """Whether it is set."""
     return value is not None
 
 
 def unset(value: str | None) -> bool:
+    """Whether it is not set."""
     return value is None
 
 
-def switched_on(value: str | None) -> bool:
-    return value not in (None, "0")
-
-
 def one_of(*words: str) -> Callable[[str | None], bool]:
+    """Return whether it is one of these, in capitals or not."""
     return lambda value: value is not None and value.upper() in words
 
 
-def not_efa(value: str | None) -> bool:
+def switched_on(value: str | None) -> bool:
+    """Whether it is set to anything but 0."""
+    return value not in (None, "0")
+
+
+def excludes_efa(value: str | None) -> bool:
+    """Whether libfabric is told to use something else than EFA."""
     return value is not None and ("efa" in value.lower()) == value.startswith("^")
 
 
 def amazon(machine: Machine) -> bool:
+    """Whether all active RDMA ports are Amazon's (EFA)."""
     found = active_ports(machine)
     return bool(found) and all(port.elastic for port in found)
-
-
-def rdma(machine: Machine) -> bool:
-    return bool(active_ports(machine))
-
-
-def rdma_of_nccl(machine: Machine) -> bool:
-    return rdma(machine) and not amazon(machine)
-
-
-def no_rdma(machine: Machine) -> bool:
-    return not ports(machine)
 
 
 def needs_gpudirect(machine: Machine) -> bool:
@@ -59,26 +53,23 @@ def needs_gpudirect(machine: Machine) -> bool:
     return bool(machine.hardware.gpus) and any(not port.elastic for port in active_ports(machine))
 
 
-def strict_order_is_slow(machine: Machine) -> bool:
-    return rdma(machine) and (machine.virtual or "AuthenticAMD" in (machine.text("proc/cpuinfo") or ""))
-
-
 def nvlink_between_nodes(machine: Machine) -> bool:
+    """Whether a GPU's NVLink fabric spans machines."""
     return any(gpu.multi_node for gpu in machine.nvml.gpus)
 
 
-def roce(machine: Machine) -> bool:
+def _strict_order_is_slow(machine: Machine) -> bool:
+    amd = "AuthenticAMD" in (machine.text("proc/cpuinfo") or "")
+    return bool(active_ports(machine)) and (machine.virtual or amd)
+
+
+def _roce_of_ones_own(machine: Machine) -> bool:
     return bool(roce_ports(machine)) and provider_profile(machine.environ) is None
 
 
-def roce_without_class(machine: Machine) -> bool:
+def _roce_without_class(machine: Machine) -> bool:
     forced = (f"sys/class/infiniband/{port.device}/tc/{port.number}/traffic_class" for port in roce_ports(machine))
-    return roce(machine) and not all(machine.text(path) for path in forced)
-
-
-def order_before_cuda_12_3(machine: Machine) -> bool:
-    known = [version for version in (machine.software.cuda, machine.nvml.cuda) if version]
-    return bool(known) and min(known) < (12, 3)
+    return _roce_of_ones_own(machine) and not all(machine.text(path) for path in forced)
 
 
 class Rule(NamedTuple):
@@ -91,7 +82,7 @@ class Rule(NamedTuple):
     """A switch for debugging, which nobody means in a long run; a choice of tuning, which may have been measured and
     which providers make; a switch that counts on some machines only."""
     expected: str
-    when: Callable[[Machine], bool] = lambda machine: True
+    when: Callable[[Machine], object] = lambda machine: True
     remedy: str = ""
     """Without one: unset it."""
 
@@ -106,12 +97,13 @@ MEASURED = "unset, unless measured"
 
 RULES = tuple(Rule(*row) for row in (
     # What takes the fast network or NVLink away
-    ("NCCL_IB_DISABLE", switched_on, ERROR, SWITCH, TCP, rdma_of_nccl),
-    ("NCCL_NET", one_of("SOCKET"), ERROR, SWITCH, TCP, rdma),
-    ("NCCL_NET", one_of("IB"), ERROR, SWITCH, "unset: there is no RDMA device, and NCCL does not start", no_rdma),
+    ("NCCL_IB_DISABLE", switched_on, ERROR, SWITCH, TCP, lambda machine: active_ports(machine) and not amazon(machine)),
+    ("NCCL_NET", one_of("SOCKET"), ERROR, SWITCH, TCP, active_ports),
+    ("NCCL_NET", one_of("IB"), ERROR, SWITCH, "unset: there is no RDMA device, and NCCL does not start",
+     lambda machine: not ports(machine)),
     ("NCCL_NET", one_of("IB"), ERROR, SWITCH, "unset: NCCL itself does not know EFA, and does not start", amazon),
     ("NCCL_NET_PLUGIN", one_of("NONE"), ERROR, SWITCH, "unset: without EFA's plugin NCCL falls back to TCP", amazon),
-    ("FI_PROVIDER", not_efa, ERROR, SWITCH, "efa, or unset: libfabric goes over TCP otherwise", amazon),
+    ("FI_PROVIDER", excludes_efa, ERROR, SWITCH, "efa, or unset: libfabric goes over TCP otherwise", amazon),
     ("FI_EFA_USE_DEVICE_RDMA", OFF, WARNING, SWITCH, "unset: every message is copied", amazon),
     ("NCCL_P2P_DISABLE", switched_on, ERROR, SWITCH, "unset: GPUs exchange through CPU memory"),
     ("NCCL_SHM_DISABLE", switched_on, ERROR, SWITCH, "unset: GPUs without peer access exchange over the network"),
@@ -159,14 +151,14 @@ RULES = tuple(Rule(*row) for row in (
     # What counts on some machines
     ("CUDA_DEVICE_MAX_CONNECTIONS", ON, WARNING, SWITCH, "unset: with one queue communication waits for computation"),
     ("NCCL_IB_PCI_RELAXED_ORDERING", OFF, WARNING, SWITCH, "unset: this platform loses bandwidth with strict ordering",
-     strict_order_is_slow),
-    ("NCCL_IB_PCI_RELAXED_ORDERING", OFF, INFO, SWITCH, "unset: NCCL uses relaxed ordering where it exists", rdma),
+     _strict_order_is_slow),
+    ("NCCL_IB_PCI_RELAXED_ORDERING", OFF, INFO, SWITCH, "unset: NCCL uses it where it exists", active_ports),
     ("NCCL_LAUNCH_ORDER_IMPLICIT", ON, WARNING, SWITCH, "CUDA 12.3 or newer: before it, operations do not overlap",
-     order_before_cuda_12_3),
+     lambda machine: min(filter(None, (machine.software.cuda, machine.nvml.cuda)), default=(99,)) < (12, 3)),
     ("NCCL_IB_TC", unset, INFO, SWITCH, "the class that the switches protect (PFC, ECN), unless that is class 0",
-     roce_without_class, "ask who runs the network; export NCCL_IB_TC=NUMBER (4 times the DSCP; 106 is common)"),
+     _roce_without_class, "ask who runs the network; export NCCL_IB_TC=NUMBER (4 times the DSCP; 106 is common)"),
     ("NCCL_IB_QPS_PER_CONNECTION", unset, INFO, SWITCH, "several, where switches spread flows over paths (ECMP)",
-     roce, "try: export NCCL_IB_QPS_PER_CONNECTION=4"),
+     _roce_of_ones_own, "try: export NCCL_IB_QPS_PER_CONNECTION=4"),
 ))  # fmt: skip
 
 
