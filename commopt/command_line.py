@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import stat
 import sys
 from ast import literal_eval
 from collections.abc import Callable, Sequence
@@ -13,6 +12,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, TypeVar
 
+from commopt.document import plain_file, reason_of
 from commopt.errors import ConfigurationError
 
 _T = TypeVar("_T")
@@ -130,12 +130,10 @@ def content_of(read: Callable[[Path], _T]) -> Callable[[str], _T]:
 
     def parse(text: str) -> _T:
         try:
-            path = Path(text)
-            if path.exists() and not path.is_file():  # a pipe would block, a device may have no end
-                raise ValueError(f"{path} cannot be read: it is not a plain file")
-            return read(path)
+            return read(plain_file(text))
         except (OSError, ValueError, RecursionError) as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
+            why = str(error)
+            raise argparse.ArgumentTypeError(why if text in why else f"{text}: {why}") from None
 
     return parse
 
@@ -154,13 +152,13 @@ def output_file(text: str) -> Path:
 def require_writable(path: Path) -> None:
     """Raise ConfigurationError unless `path` can be opened for writing; leave no file behind that was not there."""
     try:
-        # A pipe would block until somebody reads it.
-        if path.exists() and not (path.is_file() or stat.S_ISCHR(path.stat().st_mode)):
-            raise ValueError("it is not a plain file")
+        if not path.is_char_device():  # /dev/null is fine
+            plain_file(path)
         existed = path.exists()
         path.open("a").close()
         if not existed:
             path.unlink()
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigurationError(f"{path} cannot be written: {reason}; pass a file in a folder that exists") from None
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"{path} cannot be written: {reason_of(error)}; pass a file in a folder that exists"
+        ) from None

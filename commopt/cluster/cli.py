@@ -77,7 +77,6 @@ class Cluster:
         ranks_per_node: int | Sequence[int] = 2,
         rate: str = "200mbit",
         delay: str = "0ms",
-        burst: str = "auto",
     ) -> None:
         if not 1 <= nodes <= MAX_NODES:
             raise ValueError(f"nodes {nodes} must be between 1 and {MAX_NODES}")
@@ -88,7 +87,7 @@ class Cluster:
             raise ValueError(f"ranks_per_node {ranks} must be at least 1 on every node")
         self.ranks_per_node = ranks
         self.rate = rate
-        self.link = Link.parse(rate, delay, burst)
+        self.link = Link.parse(rate, delay)
         self._network = Network(nodes, self.link)
 
     @staticmethod
@@ -238,26 +237,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the emulated cluster."""
     parser.description = "Run a script under torchrun on emulated nodes joined by a slow network (needs root)."
     parser.epilog = "The exit status is that of the rank that failed first."
-    parser.add_argument("--nodes", type=whole(1), default=2, help="number of nodes (default 2)")
-    parser.add_argument(
-        "--ranks-per-node",
-        default="2",
-        metavar="L[,L...]",
-        help="ranks on every node, or one number per node",
-    )
-    parser.add_argument(
-        "--rate", default="200mbit", help="of every node's link, each way: 1gbit, none (default 200mbit)"
-    )
-    parser.add_argument("--delay", default="0ms", help="one-way delay of the network: 500us, 5ms (default 0ms)")
-    parser.add_argument(
-        "--burst", default="auto", help="bytes a node may send at once: 64kib (default: 2 ms of the rate)"
-    )
-    parser.add_argument(
-        "--json", type=output_file, metavar="FILE", help="write what was run and each node's traffic to FILE"
-    )
-    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as in `python -m`")
-    parser.add_argument("script", metavar="SCRIPT")
-    parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER)
+    add: Any = parser.add_argument
+    add("--nodes", type=whole(1), default=2, help="number of nodes (default 2)")
+    add("--ranks-per-node", default="2", metavar="L[,L...]", help="ranks on every node, or one number per node")
+    add("--rate", default="200mbit", help="of every node's link, each way: 1gbit, none (default 200mbit)")
+    add("--delay", default="0ms", help="one-way delay of the network: 500us, 5ms (default 0ms)")
+    add("--json", type=output_file, metavar="FILE", help="write what was run and each node's traffic to FILE")
+    add("-m", "--module", action="store_true", help="SCRIPT is a module, as in `python -m`")
+    add("script", metavar="SCRIPT")
+    add("arguments", metavar="ARGS", nargs=argparse.REMAINDER)
 
 
 def _ranks_per_node(text: str) -> int | list[int]:
@@ -301,7 +289,7 @@ def run(arguments: argparse.Namespace) -> int:
     command = [*(["-m"] if arguments.module else []), arguments.script, *arguments.arguments]
     try:
         ranks = _ranks_per_node(arguments.ranks_per_node)
-        with Cluster(arguments.nodes, ranks, arguments.rate, arguments.delay, arguments.burst) as cluster:
+        with Cluster(arguments.nodes, ranks, arguments.rate, arguments.delay) as cluster:
             result = cluster.run(command, capture=False)
     except (ClusterUnavailableError, ValueError) as error:
         return refuse("commopt cluster", error)

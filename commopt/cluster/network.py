@@ -96,9 +96,7 @@ def traffic() -> Traffic:
 
 _RATE_UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _DELAY_UNITS = {"us": 1.0, "ms": 1e3, "s": 1e6}
-_BURST_UNITS = {"b": 1.0, "kib": 2.0**10, "mib": 2.0**20}
 
-_PACKET_BYTES = 1514
 # Long enough for TCP never to starve, short enough that a full queue is noticed as lost packets, not as lag.
 _QUEUE_LATENCY = "100ms"
 # netem's default of 1000 packets would drop what a fast link keeps in flight during the delay.
@@ -114,22 +112,16 @@ class Link:
     delay_us: int = 0
 
     @classmethod
-    def parse(cls, rate: str = "none", delay: str = "0ms", burst: str = "auto") -> Link:
-        """Read text such as "200mbit", "1.5ms", "64kib"; raise a ValueError that shows the right form."""
+    def parse(cls, rate: str = "none", delay: str = "0ms") -> Link:
+        """Read text such as "200mbit", "1.5ms"; raise a ValueError that shows the right form."""
         delay_us = _quantity("delay", delay, _DELAY_UNITS, example="5ms")
         if rate == "none":
-            if burst != "auto":
-                raise ValueError(f"burst {burst!r} needs a rate to shape; give a rate such as 200mbit")
             return cls(delay_us=delay_us)
         rate_bps = _quantity("rate", rate, _RATE_UNITS, example="200mbit, or none for an unshaped link")
         if rate_bps <= 0:
             raise ValueError(f"rate {rate!r} must be above 0; write none for an unshaped link")
-        if burst == "auto":
-            return cls(rate_bps, auto_burst_bytes(rate_bps), delay_us)
-        burst_bytes = _quantity("burst", burst, _BURST_UNITS, example="64kib, or auto")
-        if burst_bytes < _PACKET_BYTES:
-            raise ValueError(f"burst {burst!r} is less than one packet ({_PACKET_BYTES} bytes); use auto")
-        return cls(rate_bps, burst_bytes, delay_us)
+        # What a port may send at once: 2 ms of the rate; a larger burst lets small messages through for free.
+        return cls(rate_bps, max(32 * 1024, rate_bps * 2 // 1000 // 8), delay_us)
 
     def near_end(self) -> list[list[str]]:
         """`tc qdisc add` arguments for the node's own end of its link."""
@@ -147,11 +139,6 @@ class Link:
             return []
         shape = ["rate", f"{self.rate_bps}bit", "burst", f"{self.burst_bytes}b", "latency", _QUEUE_LATENCY]
         return [["tbf", *shape]]
-
-
-def auto_burst_bytes(rate_bps: int) -> int:
-    """What a port may send at once: 2 ms of the rate; a larger burst lets small messages through for free."""
-    return max(32 * 1024, rate_bps * 2 // 1000 // 8)
 
 
 def _quantity(name: str, text: str, units: Mapping[str, float], example: str) -> int:

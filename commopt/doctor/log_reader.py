@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from commopt.doctor.log_causes import alike
 from commopt.doctor.machine import Version
+from commopt.document import plain_file, reason_of
 from commopt.errors import ConfigurationError
 
 HOW = "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,ENV,NET,GRAPH,TUNING NCCL_DEBUG_FILE=nccl.%h.%p"
@@ -127,18 +128,16 @@ def _files(folder: Path) -> list[Path]:
 def _lines(path: Path) -> Iterator[str]:
     """Yield the lines of a file, each up to LONGEST characters: a file may be one line without an end."""
     try:
-        # A pipe nobody writes to would block, a device may have no end; what the shell or `|` hands over has both.
-        if path.exists() and not path.is_file() and not str(path).startswith(("/dev/fd/", "/dev/stdin")):
-            raise ValueError("not a plain file")
+        if not str(path).startswith(("/dev/fd/", "/dev/stdin")):  # what the shell or `|` hands over has an end
+            plain_file(path)
         with path.open(errors="replace") as file:
             begins = True
             while piece := file.readline(LONGEST):
                 if begins:
                     yield piece
                 begins = piece.endswith("\n")
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigurationError(f"{path} cannot be read ({reason}); pass a log written with {HOW}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{path} cannot be read ({reason_of(error)}); pass a log written with {HOW}") from None
 
 
 _VERSION = re.compile(r"NCCL version (\d+)\.(\d+)\.(\d+)")
