@@ -130,8 +130,6 @@ CASES = {
         base=roce_server),
     "implicit order too early": Case("settings", "warning", "1", "unset", environ={"NCCL_LAUNCH_ORDER_IMPLICIT": "1"},
         software=replace(SOFTWARE, cuda=(12, 2))),
-    "level under its old name": Case("gdr-level", "warning", "PXB", "NCCL_NET_GDR_LEVEL=PXB",
-        environ={"NCCL_IB_GDR_LEVEL": "PXB"}),
     # Transport
     "no device files in the container": Case("transport", "error", "", "--device=/dev/infiniband",
         remove("dev/infiniband/uverbs0")),
@@ -300,10 +298,12 @@ CASES = {
 
 # Check, a variable, and how bad its value is on a machine with InfiniBand; the remedy is always to unset it.
 VARIABLES = """
-gdr-level NCCL_NET_GDR_LEVEL=LOC error
-gdr-level NCCL_NET_GDR_LEVEL=0 error
-gdr-level NCCL_NET_GDR_LEVEL=2 warning
-gdr-level NCCL_NET_GDR_LEVEL=PBX warning
+settings NCCL_NET_GDR_LEVEL=LOC error
+settings NCCL_NET_GDR_LEVEL=0 error
+settings NCCL_NET_GDR_LEVEL=2 warning
+settings NCCL_NET_GDR_LEVEL=PBX warning
+settings NCCL_NET_GDR_LEVEL=PHB info
+settings NCCL_IB_GDR_LEVEL=PXB warning
 settings NCCL_DMABUF_ENABLE=0 warning
 settings NCCL_IB_PCI_RELAXED_ORDERING=0 info
 settings NCCL_P2P_DISABLE=1 error

@@ -391,7 +391,7 @@ def test_gpudirect_of_grace_machines_needs_nccl_2_27_and_its_switch(tmp_path: Pa
         (level,) = [one for one in examined(tree, 2, nccl, environ) if one.check == "gdr-level"]
         assert level.severity is Severity.INFO
     found = examined(tree, environ={"NCCL_NET_GDR_LEVEL": "PXB"})
-    assert alarms(found) == [("gdr-level", "warning", "NCCL_NET_GDR_LEVEL")]
+    assert alarms(found) == [("settings", "warning", "NCCL_NET_GDR_LEVEL")]
 
 
 def test_the_iommu_of_an_arm_processor_has_a_name_of_its_own(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from commopt.doctor.finding import Finding, check, error, info, ok, unread, warning
 from commopt.doctor.machine import Machine, before, version_text
 from commopt.doctor.network import nearest_ports, switches_hidden
-from commopt.doctor.settings import needs_gpudirect
+from commopt.doctor.settings import needs_gpudirect, through_own_cpu
 from topology.live.pci_slots import read_slots
 from topology.live.sysfs_nics import GDR_FILES
 from topology.model import Distance, PciDevice, PciLink
@@ -18,9 +18,6 @@ LOAD = "sudo modprobe nvidia-peermem && echo nvidia-peermem | sudo tee /etc/modu
 OFED = "sys/module/mlx_compat"
 """Of MLNX_OFED and DOCA: with the adapter's driver of most other kernels nvidia-peermem does not load."""
 PEERMEM = GDR_FILES[0]
-# NCCL's words, and the numbers that old versions took.
-LEVELS = {"0": "LOC", "1": "PIX", "2": "PXB", "3": "PHB", "4": "SYS", "5": "SYS"}
-WORDS = ("NVL", "C2C", "PIX", "PXB")
 ACS_CAPABILITY = 0x000D
 # Source validation, request and completion redirect, egress control: each can send peer transfers to the CPU.
 ACS_BITS = 0b101101
@@ -60,19 +57,14 @@ def _lacking_for_dmabuf(machine: Machine) -> list[tuple[str, str]]:
     return [(what, how) for there, what, how in needs if not there]
 
 
-@check("gdr-level", "GPUs near adapters", "NCCL_NET_GDR_LEVEL, paths between GPUs and adapters", "PXB or nearer")
+@check("gdr-level", "GPUs near adapters", "paths between GPUs and adapters", "PXB or nearer")
 def level(machine: Machine) -> Iterator[Finding]:
-    """Compare the limit that is set, or NCCL's own, with how far GPUs and adapters really are apart."""
+    """Compare NCCL's own limit with how far GPUs and adapters really are apart."""
     if not needs_gpudirect(machine):
         return
-    # Where the GPU's memory is the CPU's too (Grace), NCCL goes through the CPU as well.
-    own_cpu = machine.coherent and not before(machine.software.nccl, (2, 27))
-    own_cpu = own_cpu and machine.variable("NCCL_NET_GDR_C2C") != "0"
-    for name in ("NCCL_IB_GDR_LEVEL", "NCCL_NET_GDR_LEVEL"):
-        value = machine.variable(name)
-        if value is not None:
-            yield from _set_level(name, value, own_cpu)
-            return
+    if machine.variable("NCCL_NET_GDR_LEVEL") or machine.variable("NCCL_IB_GDR_LEVEL"):
+        return  # see the table of settings
+    own_cpu = through_own_cpu(machine)
     if switches_hidden(machine):
         yield ok("unset", "unset; how far apart they are is for the provider's topology file to say")
         return
@@ -93,26 +85,6 @@ def level(machine: Machine) -> Iterator[Finding]:
         yield info(shown, expected, "try: export NCCL_NET_GDR_LEVEL=PHB (or SYS)", "medium")
     elif not unknown:
         yield ok("unset", f"unset: NCCL goes directly up to {'P2C' if own_cpu else 'PXB'}")
-
-
-def _set_level(name: str, value: str, own_cpu: bool) -> Iterator[Finding]:
-    word, remove = LEVELS.get(value, value.upper()), f"unset {name}"
-    fine = name == "NCCL_NET_GDR_LEVEL"
-    if not fine:
-        remedy = remove if word == "LOC" else f"{remove}; export NCCL_NET_GDR_LEVEL={word}"
-        yield warning(value, "NCCL_NET_GDR_LEVEL, its name since NCCL 2.4", remedy, "medium", name)
-    if word == "LOC":
-        yield error(value, "unset, or PXB: LOC switches GPUDirect RDMA off", remove, read=name)
-    elif own_cpu and word in WORDS:
-        expected = "unset: adapters of this machine are reached through the CPU (P2C)"
-        yield warning(value, expected, remove, "medium", name)
-    elif value in LEVELS:
-        expected = f"a word: NCCL reads {value} as {word}"
-        yield warning(value, expected, f"{remove}; export NCCL_NET_GDR_LEVEL={word}", "medium", name)
-    elif word not in (*WORDS, "PHB", "SYS", "P2C", "PXN"):
-        yield warning(value, "LOC, PIX, PXB, PHB or SYS", remove, read=name)
-    elif fine:
-        yield info(value, "unset, unless the limit was measured to help", remove, "low", name)
 
 
 @check(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from commopt.doctor.finding import Confidence, Finding, Severity, check, error, info, ok, unread, warning
-from commopt.doctor.machine import Machine, version_text
+from commopt.doctor.machine import Machine, before, version_text
 from commopt.doctor.network import active_ports, ports, roce_ports, switches_hidden
 from topology.kernel_files import text
 from topology.live.machine import VIRTUAL_TOPOLOGY
@@ -58,6 +58,12 @@ def nvlink_between_nodes(machine: Machine) -> bool:
     return any(gpu.multi_node for gpu in machine.nvml.gpus)
 
 
+def through_own_cpu(machine: Machine) -> bool:
+    """Whether NCCL does GPUDirect RDMA through the CPU, whose memory is the GPU's too (Grace)."""
+    new = machine.coherent and not before(machine.software.nccl, (2, 27))
+    return new and machine.variable("NCCL_NET_GDR_C2C") != "0" and needs_gpudirect(machine)
+
+
 def _strict_order_is_slow(machine: Machine) -> bool:
     amd = "AuthenticAMD" in (machine.text("proc/cpuinfo") or "")
     return bool(active_ports(machine)) and (machine.virtual or amd)
@@ -90,6 +96,7 @@ class Rule(NamedTuple):
 FEW = one_of(*(str(number) for number in range(18)))
 MANY = one_of(*(str(number) for number in range(21, 32)))
 OFF, ON = one_of("0"), one_of("1")
+NEAR, FAR = ("NVL", "C2C", "PIX", "PXB"), ("PHB", "SYS", "P2C", "PXN")  # NCCL's words for distances
 TCP = "unset: RDMA devices are there and TCP is several times slower"
 STANDS_STILL = "unset: the process stands still during each collective"
 HANGS = "unset: when a rank dies, the others wait forever"
@@ -112,6 +119,13 @@ RULES = tuple(Rule(*row) for row in (
     ("NCCL_CUMEM_ENABLE", OFF, ERROR, SWITCH, "unset: NVLink between nodes (MNNVL) needs it", nvlink_between_nodes),
     ("NCCL_MNNVL_ENABLE", OFF, ERROR, SWITCH, "unset: NVLink between nodes (MNNVL) needs it", nvlink_between_nodes),
     ("NCCL_DMABUF_ENABLE", OFF, WARNING, SWITCH, "unset: DMA-BUF is NCCL's first choice", needs_gpudirect),
+    ("NCCL_IB_GDR_LEVEL", anything, WARNING, SWITCH, "NCCL_NET_GDR_LEVEL, its name since NCCL 2.4", needs_gpudirect),
+    ("NCCL_NET_GDR_LEVEL", one_of("LOC", "0"), ERROR, SWITCH, "unset: LOC switches GPUDirect off", needs_gpudirect),
+    ("NCCL_NET_GDR_LEVEL", one_of(*NEAR), WARNING, SWITCH, "unset: adapters are reached through the CPU (P2C)",
+     through_own_cpu),
+    ("NCCL_NET_GDR_LEVEL", one_of(*NEAR, *FAR), INFO, SWITCH, "unset, unless it was measured", needs_gpudirect),
+    ("NCCL_NET_GDR_LEVEL", anything, WARNING, SWITCH, "PIX, PXB, PHB or SYS; numbers are read differently",
+     needs_gpudirect, "unset NCCL_NET_GDR_LEVEL, or export one of these words"),
     # Left over from debugging
     ("CUDA_LAUNCH_BLOCKING", ON, ERROR, DEBUG, "unset: every kernel waits for the one before, nothing overlaps"),
     ("TORCH_DISTRIBUTED_DEBUG", one_of("DETAIL"), ERROR, DEBUG, "unset: every collective is checked with another one"),
