@@ -1,39 +1,36 @@
-"""`python -m commopt`: the commands."""
+"""`commopt` and `python -m commopt`: the commands, each imported when it is asked for."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
-from commopt.bandwidth import cli as bandwidth
-from commopt.cluster import cli as cluster
 from commopt.command_line import Parser
-from commopt.doctor import cli as doctor
-from commopt.probe import cli as probe
-from commopt.run import cli as run
-from commopt.simulate import cli as simulate
+
+COMMANDS = {
+    "bandwidth": "time collectives, as nccl-tests does",
+    "cluster": "run a script on emulated nodes on this machine",
+    "doctor": "look for what makes communication slow",
+    "probe": "measure what messages and compression cost",
+    "run": "train with a strategy and leave the script as it is",
+    "simulate": "what a training step takes on a cluster you describe",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
-    parser = Parser(prog="python -m commopt")
+    words = sys.argv[1:] if arguments is None else arguments
+    parser = Parser(prog="commopt")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    runs = {
-        "bandwidth": bandwidth.run,
-        "cluster": cluster.run,
-        "doctor": doctor.run,
-        "probe": probe.run,
-        "run": run.run,
-        "simulate": simulate.run,
-    }
-    bandwidth.add_arguments(commands.add_parser("bandwidth", help="time collectives, as nccl-tests does"))
-    cluster.add_arguments(commands.add_parser("cluster", help="run a script on emulated nodes on this machine"))
-    doctor.add_arguments(commands.add_parser("doctor", help="look for what makes communication slow"))
-    probe.add_arguments(commands.add_parser("probe", help="measure what messages and compression cost"))
-    run.add_arguments(commands.add_parser("run", help="train with a strategy and leave the script as it is"))
-    simulate.add_arguments(commands.add_parser("simulate", help="what a training step takes on a cluster you describe"))
-    options = parser.parse_args(arguments)
-    return runs[options.command](options)
+    parsers = {name: commands.add_parser(name, help=purpose) for name, purpose in COMMANDS.items()}
+    name = next((word for word in words if word in COMMANDS), None)  # what stands before it, argparse refuses
+    if name is None:
+        parser.parse_args(words)
+        raise AssertionError("argparse takes no line without a command")
+    command = import_module(f"commopt.{name}.cli")
+    command.add_arguments(parsers[name])
+    return int(command.run(parser.parse_args(words)))
 
 
 if __name__ == "__main__":

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import stat
 import sys
 from ast import literal_eval
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import isfinite
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TextIO, TypeVar
 
+from commopt.document import plain_file, reason_of
 from commopt.errors import ConfigurationError
 
 _T = TypeVar("_T")
@@ -41,6 +41,35 @@ def refuse(program: str, why: object) -> int:
         line = f"{line[: _LONGEST_LINE // 2]} ... {line[-_LONGEST_LINE // 2 :]}"
     sys.stderr.write(f"{program}: {line}\n")  # in one piece: all ranks write at once
     return BAD_INPUT
+
+
+def rich_console(stream: TextIO) -> Any | None:
+    """Return rich's console on `stream`, in colour on a terminal; None without rich, where output is plain text.
+
+    On a terminal the missing package is named once.
+    """
+    try:
+        from rich.console import Console
+    except ImportError:
+        if stream.isatty():
+            sys.stderr.write("plain output, since rich is not installed: pip install 'commopt[cli]' for colours\n")
+        return None
+    return Console(file=stream, soft_wrap=True, highlight=False)
+
+
+def print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[object]], stream: TextIO) -> None:
+    """Print a table of numbers: with rules where rich is installed, else with tabs."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    console = rich_console(stream)
+    if console is None:
+        stream.write("".join(f"{line}\n" for line in (title, *("\t".join(row) for row in (headings, *cells)))))
+        return
+    from rich.table import Column, Table
+
+    table = Table(*(Column(heading, justify="right") for heading in headings), title=title)
+    for row in cells:
+        table.add_row(*row)
+    console.print(table)
 
 
 def reader_has_gone() -> None:
@@ -101,12 +130,10 @@ def content_of(read: Callable[[Path], _T]) -> Callable[[str], _T]:
 
     def parse(text: str) -> _T:
         try:
-            path = Path(text)
-            if path.exists() and not path.is_file():  # a pipe would block, a device may have no end
-                raise ValueError(f"{path} cannot be read: it is not a plain file")
-            return read(path)
+            return read(plain_file(text))
         except (OSError, ValueError, RecursionError) as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
+            why = str(error)
+            raise argparse.ArgumentTypeError(why if text in why else f"{text}: {why}") from None
 
     return parse
 
@@ -125,13 +152,13 @@ def output_file(text: str) -> Path:
 def require_writable(path: Path) -> None:
     """Raise ConfigurationError unless `path` can be opened for writing; leave no file behind that was not there."""
     try:
-        # A pipe would block until somebody reads it.
-        if path.exists() and not (path.is_file() or stat.S_ISCHR(path.stat().st_mode)):
-            raise ValueError("it is not a plain file")
+        if not path.is_char_device():  # /dev/null is fine
+            plain_file(path)
         existed = path.exists()
         path.open("a").close()
         if not existed:
             path.unlink()
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigurationError(f"{path} cannot be written: {reason}; pass a file in a folder that exists") from None
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"{path} cannot be written: {reason_of(error)}; pass a file in a folder that exists"
+        ) from None

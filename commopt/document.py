@@ -13,21 +13,30 @@ _MOST_BYTES = 1 << 28
 _MOST_DIGITS = 300  # of a whole number: one more may be more than a float holds
 
 
+def plain_file(path: str | Path) -> Path:
+    """Return the path of a plain file, or of none yet; raises ValueError for others: a pipe would block."""
+    if Path(path).exists() and not Path(path).is_file():
+        raise ValueError("it is not a plain file")
+    return Path(path)
+
+
+def reason_of(error: OSError | ValueError) -> object:
+    """Return in a few words why a file could not be opened (a zero byte in its name is a ValueError)."""
+    return error.strerror if isinstance(error, OSError) else error
+
+
 def read_text(path: str | Path) -> str:
     """Return what is in a text file. Raises ConfigurationError for a file that is absent, huge, binary or no file."""
     try:
-        if Path(path).exists() and not Path(path).is_file():  # a pipe would block until somebody writes to it
-            raise ValueError("it is not a plain file")
-        with Path(path).open("rb") as file:
+        with plain_file(path).open("rb") as file:
             data = file.read(_MOST_BYTES + 1)
         if len(data) > _MOST_BYTES:
             raise ValueError(f"it is larger than {_MOST_BYTES >> 20} MiB")
         return data.decode()
     except UnicodeDecodeError:
         raise ConfigurationError(f"{path} cannot be read: it is a binary file; pass the JSON file") from None
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigurationError(f"{path} cannot be read: {reason}; check the path") from None
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{path} cannot be read: {reason_of(error)}; check the path") from None
 
 
 def parse(text: str | bytes, what: str, fix: str = "write the file again") -> Any:

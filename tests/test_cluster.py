@@ -16,8 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from commopt.cluster import Cluster, ClusterUnavailableError, Counters, Link, Traffic, launch, network, traffic
-from commopt.cluster.link import auto_burst_bytes
+from commopt.cluster import Cluster, ClusterUnavailableError, Counters, Link, Traffic, cli, network, traffic
 
 ROOT = Path(__file__).parents[1]
 RATE_BPS = 100_000_000
@@ -34,17 +33,10 @@ def test_rate(rate: str, rate_bps: int | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rate", "burst", "burst_bytes"),
-    [
-        ("50mbit", "auto", 32 * 1024),
-        ("200mbit", "auto", 50_000),
-        ("10gbit", "auto", 2_500_000),
-        ("200mbit", "64kib", 65536),
-        ("none", "auto", None),
-    ],
+    ("rate", "burst_bytes"), [("50mbit", 32 * 1024), ("200mbit", 50_000), ("10gbit", 2_500_000), ("none", None)]
 )
-def test_burst(rate: str, burst: str, burst_bytes: int | None) -> None:
-    assert Link.parse(rate, burst=burst).burst_bytes == burst_bytes
+def test_the_burst_grows_with_the_rate(rate: str, burst_bytes: int | None) -> None:
+    assert Link.parse(rate).burst_bytes == burst_bytes
 
 
 def test_delay_is_one_way_and_kept_above_the_rate() -> None:
@@ -67,8 +59,6 @@ def test_delay_is_one_way_and_kept_above_the_rate() -> None:
         ({"rate": "0mbit"}, "rate '0mbit' must be above 0; write none"),
         ({"rate": "-5mbit"}, "rate '-5mbit' must be a number"),
         ({"delay": "5"}, "delay '5' must be a number and one of us, ms, s; for example 5ms"),
-        ({"rate": "200mbit", "burst": "1kib"}, "burst '1kib' is less than one packet"),
-        ({"rate": "none", "burst": "64kib"}, "burst '64kib' needs a rate"),
     ],
 )
 def test_link_rejects(arguments: dict[str, str], message: str) -> None:
@@ -87,10 +77,6 @@ def test_link_rejects(arguments: dict[str, str], message: str) -> None:
 def test_cluster_rejects(nodes: int, ranks_per_node: int | list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Cluster(nodes, ranks_per_node)
-
-
-def test_automatic_burst_grows_with_the_rate() -> None:
-    assert auto_burst_bytes(1_000_000_000) == 2 * auto_burst_bytes(500_000_000)
 
 
 def test_traffic_parses_what_the_kernel_says() -> None:
@@ -310,7 +296,7 @@ def test_command_line_runs_a_module_and_reports(tmp_path: Path) -> None:
 @pytest.mark.cluster
 @pytest.mark.usefixtures("leaves_nothing")
 def test_failing_rank_takes_the_others_down(script: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_GRACE_S", 1.0)
+    monkeypatch.setattr(cli, "_GRACE_S", 1.0)
     command = script("""
         import os, sys, time
         if "SUCCEED" in os.environ:
@@ -336,7 +322,7 @@ def test_failing_rank_takes_the_others_down(script: Callable[[str], str], monkey
 def test_timeout_and_then_an_exception_leave_nothing(
     script: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "_GRACE_S", 0.5)
+    monkeypatch.setattr(cli, "_GRACE_S", 0.5)
     sleeper = script("import time; time.sleep(600)")
 
     def run_then_raise() -> None:

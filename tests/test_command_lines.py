@@ -35,21 +35,9 @@ from tests.nccl_xml_machines import rail_machine
 PER_COMMAND = 110
 BATCH = 22
 
+# fmt: off
 NUMBERS = (
-    "0",
-    "1",
-    "2",
-    "7",
-    "64",
-    "-1",
-    "1.5",
-    "1e400",
-    "1" * 401,
-    "9" * 6000,
-    "nan",
-    "inf",
-    "-inf",
-    "1_000",
+    "0", "1", "2", "7", "64", "-1", "1.5", "1e400", "1" * 401, "9" * 6000, "nan", "inf", "-inf", "1_000",
     "\u0663",
 )
 TEXTS = (
@@ -57,50 +45,25 @@ TEXTS = (
     *("flat", "hierarchical", "auto", "auto:allow=lossy", "hierarchical_quantized:bits=4", "quantized:bits=3"),
     *("quantized:bits=" + "-" * 9000 + "1", "quantized:bits=" + "(" * 9000, "quantized:bits", "dgc:density=[1]"),
     *("powersgd:matrix_rank=1e400", "hierarchical:intra=5", "quantized:feedback=3", "quantized:dense=7", "onebit:x=1"),
-    *(
-        "stock",
-        "lossless",
-        "lossy",
-        "ddp",
-        "8G",
-        "4K",
-        "1T",
-        "25gbps",
-        "200GBps",
-        "1gbit",
-        "none",
-        "5ms",
-        "1..4",
-        "4..1",
-    ),
-    *("plan=ddp", "timeout=-1", "timeout=1e400", "ranks_per_node=0", "ranks_per_node=" + "9" * 400, "scaler=1", "=3"),
-    *("links=nowhere.json", "record=5", "bits=8", "tuned=7", "float", "avg", "all_reduce", "resnet50", "gpt2", "a100"),
+    *("stock", "lossless", "lossy", "ddp", "8G", "4K", "1T", "25gbps", "200GBps", "1gbit", "none", "5ms", "1..4"),
+    *("4..1", "plan=ddp", "timeout=-1", "timeout=1e400", "ranks_per_node=0", "ranks_per_node=" + "9" * 400, "scaler=1"),
+    *("=3", "links=nowhere.json", "record=5", "bits=8", "tuned=7", "float", "avg", "all_reduce", "resnet50", "gpt2"),
+    "a100",
 )
+RENDEZVOUS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
 ENVIRONMENTS: tuple[dict[str, str], ...] = (
     {},
     {"RANK": "x", "WORLD_SIZE": "2"},
     {"RANK": "0", "WORLD_SIZE": "x", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
     {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "y"},
     {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"},
-    {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "99999999"},
-    {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "http"},
+    {**RENDEZVOUS, "MASTER_PORT": "99999999"},
+    {**RENDEZVOUS, "MASTER_PORT": "http"},
 )
 BAD: tuple[Any, ...] = (
-    None,
-    True,
-    -1,
-    0,
-    1.5,
-    10**400,
-    float("nan"),
-    float("inf"),
-    "",
-    "x",
-    [],
-    {},
-    [[]],
-    10**30,
+    None, True, -1, 0, 1.5, 10**400, float("nan"), float("inf"), "", "x", [], {}, [[]], 10**30,
 )
+# fmt: on
 
 
 class StartedError(BaseException):

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from commopt.doctor.checks.diagnosis import diagnose
-from commopt.doctor.facts.machine import Machine, Software
-from commopt.doctor.facts.nvml import NvmlFacts
+from commopt.doctor import diagnose
 from commopt.doctor.finding import Finding, Severity
+from commopt.doctor.machine import Machine, Software
+from commopt.doctor.nvml import NvmlFacts
 from tests.doctor_machine import (
     LIMITS,
     LINK_LOCAL,
@@ -108,506 +108,236 @@ class Case:
 
 NO_MODULE = remove("sys/module/nvidia_peermem/version")
 CLOSED = write("proc/driver/nvidia/version", PROPRIETARY)
-NO_DMABUF = frozenset({("gdr-dmabuf", "info")})
 CONTAINER = write(".dockerenv", "")
 CLASSED = {"NCCL_IB_TC": "106", "NCCL_IB_QPS_PER_CONNECTION": "4"}
-SLOW_TCP = frozenset({("sockets", "warning")})
 
+# fmt: off
 CASES = {
     # GPUDirect RDMA
-    "no way to GPU memory": Case(
-        "gdr-module", "error", "open kernel driver", "modprobe nvidia-peermem", both(NO_MODULE, CLOSED), also=NO_DMABUF
-    ),
-    "kernel too old for DMA-BUF": Case(
-        "gdr-dmabuf", "info", "Linux 5.12", "a kernel of Linux 5.12", write("proc/sys/kernel/osrelease", "5.4.0-1")
-    ),
-    "CUDA too old for DMA-BUF": Case(
-        "gdr-dmabuf", "info", "CUDA 11.7", "a torch for CUDA 11.7", software=replace(SOFTWARE, cuda=(11, 6))
-    ),
-    "DMA-BUF switched off": Case(
-        "gdr-dmabuf", "warning", "0", "unset NCCL_DMABUF_ENABLE", environ={"NCCL_DMABUF_ENABLE": "0"}
-    ),
-    "driver version hidden": Case("gdr-dmabuf", "unread", "", "", remove("proc/driver/nvidia/version")),
-    "level LOC": Case("gdr-level", "error", "LOC", "unset", environ={"NCCL_NET_GDR_LEVEL": "LOC"}),
-    "level 0": Case("gdr-level", "error", "0", "unset", environ={"NCCL_NET_GDR_LEVEL": "0"}),
-    "level as a number": Case("gdr-level", "warning", "2", "=PXB", environ={"NCCL_NET_GDR_LEVEL": "2"}),
-    "level misspelt": Case("gdr-level", "warning", "PBX", "unset", environ={"NCCL_NET_GDR_LEVEL": "PBX"}),
-    "level under its old name": Case(
-        "gdr-level", "warning", "PXB", "NCCL_NET_GDR_LEVEL=PXB", environ={"NCCL_IB_GDR_LEVEL": "PXB"}
-    ),
+    "no way to GPU memory": Case("gdr-module", "error", "open kernel driver", "modprobe nvidia-peermem",
+        both(NO_MODULE, CLOSED)),
+    "kernel too old for DMA-BUF": Case("gdr-module", "error", "Linux 5.12", "a kernel of Linux 5.12",
+        both(NO_MODULE, write("proc/sys/kernel/osrelease", "5.4.0-1"))),
+    "CUDA too old for DMA-BUF": Case("gdr-module", "error", "CUDA 11.7", "a torch for", NO_MODULE,
+        software=replace(SOFTWARE, cuda=(11, 6))),
+    "RDMA unused": Case("settings", "error", "Socket", "unset NCCL_NET", environ={"NCCL_NET": "Socket"} | SOCKETS,
+        also=frozenset({("mtu", "warning")})),
+    "no RDMA to use": Case("settings", "error", "IB", "unset NCCL_NET", environ={"NCCL_NET": "IB"} | SOCKETS,
+        base=tcp_server),
+    "strict ordering on AMD": Case("settings", "warning", "0", "unset",
+        write("proc/cpuinfo", "vendor_id\t: AuthenticAMD\nflags\t\t: fpu"), {"NCCL_IB_PCI_RELAXED_ORDERING": "0"}),
+    "class and paths of RoCE": Case("settings", "info", "unset", "NCCL_IB_TC=NUMBER", environ={"X": ""},
+        base=roce_server),
+    "implicit order too early": Case("settings", "warning", "1", "unset", environ={"NCCL_LAUNCH_ORDER_IMPLICIT": "1"},
+        software=replace(SOFTWARE, cuda=(12, 2))),
     # Transport
-    "RDMA switched off": Case(
-        "transport",
-        "error",
-        "1",
-        "unset NCCL_IB_DISABLE",
-        environ={"NCCL_IB_DISABLE": "1"} | SOCKETS,
-        also=frozenset({("mtu", "warning")}),
-    ),
-    "NET is Socket": Case(
-        "transport",
-        "error",
-        "Socket",
-        "unset NCCL_NET",
-        environ={"NCCL_NET": "Socket"} | SOCKETS,
-        also=frozenset({("mtu", "warning")}),
-    ),
-    "NET is IB without IB": Case(
-        "transport", "error", "IB", "unset NCCL_NET", environ={"NCCL_NET": "IB"} | SOCKETS, base=tcp_server
-    ),
-    "no device files in the container": Case(
-        "transport", "error", "", "--device=/dev/infiniband", remove("dev/infiniband/uverbs0")
-    ),
+    "no device files in the container": Case("transport", "error", "", "--device=/dev/infiniband",
+        remove("dev/infiniband/uverbs0")),
     "no libibverbs": Case("transport", "warning", "usr/lib64", "libibverbs1", remove("usr/lib64/libibverbs.so.1")),
     # PCIe
-    "ACS on": Case(
-        "acs",
-        "warning",
-        "0000:17:00.0",
-        "setpci -s $b ECAP_ACS",
-        lambda tree: (tree.root / BRIDGE).write_bytes(config(0x1D)),
-    ),
-    "configuration space hidden": Case(
-        "acs", "unread", "", "lspci", lambda tree: (tree.root / BRIDGE).write_bytes(config()[:64])
-    ),
-    "IOMMU translates": Case(
-        "iommu",
-        "error",
-        "DMA-FQ",
-        "iommu=pt",
-        both(
-            write("sys/class/iommu/dmar0/x", ""),
-            write("sys/kernel/iommu_groups/7/type", "DMA-FQ"),
-            write("sys/kernel/iommu_groups/7/devices/0000:19:00.0", ""),
-        ),
-    ),
+    "ACS on": Case("acs", "warning", "0000:17:00.0", "setpci -s $b ECAP_ACS",
+        lambda tree: (tree.root / BRIDGE).write_bytes(config(0x1D))),
+    "configuration space hidden": Case("acs", "unread", "", "lspci",
+        lambda tree: (tree.root / BRIDGE).write_bytes(config()[:64])),
+    "IOMMU translates": Case("iommu", "error", "DMA-FQ", "iommu=pt",
+        both(write("sys/class/iommu/dmar0/x", ""), write("sys/kernel/iommu_groups/7/type", "DMA-FQ"),
+             write("sys/kernel/iommu_groups/7/devices/0000:19:00.0", ""))),
     "IOMMU of unknown type": Case("iommu", "unread", "", "dmesg", write("sys/class/iommu/dmar0/x", "")),
     "GPU at half width": Case("pcie-link", "warning", "x8 (gpu)", "reseat", write(f"{GPU}/current_link_width", 8)),
-    "adapter at half speed": Case(
-        "pcie-link", "warning", "16 GT/s", "BIOS", write(f"{NIC}/current_link_speed", "16.0 GT/s PCIe")
-    ),
-    "GPU link slow when idle": Case(
-        "pcie-link", "info", "2.5 GT/s", "nvidia-smi -q -d PCIE", write(f"{GPU}/current_link_speed", "2.5 GT/s PCIe")
-    ),
+    "adapter at half speed": Case("pcie-link", "warning", "16 GT/s", "BIOS",
+        write(f"{NIC}/current_link_speed", "16.0 GT/s PCIe")),
+    "GPU link slow when idle": Case("pcie-link", "info", "2.5 GT/s", "nvidia-smi -q -d PCIE",
+        write(f"{GPU}/current_link_speed", "2.5 GT/s PCIe")),
     "link unknown": Case("pcie-link", "unread", "", "LnkSta", write(f"{NIC}/current_link_speed", "Unknown")),
     # Limits
-    "locked memory limited": Case(
-        "memlock",
-        "error",
-        "64 KiB",
-        "limits.d",
-        limits("Max locked memory         unlimited", "Max locked memory         65536"),
-    ),
-    "locked memory limited in a container": Case(
-        "memlock",
-        "error",
-        "8192 KiB",
-        "--ulimit memlock=-1",
-        both(CONTAINER, limits("Max locked memory         unlimited", "Max locked memory         8388608")),
-    ),
-    "limits hidden": Case(
-        "memlock",
-        "unread",
-        "",
-        "ulimit -l",
-        remove("proc/self/limits"),
-        also=frozenset({("stack", "unread"), ("open-files", "unread")}),
-    ),
-    "shared memory of Docker": Case(
-        "shm",
-        "error",
-        "64 MiB for 8 rank(s)",
-        "--shm-size",
+    "locked memory limited": Case("memlock", "error", "64 KiB", "limits.d",
+        limits("Max locked memory         unlimited", "Max locked memory         65536")),
+    "locked memory limited in a container": Case("memlock", "error", "8192 KiB", "--ulimit memlock=-1",
+        both(CONTAINER, limits("Max locked memory         unlimited", "Max locked memory         8388608"))),
+    "limits hidden": Case("memlock", "unread", "", "ulimit -l", remove("proc/self/limits"),
+        also=frozenset({("stack", "unread"), ("open-files", "unread")})),
+    "shared memory of Docker": Case("shm", "error", "64 MiB for 8 rank(s)", "--shm-size",
         both(CONTAINER, write("proc/self/mounts", "shm /dev/shm tmpfs rw,size=65536k 0 0")),
-        {"LOCAL_WORLD_SIZE": "8"},
-    ),
-    "shared memory scarce": Case(
-        "shm", "warning", "512 MiB", "remount", write("proc/self/mounts", "shm /dev/shm tmpfs rw,size=512m 0 0")
-    ),
+        {"LOCAL_WORLD_SIZE": "8"}),
+    "shared memory scarce": Case("shm", "warning", "512 MiB", "remount",
+        write("proc/self/mounts", "shm /dev/shm tmpfs rw,size=512m 0 0")),
     "shared memory not mounted": Case("shm", "unread", "", "df", write("proc/self/mounts", "proc /proc proc rw 0 0")),
-    "stack unlimited, old NCCL": Case(
-        "stack",
-        "warning",
-        "unlimited",
-        "ulimit -s 8192",
-        limits("8388608  ", "unlimited"),
-        software=replace(SOFTWARE, nccl=(2, 27, 3)),
-    ),
-    "NUMA calls filtered": Case(
-        "numa-container",
-        "warning",
-        "NCCL 2.25.1",
-        "SYS_NICE",
-        both(CONTAINER, status(("Seccomp:\t0", "Seccomp:\t2"))),
-        software=replace(SOFTWARE, nccl=(2, 25, 1)),
-        also=frozenset({("versions", "info")}),
-    ),
-    "process status hidden": Case(
-        "numa-container", "unread", "", "", remove("proc/self/status"), also=frozenset({("cpu-affinity", "unread")})
-    ),
+    "stack unlimited, old NCCL": Case("stack", "warning", "unlimited", "ulimit -s 8192",
+        limits("8388608  ", "unlimited"), software=replace(SOFTWARE, nccl=(2, 27, 3))),
+    "NUMA calls filtered": Case("numa-container", "warning", "NCCL 2.25.1", "SYS_NICE",
+        both(CONTAINER, status(("Seccomp:\t0", "Seccomp:\t2"))), software=replace(SOFTWARE, nccl=(2, 25, 1)),
+        also=frozenset({("versions", "info")})),
+    "process status hidden": Case("numa-container", "unread", "", "", remove("proc/self/status"),
+        also=frozenset({("cpu-affinity", "unread")})),
     # Ethernet
-    "interface absent": Case(
-        "interface", "error", "eth7", "=eth0", environ={"NCCL_SOCKET_IFNAME": "eth7"} | SOCKETS, base=tcp_server
-    ),
-    "interface down": Case(
-        "interface",
-        "error",
-        "eth1",
-        "GLOO_SOCKET_IFNAME=eth0",
-        second_interface(operstate="down"),
-        {"GLOO_SOCKET_IFNAME": "eth1", **SOCKETS},
-        tcp_server,
-    ),
-    "gloo takes no prefixes": Case(
-        "interface",
-        "error",
-        "eth",
-        "GLOO_SOCKET_IFNAME=eth0",
-        environ={"GLOO_SOCKET_IFNAME": "eth", **SOCKETS},
-        base=tcp_server,
-    ),
-    "interface leads nowhere": Case(
-        "interface",
-        "warning",
-        "lo",
-        "=eth0",
+    "interface absent": Case("interface", "error", "eth7", "=eth0", environ={"NCCL_SOCKET_IFNAME": "eth7"} | SOCKETS,
+        base=tcp_server),
+    "interface down": Case("interface", "error", "eth1", "GLOO_SOCKET_IFNAME=eth0",
+        second_interface(operstate="down"), {"GLOO_SOCKET_IFNAME": "eth1", **SOCKETS}, tcp_server),
+    "gloo takes no prefixes": Case("interface", "error", "eth", "GLOO_SOCKET_IFNAME=eth0",
+        environ={"GLOO_SOCKET_IFNAME": "eth", **SOCKETS}, base=tcp_server),
+    "interface leads nowhere": Case("interface", "warning", "lo", "=eth0",
         write("proc/net/if_inet6", "00000000000000000000000000000001 01 80 00 80       lo"),
-        {"NCCL_SOCKET_IFNAME": "lo", **SOCKETS},
-        tcp_server,
-    ),
-    "two interfaces, none named": Case(
-        "interface", "warning", "eth0, eth1", "export", second_interface(), SOCKETS, tcp_server
-    ),
-    "name begins another": Case(
-        "interface",
-        "warning",
-        "eth0, eth01",
-        "==eth0",
-        second_interface("eth01"),
-        {"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "eth0", **SOCKETS},
-        tcp_server,
-    ),
-    "no interface": Case(
-        "interface",
-        "info",
-        "no such",
-        "ip route",
-        write("proc/net/route", "Iface"),
-        base=tcp_server,
-        also=frozenset({("counters", "unread")}),
-    ),
-    "slower than its sibling": Case(
-        "nic-speed",
-        "warning",
-        "25 Gb/s",
-        "ethtool eth1",
-        second_interface(mbps=25_000),
-        {"NCCL_SOCKET_IFNAME": "=eth1", "GLOO_SOCKET_IFNAME": "eth1", **SOCKETS},
-        tcp_server,
-    ),
-    "speed not stated": Case(
-        "nic-speed", "info", "not stated", "NCCL_TOPO_FILE", write("sys/class/net/eth0/speed", -1), base=tcp_server
-    ),
-    "half duplex": Case(
-        "nic-speed", "error", "half", "autoneg", write("sys/class/net/eth0/duplex", "half"), SOCKETS, tcp_server
-    ),
-    "small frames": Case(
-        "mtu", "warning", "1500", "mtu 9000", write("sys/class/net/eth0/mtu", 1500), SOCKETS, tcp_server
-    ),
-    "TCP buffers": Case(
-        "tcp-buffers",
-        "warning",
-        "net.core.rmem_max=212992",
-        "net.core.rmem_max='67108864'",
-        write("proc/sys/net/core/rmem_max", 212992),
-        SOCKETS,
-        tcp_server,
-    ),
-    "TCP buffers hidden": Case(
-        "tcp-buffers", "unread", "", "sysctl", remove("proc/sys/net/core/wmem_max"), SOCKETS, tcp_server
-    ),
-    "few ports": Case(
-        "tcp-buffers",
-        "warning",
-        "60000 to 60999",
-        "ip_local_port_range",
-        write("proc/sys/net/ipv4/ip_local_port_range", "60000\t60999"),
-    ),
+        {"NCCL_SOCKET_IFNAME": "lo", **SOCKETS}, tcp_server),
+    "two interfaces, none named": Case("interface", "warning", "eth0, eth1", "export", second_interface(), SOCKETS,
+        tcp_server),
+    "name begins another": Case("interface", "warning", "eth0, eth01", "==eth0", second_interface("eth01"),
+        {"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "eth0", **SOCKETS}, tcp_server),
+    "no interface": Case("interface", "info", "no such", "ip route", write("proc/net/route", "Iface"),
+        base=tcp_server, also=frozenset({("counters", "unread")})),
+    "slower than its sibling": Case("nic-speed", "warning", "25 Gb/s", "ethtool eth1", second_interface(mbps=25_000),
+        {"NCCL_SOCKET_IFNAME": "=eth1", "GLOO_SOCKET_IFNAME": "eth1", **SOCKETS}, tcp_server),
+    "speed not stated": Case("nic-speed", "info", "not stated", "NCCL_TOPO_FILE",
+        write("sys/class/net/eth0/speed", -1), base=tcp_server),
+    "half duplex": Case("nic-speed", "error", "half", "autoneg", write("sys/class/net/eth0/duplex", "half"), SOCKETS,
+        tcp_server),
+    "small frames": Case("mtu", "warning", "1500", "mtu 9000", write("sys/class/net/eth0/mtu", 1500), SOCKETS,
+        tcp_server),
+    "TCP buffers": Case("tcp-buffers", "warning", "net.core.rmem_max=212992", "net.core.rmem_max='67108864'",
+        write("proc/sys/net/core/rmem_max", 212992), SOCKETS, tcp_server),
+    "TCP buffers hidden": Case("tcp-buffers", "unread", "", "sysctl", remove("proc/sys/net/core/wmem_max"), SOCKETS,
+        tcp_server),
+    "few ports": Case("tcp-buffers", "warning", "60000 to 60999", "ip_local_port_range",
+        write("proc/sys/net/ipv4/ip_local_port_range", "60000\t60999")),
     "one socket": Case("sockets", "warning", "unset, unset", "NTHREADS=4", base=tcp_server),
-    "too many sockets": Case(
-        "sockets",
-        "warning",
-        "16, 8",
-        "NTHREADS=4",
-        environ={"NCCL_SOCKET_NTHREADS": "16", "NCCL_NSOCKS_PERTHREAD": "8"},
-    ),
+    "too many sockets": Case("sockets", "warning", "16, 8", "NTHREADS=4",
+        environ={"NCCL_SOCKET_NTHREADS": "16", "NCCL_NSOCKS_PERTHREAD": "8"}),
     # InfiniBand and RoCE
-    "one port down": Case(
-        "ib-port",
-        "warning",
-        "1: DOWN",
-        "ibstat mlx5_0",
-        both(write(f"{FIRST_PORT}/state", "1: DOWN"), write(f"{FIRST_PORT}/phys_state", "3: Disabled")),
-    ),
-    "no subnet manager": Case(
-        "ib-port",
-        "error",
-        "2: INIT",
-        "sminfo",
-        every_port("state", "2: INIT"),
-        environ=SOCKETS,
-        also=frozenset({("mtu", "warning")}),
-    ),
-    "one port slow": Case(
-        "ib-port",
-        "warning",
-        "mlx5_0:1 100 Gb/s",
-        "NCCL_IB_HCA==mlx5_1:1",
-        write(f"{FIRST_PORT}/rate", "100 Gb/sec (4X EDR)"),
-    ),
-    "adapter list fits nothing": Case("ib-hca", "error", "mlx4", "unset NCCL_IB_HCA", environ={"NCCL_IB_HCA": "mlx4"}),
-    "adapter list leaves some out": Case(
-        "ib-hca", "warning", "=mlx5_0", "unset NCCL_IB_HCA", environ={"NCCL_IB_HCA": "=mlx5_0"}
-    ),
-    "adapter list names an unknown one": Case(
-        "ib-hca",
-        "warning",
-        "mlx6_0",
-        "ibstat",
-        environ={"NCCL_IB_HCA": "mlx5,mlx6_0"},
-    ),
-    "InfiniBand and Ethernet mixed": Case(
-        "ib-hca",
-        "warning",
-        "mlx5_0:1 Ethernet",
-        "mlx5_1:1",
+    "one port down": Case("ib-port", "warning", "1: DOWN", "ibstat mlx5_0",
+        both(write(f"{FIRST_PORT}/state", "1: DOWN"), write(f"{FIRST_PORT}/phys_state", "3: Disabled"))),
+    "no subnet manager": Case("ib-port", "error", "2: INIT", "sminfo", every_port("state", "2: INIT"),
+        environ=SOCKETS, also=frozenset({("mtu", "warning")})),
+    "one port slow": Case("ib-port", "warning", "mlx5_0:1 100 Gb/s", "NCCL_IB_HCA==mlx5_1:1",
+        write(f"{FIRST_PORT}/rate", "100 Gb/sec (4X EDR)")),
+    "adapter list fits nothing": Case("ib-hca", "error", "mlx4", "unset NCCL_IB_HCA",
+        environ={"NCCL_IB_HCA": "mlx4"}),
+    "adapter list leaves some out": Case("ib-hca", "warning", "=mlx5_0", "unset NCCL_IB_HCA",
+        environ={"NCCL_IB_HCA": "=mlx5_0"}),
+    "adapter list names an unknown one": Case("ib-hca", "warning", "mlx6_0", "ibstat",
+        environ={"NCCL_IB_HCA": "mlx5,mlx6_0"}),
+    "InfiniBand and Ethernet mixed": Case("ib-hca", "warning", "mlx5_0:1 Ethernet", "mlx5_1:1",
         both(write(f"{FIRST_PORT}/link_layer", "Ethernet"), write(f"{FIRST_PORT}/rate", "100 Gb/sec (4X EDR)")),
-        also=frozenset({("roce-gid", "unread"), ("roce-class", "info")}),
-    ),
-    "adapter name begins another": Case(
-        "ib-hca",
-        "warning",
-        "mlx5_0:1, mlx5_01:1",
-        "NCCL_IB_HCA==mlx5_0",
-        lambda tree: tree.rdma("mlx5_01", "0000:1c:00.0"),
-        {"NCCL_IB_HCA": "mlx5_0,mlx5_1"},
-    ),
-    "GID index set": Case(
-        "roce-gid",
-        "warning",
-        "1",
-        "unset",
-        environ={"NCCL_IB_GID_INDEX": "1", **CLASSED},
-        base=roce_server,
-    ),
-    "GID index of version 1": Case(
-        "roce-gid",
-        "error",
-        "0 is IB/RoCE v1",
-        "unset",
-        environ={"NCCL_IB_GID_INDEX": "0", **CLASSED},
-        base=roce_server,
-        software=replace(SOFTWARE, nccl=(2, 20, 5)),
-        also=frozenset({("versions", "info")}),
-    ),
-    "no RoCE v2": Case(
-        "roce-gid",
-        "error",
-        "IB/RoCE v1",
-        "ip address add ADDRESS/PREFIX dev ens0",
-        remove(f"{FIRST_PORT}/gid_attrs/types/1"),
-        base=roce_server,
-    ),
-    "small RoCE frames": Case(
-        "roce-gid", "warning", "1500", "ens0 mtu 9000", write("sys/class/net/ens0/mtu", 1500), base=roce_server
-    ),
-    "strict ordering on AMD": Case(
-        "ib-ordering",
-        "warning",
-        "0",
-        "unset",
-        write("proc/cpuinfo", "vendor_id\t: AuthenticAMD\nflags\t\t: fpu"),
-        {"NCCL_IB_PCI_RELAXED_ORDERING": "0"},
-    ),
-    "strict ordering": Case("ib-ordering", "info", "0", "unset", environ={"NCCL_IB_PCI_RELAXED_ORDERING": "0"}),
+        also=frozenset({("roce-gid", "unread"), ("settings", "info")})),
+    "adapter name begins another": Case("ib-hca", "warning", "mlx5_0:1, mlx5_01:1", "NCCL_IB_HCA==mlx5_0",
+        lambda tree: tree.rdma("mlx5_01", "0000:1c:00.0"), {"NCCL_IB_HCA": "mlx5_0,mlx5_1"}),
+    "GID index set": Case("roce-gid", "warning", "1", "unset", environ={"NCCL_IB_GID_INDEX": "1", **CLASSED},
+        base=roce_server),
+    "GID index of version 1": Case("roce-gid", "error", "0 is IB/RoCE v1", "unset",
+        environ={"NCCL_IB_GID_INDEX": "0", **CLASSED}, base=roce_server, software=replace(SOFTWARE, nccl=(2, 20, 5)),
+        also=frozenset({("versions", "info")})),
+    "no RoCE v2": Case("roce-gid", "error", "IB/RoCE v1", "ip address add ADDRESS/PREFIX dev ens0",
+        remove(f"{FIRST_PORT}/gid_attrs/types/1"), base=roce_server),
+    "small RoCE frames": Case("roce-gid", "warning", "1500", "ens0 mtu 9000", write("sys/class/net/ens0/mtu", 1500),
+        base=roce_server),
     # GPUs
-    "pinned to the other processor": Case(
-        "cpu-affinity", "warning", "32-63", "0-31,64-95", status(("0-127", "32-63")), {"LOCAL_RANK": "0"}
-    ),
+    "pinned to the other processor": Case("cpu-affinity", "warning", "32-63", "0-31,64-95",
+        status(("0-127", "32-63")), {"LOCAL_RANK": "0"}),
     "pinned to one CPU": Case("cpu-affinity", "warning", "5 of 128", "cpus-per-task", status(("0-127", "5"))),
-    "peer access off": Case("peer-access", "error", "1", "unset", environ={"NCCL_P2P_DISABLE": "1"}),
-    "shared memory off": Case("peer-access", "error", "1", "unset", environ={"NCCL_SHM_DISABLE": "1"}),
-    "peer level LOC": Case("peer-access", "error", "LOC", "unset", environ={"NCCL_P2P_LEVEL": "LOC"}),
-    "peer level set": Case("peer-access", "warning", "NVL", "unset", environ={"NCCL_P2P_LEVEL": "NVL"}),
-    "no peer access": Case(
-        "peer-access",
-        "warning",
-        "GPU0-GPU1: chipset",
-        "topo -p2p",
-        nvml=replace(NVML, no_peer_access=((0, 1, "chipset not supported"),)),
-    ),
+    "no peer access": Case("peer-access", "warning", "GPU0-GPU1: chipset", "topo -p2p",
+        nvml=replace(NVML, no_peer_access=((0, 1, "chipset not supported"),))),
     "NVLinks down": Case("peer-access", "warning", "GPU0: 12 NVLinks", "nvlink -s", nvml=gpus(nvlinks_up=12)),
-    "fabric not started": Case(
-        "nvswitch", "error", "GPU0: in progress", "nvidia-fabricmanager", nvml=gpus(fabric="in progress")
-    ),
+    "fabric not started": Case("nvswitch", "error", "GPU0: in progress", "nvidia-fabricmanager",
+        nvml=gpus(fabric="in progress")),
     "fabric failed": Case("nvswitch", "error", "status 15", "nvidia-fabricmanager", nvml=gpus(fabric_status=15)),
     "no channel to other nodes": Case("nvswitch", "warning", "absent", "nvidia-imex", nvml=gpus(multi_node=True)),
-    "no NVML": Case(
-        "nvswitch",
-        "unread",
-        "",
-        "fabricmanager",
-        nvml=NvmlFacts(missing="not installed"),
-        also=frozenset({("peer-access", "unread"), ("tenants", "unread"), ("gpu-clocks", "unread")}),
-    ),
+    "no NVML": Case("nvswitch", "unread", "", "fabricmanager", nvml=NvmlFacts(missing="not installed"),
+        also=frozenset({("peer-access", "unread"), ("tenants", "unread"), ("gpu-clocks", "unread")})),
     "MIG": Case("tenants", "info", "on for GPU0", "-mig 0", nvml=gpus(mig=True)),
     "another process": Case("tenants", "info", "GPU0: 2", "nvidia-smi", nvml=gpus(tenants=2)),
-    "MPS": Case("tenants", "info", "/tmp/mps", "quit", environ={"CUDA_MPS_PIPE_DIRECTORY": "/tmp/mps"}),
     # Health
-    "GPU too hot": Case(
-        "gpu-clocks",
-        "warning",
-        "GPU0: power limit, too hot (slowed by hardware)",
-        "nvidia-smi",
-        nvml=gpus(held_back=0x44),
-    ),
-    "GPU at its power limit": Case("gpu-clocks", "info", "GPU0", "power.limit", nvml=gpus(held_back=4)),
-    "bad row not replaced": Case(
-        "gpu-memory", "error", "failed: GPU0", "replace", nvml=gpus(rows_failed=True, rows_pending=True)
-    ),
+    "GPU too hot": Case("gpu-clocks", "warning", "GPU0: power limit, too hot (slowed by hardware)", "nvidia-smi",
+        nvml=gpus(slowed_by=0x44)),
+    "GPU at its power limit": Case("gpu-clocks", "info", "GPU0", "power.limit", nvml=gpus(slowed_by=4)),
+    "bad row not replaced": Case("gpu-memory", "error", "failed: GPU0", "replace",
+        nvml=gpus(rows_failed=True, rows_pending=True)),
     "bad row waits for a reset": Case("gpu-memory", "warning", "GPU0", "gpu-reset", nvml=gpus(rows_pending=True)),
-    "GPU fell off the bus": Case(
-        "xid",
-        "warning",
-        "79 on 0000:19:00 (1)",
-        "xid-errors",
-        write(
-            "var/log/kern.log",
-            "NVRM: Xid (PCI:0000:1a:00): 48, before\nLinux version 6.8\n"
-            "NVRM: Xid (PCI:0000:19:00): 79, pid=1\nNVRM: Xid (PCI:0000:19:00): 31, pid=2",
-        ),
-    ),
-    "a program's error": Case(
-        "xid",
-        "info",
-        "31 on 0000:19:00 (2)",
-        "xid-errors",
-        write("dev/kmsg", "4,1;NVRM: Xid (PCI:0000:19:00): 31\n" * 2),
-    ),
+    "GPU fell off the bus": Case("xid", "warning", "79 on 0000:19:00 (1)", "xid-errors",
+        write("var/log/kern.log", "NVRM: Xid (PCI:0000:1a:00): 48, before\nLinux version 6.8\n"
+              "NVRM: Xid (PCI:0000:19:00): 79, pid=1\nNVRM: Xid (PCI:0000:19:00): 31, pid=2")),
+    "a program's error": Case("xid", "info", "31 on 0000:19:00 (2)", "xid-errors",
+        write("dev/kmsg", "4,1;NVRM: Xid (PCI:0000:19:00): 31\n" * 2)),
     "kernel log hidden": Case("xid", "unread", "", "dmesg", remove("var/log/kern.log")),
-    "driver lets go of GPUs": Case("persistence", "info", "GPU0", "persistenced", nvml=gpus(persistent=False)),
     # The operating system
-    "few open files": Case(
-        "open-files",
-        "warning",
-        "1024 for 64 ranks",
-        "ulimit -n",
+    "few open files": Case("open-files", "warning", "1024 for 64 ranks", "ulimit -n",
         limits("1048576              1048576", "1024                 1048576"),
-        {"WORLD_SIZE": "64", "LOCAL_WORLD_SIZE": "8"},
-    ),
-    "CPU clock low": Case(
-        "cpu-governor", "warning", "powersave (acpi-cpufreq)", "cpupower", governor("powersave", "acpi-cpufreq")
-    ),
+        {"WORLD_SIZE": "64", "LOCAL_WORLD_SIZE": "8"}),
+    "CPU clock low": Case("cpu-governor", "warning", "powersave (acpi-cpufreq)", "cpupower",
+        governor("powersave", "acpi-cpufreq")),
     "CPU clock on demand": Case("cpu-governor", "info", "ondemand", "cpupower", governor("ondemand", "acpi-cpufreq")),
     "pages move": Case("numa-balancing", "info", "1", "numa_balancing=0", write("proc/sys/kernel/numa_balancing", 1)),
-    "logging out frees memory": Case(
-        "remove-ipc", "info", "is not set", "RemoveIPC=no", write("etc/systemd/logind.conf", "[Login]\n#RemoveIPC=no")
-    ),
+    "logging out frees memory": Case("remove-ipc", "info", "is not set", "RemoveIPC=no",
+        write("etc/systemd/logind.conf", "[Login]\n#RemoveIPC=no")),
     # InfiniBand and RoCE, more
-    "all ports at one lane": Case(
-        "ib-port", "warning", "mlx5_0:1 1X 100 Gb/s, mlx5_1:1 1X", "mlxlink", every_port("rate", "100 Gb/sec (1X NDR)")
-    ),
-    "all ports at two lanes": Case(
-        "ib-port", "warning", "mlx5_0:1 2X 200 Gb/s", "mlxlink", every_port("rate", "200 Gb/sec (2X NDR)")
-    ),
-    "only link-local addresses": Case(
-        "roce-gid",
-        "error",
-        "fe80::ba3f:d2ff:fe12:3456",
-        "ip address add",
-        write(f"{FIRST_PORT}/gids/1", LINK_LOCAL),
-        base=roce_server,
-    ),
-    "IPv6 addresses only": Case(
-        "roce-gid",
-        "error",
-        "2001:db8::1",
-        "NCCL_IB_ADDR_FAMILY=AF_INET6",
-        write(f"{FIRST_PORT}/gids/1", "2001:0db8:0000:0000:0000:0000:0000:0001"),
-        base=roce_server,
-    ),
-    "class and paths of RoCE": Case(
-        "roce-class", "info", "unset: class 0", "NCCL_IB_TC=NUMBER", environ={"X": ""}, base=roce_server
-    ),
+    "all ports at one lane": Case("ib-port", "warning", "mlx5_0:1 1X 100 Gb/s, mlx5_1:1 1X", "mlxlink",
+        every_port("rate", "100 Gb/sec (1X NDR)")),
+    "all ports at two lanes": Case("ib-port", "warning", "mlx5_0:1 2X 200 Gb/s", "mlxlink",
+        every_port("rate", "200 Gb/sec (2X NDR)")),
+    "only link-local addresses": Case("roce-gid", "error", "fe80::ba3f:d2ff:fe12:3456", "ip address add",
+        write(f"{FIRST_PORT}/gids/1", LINK_LOCAL), base=roce_server),
+    "IPv6 addresses only": Case("roce-gid", "error", "2001:db8::1", "NCCL_IB_ADDR_FAMILY=AF_INET6",
+        write(f"{FIRST_PORT}/gids/1", "2001:0db8:0000:0000:0000:0000:0000:0001"), base=roce_server),
     # Leftovers, more
-    "sends copied": Case("leftovers", "warning", "0", "unset", environ={"NCCL_NET_GDR_READ": "0"}),
-    "C2C unused": Case("leftovers", "warning", "0", "unset", environ={"NCCL_NET_GDR_C2C": "0"}),
-    "short timeout": Case("leftovers", "warning", "14", "unset", environ={"NCCL_IB_TIMEOUT": "14"}),
-    "long timeout": Case("leftovers", "info", "22", "unset", environ={"NCCL_IB_TIMEOUT": "22"}),
-    "one route": Case("leftovers", "info", "0", "unset", environ={"NCCL_IB_ADAPTIVE_ROUTING": "0"}),
-    "messages split": Case("leftovers", "info", "1", "unset", environ={"NCCL_IB_SPLIT_DATA_ON_QPS": "1"}),
-    "calls compared": Case(
-        "leftovers", "warning", "debug_global", "unset", environ={"NCCL_CHECK_MODE": "debug_global"}
-    ),
-    "threads apart": Case("leftovers", "info", "1", "unset", environ={"NCCL_P2P_DIRECT_DISABLE": "1"}),
-    "no cuMem for the host": Case("leftovers", "info", "0", "unset", environ={"NCCL_CUMEM_HOST_ENABLE": "0"}),
-    "nobody notices": Case("leftovers", "warning", "0", "unset", environ={"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}),
-    "across rails": Case("leftovers", "info", "1", "unset", environ={"NCCL_CROSS_NIC": "1"}),
     # Settings and versions
-    "kernels one by one": Case("leftovers", "error", "1", "unset", environ={"CUDA_LAUNCH_BLOCKING": "1"}),
-    "checked collectives": Case("leftovers", "error", "DETAIL", "unset", environ={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}),
-    "settings in a file": Case(
-        "nccl-conf",
-        "info",
-        "NCCL_IB_HCA=mlx5",
-        "/etc/nccl.conf",
-        write("etc/nccl.conf", "# for all\nNCCL_IB_HCA = mlx5"),
-    ),
-    "leftover in the user's file": Case(
-        "leftovers",
-        "warning",
-        "Ring",
-        "unset NCCL_ALGO",
-        write("home/u/.nccl.conf", "NCCL_ALGO=Ring\nNCCL_DEBUG=INFO"),
-        {"HOME": "/home/u", "NCCL_DEBUG": "WARN"},
-        also=frozenset({("nccl-conf", "info")}),
-    ),
-    "tracing": Case("leftovers", "warning", "TRACE", "unset", environ={"NCCL_DEBUG": "TRACE"}),
-    "debugging": Case("leftovers", "info", "INFO", "unset", environ={"NCCL_DEBUG": "INFO"}),
-    "one algorithm": Case("leftovers", "warning", "Tree", "unset NCCL_ALGO", environ={"NCCL_ALGO": "Tree"}),
-    "one queue": Case("overlap", "warning", "1", "unset", environ={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
-    "topology file is none": Case(
-        "topology-file",
-        "error",
-        "topo.xml",
-        "unset NCCL_TOPO_FILE",
-        write("topo.xml", "<html/>"),
-        {"NCCL_TOPO_FILE": "/topo.xml"},
-    ),
-    "topology file absent": Case(
-        "topology-file", "error", "cannot be read", "unset NCCL_TOPO_FILE", environ={"NCCL_TOPO_FILE": "/none.xml"}
-    ),
-    "torch without CUDA": Case(
-        "versions",
-        "error",
-        "CUDA unknown",
-        "pip install torch",
-        software=Software("2.13.0"),
-    ),
-    "driver too old": Case(
-        "versions", "error", "driver for CUDA 11.8", "update the driver", nvml=replace(NVML, cuda=(11, 8))
-    ),
+    "settings in a file": Case("nccl-conf", "info", "NCCL_IB_HCA=mlx5", "/etc/nccl.conf",
+        write("etc/nccl.conf", "# for all\nNCCL_IB_HCA = mlx5")),
+    "leftover in the user's file": Case("settings", "warning", "Ring", "unset NCCL_ALGO",
+        write("home/u/.nccl.conf", "NCCL_ALGO=Ring\nNCCL_DEBUG=INFO"), {"HOME": "/home/u", "NCCL_DEBUG": "WARN"},
+        also=frozenset({("nccl-conf", "info")})),
+    "topology file is none": Case("topology-file", "error", "topo.xml", "unset NCCL_TOPO_FILE",
+        write("topo.xml", "<html/>"), {"NCCL_TOPO_FILE": "/topo.xml"}),
+    "topology file absent": Case("topology-file", "error", "cannot be read", "unset NCCL_TOPO_FILE",
+        environ={"NCCL_TOPO_FILE": "/none.xml"}),
+    "torch without CUDA": Case("versions", "error", "CUDA unknown", "pip install torch", software=Software("2.13.0")),
+    "driver too old": Case("versions", "error", "driver for CUDA 11.8", "update the driver",
+        nvml=replace(NVML, cuda=(11, 8))),
     "NCCL old": Case("versions", "info", "2.25.1", "upgrade", software=replace(SOFTWARE, nccl=(2, 25, 1))),
-    "implicit order too early": Case(
-        "versions",
-        "warning",
-        "CUDA 12.2",
-        "unset",
-        environ={"NCCL_LAUNCH_ORDER_IMPLICIT": "1"},
-        software=replace(SOFTWARE, cuda=(12, 2)),
-    ),
     "versions unknown": Case("versions", "unread", "", "pip", software=Software()),
 }
+# fmt: on
+
+
+# Check, a variable, and how bad its value is on a machine with InfiniBand; the remedy is always to unset it.
+VARIABLES = """
+settings NCCL_NET_GDR_LEVEL=LOC error
+settings NCCL_NET_GDR_LEVEL=0 error
+settings NCCL_NET_GDR_LEVEL=2 warning
+settings NCCL_NET_GDR_LEVEL=PBX warning
+settings NCCL_NET_GDR_LEVEL=PHB info
+settings NCCL_IB_GDR_LEVEL=PXB warning
+settings NCCL_DMABUF_ENABLE=0 warning
+settings NCCL_IB_PCI_RELAXED_ORDERING=0 info
+settings NCCL_P2P_DISABLE=1 error
+settings NCCL_SHM_DISABLE=1 error
+settings NCCL_P2P_LEVEL=LOC error
+settings NCCL_P2P_LEVEL=NVL warning
+settings NCCL_NET_GDR_READ=0 warning
+settings NCCL_NET_GDR_C2C=0 warning
+settings NCCL_IB_TIMEOUT=14 warning
+settings NCCL_IB_TIMEOUT=22 info
+settings NCCL_IB_ADAPTIVE_ROUTING=0 info
+settings NCCL_IB_SPLIT_DATA_ON_QPS=1 info
+settings NCCL_CHECK_MODE=debug_global warning
+settings NCCL_P2P_DIRECT_DISABLE=1 info
+settings NCCL_CUMEM_HOST_ENABLE=0 info
+settings TORCH_NCCL_ASYNC_ERROR_HANDLING=0 warning
+settings NCCL_CROSS_NIC=1 info
+settings CUDA_LAUNCH_BLOCKING=1 error
+settings TORCH_DISTRIBUTED_DEBUG=DETAIL error
+settings NCCL_DEBUG=TRACE warning
+settings NCCL_DEBUG=INFO info
+settings NCCL_ALGO=Tree warning
+settings CUDA_DEVICE_MAX_CONNECTIONS=1 warning
+"""
+
+
+def test_variables_that_hurt(tmp_path: Path) -> None:
+    machine = look(rdma_server(tmp_path))
+    for check, setting, severity in map(str.split, VARIABLES.strip().splitlines()):
+        name, value = setting.split("=")
+        found = [one for one in diagnose(replace(machine, environ={name: value})) if one.severity is not Severity.OK]
+        told = [(one.check, one.severity.value, one.read, one.value) for one in found]
+        assert told == [(check, severity, name, value)]
+        assert f"unset {name}" in (found[0].remedy or "")
 
 
 HEALTHY: dict[Base, tuple[dict[str, str], set[tuple[str, str]]]] = {
@@ -650,10 +380,8 @@ def test_the_adapter_of_another_processor_is_reported(tmp_path: Path) -> None:
     for number in (2, 3):
         tree.write(f"sys/class/infiniband/mlx5_{number}/ports/1/state", "1: DOWN")
     machine = look(tree)
-    (found,) = findings(machine, "gpu-nic")
-    assert (found.severity, found.value) == (Severity.WARNING, "SYS for GPU2, GPU3")
     (found,) = findings(machine, "gdr-level")
-    assert found.value == "GPU2-mlx5_0,mlx5_1 SYS; GPU3-mlx5_0,mlx5_1 SYS"
+    assert (found.severity, found.value) == (Severity.WARNING, "GPU2-mlx5_0,mlx5_1 SYS; GPU3-mlx5_0,mlx5_1 SYS")
 
 
 def test_counters_that_grow_are_errors_and_old_errors_are_a_note(tmp_path: Path) -> None:
@@ -734,7 +462,7 @@ def test_errors_come_first_and_checks_keep_the_order_of_repair(tmp_path: Path) -
     found = [finding for finding in diagnose(look(tree, environ)) if finding.severity is not Severity.OK]
     assert [finding.severity.rank for finding in found] == sorted(finding.severity.rank for finding in found)
     errors = [finding.check for finding in found if finding.severity is Severity.ERROR]
-    assert errors == ["transport", "peer-access", "gdr-module"]
+    assert errors == ["settings", "settings", "gdr-module"]
 
 
 @pytest.fixture(scope="module")

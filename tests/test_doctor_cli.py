@@ -12,17 +12,15 @@ import pytest
 
 from commopt.__main__ import main
 from commopt.cost import Curve, Header, LinkKey, Links
-from commopt.doctor.checks.measured import measured
-from commopt.doctor.cli import run
-from commopt.doctor.facts.pattern import Pattern
-from commopt.doctor.finding import Check, Finding, Severity, exit_status
-from commopt.doctor.report import as_json, show
+from commopt.doctor.cli import as_json, measured, run, show
+from commopt.doctor.finding import Check, Finding, Severity, error, exit_status, ok, unread
+from commopt.doctor.network import DeviceList
 from tests.doctor_machine import look, rdma_server, tcp_server
 
-CHECK = Check("memlock", "Locked memory")
-BAD = CHECK.error("/proc/self/limits", "64 KiB", "unlimited", "ulimit -l unlimited")
-FINE = CHECK.ok("/proc/self/limits", "unlimited", "unlimited")
-UNREAD = CHECK.unread("/proc/self/limits", "absent", "ulimit -l")
+CHECK: Check[object] = Check("memlock", "Locked memory", "/proc/self/limits", "unlimited", lambda machine: ())
+BAD = CHECK.named(error("64 KiB", "unlimited", "ulimit -l unlimited"))
+FINE = CHECK.named(ok("unlimited"))
+UNREAD = CHECK.named(unread("absent", "ulimit -l"))
 CONFIDENT = {"high", "medium", "low"}
 
 
@@ -69,7 +67,7 @@ def test_without_rich_the_text_is_the_same(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_remedy_stays_on_one_line() -> None:
     command = "sudo sysctl -w " + " ".join(f"net.core.option_{place}=1" for place in range(20))
-    assert any(line.endswith(command) for line in printed([CHECK.error("x", "y", "z", command)]).splitlines())
+    assert any(line.endswith(command) for line in printed([CHECK.named(error("y", "z", command))]).splitlines())
 
 
 def test_json_has_every_field() -> None:
@@ -145,7 +143,7 @@ def test_figures_that_say_nothing_of_the_network_are_told_so(tmp_path: Path) -> 
         Links(Header(nodes=(1, 1)), curves, nominal=True),
         Links(emulated, curves),
     ):
-        (found,) = measured(machine, links, "links.json")
+        (found,) = measured((machine, links, "links.json"))
         assert found.value is None
 
 
@@ -205,20 +203,20 @@ def test_help_explains_the_exit_status(capsys: pytest.CaptureFixture[str]) -> No
     ],
 )
 def test_lists_of_interfaces_are_read_as_nccl_reads_them(text: str, selected: list[str]) -> None:
-    pattern = Pattern.parse(text)
+    pattern = DeviceList.parse(text)
     assert [name for name in ("eth0", "eth1", "eth10", "lo") if pattern.selects(name)] == selected
 
 
 def test_a_whole_name_that_begins_another_is_noticed() -> None:
     names = ["mlx5_1", "mlx5_10", "mlx5_2"]
-    assert Pattern.parse("mlx5_1").stretched(names) == ["mlx5_10"]
-    assert Pattern.parse("mlx5_1,mlx5_10").stretched(names) == []
+    assert DeviceList.parse("mlx5_1").stretched(names) == ["mlx5_10"]
+    assert DeviceList.parse("mlx5_1,mlx5_10").stretched(names) == []
     for meant in ("mlx5", "=mlx5_1", "^mlx5_1", ""):
-        assert Pattern.parse(meant).stretched(names) == []
+        assert DeviceList.parse(meant).stretched(names) == []
 
 
 def test_a_list_of_adapters_may_name_ports() -> None:
-    pattern = Pattern.parse("=mlx5_0:2,mlx5_1")
+    pattern = DeviceList.parse("=mlx5_0:2,mlx5_1")
     assert not pattern.selects("mlx5_0", 1)
     assert pattern.selects("mlx5_0", 2)
     assert pattern.selects("mlx5_1", 1)

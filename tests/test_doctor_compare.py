@@ -17,10 +17,19 @@ import pytest
 import torch.distributed as dist
 
 from bench.demo import local_ranks
-from commopt.doctor.finding import Check, Severity, merge
-from commopt.doctor.nodes.compare import RankFacts, compare, rank_facts
-from commopt.doctor.nodes.gather import gather
-from commopt.doctor.nodes.reach import Offer, Target, Unreached, listener, own_offers, peers_of, unreached
+from commopt.doctor.compare import (
+    Offer,
+    RankFacts,
+    Unreached,
+    compare,
+    gather,
+    listener,
+    own_offers,
+    peers_of,
+    rank_facts,
+    unreached,
+)
+from commopt.doctor.finding import Severity, merge, warning
 from commopt.errors import MismatchError
 from tests.doctor_machine import look, rdma_server, tcp_server
 from topology.cluster import HostIdentity
@@ -123,8 +132,7 @@ def test_the_facts_of_a_rank(tmp_path: Path) -> None:
 
 
 def test_what_several_nodes_report_is_said_once() -> None:
-    check = Check("shm", "Shared memory")
-    one, other = check.warning("x", "1", "2", "y"), check.warning("x", "3", "2", "y")
+    one, other = warning("1", "2", "y"), warning("3", "2", "y")
     merged = merge([replace(one, nodes=("a",)), replace(other, nodes=("b",)), replace(one, nodes=("c",)),
                     replace(one, nodes=("a",))])  # fmt: skip
     assert [finding.nodes for finding in merged] == [("a", "c"), ("b",)]
@@ -163,14 +171,14 @@ def test_connections_to_other_ranks_end_in_time() -> None:
         closed = free.getsockname()[1]
         free.close()
         targets = [
-            Target(1, door.getsockname()[1], "NCCL", "127.0.0.1"),
-            Target(2, closed, "NCCL", "127.0.0.1"),
-            Target(3, port, "gloo", "127.0.0.1"),
+            (1, door.getsockname()[1], Offer("NCCL", "127.0.0.1")),
+            (2, closed, Offer("NCCL", "127.0.0.1")),
+            (3, port, Offer("gloo", "127.0.0.1")),
         ]
         failed = unreached(targets, limit_s=0.5)
         for one in waiting:
             one.close()
-    assert [(one.rank, one.library, one.why) for one in failed] == [
+    assert [(one.rank, one.offer.library, one.why) for one in failed] == [
         (2, "NCCL", "Connection refused"),
         (3, "gloo", "no answer within 0.5 s"),
     ]
@@ -196,7 +204,7 @@ def test_an_address_that_does_not_answer(library: str, gpus: bool, severity: str
     ]
     (fine,) = [finding for finding in compare(ranks) if finding.check == "nodes-reach"]
     assert (fine.severity, fine.value) == (Severity.OK, "rank 0 offers NCCL 10.0.0.1, gloo 10.0.0.1")
-    failed = (Unreached(3, library, "100.64.0.1", "no answer within 5 s"),)
+    failed = (Unreached(3, Offer(library, "100.64.0.1"), "no answer within 5 s"),)
     ranks[0], ranks[1] = (replace(facts, unreached=failed) for facts in ranks[:2])
     (bad,) = [finding for finding in compare(ranks) if finding.check == "nodes-reach"]
     assert (bad.severity.value, bad.value) == (severity, "100.64.0.1 of rank 3 (b), from a: no answer within 5 s")
@@ -222,7 +230,7 @@ def _store_of_a_launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("_store_of_a_launcher")
 def test_a_rank_that_never_comes_is_named() -> None:
     with pytest.raises(MismatchError, match=r"^rank 1 did not reach the doctor within"):
-        gather(FACTS, [], patience_s=0.5)
+        gather(FACTS, [], timeout_s=0.5)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -251,7 +259,7 @@ def test_under_torchrun_rank_0_reports_for_all_nodes(tmp_path: Path) -> None:
         "os.environ['NCCL_HOSTID'] = 'node' + os.environ['RANK']\n"
         "if os.environ['RANK'] == '1': os.environ['NCCL_PROTO'] = 'LL'\n"
         "import commopt.doctor.cli as cli; from dataclasses import replace\n"
-        "from commopt.doctor.nodes.reach import Offer\n"
+        "from commopt.doctor.compare import Offer\n"
         "address = '127.0.0.1' if os.environ['RANK'] == '0' else '0.0.0.1'\n"
         "known = cli.rank_facts\n"
         "cli.rank_facts = lambda *given: replace(known(*given), offers=(Offer('NCCL', address),))\n"
@@ -277,6 +285,4 @@ def test_under_torchrun_rank_0_reports_for_all_nodes(tmp_path: Path) -> None:
     assert (first["check"], first["read"], first["nodes"]) == ("nodes-settings", "NCCL_PROTO", ["all nodes"])
     nodes = {finding["check"]: finding["nodes"] for finding in answer["findings"]}
     assert nodes["sockets"] == ["node0", "node1"]
-    assert nodes["leftovers"] == ["node1"] or ["node1"] in [
-        finding["nodes"] for finding in answer["findings"] if finding["check"] == "leftovers"
-    ]
+    assert ["node1"] in [finding["nodes"] for finding in answer["findings"] if finding["check"] == "settings"]

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from commopt.doctor.checks.diagnosis import diagnose
-from commopt.doctor.facts.machine import Software
-from commopt.doctor.facts.nvml import NvmlFacts, NvmlGpu
+from commopt.doctor import diagnose
 from commopt.doctor.finding import Finding, Severity
-from commopt.doctor.provider import provider_profile
+from commopt.doctor.machine import Software
+from commopt.doctor.nvml import NvmlFacts, NvmlGpu
 from tests.doctor_machine import (
     LIMITS,
     ROUTES,
@@ -319,7 +318,9 @@ def test_a_module_that_an_old_nccl_does_not_look_for_is_as_good_as_absent(tmp_pa
 def test_what_keeps_amazons_adapters_from_rdma(
     environ: dict[str, str], severity: str, read: str, tmp_path: Path
 ) -> None:
-    assert alarms(examined(amazon_efa(tmp_path), environ=environ)) == [("transport", severity, read)]
+    assert alarms(examined(amazon_efa(tmp_path), environ=environ)) == [
+        ("transport" if read.startswith("lib") else "settings", severity, read)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -345,34 +346,17 @@ def test_a_providers_profile_is_left_alone(tmp_path: Path) -> None:
     tree = google_mega(tmp_path)
     found = examined(tree, environ=MEGA)
     assert alarms(found) == []
-    (theirs,) = [one for one in found if one.check == "leftovers"]
+    (theirs,) = [one for one in found if one.check == "settings"]
     assert (theirs.severity, theirs.remedy) == (Severity.INFO, None)
     assert "NCCL_ALGO=Ring,Tree" in (theirs.value or "")
     # What is there for debugging only is nobody's profile.
     found = examined(tree, environ=MEGA | {"CUDA_LAUNCH_BLOCKING": "1"})
-    assert alarms(found) == [("leftovers", "error", "CUDA_LAUNCH_BLOCKING")]
+    assert alarms(found) == [("settings", "error", "CUDA_LAUNCH_BLOCKING")]
     # The same settings without the provider are somebody's experiment.
     own = {name: value for name, value in MEGA.items() if "FASTRAK" not in name}
     assert len(alarms(examined(tree, environ=own))) == 5
     own = {"NCCL_TOPO_FILE": "/opt/microsoft/ndv5-topo.xml", "NCCL_ALGO": "Ring"}
-    assert ("leftovers", "warning", "NCCL_ALGO") in alarms(examined(azure_nd(tmp_path / "azure"), 8, environ=own))
-
-
-@pytest.mark.parametrize(
-    ("environ", "known"),
-    [
-        ({"NCCL_FASTRAK_NUM_FLOWS": "2"}, True),
-        ({"NCCL_GPUDIRECTTCPX_SOCKET_IFNAME": "eth1"}, True),
-        ({"NCCL_NET": "gIB"}, True),
-        ({"NCCL_TUNER_CONFIG_PATH": "/usr/local/gib/configs/tuner_config.txtpb"}, True),
-        ({"NCCL_TUNER_PLUGIN": "/opt/amazon/ofi-nccl/lib/libnccl-tuner-ofi.so"}, True),
-        ({"NCCL_TUNER_PLUGIN": "none"}, False),
-        ({"NCCL_ALGO": "Ring", "NCCL_IB_HCA": "mlx5"}, False),
-        ({}, False),
-    ],
-)
-def test_who_set_the_variables(environ: dict[str, str], known: bool) -> None:
-    assert (provider_profile(environ) is not None) == known
+    assert ("settings", "warning", "NCCL_ALGO") in alarms(examined(azure_nd(tmp_path / "azure"), 8, environ=own))
 
 
 def test_a_virtual_machine_without_its_topology_file(tmp_path: Path) -> None:
@@ -407,7 +391,7 @@ def test_gpudirect_of_grace_machines_needs_nccl_2_27_and_its_switch(tmp_path: Pa
         (level,) = [one for one in examined(tree, 2, nccl, environ) if one.check == "gdr-level"]
         assert level.severity is Severity.INFO
     found = examined(tree, environ={"NCCL_NET_GDR_LEVEL": "PXB"})
-    assert alarms(found) == [("gdr-level", "warning", "NCCL_NET_GDR_LEVEL")]
+    assert alarms(found) == [("settings", "warning", "NCCL_NET_GDR_LEVEL")]
 
 
 def test_the_iommu_of_an_arm_processor_has_a_name_of_its_own(tmp_path: Path) -> None:
@@ -432,7 +416,7 @@ def test_trays_have_their_switches_and_the_manager_elsewhere(tmp_path: Path) -> 
 @pytest.mark.parametrize("name", ["NCCL_CUMEM_ENABLE", "NCCL_MNNVL_ENABLE"])
 def test_what_switches_nvlink_between_nodes_off(name: str, tmp_path: Path) -> None:
     tree = grace(tmp_path)
-    assert alarms(examined(tree, environ={name: "0"}, multi_node=True)) == [("nvswitch", "error", name)]
+    assert alarms(examined(tree, environ={name: "0"}, multi_node=True)) == [("settings", "error", name)]
     assert alarms(examined(tree, environ={name: "0"})) == []
 
 
@@ -485,7 +469,7 @@ def test_an_address_of_either_family_is_enough_where_it_is_asked_for(tmp_path: P
 
 def test_a_provider_sees_to_the_class_of_roce_packets(tmp_path: Path) -> None:
     found = examined(roce_server(tmp_path), environ={"NCCL_NET": "gIB"})
-    assert [one.severity for one in found if one.check == "roce-class"] == [Severity.OK]
+    assert [one.severity for one in found if one.check == "settings"] == [Severity.OK]
 
 
 def test_freed_shared_memory_concerns_people_who_log_in(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from commopt.doctor.facts.nvml import NvmlFacts, NvmlGpu, read_nvml
+from commopt.doctor.nvml import NvmlFacts, NvmlGpu, read_nvml
 
 
 class Refused(Exception):
@@ -33,13 +33,11 @@ def binding(**changes: Any) -> ModuleType:
         "nvmlDeviceGetCount": lambda: 2,
         "nvmlDeviceGetHandleByIndex": lambda index: index,
         "nvmlSystemGetCudaDriverVersion_v2": lambda: 12080,
-        "nvmlDeviceGetPciInfo": lambda gpu: SimpleNamespace(busId=f"0000{gpu:04x}:19:00.0".encode()),
         "nvmlDeviceGetMigMode": lambda gpu: (gpu, gpu),
         "nvmlDeviceGetComputeRunningProcesses": lambda gpu: [SimpleNamespace(pid=1)] * gpu,
         "nvmlDeviceGetGpuFabricInfoV": lambda gpu, info: 0,
         "nvmlDeviceGetCurrentClocksEventReasons": lambda gpu: (0x1, 0x45)[gpu],
         "nvmlDeviceGetRemappedRows": lambda gpu: (0, 1, gpu, 0),
-        "nvmlDeviceGetPersistenceMode": lambda gpu: gpu,
         "nvmlDeviceGetNvLinkState": _links,
         "nvmlDeviceGetP2PStatus": lambda a, b, kind: 1,
     }
@@ -62,7 +60,7 @@ def refuse(*arguments: object) -> None:
 
 @pytest.fixture(autouse=True)
 def _plain_pointers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("commopt.doctor.facts.nvml.byref", lambda structure: structure)
+    monkeypatch.setattr("commopt.doctor.nvml.byref", lambda structure: structure)
 
 
 def facts(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> NvmlFacts:
@@ -73,8 +71,8 @@ def facts(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> NvmlFacts:
 def test_everything_that_the_driver_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     assert facts(monkeypatch) == NvmlFacts(
         (
-            NvmlGpu(0, "00000000:19:00.0", False, 0, "completed", 0, False, 4, 0, False, False, False),
-            NvmlGpu(1, "00000001:19:00.0", True, 1, "completed", 0, False, 1, 0x44, True, False, True),
+            NvmlGpu(0, False, 0, "completed", 0, False, 4, 0, False, False),
+            NvmlGpu(1, True, 1, "completed", 0, False, 1, 0x44, True, False),
         ),
         ((0, 1, "chipset not supported"), (1, 0, "chipset not supported")),
         (12, 8),
@@ -90,18 +88,17 @@ def test_a_driver_that_tells_little(monkeypatch: pytest.MonkeyPatch) -> None:
         nvmlDeviceGetNvLinkState=refuse,
         nvmlDeviceGetCurrentClocksEventReasons=refuse,
         nvmlDeviceGetRemappedRows=refuse,
-        nvmlDeviceGetPersistenceMode=None,
         nvmlDeviceGetP2PStatus=refuse,
         nvmlSystemGetCudaDriverVersion_v2=refuse,
     )
-    assert found.gpus[1] == NvmlGpu(1, "00000001:19:00.0")
+    assert found.gpus[1] == NvmlGpu(1)
     assert (found.no_peer_access, found.cuda, found.missing) == ((), None, None)
 
 
 def test_an_older_binding_has_an_older_name_for_the_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {"EventReasons": None, "ThrottleReasons": lambda gpu: 0x20}
     found = facts(monkeypatch, **{f"nvmlDeviceGetCurrentClocks{name}": answer for name, answer in names.items()})
-    assert [gpu.held_back for gpu in found.gpus] == [0x20, 0x20]
+    assert [gpu.slowed_by for gpu in found.gpus] == [0x20, 0x20]
 
 
 def test_peers_that_reach_each_other_are_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,67 +1,29 @@
-"""`commopt bandwidth`: how fast are collectives here?"""
+"""`commopt bandwidth`: how fast are collectives here? A loop of calls on every rank, of which the slowest counts."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 
 from commopt.bandwidth import report
-from commopt.bandwidth.collective import COLLECTIVES
-from commopt.bandwidth.contenders import TORCH, Commopt, Contender, Torch, find_aggregator, known_aggregators
-from commopt.bandwidth.pattern import Pattern, count_wrong
-from commopt.bandwidth.settings import COMMOPT, DTYPES, Settings, settings_of
-from commopt.bandwidth.table import Measurement, Row, footer, format_row, heading
-from commopt.bandwidth.timing import Progress, time_calls
+from commopt.bandwidth.collectives import TORCH, Implementation, Pattern, count_wrong, of_commopt, of_torch
+from commopt.bandwidth.report import Measurement, Row, Timing, percentile
+from commopt.bandwidth.settings import Settings, add_arguments, settings_of
 from commopt.collectives import Communicator
-from commopt.command_line import refuse, whole
+from commopt.command_line import refuse
 from commopt.errors import ConfigurationError, MismatchError, UnsupportedTensorError
 from commopt.probe.cli import start
 
+__all__ = ["add_arguments", "measure", "run"]
+
 _WRONG_RESULTS = 1
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options: flags of nccl-tests, and ours."""
-    parser.usage = "torchrun ... -m commopt bandwidth [OPTIONS]"
-    parser.description = "Time a collective over all ranks and print nccl-tests' table."
-    parser.epilog = "Exit status: 0, 1 when a result was wrong, 2 for settings that cannot work."
-    add: Any = parser.add_argument
-    add("-b", dest="min_nbytes", default="32M", metavar="BYTES", help="smallest size: 8, 4K, 32M, 1G (default 32M)")
-    add("-e", dest="max_nbytes", default="32M", metavar="BYTES", help="largest size (default 32M)")
-    add("-f", dest="step_factor", type=whole(1), default=1, metavar="N", help="multiply sizes by N (default: add -i)")
-    add("-i", dest="step_nbytes", default="1M", metavar="BYTES", help="add this to each size (default 1M)")
-    add("-n", dest="iterations", type=whole(1), default=20, metavar="N", help="timed iterations (default 20)")
-    add(
-        "-w",
-        dest="warm_up_iterations",
-        type=whole(0, 10**6),
-        default=5,
-        metavar="N",
-        help="warm-up iterations (default 5)",
-    )
-    add("-c", dest="check", type=int, choices=(0, 1), default=1, help="check results before timing (default 1)")
-    add("-d", dest="datatype", choices=DTYPES, default="float", help="element type (default float)")
-    add("-o", dest="op", choices=("sum", "avg"), default="sum", help="reduction (default sum)")
-    add("--collective", choices=COLLECTIVES, default="all_reduce", help="what to time (default all_reduce)")
-    add(
-        "--aggregator",
-        metavar="NAME[,NAME...]",
-        help=f"what to time it with: {TORCH} (the backend's own collective) or, for all_reduce, one of "
-        f"{', '.join(sorted(known_aggregators()))} (default hierarchical); {COMMOPT} for other collectives",
-    )
-    add(
-        "--ranks-per-node",
-        type=whole(1),
-        metavar="L",
-        help="declare blocks of L ranks to be nodes (default: ask hosts)",
-    )
-    add("--json", type=Path, metavar="FILE", help="also write environment and results to FILE")
 
 
 class Bench:
@@ -70,80 +32,101 @@ class Bench:
     def __init__(self, settings: Settings, device: torch.device) -> None:
         self.settings = settings
         self.device = device
-        self.rank = dist.get_rank()
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.communicator = Communicator(ranks_per_node=settings.ranks_per_node)
-        self.contenders = [self._contender(name) for name in settings.contenders]
-        self._pattern = Pattern(settings.dtype, dist.get_world_size())
-        self._progress = Progress(self.rank)
+        self.implementations = [self._implementation(name) for name in settings.aggregators]
+        self._pattern = Pattern(settings.dtype, self.world_size)
+
+    def _implementation(self, name: str) -> Implementation:
+        if name == TORCH:
+            return of_torch(self.settings.op, self.device)
+        found = of_commopt(name, self.communicator, self.settings.op)
+        # An aggregator that cannot run on this cluster says so here, before the table begins.
+        found.wire_bytes(self.settings.collective.name, 1, self.settings.dtype)
+        return found
 
     def rows(self) -> Iterator[Row | str]:
         """Measure and yield row after row, or a remark in its place."""
-        collective, dtype, world_size = self.settings.collective, self.settings.dtype, dist.get_world_size()
+        collective, dtype = self.settings.collective, self.settings.dtype
         for nbytes in self.settings.steps_nbytes():
-            count = collective.count(nbytes, dtype, world_size)
-            if not count:
-                per_rank = f" for each of {world_size} ranks" if collective.blocks else ""
+            count = collective.count(nbytes, dtype, self.world_size)
+            if count:
+                yield from (self._measure(implementation, count) for implementation in self.implementations)
+            else:
+                per_rank = f" for each of {self.world_size} ranks" if collective.blocks else ""
                 yield f"# {nbytes} bytes hold less than one {self.settings.type_name}{per_rank}: skipped"
-                continue
-            for contender in self.contenders:
-                row = self._measure(contender, count)
-                self._progress.clear()
-                yield row
 
-    def _measure(self, contender: Contender, count: int) -> Row:
-        settings, collective, dtype = self.settings, self.settings.collective, self.settings.dtype
-        nbytes = collective.nbytes(count, dtype, dist.get_world_size())
-        self._progress.start(f"{nbytes} B, {contender.name}")
-        wire_intra_bytes, wire_inter_bytes = self._wire_bytes(contender, count)
+    def _measure(self, implementation: Implementation, count: int) -> Row:
+        settings, collective = self.settings, self.settings.collective
+        wire = implementation.wire_bytes(collective.name, count, settings.dtype)
+        intra, inter = (None, None) if wire is None else _sum_over_ranks(wire.intra, wire.inter)
         return Row(
             collective=collective.name,
-            nbytes=nbytes,
+            nbytes=collective.nbytes(count, settings.dtype, self.world_size),
             count=count,
             type=settings.type_name,
             redop=settings.op if collective.reduces else "none",
             root=collective.root,
-            aggregator=contender.name,
-            wire_intra_bytes=wire_intra_bytes,
-            wire_inter_bytes=wire_inter_bytes,
-            out_of_place=self._measure_side(contender, count, nbytes, in_place=False),
-            in_place=self._measure_side(contender, count, nbytes, in_place=True) if collective.has_in_place else None,
+            aggregator=implementation.name,
+            wire_intra_bytes=intra,
+            wire_inter_bytes=inter,
+            out_of_place=self._measure_side(implementation, count, in_place=False),
+            in_place=self._measure_side(implementation, count, in_place=True) if collective.has_in_place else None,
         )
 
-    def _measure_side(self, contender: Contender, count: int, nbytes: int, in_place: bool) -> Measurement:
+    def _measure_side(self, implementation: Implementation, count: int, in_place: bool) -> Measurement:
         settings, collective = self.settings, self.settings.collective
         send, recv = collective.buffers(self._pattern, self.rank, count, self.device, in_place)
-        call = collective.bind(contender, self.rank, send, recv)
+        call = collective.bind(implementation, self.rank, send, recv)
         wrong = None
         if settings.check:
             call()
-            wrong = self._count_wrong(recv, count, contender.error_bound)
-        timing = time_calls(call, settings.iterations, settings.warm_up_iterations, self.device, self._progress)
-        return Measurement.of(timing, nbytes, collective.bus_factor(dist.get_world_size()), wrong)
+            bound = implementation.error_bound
+            expected = collective.expected(self._pattern, self.rank, count, settings.op)
+            tolerance = self._pattern.tolerance(settings.op, collective.reduces, bound)
+            pairs = zip(recv.split(count), expected, strict=True)
+            (wrong,) = _sum_over_ranks(sum(count_wrong(*pair, tolerance, lossless=not bound) for pair in pairs))
+        timing = time_calls(call, settings.iterations, settings.warm_up_iterations, self.device)
+        nbytes = collective.nbytes(count, settings.dtype, self.world_size)
+        return Measurement.of(timing, nbytes, collective.bus_factor(self.world_size), wrong)
 
-    def _count_wrong(self, recv: torch.Tensor, count: int, error_bound: float) -> int:
-        collective, op = self.settings.collective, self.settings.op
-        expected = collective.expected(self._pattern, self.rank, count, op)
-        tolerance = self._pattern.tolerance(op, collective.reduces, error_bound)
-        blocks = recv.split(count)
-        own = sum(
-            count_wrong(*pair, tolerance, lossless=not error_bound) for pair in zip(blocks, expected, strict=True)
-        )
-        return _sum_over_ranks(own)[0]
 
-    def _wire_bytes(self, contender: Contender, count: int) -> tuple[int | None, int | None]:
-        own = contender.wire_bytes(self.settings.collective.name, count, self.settings.dtype)
-        if own is None:
-            return None, None
-        intra, inter = _sum_over_ranks(own.intra, own.inter)
-        return intra, inter
+def time_calls(call: Callable[[], object], iterations: int, warm_up_iterations: int, device: torch.device) -> Timing:
+    """Run `call` without barriers between iterations, as nccl-tests does; collective over the world."""
+    for _ in range(warm_up_iterations):
+        call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    _sum_over_ranks(0)  # a barrier that never touches the GPU
+    measure = _ends_on_gpu if device.type == "cuda" else _ends_on_cpu
+    ends_us = torch.tensor(measure(call, iterations), dtype=torch.float64, device="cpu")
+    dist.all_reduce(ends_us, op=dist.ReduceOp.MAX)
+    return timing_of(ends_us.tolist())
 
-    def _contender(self, name: str) -> Contender:
-        if name == TORCH:
-            return Torch(self.settings.op, self.device)
-        contender = Commopt(name, self.communicator, self.settings.op, find_aggregator(name))
-        # An aggregator that cannot run on this cluster says so here, before the table begins.
-        contender.wire_bytes(self.settings.collective.name, 1, self.settings.dtype)
-        return contender
+
+def timing_of(ends_us: list[float]) -> Timing:
+    """Derive it from the time at which the last rank ended each iteration, counted from the common start."""
+    singles_us = [end - begin for begin, end in pairwise([0.0, *ends_us])]
+    return Timing(ends_us[-1] / len(ends_us), percentile(singles_us, 0.50), percentile(singles_us, 0.99))
+
+
+def _ends_on_cpu(call: Callable[[], object], iterations: int) -> list[float]:
+    ends_us = []
+    start_s = time.perf_counter()
+    for _ in range(iterations):
+        call()
+        ends_us.append((time.perf_counter() - start_s) * 1e6)
+    return ends_us
+
+
+def _ends_on_gpu(call: Callable[[], object], iterations: int) -> list[float]:
+    begin, *ends = [torch.cuda.Event(enable_timing=True) for _ in range(iterations + 1)]
+    begin.record()
+    for end in ends:
+        call()
+        end.record()
+    ends[-1].synchronize()
+    return [begin.elapsed_time(end) * 1e3 for end in ends]
 
 
 def measure(settings: Settings, device: torch.device) -> int:
@@ -155,33 +138,34 @@ def measure(settings: Settings, device: torch.device) -> int:
     report.require_same_everywhere(settings)
     report.require_json(settings.json)
     bench = Bench(settings, device)
-    print_first = print if bench.rank == 0 else _discard
-    print_first(report.preamble(settings, bench.communicator.cluster, device), flush=True)
-    width = max(len("aggregator"), *map(len, settings.contenders))
-    print_first(heading(width), flush=True)
+    width = max(len("aggregator"), *map(len, settings.aggregators))
     rows: list[Row] = []
+
+    def tell(text: str) -> None:
+        if bench.rank == 0:
+            print(text, flush=True)
+
+    tell(report.preamble(settings, bench.communicator.cluster, device))
+    tell(report.heading(width))
     for row in bench.rows():
-        print_first(row if isinstance(row, str) else format_row(row, width), flush=True)
-        if isinstance(row, Row):
-            rows.append(row)
-    print_first(footer(rows, report.notes(settings, bench.contenders, device)), flush=True)
+        tell(row if isinstance(row, str) else report.format_row(row, width))
+        rows += [] if isinstance(row, str) else [row]
+    tell(report.footer(rows, report.notes(settings, bench.implementations, device)))
     if settings.json is not None and bench.rank == 0:
-        report.write_json(settings.json, report.document(settings, bench.communicator.cluster, device, rows))
+        document = report.document(settings, bench.communicator.cluster, device, rows)
+        settings.json.write_text(json.dumps(document, indent=2) + "\n")
     _sum_over_ranks(0)  # torchrun ends all ranks as soon as one of them exits with 1: not before rank 0 has written
     return _WRONG_RESULTS if any(row.wrong for row in rows) else 0
-
-
-def initialize() -> torch.device:
-    """Start the world that torchrun described, with NCCL if every rank can have a GPU of its own, else with gloo."""
-    if "RANK" not in os.environ:
-        raise ConfigurationError("no rank: start it with torchrun --nproc-per-node 2 -m commopt bandwidth ...")
-    return start(os.environ)
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure, print, write, and return the exit status."""
     try:
-        status = measure(settings_of(options), initialize())
+        settings = settings_of(options)
+        if "RANK" not in os.environ:
+            raise ConfigurationError("no rank: start it with torchrun --nproc-per-node 2 -m commopt bandwidth ...")
+        # With NCCL if every rank can have a GPU of its own, else with gloo.
+        status = measure(settings, start(os.environ))
     except (ConfigurationError, MismatchError, UnsupportedTensorError) as error:
         status = refuse("commopt bandwidth", error)
     if dist.is_initialized():
@@ -193,7 +177,3 @@ def _sum_over_ranks(*numbers: int) -> list[int]:
     total = torch.tensor(numbers, device="cpu")
     dist.all_reduce(total)
     return [int(number) for number in total]
-
-
-def _discard(*values: object, flush: bool) -> None:
-    """Print nothing: only rank 0 reports."""

@@ -1,31 +1,159 @@
-"""What surrounds the rows: the circumstances of the run, what the numbers mean, and the JSON file."""
+"""What is printed and written: nccl-tests' columns in its own widths, ours to their right, and notes around them."""
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shlex
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from commopt.bandwidth.contenders import TORCH, Contender
-from commopt.bandwidth.pattern import Pattern
+from commopt.bandwidth.collectives import TORCH, Implementation, Pattern
 from commopt.bandwidth.settings import Settings
-from commopt.bandwidth.table import Row, average_busbw_gbps
 from commopt.cluster import link_rate
 from commopt.command_line import require_writable
 from commopt.errors import ConfigurationError, MismatchError
 from commopt.version import __version__
 from topology import Cluster
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds per call: the mean of the loop on the slowest rank, and percentiles over its iterations.
+
+    An iteration lasts from when the last rank has ended the one before until the last rank has ended it, so the
+    iterations add up to the loop. (The longest duration on any rank would count a wait twice, as ranks drift.)
+    """
+
+    mean_us: float
+    p50_us: float
+    p99_us: float
+
+
+def percentile(values: Sequence[float], fraction: float) -> float:
+    """Return the smallest of `values` that at least `fraction` of them do not exceed."""
+    return sorted(values)[max(0, ceil(fraction * len(values)) - 1)]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One side of a row; GB/s = 1e9 B/s. `wrong` counts elements over all ranks, None when nothing was checked."""
+
+    timing: Timing
+    algbw_gbps: float
+    busbw_gbps: float
+    wrong: int | None
+
+    @classmethod
+    def of(cls, timing: Timing, nbytes: int, bus_factor: float, wrong: int | None) -> Measurement:
+        """Derive the bandwidths from the mean time; `nbytes` and `bus_factor` are the collective's."""
+        algbw_gbps = nbytes / (timing.mean_us * 1e3)
+        return cls(timing, algbw_gbps, algbw_gbps * bus_factor, wrong)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One size with one contender; `in_place` is None where that does not exist, wire bytes where no formula says.
+
+    Wire bytes are of one call, added up over all ranks.
+    """
+
+    collective: str
+    nbytes: int
+    count: int
+    type: str
+    redop: str
+    root: int
+    aggregator: str
+    wire_intra_bytes: int | None
+    wire_inter_bytes: int | None
+    out_of_place: Measurement
+    in_place: Measurement | None
+
+    @property
+    def measurements(self) -> tuple[Measurement, ...]:
+        """Both sides, or the one there is."""
+        return (self.out_of_place,) if self.in_place is None else (self.out_of_place, self.in_place)
+
+    @property
+    def wrong(self) -> int:
+        """Wrong elements of all sides."""
+        return sum(measurement.wrong or 0 for measurement in self.measurements)
+
+
+def heading(aggregator_width: int) -> str:
+    """Return the three header lines."""
+    left = "#{:>11}  {:>12}  {:>8}  {:>6}  {:>6}"
+    side = "  {:>7}  {:>6}  {:>6} {:>6}"
+    ours = "  {:>" + str(aggregator_width) + "}  {:>12}  {:>12}  {:>8}  {:>8}"
+    names = ("time", "algbw", "busbw", "#wrong")
+    units = ("(us)", "(GB/s)", "(GB/s)", "")
+    lines = (
+        left.format(*[""] * 5) + "           out-of-place                       in-place          ",
+        left.format("size", "count", "type", "redop", "root")
+        + side.format(*names) * 2
+        + ours.format("aggregator", "wire_intra", "wire_inter", "p50", "p99"),
+        left.format("(B)", "(elements)", "", "", "")
+        + side.format(*units) * 2
+        + ours.format("", "(B)", "(B)", "(us)", "(us)"),
+    )
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def format_row(row: Row, aggregator_width: int) -> str:
+    """Return one line, aligned below the heading."""
+    times = (row.in_place or row.out_of_place).timing
+    wire = [f"{'n/a' if nbytes is None else nbytes:>12}" for nbytes in (row.wire_intra_bytes, row.wire_inter_bytes)]
+    return (
+        f"{row.nbytes:>12}  {row.count:>12}  {row.type:>8}  {row.redop:>6}  {row.root:>6}"
+        f"{_side(row.out_of_place)}{_side(row.in_place)}"
+        f"  {row.aggregator:>{aggregator_width}}  {wire[0]}  {wire[1]}  {_us(times.p50_us):>8}  {_us(times.p99_us):>8}"
+    )
+
+
+def footer(rows: Sequence[Row], notes: Sequence[str]) -> str:
+    """Return the closing lines; the last one is nccl-tests' average."""
+    names = dict.fromkeys(row.aggregator for row in rows)
+    lines = [f"# {note}" for note in notes]
+    if len(names) > 1:
+        averages = {name: average_busbw_gbps([row for row in rows if row.aggregator == name]) for name in names}
+        words = ", ".join(f"{name} {busbw_gbps:.4g}" for name, busbw_gbps in averages.items())
+        lines.append(f"# Average busbw of each: {words}")
+    checked = any(row.out_of_place.wrong is not None for row in rows)
+    wrong = sum(row.wrong for row in rows)
+    lines.append(f"# Out of bounds values : {f'{wrong} FAILED' if wrong else '0 OK' if checked else 'N/A'}")
+    lines.append(f"# Avg bus bandwidth    : {average_busbw_gbps(rows):.6g}")
+    return "\n".join(lines)
+
+
+def average_busbw_gbps(rows: Sequence[Row]) -> float:
+    """Return the mean over rows and sides, as nccl-tests does."""
+    values = [measurement.busbw_gbps for row in rows for measurement in row.measurements]
+    return sum(values) / len(values) if values else 0.0
+
+
+def _side(measurement: Measurement | None) -> str:
+    if measurement is None:
+        time, algbw, busbw, wrong = ["N/A"] * 4
+    else:
+        time = _us(measurement.timing.mean_us)
+        algbw, busbw = f"{measurement.algbw_gbps:.2f}", f"{measurement.busbw_gbps:.2f}"
+        wrong = "N/A" if measurement.wrong is None else str(measurement.wrong)
+    return f"  {time:>7}  {algbw:>6}  {busbw:>6}  {wrong:>5}"
+
+
+def _us(time_us: float) -> str:
+    digits = 0 if time_us >= 10_000 else 1 if time_us >= 100 else 2
+    return f"{time_us:.{digits}f}"
 
 
 def preamble(settings: Settings, cluster: Cluster, device: torch.device) -> str:
@@ -47,37 +175,31 @@ def preamble(settings: Settings, cluster: Cluster, device: torch.device) -> str:
     return "\n".join([*lines, "#"])
 
 
-def notes(settings: Settings, contenders: Sequence[Contender], device: torch.device) -> list[str]:
+def notes(settings: Settings, implementations: Sequence[Implementation], device: torch.device) -> list[str]:
     """Return one sentence for each thing a reader of this table could get wrong."""
     collective, op = settings.collective, settings.op
     world_size = dist.get_world_size()
     side = "in place" if collective.has_in_place else "out of place"
+    few = "; p99 of less than 100 is the maximum" if settings.iterations < 100 else ""
     lines = [
         "time: mean of a loop without barriers on the slowest rank; GB/s = 1e9 B/s.",
-        f"p50, p99: of the loop's iterations {side}, each ending when the last rank has"
-        f"{'; p99 of less than 100 is the maximum' if settings.iterations < 100 else ''}.",
+        f"p50, p99: of the loop's iterations {side}, each ending when the last rank has{few}.",
     ]
     if not collective.has_in_place:
         lines.append(f"in-place N/A: {collective.name} needs two buffers.")
-    elif collective.root >= 0:
-        lines.append(f"out-of-place: rank {collective.root} copies its input first, {collective.name} works in place.")
     elif not collective.blocks:
-        lines.append(f"out-of-place: the input is copied first, as {collective.name} works in place.")
+        whose = "the input" if collective.root < 0 else f"rank {collective.root}'s input"
+        lines.append(f"out-of-place: {whose} is copied first, as {collective.name} works in place.")
     if collective.aggregates:
-        lines.append("wire: payload bytes of one call by formula, added up over all ranks.")
-    else:
-        lines.append(f"wire n/a: only all_reduce has a formula, {collective.name} has none.")
-    if any(contender.name == TORCH for contender in contenders):
-        lines.append("torch: the backend's own collective, the yardstick; commopt has no formula for its wire bytes.")
-        if collective.reduces and op == "avg" and _backend(device) == "gloo":
-            lines.append("torch avg: gloo cannot average, so a sum and a division, as in stock DDP.")
-    if settings.check:
-        for bound in sorted({contender.error_bound for contender in contenders}):
-            tolerance = Pattern(settings.dtype, world_size).tolerance(op, collective.reduces, bound)
-            names = ", ".join(contender.name for contender in contenders if contender.error_bound == bound)
-            of = f"the largest element, for {names}" if bound else "every element"
-            lines.append(f"#wrong: error above {tolerance:.3g} of {of}." if tolerance else "#wrong: any difference.")
-    if any(contender.error_bound for contender in contenders):
+        lines.append("wire: payload bytes of one call by formula, added up over all ranks; n/a: no formula.")
+    if TORCH in settings.aggregators and collective.reduces and op == "avg" and _backend(device) == "gloo":
+        lines.append("torch avg: gloo cannot average, so a sum and a division, as in stock DDP.")
+    for bound in sorted({one.error_bound for one in implementations} if settings.check else ()):
+        tolerance = Pattern(settings.dtype, world_size).tolerance(op, collective.reduces, bound)
+        names = ", ".join(one.name for one in implementations if one.error_bound == bound)
+        of = f"the largest element, for {names}" if bound else "every element"
+        lines.append(f"#wrong: error above {tolerance:.3g} of {of}." if tolerance else "#wrong: any difference.")
+    if any(one.error_bound for one in implementations):
         lines.append("algbw and busbw of aggregators that round are effective: dense bytes, whatever was sent.")
     return lines
 
@@ -139,11 +261,6 @@ def _command(argv: Sequence[str]) -> str:
     """Return what was typed; `python -m bench.bandwidth` has no subcommand among its arguments."""
     arguments = argv[2:] if argv[1:2] == ["bandwidth"] else argv[1:]
     return shlex.join(["commopt", "bandwidth", *arguments])
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write one JSON document."""
-    path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def _backend(device: torch.device) -> str:

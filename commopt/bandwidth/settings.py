@@ -6,13 +6,13 @@ import argparse
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from commopt.bandwidth.collective import COLLECTIVES, Collective
-from commopt.bandwidth.contenders import TORCH, find_aggregator, known_aggregators
+from commopt.bandwidth.collectives import COLLECTIVES, COMMOPT, TORCH, Collective, find_aggregator, known_aggregators
 from commopt.collectives.communicator import Op
-from commopt.command_line import parse_nbytes
+from commopt.command_line import parse_nbytes, whole
 from commopt.errors import ConfigurationError
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -25,7 +25,31 @@ DTYPES: Mapping[str, torch.dtype] = {
     "int64": torch.int64,
     "uint8": torch.uint8,
 }
-COMMOPT = "commopt"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.usage = "torchrun ... -m commopt bandwidth [OPTIONS]"
+    parser.description = "Time a collective over all ranks and print nccl-tests' table."
+    parser.epilog = "Exit status: 0, 1 when a result was wrong, 2 for settings that cannot work."
+    names = ", ".join(sorted(known_aggregators()))
+    with_what = f"what to time it with: {TORCH} (the backend's own collective) or, for all_reduce, one of {names} "
+    with_what += f"(default hierarchical); {COMMOPT} for other collectives"
+    nodes = "declare blocks of L ranks to be nodes (default: ask hosts)"
+    add: Any = parser.add_argument
+    add("-b", dest="min_nbytes", default="32M", metavar="BYTES", help="smallest size: 8, 4K, 32M, 1G (default 32M)")
+    add("-e", dest="max_nbytes", default="32M", metavar="BYTES", help="largest size (default 32M)")
+    add("-f", dest="step_factor", type=whole(1), default=1, metavar="N", help="multiply sizes by N (default: add -i)")
+    add("-i", dest="step_nbytes", default="1M", metavar="BYTES", help="add this to each size (default 1M)")
+    add("-n", dest="iterations", type=whole(1), default=20, metavar="N", help="timed iterations (default 20)")
+    add("-w", dest="warm_up_iterations", type=whole(0, 10**6), default=5, metavar="N", help="untimed ones (default 5)")
+    add("-c", dest="check", type=int, choices=(0, 1), default=1, help="check results before timing (default 1)")
+    add("-d", dest="type_name", choices=DTYPES, default="float", help="element type (default float)")
+    add("-o", dest="op", choices=("sum", "avg"), default="sum", help="reduction (default sum)")
+    add("--collective", choices=COLLECTIVES, default="all_reduce", help="what to time (default all_reduce)")
+    add("--aggregator", metavar="NAME[,NAME...]", help=with_what)
+    add("--ranks-per-node", type=whole(1), metavar="L", help=nodes)
+    add("--json", type=Path, metavar="FILE", help="also write environment and results to FILE")
 
 
 @dataclass(frozen=True)
@@ -42,7 +66,7 @@ class Settings:
     type_name: str
     op: Op
     collective: Collective
-    contenders: tuple[str, ...]
+    aggregators: tuple[str, ...]
     ranks_per_node: int | None
     json: Path | None
 
@@ -61,55 +85,37 @@ class Settings:
 
 def settings_of(options: argparse.Namespace) -> Settings:
     """Check the options of a command line; raises ConfigurationError."""
+    given = {name: value for name, value in vars(options).items() if name in Settings.__dataclass_fields__}
+    for name in ("min_nbytes", "max_nbytes", "step_nbytes"):
+        given[name] = parse_nbytes(given[name])
     collective = COLLECTIVES[options.collective]
-    default = "hierarchical" if collective.aggregates else COMMOPT
-    settings = Settings(
-        min_nbytes=parse_nbytes(options.min_nbytes),
-        max_nbytes=parse_nbytes(options.max_nbytes),
-        step_factor=options.step_factor,
-        step_nbytes=parse_nbytes(options.step_nbytes),
-        iterations=options.iterations,
-        warm_up_iterations=options.warm_up_iterations,
-        check=bool(options.check),
-        type_name=options.datatype,
-        op=options.op,
-        collective=collective,
-        contenders=tuple(dict.fromkeys((options.aggregator or default).split(","))),
-        ranks_per_node=options.ranks_per_node,
-        json=options.json,
-    )
-    _require_sensible(settings)
-    _require_contenders(settings)
-    return settings
-
-
-def _require_sensible(settings: Settings) -> None:
-    minima = (
-        ("-b", settings.min_nbytes, 1),
-        ("-i", settings.step_nbytes, 1),
-    )
-    for flag, value, minimum in minima:
-        if value < minimum:
-            raise ConfigurationError(f"{flag} {value} is too small; the least is {minimum}")
+    names = options.aggregator or ("hierarchical" if collective.aggregates else COMMOPT)
+    given |= {
+        "collective": collective,
+        "check": bool(options.check),
+        "aggregators": tuple(dict.fromkeys(names.split(","))),
+    }
+    settings = Settings(**given)
+    for flag, nbytes in (("-b", settings.min_nbytes), ("-i", settings.step_nbytes)):
+        if nbytes < 1:
+            raise ConfigurationError(f"{flag} {nbytes} is too small; the least is 1")
     if settings.min_nbytes > settings.max_nbytes:
         raise ConfigurationError(
             f"-b {settings.min_nbytes} is more than -e {settings.max_nbytes} bytes; raise -e or lower -b"
         )
-    if settings.collective.reduces and settings.op == "avg" and not settings.dtype.is_floating_point:
+    whole_numbers = not settings.dtype.is_floating_point
+    if collective.reduces and settings.op == "avg" and whole_numbers:
         raise ConfigurationError(f"-o avg of -d {settings.type_name} is no integer; use -o sum")
-
-
-def _require_contenders(settings: Settings) -> None:
-    aggregates = settings.collective.aggregates
-    known = (TORCH, *sorted(known_aggregators())) if aggregates else (TORCH, COMMOPT)
-    for name in settings.contenders:
-        aggregator = find_aggregator(name) if aggregates else None
-        if name not in known and aggregator is None:
+    for name in settings.aggregators:
+        aggregator = find_aggregator(name) if collective.aggregates else None
+        if aggregator is None and name not in (TORCH, *(() if collective.aggregates else (COMMOPT,))):
+            known = (TORCH, *sorted(known_aggregators())) if collective.aggregates else (TORCH, COMMOPT)
             raise ConfigurationError(
-                f"--aggregator {name!r} is unknown for {settings.collective.name}; known: {', '.join(known)}"
+                f"--aggregator {name!r} is unknown for {collective.name}; known: {', '.join(known)}"
             )
-        if aggregator is not None and not aggregator.lossless and not settings.dtype.is_floating_point:
+        if aggregator is not None and not aggregator.lossless and whole_numbers:
             raise ConfigurationError(
                 f"--aggregator {name} would round -d {settings.type_name}; use a floating-point type or a lossless "
                 f"aggregator such as flat"
             )
+    return settings

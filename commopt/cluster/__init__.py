@@ -13,10 +13,8 @@ how many ranks they have, so the numbers may differ between nodes. Host name and
 nodes; NCCL_HOSTID tells the nodes apart.
 """
 
-from commopt.cluster.counters import Counters, Traffic, link_rate, traffic
-from commopt.cluster.launch import Cluster, NodeTraffic, Result
-from commopt.cluster.link import Link
-from commopt.cluster.network import ClusterUnavailableError
+from commopt.cluster.cli import Cluster, NodeTraffic, Result
+from commopt.cluster.network import ClusterUnavailableError, Counters, Link, Traffic, link_rate, traffic
 
 __all__ = [
     "Cluster",

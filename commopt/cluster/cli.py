@@ -1,44 +1,251 @@
-"""`commopt cluster`: run a script on emulated nodes."""
+"""`commopt cluster`: run a script on emulated nodes, and always take everything down again."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 import signal
+import subprocess
 import sys
-from dataclasses import asdict
-from types import FrameType
-from typing import Any
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import IO, Any
 
-from commopt.cluster.launch import Cluster, Result
-from commopt.cluster.network import ClusterUnavailableError
-from commopt.command_line import output_file, refuse, whole
+from commopt.cluster.network import (
+    INTERFACE,
+    MAX_NODES,
+    RATE_VARIABLE,
+    ClusterUnavailableError,
+    Link,
+    Network,
+    Traffic,
+    address,
+    uninterrupted,
+)
+from commopt.command_line import output_file, print_table, refuse, whole
+
+# How long nodes get to fail by themselves after the first one did, and then to react to SIGTERM.
+_GRACE_S = 5.0
+_POLL_S = 0.05
+_MASTER_PORT = 29500  # always free: the namespace is new
+_TIMED_OUT = 124
+_NODE_SCRIPT = Path(__file__).with_name("node.py")
+
+
+@dataclass(frozen=True)
+class NodeTraffic:
+    """What one node moved during a run."""
+
+    node_rank: int
+    ranks: int
+    traffic: Traffic
+
+
+@dataclass(frozen=True)
+class Result:
+    """Outcome of one run; `returncode` is that of the rank that failed first, 124 after a timeout.
+
+    `stdout` is node 0's alone. `stderr` is node 0's, and both streams of the other nodes with `[node i] `
+    before each line. Both are empty when the run was not captured.
+    """
+
+    returncode: int
+    stdout: str
+    stderr: str
+    seconds: float
+    nodes: tuple[NodeTraffic, ...]
+
+
+class Cluster:
+    """Context manager: emulated nodes that live from `with` to its end; `run` may be called many times.
+
+    `ranks_per_node` is one number for all nodes or one per node. Raises ValueError for arguments that make no
+    sense, ClusterUnavailableError where the machine cannot do it.
+    """
+
+    def __init__(
+        self,
+        nodes: int = 2,
+        ranks_per_node: int | Sequence[int] = 2,
+        rate: str = "200mbit",
+        delay: str = "0ms",
+    ) -> None:
+        if not 1 <= nodes <= MAX_NODES:
+            raise ValueError(f"nodes {nodes} must be between 1 and {MAX_NODES}")
+        ranks = (ranks_per_node,) * nodes if isinstance(ranks_per_node, int) else tuple(ranks_per_node)
+        if len(ranks) != nodes:
+            raise ValueError(f"ranks_per_node {ranks} names {len(ranks)} nodes, not {nodes}; give one number per node")
+        if min(ranks) < 1:
+            raise ValueError(f"ranks_per_node {ranks} must be at least 1 on every node")
+        self.ranks_per_node = ranks
+        self.rate = rate
+        self.link = Link.parse(rate, delay)
+        self._network = Network(nodes, self.link)
+
+    @staticmethod
+    def missing(rate: str = "200mbit", delay: str = "0ms") -> str | None:
+        """Try a cluster of one node; return why this machine cannot emulate such a link, None if it can."""
+        try:
+            with Cluster(nodes=1, rate=rate, delay=delay):
+                return None
+        except ClusterUnavailableError as error:
+            return str(error)
+
+    def __enter__(self) -> Cluster:
+        self._network.build()
+        self._scratch = tempfile.TemporaryDirectory(prefix="commopt-cluster-")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._network.remove()
+        self._scratch.cleanup()
+
+    def cut(self, node_rank: int) -> None:
+        """Cut a node off from all others, while something runs: their connections break without a sign."""
+        self._network.connect(node_rank, up=False)
+
+    def mend(self, node_rank: int) -> None:
+        """Undo `cut`."""
+        self._network.connect(node_rank, up=True)
+
+    def run(
+        self,
+        command: Sequence[str],
+        timeout_s: float | None = None,
+        env: Mapping[str, str] | None = None,
+        capture: bool = True,
+    ) -> Result:
+        """Run torchrun's `SCRIPT ARGS...` or `-m MODULE ARGS...` on all ranks, until no process is left.
+
+        With `capture` False node 0 keeps this process's stdout, stderr and terminal, and the lines of the
+        other nodes go to stderr as they come. Never raises for a script that fails; see `Result.returncode`.
+        """
+        nodes = range(len(self.ranks_per_node))
+        before = [self._network.traffic(node_rank) for node_rank in nodes]
+        start = time.monotonic()
+        stdout: list[str] = []
+        stderr: list[str] = []
+        log = stderr.append if capture else _write_stderr
+        agents: list[subprocess.Popen[str]] = []
+        pumps: list[threading.Thread] = []
+        try:
+            for node_rank in nodes:
+                agent = self._start(node_rank, command, env or {}, piped=capture or node_rank > 0)
+                agents.append(agent)
+                prefix = f"[node {node_rank}] " if node_rank else ""
+                for stream, sink in (
+                    (agent.stdout, log if node_rank else stdout.append),
+                    (agent.stderr, log),
+                ):
+                    if stream is not None:
+                        pumps.append(_pump(stream, sink, prefix))
+            returncode = _wait(agents, timeout_s, log)
+        finally:
+            with uninterrupted():
+                _terminate(agents)
+                self._network.kill()
+                for pump in pumps:
+                    pump.join()
+        seconds = time.monotonic() - start
+        moved = (self._network.traffic(node_rank) - before[node_rank] for node_rank in nodes)
+        traffic = tuple(map(NodeTraffic, nodes, self.ranks_per_node, moved))
+        return Result(returncode, "".join(stdout), "".join(stderr), seconds, traffic)
+
+    def _start(
+        self, node_rank: int, command: Sequence[str], env: Mapping[str, str], piped: bool
+    ) -> subprocess.Popen[str]:
+        torchrun = [sys.executable, str(_NODE_SCRIPT), f"--nnodes={len(self.ranks_per_node)}"]
+        torchrun += [f"--node-rank={node_rank}", f"--nproc-per-node={self.ranks_per_node[node_rank]}"]
+        torchrun += [f"--master-addr={address(0)}", f"--master-port={_MASTER_PORT}"]
+        torchrun += [f"--log-dir={self._scratch.name}"]  # torchrun leaves its own behind in /tmp
+        output = subprocess.PIPE if piped else None
+        return subprocess.Popen(
+            self._network.enter(node_rank, [*torchrun, *command]),
+            env={**os.environ, **self._environment(node_rank), **env},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            text=True,
+            errors="replace",
+            # Ctrl-C at the terminal reaches only this process, which then stops the nodes in order.
+            start_new_session=True,
+        )
+
+    def _environment(self, node_rank: int) -> dict[str, str]:
+        return {
+            RATE_VARIABLE: self.rate,
+            "NCCL_HOSTID": self._network.nodes[node_rank],
+            "NCCL_IB_DISABLE": "1",
+            "NCCL_SOCKET_IFNAME": INTERFACE,
+            "GLOO_SOCKET_IFNAME": INTERFACE,
+            "TP_SOCKET_IFNAME": INTERFACE,
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        }
+
+
+def _wait(agents: Sequence[subprocess.Popen[str]], timeout_s: float | None, log: Callable[[str], object]) -> int:
+    deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    failure = 0
+    while True:
+        codes = [agent.poll() for agent in agents]
+        if not failure and (failure := next((code for code in codes if code), 0)):
+            deadline = time.monotonic() + _GRACE_S
+        if time.monotonic() > deadline and not failure:
+            log(f"[cluster] still running after {timeout_s:g} s; stopped\n")
+            return _TIMED_OUT
+        if None not in codes or time.monotonic() > deadline:
+            return failure if failure >= 0 else 128 - failure
+        time.sleep(_POLL_S)
+
+
+def _terminate(agents: Sequence[subprocess.Popen[str]]) -> None:
+    for agent in agents:
+        agent.terminate()
+    deadline = time.monotonic() + _GRACE_S
+    for agent in agents:
+        with suppress(subprocess.TimeoutExpired):
+            agent.wait(max(0.0, deadline - time.monotonic()))
+
+
+def _pump(stream: IO[str], sink: Callable[[str], object], prefix: str) -> threading.Thread:
+    def copy() -> None:
+        with stream:
+            for line in stream:
+                sink(prefix + line)
+
+    thread = threading.Thread(target=copy, daemon=True)
+    thread.start()
+    return thread
+
+
+def _write_stderr(line: str) -> None:
+    sys.stderr.write(line)
+    sys.stderr.flush()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the emulated cluster."""
     parser.description = "Run a script under torchrun on emulated nodes joined by a slow network (needs root)."
     parser.epilog = "The exit status is that of the rank that failed first."
-    parser.add_argument("--nodes", type=whole(1), default=2, help="number of nodes (default 2)")
-    parser.add_argument(
-        "--ranks-per-node",
-        default="2",
-        metavar="L[,L...]",
-        help="ranks on every node, or one number per node",
-    )
-    parser.add_argument(
-        "--rate", default="200mbit", help="of every node's link, each way: 1gbit, none (default 200mbit)"
-    )
-    parser.add_argument("--delay", default="0ms", help="one-way delay of the network: 500us, 5ms (default 0ms)")
-    parser.add_argument(
-        "--burst", default="auto", help="bytes a node may send at once: 64kib (default: 2 ms of the rate)"
-    )
-    parser.add_argument(
-        "--json", type=output_file, metavar="FILE", help="write what was run and each node's traffic to FILE"
-    )
-    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as in `python -m`")
-    parser.add_argument("script", metavar="SCRIPT")
-    parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER)
+    add: Any = parser.add_argument
+    add("--nodes", type=whole(1), default=2, help="number of nodes (default 2)")
+    add("--ranks-per-node", default="2", metavar="L[,L...]", help="ranks on every node, or one number per node")
+    add("--rate", default="200mbit", help="of every node's link, each way: 1gbit, none (default 200mbit)")
+    add("--delay", default="0ms", help="one-way delay of the network: 500us, 5ms (default 0ms)")
+    add("--json", type=output_file, metavar="FILE", help="write what was run and each node's traffic to FILE")
+    add("-m", "--module", action="store_true", help="SCRIPT is a module, as in `python -m`")
+    add("script", metavar="SCRIPT")
+    add("arguments", metavar="ARGS", nargs=argparse.REMAINDER)
 
 
 def _ranks_per_node(text: str) -> int | list[int]:
@@ -67,18 +274,8 @@ def _print_table(cluster: Cluster, result: Result) -> None:
     for node in result.nodes:
         link, inside = node.traffic.link, node.traffic.loopback
         sent, received, kept = (f"{n / 2**20:.2f}" for n in (link.tx_bytes, link.rx_bytes, inside.tx_bytes))
-        cells = (node.node_rank, node.ranks, sent, link.tx_packets, received, link.rx_packets, kept)
-        rows.append([str(cell) for cell in cells])
-    try:
-        from rich.console import Console
-        from rich.table import Column, Table
-    except ImportError:
-        print(title, "\t".join(headings), *("\t".join(row) for row in rows), sep="\n", file=sys.stderr)
-        return
-    table = Table(*(Column(heading, justify="right") for heading in headings), title=title)
-    for row in rows:
-        table.add_row(*row)
-    Console(stderr=True).print(table)
+        rows.append((node.node_rank, node.ranks, sent, link.tx_packets, received, link.rx_packets, kept))
+    print_table(title, headings, rows, sys.stderr)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
@@ -92,7 +289,7 @@ def run(arguments: argparse.Namespace) -> int:
     command = [*(["-m"] if arguments.module else []), arguments.script, *arguments.arguments]
     try:
         ranks = _ranks_per_node(arguments.ranks_per_node)
-        with Cluster(arguments.nodes, ranks, arguments.rate, arguments.delay, arguments.burst) as cluster:
+        with Cluster(arguments.nodes, ranks, arguments.rate, arguments.delay) as cluster:
             result = cluster.run(command, capture=False)
     except (ClusterUnavailableError, ValueError) as error:
         return refuse("commopt cluster", error)

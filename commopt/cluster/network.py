@@ -1,4 +1,4 @@
-"""Build and remove the namespaces, links and bridge of an emulated cluster."""
+"""Namespaces, links and bridge of an emulated cluster, the shape of a link, and counters of what a node moved."""
 
 from __future__ import annotations
 
@@ -10,12 +10,143 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
-from commopt.cluster.counters import INTERFACE, PROC_FILES, Traffic
-from commopt.cluster.link import Link
+INTERFACE = "eth0"
+RATE_VARIABLE = "BENCH_CLUSTER_RATE"
+PROC_FILES = ("/proc/net/dev", "/proc/net/snmp")  # what Traffic.parse reads
+
+# Ethernet 14, IPv4 20, TCP with timestamps 32.
+_HEADER_BYTES = 66
+_SEGMENT_PAYLOAD_BYTES = 1500 - 20 - 32
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Bytes (headers included) and packets of one interface; subtract two for what passed between them."""
+
+    tx_bytes: int = 0
+    tx_packets: int = 0
+    rx_bytes: int = 0
+    rx_packets: int = 0
+
+    def __sub__(self, earlier: Counters) -> Counters:
+        return Counters(*(now - then for now, then in zip(astuple(self), astuple(earlier), strict=True)))
+
+    @property
+    def tx_payload_bytes(self) -> int:
+        """Bytes sent less the TCP, IP and Ethernet headers of every packet (acknowledgements count 0)."""
+        return self.tx_bytes - _HEADER_BYTES * self.tx_packets
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """A node's counters: `link` crosses the shaped network, `loopback` stays inside the node.
+
+    `retransmissions` are the TCP segments a node sent again: acknowledgements wait in the queue of a slow link, and a
+    busy machine delays them until TCP takes data that did arrive for lost.
+    """
+
+    link: Counters
+    loopback: Counters
+    retransmissions: int = 0
+
+    def __sub__(self, earlier: Traffic) -> Traffic:
+        retransmissions = self.retransmissions - earlier.retransmissions
+        return Traffic(self.link - earlier.link, self.loopback - earlier.loopback, retransmissions)
+
+    @property
+    def link_payload_bytes(self) -> int:
+        """What programs sent over the link: no headers, and every full segment once however often it was sent."""
+        return max(0, self.link.tx_payload_bytes - _SEGMENT_PAYLOAD_BYTES * self.retransmissions)
+
+    @classmethod
+    def parse(cls, proc_net_dev: str, proc_net_snmp: str) -> Traffic:
+        """Read the texts of /proc/net/dev and /proc/net/snmp."""
+        counters = {}
+        for line in proc_net_dev.splitlines()[2:]:
+            name, _, fields = line.partition(":")
+            rx_bytes, rx_packets, *_, tx_bytes, tx_packets = (int(field) for field in fields.split()[:10])
+            counters[name.strip()] = Counters(tx_bytes, tx_packets, rx_bytes, rx_packets)
+        names, values = (line.split() for line in proc_net_snmp.splitlines() if line.startswith("Tcp:"))
+        retransmissions = int(values[names.index("RetransSegs")])
+        return cls(counters[INTERFACE], counters["lo"], retransmissions)
+
+
+def link_rate() -> str | None:
+    """Rate of this node's emulated link ("none": unshaped), or None outside an emulated cluster."""
+    return os.environ.get(RATE_VARIABLE)
+
+
+def traffic() -> Traffic:
+    """Snapshot the counters of the node this process runs on; all ranks of a node see the same ones.
+
+    Take it after a barrier: a collective returns while its last bytes still wait for the link.
+    """
+    if link_rate() is None:
+        raise RuntimeError(
+            "this process is not on an emulated node, so its counters would show the host's own traffic; "
+            "start it with `commopt cluster`, or ask link_rate() first"
+        )
+    return Traffic.parse(*(Path(file).read_text() for file in PROC_FILES))
+
+
+_RATE_UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_DELAY_UNITS = {"us": 1.0, "ms": 1e3, "s": 1e6}
+
+# Long enough for TCP never to starve, short enough that a full queue is noticed as lost packets, not as lag.
+_QUEUE_LATENCY = "100ms"
+# netem's default of 1000 packets would drop what a fast link keeps in flight during the delay.
+_DELAYED_PACKETS = 100_000
+
+
+@dataclass(frozen=True)
+class Link:
+    """One node's full-duplex link; `rate_bps` None means unshaped, `delay_us` is one way."""
+
+    rate_bps: int | None = None
+    burst_bytes: int | None = None
+    delay_us: int = 0
+
+    @classmethod
+    def parse(cls, rate: str = "none", delay: str = "0ms") -> Link:
+        """Read text such as "200mbit", "1.5ms"; raise a ValueError that shows the right form."""
+        delay_us = _quantity("delay", delay, _DELAY_UNITS, example="5ms")
+        if rate == "none":
+            return cls(delay_us=delay_us)
+        rate_bps = _quantity("rate", rate, _RATE_UNITS, example="200mbit, or none for an unshaped link")
+        if rate_bps <= 0:
+            raise ValueError(f"rate {rate!r} must be above 0; write none for an unshaped link")
+        # What a port may send at once: 2 ms of the rate; a larger burst lets small messages through for free.
+        return cls(rate_bps, max(32 * 1024, rate_bps * 2 // 1000 // 8), delay_us)
+
+    def near_end(self) -> list[list[str]]:
+        """`tc qdisc add` arguments for the node's own end of its link."""
+        if not self.delay_us:
+            return self.far_end()
+        netem = ["netem", "delay", f"{self.delay_us}us", "limit", str(_DELAYED_PACKETS)]
+        return [["root", "handle", "1:", *netem], *(["parent", "1:1", *tbf] for tbf in self._tbf())]
+
+    def far_end(self) -> list[list[str]]:
+        """`tc qdisc add` arguments for the bridge's end, which shapes what the node receives."""
+        return [["root", *tbf] for tbf in self._tbf()]
+
+    def _tbf(self) -> list[list[str]]:
+        if self.rate_bps is None:
+            return []
+        shape = ["rate", f"{self.rate_bps}bit", "burst", f"{self.burst_bytes}b", "latency", _QUEUE_LATENCY]
+        return [["tbf", *shape]]
+
+
+def _quantity(name: str, text: str, units: Mapping[str, float], example: str) -> int:
+    match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,9})?)\s*([a-z]+)", text.strip().lower())
+    if match is None or match[2] not in units:
+        raise ValueError(f"{name} {text!r} must be a number and one of {', '.join(units)}; for example {example}")
+    return round(float(match[1]) * units[match[2]])
+
 
 MAX_NODES = 254  # one /24
 _NAMESPACES = Path("/run/netns")

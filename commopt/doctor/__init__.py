@@ -1,8 +1,65 @@
 """Why is communication slow here? Checks of files, environment, driver and logs, each with its remedy."""
 
-from commopt.doctor.checks.diagnosis import diagnose
-from commopt.doctor.facts.machine import Machine
-from commopt.doctor.finding import Finding, Severity
-from commopt.doctor.observe import observe
+from __future__ import annotations
 
-__all__ = ["Finding", "Machine", "Severity", "diagnose", "observe"]
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from commopt.doctor import ethernet, gpudirect, gpus, host, rdma, settings
+from commopt.doctor.finding import Check, Finding, Severity, in_order, unread
+from commopt.doctor.machine import Machine, Software, Version
+from commopt.doctor.nvml import NvmlFacts, read_nvml
+from topology.machine import discover
+from topology.sysfs import read_sysfs
+
+__all__ = ["CHECKS", "LIVE", "Finding", "Machine", "Severity", "diagnose", "observe"]
+
+LIVE = Path("/")
+
+# In the order of repair: what stops everything, what takes the fast way away, what slows the fast way, details.
+CHECKS: tuple[Check[Machine], ...] = (
+    *(settings.versions, settings.topology_file, gpus.fabric, gpus.memory, gpus.xid),
+    *(rdma.port, ethernet.choice, rdma.transport, settings.settings, settings.configuration),
+    *(host.memlock, host.shm, host.files, gpus.clocks, gpus.peers, rdma.choice, rdma.gid),
+    *(gpudirect.module, gpudirect.level, gpudirect.acs, gpudirect.iommu, gpudirect.links),
+    *(ethernet.speed, ethernet.mtu, ethernet.sockets, ethernet.tcp, host.cpus, host.governor, host.balancing),
+    *(host.remove_ipc, host.stack, host.numa_container, gpus.tenants, rdma.counters),
+)
+
+
+def observe(root: Path = LIVE, environ: Mapping[str, str] = os.environ) -> Machine:
+    """Look at a machine once; NVML and the installed versions only for the live one."""
+    environ = settings.effective(root, environ)
+    nvml = read_nvml() if root == LIVE else NvmlFacts(missing="not asked: these are another machine's files")
+    software = _software() if root == LIVE else Software()
+    machine = Machine(root, environ, discover(root, environ), read_sysfs(root), nvml, software)
+    return replace(machine, counters=rdma.read_counters(machine))
+
+
+def _software() -> Software:
+    import torch  # here, so that a fixture tree is examined without it
+
+    try:
+        nccl = tuple(torch.cuda.nccl.version())
+    except (AttributeError, RuntimeError):  # torch without CUDA
+        nccl = ()
+    return Software(torch.__version__, _version(torch.version.cuda), nccl or None)
+
+
+def _version(text: str | None) -> Version | None:
+    parts = (text or "").split(".")
+    return tuple(int(part) for part in parts) if all(part.isdecimal() for part in parts) else None
+
+
+def diagnose(machine: Machine) -> list[Finding]:
+    """Run every check; errors first, and within one severity in the order of repair."""
+    found: list[Finding] = []
+    for check in CHECKS:
+        try:
+            found += check(machine)
+        except (OSError, ValueError) as error:
+            # A file that no machine had before: one check less is better than none.
+            found.append(check.named(unread(f"this check failed: {type(error).__name__}: {error}")))
+    return in_order(found)

@@ -1,13 +1,14 @@
-"""What a check reports: one thing that was looked at, what it is, what it should be, and the command that mends it."""
+"""What a check reports: what was looked at, what it is, what it should be, and the command that fixes it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 Confidence = Literal["high", "medium", "low"]
+T = TypeVar("T")
 
 
 class Severity(Enum):
@@ -51,34 +52,63 @@ class Finding:
         return {**asdict(self), "severity": self.severity.value, "nodes": list(self.nodes)}
 
 
+# The five below leave id and title to the check that yields them; without `read`, that is the check's too.
+
+
+def error(value: str, expected: str, remedy: str, confidence: Confidence = "high", read: str = "") -> Finding:
+    """Broken, or several times slower than it could be."""
+    return Finding("", "", Severity.ERROR, read, value, expected, remedy, confidence)
+
+
+def warning(value: str, expected: str, remedy: str, confidence: Confidence = "high", read: str = "") -> Finding:
+    """Probably costs speed, or will break in a likely situation."""
+    return Finding("", "", Severity.WARNING, read, value, expected, remedy, confidence)
+
+
+def info(
+    value: str, expected: str, remedy: str | None = None, confidence: Confidence = "high", read: str = ""
+) -> Finding:
+    """Worth knowing."""
+    return Finding("", "", Severity.INFO, read, value, expected, remedy, confidence)
+
+
+def ok(value: str, expected: str = "", read: str = "") -> Finding:
+    """As it should be; without `expected`, that is the check's."""
+    return Finding("", "", Severity.OK, read, value, expected)
+
+
+def unread(why: str, remedy: str | None = None, read: str = "") -> Finding:
+    """Could not be looked at: never passed over in silence."""
+    return Finding("", "", Severity.INFO, read, None, why, remedy, "low")
+
+
 @dataclass(frozen=True)
-class Check:
-    """A check's id and name, and short ways to say what it found."""
+class Check(Generic[T]):
+    """A look at a machine, a log or the ranks of a job."""
 
     id: str
     title: str
+    read: str
+    expected: str
+    """What is reported as fine when nothing else is; "" reports nothing then."""
+    look: Callable[[T], Iterable[Finding]]
 
-    def error(self, read: str, value: str, expected: str, remedy: str, confidence: Confidence = "high") -> Finding:
-        """Broken, or several times slower than it could be."""
-        return Finding(self.id, self.title, Severity.ERROR, read, value, expected, remedy, confidence)
+    def __call__(self, subject: T) -> list[Finding]:
+        """Return what is worth telling about `subject`, in the order of repair."""
+        found = list(self.look(subject))
+        if not found and self.expected:
+            found = [ok("nothing to fix")]
+        return [self.named(finding) for finding in found]
 
-    def warning(self, read: str, value: str, expected: str, remedy: str, confidence: Confidence = "high") -> Finding:
-        """Probably costs speed, or will break in a likely situation."""
-        return Finding(self.id, self.title, Severity.WARNING, read, value, expected, remedy, confidence)
+    def named(self, finding: Finding) -> Finding:
+        """Return a finding with this check's id and title, and what it left to the check."""
+        read, expected = finding.read or self.read, finding.expected or self.expected
+        return replace(finding, check=self.id, title=self.title, read=read, expected=expected)
 
-    def info(
-        self, read: str, value: str, expected: str, remedy: str | None = None, confidence: Confidence = "high"
-    ) -> Finding:
-        """Worth knowing."""
-        return Finding(self.id, self.title, Severity.INFO, read, value, expected, remedy, confidence)
 
-    def ok(self, read: str, value: str, expected: str) -> Finding:
-        """As it should be, or not needed here."""
-        return Finding(self.id, self.title, Severity.OK, read, value, expected)
-
-    def unread(self, read: str, why: str, remedy: str | None = None) -> Finding:
-        """Could not be looked at: never passed over in silence."""
-        return Finding(self.id, self.title, Severity.INFO, read, None, why, remedy, "low")
+def check(id: str, title: str, read: str, expected: str = "") -> Callable[[Callable[[T], Iterable[Finding]]], Check[T]]:
+    """Make a check of a function that yields findings: errors, warnings and notes, or nothing where all is fine."""
+    return lambda look: Check(id, title, read, expected, look)
 
 
 def in_order(findings: Iterable[Finding]) -> list[Finding]:
@@ -88,14 +118,13 @@ def in_order(findings: Iterable[Finding]) -> list[Finding]:
 
 def merge(findings: Iterable[Finding]) -> list[Finding]:
     """Say once what several machines reported in the same words, with the names of all of them."""
-    nodes: dict[Finding, list[str]] = {}
+    nodes: dict[Finding, dict[str, None]] = {}
     for finding in findings:
-        named = nodes.setdefault(replace(finding, nodes=()), [])
-        named += [node for node in finding.nodes if node not in named]
+        nodes.setdefault(replace(finding, nodes=()), {}).update(dict.fromkeys(finding.nodes))
     return [replace(finding, nodes=tuple(named)) for finding, named in nodes.items()]
 
 
 def exit_status(findings: Iterable[Finding]) -> int:
     """Return 3 when there is an error, 1 when there is a warning, else 0."""
-    worst = min((finding.severity.rank for finding in findings), default=Severity.OK.rank)
-    return {Severity.ERROR.rank: 3, Severity.WARNING.rank: 1}.get(worst, 0)
+    severities = {finding.severity for finding in findings}
+    return 3 if Severity.ERROR in severities else 1 if Severity.WARNING in severities else 0

@@ -23,16 +23,16 @@ P2P_STATES = {
     4: "disabled by a driver key",
     5: "not supported",
 }
-HELD_BACK = {
-    0x04: "power limit",
+POWER_LIMIT = 0x04
+SLOWED_BY = {
+    POWER_LIMIT: "power limit",
     0x08: "slowed by hardware",
     0x20: "too hot (slowed by the driver)",
     0x40: "too hot (slowed by hardware)",
     0x80: "power brake from outside",
 }
 """NVML's clock event reasons, without those of an idle GPU and of clocks that somebody chose."""
-P2P_UNTOLD = (0, 6)
-"""Fine, and unknown."""
+P2P_FINE_OR_UNKNOWN = (0, 6)
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,6 @@ class NvmlGpu:
     """One GPU; None for what the driver does not tell."""
 
     index: int
-    busid: str | None = None
     mig: bool | None = None
     tenants: int | None = None
     """Compute processes other than this one."""
@@ -51,14 +50,12 @@ class NvmlGpu:
     multi_node: bool | None = None
     """Whether its NVLink fabric spans machines."""
     nvlinks_up: int | None = None
-    held_back: int | None = None
-    """Why its clock is lower than it could be: bits of HELD_BACK."""
+    slowed_by: int | None = None
+    """Why its clock is lower than it could be: bits of SLOWED_BY."""
     rows_pending: bool | None = None
     """Whether bad memory rows wait for a reset to be replaced."""
     rows_failed: bool | None = None
     """Whether a bad row could not be replaced."""
-    persistent: bool | None = None
-    """Whether the driver keeps it initialized while nobody uses it."""
 
 
 @dataclass(frozen=True)
@@ -110,29 +107,23 @@ def _ask(nvml: Any) -> NvmlFacts:
 
 
 def _gpu(nvml: Any, ask: Callable[[Callable[[], Any]], Any], index: int, handle: Any) -> NvmlGpu:
-    busid = ask(lambda: nvml.nvmlDeviceGetPciInfo(handle).busId)
-    mig = ask(lambda: nvml.nvmlDeviceGetMigMode(handle)[0])
-    processes = ask(lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle))
     fabric = ask(lambda: _fabric(nvml, handle))
-    # Older bindings know the older name only.
-    held = ask(lambda: int(nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)))
-    held = ask(lambda: int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))) if held is None else held
-    rows = ask(lambda: nvml.nvmlDeviceGetRemappedRows(handle))
-    persistent = ask(lambda: nvml.nvmlDeviceGetPersistenceMode(handle))
+    slowed = ask(lambda: int(nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)))
+    if slowed is None:  # older bindings know the older name only
+        slowed = ask(lambda: int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)))
     states = [ask(partial(nvml.nvmlDeviceGetNvLinkState, handle, link)) for link in range(NVLINKS)]
+    processes = ask(lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle))
     return NvmlGpu(
         index,
-        busid.decode() if isinstance(busid, bytes) else busid,
-        None if mig is None else bool(mig),
-        None if processes is None else sum(process.pid != os.getpid() for process in processes),
-        fabric and FABRIC_STATES.get(int(fabric.state)),
-        fabric and int(fabric.status),
-        fabric and any(bytes(fabric.clusterUuid)),
-        None if all(state is None for state in states) else sum(bool(state) for state in states),
-        None if held is None else sum(bit for bit in HELD_BACK if held & bit),
-        None if rows is None else bool(rows[2]),
-        None if rows is None else bool(rows[3]),
-        None if persistent is None else bool(persistent),
+        mig=ask(lambda: bool(nvml.nvmlDeviceGetMigMode(handle)[0])),
+        tenants=None if processes is None else sum(process.pid != os.getpid() for process in processes),
+        fabric=fabric and FABRIC_STATES.get(int(fabric.state)),
+        fabric_status=fabric and int(fabric.status),
+        multi_node=fabric and any(bytes(fabric.clusterUuid)),
+        nvlinks_up=None if all(state is None for state in states) else sum(bool(state) for state in states),
+        slowed_by=None if slowed is None else sum(bit for bit in SLOWED_BY if slowed & bit),
+        rows_pending=ask(lambda: bool(nvml.nvmlDeviceGetRemappedRows(handle)[2])),
+        rows_failed=ask(lambda: bool(nvml.nvmlDeviceGetRemappedRows(handle)[3])),
     )
 
 
@@ -146,6 +137,6 @@ def _pairs_apart(nvml: Any, ask: Callable[[Callable[[], Any]], Any], handles: li
     apart = []
     for a, b in permutations(range(len(handles)), 2):
         state = ask(partial(nvml.nvmlDeviceGetP2PStatus, handles[a], handles[b], P2P_READ))
-        if state is not None and state not in P2P_UNTOLD:
+        if state is not None and state not in P2P_FINE_OR_UNKNOWN:
             apart.append((a, b, P2P_STATES.get(int(state), f"state {state}")))
     return apart

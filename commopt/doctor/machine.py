@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from commopt.doctor.facts.nvml import NvmlFacts
+from commopt.doctor.nvml import NvmlFacts
 from topology import kernel_files
 from topology.model import Topology
 
 Version = tuple[int, ...]
+
+IPC_LOCK, SYS_NICE = 14, 23
+HYPERVISORS = ("QEMU", "KVM", "VMware", "Virtual", "Xen", "Amazon EC2", "Google Compute")
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,9 @@ class Software:
     cuda: Version | None = None
     """The CUDA that torch was built for."""
     nccl: Version | None = None
+
+    def __str__(self) -> str:
+        return f"torch {self.torch}, CUDA {version_text(self.cuda)}, NCCL {version_text(self.nccl)}"
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,22 @@ class Machine:
         """Return an environment variable; None when it is unset or empty, which NCCL takes for the same."""
         return self.environ.get(name) or None
 
+    def status(self, name: str) -> str | None:
+        """Return a line of /proc/self/status ("Mems_allowed_list"), None when it is not there."""
+        return kernel_files.fields(self.text("proc/self/status")).get(name)
+
+    def capable(self, bit: int) -> bool | None:
+        """Whether this process has a Linux capability in effect; None when unknown."""
+        try:
+            return bool(int(self.status("CapEff") or "", 16) >> bit & 1)
+        except ValueError:
+            return None
+
+    def limit(self, name: str) -> int | None:
+        """Return a soft limit of this process ("Max stack size") in bytes, -1 for unlimited, None when unknown."""
+        found = re.search(rf"^{name} +(unlimited\b|\d+\b)", self.text("proc/self/limits") or "", re.MULTILINE)
+        return None if found is None else -1 if found[1] == "unlimited" else int(found[1])
+
     @property
     def ranks_here(self) -> int:
         """Processes that share this machine: what the launcher says, else one for each GPU, at least 1."""
@@ -91,7 +114,54 @@ class Machine:
         world = self.environ.get("WORLD_SIZE", "")
         return world.isdecimal() and int(world) > self.ranks_here
 
+    @property
+    def virtual(self) -> bool:
+        """Whether a hypervisor runs below, as far as anything says so."""
+        if self.exists("sys/hypervisor/type"):
+            return True
+        product = " ".join(self.text(f"sys/class/dmi/id/{name}") or "" for name in ("sys_vendor", "product_name"))
+        if any(word in product for word in HYPERVISORS):
+            return "metal" not in product  # providers put their name on machines without a hypervisor too
+        return " hypervisor" in (self.text("proc/cpuinfo") or "")
+
+    @property
+    def in_container(self) -> bool:
+        """Whether this process is inside Docker, Podman or a Kubernetes pod."""
+        if self.exists(".dockerenv") or self.exists("run/.containerenv") or self.variable("KUBERNETES_SERVICE_HOST"):
+            return True
+        return any(word in (self.text("proc/1/cgroup") or "") for word in ("docker", "kubepods", "containerd"))
+
+    @property
+    def coherent(self) -> bool:
+        """Whether the GPUs share memory with the CPU over NVLink-C2C: GH200, GB200, GB300, GB10."""
+        return any(re.search(r"\bG[HB]\d", gpu.name or "") for gpu in self.hardware.gpus)
+
 
 def version_text(version: Version | None) -> str:
     """Return "2.28.9", or "unknown"."""
     return ".".join(map(str, version)) if version else "unknown"
+
+
+def before(version: Version | None, gate: Version) -> bool | None:
+    """Whether a version is older than `gate`; None when it is unknown."""
+    return None if version is None else version < gate
+
+
+def own_gpu(machine: Machine) -> tuple[int | None, str | None]:
+    """Return this rank's GPU: its place in `machine.hardware.gpus`, and CUDA's name for it; None where unknown.
+
+    A launcher that shows each rank one GPU means that one; otherwise a rank takes the one of its local number.
+    """
+    shown = machine.environ.get("CUDA_VISIBLE_DEVICES")
+    if shown is None:
+        names = [str(place) for place in range(len(machine.hardware.gpus))]
+    else:
+        names = [item.strip() for item in shown.split(",") if item.strip()]
+    rank = machine.environ.get("LOCAL_RANK", "")
+    if not rank.isdecimal() or not names or (len(names) > 1 and int(rank) >= len(names)):
+        return None, None
+    name = names[int(rank)] if len(names) > 1 else names[0]
+    for place, gpu in enumerate(machine.hardware.gpus):
+        if name == str(place) or (gpu.uuid is not None and name.startswith("GPU-") and gpu.uuid.startswith(name)):
+            return place, name
+    return None, name

@@ -1,1 +1,0 @@
-"""The checks, one file per group; diagnosis has them in the order of repair."""

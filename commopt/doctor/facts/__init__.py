@@ -1,1 +1,0 @@
-"""What the checks ask about the machine, read once."""

@@ -1,1 +1,0 @@
-"""What an NCCL_DEBUG=INFO log says was really used."""

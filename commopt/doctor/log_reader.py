@@ -1,0 +1,305 @@
+"""What NCCL really did: the facts in logs written with NCCL_DEBUG=INFO, for NCCL 2.4 and later."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from commopt.doctor.log_causes import alike
+from commopt.doctor.machine import Version
+from commopt.document import plain_file, reason_of
+from commopt.errors import ConfigurationError
+
+HOW = "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,ENV,NET,GRAPH,TUNING NCCL_DEBUG_FILE=nccl.%h.%p"
+LONGEST = 4000  # characters of a line that are looked at: rings of large jobs are longer, and not needed
+MOST_RANKS = 100_000
+MOST = 200  # different lines of one kind that are kept
+
+_T = TypeVar("_T")
+_K = TypeVar("_K")
+ALGORITHMS = ("Tree", "Ring", "CollNetDirect", "CollNetChain", "NVLS", "NVLSTree", "PAT")
+PROTOCOLS = ("LL", "LL128", "Simple")
+TCP = ("Socket", "FastSocket")
+"""Plugins that send through the kernel; all others do RDMA, or what a provider has in its place."""
+
+
+@dataclass
+class Log:
+    """What was found; everything is empty until a line says it."""
+
+    source: str
+    version: Version | None = None
+    ranks: int | None = None
+    seen: set[tuple[int, int]] = field(default_factory=set)
+    """Size of a communicator and the number in it, of the ranks that wrote the log."""
+    nodes: int | None = None
+    """As NCCL counts them; ranks of one machine that cannot reach each other inside it count as nodes too."""
+    hosts: set[str] = field(default_factory=set)
+    """Names at the beginning of lines; not every log holds those of all nodes."""
+    networks: Counter[str] = field(default_factory=Counter)
+    devices: dict[str, dict[int, list[str]]] = field(default_factory=dict)
+    """Names of adapters and interfaces by NET plugin ("IB", "Socket") and number, which nodes may give differently."""
+    merged: bool = False
+    """Whether NCCL made one adapter of several, under a number of its own."""
+    provider: str | None = None
+    """What libfabric goes over: "efa", "tcp"."""
+    provider_nics: str | None = None
+    sockets: int | None = None
+    """Sockets per connection, where NCCL opens more than one."""
+    bootstrap: Counter[str] = field(default_factory=Counter)
+    channels: Counter[str] = field(default_factory=Counter)
+    """Ends of connections by transport: "NET/IB/GDRDMA", "NET/Socket", "P2P/CUMEM", "SHM/direct/direct"."""
+    ends: Counter[tuple[str, bool]] = field(default_factory=Counter)
+    """"send" or "receive" and whether directly to GPU memory, of those over RDMA."""
+    adapters: Counter[str] = field(default_factory=Counter)
+    """Ends of connections by "IB 0": plugin and device number."""
+    no_gdr: Counter[str] = field(default_factory=Counter)
+    environment: dict[str, str] = field(default_factory=dict)
+    by_plugin: dict[str, bool] = field(default_factory=dict)
+    """Variables that a network plugin set, not a person."""
+    choices: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    """Collective, algorithm, protocol, and how often."""
+    largest: dict[tuple[str, str, str], int] = field(default_factory=dict)
+    """The same, and the largest message in bytes."""
+    plugin_error: str | None = None
+    """Why a network plugin that is there does not load."""
+    no_verbs: bool = False
+    no_ib_device: bool = False
+    no_peer: bool = False
+    no_gdr_gpu: str | None = None
+    """A GPU that the job's own lines name and that has no GPUDirect RDMA, whatever is installed."""
+    mnnvl: bool = False
+    """Whether the nodes share NVLink."""
+    warnings: dict[str, tuple[str, int]] = field(default_factory=dict)
+    """The first of each kind of warnings, and how many there were, in the order of the log."""
+    hints: dict[str, bool] = field(default_factory=dict)
+    """What NCCL itself advises."""
+
+    @property
+    def network_channels(self) -> dict[str, int]:
+        """Those that leave the machine (or that NCCL sends over the network inside it)."""
+        return {name: count for name, count in self.channels.items() if name.startswith(("NET/", "COLLNET/"))}
+
+    @property
+    def machines(self) -> int | None:
+        """Nodes: as NCCL counts them, else by the names in the log where there are several."""
+        # Where two lines ran into each other, the end of one sticks to the name.
+        names = [name for name in self.hosts if not any(name != end and name.endswith(end) for end in self.hosts)]
+        if self.all_over_network and len(names) == 1:
+            return 1 if sum(size == self.ranks for size, _ in self.seen) == self.ranks else None
+        return self.nodes or (len(names) if len(names) > 1 else None)
+
+    @property
+    def all_over_network(self) -> bool:
+        """Whether everything that joins the ranks of one machine was switched off."""
+        return all(self.environment.get(name) == "1" for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"))
+
+    def names(self, plugin: str) -> list[str]:
+        """Return the names of a plugin's adapters: "mlx5_0:1/IB"."""
+        parts = (name.split("+") for names in self.devices.get(plugin, {}).values() for name in names)
+        return sorted(dict.fromkeys(name for part in parts for name in part))
+
+
+def read_logs(paths: Sequence[Path]) -> Log:
+    """Read logs of one job as one: files, and all files of a folder (one for each rank, say).
+
+    Raises ConfigurationError (one line) for what cannot be read, and where no file has a line of NCCL.
+    """
+    files = [file for path in paths for file in (_files(path) if os.path.isdir(path) else [path])]
+    source = str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
+    log = parse_log((line for file in files for line in _lines(file)), source)
+    if log is None:
+        raise ConfigurationError(f"{source} has no line of NCCL in it; pass a log written with {HOW}")
+    return log
+
+
+def _files(folder: Path) -> list[Path]:
+    try:
+        return sorted(file for file in folder.iterdir() if file.is_file())
+    except OSError as error:
+        raise ConfigurationError(f"{folder} cannot be read ({error.strerror}); pass the folder of the logs") from None
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a file, each up to LONGEST characters: a file may be one line without an end."""
+    try:
+        if not str(path).startswith(("/dev/fd/", "/dev/stdin")):  # what the shell or `|` hands over has an end
+            plain_file(path)
+        with path.open(errors="replace") as file:
+            begins = True
+            while piece := file.readline(LONGEST):
+                if begins:
+                    yield piece
+                begins = piece.endswith("\n")
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{path} cannot be read ({reason_of(error)}); pass a log written with {HOW}") from None
+
+
+_VERSION = re.compile(r"NCCL version (\d+)\.(\d+)\.(\d+)")
+_MESSAGE = re.compile(r"NCCL (INFO|WARN)\b")
+_FILE = re.compile(r"([\w/]+\.(?:cc|cu|h)):\d+ *$")
+_HOST = re.compile(r"([\w.\-]+):\d+:\d+ \[")
+_COLOUR = re.compile(r"\x1b\[[\d;]*m")
+_LAST_ERROR = "Last error:"  # what torch says above the text of the last warning, whatever NCCL_DEBUG is
+_NO_GDR_GPU = re.compile(r"GeForce|NVIDIA GB10\b")
+_RANK = re.compile(r"^\s*(?:\[rank\d+\]:)?\s*")
+_NO_VERBS = "Failed to open libibverbs"  # a warning in old versions, although a machine without RDMA needs none
+
+
+def parse_log(lines: Iterable[str], source: str) -> Log | None:
+    """Collect the facts of a log; None when no line is NCCL's."""
+    log, any_line, last_error, line_before = Log(source), False, False, ""
+    for line in lines:
+        line = line[:LONGEST]
+        if last_error:
+            any_line = True
+            _warning(log, _RANK.sub("", line).strip())
+        last_error, line_before = _LAST_ERROR in line and "nccl" in line_before.lower(), line
+        if log.no_gdr_gpu is None and (gpu := _NO_GDR_GPU.search(line)):
+            log.no_gdr_gpu = gpu[0]
+        if "NCCL" not in line:
+            continue
+        line = _COLOUR.sub("", line)
+        if version := _VERSION.search(line):
+            log.version = tuple(map(int, version.groups()))
+            any_line = True
+        before, *rest = _MESSAGE.split(line)
+        for kind, text in zip(rest[::2], rest[1::2], strict=True):
+            any_line = True
+            if (hosts := _HOST.findall(before)) and len(log.hosts) < MOST:
+                log.hosts.add(hosts[-1])
+            if kind == "INFO":
+                _info(log, text.strip())
+            else:
+                file = _FILE.search(before)
+                # CUDA's errors mean different things in different places.
+                where = f" ({file[1]})" if file and text.startswith(" Cuda failure") else ""
+                _warning(log, text.strip() + where)
+            before = text
+    return log if any_line else None
+
+
+def _warning(log: Log, text: str) -> None:
+    text = re.sub(r"^\S+:\d+ ", "", text)
+    kind = alike(text)
+    if _NO_VERBS in text:
+        log.no_verbs = True
+    elif text:
+        first, count = log.warnings.get(kind, (text, 0))
+        _keep(log.warnings, kind, (first, count + 1))
+
+
+def _info(log: Log, text: str) -> None:
+    for pattern, take in _LINES:
+        if found := pattern.search(text):
+            take(log, found)
+            return
+
+
+def _keep(table: dict[_K, _T], key: _K, value: _T) -> None:
+    """Set an entry, unless it is one of too many."""
+    if key in table or len(table) < MOST:
+        table[key] = value
+
+
+def _count(counter: Counter[_T], key: _T) -> None:
+    _keep(counter, key, counter[key] + 1)
+
+
+def _channel(log: Log, found: re.Match[str]) -> None:
+    way = found[2].split(" comm ")[0].strip()
+    if network := _OVER_NETWORK.match(way):
+        kind, plugin, place, direct = network.groups(default="")
+        _count(log.channels, f"{kind}/{plugin}{direct}")
+        _count(log.adapters, f"{plugin} {place}")
+        if plugin not in TCP:
+            log.ends[found[1] or "", bool(direct)] += 1
+    elif way.startswith("direct shared memory"):  # before NCCL 2.12
+        log.channels["SHM"] += 1
+    elif inside := _INSIDE.match(way):
+        _count(log.channels, inside[0])
+
+
+def _choice(log: Log, found: re.Match[str]) -> None:
+    """Names stay as they are; some versions write numbers."""
+    what, nbytes, algorithm, protocol = found.groups(default="collective")
+    key = what, _named(algorithm, ALGORITHMS), _named(protocol, PROTOCOLS)
+    _count(log.choices, key)
+    _keep(log.largest, key, max(log.largest.get(key, 0), int(nbytes)))
+
+
+def _named(text: str, names: Sequence[str]) -> str:
+    return names[int(text)] if text.isdecimal() and int(text) < len(names) else text
+
+
+def _no_gdr(log: Log, found: re.Match[str]) -> None:
+    if "Socket" not in found[0]:  # sockets never do
+        _count(log.no_gdr, found[1].strip())
+
+
+def _provider(log: Log, found: re.Match[str]) -> None:
+    log.provider, log.provider_nics = found[1], found[2] or log.provider_nics
+
+
+def _threads(log: Log, found: re.Match[str]) -> None:
+    log.sockets = int(found[1]) * int(found[2])
+
+
+def _devices(log: Log, found: re.Match[str]) -> None:
+    _keep(log.devices, found[1], log.devices.get(found[1], {}))
+    places = log.devices.get(found[1], {})
+    for place, group, single in _DEVICE.findall(found[2].split("; OOB")[0]):
+        shown = "+".join(name for _, _, name in _DEVICE.findall(group)) or single
+        there = places.get(int(place), [])
+        if shown not in there and len(there) < MOST:
+            _keep(places, int(place), [*there, shown])
+
+
+def _comm(log: Log, found: re.Match[str]) -> None:
+    log.ranks = max(log.ranks or 0, int(found[2]))
+    if len(log.seen) < MOST_RANKS:
+        log.seen.add((int(found[2]), int(found[1])))
+    if found[3]:
+        log.nodes = max(log.nodes or 0, int(found[3]))
+        log.mnnvl |= "MNNVL 1" in found.string
+
+
+def _flag(name: str, value: bool | None = True) -> Callable[[Log, re.Match[str]], None]:
+    """Set an attribute: to `value`, or to the first group."""
+    return lambda log, found: setattr(log, name, found[1] if value is None else value)
+
+
+# Ranks that share an output run into each other, so only what is known to belong to a name is taken.
+_OVER_NETWORK = re.compile(r"(NET|COLLNET)/([^/]+)/(\d+)(?:\(\d+\))?(/GDRDMA)?")
+_INSIDE = re.compile(r"P2P/(?:direct pointer|indirect|IPC|CUMEM|MNNVL|\w+)(?:/read)?(?:/CE)?|SHM(?:/(?:direct|CE))*")
+_DEVICE = re.compile(r"\[(\d+)\](?:=\{([^}]*)\}| ?([\w.\-]+:\d+/\w+|[\w.\-]+))")
+
+# What a line of INFO says: the first pattern that is found counts.
+_LINES: tuple[tuple[re.Pattern[str], Callable[[Log, re.Match[str]], None]], ...] = tuple(
+    (re.compile(pattern), take) for pattern, take in (
+        (r"(?:(?:Channel|Ring) \d+(?:/\d+)? : \d+(?:\[\w+\])? -> \d+(?:\[\w+\])?|Coll(?:Net)? \d+(?:/\d+)? : \d+) "
+         r"(?:\[(send|receive)\] )?via (.+)", _channel),
+        (r"(?:(\w+): )?(\d+) Bytes -> Algo (\w+) proto (\w+)", _choice),
+        (r"(?:NET/\S+ .*?)?GPU Direct RDMA Disabled for (.*)", _no_gdr),
+        (r"NET/OFI Selected [Pp]rovider is ([\w;\-]+)(?:.*\(found (\d+) nics\))?", _provider),
+        (r"NET/Socket ?: Using (\d+) threads and (\d+) sockets per thread", _threads),
+        (r"Using network ([\w.\-]+(?: [\w.\-]+)*)", lambda log, found: _count(log.networks, found[1])),
+        (r"NET/(\S+?) ?: Using (.*)", _devices),
+        (r"Bootstrap ?: Using (?:\[\d+\])?([\w.\-]+):", lambda log, found: _count(log.bootstrap, found[1])),
+        (r"(NCCL_\w+) set (?:by environment )?to (\S+)",
+         lambda log, found: _keep(log.environment, found[1], found[2].rstrip(". "))),
+        (r"HINT: (?!See )(.*)", lambda log, found: _keep(log.hints, found[1], True)),
+        (r"NET/\S+ .*\b(?:[Ss]etting|Adding) (NCCL_\w+)", lambda log, found: _keep(log.by_plugin, found[1], True)),
+        (r"NET/Plugin.*?(version `[\w.]+' not found|undefined symbol: \w+)", _flag("plugin_error", None)),
+        (r"Made virtual device \[\d+\] name=\S+\+", _flag("merged")),
+        (_NO_VERBS, _flag("no_verbs")),
+        ("NET/IB : No device found", _flag("no_ib_device")),
+        ("P2P is disabled between|Could not enable P2P between|P2P not supported between", _flag("no_peer")),
+        (r"comm \S+ rank (\d+) n[rR]anks (\d+)(?:.*? nNodes (\d+))?", _comm),
+    )
+)  # fmt: skip

@@ -1,0 +1,281 @@
+"""Network interfaces and RDMA ports as the kernel lists them, NCCL's lists of them, and which are near to which GPU."""
+
+from __future__ import annotations
+
+import re
+import socket
+import struct
+from dataclasses import dataclass
+from ipaddress import IPv4Network, IPv6Address, IPv6Network
+
+from commopt.doctor.machine import Machine
+from topology.machine import VIRTUAL_TOPOLOGY
+from topology.model import Distance
+from topology.queries import Paths, usable_nics
+
+# Made by software: they lead to containers and virtual machines, not to other nodes.
+INTERNAL = (
+    *("lo", "docker", "virbr", "br-", "veth", "cni", "cali", "flannel", "lxc", "podman", "dummy", "ifb", "tunl"),
+    *("vnet", "tap", "vmnet", "vboxnet", "lxdbr", "cilium", "kube-", "nodelocaldns", "nerdctl", "vxlan", "genev"),
+    *("ovs-", "antrea", "weave", "eni", "azv", "gke"),
+)
+LINK_LOCAL = IPv6Network("fe80::/64")
+AMAZON, GOOGLE = 0x1D0F, 0x1AE0
+
+
+@dataclass(frozen=True)
+class Interface:
+    """One network interface."""
+
+    name: str
+    state: str
+    """The kernel's operstate; "unknown" is normal for some drivers and for lo."""
+    gbps: float | None
+    """None when the driver states no speed."""
+    mtu: int | None
+    duplex: str | None
+    vendor: int | None
+    model: int | None
+    """The vendor's number of the card."""
+    networks: tuple[IPv4Network, ...]
+    """Networks that are reached through it directly."""
+    default_route: bool
+    six: bool
+    """Whether it has an IPv6 address that others can reach."""
+
+    @property
+    def usable(self) -> bool:
+        """Up, with an address."""
+        return self.state in ("up", "unknown") and bool(self.networks or self.default_route or self.six)
+
+    @property
+    def internal(self) -> bool:
+        """Whether it leads nowhere but to this machine."""
+        return self.name.startswith(INTERNAL)
+
+
+@dataclass(frozen=True)
+class Port:
+    """One port of an RDMA device."""
+
+    device: str
+    number: int
+    state: str
+    """ "4: ACTIVE", or why it is unknown."""
+    gbps: float | None
+    lanes: int | None
+    """Of the link as it was trained."""
+    link_layer: str | None
+    """ "InfiniBand" or "Ethernet"; None for others."""
+    vendor: int | None
+
+    @property
+    def elastic(self) -> bool:
+        """Whether it is Amazon's EFA: only a plugin reaches it, and its own driver does GPUDirect RDMA."""
+        return self.vendor == AMAZON
+
+    @property
+    def name(self) -> str:
+        """As NCCL_IB_HCA writes it."""
+        return f"{self.device}:{self.number}"
+
+    @property
+    def path(self) -> str:
+        """Its directory."""
+        return f"sys/class/infiniband/{self.device}/ports/{self.number}"
+
+    @property
+    def active(self) -> bool:
+        """Whether it can carry data."""
+        return self.state.startswith("4")
+
+
+@dataclass(frozen=True)
+class Gid:
+    """One entry of a RoCE port's table of addresses."""
+
+    index: str
+    kind: str
+    """"RoCE v2", "IB/RoCE v1"."""
+    address: IPv6Address | None
+    """None when it cannot be read."""
+
+
+@dataclass(frozen=True)
+class DeviceList:
+    """What NCCL_SOCKET_IFNAME or NCCL_IB_HCA selects: "mlx5_0:1,mlx5_2", "=eth0", "^docker,lo"."""
+
+    exclude: bool
+    """With "^": everything but these."""
+    exact: bool
+    """With "=": whole names; otherwise prefixes."""
+    items: tuple[tuple[str, int | None], ...]
+    """Name and port; None stands for every port."""
+
+    @classmethod
+    def parse(cls, text: str) -> DeviceList:
+        """Read a variable's value; empty items are left out, as NCCL does."""
+        exclude, text = text.startswith("^"), text.removeprefix("^")
+        parts = (item.strip().partition(":") for item in text.removeprefix("=").split(","))
+        items = tuple((name, int(port) if port.isdecimal() else None) for name, _, port in parts if name)
+        return cls(exclude, text.startswith("="), items)
+
+    def selects(self, name: str, port: int | None = None) -> bool:
+        """Whether NCCL would use this device (and port)."""
+        listed = any(self._matches(item, name, port) for item in self.items)
+        return listed != self.exclude if self.items else True
+
+    def unmatched(self, names: list[str]) -> list[str]:
+        """Items that fit none of `names`."""
+        return [item[0] for item in self.items if not any(self._matches(item, name, item[1]) for name in names)]
+
+    def stretched(self, names: list[str]) -> list[str]:
+        """Return the names that are selected only because an item that is another's whole name is their beginning."""
+        wanted = [item for item, _ in self.items]
+        whole = tuple(item for item in wanted if item in names and not self.exact and not self.exclude)
+        return [name for name in names if name not in wanted and name.startswith(whole)]
+
+    def _matches(self, item: tuple[str, int | None], name: str, port: int | None) -> bool:
+        same = name == item[0] if self.exact else name.startswith(item[0])
+        return same and (item[1] is None or port is None or item[1] == port)
+
+
+def interfaces(machine: Machine) -> list[Interface]:
+    """Return every interface, by name."""
+    routes = _routes(machine.text("proc/net/route") or "")
+    addresses = [line.split() for line in (machine.text("proc/net/if_inet6") or "").splitlines()]
+    six = {fields[5] for fields in addresses if len(fields) == 6 and fields[3] == "00"}
+    found = []
+    for name in machine.listing("sys/class/net"):
+        folder = f"sys/class/net/{name}"
+        if not machine.exists(f"{folder}/operstate"):
+            continue  # bonding_masters is a file
+        mbps = machine.number(f"{folder}/speed") or 0
+        mine = [network for interface, network in routes if interface == name]
+        found.append(
+            Interface(
+                name,
+                machine.text(f"{folder}/operstate") or "unknown",
+                mbps / 1000 if mbps > 0 else None,
+                machine.number(f"{folder}/mtu"),
+                machine.text(f"{folder}/duplex"),
+                machine.number(f"{folder}/device/vendor"),
+                machine.number(f"{folder}/device/device"),
+                tuple(network for network in mine if network.prefixlen),
+                any(not network.prefixlen for network in mine),
+                name in six,
+            )
+        )
+    return found
+
+
+def _routes(text: str) -> list[tuple[str, IPv4Network]]:
+    """Read /proc/net/route: addresses are little-endian hexadecimal."""
+    routes = []
+    for fields in map(str.split, text.splitlines()[1:]):
+        try:
+            address, mask = (socket.inet_ntoa(struct.pack("=I", int(fields[place], 16))) for place in (1, 7))
+            routes.append((fields[0], IPv4Network(f"{address}/{mask}", strict=False)))
+        except (IndexError, ValueError, struct.error):
+            continue
+    return routes
+
+
+def candidates(machine: Machine) -> list[Interface]:
+    """Return the interfaces that could lead to other nodes."""
+    return [interface for interface in interfaces(machine) if interface.usable and not interface.internal]
+
+
+def used_by_nccl(machine: Machine) -> list[Interface]:
+    """Return the interfaces that NCCL's sockets would use: what NCCL_SOCKET_IFNAME selects, else all candidates."""
+    chosen = machine.variable("NCCL_SOCKET_IFNAME")
+    if chosen is None:
+        return candidates(machine)
+    listed = DeviceList.parse(chosen)
+    return [interface for interface in interfaces(machine) if interface.usable and listed.selects(interface.name)]
+
+
+def tcp_interfaces(machine: Machine) -> list[Interface]:
+    """Return the interfaces to other nodes that carry NCCL's data over TCP; empty when RDMA carries it."""
+    rdma = active_ports(machine) and machine.variable("NCCL_IB_DISABLE") in (None, "0")
+    if rdma and (machine.variable("NCCL_NET") or "").upper() != "SOCKET":
+        return []
+    return [interface for interface in used_by_nccl(machine) if not interface.internal]
+
+
+def ports(machine: Machine) -> list[Port]:
+    """Return every port of every RDMA device, by name."""
+    found = []
+    for device in machine.listing("sys/class/infiniband"):
+        for number in machine.listing(f"sys/class/infiniband/{device}/ports"):
+            folder = f"sys/class/infiniband/{device}/ports/{number}"
+            rate = re.match(r"([\d.]+)[^(]*(?:\((\d+)X)?", machine.text(f"{folder}/rate") or "")
+            layer = machine.text(f"{folder}/link_layer")
+            found.append(
+                Port(
+                    device,
+                    int(number) if number.isdecimal() else 0,
+                    machine.text(f"{folder}/state") or "state unreadable",
+                    float(rate[1]) if rate else None,
+                    int(rate[2]) if rate and rate[2] else None,
+                    layer if layer in ("InfiniBand", "Ethernet") else None,
+                    machine.number(f"sys/class/infiniband/{device}/device/vendor"),
+                )
+            )
+    return found
+
+
+def active_ports(machine: Machine) -> list[Port]:
+    """Return the ports that can carry data: with one of them NCCL uses RDMA unless it is told not to."""
+    return [port for port in ports(machine) if port.active]
+
+
+def roce_ports(machine: Machine) -> list[Port]:
+    """Return the active ports that do RDMA over Ethernet."""
+    return [port for port in active_ports(machine) if port.link_layer == "Ethernet"]
+
+
+def gids(machine: Machine, port: Port) -> list[Gid]:
+    """Return the addresses of a RoCE port that are in use, in the order of the files."""
+    found = []
+    for index in machine.listing(f"{port.path}/gid_attrs/types"):
+        kind = machine.text(f"{port.path}/gid_attrs/types/{index}")
+        try:
+            address = IPv6Address(machine.text(f"{port.path}/gids/{index}") or "")
+        except ValueError:
+            address = None
+        if kind and (address is None or int(address)):
+            found.append(Gid(index, kind, address))
+    return found
+
+
+def nearest_ports(machine: Machine) -> list[tuple[str, Distance | None, str]]:
+    """Return every GPU ("GPU0"), how far its nearest active ports are (None: unknown), and their names.
+
+    Where none of the active ports is in the topology, all others count.
+    """
+    topology, paths = machine.topology, Paths(machine.topology)
+    active = {port.device for port in active_ports(machine)}
+    places = usable_nics(topology)
+    places = tuple(place for place in places if topology.nics[place].name in active) or places
+    found = []
+    for gpu_place, gpu in enumerate(topology.gpus):
+        known = [(place, distance) for place in places if (distance := paths.nic(gpu_place, place)) is not None]
+        least = min((distance for _, distance in known), key=lambda distance: distance.rank, default=None)
+        names = ",".join(topology.nics[place].name for place, distance in known if distance is least)
+        found.append((f"GPU{gpu.index}", least, names))
+    return found
+
+
+def switches_hidden(machine: Machine) -> bool:
+    """Whether a virtual machine with GPUs and RDMA hides which are near to each other, and no file tells NCCL.
+
+    Of EFA the plugin brings the file.
+    """
+    rdma = any(not port.elastic for port in active_ports(machine))
+    # A Grace machine has no switches to hide.
+    if len(machine.hardware.gpus) < 2 or not rdma or not machine.virtual or machine.coherent:
+        return False
+    if machine.variable("NCCL_TOPO_FILE") or machine.exists(VIRTUAL_TOPOLOGY):
+        return False
+    return all(one is None or one.rank > Distance.PXB.rank for _, one, _ in nearest_ports(machine))

@@ -1,1 +1,0 @@
-"""The same facts of all nodes, side by side."""
