@@ -1,4 +1,4 @@
-"""Tests in several processes (`pytest -n 2`): who may run beside whom, and with how many threads."""
+"""Which tests are left to `make test-all`; and in several processes (`pytest -n 4`): who may run beside whom."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from tests.promises import promised
+from tests.selection import CHOSEN, Stopwatch, left_out, read
 
 if TYPE_CHECKING:
     from tests.emulator import Emulator
@@ -62,6 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
         folder = tempfile.mkdtemp(prefix="turns-")
         setattr(config, _FOLDER, folder)
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+        config.pluginmanager.register(Stopwatch())
 
 
 @pytest.fixture(scope="session")
@@ -81,6 +85,13 @@ def pytest_configure_node(node: Any) -> None:
     node.workerinput[_FOLDER] = getattr(node.config, _FOLDER)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let the tests that must be alone come first, in one go."""
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses by marker
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what `make test` leaves out as slow; let the tests that must be alone come first, in one go."""
+    out = left_out([item for item in items if not _is("slow", item)], read(), promised())
+    for item in items:
+        if item.nodeid in out:
+            item.add_marker("slow")
+    fast = (item.nodeid for item in items if not _is("slow", item))
+    config.stash[CHOSEN] = {name.removeprefix("tests/") for name in fast}
     items.sort(key=lambda item: not _is("alone", item))
