@@ -36,6 +36,7 @@ LAYERS = (
     "commopt.groups",
     "commopt.recording",
     "commopt.brief",
+    "commopt.display",
     "commopt.cluster",
     "commopt.command_line",
     "commopt.document",
