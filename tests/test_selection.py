@@ -16,6 +16,7 @@ def items(name: str, *values: int) -> list[Any]:
     return [
         SimpleNamespace(
             nodeid=f"tests/{name}[{'-'.join(map(str, indices))}]" if values else f"tests/{name}",
+            get_closest_marker=lambda mark: mark if mark in name else None,
             callspec=SimpleNamespace(indices=dict(zip("abc", indices, strict=False))),
         )
         for indices in product(*map(range, values))
@@ -47,6 +48,13 @@ def test_what_takes_longest_is_cut_first() -> None:
     names = kept(tests, durations, set(), 6.5)
     assert len(names) == 6
     assert names[-2:] == ["test_a.py::test_y", "test_a.py::test_new"]
+
+
+def test_a_test_that_runs_alone_costs_the_time_of_all_processes() -> None:
+    tests = items("test_a.py::test_x") + items("test_a.py::test_alone")
+    durations = {"test_a.py::test_x": Duration(0, 3), "test_a.py::test_alone": Duration(0, 1)}
+    assert kept(tests, durations, set(), 6.5) == ["test_a.py::test_x"]
+    assert len(kept(tests, durations, set(), 7.5)) == 2
 
 
 def test_promises_run_whatever_they_take() -> None:
