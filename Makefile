@@ -8,13 +8,22 @@ BIN := $(VENV)/bin
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint types compile gpu bench plots clean
+.PHONY: demo test test-all durations lint types compile gpu bench plots clean
 
 demo: $(VENV)/.demo  ## train a GPT on two emulated nodes with stock DDP and with commopt; table and picture
 	$(BIN)/python -m bench.demo
 
-test: $(VENV)/.dev  ## the whole test suite
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal
+# Most tests wait for ranks and processes: two for each processor.
+TESTS := $(BIN)/python -m pytest -q -n $(shell echo $$((2 * $$(nproc)))) --dist worksteal
+
+test: $(VENV)/.dev  ## what takes minutes: a test of every promise, and of each test what fits (tests/selection.py)
+	$(TESTS) -m "not slow"
+
+test-all: test  ## every test: those of `make test`, then the others
+	$(TESTS) -m slow
+
+durations:  ## note what the tests of the last `make test-all` took, for `make test` to choose by; show the slowest
+	$(BIN)/python -m tests.selection
 
 lint: $(VENV)/.dev  ## style and common mistakes
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""Tests in several processes (`pytest -n 2`): who may run beside whom, and with how many threads."""
+"""Which tests are left to `make test-all`; and in several processes (`pytest -n 4`): who may run beside whom."""
 
 from __future__ import annotations
 
@@ -12,61 +12,65 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.promises import promised
+from tests.selection import CHOSEN, Stopwatch, left_out, read
+
 if TYPE_CHECKING:
     from tests.emulator import Emulator
 
-_FOLDER = "commopt_turns"
+_FOLDER = "commopt_locks"
 
 
 def _is(mark: str, item: pytest.Item | None) -> bool:
     return item is not None and item.get_closest_marker(mark) is not None
 
 
-class Turns:
-    """Makes tests marked `alone` wait until no process runs another, and of those marked `cluster` runs one at a time.
+class Locks:
+    """Runs a test marked `alone` while no process runs another, and of those marked `cluster` one at a time.
 
-    Locks of the kernel: the death of a process releases them.
+    These are locks of files: when a process dies, the kernel releases them.
     """
 
     def __init__(self, folder: Path) -> None:
-        names, flags = ("door", "room", "cluster"), os.O_CREAT | os.O_WRONLY
-        self._door, self._room, self._cluster = (os.open(folder / name, flags) for name in names)
-        self._stays = False
+        names, flags = ("next", "running", "cluster"), os.O_CREAT | os.O_WRONLY
+        self._next, self._running, self._cluster = (os.open(folder / name, flags) for name in names)
+        self._keeps = False
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)  # around pytest-timeout: waiting is not the test's time
     def pytest_runtest_protocol(
         self, item: pytest.Item, nextitem: pytest.Item | None
     ) -> Generator[None, object, object]:
-        if not self._stays:
-            fcntl.flock(self._door, fcntl.LOCK_EX)  # while one waits for the room, nobody else may enter it
-            fcntl.flock(self._room, fcntl.LOCK_EX if _is("alone", item) else fcntl.LOCK_SH)
-            fcntl.flock(self._door, fcntl.LOCK_UN)
+        if not self._keeps:
+            fcntl.flock(self._next, fcntl.LOCK_EX)  # while a test waits to be alone, no other may begin
+            fcntl.flock(self._running, fcntl.LOCK_EX if _is("alone", item) else fcntl.LOCK_SH)
+            fcntl.flock(self._next, fcntl.LOCK_UN)
         if _is("cluster", item):
             fcntl.flock(self._cluster, fcntl.LOCK_EX)
         try:
             return (yield)
         finally:
             fcntl.flock(self._cluster, fcntl.LOCK_UN)
-            self._stays = _is("alone", item) and _is("alone", nextitem)
-            if not self._stays:
-                fcntl.flock(self._room, fcntl.LOCK_UN)
+            self._keeps = _is("alone", item) and _is("alone", nextitem)
+            if not self._keeps:
+                fcntl.flock(self._running, fcntl.LOCK_UN)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Have processes of pytest-xdist take turns, in a folder that the process which starts them makes."""
+    """Give the processes of pytest-xdist locks, in a folder that the process which starts them makes."""
     worker: dict[str, Any] | None = getattr(config, "workerinput", None)
     if worker is not None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded: each has a processor, not all of them
-        config.pluginmanager.register(Turns(Path(worker[_FOLDER])))
+        config.pluginmanager.register(Locks(Path(worker[_FOLDER])))
     elif getattr(config.option, "numprocesses", None):
-        folder = tempfile.mkdtemp(prefix="turns-")
+        folder = tempfile.mkdtemp(prefix="locks-")
         setattr(config, _FOLDER, folder)
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+        config.pluginmanager.register(Stopwatch())
 
 
 @pytest.fixture(scope="session")
 def emulator(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Emulator:
-    """Run device code on the CPU; it is built once for all processes."""
+    """Run device code on the CPU. It is built once for all processes."""
     from tests.emulator import Emulator  # which loads torch
 
     worker: dict[str, Any] | None = getattr(request.config, "workerinput", None)
@@ -81,6 +85,13 @@ def pytest_configure_node(node: Any) -> None:
     node.workerinput[_FOLDER] = getattr(node.config, _FOLDER)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let the tests that must be alone come first, in one go."""
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses by marker
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what `make test` leaves out as slow; let the tests that must be alone come first, in one go."""
+    out = left_out([item for item in items if not _is("slow", item)], read(), promised())
+    for item in items:
+        if item.nodeid in out:
+            item.add_marker("slow")
+    fast = (item.nodeid for item in items if not _is("slow", item))
+    config.stash[CHOSEN] = {name.removeprefix("tests/") for name in fast}
     items.sort(key=lambda item: not _is("alone", item))

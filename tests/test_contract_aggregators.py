@@ -30,7 +30,15 @@ from commopt import (
     PowerSGD,
 )
 from commopt.cluster import Cluster
-from tests.catalogue import LAYOUTS, Mean, aggregators, assert_average, compressors, uses_compression
+from tests.catalogue import (
+    LAYOUTS,
+    Mean,
+    aggregators,
+    assert_average,
+    compressors,
+    representatives,
+    uses_compression,
+)
 from tests.ranks import run
 
 ROOT = Path(__file__).parents[1]
@@ -40,6 +48,12 @@ SIZES: Sizes = {
     torch.float32: (0, 1, 7, 1023, 40_000, 150_001),
     torch.float16: (0, 7, 40_001),
     torch.bfloat16: (1, 1023, 40_001),
+    torch.float64: (1, 40_001),
+}
+FEW_SIZES: Sizes = {
+    torch.float32: (7, 40_001),
+    torch.float16: (0, 40_001),
+    torch.bfloat16: (1, 40_001),
     torch.float64: (1, 40_001),
 }
 GUARD = 3  # elements around each buffer that nobody may touch; odd, so that buffers are unaligned too
@@ -117,6 +131,13 @@ def test_mean_is_right_and_bit_identical(layout: str, family: str) -> None:
             assert isinstance(aggregator, Hierarchical)
             sharded = aggregator.form in ("reduce_scatter", "all_reduce") or aggregator.intra != Flat()
             assert sharded, f"{aggregator} refused"
+
+
+@pytest.mark.parametrize("layout", ["2", "2x2", "2+1"])
+def test_representatives_of_every_kind(layout: str) -> None:
+    """A part of the test before, which is too long for `make test`."""
+    world_size, nodes = LAYOUTS[layout]
+    assert_equal_bits(run(average_everything, world_size, representatives(), nodes=nodes, sizes=FEW_SIZES))
 
 
 def average_large_values(rank: int, world_size: int, tried: Sequence[Aggregator], device: str = "cpu") -> None:
@@ -200,6 +221,13 @@ def spread_non_finite(
 def test_non_finite_values_reach_every_rank(layout: str) -> None:
     world_size, nodes = LAYOUTS[layout]
     run(spread_non_finite, world_size, aggregators(), nodes=nodes)
+
+
+@pytest.mark.parametrize("layout", ["2", "2+1"])
+def test_non_finite_values_reach_every_rank_of_every_kind(layout: str) -> None:
+    """A part of the test before, which is too long for `make test`."""
+    world_size, nodes = LAYOUTS[layout]
+    run(spread_non_finite, world_size, representatives(), nodes=nodes, every=4)
 
 
 # ------------------------------------------------------------------------------ fp32 accumulation

@@ -24,6 +24,9 @@ from commopt.groups import TeamShape
 from commopt.schedule import sync
 from tests.ranks import run
 
+# Modules run here as commands; others have imported some of them before.
+pytestmark = pytest.mark.filterwarnings("ignore:.* found in sys.modules after import of package:RuntimeWarning")
+
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 

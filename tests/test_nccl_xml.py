@@ -350,7 +350,6 @@ def test_refusals_are_one_line_with_place_rule_and_fix(text: str, message: str) 
 BOMB = "<!DOCTYPE a [" + "".join(f'<!ENTITY e{n + 1} "{f"&e{n};" * 10}">' for n in range(12)) + "]><a>&e12;</a>"
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize(
     "text",
     [
@@ -368,30 +367,28 @@ BOMB = "<!DOCTYPE a [" + "".join(f'<!ENTITY e{n + 1} "{f"&e{n};" * 10}">' for n 
     ids=["entities", "bytes", "words", "elements", "blanks", "comments", "tags", "value", "text", "attributes"],
 )
 def test_hostile_input_is_refused_in_no_time(text: str | bytes) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(TopologyError, match=r"\Af\.xml:1: [^\n]{1,200}\Z"):
         read_nccl_xml(text, "f.xml")
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
 
 
-@pytest.mark.alone
 def test_the_worst_that_is_accepted_is_still_fast() -> None:
     crowd = "".join(f'<pci busid="0000:{n >> 5:02x}:{n & 31:02x}.0"><nic><net/></nic></pci>' for n in range(512))
     gpus = "".join(f'<pci busid="0001:{n:02x}:00.0"><gpu dev="{n}"/></pci>' for n in range(128))
-    start = time.perf_counter()
+    start = time.process_time()
     topology = read_nccl_xml(system(f'<cpu numaid="0">{crowd}</cpu><cpu numaid="1">{gpus}</cpu>'), "x")
     assert (len(topology.gpus), len(topology.nics)) == (128, 512)
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
 
 
-@pytest.mark.alone
 def test_sixteen_gpus_are_read_in_less_than_50_ms() -> None:
     text = rail_machine(16, nics_per_gpu=2)
     times = []
     for _ in range(7):
-        start = time.perf_counter()
+        start = time.process_time()
         topology = read_nccl_xml(text, "x")
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
     assert len(topology.gpus) == 16
     assert near(topology, 15) == (["mlx5_30", "mlx5_31"], "PIX")
     assert min(times) < 0.05

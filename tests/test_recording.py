@@ -7,7 +7,7 @@ import json
 import threading
 import tracemalloc
 from dataclasses import asdict, replace
-from time import perf_counter_ns
+from time import perf_counter_ns, thread_time_ns
 from typing import Any
 
 import pytest
@@ -252,23 +252,22 @@ def test_a_collective_outside_of_messages_goes_unrecorded() -> None:
 
 
 def bucket_us(told: Recorder, buckets: int = 200) -> float:
-    """The least host time of a bucket with five collectives, over a few steps."""
+    """The least processor time of a bucket with five collectives, over a few steps."""
     best = float("inf")
     for step in range(7):
         told.begin_step(step, CPU)
-        began = perf_counter_ns()
+        began = thread_time_ns()
         for number in range(buckets):
             told.bucket(number, "layer", 100)
             with recording.running(told.message([number], "layer", 100)):
                 for _ in range(5):
                     with recording.primitive("inter", "all_reduce", 50):
                         pass
-        best = min(best, (perf_counter_ns() - began) / 1000 / buckets)
+        best = min(best, (thread_time_ns() - began) / 1000 / buckets)
         told.compute_ends()
     return best
 
 
-@pytest.mark.alone
 def test_a_bucket_costs_less_than_15_us_and_next_to_nothing_when_it_is_not_recorded() -> None:
     assert bucket_us(recorder()) < 15
     assert bucket_us(Recorder()) < 5

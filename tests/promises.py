@@ -1,0 +1,152 @@
+"""Which test holds which promise of docs/design.md, for a strategy of every kind; all of them run in `make test`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+# One strategy of every kind.
+KINDS: dict[str, str] = {
+    "flat": "flat",
+    "hierarchical": "hierarchical",
+    "cast": "hierarchical_bf16",
+    "quantized": "hierarchical_quantized:bits=4",
+    "onebit": "hierarchical_onebit",
+    "dgc": "hierarchical_dgc",
+    "powersgd": "hierarchical_powersgd",
+    "local_sgd": "",  # no preset: an aggregator of its own
+    "auto": "auto",
+}
+LOSSY = ("cast", "quantized", "onebit", "dgc", "powersgd")
+PRESETS_WITHOUT_AUTO = ("flat", "hierarchical", *LOSSY)
+
+_EVERY = "test_promises.py::"
+_CONTRACT = "test_contract_aggregators.py::"
+_LAYOUTS = ("2", "2x2", "2+1")
+_CONSERVATION = "test_feedback_conservation.py::test_nothing_is_lost"
+_NOT_FINITE = "test_feedback_nonfinite.py::test_without_a_scaler_each_bucket_is_dropped_by_itself"
+_RESUMING = "test_feedback_state.py::test_resuming_changes_no_bit"
+_DAMAGED = "test_feedback_damaged.py::"
+_PERIODIC = "test_periodic_training.py::"
+_FEATURE = "test_hook_ddp_features.py::test_feature_of_ddp"
+_PLANS = "test_hook_plans.py::test_gradients_stay_right_while_plans_change"
+_COUNTED = "test_wire_bytes.py::test_promised_bytes_are_sent"
+
+
+def _all(kinds: tuple[str, ...], *tests: str) -> dict[str, tuple[str, ...]]:
+    return dict.fromkeys(kinds, tests)
+
+
+# By the promise, as the page words it, and by kind: tests (file::function, or file::function[case]).
+PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
+    "right answer, to a stated tolerance, on every shape of world": {
+        **_all(PRESETS_WITHOUT_AUTO, *(f"{_CONTRACT}test_representatives_of_every_kind[{each}]" for each in _LAYOUTS)),
+        "local_sgd": ("test_periodic.py::test_the_mean_is_over_ranks_whatever_they_hold[2+1-parameters]",),
+        "auto": ("test_auto.py::test_switching_between_all_ways_loses_nothing[2+1]",),
+    },
+    "replicas bit-identical": {
+        **_all(PRESETS_WITHOUT_AUTO, *(f"{_CONTRACT}test_representatives_of_every_kind[{each}]" for each in _LAYOUTS)),
+        "local_sgd": (f"{_PERIODIC}test_nodes_learn_by_themselves_and_meet[2+1]",),
+        "auto": ("test_auto.py::test_switching_between_all_ways_loses_nothing[2+1]",),
+    },
+    "nothing is lost": {
+        "cast": (f"{_CONSERVATION}[inter bf16-2x2-float32]",),
+        "quantized": (
+            f"{_CONSERVATION}[inter 4 bits-2x2-bfloat16]",
+            "test_feedback_formula.py::test_residuals_stay_bounded",
+        ),
+        "onebit": (f"{_CONSERVATION}[inter onebit mean-2+1-float32]",),
+        "dgc": (f"{_CONSERVATION}[inter top 5%-2+1-float32]",),
+        "powersgd": (f"{_CONSERVATION}[inter rank 2-2x2-bfloat16]",),
+        "auto": ("test_handover.py::test_nothing_is_lost_whatever_comes_next[2x2-names0]",),
+    },
+    "non-finite values reach every rank, and change no residual": {
+        **_all(("flat", "hierarchical"), f"{_CONTRACT}test_non_finite_values_reach_every_rank_of_every_kind"),
+        "cast": (f"{_NOT_FINITE}[bf16-3]",),
+        "quantized": (f"{_NOT_FINITE}[inter 4 bits-2x2]",),
+        "onebit": (f"{_NOT_FINITE}[inter onebit mean-2x2]",),
+        "dgc": (f"{_NOT_FINITE}[inter momentum-2x2]",),
+        "powersgd": (f"{_NOT_FINITE}[inter rank 2-2x2]",),
+        "local_sgd": (f"{_PERIODIC}test_a_node_drops_a_step_alone_and_the_others_wait_for_nothing",),
+        "auto": ("test_handover.py::test_a_dropped_step_keeps_what_was_to_be_handed_over[2x2]",),
+    },
+    "state follows the parameter": {
+        "quantized": (
+            f"{_RESUMING}[inter 4 bits-2x2-False-]",
+            "test_feedback_state.py::test_another_world_takes_over_every_residual[inter 4 bits-2x2-3x2]",
+        ),
+        "onebit": (f"{_RESUMING}[inter onebit rms-2+1-False-]",),
+        "dgc": (f"{_RESUMING}[inter momentum-2x2-False-]",),
+        "powersgd": (f"{_RESUMING}[inter rank 2-2x2-True-]",),
+        "local_sgd": (f"{_PERIODIC}test_a_resumed_run_averages_at_the_same_steps",),
+        "auto": ("test_auto.py::test_a_checkpoint_knows_the_tuning",),
+    },
+    "nobody hangs": {
+        kind: (
+            f"{_EVERY}test_a_killed_rank_is_an_error_on_all_others[{kind}]",
+            "test_failures.py::test_backward",
+            "test_bad_input.py::test_another_configuration_on_one_rank",
+            "test_meetings.py::test_a_meeting_that_one_rank_left_fails_on_all",
+        )
+        for kind in KINDS
+    },
+    "nothing damaged is loaded": {
+        "cast": (f"{_DAMAGED}test_damaged_states_are_refused_or_train_finitely[float16]",),
+        "quantized": (f"{_DAMAGED}test_what_is_wrong_is_named_on_every_rank[8 bits]",),
+        "onebit": (f"{_DAMAGED}test_damaged_states_are_refused_or_train_finitely[bfloat16]",),
+        "dgc": (f"{_DAMAGED}test_what_is_wrong_is_named_on_every_rank[momentum]",),
+        "powersgd": (f"{_DAMAGED}test_what_is_wrong_is_named_on_every_rank[rank 2]",),
+        "auto": (f"{_DAMAGED}test_what_is_wrong_is_named_on_every_rank[8 bits]",),
+    },
+    "the returned tensor is legal": {
+        **{kind: (f"{_FEATURE}[several_buckets-{KINDS[kind].partition(':')[0]}]",) for kind in PRESETS_WITHOUT_AUTO},
+        "local_sgd": (f"{_PERIODIC}test_nodes_learn_by_themselves_and_meet[2+1]",),
+        "auto": ("test_hook_ddp_features.py::test_other_clusters[auto-2-None]",),
+    },
+    "accounting": {
+        **_all(PRESETS_WITHOUT_AUTO, "test_cost_calls.py::test_calls_are_what_is_called[2x2]"),
+        **_all(("quantized", "dgc", "powersgd"), f"{_COUNTED}[2x2-names2-bfloat16]"),
+        "local_sgd": (f"{_PERIODIC}test_nodes_learn_by_themselves_and_meet[2+1]",),
+    },
+    "the same plan everywhere": {
+        "hierarchical": (
+            f"{_PLANS}[hierarchical-default]",
+            "test_hook_plans.py::test_every_rank_follows_what_rank_0_decides",
+        ),
+        "quantized": (f"{_PLANS}[hierarchical_quantized-default]",),
+        "powersgd": (f"{_PLANS}[hierarchical_powersgd-default]",),
+        "auto": ("test_auto.py::test_ranks_with_different_tunings_are_told",),
+    },
+    "never slower in silence": {
+        "auto": (
+            "test_tuning_search.py::test_keeps_what_runs_where_nothing_pays",
+            "test_auto.py::test_tunes_by_itself_within_sixty_steps[quantized+powersgd]",
+        ),
+    },
+}
+
+# Where a promise says nothing about a kind, or no more than about another.
+WITHOUT: dict[str, dict[str, str]] = {
+    "nothing is lost": {
+        **dict.fromkeys(("flat", "hierarchical"), "leaves nothing out"),
+        "local_sgd": "averages whole parameters",
+    },
+    "state follows the parameter": {
+        **dict.fromkeys(("flat", "hierarchical"), "keeps nothing"),
+        "cast": "keeps residuals as the quantized do",
+    },
+    "nothing damaged is loaded": {
+        **dict.fromkeys(("flat", "hierarchical"), "keeps nothing"),
+        "local_sgd": "keeps a number of steps only",
+    },
+    "accounting": {"auto": "sends what one of the others sends"},
+    "the same plan everywhere": {
+        **dict.fromkeys(("flat", "cast", "onebit", "dgc"), "plans do not see which compressor it is"),
+        "local_sgd": "has no plan",
+    },
+    "never slower in silence": dict.fromkeys((*PRESETS_WITHOUT_AUTO, "local_sgd"), "was asked for by name"),
+}
+
+
+def promised(promises: Mapping[str, Mapping[str, tuple[str, ...]]] = PROMISES) -> set[str]:
+    """Return all tests of the table."""
+    return {test for kinds in promises.values() for tests in kinds.values() for test in tests}

@@ -1,0 +1,178 @@
+"""What `make test` runs of the suite: what holds a promise, and as much of every test as fits into its minutes.
+
+The rule, so that nobody has to keep a list:
+
+- tests/durations.txt says what every test function takes. `make test-all` measures; `make durations` writes the file.
+- Every function gets the same time. One that takes longer runs as many of its cases as fit, those first that try a
+  value of a parameter which no case before them tried; with a single case that does not fit, it does not run.
+- The time of a function is the largest with which the sum stays within `SECONDS`.
+- What is new or not in the file runs. What tests/promises.py names runs in any case.
+- What does not run in `make test` gets the marker `slow`. A test may carry it by itself: it then never runs there.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DURATIONS = ROOT / "tests" / "durations.txt"
+MEASURED = ROOT / "build" / "durations.json"
+CHOSEN = pytest.StashKey[set[str]]()  # what of a session's tests `make test` runs, without `tests/`
+PROCESSES = 4  # at a time, on two processors
+SECONDS = 800.0  # of all processes together
+_WORTH_NOTING_S = 0.2  # a function that takes less is not in the file
+
+
+class Duration(NamedTuple):
+    """What one test function takes."""
+
+    once_s: float  # fixtures that its cases share
+    case_s: float  # each case, on average
+
+    def of(self, cases: int) -> float:
+        """Return the seconds that so many cases take."""
+        return self.once_s + cases * self.case_s if cases else 0.0
+
+    def times(self, number: int) -> Duration:
+        """Return what so many processes lose to this test."""
+        return Duration(number * self.once_s, number * self.case_s)
+
+    def cases_in(self, seconds: float) -> int:
+        """Return how many cases fit."""
+        return max(0, int((seconds - self.once_s) / max(self.case_s, 1e-3) + 1e-6))
+
+
+def function_of(nodeid: str) -> str:
+    """Return the name of a test without its case, and without `tests/`."""
+    return nodeid.partition("[")[0].removeprefix("tests/")
+
+
+def read(file: Path = DURATIONS) -> dict[str, Duration]:
+    """Return the duration of every test function in the file."""
+    if not file.exists():
+        return {}
+    lines = [line.split() for line in file.read_text().splitlines() if line and not line.startswith("#")]
+    return {name: Duration(float(once), float(case)) for once, case, name in lines}
+
+
+def left_out(
+    items: Collection[pytest.Item],
+    durations: Mapping[str, Duration],
+    promised: Collection[str],
+    seconds: float = SECONDS,
+) -> set[str]:
+    """Return the ids of the tests that `make test` does not run.
+
+    promised: what must run: ids of cases, or names of functions, of which then one case runs at least.
+    """
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        cases.setdefault(function_of(item.nodeid), []).append(item)
+    needed = {name: _needed(name, own, promised) for name, own in cases.items()}
+    alone = {function_of(item.nodeid) for item in items if item.get_closest_marker("alone")}
+    durations = {name: each.times(PROCESSES) if name in alone else each for name, each in durations.items()}
+
+    def number(name: str, limit_s: float) -> int:
+        fits = durations[name].cases_in(limit_s) if name in durations else len(cases[name])
+        return min(len(cases[name]), max(fits, len(needed[name])))
+
+    def total_s(limit_s: float) -> float:
+        return sum(durations[name].of(number(name, limit_s)) for name in cases if name in durations)
+
+    low, high = seconds if total_s(seconds) <= seconds else 0.0, seconds
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (middle, high) if total_s(middle) <= seconds else (low, middle)
+    out: set[str] = set()
+    for name, own in cases.items():
+        keep = number(name, low)
+        if keep < len(own):
+            order = [*needed[name], *(item for item in _telling_first(own) if item not in needed[name])]
+            out |= {item.nodeid for item in order[keep:]}
+    return out
+
+
+def _needed(name: str, cases: list[pytest.Item], promised: Collection[str]) -> list[pytest.Item]:
+    """Return the cases that run in any case."""
+    if name in promised:
+        return _telling_first(cases)[:1]
+    return [item for item in cases if item.nodeid.removeprefix("tests/") in promised]
+
+
+def _telling_first(cases: list[pytest.Item]) -> list[pytest.Item]:
+    """Put the cases first that try most values which none before them tried; else spread them over the whole list."""
+    golden = (5**0.5 - 1) / 2  # its multiples, modulo 1, are spread evenly
+    left = sorted(range(len(cases)), key=lambda index: (index * golden) % 1)
+    values = [set(getattr(getattr(case, "callspec", None), "indices", {}).items()) for case in cases]
+    seen: set[tuple[str, int]] = set()
+    order: list[pytest.Item] = []
+    while left:
+        best = max(left, key=lambda index: len(values[index] - seen))  # the first of equals
+        left.remove(best)
+        seen |= values[best]
+        order.append(cases[best])
+    return order
+
+
+class Stopwatch:
+    """A pytest plugin: adds what this run's tests took to build/durations.json, by test and phase."""
+
+    def __init__(self, file: Path = MEASURED) -> None:
+        self._file = file
+        self._measured: dict[str, dict[str, float]] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._measured.setdefault(report.nodeid, {})[report.when or ""] = round(report.duration, 3)
+
+    def pytest_sessionfinish(self) -> None:
+        before = json.loads(self._file.read_text()) if self._file.exists() else {}
+        self._file.parent.mkdir(exist_ok=True)
+        self._file.write_text(json.dumps({**before, **self._measured}, indent=0))
+
+
+def summarize(measured: Mapping[str, Mapping[str, float]]) -> dict[str, Duration]:
+    """Return the duration of every function of which one is worth noting."""
+    cases: dict[str, list[Mapping[str, float]]] = {}
+    for nodeid, phases in measured.items():
+        cases.setdefault(function_of(nodeid), []).append(phases)
+    found = {}
+    for name, own in cases.items():
+        setups = [phases.get("setup", 0.0) for phases in own]
+        once = max(setups) - median(setups)  # of one case alone: all in each
+        each = (sum(sum(phases.values()) for phases in own) - once) / len(own)
+        duration = Duration(round(once, 2), round(each, 3))
+        if duration.of(len(own)) >= _WORTH_NOTING_S:
+            found[name] = duration
+    return found
+
+
+def text_of(durations: Mapping[str, Duration]) -> str:
+    """Return the file's text, the slowest first."""
+    slowest = sorted(durations, key=lambda name: (-sum(durations[name]), name))
+    lines = [f"{durations[name].once_s:g} {durations[name].case_s:g} {name}" for name in slowest]
+    head = [
+        "# What tests take: seconds once, seconds per case, test. Written by `make durations` after `make test-all`."
+    ]
+    return "\n".join([*head, *lines, ""])
+
+
+def main(arguments: Iterable[str]) -> None:
+    """Write tests/durations.txt from what the last full run measured."""
+    measured: dict[str, dict[str, float]] = json.loads(MEASURED.read_text())
+    DURATIONS.write_text(text_of(summarize(measured)))
+    by_test = {name: sum(phases.values()) for name, phases in measured.items()}
+    slowest = sorted(by_test, key=lambda name: -by_test[name])[: len(by_test) // 20]
+    print(f"{len(by_test)} tests take {sum(by_test.values()):.0f} s; the slowest {len(slowest)}:")
+    for name in slowest:
+        print(f"{by_test[name]:7.1f}  {name}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
