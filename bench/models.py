@@ -89,7 +89,7 @@ class ImageTraining:
         return (self.patterns[labels] + noise).to(self.device), labels.to(self.device)
 
 
-_STAGES = ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2))  # width, blocks, stride
+_STAGES = ((1, 3, 1), (2, 4, 2), (4, 6, 2), (8, 3, 2))  # of the width, blocks, stride
 _EXPANSION = 4
 
 
@@ -124,25 +124,28 @@ class Bottleneck(nn.Module):
 
 
 class ResNet50(nn.Module):
-    """25.6 million parameters in 161 tensors: images [batch, 3, height, width] in, logits [batch, 1000] out."""
+    """ResNet-50: images [batch, 3, height, width] in, logits [batch, 1000] out.
 
-    def __init__(self) -> None:
+    width: of the first stage. At 64 it has 25.6 million parameters in 161 tensors.
+    """
+
+    def __init__(self, width: int = 64) -> None:
         super().__init__()
-        channels = _STAGES[0][0]
+        channels = width
         layers: list[nn.Module] = [
             nn.Conv2d(3, channels, 7, 2, padding=3, bias=False),
             nn.BatchNorm2d(channels),
             nn.ReLU(inplace=True),
             nn.MaxPool2d(3, 2, padding=1),
         ]
-        for width, blocks, stride in _STAGES:
+        for scale, blocks, stride in _STAGES:
             for index in range(blocks):
-                layers.append(Bottleneck(channels, width, stride if index == 0 else 1))
-                channels = width * _EXPANSION
+                layers.append(Bottleneck(channels, scale * width, stride if index == 0 else 1))
+                channels = scale * width * _EXPANSION
         self.layers = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, CLASSES))
 
     def forward(self, images: Tensor) -> Tensor:
-        """See the class."""
+        """Map images to logits."""
         logits: Tensor = self.layers(images)
         return logits
 
@@ -172,7 +175,7 @@ class VGG11(nn.Module):
         self.layers = nn.Sequential(*layers, nn.Linear(channels, CLASSES))
 
     def forward(self, images: Tensor) -> Tensor:
-        """See the class."""
+        """Map images to logits."""
         logits: Tensor = self.layers(images)
         return logits
 
@@ -203,7 +206,7 @@ class ViT(nn.Module):
         self.head = nn.Sequential(nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, CLASSES))
 
     def forward(self, images: Tensor) -> Tensor:
-        """See the class."""
+        """Map images to logits."""
         tokens = self.patches(images).flatten(2).transpose(1, 2) + self.positions
         logits: Tensor = self.head(self.blocks(tokens).mean(dim=1))
         return logits

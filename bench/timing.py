@@ -58,7 +58,7 @@ class GpuClock:
         self.events_s = median(self(self._other.sum, 0).taken_s for _ in range(_EMPTY_PAIRS))
 
     def __call__(self, operation: Callable[[], object], calls: int) -> Reading:
-        """See Clock."""
+        """Time calls between two events."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         for _ in range(self._reads):

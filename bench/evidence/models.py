@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from bench.models import CLASSES, Bottleneck
+from bench.models import CLASSES, ResNet50
 from commopt import ConfigurationError
 from examples.train_gpt import GPT, VOCABULARY, Block
 
@@ -113,14 +113,7 @@ def subject(text: str) -> Subject:
 
 
 def _resnet50(width: int) -> nn.Module:
-    layers: list[nn.Module] = [nn.Conv2d(3, width, 7, 2, padding=3, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
-    layers.append(nn.MaxPool2d(3, 2, padding=1))
-    channels = width
-    for scale, blocks, stride in ((1, 3, 1), (2, 4, 2), (4, 6, 2), (8, 3, 2)):
-        for place in range(blocks):
-            layers.append(Bottleneck(channels, scale * width, stride if place == 0 else 1))
-            channels = 4 * scale * width
-    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, CLASSES))
+    model = ResNet50(width)
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.track_running_stats = False

@@ -103,7 +103,7 @@ class Profile:
         self.cpu_s: list[float] = []
 
     def turn(self, steps: int, *, counts: bool = True) -> list[float]:
-        """See TrainingRun.turn."""
+        """Take some steps, and return what each took on the slowest rank, in seconds; keep it if it `counts`."""
         readiness = Readiness(torch.device("cpu"))
         readiness.start(self._parameters)
         begins_us, ends_us = [], []

@@ -65,12 +65,12 @@ class Unoverlapped:
         self.optimizer.register_step_pre_hook(lambda optimizer, arguments, options: average())
 
     def step(self) -> Tensor:
-        """See Trainable."""
+        """Do one step; gradients are averaged before the optimizer's."""
         with self.ddp.no_sync():
             return self._training.step()
 
     def held_out_loss(self) -> float:
-        """See Trainable."""
+        """Return the loss of the training inside."""
         return self._training.held_out_loss()
 
 
