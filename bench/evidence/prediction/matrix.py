@@ -1,0 +1,34 @@
+"""Predict and measure on six emulated clusters, and add up how far predictions are off: about half an hour.
+
+    python -m bench.evidence.prediction.matrix --json bench/results/prediction.json
+
+Clusters that are in the file already are left out, so that a run that was stopped can be resumed. Options that are not
+listed below go to bench.evidence.prediction.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from bench.evidence.matrix import EmulatedCluster, Entry, Matrix
+from bench.evidence.prediction import report
+
+_CLUSTERS = (
+    (2, 1, "50mbit"),
+    (2, 2, "100mbit"),
+    (3, 1, "100mbit"),
+    (4, 1, "200mbit"),
+    (3, 2, "200mbit"),
+    (4, 2, "400mbit"),
+)
+MATRIX = Matrix(
+    "bench.evidence.prediction.matrix",
+    (__doc__ or "").splitlines()[0],
+    [Entry(EmulatedCluster(*each), ("bench.evidence.prediction",)) for each in _CLUSTERS],
+    report.read,
+    report.markdown,
+    timeout_s=900.0,
+)
+
+if __name__ == "__main__":
+    sys.exit(MATRIX.main())
