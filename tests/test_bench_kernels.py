@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from commopt.kernels.sparse_row import SparseRow
 from torch import Tensor
 
 from bench.kernels import __main__ as kernels
@@ -38,7 +39,6 @@ from bench.timing import Reading, host_clock
 from commopt.compress import Quantize
 from commopt.kernels import lowrank, pack, quantize, sparse, unpack
 from commopt.kernels.codec import Dice
-from commopt.kernels.sparse_row import SparseRow
 from commopt.simulate.models import Model, Parameter
 
 CPU = torch.device("cpu")

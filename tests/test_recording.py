@@ -7,7 +7,7 @@ import json
 import threading
 import tracemalloc
 from dataclasses import asdict, replace
-from time import perf_counter_ns, thread_time_ns
+from time import thread_time_ns
 from typing import Any
 
 import pytest

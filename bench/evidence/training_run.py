@@ -9,15 +9,15 @@ from time import perf_counter, process_time
 
 import torch
 import torch.distributed as dist
+from commopt.bucketing.readiness import Readiness
+from commopt.plan import Unit
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import commopt
 from bench.evidence.models import Subject
-from commopt.bucketing.readiness import Readiness
 from commopt.feedback import Layout
-from commopt.plan import Unit
 from commopt.simulate import Workload
 
 STOCK, NOTHING = "ddp", "no communication"

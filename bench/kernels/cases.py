@@ -8,6 +8,9 @@ from functools import partial
 from math import ceil, isqrt
 
 import torch
+from commopt.kernels.reference import lowrank as lowrank_reference
+from commopt.kernels.reference import sparse as sparse_reference
+from commopt.kernels.sparse_row import SparseRow
 from torch import Tensor
 
 from bench.kernels.case import (
@@ -31,9 +34,6 @@ from commopt.compress import COMPRESSORS, Cast, Compressor, OneBit, Quantize
 from commopt.compress.blockwise import Blockwise
 from commopt.kernels import lowrank, pack, quantize, reference, sparse, unpack
 from commopt.kernels.codec import Carry, Codec, Dice, Momentum, Velocity
-from commopt.kernels.reference import lowrank as lowrank_reference
-from commopt.kernels.reference import sparse as sparse_reference
-from commopt.kernels.sparse_row import SparseRow
 from commopt.simulate.models import Model
 
 _PACKING = ("pack", "unpack")

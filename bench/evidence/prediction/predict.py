@@ -9,6 +9,7 @@ from time import perf_counter, process_time
 
 import torch
 import torch.distributed as dist
+from commopt.plan import Bucket
 
 from bench.compute_only import LoneRank
 from bench.evidence.prediction.probe import Probed, Processors, delayed
@@ -16,7 +17,6 @@ from commopt.aggregate import Aggregator
 from commopt.cost import Links, cost
 from commopt.feedback import Layout
 from commopt.groups import TeamShape
-from commopt.plan import Bucket
 from commopt.simulate import Outcome, Workload, simulate_step
 
 _CALLS = 6

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
+from commopt.plan import Bucket, Unit
 
 from commopt import ConfigurationError
 from commopt.aggregate import Aggregator
@@ -23,7 +24,6 @@ from commopt.cluster import link_rate
 from commopt.cost import Curve, LinkKey, Links, WorkKey
 from commopt.feedback import Layout
 from commopt.groups import Membership, Team, TeamShape
-from commopt.plan import Bucket, Unit
 from commopt.probe.budget import Measured, Repeats, sweep
 from commopt.probe.header import read_header
 from commopt.probe.operations import COLLECTIVES, Group, groups_of
