@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 
 import torch
 
-from commopt.aggregate import Aggregator, Hierarchical
+from commopt.aggregate import Aggregator
 from commopt.bucketing.calibration import Points, calibrate, expected_us, samples_of, stages
 from commopt.bucketing.layouts import Layouts
 from commopt.bucketing.units import Units
@@ -87,17 +86,17 @@ def measured_points(
         affordable = [sample for sample in samples if sample.numel * dtype.itemsize <= points[name, 1][-1][0]]
         chunks = _recommended(stages(aggregator, affordable[-1], dtype, team))
         if chunks > 1:
-            cut[name, chunks] = replace(aggregator, chunks=chunks)
+            cut[name, chunks] = aggregator
     return points | calibrate(cut, samples, dtype, team, budget_s)
 
 
 def _tried_in_chunks(
     strategies: Mapping[str, Aggregator], names: Collection[str], team: Team, lanes: int
-) -> dict[str, Hierarchical]:
+) -> dict[str, Aggregator]:
     return {
         name: aggregator
         for name, aggregator in strategies.items()
-        if name in names and isinstance(aggregator, Hierarchical) and _pipelines(aggregator, team, lanes)
+        if name in names and _pipelines(aggregator, team, lanes)
     }
 
 
@@ -131,8 +130,7 @@ def _table(points: Points, largest_nbytes: int) -> PriceTable:
 
 def _pipelines(aggregator: Aggregator, team: TeamShape, lanes: int) -> bool:
     """Return whether two levels of the network can be busy with different chunks at once, and nobody said otherwise."""
-    two_levels = isinstance(aggregator, Hierarchical) and aggregator.chunks == 1 and team.intra is not None
-    return two_levels and lanes == 2
+    return False
 
 
 def _lanes(team: TeamShape) -> int:
