@@ -22,6 +22,7 @@ from commopt.aggregate.rows import Region, RowFormat, row_format, split
 from commopt.compress import Carry, Compressor, Exact, Passes, Velocity
 from commopt.errors import ConfigurationError
 from commopt.feedback import (
+    SAMPLE_EVERY_STEPS,
     Account,
     Feedback,
     Kind,
@@ -74,7 +75,7 @@ class Compressed(TwoHalves):
             self._alone(buffer, team, scale, account)
             return
         rows = self._rows(account.layout, account.result_dtype or buffer.dtype, 1, account.step)
-        if _exchanges(rows, account.layout, team):
+        if team.size == 2 or _exchanges(rows, account.layout, team):
             self._exchange(rows, buffer, team, scale, account)
         else:
             rows, received = self._send_chunks(buffer, team, scale, account)
@@ -89,7 +90,8 @@ class Compressed(TwoHalves):
             self._send_sums(rows, owned, carries, buffer, team, account)
 
     def _alone(self, buffer: Tensor, team: Team, scale: float, account: Account) -> None:
-        self._clip(buffer, team, scale, account)
+        if self.compressor.norm_limit is not None:
+            self._clip(buffer, self.compressor.norm_limit, team, scale, account)
         velocity = account.velocity(account.layout, self.feedback, buffer.device, self.compressor.inertia)
         kept = None if self.feedback is None else account.leftover(account.layout, buffer.device)
         if velocity is None:
@@ -99,7 +101,8 @@ class Compressed(TwoHalves):
 
     def _exchange(self, rows: RowFormat, buffer: Tensor, team: Team, scale: float, account: Account) -> None:
         """Let every rank send one row to all others."""
-        account.retire_owners()
+        if account.ledger is not None and not account.memory.settled:  # sums are not encoded any more
+            account.ledger.dissolve(account.path, account.layout, "owner")
         mine = rows.take(1, "sent", account.scratch, buffer.device)
         carries = self._encode(rows, buffer, mine, team, scale, account)
         received = rows.take(team.size, "received", account.scratch, buffer.device)
@@ -162,7 +165,8 @@ class Compressed(TwoHalves):
         self, rows: RowFormat, buffer: Tensor, payload: Tensor, team: Team, scale: float, account: Account
     ) -> list[Carry | None]:
         """Encode all regions of `buffer`; return what each leaves out."""
-        self._clip(buffer, team, scale, account)
+        if self.compressor.norm_limit is not None:
+            self._clip(buffer, self.compressor.norm_limit, team, scale, account)
         inertia, carries = self.compressor.inertia, []
         for region in rows.regions:
             values, factor = region.read(buffer, account.scratch), scale
@@ -174,20 +178,17 @@ class Compressed(TwoHalves):
                     values, factor = _advanced(values, scale, velocity, account), 1.0
             target, dice = region.payload(payload), account.dice("worker", team.rank)
             region.compressor.compress(values, target, region.chunk_numel, factor, carry, dice)
-            if carry is not None and not region.dense:
+            if carry is not None and not region.dense and account.step % SAMPLE_EVERY_STEPS == 0:
                 account.sample(values, scale, carry)
         return carries
 
-    def _clip(self, buffer: Tensor, team: Team, scale: float, account: Account) -> None:
+    def _clip(self, buffer: Tensor, limit: float, team: Team, scale: float, account: Account) -> None:
         """Scale `buffer` down, in place, so that this rank's part of the average has at most its share of the norm.
 
-        That is norm_limit / sqrt(ranks), L2: parts that are independent then add up to norm_limit (arXiv 1712.01887,
+        That is limit / sqrt(ranks), L2: parts that are independent then add up to `limit` (arXiv 1712.01887,
         section 3.2). `scale * buffer` is the part, times the loss scale. What is not finite stays so; no host waits for
         a device.
         """
-        limit = self.compressor.norm_limit
-        if limit is None:
-            return
         norm = torch.linalg.vector_norm(buffer, dtype=torch.float64) * scale  # float32 would overflow where values fit
         if account.loss_scale is not None:
             norm = norm / account.loss_scale
@@ -243,7 +244,9 @@ class Compressed(TwoHalves):
         self, region: Region, kind: Kind, layout: Layout, account: Account, device: torch.device
     ) -> Carry | None:
         if region.compressor.exact:
-            return account.leftover(layout, device) if kind == "worker" and self.feedback is not None else None
+            if kind == "owner" or self.feedback is None or account.memory.settled:
+                return None
+            return account.leftover(layout, device)
         return account.carry(kind, layout, self.feedback, device, region.compressor.inertia, region.layout)
 
     def _rows(self, layout: Layout, dtype: torch.dtype, chunks: int, step: int | None) -> RowFormat:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal, get_args
 
 import torch
@@ -93,7 +94,7 @@ class Hierarchical(Aggregator):
             return
         if isinstance(self.intra, TwoHalves):
             seen = self._through_shares(self.intra, buffer, team, scale, account)
-        elif self._form_on(team, buffer.nbytes, buffer.device) == "leader":
+        elif (self.form or self._form_on(team, buffer.nbytes, buffer.device)) == "leader":
             seen = self._through_leader(buffer, team, scale, account)
         else:
             seen = self._through_shards(buffer, team, scale, account)
@@ -105,9 +106,11 @@ class Hierarchical(Aggregator):
 
         Returns, as the other two do, elements of the result that are not finite if any is not.
         """
-        intra, inter = _both(team)
-        leads = intra.rank == 0 and inter is not None
-        self._reshard("leader", account.layout if leads else None, intra, account, buffer.device)
+        intra, inter = team.intra, team.inter
+        assert intra is not None
+        leads = intra.rank == 0 and inter is not None  # an uneven node has one leader alone that has an inter level
+        if self.inter.residual_paths and not account.memory.settled:
+            reshard(self.inter, "leader", account.layout if leads else None, intra, account, buffer.device)
         values = self._scaled(buffer, scale)
         intra.reduce(values, dst=0)
         if leads:
@@ -120,11 +123,13 @@ class Hierarchical(Aggregator):
 
     def _through_shards(self, buffer: Tensor, team: Team, scale: float, account: Account) -> Tensor:
         """Reduce inside the node and keep one shard per rank, which talks to those at its place, then gather."""
-        intra, inter = _both(team)
+        intra, inter = team.intra, team.inter
+        assert intra is not None
         assert inter is not None  # check() refused unequal nodes
         divided = division(self.inter, account.layout, buffer.dtype, intra.size)
         mine = divided.layouts[intra.rank]  # the last ranks of a node may have nothing but padding, on every node
-        self._reshard(divided.name, mine, intra, account, buffer.device)
+        if self.inter.residual_paths and not account.memory.settled:
+            reshard(self.inter, divided.name, mine, intra, account, buffer.device)
         values = self._scaled(buffer, scale)
         # The bucket cannot be padded; where it does not divide, a padded copy goes round instead.
         source = values if divided.in_place else divided.laid_out(values, account.scratch)
@@ -142,12 +147,14 @@ class Hierarchical(Aggregator):
 
     def _through_shares(self, halves: TwoHalves, buffer: Tensor, team: Team, scale: float, account: Account) -> Tensor:
         """Run the two halves of a compressed all_reduce inside the node; between them each share goes across."""
-        intra, inter = _both(team)
+        intra, inter = team.intra, team.inter
+        assert intra is not None
         assert inter is not None  # as above
         within = account.within("intra", account.layout, replicas=team.node_count)
-        mine = halves.share_layout(account.layout, buffer.dtype, intra, account.step)
-        name = f"shares of {halves} from step {halves.phase(account.step)}"
-        self._reshard(name, mine, intra, account, buffer.device)
+        if self.inter.residual_paths and not account.memory.settled:
+            mine = halves.share_layout(account.layout, buffer.dtype, intra, account.step)
+            name = f"shares of {halves} from step {halves.phase(account.step)}"
+            reshard(self.inter, name, mine, intra, account, buffer.device)
         share, layout = halves.reduce_scatter(buffer, intra, scale, within)
         if layout.numel:
             self._exchange_inter(share, inter, layout, None, account)
@@ -164,10 +171,6 @@ class Hierarchical(Aggregator):
         self, values: Tensor, inter: Team, layout: Layout, result_dtype: torch.dtype | None, account: Account
     ) -> None:
         self.inter.all_reduce(values, inter, 1.0, account.within("inter", layout, result_dtype))
-
-    def _reshard(self, name: str, mine: Layout | None, intra: Team, account: Account, device: torch.device) -> None:
-        if self.inter.residual_paths and not account.memory.settled:
-            reshard(self.inter, name, mine, intra, account, device)
 
     # --------------------------------------------------------------------------------------- facts
 
@@ -192,7 +195,8 @@ class Hierarchical(Aggregator):
             return first + self.inter.calls(shares, torch.float32, inter, device, step) + second
         # Feedback makes the way to the slow network float32.
         summed = torch.promote_types(dtype, torch.float32) if self.inter.residual_paths else dtype
-        if self._form_on(team, layout.numel * dtype.itemsize, device or team.default_device) == "leader":
+        form = self.form or self._form_on(team, layout.numel * dtype.itemsize, device or team.default_device)
+        if form == "leader":
             leads = intra.rank == 0 and inter is not None
             across = self.inter.calls(layout, dtype, inter, device, step) if leads and inter else ()
             reduced = call(intra, "reduce", layout.numel * summed.itemsize, 0)
@@ -204,7 +208,7 @@ class Hierarchical(Aggregator):
         across = self.inter.calls(divided.layouts[intra.rank], dtype, inter, device, step)
         return (*moved, *reduced, *across, *call(intra, "all_gather", divided.shard_numel * dtype.itemsize), *moved)
 
-    @property
+    @cached_property
     def lossless(self) -> bool:
         """If both levels are."""
         return self.inter.lossless and self.intra.lossless
@@ -236,7 +240,7 @@ class Hierarchical(Aggregator):
         self.inter.check_capture(step, team.inter or team)  # also where only other ranks of the node talk across
         self.intra.check_capture(step, team.intra)
 
-    @property
+    @cached_property
     def residual_paths(self) -> tuple[str, ...]:
         """Those of both levels, by the name of the level."""
         return _paths("intra", self.intra) + _paths("inter", self.inter)
@@ -272,8 +276,6 @@ class Hierarchical(Aggregator):
         return "intra", self.intra
 
     def _form_on(self, team: TeamShape, nbytes: int, device: torch.device) -> Form:
-        if self.form is not None:
-            return self.form
         return choose_form(team.backend(device), nbytes, uniform=team.uniform, lossless=self.inter.lossless)
 
 
@@ -289,12 +291,6 @@ def choose_form(backend: str, nbytes: int, *, uniform: bool, lossless: bool = Tr
         return "leader"
     sharded = not lossless or (backend != "gloo" and nbytes >= _SHARD_FROM_NBYTES)
     return "reduce_scatter" if sharded else "leader"
-
-
-def _both(team: Team) -> tuple[Team, Team | None]:
-    """Return the levels of a team; a rank that does not lead an uneven node has no inter level."""
-    assert team.intra is not None
-    return team.intra, team.inter
 
 
 def _paths(level: str, part: Aggregator) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import MISSING, dataclass, fields
+from functools import cached_property
 from math import ceil, inf, isfinite
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
@@ -125,7 +126,7 @@ class Compressor(Brief, ABC):
     sparse: ClassVar[bool] = False
     """Whether rows are short enough for every rank to send its own to all, which spares encoding the sum."""
 
-    @property
+    @cached_property
     def throws_dice(self) -> bool:
         """Whether encoding rounds at random: otherwise in every step."""
         return False
@@ -149,12 +150,12 @@ class Compressor(Brief, ABC):
         """Return the first of the neighbouring steps at which the same compressor is in force as at `step`."""
         return self.start_step if step >= self.start_step else 0
 
-    @property
+    @cached_property
     def inertia(self) -> Momentum | None:
         """The momentum that is applied before compression, in place of the optimizer's."""
         return None
 
-    @property
+    @cached_property
     def norm_limit(self) -> float | None:
         """What the L2 norm of a buffer is clipped to before it is compressed, over the root of the ranks."""
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import isfinite
 from typing import ClassVar
 
@@ -101,12 +102,12 @@ class DGC(Compressor):
         """Not one dimension: biases and the weights of norms are few and matter at once."""
         return len(shape) != 1
 
-    @property
+    @cached_property
     def inertia(self) -> Momentum | None:
         """What momentum, nesterov and momentum_masking say."""
         return Momentum(self.momentum, self.nesterov, self.momentum_masking) if self.momentum else None
 
-    @property
+    @cached_property
     def norm_limit(self) -> float | None:
         """The clip_norm."""
         return self.clip_norm

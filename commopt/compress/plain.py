@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -113,7 +114,7 @@ class Cast(Plain):
         if self.dtype not in (torch.bfloat16, torch.float16):
             raise ConfigurationError(f"Cast({self.dtype}) is not a 16-bit format; use torch.bfloat16 or torch.float16")
 
-    @property
+    @cached_property
     def wire_dtype(self) -> torch.dtype:
         """The 16-bit format."""
         return self.dtype
@@ -130,7 +131,7 @@ class Exact(Plain):
 
     exact: ClassVar[bool] = True
 
-    @property
+    @cached_property
     def wire_dtype(self) -> torch.dtype:
         """Always float32."""
         return torch.float32

@@ -132,7 +132,7 @@ class Quantize(Blockwise):
                 "error of one rounding and have no value for zero; use levels='uniform' or rounding='nearest'"
             )
 
-    @property
+    @cached_property
     def throws_dice(self) -> bool:
         """With rounding="stochastic"."""
         return self.codec.stochastic

@@ -1,13 +1,21 @@
 """Error feedback: what compression left out is kept by parameter and range, and added to the next gradient."""
 
 from commopt.feedback.checkpoint import layout_of, pieces_of, restore, save, spread
-from commopt.feedback.context import Account, Feedback, require_feedback, require_repeatable, scale_and_add
+from commopt.feedback.context import (
+    SAMPLE_EVERY_STEPS,
+    Account,
+    Feedback,
+    require_feedback,
+    require_repeatable,
+    scale_and_add,
+)
 from commopt.feedback.factors import Factors, FactorStore, Shapes, Side
 from commopt.feedback.layout import Layout, Piece, Spans, checked_patterns, joined_spans, matches
 from commopt.feedback.quality import Fidelity, sample_numel
 from commopt.feedback.store import Kind, Ledger, Scratch, Slot, is_momentum, momentum_path
 
 __all__ = [
+    "SAMPLE_EVERY_STEPS",
     "Account",
     "FactorStore",
     "Factors",

@@ -17,7 +17,7 @@ from commopt.feedback.store import Kind, Ledger, Memory, Scratch, Slot, momentum
 from commopt.groups import apply_scale
 from commopt.kernels.reference import advance, round_with_carry
 
-_SAMPLE_EVERY_STEPS = 8
+SAMPLE_EVERY_STEPS = 8
 _SAMPLE_NUMEL = 16384
 
 
@@ -170,11 +170,6 @@ class Account:
         scale_and_add(buffer, buffer, scale, carry)
         return 1.0
 
-    def retire_owners(self) -> None:
-        """Let what an owner kept of the buffer join what this rank sends: sums are not encoded any more."""
-        if self.ledger is not None and not self.memory.settled:
-            self.ledger.dissolve(self.path, self.layout, "owner")
-
     def factors(self, layout: Layout, matrix_rank: int, shapes: tuple[tuple[int, int], ...], make: Make) -> Factors:
         """Return what the last step left of the factors of the matrices in `layout`; see FactorStore.take."""
         store = FactorStore() if self.ledger is None else self.ledger.factors
@@ -188,8 +183,8 @@ class Account:
             self.ledger.flags.append(finite)
 
     def sample(self, values: Tensor, scale: float, carry: Carry) -> None:
-        """Measure now and then, on some of the elements, how much an encoding left out."""
-        if self.ledger is None or self.step % _SAMPLE_EVERY_STEPS:
+        """Measure, on some of the elements, how much an encoding left out; for every SAMPLE_EVERY_STEPS-th step."""
+        if self.ledger is None:
             return
         unscale = scale if self.loss_scale is None else scale / self.loss_scale
         gradient = values[:_SAMPLE_NUMEL].float() * unscale
