@@ -130,12 +130,9 @@ def check(results: Sequence[tuple[list[Books], str]]) -> None:
     ("layout", "names"),
     [
         ("2x2", (*EXACT, *ANYWHERE, *TWO_LEVELS)),
-        ("2x2 interleaved", (*ANYWHERE, *TWO_LEVELS)),
         ("2+1", (*EXACT, *ANYWHERE)),
         ("1+1", (*EXACT, *ANYWHERE, *TWO_LEVELS)),
-        ("3", (*EXACT, *ANYWHERE, *TWO_LEVELS)),
-        ("2x2", RANKS),
-        ("1+1", RANKS),
+        ("2x2 interleaved", RANKS),
     ],
 )
 def test_nothing_is_lost_whatever_comes_next(layout: str, names: tuple[str, ...]) -> None:
@@ -169,7 +166,7 @@ def test_a_dropped_step_keeps_what_was_to_be_handed_over(layout: str) -> None:
     check(results)
 
 
-@pytest.mark.parametrize("layout", ["2x2", "2+1"])
+@pytest.mark.parametrize("layout", ["2x2"])
 def test_with_a_scaler_that_drops_whole_steps(layout: str) -> None:
     """An exact bucket that is not finite drops what compressed buckets have staged before and after it."""
     world_size, nodes = LAYOUTS[layout]
@@ -179,8 +176,7 @@ def test_with_a_scaler_that_drops_whole_steps(layout: str) -> None:
     check(run(keep_books, world_size, choice, "float32", snapshots, poisoned, scaling, nodes=nodes))
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("layout", ["2x2", "2+1"])
+@pytest.mark.parametrize(("layout", "dtype"), [("2x2", "float16"), ("2+1", "bfloat16")])
 def test_16_bit_buffers(layout: str, dtype: str) -> None:
     """Exact between what keeps residuals; then one exact step, which rounds as such steps do, sends everything."""
     world_size, nodes = LAYOUTS[layout]
@@ -226,7 +222,7 @@ def go_on(rank: int, world_size: int, choice: AtRandom, at: int) -> tuple[list[s
     return digests, [training.books()]
 
 
-@pytest.mark.parametrize("at", [3, 4, 7])
+@pytest.mark.parametrize("at", [3, 4])
 def test_a_checkpoint_in_the_middle(at: int) -> None:
     results = run(go_on, 4, AtRandom((*EXACT, *ANYWHERE, *TWO_LEVELS), 12), at, nodes=(2, 2))
     for digests, _ in results:
@@ -251,7 +247,7 @@ def send_what_was_saved(rank: int, world_size: int, name: str, saved: dict[str, 
     return training.told, training.comm.stats()["residual_norm"]
 
 
-@pytest.mark.parametrize(("layout", "name"), [("3", "exact"), ("3", "inter 4 bits"), ("2+1", "inter 4 bits")])
+@pytest.mark.parametrize(("layout", "name"), [("3", "exact"), ("2+1", "inter 4 bits")])
 def test_a_checkpoint_of_another_world(layout: str, name: str) -> None:
     saved = next(state for state in run(save, 4, nodes=(2, 2)) if state is not None)
     assert {"", "inter"} <= {role.partition("/")[0] for part in saved["ranks"] for role in part["residuals"]}
