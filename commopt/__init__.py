@@ -44,11 +44,14 @@ from commopt.plan import Plan
 from commopt.timeline import Report, Timeline
 from commopt.version import __version__
 
+_FORMERLY: dict[str, type] = {"PeriodicAverage": LocalSGD}
+
 
 def __getattr__(name: str) -> object:
-    if name == "PeriodicAverage":  # what LocalSGD was called at first
-        warnings.warn("commopt.PeriodicAverage is now commopt.LocalSGD", DeprecationWarning, stacklevel=2)
-        return LocalSGD
+    if name in _FORMERLY:
+        now = _FORMERLY[name]
+        warnings.warn(f"commopt.{name} is now commopt.{now.__name__}", DeprecationWarning, stacklevel=2)
+        return now
     raise AttributeError(f"module 'commopt' has no attribute {name!r}")
 
 

@@ -51,6 +51,11 @@ def test_it_is_no_part_of_another_aggregator() -> None:
     assert LocalSGD().error_bound == inf
 
 
+def test_the_old_names_warn() -> None:
+    with pytest.warns(DeprecationWarning, match=r"commopt\.PeriodicAverage is now commopt\.LocalSGD"):
+        assert commopt.PeriodicAverage is LocalSGD
+
+
 def test_the_calendar_begins_with_the_start_step() -> None:
     average = LocalSGD(period=3, start_step=2)
     assert [steps for steps in range(12) if average.averages_after(steps)] == [5, 8, 11]

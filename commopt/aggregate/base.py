@@ -76,7 +76,7 @@ class Aggregator(Brief, ABC):
 
         Runs on the lane; every rank of `team` must call it. The scale is applied before anything is added, so that
         an average overflows only if a gradient does. Residuals are staged in `account`, whose layout is the buffer's;
-        its ledger's owner commits them. When the result is not finite, its first element is not.
+        whoever runs the lane's work commits them. When the result is not finite, its first element is not.
         """
 
     @abstractmethod

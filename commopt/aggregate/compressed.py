@@ -19,7 +19,7 @@ from torch import Tensor
 
 from commopt.aggregate.base import Step, TwoHalves, WorkKind, call, mark_non_finite, work
 from commopt.aggregate.rows import Region, RowFormat, row_format, split
-from commopt.compress import Carry, Compressor, Exact, Passes, Velocity
+from commopt.compress import Carry, Compressor, Dice, Exact, Passes, Velocity
 from commopt.errors import ConfigurationError
 from commopt.feedback import (
     SAMPLE_EVERY_STEPS,
@@ -90,8 +90,8 @@ class Compressed(TwoHalves):
             self._send_sums(rows, owned, carries, buffer, team, account)
 
     def _alone(self, buffer: Tensor, team: Team, scale: float, account: Account) -> None:
-        if self.compressor.norm_limit is not None:
-            self._clip(buffer, self.compressor.norm_limit, team, scale, account)
+        if self.compressor.clip_norm is not None:
+            self._clip(buffer, self.compressor.clip_norm, team, scale, account)
         velocity = account.velocity(account.layout, self.feedback, buffer.device, self.compressor.inertia)
         kept = None if self.feedback is None else account.leftover(account.layout, buffer.device)
         if velocity is None:
@@ -165,8 +165,8 @@ class Compressed(TwoHalves):
         self, rows: RowFormat, buffer: Tensor, payload: Tensor, team: Team, scale: float, account: Account
     ) -> list[Carry | None]:
         """Encode all regions of `buffer`; return what each leaves out."""
-        if self.compressor.norm_limit is not None:
-            self._clip(buffer, self.compressor.norm_limit, team, scale, account)
+        if self.compressor.clip_norm is not None:
+            self._clip(buffer, self.compressor.clip_norm, team, scale, account)
         inertia, carries = self.compressor.inertia, []
         for region in rows.regions:
             values, factor = region.read(buffer, account.scratch), scale
@@ -176,7 +176,8 @@ class Compressed(TwoHalves):
                 velocity = account.velocity(region.layout, self.feedback, buffer.device, inertia)
                 if velocity is not None:
                     values, factor = _advanced(values, scale, velocity, account), 1.0
-            target, dice = region.payload(payload), account.dice("worker", team.rank)
+            target = region.payload(payload)
+            dice = account.dice("worker", team.rank) if region.compressor.throws_dice else Dice()
             region.compressor.compress(values, target, region.chunk_numel, factor, carry, dice)
             if carry is not None and not region.dense and account.step % SAMPLE_EVERY_STEPS == 0:
                 account.sample(values, scale, carry)

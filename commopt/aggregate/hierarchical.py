@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal, get_args
 
 import torch
@@ -94,7 +94,7 @@ class Hierarchical(Aggregator):
             return
         if isinstance(self.intra, TwoHalves):
             seen = self._through_shares(self.intra, buffer, team, scale, account)
-        elif (self.form or self._form_on(team, buffer.nbytes, buffer.device)) == "leader":
+        elif (self.form or self._best_form(team, buffer.nbytes, team.backend(buffer.device))) == "leader":
             seen = self._through_leader(buffer, team, scale, account)
         else:
             seen = self._through_shards(buffer, team, scale, account)
@@ -195,7 +195,8 @@ class Hierarchical(Aggregator):
             return first + self.inter.calls(shares, torch.float32, inter, device, step) + second
         # Feedback makes the way to the slow network float32.
         summed = torch.promote_types(dtype, torch.float32) if self.inter.residual_paths else dtype
-        form = self.form or self._form_on(team, layout.numel * dtype.itemsize, device or team.default_device)
+        backend = team.backend(device or team.default_device)
+        form = self.form or self._best_form(team, layout.numel * dtype.itemsize, backend)
         if form == "leader":
             leads = intra.rank == 0 and inter is not None
             across = self.inter.calls(layout, dtype, inter, device, step) if leads and inter else ()
@@ -275,10 +276,11 @@ class Hierarchical(Aggregator):
             return "inter", self.inter.with_dense(("*",))  # one node needs the momentum too
         return "intra", self.intra
 
-    def _form_on(self, team: TeamShape, nbytes: int, device: torch.device) -> Form:
-        return choose_form(team.backend(device), nbytes, uniform=team.uniform, lossless=self.inter.lossless)
+    def _best_form(self, team: TeamShape, nbytes: int, backend: str) -> Form:
+        return choose_form(backend, nbytes, uniform=team.uniform, lossless=self.inter.lossless)
 
 
+@lru_cache(maxsize=1024)
 def choose_form(backend: str, nbytes: int, *, uniform: bool, lossless: bool = True) -> Form:
     """Return the form for a buffer of `nbytes`: the rule behind Hierarchical(form=None).
 

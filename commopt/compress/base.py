@@ -156,7 +156,7 @@ class Compressor(Brief, ABC):
         return None
 
     @cached_property
-    def norm_limit(self) -> float | None:
+    def clip_norm(self) -> float | None:
         """What the L2 norm of a buffer is clipped to before it is compressed, over the root of the ranks."""
         return None
 

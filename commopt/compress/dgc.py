@@ -107,11 +107,6 @@ class DGC(Compressor):
         """What momentum, nesterov and momentum_masking say."""
         return Momentum(self.momentum, self.nesterov, self.momentum_masking) if self.momentum else None
 
-    @cached_property
-    def norm_limit(self) -> float | None:
-        """The clip_norm."""
-        return self.clip_norm
-
     # ------------------------------------------------------------------------------------------ payloads
 
     def payload_nbytes(self, chunk_numel: int) -> int:

@@ -55,8 +55,10 @@ class Plain(Compressor):
         for row in self._rows(payload):
             end = min(begin + row.numel(), values.numel())
             part, encoded = values[begin:end], row[: end - begin]
-            if carry is None:
-                kernels.pack([part], encoded, scale)
+            if carry is None and part.dtype == encoded.dtype == torch.float32:
+                torch.mul(part, scale, out=encoded)
+            elif carry is None:
+                kernels.pack([part], encoded, scale)  # one rounding of the float32 product
             else:
                 part_of_carry = Carry(carry.old[begin:end], carry.new[begin:end], carry.loss_scale, carry.decay)
                 reference.round_with_carry(part, encoded, scale, part_of_carry)

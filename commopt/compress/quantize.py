@@ -77,23 +77,23 @@ class Blockwise(Compressor):
         return quantize.finite(self.codec, payload, chunk_numel)
 
 
-def check(owner: str, block: int, start_step: int) -> None:
+def check(whose: str, block: int, start_step: int) -> None:
     """Raise ConfigurationError unless the fields that all block compressors have are valid."""
     if type(block) is not int or not _SMALLEST_BLOCK <= block <= _LARGEST_BLOCK or block % _SMALLEST_BLOCK:
         raise ConfigurationError(
-            f"{owner}(block={block!r}) is no block length; use a multiple of {_SMALLEST_BLOCK} from {_SMALLEST_BLOCK} "
+            f"{whose}(block={block!r}) is no block length; use a multiple of {_SMALLEST_BLOCK} from {_SMALLEST_BLOCK} "
             f"to {_LARGEST_BLOCK}: short blocks are more exact, long ones spend fewer bytes on scales"
         )
     if type(start_step) is not int or start_step < 0:
         raise ConfigurationError(
-            f"{owner}(start_step={start_step!r}) is no step; give the first step to compress, 0 for all"
+            f"{whose}(start_step={start_step!r}) is no step; give the first step to compress, 0 for all"
         )
 
 
-def check_choice(owner: str, name: str, value: object, choices: tuple[object, ...]) -> None:
+def check_choice(whose: str, name: str, value: object, choices: tuple[object, ...]) -> None:
     """Raise ConfigurationError unless `value` is one of `choices`."""
     if value not in choices or type(value) is not type(choices[0]):
-        raise ConfigurationError(f"{owner}({name}={value!r}) is unknown; use one of {', '.join(map(repr, choices))}")
+        raise ConfigurationError(f"{whose}({name}={value!r}) is unknown; use one of {', '.join(map(repr, choices))}")
 
 
 @dataclass(frozen=True, repr=False)

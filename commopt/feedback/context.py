@@ -41,17 +41,17 @@ class Feedback(Brief):
             )
 
 
-def require_feedback(owner: str, feedback: object) -> None:
-    """Raise ConfigurationError unless `feedback`, an option of `owner`, is a Feedback or None."""
+def require_feedback(whose: str, feedback: object) -> None:
+    """Raise ConfigurationError unless `feedback`, an option of `whose`, is a Feedback or None."""
     if not (feedback is None or isinstance(feedback, Feedback)):
-        raise ConfigurationError(f"{owner}(feedback={feedback!r}) must be a Feedback(), or None for none")
+        raise ConfigurationError(f"{whose}(feedback={feedback!r}) must be a Feedback(), or None for none")
 
 
-def require_repeatable(owner: str, feedback: Feedback | None) -> None:
+def require_repeatable(whose: str, feedback: Feedback | None) -> None:
     """Raise ConfigurationError when residuals are rounded at random, by dice that a CUDA graph would repeat."""
     if feedback is not None and feedback.dtype != torch.float32:
         raise ConfigurationError(
-            f"{owner} keeps residuals in {feedback.dtype}, rounded at random, and a CUDA graph would repeat the same "
+            f"{whose} keeps residuals in {feedback.dtype}, rounded at random, and a CUDA graph would repeat the same "
             f"dice in every step; use feedback=Feedback(dtype=torch.float32)"
         )
 

@@ -130,13 +130,13 @@ def matches(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def checked_patterns(owner: str, dense: object) -> tuple[str, ...]:
-    """Return the patterns of parameter names that `owner` was given, as a tuple: a list could not be hashed.
+def checked_patterns(whose: str, dense: object) -> tuple[str, ...]:
+    """Return the patterns of parameter names that `whose` was given, as a tuple: a list could not be hashed.
 
     Raises ConfigurationError when they are none.
     """
     if not isinstance(dense, (tuple, list)) or not all(isinstance(pattern, str) for pattern in dense):
-        raise ConfigurationError(f"{owner}(dense={dense!r}) must be a tuple of patterns, for example dense=('*.bias',)")
+        raise ConfigurationError(f"{whose}(dense={dense!r}) must be a tuple of patterns, for example dense=('*.bias',)")
     return tuple(dense)
 
 

@@ -292,8 +292,8 @@ class Ledger:
     def stage(self, slot: Slot, rank: int = 0) -> Tensor:
         """Return where to write the slot's next values, float32, which count only once they are committed.
 
-        rank: this one's, global, so that ranks round what they sent by dice of their own: errors that are alike would
-        add up where others cancel. Owners of one sum in several teams keep the same, so they round alike.
+        rank: this one's, global, so that ranks round what they sent by random bits of their own: errors that are alike
+        would add up where others cancel. Owners of one sum in several teams keep the same, so they round alike.
         """
         if self.per_step:
             if slot.spare is None:

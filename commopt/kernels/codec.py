@@ -36,7 +36,7 @@ class Momentum:
 
 @dataclass(frozen=True)
 class Velocity:
-    """The velocity before and after an encoding: float32 [numel], never the same memory, unscaled as a Carry is."""
+    """The velocity before and after an encoding: float32 [numel], never the same memory, unscaled as there."""
 
     old: Tensor
     new: Tensor
