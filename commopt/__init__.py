@@ -1,8 +1,9 @@
 """Data-parallel training that stays fast on slow networks: DDP communication hooks and a standalone allreduce."""
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
-from commopt.aggregate import AGGREGATORS, Aggregator, Auto, Compressed, Flat, Hierarchical, PeriodicAverage, PowerSGD
+from commopt.aggregate import AGGREGATORS, Aggregator, Auto, Compressed, Flat, Hierarchical, LocalSGD, PowerSGD
 from commopt.collectives import Communicator, Work, all_reduce
 from commopt.compress import COMPRESSORS, DGC, Cast, Compressor, OneBit, Quantize
 from commopt.cost import Links
@@ -69,10 +70,10 @@ __all__ = [
     "LaneError",
     "Layout",
     "Links",
+    "LocalSGD",
     "MismatchError",
     "NcclOptions",
     "OneBit",
-    "PeriodicAverage",
     "Plan",
     "PowerSGD",
     "Preset",
@@ -105,10 +106,17 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Load the timeline when somebody asks for it."""
-    if name not in ("Report", "Timeline"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from commopt import timeline
+_FORMERLY = {"PeriodicAverage": LocalSGD}
 
-    return getattr(timeline, name)
+
+def __getattr__(name: str) -> Any:
+    """Load the timeline when somebody asks for it; warn of names that are no more."""
+    if name in ("Report", "Timeline"):
+        from commopt import timeline
+
+        return getattr(timeline, name)
+    if name in _FORMERLY:
+        now = _FORMERLY[name]
+        warnings.warn(f"commopt.{name} is now commopt.{now.__name__}", DeprecationWarning, stacklevel=2)
+        return now
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from commopt.kernels.sparse_row import SparseRow
+from commopt.simulate.model_zoo import Model, Parameter
 from torch import Tensor
 
 from bench.kernels import __main__ as kernels
@@ -39,7 +39,7 @@ from bench.timing import Reading, host_clock
 from commopt.compress import Quantize
 from commopt.kernels import lowrank, pack, quantize, sparse, unpack
 from commopt.kernels.codec import Dice
-from commopt.simulate.models import Model, Parameter
+from commopt.kernels.sparse import SparseRow
 
 CPU = torch.device("cpu")
 NUMEL = 10_007

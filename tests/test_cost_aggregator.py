@@ -134,45 +134,6 @@ def test_nodes_that_are_at_it_at_once_are_priced_so() -> None:
     assert prices == [2 * 7, 2 * 5]
 
 
-# -------------------------------------------------------------------------------------------------- chunks
-
-
-def test_chunks_overlap_on_two_lanes_and_only_add_latency_on_one() -> None:
-    alike = Speeds(nic_gbps=10, intra_gb_per_s=2, inter_latency_us=5, intra_latency_us=5)
-    shape = TeamShape.of((2, 2))
-    links = nominal_links(shape, alike)
-
-    def time_us(chunks: int, lanes: int) -> float:
-        sharded = Hierarchical(form="reduce_scatter")
-        return cost_us(sharded, NUMEL, torch.float32, shape, links, chunks=chunks, lanes=lanes)
-
-    def stage(chunks: int) -> formulas.StageTimes:
-        up = formulas.ring("reduce_scatter", 2).time_us(S / chunks, alike.intra)
-        across = formulas.ring_us(S / 2 / chunks, 2, alike.inter(2))
-        return formulas.StageTimes(up, across, formulas.ring("all_gather", 2).time_us(S / 2 / chunks, alike.intra))
-
-    for chunks in (1, 2, 4, 8):
-        assert time_us(chunks, lanes=1) == pytest.approx(chunks * sum(stage(chunks)))
-        assert time_us(chunks, lanes=2) == pytest.approx(formulas.pipelined_us(stage(chunks), chunks))
-    assert time_us(4, lanes=2) < 0.75 * time_us(1, lanes=2)
-    assert time_us(4, lanes=1) > time_us(1, lanes=1)
-
-
-def test_a_hierarchical_has_its_own_chunks() -> None:
-    assert priced(Hierarchical(chunks=4), (2, 2)) == priced(Hierarchical(), (2, 2), chunks=4)
-    assert priced(Hierarchical(chunks=4), (2, 2), chunks=1) == priced(Hierarchical(), (2, 2))
-    assert priced(Flat(), (2, 2), chunks=4) == priced(Flat(), (2, 2))
-
-
-def test_gloo_has_two_lanes_and_nccl_one_unless_told() -> None:
-    gloo, nccl = TeamShape.of((2, 2)), TeamShape.of((2, 2), 0, {"cuda": "nccl"})
-    links = nominal_links(gloo, SPEEDS)
-    sharded = Hierarchical(form="reduce_scatter", chunks=4)
-    times = [cost_us(sharded, NUMEL, torch.float32, shape, links) for shape in (gloo, nccl)]
-    assert times == [cost_us(sharded, NUMEL, torch.float32, gloo, links, lanes=lanes) for lanes in (2, 1)]
-    assert times[0] < times[1]
-
-
 # ------------------------------------------------------------------------------------------------ registry
 
 

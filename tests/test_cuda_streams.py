@@ -34,7 +34,6 @@ from commopt.lanes import operation as operations
 from commopt.lanes import second, stream
 from commopt.schedule import BucketConfig, Plan, calibration
 from tests.fake_cuda import DEVICE, Gpu
-from tests.pipelining import short_chunks
 from topology import Cluster
 
 BUCKETS = ("first", "second", "third")
@@ -192,21 +191,6 @@ def test_every_preset_waits_for_what_it_reads(strategy: str) -> None:
         assert all(bool(average.isfinite().all()) for average in averages)
 
 
-def chunked(aggregators: int = 3) -> list[str]:
-    """Average a buffer in chunks, on two lanes, by exact and by lossy aggregators; return what is wrong."""
-    with device() as gpu, short_chunks(), patch.object(lanes, "lanes_here", lambda backend: 2):
-        for inter in (Flat(), Compressed(Quantize(8)), PowerSGD(start_step=0))[:aggregators]:
-            training = Training(Hierarchical(inter, form="reduce_scatter", chunks=3))
-            for number in range(2):
-                training.step(number)
-        assert len(gpu.streams) >= 3 + 2
-    return gpu.faults
-
-
-def test_chunks_on_two_lanes() -> None:
-    assert not chunked()
-
-
 def scaled() -> list[str]:
     """Train with a loss scale on the device, which changes between steps."""
     with device() as gpu:
@@ -346,7 +330,7 @@ def test_trials_do_not_time_how_communicators_connect() -> None:
 
 def everything() -> list[str]:
     """Run all of the above."""
-    return [*chunked(1), *standalone()]
+    return standalone()
 
 
 MUTANTS = {

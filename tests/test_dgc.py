@@ -6,7 +6,6 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
-from time import thread_time
 from typing import Any
 
 import numpy as np
@@ -16,10 +15,10 @@ import torch
 from torch import Tensor
 
 import commopt
-from commopt import DGC, Aggregator, Compressed, ConfigurationError, Feedback, Hierarchical
+from commopt import DGC, Aggregator, Compressed, Feedback, Hierarchical
 from commopt.compress import ErrorFeedback
 from tests.catalogue import LAYOUTS
-from tests.chosen import Chooser, Trace, kept, threads
+from tests.chosen import Chooser, Trace, kept
 from tests.feedback_training import Training, Vectors, momentum_of, total
 from tests.hook_training import assert_identical
 from tests.payloads import decode, encode
@@ -98,10 +97,7 @@ VALUES: dict[str, Callable[[int], Tensor]] = {
     [
         (1, 0.5, torch.bfloat16),
         (37, 0.1, torch.float16),
-        (5000, 0.01, torch.float32),
-        (BLOCK, 0.001, torch.bfloat16),
         (BLOCK + 1, 0.3, torch.bfloat16),
-        (300_007, 0.01, torch.bfloat16),
         (300_007, 0.001, torch.float32),
     ],
     ids=str,
@@ -206,28 +202,6 @@ def test_too_large_for_the_wire_is_plain_to_see() -> None:
     assert not compressor.finite(made.payload, made.chunk_numel)
 
 
-def seconds(work: Callable[[], object]) -> float:
-    """Return the processor time of the fastest of some runs, all on this thread."""
-    times = []
-    for _ in range(5):
-        started = thread_time()
-        work()
-        times.append(thread_time() - started)
-    return min(times)
-
-
-@pytest.mark.parametrize("kind", ["random", "heavy tail", "comb"])
-def test_selection_is_faster_than_sorting(kind: str) -> None:
-    """A million elements, of which one in a hundred is sent."""
-    compressor, values = DGC(0.01), VALUES[kind](1_000_000)
-    payload = torch.empty(1, compressor.payload_nbytes(values.numel()), dtype=torch.uint8)
-    carry = ErrorFeedback(torch.zeros_like(values), torch.empty_like(values))
-    with threads(1):
-        ours = seconds(lambda: compressor.compress(values, payload, values.numel(), 1.0, carry))
-        sorting = seconds(lambda: values.abs().sort())
-    assert ours < 0.5 * sorting, f"{1000 * ours:.1f} ms, sorting {1000 * sorting:.1f} ms"
-
-
 # ------------------------------------------------------------------------------------------- settings
 
 
@@ -258,37 +232,6 @@ def test_the_base_compressor_starts_dense() -> None:
     assert quantize.at(2) is None
     assert quantize.at(3) == quantize
     assert quantize.at(None) == quantize
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"density": 0}, ("density", "0")),
-        ({"density": 1.01}, ("density", "1.01")),
-        ({"density": float("nan")}, ("density", "nan")),
-        ({"density": None}, ("density", "None")),
-        ({"momentum": 1}, ("momentum", "1")),
-        ({"momentum": -0.5}, ("momentum", "-0.5")),
-        ({"momentum": float("nan")}, ("momentum", "nan")),
-        ({"nesterov": True}, ("nesterov", "momentum")),
-        ({"clip_norm": 0}, ("clip_norm", "0")),
-        ({"clip_norm": float("nan")}, ("clip_norm", "nan")),
-        ({"clip_norm": "1"}, ("clip_norm", "'1'")),
-        ({"warmup": 100}, ("warmup", "100")),
-        ({"warmup": ((100, 0.0),)}, ("warmup", "0.0")),
-        ({"warmup": ((-1, 0.1),)}, ("warmup", "-1")),
-        ({"warmup": ((1, 0.1, 0.2),)}, ("warmup", "0.2")),
-        ({"value_dtype": torch.float64}, ("value_dtype", "float64", "float32", "bfloat16", "float16")),
-        ({"value_dtype": "bfloat16"}, ("value_dtype", "bfloat16")),
-        ({"min_elements": 0}, ("min_elements", "0", "1")),
-        ({"min_elements": 2.0}, ("min_elements", "2.0")),
-    ],
-    ids=str,
-)
-def test_bad_settings(options: dict[str, Any], words: Sequence[str]) -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        DGC(**options)
-    assert all(word in str(caught.value) for word in words), caught.value
 
 
 # ------------------------------------------------------------------------- the paper's formulas, in numpy

@@ -8,9 +8,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import commopt
-from commopt import Compressed, Hierarchical, PowerSGD
 from commopt.hooks.misuse import enabled_scalers, warn_of_untested_torch
 from commopt.version import NEWEST_TESTED_TORCH
 from tests.feedback_training import (
@@ -73,22 +70,15 @@ def unused_for_ever(rank: int, world_size: int, strategy: str) -> Training:
     return Training(rank, world_size, STRATEGIES[strategy], options=FIND_UNUSED, chosen=chosen)
 
 
-def densely(aggregator: Any, name: str) -> Any:
-    """Return `aggregator` with a parameter that travels dense at every level."""
-    if isinstance(aggregator, Compressed | PowerSGD):
-        return replace(aggregator, dense=(name,))
-    if isinstance(aggregator, Hierarchical):
-        return replace(aggregator, inter=densely(aggregator.inter, name), intra=densely(aggregator.intra, name))
-    return aggregator
-
-
 def unused_in_some_steps(rank: int, world_size: int, strategy: str) -> Training:
     """No rank uses the parameter in every third step; DDP drops what the hook returns for it then, so it is dense."""
 
     def chosen(rank: int, step: int, dtype: torch.dtype) -> Vectors:
         return without(gradients(rank, step, dtype), *(["third.weight"] if step % 3 == 1 else []))
 
-    return Training(rank, world_size, densely(STRATEGIES[strategy], "third.weight"), options=FIND_UNUSED, chosen=chosen)
+    return Training(
+        rank, world_size, STRATEGIES[strategy].with_dense(("third.weight",)), options=FIND_UNUSED, chosen=chosen
+    )
 
 
 def tied(rank: int, world_size: int, strategy: str) -> Training:
@@ -116,9 +106,17 @@ def use(rank: int, world_size: int, feature: str, strategy: str) -> tuple[Books,
     return training.books(), training.digest()
 
 
-@pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize(
-    "strategy", ["8 bits", "inter onebit mean", "inter 4 bits, intra 8 bits", "inter top 5%", "inter rank 2"]
+    ("feature", "strategy"),
+    [
+        *((feature, "inter rank 2") for feature in FEATURES),
+        ("frozen", "inter top 5%"),
+        ("unused_on_a_rank", "inter 4 bits, intra 8 bits"),
+        ("unused_for_ever", "8 bits"),
+        ("unused_in_some_steps", "inter onebit mean"),
+        ("tied", "8 bits"),
+        ("accumulated", "inter top 5%"),
+    ],
 )
 def test_every_gradient_counts_once(feature: str, strategy: str) -> None:
     results = run(use, 4, feature, strategy, nodes=(2, 2))
@@ -306,16 +304,14 @@ def put_on_what_is_the_users(rank: int, world_size: int, aggregator: commopt.Agg
         optimizer.step()
     of_optimizers = _global_optimizer_post_hooks
     attached_ones = len(of_optimizers)
-    if not isinstance(aggregator, commopt.PeriodicAverage):
+    if not isinstance(aggregator, commopt.LocalSGD):
         torch.jit.script(ddp.module)
     del ddp, optimizer
     gc.collect()
     return attached_ones, len(of_optimizers), len(model._forward_pre_hooks), bool(torch.jit.script(model))
 
 
-@pytest.mark.parametrize(
-    "aggregator", [commopt.Hierarchical(), STRATEGIES["8 bits"], commopt.PeriodicAverage(2)], ids=str
-)
+@pytest.mark.parametrize("aggregator", [commopt.Hierarchical(), STRATEGIES["8 bits"], commopt.LocalSGD(2)], ids=str)
 def test_nothing_stays_behind(aggregator: commopt.Aggregator) -> None:
     expected = (int(bool(aggregator.residual_paths)), 0, 0, True)
     assert run(put_on_what_is_the_users, 2, aggregator, fresh=True) == [expected] * 2

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from commopt import DGC, Aggregator, Cast, Compressed, Flat, Hierarchical, PowerSGD, Quantize
-from commopt.aggregate.calls import Call
+from commopt.aggregate import Call
 from commopt.compress import Exact
 from commopt.feedback import Layout
-from commopt.feedback.fidelity import EVERY_STEPS, MAX_SAMPLE_NUMEL, Fidelity, sample_numel
+from commopt.feedback.quality import EVERY_STEPS, MAX_SAMPLE_NUMEL, Fidelity, sample_numel
 from commopt.groups import Team, WireBytes
 from commopt.hooks.sending import Step
 from commopt.lanes import Ticket

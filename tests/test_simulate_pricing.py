@@ -26,13 +26,12 @@ def priced(aggregator: Aggregator, nodes: tuple[int, ...], lanes: int = 1) -> tu
 @pytest.mark.parametrize("lanes", [1, 2])
 @pytest.mark.parametrize("nodes", SHAPES, ids=str)
 def test_stages_add_up_to_the_price(nodes: tuple[int, ...], lanes: int) -> None:
-    for aggregator in (Flat(), Hierarchical(), Hierarchical(chunks=4)):
+    for aggregator in (Flat(), Hierarchical()):
         _, pricing = priced(aggregator, nodes, lanes)
         found = pricing.cost(MODEL)
         expected = overlapped_us(found.chunks) if lanes == 2 else sum(map(sum, found.chunks))
         assert found.total_us == pytest.approx(expected)
         assert found.compress_us + found.intra_us + found.inter_us == pytest.approx(sum(map(sum, found.chunks)))
-    assert len(found.chunks) == (4 if len(nodes) > 1 and max(nodes) > 1 else 1)
 
 
 @pytest.mark.parametrize("nodes", SHAPES, ids=str)

@@ -87,25 +87,21 @@ def test_communication_that_is_hidden_costs_nothing() -> None:
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
-@pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("aggregator", [Flat(), Hierarchical(), Hierarchical(form="leader")], ids=repr)
-def test_a_step_is_what_the_plan_predicts(aggregator: Aggregator, chunks: int, lanes: int) -> None:
+def test_a_step_is_what_the_plan_predicts(aggregator: Aggregator, lanes: int) -> None:
     """Stage by stage, the event loop comes to what `plan.simulate` makes of whole messages at `cost`'s prices."""
     shape, links = links_for(aggregator, 4)
-    buckets = whole_buckets(aggregator, [[0], [1, 2], [3, 4]], chunks)
-    used = replace(aggregator, chunks=chunks) if isinstance(aggregator, Hierarchical) else aggregator
+    buckets = whole_buckets(aggregator, [[0], [1, 2], [3, 4]])
     prices = {
-        (bucket.strategy, chunks): PriceTable(
+        (bucket.strategy, 1): PriceTable(
             tuple(sorted({each.nbytes for each in buckets})),
             tuple(
-                cost_us(used, nbytes // 4, torch.float32, shape, links, lanes=lanes)
+                cost_us(aggregator, nbytes // 4, torch.float32, shape, links, lanes=lanes)
                 for nbytes in sorted({each.nbytes for each in buckets})
             ),
         )
         for bucket in buckets
     }
-    if chunks > 1:
-        prices[repr(aggregator), 1] = next(iter(prices.values()))  # a plan wants one without chunks; it is not used
     expected = simulate(workload().units, buckets, Costs(prices, overhead_us=100.0))
     found = simulate_step(workload(), aggregator, shape, links, buckets=buckets, lanes=lanes)
     assert found.step_us == pytest.approx(expected.finish_us)
@@ -264,7 +260,7 @@ def test_unequal_nodes_have_a_step_too() -> None:
     found = simulate_step(workload(), Hierarchical(), shape, NETWORK.links(shape), buckets="ddp")
     assert found.step_us > found.compute_us
     with pytest.raises(ConfigurationError, match="equally many ranks"):
-        simulate_step(workload(), Hierarchical(form="all_reduce"), shape, NETWORK.links(shape))
+        simulate_step(workload(), Hierarchical(form="reduce_scatter"), shape, NETWORK.links(shape))
 
 
 def test_what_is_left_out_is_said() -> None:

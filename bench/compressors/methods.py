@@ -11,7 +11,7 @@ import torch
 
 from bench.compute_only import LoneRank
 from commopt import Aggregator, build_preset
-from commopt.aggregate.calls import Call
+from commopt.aggregate import Call
 from commopt.feedback import Layout
 from commopt.simulate import ddp_buckets, gpu, model, of_model
 

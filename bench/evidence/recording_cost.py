@@ -43,7 +43,7 @@ def measure(subject: Subject, steps: int) -> dict[str, Any]:
     }
     state = trainings["on"].state
     assert state is not None  # it is no stock DDP
-    buckets = state.stats()["messages"] // (steps + 5)
+    buckets = state.stats()["buckets"] // (steps + 5)
     return {"buckets": buckets, "step_ms": {name: median(each) for name, each in taken.items()}, "ratios": ratios}
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter, process_time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,7 +35,7 @@ class TrainingRun:
 
     strategy: str
     subject: Subject
-    options: Mapping[str, object] = field(default_factory=lambda: {"plan": "ddp"})
+    options: Mapping[str, Any] = field(default_factory=lambda: {"plan": "ddp"})
     bucket_cap_mb: float | None = None
     state: commopt.HookState | None = field(init=False, default=None)
     step_s: list[float] = field(init=False, default_factory=list)

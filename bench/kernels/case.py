@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _orthogonalize
 
-from commopt.kernels.codec import TINY, Carry
+from commopt.kernels.codec import TINY, ErrorFeedback
 
 
 @dataclass(frozen=True)
@@ -148,9 +148,9 @@ class Setting:
         return self.random(self.numel)
 
     @cached_property
-    def carry(self) -> Carry:
+    def carry(self) -> ErrorFeedback:
         """A residual for it, smaller than it is."""
-        return Carry(self.random(self.numel) / 8, torch.empty(self.numel, device=self.device))
+        return ErrorFeedback(self.random(self.numel) / 8, torch.empty(self.numel, device=self.device))
 
     def random(self, *shape: int) -> Tensor:
         """Return normal values, float32, the next ones of this setting."""

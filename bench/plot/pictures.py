@@ -12,7 +12,7 @@ from bench.evidence.scaling.predicted import KIND as PREDICTED
 from bench.plot import evidence, training
 from commopt.cost import Links
 from commopt.document import parse, read_text
-from commopt.probe.picture import draw as draw_probe
+from commopt.probe.report import draw as draw_probe
 
 _PROBE = "probe"
 _LAUNCHERS = ("bench.cluster",)

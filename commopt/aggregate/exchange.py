@@ -11,7 +11,7 @@ from torch import Tensor
 from commopt.aggregate.base import mark_non_finite
 from commopt.aggregate.matrices import Group, Plan
 from commopt.compress import ErrorFeedback
-from commopt.feedback import Account, Factors, Feedback, Side, Spans
+from commopt.feedback import SAMPLE_EVERY_STEPS, Account, Factors, Feedback, Side, Spans
 from commopt.groups import Team
 from commopt.kernels import lowrank
 from commopt.kernels.residual import piece_numel
@@ -95,9 +95,9 @@ class Exchange:
 
     def remember(self, factors: Factors, side: Side, total: Tensor) -> None:
         """Let the next step start from `total`, the sum of what all ranks sent."""
-        staged = self._account.stage_factors(factors.now[side])
-        if staged is not None:
-            self.orthogonalize(side, total, staged, factors.initial[side])
+        ledger = self._account.ledger
+        if ledger is not None:
+            self.orthogonalize(side, total, ledger.stage_factors(factors.now[side]), factors.initial[side])
 
     # ------------------------------------------------------------------------------------- sending
 
@@ -162,7 +162,7 @@ class Exchange:
 
     def _sample(self) -> None:
         """Let the account measure how much is left out of the first matrix."""
-        if self._carry is None or not self._plan.groups:
+        if self._carry is None or not self._plan.groups or self._account.step % SAMPLE_EVERY_STEPS:
             return
         matrix = self._plan.matrices[0]
         first = slice(0, matrix.rows * matrix.cols)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain
 from math import ceil
 from typing import NamedTuple
 
 import torch
 
-from commopt.aggregate import Aggregator, Hierarchical
-from commopt.aggregate.calls import Call, Stages, Step
+from commopt.aggregate import Aggregator, Call, Step
 from commopt.cost.curve import Curve
-from commopt.cost.formulas import StageTimes, overlapped_us
+from commopt.cost.formulas import StageTimes
 from commopt.cost.links import Links, WorkKey
 from commopt.feedback import Layout
 from commopt.groups import TeamShape
@@ -96,7 +94,7 @@ class _Alike(NamedTuple):
     """Ranks, of nodes of equal length, that do the same: how one of them sees the cluster, what they do, how many."""
 
     shape: TeamShape
-    stages: tuple[Stages, ...]
+    steps: tuple[Step, ...]
     ranks: int
 
 
@@ -114,7 +112,7 @@ class Pricing:
         lanes: int | None = None,
     ) -> None:
         aggregator.check(shape)
-        self._aggregator, self._dtype, self._links = _with_chunks(aggregator, chunks), dtype, links
+        self._aggregator, self._dtype, self._links = aggregator, dtype, links
         self._device = shape.default_device
         self._lanes = lanes_available(shape.backend(self._device)) if lanes is None else lanes
         self._shape = shape
@@ -139,39 +137,29 @@ class Pricing:
     def _heeds(self, layout: Layout) -> bool:
         """Return whether names and shapes matter to what is sent."""
         anonymous = Layout.anonymous(layout.numel)
-        return [each.stages for each in self._ranks(layout)] != [each.stages for each in self._ranks(anonymous)]
+        return [each.steps for each in self._ranks(layout)] != [each.steps for each in self._ranks(anonymous)]
 
     def _ranks(self, layout: Layout) -> list[_Alike]:
         """Return what the ranks do that can be the slowest."""
-        found: dict[tuple[int, tuple[Stages, ...]], _Alike] = {}
+        found: dict[tuple[int, tuple[Step, ...]], _Alike] = {}
         for shape in _telling(self._shape):
-            stages = self._aggregator.stages(layout, self._dtype, shape, self._device)
-            key = (shape.intra.size if shape.intra is not None else 1, stages)
-            alike = found.get(key, _Alike(shape, stages, 0))
+            steps = self._aggregator.calls(layout, self._dtype, shape, self._device)
+            key = (shape.intra.size if shape.intra is not None else 1, steps)
+            alike = found.get(key, _Alike(shape, steps, 0))
             found[key] = alike._replace(ranks=alike.ranks + 1)
         return list(found.values())
 
     def _summed(self, ranks: Sequence[_Alike], share: float) -> Cost:
         """Return what it costs when every message and all work have only a `share` of their bytes."""
-        groups = sum(each.ranks for each in ranks if any(_is_inter(step) for step in _steps(each.stages)))
+        groups = sum(each.ranks for each in ranks if any(_is_inter(step) for step in each.steps))
         groups = groups if self._shape.uniform else 1
         notes: dict[str, None] = {}
         parts = {"compress": 0.0, "intra": 0.0, "inter": 0.0}
-        chunks = []
-        for chunk in zip(*(each.stages for each in ranks), strict=True):
-            slowest = []
-            for stage in range(len(StageTimes._fields)):
-                spent = [
-                    self._spent(steps[stage], each.shape, groups, share, notes)
-                    for steps, each in zip(chunk, ranks, strict=True)
-                ]
-                worst = max(spent, key=lambda each: sum(each.values()))
-                for part, time_us in worst.items():
-                    parts[part] += time_us
-                slowest.append(sum(worst.values()))
-            chunks.append(StageTimes(*slowest))
-        total_us = overlapped_us(chunks) if self._lanes > 1 else sum(map(sum, chunks))
-        return Cost(total_us, parts["compress"], parts["intra"], parts["inter"], tuple(notes), tuple(chunks))
+        spent = [self._spent(each.steps, each.shape, groups, share, notes) for each in ranks]
+        parts = max(spent, key=lambda each: sum(each.values()), default=parts)
+        total_us = sum(parts.values())
+        stages = (StageTimes(0.0, total_us, 0.0),)
+        return Cost(total_us, parts["compress"], parts["intra"], parts["inter"], tuple(notes), stages)
 
     def _spent(
         self, steps: Iterable[Step], shape: TeamShape, groups: int, share: float, notes: dict[str, None]
@@ -224,16 +212,6 @@ def _leaders(shape: TeamShape) -> tuple[TeamShape, ...]:
     counts = shape.ranks_per_node
     firsts = {count: sum(counts[:node]) for node, count in enumerate(counts)}
     return tuple(shape.seen_from(rank) for rank in sorted(firsts.values()))
-
-
-def _with_chunks(aggregator: Aggregator, chunks: int | None) -> Aggregator:
-    return (
-        aggregator if chunks is None or not isinstance(aggregator, Hierarchical) else replace(aggregator, chunks=chunks)
-    )
-
-
-def _steps(stages: tuple[Stages, ...]) -> Iterable[Step]:
-    return chain.from_iterable(chain(*stages))
 
 
 def _is_inter(step: Step) -> bool:

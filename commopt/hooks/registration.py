@@ -18,8 +18,7 @@ from torch.autograd import Variable
 from commopt import lanes
 from commopt.aggregate import Aggregator
 from commopt.errors import CommoptError, ConfigurationError
-from commopt.feedback import Layout, Ledger
-from commopt.feedback.fidelity import Fidelity
+from commopt.feedback import Fidelity, Layout, Ledger
 from commopt.groups import NcclByLevel, WireBytes
 from commopt.hooks import misuse
 from commopt.hooks.gradients import require_supported_bucket

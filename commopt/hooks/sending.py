@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 
 from commopt import lanes
-from commopt.aggregate import Aggregator, Flat
-from commopt.aggregate.leftovers import hand_over
+from commopt.aggregate import Aggregator, Flat, account_for
 from commopt.errors import ConfigurationError
-from commopt.feedback import Account, Layout, Ledger
-from commopt.feedback.fidelity import Fidelity, sample_numel
+from commopt.feedback import Account, Fidelity, Layout, Ledger, sample_numel
 from commopt.groups import Membership, Team
 from commopt.hooks.traffic import Traffic
 from commopt.recording import Recorder, running
@@ -96,7 +94,7 @@ class Sending:
                 if place == 0:
                     ledger.begin_step()
                 loss_scale = _loss_scale(step.scaler, bucket.device)
-                account = Account(layout, step.number, place, rank, ledger, loss_scale)
+                account = account_for(aggregator, layout, team, ledger, step.number, place, rank, loss_scale)
                 _average(bucket.view(-1), aggregator, team, account, fidelity)
                 ledger.end_bucket([bucket], last=last)
 
@@ -130,7 +128,7 @@ class Sending:
 
 def _average(buffer: Tensor, aggregator: Aggregator, team: Team, account: Account, fidelity: Fidelity | None) -> None:
     """Replace `buffer` by its average; `fidelity` compares it with the exact one."""
-    scale = hand_over(aggregator, [buffer], 1.0 / team.size, account)
+    scale = account.add_leftover(buffer, 1.0 / team.size)
     if aggregator.lossless:  # what is exact treats all elements alike; the rest may go by names and shapes
         account = replace(account, layout=_anonymous(account.layout.numel))
     exact = None if fidelity is None else fidelity.exact(buffer, team, scale)

@@ -9,11 +9,9 @@ from math import isfinite, sqrt
 import torch
 from torch import Tensor
 
-from commopt.aggregate import Aggregator, Auto, Compressed, Flat, Hierarchical, PowerSGD
-from commopt.compress import DGC, Cast, OneBit, Quantize
+from commopt.aggregate import Aggregator, Auto, Flat, Hierarchical, families
 from commopt.feedback import Layout
 from commopt.groups import TeamShape
-from commopt.schedule.squared_error import squared_error
 
 Gradients = Sequence[tuple[Layout, Tensor]]
 
@@ -55,21 +53,14 @@ def replaceable(aggregator: Aggregator, team: TeamShape) -> dict[str, Aggregator
 
 def allowed_families(auto: Auto, team: TeamShape) -> tuple[Family, ...]:
     """Return what is allowed beside the exact averages, flat and, where there are two levels, hierarchical."""
-    dense = auto.dense
-    kinds: dict[str, tuple[tuple[Aggregator, ...], int]] = {
-        "bf16": ((Compressed(Cast(torch.bfloat16), None, dense),), 0),
-        "quantized": (tuple(Compressed(Quantize(bits), dense=dense) for bits in (8, 4, 2)), 1),
-        "onebit": ((Compressed(OneBit(), dense=dense),), 0),
-        "dgc": (tuple(Compressed(DGC(density), dense=dense) for density in (0.05, 0.01, 0.001)), 1),
-        "powersgd": (tuple(PowerSGD(rank, dense=dense) for rank in (16, 8, 4, 2, 1)), 2),
-    }
+    known = families()
     forms: dict[str, Callable[[Aggregator], Aggregator]] = {"": lambda aggregator: aggregator}
     if team.intra is not None:
         forms["hierarchical "] = Hierarchical
     return tuple(
-        Family(prefix + kind, tuple(map(form, strengths)), usual)
-        for kind, (strengths, usual) in kinds.items()
-        if kind in auto.families
+        Family(prefix + kind, tuple(form(each.with_dense(auto.dense)) for each in trials.strengths), trials.usual)
+        for kind, trials in known.items()
+        if kind in auto.allow
         for prefix, form in forms.items()
     )
 
@@ -91,7 +82,7 @@ def candidates(families: Sequence[Family], gradients: Gradients, max_error: floa
         raise FloatingPointError(f"{what}; measure another step")
 
     def error(strength: Aggregator) -> float:
-        return sqrt(sum(squared_error(strength, layout, buffer) for layout, buffer in gradients) / square)
+        return sqrt(sum(strength.squared_error(layout, buffer) for layout, buffer in gradients) / square)
 
     found = []
     for family in families:

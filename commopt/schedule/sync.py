@@ -12,7 +12,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from commopt.aggregate import Aggregator, Auto
+from commopt.aggregate import Aggregator, auto_of
 from commopt.feedback import Layout, Ledger
 from commopt.feedback.fidelity import Fidelity
 from commopt.groups import Team
@@ -99,7 +99,7 @@ class Sync:
         self.decision: Decision | None = None
         self.step = 0
         self._team, self._links = team, config.links
-        self._auto = aggregator if isinstance(aggregator, Auto) else None
+        self._auto = auto_of(aggregator)
         self._families = () if self._auto is None else allowed_families(self._auto, team)
         self._exact = replaceable(aggregator, team)
         if self._auto is not None:
@@ -195,7 +195,7 @@ class Sync:
             return Search(self._options, costs, LARGEST_NBYTES)
         auto = self._auto
         nodes = self._team.ranks_per_node
-        return Search(self._options, costs, LARGEST_NBYTES, auto.max_trials, auto.families, nodes, tuned)
+        return Search(self._options, costs, LARGEST_NBYTES, auto.max_trials, tuple(auto.allow), nodes, tuned)
 
     # ------------------------------------------------------------------------------------- prices
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from commopt import Aggregator, PeriodicAverage
+from commopt import Aggregator, LocalSGD
 from commopt.command_line import Parser
 from examples import train_digits, train_gpt
 
@@ -43,7 +43,7 @@ class Entry:
 
 
 def _local_sgd(period: int, start_step: int) -> Entry:
-    aggregator = PeriodicAverage(period, start_step)
+    aggregator = LocalSGD(period, start_step)
     return Entry(repr(aggregator), optimizers=("sgd",), aggregator=aggregator)
 
 

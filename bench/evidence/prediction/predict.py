@@ -9,7 +9,6 @@ from time import perf_counter, process_time
 
 import torch
 import torch.distributed as dist
-from commopt.plan import Bucket
 
 from bench.compute_only import LoneRank
 from bench.evidence.prediction.probe import Probed, Processors, delayed
@@ -17,7 +16,7 @@ from commopt.aggregate import Aggregator
 from commopt.cost import Links, cost
 from commopt.feedback import Layout
 from commopt.groups import TeamShape
-from commopt.simulate import Outcome, Workload, simulate_step
+from commopt.simulate import Bucket, Outcome, Workload, simulate_step
 
 _CALLS = 6
 _US = 1e6
@@ -84,7 +83,9 @@ def predict(workload: Workload, aggregator: Aggregator, shape: TeamShape, probed
     lane_us = _lane_us(workload, aggregator, shape, probed.time, apart.buckets)
     busy_us = _lane_us(workload, aggregator, shape, probed.processor, apart.buckets)
     beside = replace(workload, units=delayed(workload.units, apart.buckets, lane_us, busy_us, load))
-    return Predicted(simulate_step(beside, aggregator, shape, probed.time, buckets=apart.buckets), apart)
+    return Predicted(
+        simulate_step(beside, aggregator, shape, probed.time, buckets=[bucket.names for bucket in apart.buckets]), apart
+    )
 
 
 def _lane_us(

@@ -15,22 +15,19 @@ from typing import Literal, NamedTuple, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from commopt.plan import Bucket, Unit
+from commopt.plan import Unit
+from commopt.probe.prober import link_text, nbytes_text, read_header, work_text
 
 from commopt import ConfigurationError
 from commopt.aggregate import Aggregator
-from commopt.aggregate.calls import Call as Step
+from commopt.aggregate import Call as Step
 from commopt.cluster import link_rate
 from commopt.cost import Curve, LinkKey, Links, WorkKey
 from commopt.feedback import Layout
 from commopt.groups import Membership, Team, TeamShape
-from commopt.probe.budget import Measured, Repeats, sweep
-from commopt.probe.header import read_header
-from commopt.probe.operations import COLLECTIVES, Group, groups_of
-from commopt.probe.settings import nbytes_text
-from commopt.probe.surveyor import link_text, work_text
-from commopt.probe.timing import Call, LaneTimer
-from commopt.probe.work import Job, jobs_of, known_compressors
+from commopt.probe.operations import COLLECTIVES, Group, Job, groups_of, jobs_of, known_compressors
+from commopt.probe.timing import Call, LaneTimer, Measured, Repeats, sweep
+from commopt.simulate import Bucket
 
 
 @dataclass(frozen=True)

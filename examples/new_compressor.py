@@ -1,0 +1,121 @@
+"""Tutorial: a compressor of your own, in one file and one line.
+
+    torchrun --nproc-per-node 4 examples/new_compressor.py
+
+A compressor turns float values into bytes of a fixed number, and back. It never communicates: `Compressed` exchanges
+its payloads, keeps what it leaves out for the next step, and lets names, prices and checkpoints work. This one sends
+the largest element of every block: a value of 4 bytes and a place of 1 byte for 64 elements.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import commopt
+from commopt import Aggregator, Compressed, Compressor, ConfigurationError
+from commopt.compress import COMPRESSORS, ErrorFeedback, Dice, Trials
+from commopt.hooks.presets import preset
+
+
+# 1. A frozen dataclass: its fields are the options, its repr is what ranks compare.
+@dataclass(frozen=True, repr=False)
+class TopOfBlock(Compressor):
+    """Send the largest element of each block of `block` (at most 256) elements; the others wait for their turn."""
+
+    block: int = 64
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.block <= 256:
+            raise ConfigurationError(f"TopOfBlock(block={self.block!r}) must be from 2 to 256: a place is one byte")
+
+    # 2. How long a payload is. The values are cut into chunks of whole blocks, and rows start at multiples of 16 bytes.
+    @property
+    def granularity(self) -> int:
+        """Whole blocks."""
+        return self.block
+
+    def payload_nbytes(self, chunk_numel: int) -> int:
+        """Return 5 bytes for each block."""
+        return -(-5 * (chunk_numel // self.block) // 16) * 16
+
+    # 3. There: everything in plain torch, hence on any device, and without waiting for it.
+    def compress(
+        self,
+        values: Tensor,
+        payload: Tensor,
+        chunk_numel: int,
+        scale: float,
+        carry: ErrorFeedback | None = None,
+        dice: Dice = Dice(),
+    ) -> None:
+        """Find the largest of each block; argmax finds NaN first, so that every rank hears of it."""
+        rows = len(payload)
+        padded = torch.zeros(rows * chunk_numel, dtype=torch.float32, device=values.device)
+        p = padded[: values.numel()].copy_(values).mul_(scale)
+        unit: Tensor | float = 1.0 if carry is None or carry.loss_scale is None else carry.loss_scale
+        if carry is not None:  # what earlier steps have left out
+            p += carry.old * (unit * carry.decay)
+        blocks = padded.view(-1, self.block)
+        places = blocks.abs().argmax(1, keepdim=True)
+        largest, place = self._parts(payload, chunk_numel)
+        largest.copy_(blocks.gather(1, places).view(rows, -1))
+        place.copy_(places.view(rows, -1))
+        if carry is not None:  # what this step leaves out
+            blocks.scatter_(1, places, 0.0)
+            torch.mul(p, 1 / unit, out=carry.new)
+
+    # 4. And back. Sums, sums encoded again and the search for NaN follow from these two; faster ones may be written.
+    def decompress(self, payload: Tensor, values: Tensor, chunk_numel: int) -> None:
+        """Put each value in its place, zeros elsewhere."""
+        largest, place = self._parts(payload, chunk_numel)
+        decoded = torch.zeros(largest.numel(), self.block, dtype=torch.float32, device=values.device)
+        decoded.scatter_(1, place.reshape(-1, 1).long(), largest.reshape(-1, 1))
+        values.copy_(decoded.view(-1)[: values.numel()])
+
+    def _parts(self, payload: Tensor, chunk_numel: int) -> tuple[Tensor, Tensor]:
+        blocks = chunk_numel // self.block
+        return payload[:, : 4 * blocks].view(torch.float32), payload[:, 4 * blocks : 5 * blocks]
+
+    # 5. What `auto` may try, if it is allowed to: the weakest first.
+    @classmethod
+    def trials(cls) -> Trials[Compressor]:
+        """Return blocks of 16, 64 and 256."""
+        return Trials("top_of_block", tuple(cls(block) for block in (16, 64, 256)), usual=1)
+
+
+def top_of_block(block: int = 64) -> Aggregator:
+    """The largest element of each block between all ranks, with error feedback."""
+    return Compressed(TopOfBlock(block))
+
+
+def register() -> None:
+    """The one line, after which contract tests, benchmarks and auto(allow="top_of_block") know it. And a preset."""
+    COMPRESSORS["top_of_block"] = TopOfBlock
+    preset(top_of_block)  # commopt.attach(ddp, "top_of_block", block=32), or --preset top_of_block:block=32
+
+
+def main(steps: int = 300) -> float:
+    """Learn a matrix; return the last loss."""
+    target = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    ddp = DistributedDataParallel(nn.Linear(64, 64, bias=False))
+    commopt.attach(ddp, "top_of_block", block=16)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=2.0)
+    for _ in range(steps):
+        batch = torch.randn(32, 64)
+        loss = nn.functional.mse_loss(ddp(batch), batch @ target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return loss.item()
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    register()
+    print(f"rank {dist.get_rank()}: loss {main():.4f}")
+    dist.destroy_process_group()
