@@ -10,7 +10,6 @@ from commopt import Auto, Compressed, Flat, Hierarchical, PowerSGD, Quantize
 from commopt.feedback import Layout
 from commopt.groups import TeamShape
 from commopt.schedule.candidates import allowed_families, candidates, exact, replaceable
-from commopt.schedule.squared_error import squared_error
 
 NODES, NODE = TeamShape.of((2, 2)), TeamShape.of((4,))
 
@@ -59,6 +58,6 @@ def test_a_gradient_that_tells_nothing_is_refused() -> None:
 def test_what_is_left_out_of_a_matrix_is_beyond_the_rank() -> None:
     layout, values = gradient()
     exact_error = float(torch.linalg.svdvals(values[:6400].view(64, 100).double())[4:].square().sum())
-    assert squared_error(PowerSGD(4), layout, values) == pytest.approx(exact_error, rel=0.05)
-    assert squared_error(Hierarchical(PowerSGD(4)), layout, values) == squared_error(PowerSGD(4), layout, values)
-    assert squared_error(Hierarchical(), layout, values) == 0.0
+    assert PowerSGD(4).squared_error(layout, values) == pytest.approx(exact_error, rel=0.05)
+    assert Hierarchical(PowerSGD(4)).squared_error(layout, values) == PowerSGD(4).squared_error(layout, values)
+    assert Hierarchical().squared_error(layout, values) == 0.0

@@ -13,7 +13,7 @@ import commopt
 from commopt import ConfigurationError, Flat, Hierarchical, HookState
 from commopt.schedule import Plan
 from tests.feedback_training import STRATEGIES, Training, same_residuals
-from tests.hook_training import SMALL_BUCKET, ManyDtypes, Tower, batch_of, loss_of, seeded, train
+from tests.hook_training import SMALL_BUCKET, Tower, batch_of, loss_of, seeded, train
 from tests.plan_changes import plan_of
 from tests.ranks import run
 
@@ -99,25 +99,6 @@ def test_with_a_scaler_that_comes_late_whole_steps_are_dropped(given: bool) -> N
 
 
 # ------------------------------------------------------------------------------------------- counts
-
-
-def count_messages(rank: int, world_size: int) -> tuple[int, int]:
-    module = seeded(ManyDtypes)
-    ddp = TorchDDP(module, **SMALL_BUCKET)
-    names = tuple(name for name, _ in module.named_parameters())
-    state = HookState(Flat(), module=module, plan=Plan((tuple(names),), "Flat()"))
-    ddp.register_comm_hook(state, commopt.hook)
-    train(ddp, rank, world_size, Flat(), steps=4)
-    before = state.stats()
-    train(ddp, rank, world_size, Flat(), steps=1)
-    after = state.stats()
-    return after["buckets"] - before["buckets"], after["messages"] - before["messages"]
-
-
-def test_a_message_of_several_dtypes_is_one() -> None:
-    ((buckets, messages),) = run(count_messages, 1)
-    assert buckets >= 3, "one bucket only tests little"
-    assert messages == 1
 
 
 def report_after_resuming(rank: int, world_size: int) -> list[commopt.WireBytes]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from hashlib import sha256
 from io import BytesIO
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -21,14 +21,11 @@ from commopt.groups import Membership
 from commopt.groups.agreement import require_equal
 from commopt.hooks.registration import Registration
 from commopt.schedule import Plan, Tuned, require_same_parameters
-from commopt.schedule.plan import is_of_earlier_version
 
 FORMAT = 1
 MESSAGE_NBYTES = 32 * 2**20  # on its way to the first rank
 
 _log = logging.getLogger("commopt")
-
-T = TypeVar("T")
 
 
 def part_of(registration: Registration) -> dict[str, Any]:
@@ -194,7 +191,8 @@ def _fill(ledger: Ledger, saved: object, registration: Registration) -> _Loaded:
     if own is not None and (alone or whole_world):
         restore(ledger, own, numels, largest)
         buffers = _buffers(own)
-        plan, tuned = _planned(own, "plan", Plan.from_json), _planned(own, "tuned", Tuned.from_json)
+        plan = None if own.get("plan") is None else Plan.from_json(own["plan"])
+        tuned = None if own.get("tuned") is None else Tuned.from_json(own["tuned"])
     elif not alone or whole_world:  # neither buckets nor plan fit
         spread(ledger, parts, numels, largest, len(nodes))
         source = f"parts {[part['place'] for part in parts]} of {len(first['nodes'])}"
@@ -214,14 +212,6 @@ def _fill(ledger: Ledger, saved: object, registration: Registration) -> _Loaded:
         "plan": _digest((plan, tuned)),
     }
     return _Loaded(first["steps"], buffers, plan, tuned, numels, facts)
-
-
-def _planned(part: Mapping[str, Any], name: str, read: Callable[[str], T]) -> T | None:
-    """Return the plan or the tuning of a checkpoint; None where it has none, or one that can be made again."""
-    text = part.get(name)
-    if text is None or is_of_earlier_version(text):
-        return None
-    return read(text)
 
 
 def _digest(what: object) -> str:

@@ -217,17 +217,17 @@ class Controller:
         """
         self._settled = self._shown == self._buckets
         self._buckets, gradients, self._gradients = self._shown, self._gradients, []
+        if self._wanted and self._why_not():
+            self._say_why_not()
+            self._wanted = ()
         if not self._measures:
             return None
         self._measuring.end_step(step, device)
         if not self._measuring.calendar.meets(step):
             return None
         assert self._sync is not None  # begun
-        why_not, movable = self._why_not(), self._can_rebuild()
-        if why_not and not self._said_why:
-            self._said_why = True
-            if self._sync.is_leader:
-                _log.warning("DDP's own buckets stay: %s", why_not)
+        self._say_why_not()
+        movable = self._can_rebuild()
         groups = tuple(map(_names, self._buckets))
         strategy = next(iter(self._sync.strategies)) if self.plan is None else self.plan.strategy
         parameters = self._layouts.parameters
@@ -303,6 +303,13 @@ class Controller:
             return "no forward of the DDP model is seen, as where it is compiled from outside; compile the module in it"
         return reducer.why_not(ddp, self._layouts.parameters)
 
+    def _say_why_not(self) -> None:
+        """Say on the first rank, once, why DDP's own buckets stay, if they do."""
+        if not self._said_why and (why_not := self._why_not()):
+            self._said_why = True
+            if self._sync is not None and self._sync.is_leader:
+                _log.warning("DDP's own buckets stay: %s", why_not)
+
     def _can_rebuild(self) -> bool:
         """Return whether DDP can be given other buckets before the next forward."""
         ddp, parameters = self._model(), self._layouts.parameters
@@ -315,9 +322,9 @@ class Controller:
         """Give DDP the buckets of the plan, or of a checkpoint, if it can have them now."""
         ddp, parameters = self._model(), self._layouts.parameters
         names = {name for group in self._wanted for name in group}
-        if ddp is None or self._why_not() or names != parameters.keys():
+        if names != parameters.keys():  # a checkpoint's, of another model
             self._wanted = ()
-        elif self._can_rebuild():
+        elif ddp is not None and self._can_rebuild():
             reducer.rebuild(ddp, [[parameters[name] for name in group] for group in self._wanted])
             self._wanted = ()
 

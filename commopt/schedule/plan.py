@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from typing import Any
 
-from commopt.document import field, load, parse, require_text, require_time, require_whole
+from commopt.document import field, load, require_text, require_time, require_whole
 from commopt.errors import ConfigurationError
 from commopt.schedule.prices import Costs
 
@@ -159,12 +159,6 @@ class Plan:
             origin=field(document, "origin", str, "plan"),
             predicted=None if predicted is None else Prediction.from_entry(predicted, "plan, predicted"),
         )
-
-
-def is_of_earlier_version(text: str) -> bool:
-    """Return whether a checkpoint's plan or tuning is of format 1, in which every bucket had a strategy of its own."""
-    document = parse(text, "plan")
-    return isinstance(document, Mapping) and document.get("format") == 1
 
 
 def _require_names(names: object, what: str) -> None:
