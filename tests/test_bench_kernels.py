@@ -27,7 +27,7 @@ from commopt.compress import Quantize
 from commopt.kernels import lowrank, pack, quantize, sparse, unpack
 from commopt.kernels.codec import Dice
 from commopt.kernels.sparse_row import SparseRow
-from commopt.simulate.models import Model, Parameter, gpt2, resnet50
+from commopt.simulate.model_zoo import Model, Parameter, gpt2, resnet50
 
 CPU = torch.device("cpu")
 NUMEL = 10_007

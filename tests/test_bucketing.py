@@ -17,11 +17,11 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
 from commopt import ConfigurationError
-from commopt.aggregate import Aggregator, Hierarchical
-from commopt.bucketing import calibration, meeting, prices
+from commopt.aggregate import Aggregator
+from commopt.bucketing import calibration, meeting
 from commopt.bucketing.calibration import LARGEST_NBYTES, packing_us_per_byte, samples_of
 from commopt.bucketing.layouts import Layouts
-from commopt.bucketing.prices import measured_points, prices_from_points
+from commopt.bucketing.prices import prices_from_points
 from commopt.bucketing.strategies import aggregator_of, require_strategies, strategies_for
 from commopt.bucketing.units import Units, are_exact
 from commopt.bucketing.window import Latest, latest, own_times
@@ -118,22 +118,6 @@ def test_packing_has_a_price() -> None:
     one, other = run(time_packing, 2)
     assert one == other, "the slowest rank's"
     assert 1e-6 < one < 1.0  # between a terabyte and a megabyte a second
-
-
-def try_out_with_one_lane_less_on_a_rank(rank: int, world_size: int) -> list[tuple[str, int]]:
-    """On NCCL the number of lanes hangs on a variable of each rank's environment."""
-    exact = {"Hierarchical()": Hierarchical()}
-    team = join(None, timeout_s=20).team
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prices, "lanes_here", lambda backend: 1 if rank == 1 else 2)
-        patch.setattr(prices, "best_chunks", lambda *_: 4)
-        keys = list(measured_points(exact, exact, 0.1, Layout.anonymous(4096), torch.float32, team))
-    team.all_reduce(torch.zeros(1))
-    return keys
-
-
-def test_ranks_with_different_lanes_measure_alike() -> None:
-    assert run(try_out_with_one_lane_less_on_a_rank, 4, nodes=(2, 2), fresh=True) == [[("Hierarchical()", 1)]] * 4
 
 
 # --------------------------------------------------------------------- what was measured

@@ -142,7 +142,7 @@ COMMANDS = (
     Command("commopt doctor", of_commopt("doctor"), (("commopt.doctor.cli", "gather"),)),
     Command("commopt probe", of_commopt("probe"), (("commopt.probe.cli", "survey"),)),
     Command("commopt run", of_commopt("run"), (("commopt.run.script.Script", "run"),)),
-    Command("commopt simulate", of_commopt("simulate"), (("commopt.simulate.cli", "_published"),)),
+    Command("commopt simulate", of_commopt("simulate"), (("commopt.simulate.scaling.Scaling", "weak"),)),
     Command("commopt bandwidth", of_commopt("bandwidth"), (("commopt.bandwidth.cli", "measure"),)),
     Command("commopt cluster", of_commopt("cluster"), (("commopt.cluster.network.Network", "build"),)),
     Command("bench.bucketing", of_module("bench.bucketing.__main__", "parse_options")),

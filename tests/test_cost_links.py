@@ -101,7 +101,7 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "unknown primitive": (lambda c: changed(c, "links", 0, "primitive", to="scan"), "'scan' is none of"),
     "one rank": (lambda c: changed(c, "links", 0, "ranks", to=1), r"links\[0\]: ranks is 1"),
     "ranks in words": (lambda c: changed(c, "links", 0, "ranks", to="two"), r"links\[0\]: ranks is 'two'"),
-    "no groups": (lambda c: changed(c, "links", 2, "groups", to=0), r"links\[2\]: groups is 0"),
+    "no groups": (lambda c: changed(c, "links", 2, "groups", to=0), r"links\[2\]: ranks is 4, groups is 0"),
     "the same twice": (lambda c: c["links"].append(c["links"][0]), r"links\[3\] has figures for \('inter'"),
     "no segments": (lambda c: changed(c, "links", 0, "segments", to=[]), "segments begin at"),
     "a short segment": (lambda c: changed(c, "links", 0, "segments", 0, to=[0, 1]), r"segment \[0, 1\] is not 3"),

@@ -1,4 +1,4 @@
-"""Links from line rates: the right curve at every level, and speeds taken from what the machines are."""
+"""Links from line rates: the closed forms, the right curve at every level, and speeds from what the machines are."""
 
 from __future__ import annotations
 
@@ -6,15 +6,55 @@ from dataclasses import replace
 
 import pytest
 
-from commopt.cost import LinkKey, Links, Speeds, formulas, nominal_links
-from commopt.cost.formulas import PRIMITIVES
+from commopt.cost import PRIMITIVES, Link, LinkKey, Links, Speeds, nominal_links, ring, ring_over_nodes_us, tree_us
 from commopt.errors import ConfigurationError
-from commopt.groups import TeamShape
+from commopt.groups import TeamShape, WireModel
+from tests.closed_forms import leader_us, ring_us, sharded_us
 from topology import Cluster, Fabric
 from topology.model import Gpu, Nic, NvLinks, Topology
 
 SPEEDS = Speeds(nic_gbps=80, intra_gb_per_s=50, nics=4, inter_latency_us=20, intra_latency_us=2)
 MIB = 2**20
+FAST = Link(2, 1e-5)
+SLOW = Link(20, 1e-3)
+
+
+@pytest.mark.parametrize("primitive", ["all_reduce", "reduce_scatter", "all_gather", "all_to_all"])
+def test_a_ring_carries_what_the_wire_model_counts(primitive: str) -> None:
+    for ranks in (2, 3, 8, 64):
+        sent = [getattr(WireModel(rank, range(ranks)), primitive)(MIB) for rank in range(ranks)]
+        mean = sum(each.inter for each in sent) / ranks
+        assert ring(primitive, ranks).volume * MIB == pytest.approx(mean, rel=1e-5)
+
+
+def test_rings_and_binomial_trees() -> None:
+    for ranks in (2, 5, 16):
+        both = ring("reduce_scatter", ranks).time_us(MIB, SLOW) + ring("all_gather", ranks).time_us(MIB / ranks, SLOW)
+        assert ring("all_reduce", ranks).time_us(MIB, SLOW) == pytest.approx(both) == ring_us(MIB, ranks, SLOW)
+    assert ring_over_nodes_us(MIB, 4, 1, FAST, SLOW) == pytest.approx(ring_us(MIB, 4, SLOW))
+    assert ring_over_nodes_us(MIB, 1, 4, FAST, SLOW) == pytest.approx(ring_us(MIB, 4, FAST))
+    assert [ring("broadcast", ranks).steps for ranks in (2, 3, 4, 5, 8, 9)] == [1, 2, 2, 3, 3, 4]
+    with pytest.raises(ValueError, match="'scan' is none of all_reduce"):
+        ring("scan", 2)
+
+
+def test_trees_win_on_latency_and_lose_on_bandwidth() -> None:
+    latency, bandwidth = Link(1, 0), Link(0, 1)
+    assert tree_us(MIB, 32, 1, latency, latency) == 10
+    assert tree_us(MIB, 32, 8, latency, latency) < ring_us(MIB, 256, latency)
+    assert tree_us(MIB, 32, 1, bandwidth, bandwidth) > ring_us(MIB, 32, bandwidth)
+    assert tree_us(MIB, 1, 8, bandwidth, Link(0, 9)) == pytest.approx(2 * MIB / 0.78)
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (4, 8), (3, 5)])
+def test_the_forms_of_a_hierarchy(nodes: int, per_node: int) -> None:
+    shared = Link(SLOW.alpha_us, per_node * SLOW.beta_us_per_byte)  # one port for the node
+    n, m = nodes, per_node
+    expected = 2 * (m - 1) * 2 + 2 * (m - 1) / m * MIB * 1e-5 + 2 * (n - 1) * 20 + 2 * (n - 1) / n * MIB * 1e-3
+    assert sharded_us(MIB, n, m, FAST, shared) == pytest.approx(expected)
+    rounds = ring("broadcast", m).steps
+    leader = (2 * (m - 1) + rounds) * 2 + (2 * (m - 1) / m + rounds) * MIB * 1e-5 + ring_us(MIB, n, SLOW)
+    assert leader_us(MIB, n, m, FAST, SLOW) == pytest.approx(leader)
 
 
 def links_of(*nodes: int) -> Links:
@@ -55,7 +95,7 @@ def test_levels_follow_the_ring() -> None:
 
 
 def test_the_world_is_a_ring_through_all_nodes() -> None:
-    ring_us = formulas.ring_over_nodes_us(MIB, 2, 4, SPEEDS.intra, SPEEDS.node)
+    ring_us = ring_over_nodes_us(MIB, 2, 4, SPEEDS.intra, SPEEDS.node)
     links = links_of(4, 4)
     assert links.curve("world", "all_reduce", 8).time_us(MIB) == pytest.approx(ring_us)
     halves = [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from math import isfinite
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,8 @@ from commopt.__main__ import main
 from commopt.cost import Speeds, nominal_links
 from commopt.errors import ConfigurationError
 from commopt.groups import TeamShape
-from commopt.simulate import Cluster, Network, gpu, model, of_model, published, save, simulate_step, strategy
-from commopt.simulate.options import parse_gb_per_s, parse_gbps, parse_nodes
+from commopt.simulate import ClusterSpec, Network, gpu, model, of_model, save, simulate_step, strategy
+from commopt.simulate.cli import parse_gb_per_s, parse_gbps, parse_nodes
 from commopt.version import __version__
 
 BASE = ["simulate", "--model", "resnet50", "--nic", "25gbps"]
@@ -52,11 +51,11 @@ def test_the_command_simulates_what_the_library_does(tmp_path: Path) -> None:
     target = tmp_path / "out.json"
     options = ["--nics", "2", "--intra", "pcie4", "--efficiency", "0.8", "--latency-us", "30", "--socket-gbps", "6"]
     options += ["--sockets", "2", "--channels", "1", "--rings", "--gpu", "t4", "--precision", "fp32", "--batch", "4"]
-    options += ["--compute-efficiency", "0.5", "--buckets", "ddp", "--overhead-us", "250", "--lanes", "2"]
+    options += ["--compute-efficiency", "0.5", "--buckets", "ddp", "--overhead-us", "250"]
     wanted = ["--nodes", "4", "--strategies", "hierarchical"]
     assert main([*BASE, *options, *wanted, "-o", str(target)]) == 0
     network = Network(25, 20, nics=2, efficiency=0.8, inter_latency_us=30, socket_gbps=6, connections=2, trees=False)
-    cluster = Cluster(8, gpu("t4"), network)
+    cluster = ClusterSpec(8, gpu("t4"), network)
     shape = cluster.shape(4)
     aggregator = strategy("hierarchical").candidates[0].build()
     expected = simulate_step(
@@ -65,7 +64,6 @@ def test_the_command_simulates_what_the_library_does(tmp_path: Path) -> None:
         shape,
         cluster.links_for(shape, [aggregator]),
         overhead_us=250,
-        lanes=2,
     )
     row = json.loads(target.read_text())["rows"][0]
     assert row["step_us"] == expected.step_us
@@ -95,16 +93,6 @@ def test_smallest_batch_and_strong_scaling(tmp_path: Path, capsys: pytest.Captur
     shown = capsys.readouterr().out
     assert "Samples per GPU that keep 80% of one GPU's speed on 16 GPUs" in shown
     assert str(batch) in shown
-
-
-def test_published_figures_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(published, "CLAIMS", [claim for claim in published.CLAIMS if claim.setup.nodes == 4][:2])
-    target = tmp_path / "out.json"
-    assert main(["simulate", "--published", "-o", str(target)]) == 0
-    rows = json.loads(target.read_text())["published"]
-    assert len(rows) == 2
-    assert all({"source", "assumed", "published", "simulated", "verdict", "setup"} <= set(row) for row in rows)
-    assert all(isfinite(row["simulated"]) for row in rows)
 
 
 def test_tables_need_no_rich(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,18 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bench.models import ResNet50
 from commopt.errors import ConfigurationError
-from commopt.simulate.models import MODELS, Model, Parameter, bert_base, bert_large, gpt2, gpt2_medium, model, resnet50
-from commopt.simulate.models.layers import attention_flops
+from commopt.simulate.model_zoo import (
+    MODELS,
+    Model,
+    Parameter,
+    attention_flops,
+    bert_base,
+    bert_large,
+    gpt2,
+    gpt2_medium,
+    model,
+    resnet50,
+)
 
 
 def numel(parameters: list[Parameter]) -> int:

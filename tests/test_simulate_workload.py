@@ -14,10 +14,9 @@ import torch
 from commopt.errors import ConfigurationError
 from commopt.feedback import Layout
 from commopt.plan import Unit, Window
-from commopt.simulate.gpus import GPUS, Gpu, gpu, usual_efficiency
-from commopt.simulate.models import MODELS, Model, Parameter, gpt2, model, resnet50
-from commopt.simulate.workload import Workload, of_model, of_window
-from commopt.simulate.workload_file import load, save
+from commopt.simulate import GPUS, MODELS, Gpu, Workload, gpu, load, model, of_model, of_window, save
+from commopt.simulate.cluster import usual_efficiency
+from commopt.simulate.model_zoo import Model, Parameter, gpt2, resnet50
 
 SLOW = Gpu("slow", {"fp32": 1.0}, 1.0)  # a million FLOPs and a thousand bytes in a microsecond
 SMALL = Model(

@@ -8,11 +8,22 @@ from pathlib import Path
 
 import pytest
 
-from commopt.cost import Curve, Header, LinkKey, Links, Segment, Speeds, nominal_links
-from commopt.cost.formulas import Link, ring_over_nodes_us, ring_us, tree_us
+from commopt.cost import (
+    Curve,
+    Header,
+    Link,
+    LinkKey,
+    Links,
+    Segment,
+    Speeds,
+    nominal_links,
+    ring_over_nodes_us,
+    tree_us,
+)
 from commopt.errors import ConfigurationError
 from commopt.groups import TeamShape
 from commopt.tuning.nccl import FIELDS, PROTOCOLS, Row, tuner_rows, write_csv
+from tests.closed_forms import ring_us
 
 KIB, MIB = 2**10, 2**20
 SPEEDS = Speeds(nic_gbps=100, intra_gb_per_s=200)

@@ -18,7 +18,7 @@ from bench.kernels.measure import DeviceCopy, described, measure
 from bench.kernels.report import Missing, Record, ResultFile, print_table
 from commopt.command_line import Parser, output_file, whole
 from commopt.kernels.loader import loader_for
-from commopt.simulate.models import gpt2, resnet50
+from commopt.simulate.model_zoo import gpt2, resnet50
 
 _GPU_REPEATS, _CPU_REPEATS = 30, 7
 

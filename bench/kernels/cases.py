@@ -11,7 +11,7 @@ from bench.kernels import blocks, factors, packing, sparse
 from bench.kernels.case import Case
 from bench.kernels.family import Family, Setting
 from commopt.compress.blockwise import Blockwise
-from commopt.simulate.models import Model
+from commopt.simulate.model_zoo import Model
 
 PEERS = 8
 """Whose rows an owner adds up."""

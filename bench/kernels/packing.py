@@ -11,7 +11,7 @@ from bench.kernels.asked import of_copy
 from bench.kernels.case import SCALE, Case
 from bench.kernels.family import Family, Setting
 from commopt.kernels import pack, reference, unpack
-from commopt.simulate.models import Model
+from commopt.simulate.model_zoo import Model
 
 _NAMES = ("pack", "unpack")
 _TENSORS = 64

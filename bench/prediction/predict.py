@@ -10,11 +10,10 @@ import torch
 from bench.prediction.links import Probed
 from bench.prediction.sharing import delayed
 from commopt.aggregate import Aggregator
-from commopt.cost import Links, cost_us
+from commopt.cost import Links, cost
 from commopt.feedback import Layout
 from commopt.groups import TeamShape
-from commopt.plan import Bucket
-from commopt.simulate import Outcome, Workload, simulate_step
+from commopt.simulate import Bucket, Outcome, Workload, simulate_step
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,8 @@ def predict(workload: Workload, aggregator: Aggregator, shape: TeamShape, probed
     lane_us = _lane_us(workload, aggregator, shape, probed.time, apart.buckets)
     busy_us = _lane_us(workload, aggregator, shape, probed.processor, apart.buckets)
     beside = replace(workload, units=delayed(workload.units, apart.buckets, lane_us, busy_us, load))
-    return Predicted(simulate_step(beside, aggregator, shape, probed.time, buckets=apart.buckets), apart)
+    groups = [bucket.names for bucket in apart.buckets]
+    return Predicted(simulate_step(beside, aggregator, shape, probed.time, buckets=groups), apart)
 
 
 def _lane_us(
@@ -39,4 +39,4 @@ def _lane_us(
 ) -> list[float]:
     pieces: Mapping[str, tuple[int, ...]] = {piece.name: piece.shape for piece in workload.layout.pieces}
     layouts = [Layout.of_parameters((name, pieces[name]) for name in bucket.names) for bucket in buckets]
-    return [cost_us(aggregator, layout, torch.float32, shape, links) for layout in layouts]
+    return [cost(aggregator, layout, torch.float32, shape, links).total_us for layout in layouts]

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from commopt.cluster import link_rate
-from commopt.plan import Bucket, Unit
+from commopt.plan import Unit
+from commopt.simulate import Bucket
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from bench.document import table
 from bench.table import print_rows
 from commopt.command_line import Parser, content_of, output_file, whole
 from commopt.simulate import (
-    Cluster,
+    ClusterSpec,
     Network,
-    Row,
     Scaling,
+    ScalingPoint,
     Stragglers,
     Workload,
     gpu,
@@ -76,7 +76,7 @@ class Prediction:
     record: str = "prediction"
 
     @classmethod
-    def of(cls, name: str, gbps: float, row: Row) -> Prediction:
+    def of(cls, name: str, gbps: float, row: ScalingPoint) -> Prediction:
         """Return what a row of a simulation says."""
         step, exposed = row.outcome.step_us / 1000, row.outcome.exposed_us / 1000
         found = (row.strategy, row.chosen, step, exposed, row.gpu_efficiency)
@@ -99,7 +99,7 @@ class Floor:
 def scaling(name: str, gbps: float, given: Assumptions) -> Scaling:
     """Return the simulation of a model on a network."""
     network = Network(gbps, given.intra_gb_per_s, efficiency=given.efficiency, inter_latency_us=given.inter_latency_us)
-    cluster = Cluster(given.gpus_per_node, gpu(given.gpu), network)
+    cluster = ClusterSpec(given.gpus_per_node, gpu(given.gpu), network)
     workload = partial(_workload, name, given)
     return Scaling(workload, cluster, stragglers=Stragglers(given.straggler_sigma))
 

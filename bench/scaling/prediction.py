@@ -20,8 +20,7 @@ from commopt.bucketing.readiness import Readiness
 from commopt.feedback import Layout
 from commopt.groups import TeamShape, join
 from commopt.plan import Unit
-from commopt.simulate.buckets import ddp_buckets
-from commopt.simulate.workload import Workload
+from commopt.simulate import Workload, ddp_buckets
 
 _STEPS = 6
 _US = 1e6

@@ -11,12 +11,9 @@ from typing import TypeVar
 import torch
 
 from commopt.aggregate import Aggregator
-from commopt.cost.formulas import StageTimes
 from commopt.feedback import Account, Layout, Ledger
 from commopt.groups import Team
 from commopt.kernels.pack import pack, unpack
-from commopt.recording import Message as Recorded
-from commopt.recording import clock_for, running
 
 Name = TypeVar("Name")
 
@@ -94,28 +91,6 @@ def _calls(once_us: float) -> int:
 
 def _would_break(left_us: float, once_us: float) -> bool:
     return once_us * (1 + _FEWEST_CALLS) > left_us
-
-
-def stages(aggregator: Aggregator, layout: Layout, dtype: torch.dtype, team: Team) -> StageTimes:
-    """Return what the slowest rank spends inside the node before and after, and meanwhile; collective, on a lane."""
-    trial = _Trial(aggregator, layout, dtype, team)
-    trial.mean_us(1)
-    clock = clock_for(team.default_device)
-    message = Recorded((), "", 0, clock.mark)
-    with running(message):
-        trial.mean_us(1)
-    (times_us,) = clock.times_us([list(message.marks())])
-    record = message.record(iter(times_us))
-    across = [span for span in record.spans if span.level == "inter"]
-    if across:
-        first_us, last_us = across[0].begin_us, max(span.end_us for span in across)
-        near = [
-            (span.end_us - span.begin_us, span.begin_us < first_us) for span in record.spans if span.level == "intra"
-        ]
-        own = [sum(t for t, up in near if up), last_us - first_us, sum(t for t, up in near if not up)]
-    else:
-        own = [0.0, 0.0, 0.0]  # this rank only waits for its leader
-    return StageTimes(*_slowest(own, team))
 
 
 def packing_us_per_byte(dtype: torch.dtype, team: Team) -> float:

@@ -1,20 +1,24 @@
-"""Links from line rates, before anything is measured: what the hardware is sold as, less nothing."""
+"""Links from advertised line rates, without derating, and the closed forms of what an all_reduce costs on them.
+
+nbytes is the gradient on each rank (S), `ranks` P, in a hierarchy `per_node` L on each of `nodes` N. `intra` is the
+link between two ranks of a node, `inter` the one to other nodes. docs/cost.md has them in a table.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import isfinite
+from math import isfinite, log2
 
 from commopt.cost.curve import Curve
-from commopt.cost.formulas import PRIMITIVES, Link, ring
-from commopt.cost.links import Header, LinkKey, Links
+from commopt.cost.links import PRIMITIVES, Header, Link, LinkKey, Links, ring
 from commopt.errors import ConfigurationError
 from commopt.groups import TeamShape
 from topology import Fabric, Topology, peer_bandwidth_gbps
 
 _US_PER_BYTE_AT_1_GBPS = 8e-3
 _BITS = 8
+_TREE_EFFICIENCY = 0.78  # of NCCL's double binary tree, against a ring on large messages
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,24 @@ class Speeds:
     def node(self) -> Link:
         """Between nodes, for a whole node."""
         return replace(self, nics=1).inter(1)
+
+
+def ring_over_nodes_us(nbytes: float, nodes: int, per_node: int, intra: Link, inter: Link) -> float:
+    """A ring that crosses to the next node once in L hops; `inter` is what a whole node sends.
+
+    2 (N-1) alpha_n + 2 N (L-1) alpha_i + 2 (P-1)/P S max(beta_n, beta_i)
+    """
+    latency_us = 2 * (nodes - 1) * inter.alpha_us + 2 * nodes * (per_node - 1) * intra.alpha_us
+    ranks = nodes * per_node
+    used = [link.beta_us_per_byte for link, count in ((inter, nodes), (intra, per_node)) if count > 1]
+    return latency_us + ring("all_reduce", ranks).volume * nbytes * max(used, default=0.0)
+
+
+def tree_us(nbytes: float, nodes: int, per_node: int, intra: Link, inter: Link) -> float:
+    """2 (log2(N) alpha_n + (L-1) alpha_i) + 2 S beta_n / 0.78: NCCL's double binary tree over chains in the nodes."""
+    latency_us = 2 * (log2(nodes) * inter.alpha_us + (per_node - 1) * intra.alpha_us)
+    link = inter if nodes > 1 else intra
+    return latency_us + 2 * nbytes * link.beta_us_per_byte / _TREE_EFFICIENCY
 
 
 def nominal_links(shape: TeamShape, speeds: Speeds) -> Links:

@@ -1,0 +1,213 @@
+"""What one all_reduce by an aggregator costs on a cluster of any shape: its calls, priced by the links."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil
+from typing import NamedTuple
+
+import torch
+
+from commopt.aggregate import Aggregator
+from commopt.aggregate.calls import Call, Step
+from commopt.cost.curve import Curve
+from commopt.cost.links import Links, WorkKey
+from commopt.feedback import Layout
+from commopt.groups import TeamShape
+
+Price = Callable[[int], float]
+"""Bytes of a message to microseconds."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """`total_us` is what passes until the slowest rank is done, and the sum of its parts.
+
+    compress_us: work of the ranks themselves. notes: what the figures leave out or assume.
+    """
+
+    total_us: float
+    compress_us: float
+    intra_us: float
+    inter_us: float
+    notes: tuple[str, ...] = ()
+
+
+def cost(aggregator: Aggregator, layout: Layout | int, dtype: torch.dtype, shape: TeamShape, links: Links) -> Cost:
+    """Return what one all_reduce of a buffer of `layout`, or of so many elements of no model, costs after all warm-up.
+
+    Raises ConfigurationError where the aggregator cannot run, or the links lack a collective.
+    """
+    layout = Layout.anonymous(layout) if isinstance(layout, int) else layout
+    return Pricing(aggregator, dtype, shape, links).cost(layout)
+
+
+def price(
+    aggregator: Aggregator,
+    shape: TeamShape,
+    links: Links,
+    layout: Layout | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Price:
+    """Return what buckets of `dtype` cost by their bytes.
+
+    layout: the whole model's. Where names and shapes matter (PowerSGD, dense patterns), a bucket counts as an equal
+    share of everything in it; otherwise only its length does.
+    """
+    return Pricing(aggregator, dtype, shape, links).by_nbytes(layout)
+
+
+Directions = tuple[tuple[Step, ...], tuple[Step, ...], tuple[Step, ...]]
+"""Up inside the node, across the network, down inside the node."""
+
+
+class _RankClass(NamedTuple):
+    """Ranks, of nodes of equal length, that do the same: how one of them sees the cluster, what they do, how many."""
+
+    shape: TeamShape
+    steps: Directions
+    ranks: int
+
+
+class Pricing:
+    """One aggregator on one cluster; curves are looked up once. Arguments and errors are those of `cost`."""
+
+    def __init__(self, aggregator: Aggregator, dtype: torch.dtype, shape: TeamShape, links: Links) -> None:
+        aggregator.check(shape)
+        self._aggregator, self._dtype, self._shape, self._links = aggregator, dtype, shape, links
+        self._device = shape.default_device
+        self._curves: dict[tuple[str, str, int, int], Curve] = {}
+
+    def cost(self, layout: Layout) -> Cost:
+        """Return what one all_reduce of a buffer of `layout` costs."""
+        return self._slowest(self._rank_classes(layout), 1.0)
+
+    def by_nbytes(self, whole: Layout | None) -> Price:
+        """Return what buckets cost by their bytes; see `price`."""
+        if whole is None or whole.numel == 0 or not self._depends_on_names(whole):
+            return lambda nbytes: self.cost(Layout.anonymous(ceil(nbytes / self._dtype.itemsize))).total_us
+        classes, whole_nbytes = self._rank_classes(whole), whole.numel * self._dtype.itemsize
+        return lambda nbytes: self._slowest(classes, nbytes / whole_nbytes).total_us
+
+    def inter_nbytes(self, layout: Layout) -> int:
+        """Return what all ranks of the first node together send to other nodes."""
+        ranks = _first_node(self._shape)
+        return sum(self._aggregator.wire_bytes(layout, self._dtype, rank, self._device).inter for rank in ranks)
+
+    def _depends_on_names(self, layout: Layout) -> bool:
+        """Return whether names and shapes matter to what is sent."""
+        anonymous = Layout.anonymous(layout.numel)
+        return [each.steps for each in self._rank_classes(layout)] != [
+            each.steps for each in self._rank_classes(anonymous)
+        ]
+
+    def _rank_classes(self, layout: Layout) -> list[_RankClass]:
+        """Return what the ranks do that can be the slowest."""
+        found: dict[tuple[int, Directions], _RankClass] = {}
+        shapes = _first_node(self._shape) if self._shape.uniform else _leaders(self._shape)
+        for shape, steps in zip(shapes, self._directions(layout, shapes), strict=True):
+            key = (shape.intra.size if shape.intra is not None else 1, steps)
+            known = found.get(key, _RankClass(shape, steps, 0))
+            found[key] = known._replace(ranks=known.ranks + 1)
+        return list(found.values())
+
+    def _directions(self, layout: Layout, shapes: Iterable[TeamShape]) -> list[Directions]:
+        """Return what each rank does up inside its node, across the network, and down inside the node.
+
+        Encoding and decoding between the levels belong to what is sent across. A rank that sends nothing across is cut
+        where the others do, after as many collectives.
+        """
+        per_rank = [self._aggregator.calls(layout, self._dtype, shape, self._device) for shape in shapes]
+        cuts = [_across(steps) for steps in per_rank]
+        calls_up = next((_calls(steps[: cut[0]]) for steps, cut in zip(per_rank, cuts, strict=True) if cut), 0)
+        found = []
+        for steps, cut in zip(per_rank, cuts, strict=True):
+            if cut is None:
+                ends = [place + 1 for place in range(len(steps)) if isinstance(steps[place], Call)]
+                cut = (ends[calls_up - 1],) * 2 if 0 < calls_up <= len(ends) else (0, 0)
+            found.append((steps[: cut[0]], steps[slice(*cut)], steps[cut[1] :]))
+        return found
+
+    def _slowest(self, classes: Sequence[_RankClass], share: float) -> Cost:
+        """Return what it costs when every message and all work have only a `share` of their bytes.
+
+        Ranks wait for the slowest between the directions.
+        """
+        groups = sum(each.ranks for each in classes if any(_is_inter(step) for steps in each.steps for step in steps))
+        groups = groups if self._shape.uniform else 1
+        notes: dict[str, None] = {}
+        parts = {"compress": 0.0, "intra": 0.0, "inter": 0.0}
+        for direction in range(3):
+            spent = [self._spent(each.steps[direction], each.shape, groups, share, notes) for each in classes]
+            for part, time_us in max(spent, key=lambda each: sum(each.values())).items():
+                parts[part] += time_us
+        return Cost(sum(parts.values()), parts["compress"], parts["intra"], parts["inter"], tuple(notes))
+
+    def _spent(
+        self, steps: Iterable[Step], shape: TeamShape, groups: int, share: float, notes: dict[str, None]
+    ) -> dict[str, float]:
+        spent = {"compress": 0.0, "intra": 0.0, "inter": 0.0}
+        for step in steps:
+            nbytes = step.nbytes * share
+            if isinstance(step, Call):
+                team = shape.at(step.level)
+                curve = self._curve(step, team, shape, groups)
+                what = f"{step.primitive} at level {step.level}"
+                spent["inter" if team.node_count > 1 else "intra"] += curve.time_us(nbytes)
+            else:
+                found = self._links.work.get(WorkKey(step.kind, step.what))
+                what = f"{step.kind} by {step.what}" if step.what else step.kind
+                if found is None:
+                    notes[f"{what}: not measured, counted as nothing"] = None
+                    continue
+                curve = found
+                spent["compress"] += curve.time_us(nbytes)
+            if curve.note:
+                notes[f"{what}: {curve.note}"] = None
+            if curve.extrapolates(nbytes):
+                notes[f"{what}: {nbytes:.0f} bytes are far beyond the largest measured"] = None
+        return spent
+
+    def _curve(self, step: Call, team: TeamShape, shape: TeamShape, groups: int) -> Curve:
+        at_once = {"inter": groups, "intra": shape.ranks_per_node.count(team.size)}.get(step.level, 1)
+        key = (step.level, step.primitive, team.size, at_once)
+        if key not in self._curves:
+            self._curves[key] = self._links.curve(*key)
+        return self._curves[key]
+
+
+def _across(steps: Sequence[Step]) -> tuple[int, int] | None:
+    """Return which steps belong to collectives between nodes: all of them, and the work around; None without any."""
+    places = [place for place, step in enumerate(steps) if _is_inter(step)]
+    if not places:
+        return None
+    begin, end = places[0], places[-1] + 1
+    while begin > 0 and not isinstance(steps[begin - 1], Call):
+        begin -= 1
+    while end < len(steps) and not isinstance(steps[end], Call):
+        end += 1
+    return begin, end
+
+
+def _calls(steps: Iterable[Step]) -> int:
+    return sum(isinstance(step, Call) for step in steps)
+
+
+def _is_inter(step: Step) -> bool:
+    return isinstance(step, Call) and step.level == "inter"
+
+
+@lru_cache(maxsize=4)  # by identity: at thousands of ranks this takes longer than all the prices
+def _first_node(shape: TeamShape) -> tuple[TeamShape, ...]:
+    """Return the shape as each rank of the first node sees it: where nodes are alike, all others do the same."""
+    return tuple(shape.seen_from(rank) for rank in range(shape.ranks_per_node[0]))
+
+
+@lru_cache(maxsize=4)
+def _leaders(shape: TeamShape) -> tuple[TeamShape, ...]:
+    """Return the shape as the leader of a node of each length sees it."""
+    counts = shape.ranks_per_node
+    firsts = {count: sum(counts[:node]) for node, count in enumerate(counts)}
+    return tuple(shape.seen_from(rank) for rank in sorted(firsts.values()))
