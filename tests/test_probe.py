@@ -14,11 +14,9 @@ from commopt.cost import WorkKey
 from commopt.errors import ConfigurationError
 from commopt.groups import Team, TeamShape
 from commopt.probe import Settings
-from commopt.probe.budget import Measured, Repeats, disturbed, repeats, sweep
-from commopt.probe.operations import COLLECTIVES, groups_of
-from commopt.probe.settings import nbytes_text
-from commopt.probe.timing import AloneTimer
-from commopt.probe.work import Job, jobs_of, known_compressors
+from commopt.probe.operations import COLLECTIVES, Job, groups_of, jobs_of, known_compressors
+from commopt.probe.prober import nbytes_text
+from commopt.probe.timing import AloneTimer, Measured, Repeats, disturbed, repeats, sweep
 
 WANTED = Repeats(5, 20)
 MIB = 2**20

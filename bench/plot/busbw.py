@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from bench.plot.style import panels, save, styles, unframe
-from commopt.probe.settings import nbytes_text
+from commopt.probe.prober import nbytes_text
 
 _FAR = 20  # from the least to the most: beyond, the axis is one of factors
 

@@ -14,7 +14,7 @@ from bench.plot.files import kind_of
 from bench.scaling.predicted import KIND as PREDICTED
 from bench.training.report import read as read_training
 from commopt.cost import Links
-from commopt.probe.picture import draw as draw_probe
+from commopt.probe.report import draw as draw_probe
 
 
 @dataclass(frozen=True)

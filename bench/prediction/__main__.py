@@ -31,7 +31,7 @@ from bench.prediction.sharing import Processors
 from bench.prediction.wanted import wanted
 from commopt.command_line import Parser, number, output_file, refuse
 from commopt.groups import TeamShape, join
-from commopt.probe.surveyor import link_text, work_text
+from commopt.probe.prober import link_text, work_text
 from examples.train_gpt import progress_bar, start_process_group
 
 STRATEGIES = ("flat", "hierarchical", "hierarchical_quantized", "hierarchical_powersgd:start_step=0")

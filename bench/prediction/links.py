@@ -18,13 +18,9 @@ from bench.prediction.wanted import Wanted
 from commopt import ConfigurationError
 from commopt.cost import Curve, LinkKey, Links, WorkKey
 from commopt.groups import Membership, Team
-from commopt.probe.budget import Measured, Repeats, sweep
-from commopt.probe.header import read_header
-from commopt.probe.operations import COLLECTIVES, Group, groups_of
-from commopt.probe.settings import nbytes_text
-from commopt.probe.surveyor import link_text, work_text
-from commopt.probe.timing import Call, LaneTimer
-from commopt.probe.work import Job, jobs_of, known_compressors
+from commopt.probe.operations import COLLECTIVES, Group, Job, groups_of, jobs_of, known_compressors
+from commopt.probe.prober import link_text, nbytes_text, read_header, work_text
+from commopt.probe.timing import Call, LaneTimer, Measured, Repeats, sweep
 
 _LEAST_NBYTES = 4 * 2**10
 _OFTEN = Repeats(warm_up=2, iterations=10)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from commopt.cost import Links
 from commopt.doctor.facts.machine import Machine
 from commopt.doctor.finding import Check, Finding
-from commopt.probe.linerate import Network
+from commopt.probe.report import LineRate
 from topology.facts.nics import node_nic_gbps
 
 MEASURED = Check("measured", "Measured bandwidth between nodes")
@@ -17,7 +17,7 @@ EMULATED = ("BENCH_CLUSTER_RATE=", "COMMOPT_RANKS_PER_NODE=")
 def measured(machine: Machine, links: Links, path: str) -> list[Finding]:
     """Compare the fastest curve of a probe with the line rate of this machine, which stands for all nodes."""
     made_up = links.nominal or any(name in links.header.command for name in EMULATED)
-    network = None if made_up else Network.of(links, node_nic_gbps(machine.topology))
+    network = None if made_up else LineRate.of(links, node_nic_gbps(machine.topology))
     if network is None:
         return [
             MEASURED.unread(path, "no measured curve leaves a machine", "torchrun ... -m commopt probe -o links.json")
