@@ -11,7 +11,7 @@ import pytest
 import commopt
 from commopt.__main__ import main
 from commopt.errors import ConfigurationError
-from commopt.run.choice import SCRIPT_OPTIONS, STATE_OPTIONS, Choice
+from commopt.run.script import SCRIPT_OPTIONS, STATE_OPTIONS, Choice
 
 
 def test_every_option_of_a_state_is_known() -> None:

@@ -18,10 +18,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
-from commopt.run import report
-from commopt.run.choice import Choice
-from commopt.run.models import Models
-from commopt.run.patch import watching
+from commopt.run.cli import show
+from commopt.run.models import Models, watching
+from commopt.run.script import Choice
 from tests.hook_training import SMALL_BUCKET, Branches, Tower, batch_of, digest_of, loss_of, seeded
 from tests.ranks import run
 
@@ -361,7 +360,7 @@ def let_go(rank: int, world_size: int) -> list[str]:
     torch.distributed.destroy_process_group()  # as scripts do: the end must do without
     models.close()
     stream = io.StringIO()
-    report.show(models.trained, stream)
+    show(models.trained, stream)
     return stream.getvalue().splitlines()
 
 
