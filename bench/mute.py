@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from commopt.aggregate import Aggregator
-from commopt.aggregate.leftovers import hand_over
-from commopt.feedback import Account, Layout, Ledger
-from commopt.groups import TeamShape, apply_scale
+from commopt.aggregate import Aggregator, account_for
+from commopt.feedback import Layout, Ledger
+from commopt.groups import Team, TeamShape, apply_scale
 
 _CPU = torch.device("cpu")
 
@@ -70,7 +69,8 @@ class LoneRank:
         if number == 0:
             self._step += 1
             self._ledger.begin_step()
-        account = Account(self._buckets[number], self._step, number, ledger=self._ledger)
-        scale = hand_over(self._aggregator, [buffer], 1.0 / self.team.size, account)
-        self._aggregator.all_reduce(buffer, self.team, scale, account)  # type: ignore[arg-type]  # as good as one
+        team: Team = self.team  # type: ignore[assignment]  # as good as one
+        account = account_for(self._aggregator, self._buckets[number], team, self._ledger, self._step, number)
+        scale = account.add_leftover(buffer, 1.0 / team.size)
+        self._aggregator.all_reduce(buffer, team, scale, account)
         self._ledger.end_bucket([buffer], last=number + 1 == len(self._buckets))

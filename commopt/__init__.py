@@ -1,6 +1,8 @@
 """Data-parallel training that stays fast on slow networks: DDP communication hooks and a standalone allreduce."""
 
-from commopt.aggregate import AGGREGATORS, Aggregator, Auto, Compressed, Flat, Hierarchical, PeriodicAverage, PowerSGD
+import warnings
+
+from commopt.aggregate import AGGREGATORS, Aggregator, Auto, Compressed, Flat, Hierarchical, LocalSGD, PowerSGD
 from commopt.collectives import Communicator, Work, all_reduce
 from commopt.compress import COMPRESSORS, DGC, Cast, Compressor, OneBit, Quantize
 from commopt.cost import Links
@@ -42,6 +44,14 @@ from commopt.plan import Plan
 from commopt.timeline import Report, Timeline
 from commopt.version import __version__
 
+
+def __getattr__(name: str) -> object:
+    if name == "PeriodicAverage":  # what LocalSGD was called at first
+        warnings.warn("commopt.PeriodicAverage is now commopt.LocalSGD", DeprecationWarning, stacklevel=2)
+        return LocalSGD
+    raise AttributeError(f"module 'commopt' has no attribute {name!r}")
+
+
 __all__ = [
     "AGGREGATORS",
     "COMPRESSORS",
@@ -65,10 +75,10 @@ __all__ = [
     "LaneError",
     "Layout",
     "Links",
+    "LocalSGD",
     "MismatchError",
     "NcclOptions",
     "OneBit",
-    "PeriodicAverage",
     "Plan",
     "PowerSGD",
     "Preset",

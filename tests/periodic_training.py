@@ -1,4 +1,4 @@
-"""A reference for PeriodicAverage without DDP: a replica and an optimizer per node, all in one process."""
+"""A reference for LocalSGD without DDP: a replica and an optimizer per node, all in one process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from commopt import PeriodicAverage
+from commopt import LocalSGD
 from tests.hook_training import batch_of, loss_of
 
 
@@ -19,7 +19,7 @@ def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
 class Reference:
     """Takes the steps of all ranks in float64 sums; `nodes` is the number of ranks on each node."""
 
-    def __init__(self, module: nn.Module, nodes: Sequence[int], average: PeriodicAverage) -> None:
+    def __init__(self, module: nn.Module, nodes: Sequence[int], average: LocalSGD) -> None:
         ranks = iter(range(sum(nodes)))
         self._ranks = [[next(ranks) for _ in range(count)] for count in nodes]
         self._weights = [count / sum(nodes) for count in nodes]

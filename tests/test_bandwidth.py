@@ -96,8 +96,8 @@ def test_every_preset_and_every_form_has_a_name() -> None:
     known = known_aggregators()
     assert {name: known[name] for name in commopt.PRESETS} == {n: p.build() for n, p in commopt.PRESETS.items()}
     assert known["hierarchical:leader"] == commopt.Hierarchical(form="leader")
-    assert known["hierarchical_bf16:all_reduce"] == commopt.Hierarchical(
-        commopt.Compressed(commopt.Cast(torch.bfloat16), feedback=None), form="all_reduce"
+    assert known["hierarchical_bf16:reduce_scatter"] == commopt.Hierarchical(
+        commopt.Compressed(commopt.Cast(torch.bfloat16), feedback=None), form="reduce_scatter"
     )
     for name, kind in COMPRESSORS.items():
         assert known[f"compressed:{name}"] == commopt.Compressed(kind())

@@ -32,8 +32,8 @@ from commopt import ConfigurationError
 from commopt.cost import Curve, Header, LinkKey, Links, Speeds, WorkKey, cost, nominal_links
 from commopt.feedback import Layout
 from commopt.groups import TeamShape, join
-from commopt.plan import Bucket, Unit
-from commopt.simulate import Workload
+from commopt.plan import Unit
+from commopt.simulate import Bucket, Workload
 from tests.ranks import run
 
 # ----------------------------------------------------------------------------------------- the models
@@ -165,7 +165,7 @@ def unit(name: str, ready_us: float, numel: int = 256) -> Unit:
 
 def test_gradients_that_are_not_ready_are_delayed() -> None:
     units = [unit("a", 100), unit("b", 150), unit("c", 400)]
-    buckets = [Bucket(("a",), 1024, "flat"), Bucket(("b",), 1024, "flat"), Bucket(("c",), 1024, "flat")]
+    buckets = [Bucket((name,), 1024) for name in "abc"]
     found = delayed(units, buckets, lane_us=[100, 200, 50], busy_us=[20, 40, 9], load=2.0)
     # a is on the lane from 100 to 200: half of it is before b (20 us of delay at load 2), all of it before c (40 us).
     # b is ready at 170, on the lane from 200 to 400: all of it before c, which comes at 440 + 80.

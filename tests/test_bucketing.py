@@ -16,19 +16,18 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
-from commopt import ConfigurationError
 from commopt.aggregate import Aggregator
 from commopt.bucketing import calibration, meeting
 from commopt.bucketing.calibration import LARGEST_NBYTES, packing_us_per_byte, samples_of
 from commopt.bucketing.layouts import Layouts
 from commopt.bucketing.prices import prices_from_points
-from commopt.bucketing.strategies import aggregator_of, require_strategies, strategies_for
+from commopt.bucketing.strategies import strategies_for
 from commopt.bucketing.units import Units, are_exact
 from commopt.bucketing.window import Latest, latest, own_times
 from commopt.cost import Curve
 from commopt.feedback import Layout
 from commopt.groups import TeamShape, join
-from commopt.plan import Bucket, Plan, Unit
+from commopt.plan import Unit
 from commopt.recording import BucketRecord, MessageRecord, StepRecord
 from tests.ranks import run
 
@@ -41,22 +40,12 @@ def test_only_what_is_exact_and_not_asked_for_in_one_form_may_be_replaced() -> N
     assert list(strategies_for(plain, nodes).values()) == [plain, commopt.Flat()]
     chosen: list[tuple[Aggregator, TeamShape]] = [
         (plain, node),
-        (commopt.Hierarchical(chunks=2), nodes),
+        (commopt.Hierarchical(form="leader"), nodes),
         (commopt.Flat(), nodes),
         (commopt.PRESETS["hierarchical_quantized"].build(), nodes),
     ]
     for aggregator, shape in chosen:
         assert strategies_for(aggregator, shape) == {repr(aggregator): aggregator}
-
-
-def test_chunks_are_those_of_the_bucket() -> None:
-    strategies = strategies_for(commopt.Hierarchical(), TeamShape.of((2, 2)))
-    plain, flat = strategies
-    assert aggregator_of(Bucket(("p",), 1, plain, chunks=3), strategies) == commopt.Hierarchical(chunks=3)
-    assert aggregator_of(Bucket(("p",), 1, plain), strategies) is strategies[plain]
-    assert aggregator_of(Bucket(("p",), 1, flat, chunks=3), strategies) == commopt.Flat()
-    with pytest.raises(ConfigurationError, match=r"bucket 1 of the plan is for OneBit\(\), and the hook averages with"):
-        require_strategies(Plan((Bucket(("p",), 1, flat), Bucket(("q",), 1, "OneBit()"))), strategies)
 
 
 def test_units_are_gradients_or_buckets() -> None:

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from commopt.compress import COMPRESSORS, DGC, Carry, Cast, Compressor, Dice, Exact, OneBit, Quantize
-from commopt.compress.blockwise import Blockwise
+from commopt.compress import COMPRESSORS, DGC, Blockwise, Carry, Cast, Compressor, Dice, Exact, OneBit, Quantize
 from commopt.errors import ConfigurationError, UnsupportedTensorError
 from commopt.kernels import quantize
 from tests.catalogue import compressors

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from commopt import Cast, Communicator, Compressed, Flat, Hierarchical, Layout, PowerSGD, Quantize
-from commopt.aggregate import Aggregator
-from commopt.aggregate.calls import Call, Step, Work, call
+from commopt.aggregate import Aggregator, Call, Step, Work, call
 from commopt.errors import ConfigurationError
 from commopt.groups import Team, TeamShape, WireBytes
 from tests.catalogue import LAYOUTS, aggregators

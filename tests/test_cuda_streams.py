@@ -36,7 +36,6 @@ from commopt.lanes import operation as operations
 from commopt.lanes import second, stream
 from commopt.plan import Bucket, Plan
 from tests.fake_cuda import DEVICE, Gpu
-from tests.pipelining import short_chunks
 from topology import Cluster
 
 BUCKETS = ("first", "second", "third")
@@ -213,21 +212,6 @@ def test_held_buckets_are_waited_for_on_each_ones_stream() -> None:
     assert not merged()
 
 
-def chunked(aggregators: int = 3) -> list[str]:
-    """Average a buffer in chunks, on two lanes, by exact and by lossy aggregators; return what is wrong."""
-    with device() as gpu, short_chunks(), patch.object(lanes, "lanes_here", lambda backend: 2):
-        for inter in (Flat(), Compressed(Quantize(8)), PowerSGD(start_step=0))[:aggregators]:
-            training = Training(Hierarchical(inter, form="reduce_scatter", chunks=3))
-            for number in range(2):
-                training.step(number)
-        assert len(gpu.streams) >= 3 + 2
-    return gpu.faults
-
-
-def test_chunks_on_two_lanes() -> None:
-    assert not chunked()
-
-
 def scaled() -> list[str]:
     """Train with a loss scale on the device, which changes between steps."""
     with device() as gpu:
@@ -367,7 +351,7 @@ def test_trials_do_not_time_how_communicators_connect() -> None:
 
 def everything() -> list[str]:
     """Run all of the above."""
-    return [*merged(), *chunked(1), *standalone()]
+    return [*merged(), *standalone()]
 
 
 MUTANTS = {

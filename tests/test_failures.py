@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import commopt
 from commopt import Account, Aggregator, Communicator, Flat, Hierarchical, Layout, lanes
-from commopt.aggregate.calls import Step
+from commopt.aggregate import Step
 from commopt.cluster import Cluster
 from commopt.errors import TransportError
 from commopt.groups import Membership
@@ -132,7 +132,7 @@ def test_standalone(culprit: int, tmp_path: Path) -> None:
     [
         (Failing(1, Hierarchical()), 1),  # before the intra leg
         (Hierarchical(inter=Failing(2), form="leader"), 2),  # in the inter leg: ranks 1 and 3 take no part in it
-        (Hierarchical(inter=Failing(3), form="all_reduce"), 3),  # ranks 0 and 2 are in another inter group
+        (Hierarchical(inter=Failing(3), form="reduce_scatter"), 3),  # ranks 0 and 2 are in another inter group
     ],
     ids=["before intra", "inter, leader", "inter, all_reduce"],
 )
@@ -277,7 +277,7 @@ def lose_a_rank(rank: int, world_size: int, victim: int, aggregator: Aggregator)
 
 
 @pytest.mark.parametrize(
-    ("victim", "aggregator"), [(0, Flat()), (1, Flat()), (3, Hierarchical()), (2, Hierarchical(form="all_reduce"))]
+    ("victim", "aggregator"), [(0, Flat()), (1, Flat()), (3, Hierarchical()), (2, Hierarchical(form="reduce_scatter"))]
 )
 def test_a_killed_process(victim: int, aggregator: Aggregator) -> None:
     results = run(lose_a_rank, 4, victim, aggregator, nodes=(2, 2), dies=(victim,), fresh=True)

@@ -306,16 +306,14 @@ def put_on_what_is_the_users(rank: int, world_size: int, aggregator: commopt.Agg
         optimizer.step()
     of_optimizers = _global_optimizer_post_hooks
     attached_ones = len(of_optimizers)
-    if not isinstance(aggregator, commopt.PeriodicAverage):
+    if not isinstance(aggregator, commopt.LocalSGD):
         torch.jit.script(ddp.module)
     del ddp, optimizer
     gc.collect()
     return attached_ones, len(of_optimizers), len(model._forward_pre_hooks), bool(torch.jit.script(model))
 
 
-@pytest.mark.parametrize(
-    "aggregator", [commopt.Hierarchical(), STRATEGIES["8 bits"], commopt.PeriodicAverage(2)], ids=str
-)
+@pytest.mark.parametrize("aggregator", [commopt.Hierarchical(), STRATEGIES["8 bits"], commopt.LocalSGD(2)], ids=str)
 def test_nothing_stays_behind(aggregator: commopt.Aggregator) -> None:
     expected = (int(bool(aggregator.residual_paths)), 0, 0, True)
     assert run(put_on_what_is_the_users, 2, aggregator, fresh=True) == [expected] * 2

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from commopt import DGC, Aggregator, Cast, Compressed, Flat, Hierarchical, PowerSGD, Quantize
-from commopt.aggregate.calls import Call
+from commopt.aggregate import Call
 from commopt.bucketing import Message
 from commopt.compress import Exact
-from commopt.feedback.fidelity import EVERY_STEPS, MAX_SAMPLE_NUMEL, Fidelity, sample_numel
+from commopt.feedback.quality import EVERY_STEPS, MAX_SAMPLE_NUMEL, Fidelity, sample_numel
 from commopt.groups import Team, WireBytes
 from tests.catalogue import LAYOUTS
 from tests.feedback_training import NUMELS, Training, Vectors, gradients

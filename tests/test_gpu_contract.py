@@ -122,10 +122,10 @@ def test_sums_of_a_fixed_order_have_the_bits_of_the_cpu(layout: str) -> None:
 # ------------------------------------------------------------------------------ two lanes
 
 IN_CHUNKS = (
-    Hierarchical(chunks=4),
-    Hierarchical(form="leader", chunks=3),
-    Hierarchical(form="all_reduce", chunks=4),
-    Hierarchical(inter=Compressed(Quantize(8)), chunks=4),
+    Hierarchical(),
+    Hierarchical(form="leader"),
+    Hierarchical(form="reduce_scatter"),
+    Hierarchical(inter=Compressed(Quantize(8))),
 )
 
 

@@ -13,12 +13,11 @@ import pytest
 import torch
 
 from commopt import DGC, Aggregator, Compressed, Flat, Hierarchical, Layout, PowerSGD
-from commopt.aggregate.leftovers import hand_over, scale_and_add
+from commopt.aggregate import account_for
 from commopt.bucketing import Message
 from commopt.compress import Carry
-from commopt.feedback import Account, Feedback, Ledger
-from commopt.feedback.factors import Kept
-from commopt.groups import Team
+from commopt.feedback import Account, Feedback, Ledger, scale_and_add
+from commopt.groups import Team, TeamShape
 from tests.catalogue import LAYOUTS
 from tests.feedback_training import (
     STRATEGIES,
@@ -294,6 +293,7 @@ def test_residuals_move_once() -> None:
 AB = Layout.of_parameters([("a", 3), ("b", 2)])
 A, B = Layout.of_parameters([("a", 3)]), Layout.of_parameters([("b", 2)])
 VALUES = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
+FOUR = KNOWN["4 bits"]
 
 
 def kept(ledger: Ledger) -> dict[str, dict[str, list[float]]]:
@@ -307,25 +307,19 @@ def kept(ledger: Ledger) -> dict[str, dict[str, list[float]]]:
     return found
 
 
-def test_only_what_is_sent_is_handed_over() -> None:
+def migrate(ledger: Ledger, layout: Layout, *paths: str, by: object = None, settle: bool = True) -> bool:
+    """Return whether the buffer is settled."""
+    return ledger.migrate(layout, by or paths, paths, settle=settle).settled
+
+
+def test_only_what_is_sent_migrates() -> None:
     ledger = Ledger()
     ledger.slot("inter", "worker", AB, CPU, torch.float32, AB).values.copy_(VALUES)
-    ledger.hand_over(A, ("",), CPU)
+    migrate(ledger, A, "")
     assert kept(ledger) == {"": {"a[0:3]": [1.0, 2.0, 3.0]}, "inter": {"b[0:2]": [4.0, 5.0]}}
-    ledger.hand_over(B, ("intra", "inter"), CPU)
-    ledger.hand_over(AB, ("intra", "inter"), CPU)
+    migrate(ledger, B, "intra", "inter")
+    migrate(ledger, AB, "intra", "inter")
     assert kept(ledger) == {"inter": {"a[0:3]": [1.0, 2.0, 3.0], "b[0:2]": [4.0, 5.0]}}
-
-
-def test_nothing_is_looked_for_twice() -> None:
-    ledger = Ledger()
-    ledger.hand_over(AB, ("",), CPU)
-    ledger.deposit("inter", AB, VALUES)  # by nobody who hands over
-    ledger.hand_over(AB, ("",), CPU)
-    assert kept(ledger).keys() == {"inter"}
-    ledger.hand_over(A, (), CPU)
-    ledger.hand_over(AB, ("",), CPU)
-    assert kept(ledger).keys() == {""}
 
 
 def test_a_rank_that_holds_nothing_places_anew_as_the_others_do() -> None:
@@ -334,12 +328,12 @@ def test_a_rank_that_holds_nothing_places_anew_as_the_others_do() -> None:
     for ledger in (holding, empty):
         assert ledger.place("inter", AB, "shards")
         assert not ledger.place("inter", AB, "shards")
-        ledger.hand_over(AB, ("inter",), CPU)  # as after a checkpoint: it is not known who sent it
+        migrate(ledger, AB, "inter")  # as after a checkpoint: it is not known who sent it
         assert not ledger.place("inter", AB, "shards")
-        ledger.hand_over(A, (), CPU)
-        ledger.hand_over(AB, ("inter",), CPU)
+        migrate(ledger, A)
+        migrate(ledger, AB, "inter")
         assert ledger.place("inter", AB, "shards")
-        ledger.hand_over(AB, ("inter", "inter.momentum"), CPU)  # momentum may have stayed elsewhere
+        migrate(ledger, AB, "inter", "inter.momentum")  # momentum may have stayed elsewhere
         assert ledger.place("inter", AB, "shards")
 
 
@@ -347,30 +341,67 @@ def test_momentum_goes_to_momentum_or_stays() -> None:
     ledger = Ledger()
     ledger.deposit("inter.momentum", AB, VALUES)
     ledger.deposit("inter", AB, 2 * VALUES)
-    ledger.hand_over(AB, ("",), CPU)
+    migrate(ledger, AB, "")
     assert {path: pieces["b[0:2]"] for path, pieces in kept(ledger).items()} == {
         "": [8.0, 10.0],
         "inter.momentum": [4.0, 5.0],
     }
-    ledger.hand_over(AB, ("", "momentum"), CPU)
+    migrate(ledger, AB, "", "momentum")
     assert {path: pieces["b[0:2]"] for path, pieces in kept(ledger).items()} == {
         "": [8.0, 10.0],
         "momentum": [4.0, 5.0],
     }
 
 
+def test_a_settled_buffer_is_looked_up_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody asks for any more joins what is asked for, then the buffer is settled until another one comes."""
+    ledger = Ledger()
+    team: Any = TeamShape.of([4], 0, {"cpu": "gloo"})
+    ledger.slot("", "owner", A, CPU, torch.float32, AB).values.copy_(VALUES[:3])
+
+    def step() -> None:
+        ledger.begin_step()
+        account = account_for(FOUR, AB, team, ledger, step=1)
+        carry = account.carry("worker", AB, Feedback(), CPU)
+        assert carry is not None
+        carry.new.copy_(carry.old)
+        ledger.end_bucket([torch.zeros(5)], last=True)
+
+    step()
+    while not ledger.buffers[AB].settled:
+        step()
+        assert ledger.steps < 5
+    assert kept(ledger) == {"": {"a[0:3]": [1.0, 2.0, 3.0]}}
+    with monkeypatch.context() as patched:
+        patched.setattr(Ledger, "migrate", None)
+        patched.setattr(Ledger, "slot", None)
+        step()
+    account_for(FOUR, B, team, ledger, step=1)
+    assert AB not in ledger.buffers
+
+
+def test_what_nobody_can_use_does_not_hold_up_for_ever() -> None:
+    ledger = Ledger()
+    ledger.deposit("", AB, VALUES)
+    settled = [migrate(ledger, AB, "", by="forgets") for _ in range(6)]
+    assert settled == sorted(settled)
+    assert settled[-1]
+    assert kept(ledger)[""] == {"a[0:3]": [1.0, 2.0, 3.0], "b[0:2]": [4.0, 5.0]}
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_what_is_exact_adds_the_leftover_to_what_lies_in_parts(dtype: torch.dtype) -> None:
+def test_what_is_exact_adds_the_leftover(dtype: torch.dtype) -> None:
     ledger = Ledger()
     ledger.deposit("inter", AB, VALUES)
-    account = Account(AB, ledger=ledger, loss_scale=torch.tensor(8.0))
-    parts = [torch.tensor([4.0, 8.0], dtype=dtype), torch.tensor([12.0, 16.0, 20.0], dtype=dtype)]
-    assert hand_over(Flat(), parts, 0.25, account) == 1.0
-    assert torch.cat(parts).tolist() == [1.0 + 8, 2.0 + 16, 3.0 + 24, 4.0 + 32, 5.0 + 40]
-    ledger.end_bucket(parts, last=True)
+    team: Any = TeamShape.of([4], 0, {"cpu": "gloo"})
+    buffer = torch.tensor([4.0, 8.0, 12.0, 16.0, 20.0], dtype=dtype)
+    account = account_for(Flat(), AB, team, ledger, loss_scale=torch.tensor(8.0))
+    assert account.add_leftover(buffer, 0.25) == 1.0
+    assert buffer.tolist() == [1.0 + 8, 2.0 + 16, 3.0 + 24, 4.0 + 32, 5.0 + 40]
+    ledger.end_bucket([buffer], last=True)
     assert not kept(ledger)
-    assert hand_over(Flat(), parts, 0.25, account) == 0.25
-    assert torch.cat(parts).tolist() == [9.0, 18.0, 27.0, 36.0, 45.0]
+    assert account_for(Flat(), AB, team, ledger).add_leftover(buffer, 0.25) == 0.25
+    assert buffer.tolist() == [9.0, 18.0, 27.0, 36.0, 45.0]
 
 
 def test_float64_keeps_its_digits() -> None:
@@ -385,7 +416,7 @@ def test_what_is_not_finite_sends_no_leftover(value: float, per_step: bool) -> N
     ledger = Ledger(per_step=per_step)
     ledger.deposit("", AB, VALUES)
     buffer = torch.full((5,), value)
-    hand_over(Flat(), [buffer], 1.0, Account(AB, ledger=ledger))
+    Account(AB, ledger=ledger).add_leftover(buffer, 1.0)
     ledger.end_bucket([buffer], last=True)
     assert kept(ledger)[""] == {"a[0:3]": [1.0, 2.0, 3.0], "b[0:2]": [4.0, 5.0]}
     assert int(ledger.dropped) == 1
@@ -400,20 +431,6 @@ def test_a_leftover_that_was_not_sent_becomes_a_residual_again() -> None:
     carry.new.copy_(2 * VALUES)
     ledger.end_bucket([torch.zeros(5)], last=True)
     assert kept(ledger)[""]["b[0:2]"] == [8.0, 10.0]
-
-
-def test_what_is_kept_may_change_while_it_is_looked_at() -> None:
-    ledger = Ledger()
-    ledger.slot("", "worker", A, CPU, torch.float32, A)
-    ledger.deposit("inter", B, VALUES[3:])
-    ledger.factors.keep("", Kept(A.pieces[0], None, VALUES.view(5, 1), held=True))
-    seen = [iter(ledger.slots()), iter(ledger.factors.everything())]
-    for each in seen:
-        next(each)
-    ledger.slot("", "owner", B, CPU, torch.float32, B)
-    ledger.deposit("intra", B, VALUES[3:])
-    ledger.factors.keep("inter", Kept(B.pieces[0], None, VALUES.view(5, 1), held=True))
-    assert [len(list(each)) for each in seen] == [1, 0]
 
 
 def save_beside_the_lane(rank: int, world_size: int) -> None:
@@ -432,7 +449,8 @@ def save_beside_the_lane(rank: int, world_size: int) -> None:
     asking = threading.Thread(target=ask)
     asking.start()
     for _ in range(20):
-        training.comm._registration.ledger._placed = {}  # so that all of it is placed anew
+        ledger = training.comm._registration.ledger
+        ledger.placed, ledger.buffers = {}, {}  # so that all of it is placed anew
         training.step()
     over.set()
     asking.join()
@@ -450,7 +468,7 @@ def test_a_bucket_nobody_reports_on_is_judged_with_the_step(exact_first: bool) -
     if exact_first:
         ledger.end_bucket(exact, last=False)
     ledger.stage(ledger.slot("", "worker", A, CPU, torch.float32, A)).fill_(1.0)
-    ledger.report(torch.tensor(True))
+    ledger.flags.append(torch.tensor(True))
     ledger.end_bucket(compressed, last=exact_first)
     if not exact_first:
         ledger.end_bucket(exact, last=True)

@@ -8,8 +8,7 @@ import torch
 from commopt.bucketing.assembly import Assembly
 from commopt.bucketing.grouping import Grouping
 from commopt.bucketing.messages import Held, Message, packed
-from commopt.feedback import Layout
-from commopt.feedback.scratch import Scratch
+from commopt.feedback import Layout, Scratch
 from commopt.plan import Bucket, Plan
 
 BUCKETS = [Layout.of_parameters([(name, (3,)) for name in names]) for names in ("ab", "c", "de", "f")]

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
 from commopt import ConfigurationError
+from commopt.aggregate.rows import split
 from commopt.feedback import Layout
-from commopt.feedback.policy import split
 from tests.hook_training import HOOKS, SMALL_BUCKET, WAYS, Tower, batch_of, loss_of, seeded, train
 from tests.ranks import run
 

@@ -34,7 +34,6 @@ from commopt.lanes.second import SecondWorker, Started
 from commopt.lanes.worker import WorkerLane
 from tests.gpu_training import Learner, kept
 from tests.hook_training import assert_identical
-from tests.pipelining import short_chunks
 from tests.ranks import run
 from tests.test_hook_ddp_features import FEATURES
 from tests.test_hook_plans import FEATURES as PLANNED
@@ -232,28 +231,6 @@ def test_plans_change_in_the_callers_thread() -> None:
     results = run(planned, 2)
     for name in PLANNED:
         assert_identical([digests[name] for digests in results])
-
-
-def chunked(rank: int, world_size: int) -> list[bool]:
-    """Return whether averages in chunks are the same in the caller's thread as in two of the lane."""
-    values = torch.randn(9000, generator=torch.Generator().manual_seed(rank))
-    found = []
-    with short_chunks():
-        for aggregator in (
-            commopt.Hierarchical(chunks=3),
-            commopt.Hierarchical(commopt.Compressed(commopt.Quantize(8)), chunks=3),
-        ):
-            averages = []
-            for inline in (False, True):
-                lanes._close_all()
-                with lane_under(None, inline=inline), modes(torch.bfloat16):
-                    averages.append(commopt.all_reduce(values.clone(), aggregator=aggregator))
-            found.append(torch.equal(*averages))
-    return found
-
-
-def test_chunks_in_the_callers_thread() -> None:
-    assert run(chunked, 4, nodes=(2, 2)) == [[True, True]] * 4
 
 
 # ------------------------------------------------------------------------------ between steps

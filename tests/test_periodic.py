@@ -1,4 +1,4 @@
-"""PeriodicAverage itself: its options, its calendar, what it sends, and the mean of arbitrary parameters."""
+"""LocalSGD itself: its options, its calendar, what it sends, and the mean of arbitrary parameters."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
-from commopt import Compressed, ConfigurationError, Flat, Hierarchical, Layout, PeriodicAverage, Quantize
-from commopt.aggregate.calls import Call
+from commopt import Compressed, ConfigurationError, Flat, Hierarchical, Layout, LocalSGD, Quantize
+from commopt.aggregate import Call
 from commopt.compress import Cast
 from commopt.groups import TeamShape
 from commopt.hooks import periodic
@@ -34,44 +34,44 @@ BFLOAT16 = Hierarchical(inter=Compressed(Cast(torch.bfloat16), feedback=None))
         ({"period": True}, "period=True"),
         ({"start_step": -1}, "start_step=-1"),
         ({"gradients": "hierarchical"}, "'hierarchical'"),
-        ({"gradients": PeriodicAverage()}, "over all ranks"),
+        ({"gradients": LocalSGD()}, "over all ranks"),
         ({"gradients": Hierarchical(Compressed(Quantize()))}, "residuals"),
         ({"buffers": 1}, "buffers=1"),
     ],
 )
 def test_wrong_options_are_named(options: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigurationError, match=named):
-        PeriodicAverage(**options)
+        LocalSGD(**options)
 
 
 def test_it_is_no_part_of_another_aggregator() -> None:
-    with pytest.raises(ConfigurationError, match="attach PeriodicAverage"):
-        Hierarchical(inter=PeriodicAverage())
-    assert PeriodicAverage not in commopt.AGGREGATORS.values()
-    assert PeriodicAverage().error_bound == inf
+    with pytest.raises(ConfigurationError, match="attach LocalSGD"):
+        Hierarchical(inter=LocalSGD())
+    assert LocalSGD not in commopt.AGGREGATORS.values()
+    assert LocalSGD().error_bound == inf
 
 
 def test_the_calendar_begins_with_the_start_step() -> None:
-    average = PeriodicAverage(period=3, start_step=2)
+    average = LocalSGD(period=3, start_step=2)
     assert [steps for steps in range(12) if average.averages_after(steps)] == [5, 8, 11]
-    assert [steps for steps in range(4) if PeriodicAverage(period=1).averages_after(steps)] == [1, 2, 3]
+    assert [steps for steps in range(4) if LocalSGD(period=1).averages_after(steps)] == [1, 2, 3]
 
 
 def test_gradients_stay_inside_the_node_from_the_start_step_on() -> None:
-    average, shape = PeriodicAverage(start_step=2), TeamShape.of((2, 2))
+    average, shape = LocalSGD(start_step=2), TeamShape.of((2, 2))
     for step, levels in ((1, {"intra", "inter"}), (2, {"intra"}), (None, {"intra"})):
         steps = average.calls(Layout.anonymous(1000), torch.float32, shape, step=step)
         assert {each.level for each in steps if isinstance(each, Call)} == levels
 
 
 def test_parameters_are_never_rounded() -> None:
-    assert PeriodicAverage(gradients=Flat()).parameters == Flat()
-    assert PeriodicAverage(gradients=BFLOAT16).parameters == Hierarchical()
+    assert LocalSGD(gradients=Flat()).parameters == Flat()
+    assert LocalSGD(gradients=BFLOAT16).parameters == Hierarchical()
 
 
 def test_phases_stand_for_steps_with_equal_messages() -> None:
     warmed = Compressed(Quantize(start_step=4), feedback=None)
-    for average in (PeriodicAverage(start_step=s, gradients=g) for s in (0, 2, 6) for g in (Flat(), warmed)):
+    for average in (LocalSGD(start_step=s, gradients=g) for s in (0, 2, 6) for g in (Flat(), warmed)):
         for step in range(9):
             phase = average.phase(step)
             assert phase <= step
@@ -113,7 +113,7 @@ def average_mixed(rank: int, world_size: int, buffers: bool) -> tuple[dict[str, 
     module = Mixed(rank)
     TorchDDP._set_params_and_buffers_to_ignore_for_model(module, [".own", "own_mean"])  # as DDP has them
     ddp = TorchDDP(module, broadcast_buffers=False)
-    state = commopt.attach(ddp, PeriodicAverage(gradients=BFLOAT16, buffers=buffers))
+    state = commopt.attach(ddp, LocalSGD(gradients=BFLOAT16, buffers=buffers))
     before = Mixed(rank).state_dict()
     module.load_state_dict(before)  # DDP has taken rank 0's
     periodic.MESSAGE_NBYTES = 1024  # `large` is longer: it travels alone, from where it is
@@ -165,12 +165,12 @@ def register(rank: int, world_size: int) -> list[str]:
     logger.addHandler(listener)
     try:
         with pytest.raises(ConfigurationError, match="for DDP models"):
-            commopt.all_reduce(torch.ones(3), aggregator=PeriodicAverage())
+            commopt.all_reduce(torch.ones(3), aggregator=LocalSGD())
         ddp = TorchDDP(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
-        commopt.attach(ddp, PeriodicAverage())
+        commopt.attach(ddp, LocalSGD())
         ddp(torch.randn(4, 3)).sum().backward()
         blind = TorchDDP(nn.Linear(3, 3))
-        blind.register_comm_hook(commopt.HookState(PeriodicAverage()), commopt.hook)
+        blind.register_comm_hook(commopt.HookState(LocalSGD()), commopt.hook)
         with pytest.raises(ConfigurationError, match="does not know the model"):
             blind(torch.ones(3)).sum().backward()
     finally:
@@ -188,7 +188,7 @@ def test_what_cannot_work_is_said() -> None:
 def copy_model(rank: int, world_size: int) -> list[int]:
     """Return how often parameters were averaged after forwards of a copied model and of the model itself."""
     ddp = TorchDDP(nn.Linear(3, 3))
-    state = commopt.attach(ddp, PeriodicAverage(period=1))
+    state = commopt.attach(ddp, LocalSGD(period=1))
     ddp(torch.randn(4, 3)).sum().backward()
     counts = []
     for module in (copy.deepcopy(ddp.module), ddp.module):

@@ -17,15 +17,15 @@ def made(strategy: str, loss: float, inter_bytes: float | None) -> Run:
 RUNS = [
     made("ddp", 2.0, None),
     made("Hierarchical(inter=Flat())", 2.0, 800.0),
-    made("PeriodicAverage(period=4)", 2.04, 200.0),
+    made("LocalSGD(period=4)", 2.04, 200.0),
 ]
 
 
 def test_rows_compare_with_stock_ddp_and_with_every_step() -> None:
     found = {row[0]: row[1:] for row in periodic.rows(RUNS)}
     assert found["`ddp`"] == ["2.000 (+0.0 %)", "-"]
-    assert found["`PeriodicAverage(period=4)`"] == ["2.040 (+2.0 %) !", "0.250"]
-    assert found["`PeriodicAverage(period=8)`"] == ["-", "-"]
+    assert found["`LocalSGD(period=4)`"] == ["2.040 (+2.0 %) !", "0.250"]
+    assert found["`LocalSGD(period=8)`"] == ["-", "-"]
     assert len(found) == len(periodic.CONTENDERS)
 
 

@@ -1,4 +1,4 @@
-"""PeriodicAverage in training loops: what the nodes hold, step by step, and when they meet."""
+"""LocalSGD in training loops: what the nodes hold, step by step, and when they meet."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
-from commopt import PeriodicAverage
+from commopt import LocalSGD
 from tests.hook_training import SMALL_BUCKET, WIDTH, Tower, batch_of, digest_of, loss_of, seeded
 from tests.periodic_training import Reference, optimizer_of
 from tests.ranks import run
 
-AVERAGE = PeriodicAverage(period=3, start_step=2)
+AVERAGE = LocalSGD(period=3, start_step=2)
 STEPS = 9
 # Forwards, by the steps before them, that see the same parameters on all nodes.
 TOGETHER = {0, 1, 2, 5, 8}

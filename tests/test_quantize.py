@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from commopt.compress import Carry, Dice, OneBit, Quantize
-from commopt.compress.blockwise import Blockwise
+from commopt.compress import Blockwise, Carry, Dice, OneBit, Quantize
 from examples.train_gpt import GPT, load_corpus, windows_at
 from tests.payloads import decode, encode, relative_error, round_trip, slow_codes, slow_scales
 from tests.test_philox import oracle_uniform

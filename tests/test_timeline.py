@@ -208,7 +208,7 @@ def test_what_is_rare_or_small_or_uncertain_names_nobody() -> None:
 
 
 def apart(slow_us: float) -> Timeline:
-    """Two nodes that average by themselves, as PeriodicAverage has them; rank 3 needs longer for its forward."""
+    """Two nodes that average by themselves, as LocalSGD has them; rank 3 needs longer for its forward."""
     one = training(ranks=2, nodes=1)
     other = training(ranks=2, nodes=1, delay_us=lambda step, rank, at: slow_us if (rank, at) == (1, -1) else 0.0)
     both = [left + right for left, right in zip(one.steps, other.steps, strict=True)]

@@ -12,7 +12,7 @@ from torch import Tensor
 from bench.compression_error import relative_error
 from bench.models import ResNet50
 from commopt import ConfigurationError
-from commopt.aggregate import Aggregator, Compressed, Flat, Hierarchical, PeriodicAverage, PowerSGD
+from commopt.aggregate import Aggregator, Compressed, Flat, Hierarchical, LocalSGD, PowerSGD
 from commopt.compress import DGC, Cast, Compressor, OneBit, Quantize
 from commopt.feedback import Layout
 from commopt.tuning.errors import SAMPLE_NUMEL, unit_energies
@@ -192,8 +192,8 @@ def test_what_cannot_be_measured_is_refused() -> None:
     _, gradients = model()
     with pytest.raises(ConfigurationError, match="'other' is in no buffer; give the gradients of all units"):
         energies_of(Flat(), gradients, "other")
-    with pytest.raises(ConfigurationError, match=r"PeriodicAverage.* cannot be measured on one gradient"):
-        energies_of(PeriodicAverage(), gradients, "w1")
+    with pytest.raises(ConfigurationError, match=r"LocalSGD.* cannot be measured on one gradient"):
+        energies_of(LocalSGD(), gradients, "w1")
 
 
 def test_resnet50_with_eight_strategies_takes_a_moment() -> None:

@@ -11,7 +11,7 @@ from bench.compressors.contender import Contender, Start
 from bench.compressors.gradients import Gradients
 from bench.mute import LoneRank
 from commopt import Aggregator, build_preset
-from commopt.aggregate.calls import Call
+from commopt.aggregate import Call
 
 RANKS_PER_NODE = (2, 2)
 _TURNS = 2  # alternating PowerSGD refreshes its two factors in turns

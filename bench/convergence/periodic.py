@@ -1,4 +1,4 @@
-"""How often must nodes meet? PeriodicAverage against stock DDP, on the examples of the convergence benchmark.
+"""How often must nodes meet? LocalSGD against stock DDP, on the examples of the convergence benchmark.
 
     COMMOPT_RANKS_PER_NODE=2 OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 4 -m bench.convergence.periodic
 
@@ -25,7 +25,7 @@ from bench.convergence.report import Environment, Run
 from bench.document import table, write_between
 from bench.environment import machine
 from bench.ranks import gather, slowest_rank_ms
-from commopt import Hierarchical, PeriodicAverage
+from commopt import Hierarchical, LocalSGD
 from commopt.command_line import Parser, output_file, whole
 from examples.train_gpt import progress_bar, start_process_group
 
@@ -36,7 +36,7 @@ EVERY_STEP = Hierarchical()
 CONTENDERS = (
     None,  # stock DDP
     EVERY_STEP,
-    *(PeriodicAverage(period, start_step) for start_step in START_STEPS for period in PERIODS),
+    *(LocalSGD(period, start_step) for start_step in START_STEPS for period in PERIODS),
 )
 MOMENTUM = 0.9
 

@@ -10,7 +10,7 @@ from bench.compression import contenders
 from bench.kernels import blocks, factors, packing, sparse
 from bench.kernels.case import Case
 from bench.kernels.family import Family, Setting
-from commopt.compress.blockwise import Blockwise
+from commopt.compress import Blockwise
 from commopt.simulate.model_zoo import Model
 
 PEERS = 8

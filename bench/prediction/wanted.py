@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from commopt.aggregate import Aggregator
-from commopt.aggregate.calls import Call
+from commopt.aggregate import Aggregator, Call
 from commopt.cost import LinkKey, WorkKey
 from commopt.feedback import Layout
 from commopt.groups import TeamShape

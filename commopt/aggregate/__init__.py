@@ -1,11 +1,10 @@
 """Aggregators, one file each; a new one is one file and one line in AGGREGATORS."""
 
-from commopt.aggregate.auto import Auto
-from commopt.aggregate.base import Aggregator
+from commopt.aggregate.auto import Auto, auto_of, families
+from commopt.aggregate.base import Aggregator, Call, Flat, Step, TwoHalves, Work, WorkKind, account_for, call, work
 from commopt.aggregate.compressed import Compressed
-from commopt.aggregate.flat import Flat
 from commopt.aggregate.hierarchical import Hierarchical
-from commopt.aggregate.periodic import PeriodicAverage
+from commopt.aggregate.local_sgd import LocalSGD, local_sgd_of
 from commopt.aggregate.powersgd import PowerSGD
 
 AGGREGATORS: dict[str, type[Aggregator]] = {
@@ -15,4 +14,24 @@ AGGREGATORS: dict[str, type[Aggregator]] = {
     "powersgd": PowerSGD,
 }
 
-__all__ = ["AGGREGATORS", "Aggregator", "Auto", "Compressed", "Flat", "Hierarchical", "PeriodicAverage", "PowerSGD"]
+__all__ = [
+    "AGGREGATORS",
+    "Aggregator",
+    "Auto",
+    "Call",
+    "Compressed",
+    "Flat",
+    "Hierarchical",
+    "LocalSGD",
+    "PowerSGD",
+    "Step",
+    "TwoHalves",
+    "Work",
+    "WorkKind",
+    "account_for",
+    "auto_of",
+    "call",
+    "families",
+    "local_sgd_of",
+    "work",
+]

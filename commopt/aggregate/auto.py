@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import isfinite
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from commopt.aggregate.base import Aggregator
-from commopt.aggregate.calls import Step
-from commopt.aggregate.flat import Flat
+from commopt.aggregate.base import Aggregator, Flat, Step
+from commopt.aggregate.compressed import Compressed
+from commopt.compress import COMPRESSORS, Trials
 from commopt.errors import ConfigurationError
-from commopt.feedback import Account, Layout, checked_patterns
+from commopt.feedback import Account, Feedback, Layout, checked_patterns
 from commopt.groups import Team, TeamShape
 
-FAMILIES = ("lossless", "bf16", "quantized", "onebit", "dgc", "powersgd")
-_KEEPING_RESIDUALS = frozenset(FAMILIES) - {"lossless", "bf16"}
+LOSSLESS = "lossless"
+
+
+def families() -> dict[str, Trials[Aggregator]]:
+    """Return what a tuner may try beside the exact averages, by family: all that is registered and declares trials."""
+    from commopt.aggregate import AGGREGATORS
+
+    found: dict[str, Trials[Aggregator]] = {}
+    for compressor in COMPRESSORS.values():
+        declared = compressor.trials()
+        if declared is not None:
+            feedback = Feedback() if declared.feedback else None
+            strengths = tuple(Compressed(each, feedback) for each in declared.strengths)
+            found[declared.family] = Trials(declared.family, strengths, declared.usual, declared.feedback)
+    declared_trials = [aggregator.trials() for aggregator in AGGREGATORS.values()]
+    return found | {trials.family: trials for trials in declared_trials if trials is not None}
 
 
 @dataclass(frozen=True, repr=False)
@@ -25,8 +41,8 @@ class Auto(Aggregator):
 
     For DDP models only: commopt.attach(ddp, "auto", ...) tries what `allow` names on live steps.
 
-    allow: of "lossless" (always in it), "bf16", "quantized" (8, 4, 2 bits), "onebit", "dgc" (5, 1, 0.1 % of the
-        elements), "powersgd" (rank 16 to 1); a tuple, or a text such as "quantized+powersgd".
+    allow: "lossless" (always in it) and any of `families()`: "bf16", "quantized" (8, 4, 2 bits), "dgc" (5, 1, 0.1 % of
+        the elements), "powersgd" (rank 16 to 1) and so on; a tuple, or a text such as "quantized+powersgd".
     max_trials: how many ways are tried at most, each for nine steps.
     max_error: how much of the gradient one encoding may leave out, as a share of its L2 norm, over all buckets
         together; None: what 4 bits, 1 % of the elements, or rank 4 leave out where they are used everywhere.
@@ -38,15 +54,18 @@ class Auto(Aggregator):
     max_error: float | None = None
     dense: tuple[str, ...] = ()
 
+    tunes: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         names = self.allow.split("+") if isinstance(self.allow, str) else self.allow
-        if not isinstance(names, (tuple, list)) or not set(names) <= set(FAMILIES):
+        known = (LOSSLESS, *families())
+        if not isinstance(names, (tuple, list)) or not set(names) <= set(known):
             raise ConfigurationError(
-                f"Auto(allow={self.allow!r}) must name some of {', '.join(FAMILIES)}, for example "
+                f"Auto(allow={self.allow!r}) must name some of {', '.join(known)}, for example "
                 f"allow=('lossless', 'quantized') or allow='quantized+powersgd'"
             )
-        wanted = {"lossless", *names}
-        object.__setattr__(self, "allow", tuple(family for family in FAMILIES if family in wanted))
+        wanted = {LOSSLESS, *names}
+        object.__setattr__(self, "allow", tuple(family for family in known if family in wanted))
         if not isinstance(self.max_trials, int) or isinstance(self.max_trials, bool) or self.max_trials < 1:
             raise ConfigurationError(f"Auto(max_trials={self.max_trials!r}) must be a whole number, 1 or more")
         error = self.max_error
@@ -56,13 +75,8 @@ class Auto(Aggregator):
             )
         object.__setattr__(self, "dense", checked_patterns("Auto", self.dense))
 
-    @property
-    def families(self) -> tuple[str, ...]:
-        """What is allowed, by name."""
-        return tuple(self.allow)
-
     def all_reduce(self, buffer: Tensor, team: Team, scale: float, account: Account) -> None:
-        """See Aggregator: what no plan has a way for yet goes as in stock DDP."""
+        """Do as stock DDP with what no plan has a way for yet."""
         Flat().all_reduce(buffer, team, scale, account)
 
     def calls(
@@ -73,20 +87,30 @@ class Auto(Aggregator):
         device: torch.device | None = None,
         step: int | None = None,
     ) -> tuple[Step, ...]:
-        """See Aggregator; of buckets that no plan has a way for."""
+        """Return those of buckets that no plan has a way for."""
         return Flat().calls(layout, dtype, team, device, step)
 
     @property
     def lossless(self) -> bool:
-        """See Aggregator: whether nothing else can be chosen."""
-        return self.allow == ("lossless",)
-
-    @property
-    def error_bound(self) -> float:
-        """See Aggregator: some of what may be chosen has none."""
-        return 0.0 if self.lossless else 1.0
+        """If nothing else can be chosen."""
+        return self.allow == (LOSSLESS,)
 
     @property
     def residual_paths(self) -> tuple[str, ...]:
-        """See Aggregator: those of all that may be chosen."""
-        return ("", "inter") if _KEEPING_RESIDUALS.intersection(self.allow) else ()
+        """Those of all that may be chosen."""
+        known = families()
+        keeping = any(known[family].feedback for family in self.allow if family != LOSSLESS)
+        return ("", "inter") if keeping else ()
+
+    def residual_paths_on(self, team: TeamShape) -> tuple[str, ...]:
+        """None: what is sent while nothing is chosen is exact."""
+        return ()
+
+    def with_dense(self, patterns: Sequence[str]) -> Auto:
+        """Return the same with more patterns in `dense`."""
+        return replace(self, dense=(*self.dense, *patterns))
+
+
+def auto_of(aggregator: object) -> Auto | None:
+    """Return `aggregator` if it is an Auto: only a hook can choose."""
+    return aggregator if isinstance(aggregator, Auto) else None

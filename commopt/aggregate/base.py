@@ -1,18 +1,65 @@
-"""The contract of an aggregator: the only code that issues collectives on gradients."""
+"""The contract of an aggregator: the only code that issues collectives on gradients. And the plainest of them."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from commopt.aggregate.calls import Call, Stages, Step
 from commopt.brief import Brief
+from commopt.compress import Passes, Trials
 from commopt.errors import ConfigurationError
-from commopt.feedback import Account, Layout, Shapes, Spans
+from commopt.feedback import Account, Layout, Ledger
 from commopt.groups import Team, TeamShape, WireBytes
+
+WorkKind = Literal["encode", "decode", "recode", "factor", "refresh", "copy"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective of a level of the team. `nbytes` is what `WireModel`'s method of that name takes; so is `root`."""
+
+    level: str
+    primitive: str
+    nbytes: int
+    root: int | None = None
+
+    def wire_bytes(self, team: TeamShape) -> WireBytes:
+        """Return what it makes this rank of `team` send."""
+        arguments = (self.nbytes,) if self.root is None else (self.nbytes, self.root)
+        sent: WireBytes = getattr(team.at(self.level).wire, self.primitive)(*arguments)
+        return sent
+
+
+@dataclass(frozen=True)
+class Work:
+    """Work of one rank by itself: `nbytes` as float32 of the values that it reads, or decodes.
+
+    encode, decode: by the compressor whose repr is `what`; recode: add up encoded rows and encode the sum; factor: all
+    arithmetic that one message of low-rank factors takes; refresh: what a second message of the other factors adds;
+    copy: into another order, or another dtype.
+    """
+
+    kind: WorkKind
+    what: str
+    nbytes: int
+
+
+Step = Call | Work
+
+
+def call(team: TeamShape, primitive: str, nbytes: int, root: int | None = None) -> tuple[Call, ...]:
+    """Return a collective over `team`: none where nobody else is in it."""
+    return (Call(team.level, primitive, nbytes, root),) if team.size > 1 else ()
+
+
+def work(kind: WorkKind, what: object, numel: int) -> Work:
+    """Return work on `numel` values by what `what` shows itself as."""
+    return Work(kind, str(what), 4 * numel)
 
 
 class Aggregator(Brief, ABC):
@@ -20,7 +67,7 @@ class Aggregator(Brief, ABC):
 
     Implementations are frozen dataclasses: the object is its configuration, and its repr is what ranks compare.
     All ranks (with `node_local` those of each node) end with the same bits, and a non-finite value on one of them makes
-    the result non-finite on all.
+    the result non-finite on all. Two methods and a property have to be written; everything else has a default.
     """
 
     @abstractmethod
@@ -31,13 +78,6 @@ class Aggregator(Brief, ABC):
         an average overflows only if a gradient does. Residuals are staged in `account`, whose layout is the buffer's;
         its ledger's owner commits them. When the result is not finite, its first element is not.
         """
-
-    def all_reduce_apart(self, parts: Sequence[Tensor], team: Team, scale: float) -> bool:
-        """Do the same to a buffer that lies in several places, where that takes no copies; else return False.
-
-        The same answer on every rank. Only what needs no account can do it.
-        """
-        return False
 
     @abstractmethod
     def calls(
@@ -51,46 +91,35 @@ class Aggregator(Brief, ABC):
         """Return, in order, what this rank does in one all_reduce of a buffer of `layout` on `device`: pure.
 
         None means the device the team is for (the GPU where NCCL is there), and the step after all warm-up. Work that
-        takes no more than a pass over the buffer in place is left out.
+        takes no more than a pass over the buffer in place is left out, and so is the rare move of residuals.
         """
-
-    def stages(
-        self,
-        layout: Layout,
-        dtype: torch.dtype,
-        team: TeamShape,
-        device: torch.device | None = None,
-        step: int | None = None,
-    ) -> tuple[Stages, ...]:
-        """Return the same as `calls`, by chunks that follow each other through the levels of the network."""
-        return (Stages((), self.calls(layout, dtype, team, device, step), ()),)
-
-    def wire_bytes(
-        self,
-        layout: Layout,
-        dtype: torch.dtype,
-        team: TeamShape,
-        device: torch.device | None = None,
-        step: int | None = None,
-    ) -> WireBytes:
-        """Return the payload bytes this rank sends in what `calls` describes. Sums over the ranks are exact."""
-        steps = self.calls(layout, dtype, team, device, step)
-        return sum((each.wire_bytes(team) for each in steps if isinstance(each, Call)), WireBytes())
 
     @property
     @abstractmethod
     def lossless(self) -> bool:
         """Whether the result is the exact average up to floating-point rounding of the buffer's own dtype."""
 
-    @property
-    def node_local(self) -> bool:
-        """Whether nodes may end with results of their own, so that only a DDP model can use it, and as a whole."""
-        return False
+    # --------------------------------------------------------------------------------- what it is like
+
+    node_local: ClassVar[bool] = False
+    """Whether nodes may end with results of their own, so that only a DDP model can use it, and as a whole."""
+
+    tunes: ClassVar[bool] = False
+    """Whether it stands for a choice that is still to be made, on live steps."""
 
     @property
     def error_bound(self) -> float:
         """The largest error of an element without feedback, as a share of the largest one: 0 when lossless."""
-        return 0.0
+        return 0.0 if self.lossless else 1.0
+
+    @property
+    def residual_paths(self) -> tuple[str, ...]:
+        """The levels that keep residuals, outermost first: none when it remembers nothing between steps."""
+        return ()
+
+    def residual_paths_on(self, team: TeamShape) -> tuple[str, ...]:
+        """Return those of `residual_paths` that are in use on `team`."""
+        return self.residual_paths
 
     @property
     def start_step(self) -> int:
@@ -100,23 +129,6 @@ class Aggregator(Brief, ABC):
     def phase(self, step: int) -> int:
         """Return the earliest step whose messages are as long as those of `step`."""
         return min(step, self.start_step)
-
-    def divide(self, layout: Layout, dtype: torch.dtype, parts: int) -> tuple[Spans, ...] | None:
-        """Return what of a buffer each of `parts` ranks should be given, None when equal pieces will do.
-
-        `dtype` is what the values will be rounded to in the end. Together the spans are all elements, each once. The
-        same on every rank.
-        """
-        return None
-
-    def shared_factors(self, layout: Layout) -> Shapes:
-        """Return which factors are alike for all parts of a parameter, so that they may follow it to other ranks."""
-        return ()
-
-    @property
-    def residual_paths(self) -> tuple[str, ...]:
-        """The levels that keep residuals, outermost first: none when it remembers nothing between steps."""
-        return ()
 
     def check(self, team: TeamShape) -> None:
         """Raise ConfigurationError when this aggregator cannot run on `team`."""
@@ -131,6 +143,118 @@ class Aggregator(Brief, ABC):
                 f"{self} warms up until step {self.start_step} and a CUDA graph would repeat step {step} for ever; "
                 f"capture a step from {self.start_step + 1} on, or set no warm-up"
             )
+
+    # ------------------------------------------------------------------------- what can be done better
+
+    def with_dense(self, patterns: Sequence[str]) -> Aggregator:
+        """Return the same where parameters whose names match travel uncompressed: itself if nothing is compressed."""
+        return self
+
+    # ------------------------------------------------------------- what the tuner and the simulator ask
+
+    @classmethod
+    def trials(cls) -> Trials[Aggregator] | None:
+        """Return what a tuner may try, None for nothing."""
+        return None
+
+    def variants(self) -> Mapping[str, Aggregator]:
+        """Return the forms of this aggregator that may be asked for, by name."""
+        return {}
+
+    def squared_error(self, layout: Layout, buffer: Tensor) -> float:
+        """Return the squared L2 norm of what one average of `buffer` leaves out, without feedback and after warm-up.
+
+        Measured on this rank's values, or estimated by the error bound. inf where a value becomes none.
+        """
+        return float((min(self.error_bound, 1.0) * torch.linalg.vector_norm(buffer, dtype=torch.float64)) ** 2)
+
+    def passes(self, ranks: int) -> dict[tuple[WorkKind, str], Passes]:
+        """Return what its work takes on a GPU, by kind and `what`. ranks: how many messages an owner adds up."""
+        return {}
+
+    def wire_bytes(
+        self,
+        layout: Layout,
+        dtype: torch.dtype,
+        team: TeamShape,
+        device: torch.device | None = None,
+        step: int | None = None,
+    ) -> WireBytes:
+        """Return the payload bytes this rank sends in what `calls` describes. Sums over the ranks are exact."""
+        steps = self.calls(layout, dtype, team, device, step)
+        return sum((each.wire_bytes(team) for each in steps if isinstance(each, Call)), WireBytes())
+
+
+class TwoHalves(Aggregator):
+    """An aggregator whose all_reduce falls into two halves: between them each rank holds a share of the sum.
+
+    `Hierarchical` takes one for its way inside the node.
+    """
+
+    @abstractmethod
+    def reduce_scatter(self, buffer: Tensor, team: Team, scale: float, account: Account) -> tuple[Tensor, Layout]:
+        """Return this rank's share of `scale * sum` (float32) and what lies in it."""
+
+    @abstractmethod
+    def all_gather(self, share: Tensor, buffer: Tensor, team: Team, account: Account) -> None:
+        """Fill `buffer` with all ranks' shares, as `reduce_scatter` made them."""
+
+    @abstractmethod
+    def share_layout(self, layout: Layout, dtype: torch.dtype, team: TeamShape, step: int | None) -> Layout:
+        """Return what lies in this rank's share."""
+
+    @abstractmethod
+    def half_calls(
+        self, layout: Layout, dtype: torch.dtype, team: TeamShape, step: int | None
+    ) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+        """Return what each half does, in the form of `calls`."""
+
+
+@dataclass(frozen=True, repr=False)
+class Flat(Aggregator):
+    """A single all_reduce over all ranks, as stock DDP does: the yardstick for everything else."""
+
+    def all_reduce(self, buffer: Tensor, team: Team, scale: float, account: Account) -> None:
+        """Call all_reduce."""
+        if buffer.numel():
+            team.all_reduce(buffer, scale=scale)
+
+    def calls(
+        self,
+        layout: Layout,
+        dtype: torch.dtype,
+        team: TeamShape,
+        device: torch.device | None = None,
+        step: int | None = None,
+    ) -> tuple[Step, ...]:
+        """Return one all_reduce."""
+        return call(team, "all_reduce", layout.numel * dtype.itemsize) if layout.numel else ()
+
+    @property
+    def lossless(self) -> bool:
+        """Always."""
+        return True
+
+
+def account_for(
+    aggregator: Aggregator,
+    layout: Layout,
+    team: Team,
+    ledger: Ledger,
+    step: int = 0,
+    number: int = 0,
+    rank: int = 0,
+    loss_scale: Tensor | None = None,
+) -> Account:
+    """Return the account of a buffer that `aggregator` sends next: what others kept of it is `aggregator`'s now.
+
+    A look-up, unless the buffer is new, what sends it is, or residuals have just been loaded or moved.
+    """
+    memory = ledger.buffers.get(layout)
+    if memory is None or memory.by is not aggregator or not memory.settled:
+        paths, settle = aggregator.residual_paths_on(team), step > aggregator.start_step
+        memory = ledger.migrate(layout, aggregator, paths, settle=settle)
+    return Account(layout, step, number, rank, ledger, loss_scale, memory=memory, scratch=ledger.scratch)
 
 
 def mark_non_finite(buffer: Tensor, finite: Tensor) -> None:

@@ -10,17 +10,16 @@ of the final cast to a 16-bit buffer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from commopt.aggregate.base import Aggregator, mark_non_finite
-from commopt.aggregate.calls import Step, WorkKind, call, work
-from commopt.aggregate.clipping import clip
-from commopt.aggregate.leftovers import scale_and_add
-from commopt.aggregate.rows import Region, RowFormat, row_format
-from commopt.compress import Carry, Compressor, Exact, Velocity
+from commopt.aggregate.base import Step, TwoHalves, WorkKind, call, mark_non_finite, work
+from commopt.aggregate.rows import Region, RowFormat, row_format, split
+from commopt.compress import Carry, Compressor, Exact, Passes, Velocity
 from commopt.errors import ConfigurationError
 from commopt.feedback import (
     Account,
@@ -28,10 +27,11 @@ from commopt.feedback import (
     Kind,
     Layout,
     checked_patterns,
+    momentum_path,
     require_feedback,
     require_repeatable,
+    scale_and_add,
 )
-from commopt.feedback.ledger import momentum_path
 from commopt.groups import Team, TeamShape
 from commopt.kernels.reference import advance
 
@@ -39,7 +39,7 @@ _EVERYTHING = ("*",)
 
 
 @dataclass(frozen=True, repr=False)
-class Compressed(Aggregator):
+class Compressed(TwoHalves):
     """Exchange `compressor`'s payloads instead of the values.
 
     feedback: how what compression leaves out is kept for the next step; None forgets it. Only hooks remember: a
@@ -67,15 +67,26 @@ class Compressed(Aggregator):
     # --------------------------------------------------------------------------------- all at once
 
     def all_reduce(self, buffer: Tensor, team: Team, scale: float, account: Account) -> None:
-        """See Aggregator; one rank alone sends nothing and keeps nothing, but applies what was kept before."""
+        """Exchange, or scatter and gather; one rank alone sends nothing, but applies what was kept before."""
         if buffer.numel() == 0:
             return
         if team.size == 1:
             self._alone(buffer, team, scale, account)
-        elif self._exchanges(account.layout, account.result_dtype or buffer.dtype, team, account.step):
-            self._exchange(buffer, team, scale, account)
+            return
+        rows = self._rows(account.layout, account.result_dtype or buffer.dtype, 1, account.step)
+        if _exchanges(rows, account.layout, team):
+            self._exchange(rows, buffer, team, scale, account)
         else:
-            self._scatter_gather(buffer, team, scale, account)
+            rows, received = self._send_chunks(buffer, team, scale, account)
+            owned = rows.take(1, "owned", account.scratch, buffer.device)
+            carries = []
+            for region in rows.regions:
+                carry, begin, end = self._owned(region, team, account, buffer.device)
+                carries.append(carry)
+                sources, target = region.payload(received), region.payload(owned)
+                dice = account.dice("owner", team.rank)
+                region.compressor.recompress(sources, target, region.chunk_numel, end - begin, carry, dice)
+            self._send_sums(rows, owned, carries, buffer, team, account)
 
     def _alone(self, buffer: Tensor, team: Team, scale: float, account: Account) -> None:
         self._clip(buffer, team, scale, account)
@@ -86,8 +97,8 @@ class Compressed(Aggregator):
         else:
             scale_and_add(_advanced(buffer, scale, velocity, account), buffer, 1.0, kept)
 
-    def _exchange(self, buffer: Tensor, team: Team, scale: float, account: Account) -> None:
-        rows = self._rows(account.layout, account.result_dtype or buffer.dtype, 1, account.step)
+    def _exchange(self, rows: RowFormat, buffer: Tensor, team: Team, scale: float, account: Account) -> None:
+        """Let every rank send one row to all others."""
         account.retire_owners()
         mine = rows.take(1, "sent", account.scratch, buffer.device)
         carries = self._encode(rows, buffer, mine, team, scale, account)
@@ -96,30 +107,16 @@ class Compressed(Aggregator):
         for region, carry in zip(rows.regions, carries, strict=True):
             total = region.target(buffer, torch.float32, region.chunk_numel, account.scratch)
             region.compressor.accumulate(region.payload(received), total)
-            own = slice(region.numel * team.rank // team.size, region.numel * (team.rank + 1) // team.size)
-            if carry is not None:
+            if carry is not None and rows.rounds:
+                own = slice(region.numel * team.rank // team.size, region.numel * (team.rank + 1) // team.size)
                 _keep_rounding(total[own], rows.dtype, carry.new[own], carry)
             region.write(buffer, total[: region.numel])
         self._judge(rows, received, buffer, account)
 
-    def _scatter_gather(self, buffer: Tensor, team: Team, scale: float, account: Account) -> None:
-        rows, received = self._send_chunks(buffer, team, scale, account)
-        owned = rows.take(1, "owned", account.scratch, buffer.device)
-        carries = []
-        for region in rows.regions:
-            begin, end = region.chunk(team.rank)
-            carry = self._carry(region, "owner", region.layout.cut(begin, end), account, buffer.device)
-            carries.append(carry)
-            sources, target = region.payload(received), region.payload(owned)
-            region.compressor.recompress(
-                sources, target, region.chunk_numel, end - begin, carry, account.dice("owner", team.rank)
-            )
-        self._send_sums(rows, owned, carries, buffer, team, account)
-
     # ------------------------------------------------------------------------- in two halves
 
     def reduce_scatter(self, buffer: Tensor, team: Team, scale: float, account: Account) -> tuple[Tensor, Layout]:
-        """Return this rank's share of `scale * sum` (float32) and what lies in it: the first half of an all_reduce."""
+        """Send chunks to their owners and add them up."""
         rows, received = self._send_chunks(buffer, team, scale, account)
         sums = []
         for region in rows.regions:
@@ -130,20 +127,25 @@ class Compressed(Aggregator):
         return torch.cat(sums), self.share_layout(account.layout, rows.dtype, team, account.step)
 
     def all_gather(self, share: Tensor, buffer: Tensor, team: Team, account: Account) -> None:
-        """Fill `buffer` with all ranks' shares, as `reduce_scatter` made them: the second half."""
+        """Encode the share and gather those of all owners."""
         rows = self._rows(account.layout, account.result_dtype or buffer.dtype, team.size, account.step)
         owned = rows.take(1, "owned", account.scratch, buffer.device)
         carries = []
         offset = 0
         for region in rows.regions:
-            begin, end = region.chunk(team.rank)
-            carry = self._carry(region, "owner", region.layout.cut(begin, end), account, buffer.device)
+            carry, begin, end = self._owned(region, team, account, buffer.device)
             carries.append(carry)
-            values = share[offset : offset + end - begin]
+            values, target = share[offset : offset + end - begin], region.payload(owned)
             offset += end - begin
-            target = region.payload(owned)
-            region.compressor.compress(values, target, region.chunk_numel, 1.0, carry, account.dice("owner", team.rank))
+            dice = account.dice("owner", team.rank)
+            region.compressor.compress(values, target, region.chunk_numel, 1.0, carry, dice)
         self._send_sums(rows, owned, carries, buffer, team, account)
+
+    def share_layout(self, layout: Layout, dtype: torch.dtype, team: TeamShape, step: int | None) -> Layout:
+        """Return what lies in this rank's chunks of all regions."""
+        regions = self._rows(layout, dtype, team.size, step).regions
+        shares = (region.layout.cut(*region.chunk(team.rank)) for region in regions)
+        return Layout(tuple(piece for share in shares for piece in share.pieces))
 
     # ----------------------------------------------------------------------------------- the parts
 
@@ -159,14 +161,15 @@ class Compressed(Aggregator):
     def _encode(
         self, rows: RowFormat, buffer: Tensor, payload: Tensor, team: Team, scale: float, account: Account
     ) -> list[Carry | None]:
+        """Encode all regions of `buffer`; return what each leaves out."""
         self._clip(buffer, team, scale, account)
-        carries = []
+        inertia, carries = self.compressor.inertia, []
         for region in rows.regions:
             values, factor = region.read(buffer, account.scratch), scale
             carry = self._carry(region, "worker", region.layout, account, buffer.device)
             carries.append(carry)
-            if region.dense:  # of the compressed, the compressor sees to it
-                velocity = account.velocity(region.layout, self.feedback, buffer.device, self.compressor.inertia)
+            if region.dense and inertia is not None:  # of the compressed, the compressor sees to it
+                velocity = account.velocity(region.layout, self.feedback, buffer.device, inertia)
                 if velocity is not None:
                     values, factor = _advanced(values, scale, velocity, account), 1.0
             target, dice = region.payload(payload), account.dice("worker", team.rank)
@@ -176,8 +179,30 @@ class Compressed(Aggregator):
         return carries
 
     def _clip(self, buffer: Tensor, team: Team, scale: float, account: Account) -> None:
-        if self.compressor.norm_limit is not None:
-            clip(buffer, self.compressor.norm_limit, scale, account.loss_scale, team.size)
+        """Scale `buffer` down, in place, so that this rank's part of the average has at most its share of the norm.
+
+        That is norm_limit / sqrt(ranks), L2: parts that are independent then add up to norm_limit (arXiv 1712.01887,
+        section 3.2). `scale * buffer` is the part, times the loss scale. What is not finite stays so; no host waits for
+        a device.
+        """
+        limit = self.compressor.norm_limit
+        if limit is None:
+            return
+        norm = torch.linalg.vector_norm(buffer, dtype=torch.float64) * scale  # float32 would overflow where values fit
+        if account.loss_scale is not None:
+            norm = norm / account.loss_scale
+        factor = (limit * team.size**-0.5 / norm).clamp(max=1.0)  # of a norm of 0, too
+        if buffer.dtype.itemsize < torch.float32.itemsize:
+            buffer.copy_(buffer.float().mul_(factor))
+        else:
+            buffer.mul_(factor)
+
+    def _owned(
+        self, region: Region, team: Team, account: Account, device: torch.device
+    ) -> tuple[Carry | None, int, int]:
+        """Return the residual of this rank's chunk of a region, and where that begins and ends."""
+        begin, end = region.chunk(team.rank)
+        return self._carry(region, "owner", region.layout.cut(begin, end), account, device), begin, end
 
     def _send_sums(
         self,
@@ -217,7 +242,7 @@ class Compressed(Aggregator):
     def _carry(
         self, region: Region, kind: Kind, layout: Layout, account: Account, device: torch.device
     ) -> Carry | None:
-        if isinstance(region.compressor, Exact):
+        if region.compressor.exact:
             return account.leftover(layout, device) if kind == "worker" and self.feedback is not None else None
         return account.carry(kind, layout, self.feedback, device, region.compressor.inertia, region.layout)
 
@@ -226,14 +251,6 @@ class Compressed(Aggregator):
         if compressor is None:
             return row_format(layout, chunks, self.compressor, _EVERYTHING, dtype)
         return row_format(layout, chunks, compressor, self.dense, dtype)
-
-    def _exchanges(self, layout: Layout, dtype: torch.dtype, team: TeamShape, step: int | None) -> bool:
-        """Return whether every rank sends one row to all others, rather than a chunk to each owner."""
-        if team.size == 2:
-            return True
-        rows = self._rows(layout, dtype, 1, step)
-        sparse = any(region.compressor.sparse for region in rows.regions)
-        return sparse and affordable_to_all(rows.nbytes, layout.numel, team.size)
 
     # -------------------------------------------------------------------------------------- facts
 
@@ -245,64 +262,53 @@ class Compressed(Aggregator):
         device: torch.device | None = None,
         step: int | None = None,
     ) -> tuple[Step, ...]:
-        """See Aggregator."""
+        """Return one all_gather of rows, or an all_to_all and an all_gather of chunks."""
         if layout.numel == 0 or team.size == 1:
             return ()
-        if self._exchanges(layout, dtype, team, step):
-            rows = self._rows(layout, dtype, 1, step)
-            gathered = call(team, "all_gather", rows.nbytes)
-            return (*_work("encode", rows), *gathered, *_work("decode", rows, team.size))
+        rows = self._rows(layout, dtype, 1, step)
+        if _exchanges(rows, layout, team):
+            return (
+                *_work("encode", rows),
+                *call(team, "all_gather", rows.nbytes),
+                *_work("decode", rows, team.size),
+            )
         rows = self._rows(layout, dtype, team.size, step)
-        summed = _work("recode", rows)
-        return self._scatter_calls(rows, team) + summed + self._gather_calls(rows, team)
+        scattered, gathered = self._halves(rows, team)
+        return scattered + _work("recode", rows) + gathered
 
-    def reduce_scatter_calls(
+    def half_calls(
         self, layout: Layout, dtype: torch.dtype, team: TeamShape, step: int | None
-    ) -> tuple[Step, ...]:
-        """Return what `reduce_scatter` does, in the form of `calls`."""
+    ) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+        """Return an all_to_all and an all_gather of chunks."""
         rows = self._rows(layout, dtype, team.size, step)
-        return self._scatter_calls(rows, team) + _work("decode", rows)
+        scattered, gathered = self._halves(rows, team)
+        return scattered + _work("decode", rows), _work("encode", rows, 1 / team.size) + gathered
 
-    def all_gather_calls(
-        self, layout: Layout, dtype: torch.dtype, team: TeamShape, step: int | None
-    ) -> tuple[Step, ...]:
-        """Return what `all_gather` does, in the form of `calls`."""
-        rows = self._rows(layout, dtype, team.size, step)
-        return _work("encode", rows, 1 / team.size) + self._gather_calls(rows, team)
-
-    def _scatter_calls(self, rows: RowFormat, team: TeamShape) -> tuple[Step, ...]:
-        return _work("encode", rows) + call(team, "all_to_all", rows.nbytes * team.size)
-
-    def _gather_calls(self, rows: RowFormat, team: TeamShape) -> tuple[Step, ...]:
-        return call(team, "all_gather", rows.nbytes) + _work("decode", rows)
-
-    def share_layout(self, layout: Layout, dtype: torch.dtype, team: TeamShape, step: int | None) -> Layout:
-        """Return what lies in this rank's share after `reduce_scatter`."""
-        regions = self._rows(layout, dtype, team.size, step).regions
-        shares = (region.layout.cut(*region.chunk(team.rank)) for region in regions)
-        return Layout(tuple(piece for share in shares for piece in share.pieces))
+    def _halves(self, rows: RowFormat, team: TeamShape) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+        scattered = _work("encode", rows) + call(team, "all_to_all", rows.nbytes * team.size)
+        return scattered, call(team, "all_gather", rows.nbytes) + _work("decode", rows)
 
     @property
     def lossless(self) -> bool:
-        """See Aggregator."""
+        """Never: sums are rounded otherwise than in the buffer's dtype."""
         return False
 
     @property
     def error_bound(self) -> float:
-        """See Aggregator: one encoding on the way to the owner, one of the sum."""
+        """The bounds of one encoding on the way to the owner, and one of the sum."""
         return (1 + self.compressor.error_bound) ** 2 - 1
 
     @property
     def start_step(self) -> int:
-        """See Aggregator."""
+        """That of the compressor."""
         return self.compressor.start_step
 
     def phase(self, step: int) -> int:
-        """See Aggregator."""
-        return self.compressor.stage(step)
+        """Return that of the compressor."""
+        return self.compressor.phase(step)
 
     def check_capture(self, step: int, team: TeamShape) -> None:
-        """See Aggregator; dice are thrown on the host, once for each launch."""
+        """Refuse dice, which are thrown on the host, once for each launch."""
         super().check_capture(step, team)
         require_repeatable(str(self), self.feedback)
         if self.compressor.throws_dice:
@@ -311,12 +317,38 @@ class Compressed(Aggregator):
                 f"rounding='nearest'"
             )
 
-    @property
+    @cached_property
     def residual_paths(self) -> tuple[str, ...]:
-        """See Aggregator; momentum is kept beside the residuals."""
+        """With feedback its own level, and momentum beside the residuals."""
         if self.feedback is None:
             return ()
         return ("",) if self.compressor.inertia is None else ("", momentum_path(""))
+
+    def with_dense(self, patterns: Sequence[str]) -> Compressed:
+        """Return the same with more patterns in `dense`."""
+        return replace(self, dense=(*self.dense, *patterns))
+
+    def squared_error(self, layout: Layout, buffer: Tensor) -> float:
+        """Return what one encoding of each compressed parameter leaves out; each counts alone."""
+        compressed = layout.select(split(layout, self.compressor, buffer.dtype, self.dense)[0])
+        return sum(
+            self.compressor.squared_error(buffer[begin:end])
+            for piece in compressed.pieces
+            for begin, end in layout.spans_of(Layout((piece,)))
+        )
+
+    def passes(self, ranks: int) -> dict[tuple[WorkKind, str], Passes]:
+        """Return those of the compressor, and of what travels dense beside it."""
+        encoders = (self.compressor, Exact())
+        return {(kind, repr(each)): passes for each in encoders for kind, passes in each.passes(ranks).items()}
+
+
+def _exchanges(rows: RowFormat, layout: Layout, team: TeamShape) -> bool:
+    """Return whether every rank sends one row to all others, rather than a chunk to each owner."""
+    if team.size == 2:
+        return True
+    sparse = any(region.compressor.sparse for region in rows.regions)
+    return sparse and affordable_to_all(rows.nbytes, layout.numel, team.size)
 
 
 def affordable_to_all(row_nbytes: int, numel: int, ranks: int) -> bool:
@@ -342,6 +374,5 @@ def _advanced(values: Tensor, scale: float, velocity: Velocity, account: Account
 
 def _keep_rounding(exact: Tensor, dtype: torch.dtype, residual: Tensor, carry: Carry) -> None:
     """Add to a part of the new residual what rounding `exact` to a 16-bit dtype takes away; one rank does."""
-    if dtype.itemsize < exact.dtype.itemsize:
-        lost = exact - exact.to(dtype)
-        residual.add_(lost if carry.loss_scale is None else lost / carry.loss_scale)
+    lost = exact - exact.to(dtype)
+    residual.add_(lost if carry.loss_scale is None else lost / carry.loss_scale)

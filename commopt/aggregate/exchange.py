@@ -95,9 +95,9 @@ class Exchange:
 
     def remember(self, factors: Factors, side: Side, total: Tensor) -> None:
         """Let the next step start from `total`, the sum of what all ranks sent."""
-        staged = self._account.stage_factors(factors.now[side])
-        if staged is not None:
-            self.orthogonalize(side, total, staged, factors.initial[side])
+        ledger = self._account.ledger
+        if ledger is not None:
+            self.orthogonalize(side, total, ledger.stage_factors(factors.now[side]), factors.initial[side])
 
     # ------------------------------------------------------------------------------------- sending
 

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from commopt.aggregate.base import Aggregator
-from commopt.aggregate.calls import Stages, Step, call, in_one_line, work
-from commopt.aggregate.chunks import Chunk, cut
-from commopt.aggregate.compressed import Compressed
-from commopt.aggregate.division import division
-from commopt.aggregate.flat import Flat
-from commopt.aggregate.moving import bring_home, on_the_move
-from commopt.aggregate.pipeline import follow
-from commopt.aggregate.powersgd import PowerSGD
-from commopt.aggregate.routes import Route, ThroughLeader, ThroughShards, ThroughShares
+from commopt.aggregate.base import Aggregator, Flat, Step, TwoHalves, WorkKind, call, work
+from commopt.aggregate.shards import division, reshard
+from commopt.compress import Passes
 from commopt.errors import ConfigurationError
-from commopt.feedback import Account, Layout
-from commopt.groups import Team, TeamShape
-from commopt.lanes import Second, second_lane
+from commopt.feedback import Account, Layout, is_momentum
+from commopt.groups import Team, TeamShape, apply_scale
 
-Form = Literal["reduce_scatter", "all_reduce", "leader"]
+Form = Literal["reduce_scatter", "leader"]
 
 _SHARD_FROM_NBYTES = 64 * 1024
 
@@ -33,22 +26,16 @@ class Hierarchical(Aggregator):
     """Two-level all_reduce with `inter` between the nodes.
 
     Forms: "reduce_scatter" (reduce_scatter in the node, `inter` on this rank's shard, all_gather in the node),
-    "all_reduce" (all_reduce in the node and keep a slice, `inter` on the slice, all_gather), "leader" (reduce to one
-    rank, `inter` on everything there, broadcast). None lets `choose_form` decide. On one node, or with one rank per
-    node, only the level that exists is run.
+    "leader" (reduce to one rank, `inter` on everything there, broadcast). None lets `choose_form` decide. On one node,
+    or with one rank per node, only the level that exists is run.
 
     intra: Flat(), or a Compressed(...) that carries the reduce_scatter and the all_gather in the node, where its
     ranks are joined by PCIe rather than NVLink; it has that one form and needs equally many ranks on every node.
-
-    chunks: how many parts a buffer is cut into, fewer where they would be shorter than 64 KiB: while one is on its way
-    across, the next goes up in its node and the last comes down. That needs two lanes (see lanes_available); with one
-    they take turns, and nothing is gained. It pays where both levels take about as long, on large buffers.
     """
 
     inter: Aggregator = field(default_factory=Flat)
-    intra: Flat | Compressed = field(default_factory=Flat)
+    intra: Flat | TwoHalves = field(default_factory=Flat)
     form: Form | None = None
-    chunks: int = 1
 
     def __post_init__(self) -> None:
         if not isinstance(self.inter, Aggregator):
@@ -56,19 +43,19 @@ class Hierarchical(Aggregator):
                 f"Hierarchical(inter={self.inter!r}) needs an aggregator, for example "
                 f"inter=Compressed(Cast(torch.bfloat16))"
             )
-        if not isinstance(self.intra, (Flat, Compressed)):
+        if not isinstance(self.intra, (Flat, TwoHalves)):
             raise ConfigurationError(
                 f"Hierarchical(intra={self.intra!r}) cannot be split in two halves; use Flat() or Compressed(...)"
             )
-        if isinstance(self.intra, Compressed) and self.intra.compressor.inertia is not None:
+        if any(map(is_momentum, self.intra.residual_paths)):
             raise ConfigurationError(
                 f"Hierarchical(intra={self.intra!r}) would lose its momentum where a node has one rank; give "
                 f"the momentum to inter"
             )
         if self.inter.node_local:
             raise ConfigurationError(
-                f"Hierarchical(inter={self.inter!r}) would keep between nodes what belongs inside them; attach "
-                f"{self.inter!r} itself, with gradients=Hierarchical(...)"
+                f"Hierarchical(inter={self.inter!r}): {type(self.inter).__name__} cannot be the step between nodes; "
+                f"attach {self.inter!r} itself, with gradients=Hierarchical(...)"
             )
         if isinstance(self.inter, Hierarchical):
             raise ConfigurationError(
@@ -77,84 +64,110 @@ class Hierarchical(Aggregator):
             )
         if self.form not in (None, *get_args(Form)):
             raise ConfigurationError(f"form {self.form!r} is unknown; use None or one of {', '.join(get_args(Form))}")
-        if not isinstance(self.chunks, int) or isinstance(self.chunks, bool) or self.chunks < 1:
-            raise ConfigurationError(f"Hierarchical(chunks={self.chunks!r}) must be a whole number, 1 or more")
-        if isinstance(self.intra, Compressed) and self.form not in (None, "reduce_scatter"):
+        if isinstance(self.intra, TwoHalves) and self.form == "leader":
             raise ConfigurationError(
                 f"form {self.form!r} cannot be had with intra={self.intra}; use form=None or intra=Flat()"
             )
 
     def check(self, team: TeamShape) -> None:
-        """See Aggregator."""
-        sharded = self.form in ("reduce_scatter", "all_reduce") or isinstance(self.intra, Compressed)
-        if sharded and not team.uniform:
+        """Refuse shards on nodes of unequal length, and what `inter` refuses."""
+        if (self.form == "reduce_scatter" or isinstance(self.intra, TwoHalves)) and not team.uniform:
             what = f"form {self.form!r}" if self.form else f"intra={self.intra}"
             raise ConfigurationError(
                 f"{what} needs equally many ranks on every node, and nodes hold {_counts(team)}; "
                 f"use form='leader' or None, with intra=Flat()"
             )
-        across = team if team.intra is None else team.inter
-        if across is not None:
-            self.inter.check(across)
+        inter = team if team.intra is None else team.inter
+        if inter is not None:
+            self.inter.check(inter)
 
     # --------------------------------------------------------------------------------- all_reduce
 
     def all_reduce(self, buffer: Tensor, team: Team, scale: float, account: Account) -> None:
-        """See Aggregator."""
+        """Run the form for this buffer, or the only level there is."""
         if buffer.numel() == 0:
             return
         if team.intra is None:
-            level, aggregator = self._with_residuals_of_both(team, account, buffer.device)
+            level, aggregator = self._single_level(team)
             aggregator.all_reduce(buffer, team, scale, account.within(level, account.layout, account.result_dtype))
+            return
+        if isinstance(self.intra, TwoHalves):
+            seen = self._through_shares(self.intra, buffer, team, scale, account)
+        elif self._form_on(team, buffer.nbytes, buffer.device) == "leader":
+            seen = self._through_leader(buffer, team, scale, account)
         else:
-            self._over_both_levels(buffer, team, scale, account)
+            seen = self._through_shards(buffer, team, scale, account)
+        if self.inter.residual_paths:  # all ranks commit, or none does
+            account.report(seen.isfinite().all())
 
-    def _over_both_levels(self, buffer: Tensor, team: Team, scale: float, account: Account) -> None:
-        assert team.intra is not None
-        parts = self._cut(account.layout, buffer.dtype, team)
-        form = self._form_on(team, buffer.numel() * buffer.element_size(), buffer.device)
-        if len(parts) == 1:
-            routes = [self._route(form, buffer, team, scale, account)]
-        else:
-            routes = [
-                self._route(form, buffer[part.begin : part.end], team, scale, account.of_chunk(number, part.layout))
-                for number, part in enumerate(parts, 1)
-            ]
-        if self.inter.residual_paths:
-            ways = routes[0].name if len(routes) == 1 else f"{self.chunks} chunks of {routes[0].name}"
-            bring_home(self.inter, ways, routes, team.intra, account, buffer.device)
-        for marks in follow(routes, self._second(routes, team, account, buffer.device)):
-            self._judge(marks, account)
+    def _through_leader(self, buffer: Tensor, team: Team, scale: float, account: Account) -> Tensor:
+        """Reduce to one rank, which alone talks to those of other nodes, then broadcast.
 
-    def _cut(self, layout: Layout, dtype: torch.dtype, team: TeamShape) -> tuple[Chunk, ...]:
-        """Return the chunks of a buffer, cut between parameters if `inter` needs them whole."""
-        if self.chunks == 1:
-            return (Chunk(0, layout.numel, layout),)
-        whole = self.inter.divide(layout, dtype, 1) is not None
-        return cut(layout, dtype, self.chunks, max(team.ranks_per_node), between_pieces=whole)
+        Returns, as the other two do, elements of the result that are not finite if any is not.
+        """
+        intra, inter = _both(team)
+        leads = intra.rank == 0 and inter is not None
+        self._reshard("leader", account.layout if leads else None, intra, account, buffer.device)
+        values = self._scaled(buffer, scale)
+        intra.reduce(values, dst=0)
+        if leads:
+            assert inter is not None
+            self._exchange_inter(values, inter, account.layout, buffer.dtype, account)
+        if values is not buffer and intra.rank == 0:
+            buffer.copy_(values)
+        intra.broadcast(buffer, src=0)
+        return buffer[:1]
 
-    def _route(self, form: Form, buffer: Tensor, team: Team, scale: float, account: Account) -> Route:
-        if isinstance(self.intra, Compressed):
-            return ThroughShares(buffer, *_levels(team), self.intra, self.inter, scale, account, team.node_count)
-        if form == "leader":
-            assert team.intra is not None
-            return ThroughLeader(buffer, team.intra, team.inter, self.inter, scale, account)
-        keep_all = form == "all_reduce"
-        return ThroughShards(buffer, *_levels(team), self.inter, scale, account, keep_all=keep_all)
+    def _through_shards(self, buffer: Tensor, team: Team, scale: float, account: Account) -> Tensor:
+        """Reduce inside the node and keep one shard per rank, which talks to those at its place, then gather."""
+        intra, inter = _both(team)
+        assert inter is not None  # check() refused unequal nodes
+        divided = division(self.inter, account.layout, buffer.dtype, intra.size)
+        mine = divided.layouts[intra.rank]  # the last ranks of a node may have nothing but padding, on every node
+        self._reshard(divided.name, mine, intra, account, buffer.device)
+        values = self._scaled(buffer, scale)
+        # The bucket cannot be padded; where it does not divide, a padded copy goes round instead.
+        source = values if divided.in_place else divided.laid_out(values, account.scratch)
+        shard = account.scratch.take("shard", divided.shard_numel, source.dtype, source.device)
+        intra.reduce_scatter(shard, source)
+        if mine.numel:
+            self._exchange_inter(shard[: mine.numel], inter, mine, buffer.dtype, account)
+        whole = buffer
+        if not divided.in_place:
+            whole = account.scratch.take("gathered shards", divided.whole_numel, buffer.dtype, buffer.device)
+        intra.all_gather(whole, shard.to(buffer.dtype))
+        if not divided.in_place:
+            divided.put_back(whole, buffer)
+        return whole[:: divided.shard_numel]
 
-    def _second(self, routes: list[Route], team: Team, account: Account, device: torch.device) -> Second | None:
-        """Return the lane to go across on, where there are chunks to go up meanwhile and it is safe."""
-        if len(routes) == 1 or not routes[0].crosses:
-            return None
-        # Residuals that are put together would be freed on another lane than they were made on.
-        return None if on_the_move(self.inter, account) else second_lane(team.backend(device))
+    def _through_shares(self, halves: TwoHalves, buffer: Tensor, team: Team, scale: float, account: Account) -> Tensor:
+        """Run the two halves of a compressed all_reduce inside the node; between them each share goes across."""
+        intra, inter = _both(team)
+        assert inter is not None  # as above
+        within = account.within("intra", account.layout, replicas=team.node_count)
+        mine = halves.share_layout(account.layout, buffer.dtype, intra, account.step)
+        name = f"shares of {halves} from step {halves.phase(account.step)}"
+        self._reshard(name, mine, intra, account, buffer.device)
+        share, layout = halves.reduce_scatter(buffer, intra, scale, within)
+        if layout.numel:
+            self._exchange_inter(share, inter, layout, None, account)
+        halves.all_gather(share, buffer, intra, within)
+        return buffer
 
-    # ----------------------------------------------------------------------------------- residuals
+    def _scaled(self, buffer: Tensor, scale: float) -> Tensor:
+        """Return `scale * buffer`: in place, or in float32 where feedback has to know of every rounding."""
+        if self.inter.residual_paths and buffer.dtype.itemsize < torch.float32.itemsize:
+            return buffer.float().mul_(scale)
+        return apply_scale(buffer, scale)
 
-    def _judge(self, marks: Tensor, account: Account) -> None:
-        """Report whether the shards whose first elements are `marks` are finite: all ranks commit, or none does."""
-        if self.inter.residual_paths:
-            account.report(marks.isfinite().all())
+    def _exchange_inter(
+        self, values: Tensor, inter: Team, layout: Layout, result_dtype: torch.dtype | None, account: Account
+    ) -> None:
+        self.inter.all_reduce(values, inter, 1.0, account.within("inter", layout, result_dtype))
+
+    def _reshard(self, name: str, mine: Layout | None, intra: Team, account: Account, device: torch.device) -> None:
+        if self.inter.residual_paths and not account.memory.settled:
+            reshard(self.inter, name, mine, intra, account, device)
 
     # --------------------------------------------------------------------------------------- facts
 
@@ -166,74 +179,48 @@ class Hierarchical(Aggregator):
         device: torch.device | None = None,
         step: int | None = None,
     ) -> tuple[Step, ...]:
-        """See Aggregator; the rare move of residuals to other ranks of the node is not counted."""
-        return in_one_line(self.stages(layout, dtype, team, device, step))
-
-    def stages(
-        self,
-        layout: Layout,
-        dtype: torch.dtype,
-        team: TeamShape,
-        device: torch.device | None = None,
-        step: int | None = None,
-    ) -> tuple[Stages, ...]:
-        """See Aggregator: chunks go up, across and down."""
+        """Return the calls of the node, those between nodes, and those of the node again."""
         if layout.numel == 0:
             return ()
-        if team.intra is None:
-            return self._single_level(team)[1].stages(layout, dtype, team, device, step)
-        form = self._form_on(team, layout.numel * dtype.itemsize, device or team.default_device)
-        parts = self._cut(layout, dtype, team)
-        return tuple(self._stages_of(part.layout, form, dtype, team, device, step) for part in parts)
-
-    def _stages_of(
-        self,
-        layout: Layout,
-        form: Form,
-        dtype: torch.dtype,
-        team: TeamShape,
-        device: torch.device | None,
-        step: int | None,
-    ) -> Stages:
         intra, inter = team.intra, team.inter
-        assert intra is not None
+        if intra is None:
+            return self._single_level(team)[1].calls(layout, dtype, team, device, step)
+        if isinstance(self.intra, TwoHalves):
+            assert inter is not None  # check() refused unequal nodes
+            first, second = self.intra.half_calls(layout, dtype, intra, step)
+            shares = self.intra.share_layout(layout, dtype, intra, step)
+            return first + self.inter.calls(shares, torch.float32, inter, device, step) + second
         # Feedback makes the way to the slow network float32.
-        up_dtype = torch.promote_types(dtype, torch.float32) if self.inter.residual_paths else dtype
-        if form == "leader" and not isinstance(self.intra, Compressed):
+        summed = torch.promote_types(dtype, torch.float32) if self.inter.residual_paths else dtype
+        if self._form_on(team, layout.numel * dtype.itemsize, device or team.default_device) == "leader":
             leads = intra.rank == 0 and inter is not None
             across = self.inter.calls(layout, dtype, inter, device, step) if leads and inter else ()
-            up = call(intra, "reduce", layout.numel * up_dtype.itemsize, 0)
-            return Stages(up, across, call(intra, "broadcast", layout.numel * dtype.itemsize, 0))
-        assert inter is not None  # check() refused unequal nodes
-        if isinstance(self.intra, Compressed):
-            shares = self.intra.share_layout(layout, dtype, intra, step)
-            up_steps = self.intra.reduce_scatter_calls(layout, dtype, intra, step)
-            across = self.inter.calls(shares, torch.float32, inter, device, step)
-            return Stages(up_steps, across, self.intra.all_gather_calls(layout, dtype, intra, step))
+            reduced = call(intra, "reduce", layout.numel * summed.itemsize, 0)
+            return (*reduced, *across, *call(intra, "broadcast", layout.numel * dtype.itemsize, 0))
+        assert inter is not None  # as above
         divided = division(self.inter, layout, dtype, intra.size)
         moved = () if divided.in_place else (work("copy", "", layout.numel),)
-        primitive = "reduce_scatter" if form == "reduce_scatter" else "all_reduce"
-        up = call(intra, primitive, divided.whole_numel * up_dtype.itemsize)
+        reduced = call(intra, "reduce_scatter", divided.whole_numel * summed.itemsize)
         across = self.inter.calls(divided.layouts[intra.rank], dtype, inter, device, step)
-        return Stages(moved + up, across, call(intra, "all_gather", divided.shard_numel * dtype.itemsize) + moved)
+        return (*moved, *reduced, *across, *call(intra, "all_gather", divided.shard_numel * dtype.itemsize), *moved)
 
     @property
     def lossless(self) -> bool:
-        """See Aggregator."""
+        """If both levels are."""
         return self.inter.lossless and self.intra.lossless
 
     @property
     def error_bound(self) -> float:
-        """See Aggregator."""
+        """The bounds of both levels multiplied."""
         return (1 + self.inter.error_bound) * (1 + self.intra.error_bound) - 1
 
     @property
     def start_step(self) -> int:
-        """See Aggregator."""
+        """The later one of both levels."""
         return max(self.inter.start_step, self.intra.start_step)
 
     def phase(self, step: int) -> int:
-        """See Aggregator: no level's messages may differ in length."""
+        """Return the earliest step at which no level's messages differ in length."""
         parts = (self.inter, self.intra)
         phases = [part.phase(step) for part in parts]
         earliest = max(phases)
@@ -242,7 +229,7 @@ class Hierarchical(Aggregator):
         return next(alike, step)
 
     def check_capture(self, step: int, team: TeamShape) -> None:
-        """See Aggregator; the level says what has to be changed."""
+        """Ask both levels; the level says what has to be changed."""
         if team.intra is None:
             self._single_level(team)[1].check_capture(step, team)
             return
@@ -251,31 +238,37 @@ class Hierarchical(Aggregator):
 
     @property
     def residual_paths(self) -> tuple[str, ...]:
-        """See Aggregator."""
-        levels = (("intra", self.intra), ("inter", self.inter))
-        return tuple(f"{level}.{path}".rstrip(".") for level, part in levels for path in part.residual_paths)
+        """Those of both levels, by the name of the level."""
+        return _paths("intra", self.intra) + _paths("inter", self.inter)
 
-    def _with_residuals_of_both(self, team: Team, account: Account, device: torch.device) -> tuple[str, Aggregator]:
-        """Return the level to run, having seen to what a checkpoint of a larger cluster left at the other one."""
-        level, aggregator = self._single_level(team)
-        idle_level, idle = ("intra", self.intra) if level == "inter" else ("inter", self.inter)
-        path, idle_path = (account.within(name, account.layout).path for name in (level, idle_level))
-        ledger = account.ledger
-        if ledger is None or not isinstance(idle, (Compressed, PowerSGD)):
-            return level, aggregator
-        if not ledger.holds(idle_path, account.layout):
-            return level, aggregator
-        if aggregator.residual_paths:
-            ledger.redirect(idle_path, path, account.layout, device)
-            return level, aggregator
-        return idle_level, replace(idle, dense=("*",))  # exact, and takes along what is kept
+    def residual_paths_on(self, team: TeamShape) -> tuple[str, ...]:
+        """Return those of the only level there is, or of both."""
+        return self.residual_paths if team.intra is not None else _paths(*self._single_level(team))
+
+    def with_dense(self, patterns: Sequence[str]) -> Aggregator:
+        """Tell both levels."""
+        inter, intra = self.inter.with_dense(patterns), self.intra.with_dense(patterns)
+        assert isinstance(intra, (Flat, TwoHalves))  # it only has more patterns
+        return replace(self, inter=inter, intra=intra)
+
+    def variants(self) -> Mapping[str, Aggregator]:
+        """Return both forms."""
+        forms = get_args(Form) if isinstance(self.intra, Flat) else ()
+        return {form: replace(self, form=form) for form in forms}
+
+    def squared_error(self, layout: Layout, buffer: Tensor) -> float:
+        """Return the sum of both levels' errors."""
+        return self.inter.squared_error(layout, buffer) + self.intra.squared_error(layout, buffer)
+
+    def passes(self, ranks: int) -> dict[tuple[WorkKind, str], Passes]:
+        """Return those of both levels."""
+        return self.intra.passes(ranks) | self.inter.passes(ranks)
 
     def _single_level(self, team: TeamShape) -> tuple[str, Aggregator]:
         if team.node_count > 1:
             return "inter", self.inter
-        inter = self.inter
-        if isinstance(inter, Compressed) and inter.compressor.inertia is not None:
-            return "inter", replace(inter, dense=("*",))  # one node needs the momentum too
+        if any(map(is_momentum, self.inter.residual_paths)):
+            return "inter", self.inter.with_dense(("*",))  # one node needs the momentum too
         return "intra", self.intra
 
     def _form_on(self, team: TeamShape, nbytes: int, device: torch.device) -> Form:
@@ -290,8 +283,7 @@ def choose_form(backend: str, nbytes: int, *, uniform: bool, lossless: bool = Tr
     Unequal nodes: "leader", the only form they allow. Compression between the nodes: "reduce_scatter", so that the
     ranks of a node share its work and its residuals. Gloo: "leader", where one flow fills a slow link as well as
     several and the ranks of a node share its processors anyway. NCCL: "reduce_scatter" from 64 KiB, where every rank
-    drives the NIC with its own shard; "leader" below, where one small message across beats several. "all_reduce" is
-    there to be asked for, on backends without a good reduce_scatter.
+    drives the NIC with its own shard; "leader" below, where one small message across beats several.
     """
     if not uniform:
         return "leader"
@@ -299,11 +291,14 @@ def choose_form(backend: str, nbytes: int, *, uniform: bool, lossless: bool = Tr
     return "reduce_scatter" if sharded else "leader"
 
 
-def _levels(team: Team) -> tuple[Team, Team]:
-    """Return the levels of a team whose nodes hold equally many ranks, several each: check() made sure."""
+def _both(team: Team) -> tuple[Team, Team | None]:
+    """Return the levels of a team; a rank that does not lead an uneven node has no inter level."""
     assert team.intra is not None
-    assert team.inter is not None
     return team.intra, team.inter
+
+
+def _paths(level: str, part: Aggregator) -> tuple[str, ...]:
+    return tuple(f"{level}.{path}".rstrip(".") for path in part.residual_paths)
 
 
 def _counts(team: TeamShape) -> str:

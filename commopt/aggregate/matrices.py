@@ -8,9 +8,13 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import ceil, prod
 
+import torch
 from torch import Tensor
 
-from commopt.feedback import Layout, Piece, Side, Spans, matches
+from commopt.feedback import Layout, Piece, Side, Spans, joined_spans, matches
+
+_OVERSAMPLING = 8
+_COLUMNS_AT_ONCE = 16  # products with odd numbers of columns take several times as long
 
 
 @dataclass(frozen=True)
@@ -133,7 +137,7 @@ class Plan:
             spans["left"][group.rows].append((group.left_row, group.left_row + group.count * group.rows))
             spans["right"][group.cols].append((group.right_row, group.right_row + group.count * group.cols))
         return {
-            side: tuple((height, tuple(_joined(found))) for height, found in by_height.items())
+            side: tuple((height, joined_spans(found)) for height, found in by_height.items())
             for side, by_height in spans.items()
         }
 
@@ -191,7 +195,7 @@ def divide(layout: Layout, rule: Rule, parts: int) -> tuple[Spans, ...]:
                 begin += taken
             else:
                 place += 1
-    return tuple(tuple(_joined(sorted(spans))) for spans in segments)
+    return tuple(joined_spans(sorted(spans)) for spans in segments)
 
 
 def column_count(shape: tuple[int, ...]) -> int:
@@ -232,10 +236,23 @@ def _gaps(taken: list[tuple[int, int]], numel: int) -> Iterator[tuple[int, int]]
         done = end
 
 
-def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    joined: list[tuple[int, int]] = []
-    for begin, end in spans:
-        if joined and joined[-1][1] == begin:
-            begin = joined.pop()[0]
-        joined.append((begin, end))
-    return joined
+@torch.no_grad()
+def beyond_rank(matrix: Tensor, rank: int) -> float:
+    """Return the squared error of the best approximation of a matrix [rows, cols] by `rank`, 0 where it has no more.
+
+    Randomized subspace iteration (Halko, Martinsson, Tropp, "Finding structure with randomness", SIAM Review 2011,
+    arXiv 0909.4061, algorithm 4.4), two passes there and back. The singular values are those within the subspace, hence
+    never too large; the error is too small by rounding only.
+    """
+    largest = float(matrix.abs().amax()) or 1.0
+    values = matrix.float() / largest  # squares neither overflow nor vanish
+    columns = ceil((rank + _OVERSAMPLING) / _COLUMNS_AT_ONCE) * _COLUMNS_AT_ONCE
+    draws = torch.Generator(values.device).manual_seed(0)
+    start = torch.randn(
+        values.shape[1], min(columns, *values.shape), generator=draws, dtype=torch.float32, device=values.device
+    )
+    basis = torch.linalg.qr(values.mT @ torch.linalg.qr(values @ start).Q).Q
+    inside = values.mT @ torch.linalg.qr(values @ basis).Q
+    squares = torch.linalg.eigvalsh((inside.mT @ inside).double()).flip(0)[:rank]
+    whole = torch.linalg.vector_norm(values, dtype=torch.float64).square()
+    return max(float(whole - squares.sum()), 0.0) * largest**2

@@ -8,17 +8,17 @@ iteration.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from commopt.aggregate.base import Aggregator, mark_non_finite
-from commopt.aggregate.calls import Step, call, work
+from commopt.aggregate.base import Aggregator, Step, WorkKind, call, mark_non_finite, work
 from commopt.aggregate.exchange import Exchange
-from commopt.aggregate.leftovers import scale_and_add
-from commopt.aggregate.matrices import Rule, divide, plan
-from commopt.compress import Carry
+from commopt.aggregate.matrices import Rule, beyond_rank, divide, plan
+from commopt.aggregate.shards import Divisible
+from commopt.compress import Carry, Passes, Trials
 from commopt.errors import ConfigurationError
 from commopt.feedback import (
     Account,
@@ -31,6 +31,7 @@ from commopt.feedback import (
     checked_patterns,
     require_feedback,
     require_repeatable,
+    scale_and_add,
 )
 from commopt.groups import Team, TeamShape
 
@@ -38,7 +39,7 @@ _NBYTES = torch.float32.itemsize
 
 
 @dataclass(frozen=True, repr=False)
-class PowerSGD(Aggregator):
+class PowerSGD(Divisible):
     """Exchange low-rank factors of the matrices in a buffer; everything else travels dense, in the first message.
 
     A parameter of two dimensions or more is a matrix; (out, in, height, width) becomes (out, in * height * width) or
@@ -85,7 +86,7 @@ class PowerSGD(Aggregator):
     # --------------------------------------------------------------------------------- all_reduce
 
     def all_reduce(self, buffer: Tensor, team: Team, scale: float, account: Account) -> None:
-        """See Aggregator; one rank alone sends nothing and keeps nothing, but applies what was kept before."""
+        """Exchange factors, or everything as it is; one rank alone sends nothing, but applies what was kept before."""
         if buffer.numel() == 0:
             return
         dtype = account.result_dtype or buffer.dtype
@@ -112,7 +113,7 @@ class PowerSGD(Aggregator):
 
     def _leftover(self, dtype: torch.dtype, account: Account, device: torch.device) -> Carry | None:
         """Return what is kept of a buffer that is not compressed now: sent once, or rounded to `dtype` again."""
-        if self.feedback is None or account.ledger is None or not account.ledger.holds(account.path, account.layout):
+        if self.feedback is None or not account.holds(account.layout):
             return None
         if dtype.itemsize < torch.float32.itemsize:
             return account.carry("worker", account.layout, self.feedback, device)
@@ -164,7 +165,7 @@ class PowerSGD(Aggregator):
         device: torch.device | None = None,
         step: int | None = None,
     ) -> tuple[Step, ...]:
-        """See Aggregator; None means after all warm-up; if factors alternate, an even step: left ones travel."""
+        """Return one or two all_reduces; without a step, of an even one: if factors alternate, left ones travel."""
         if layout.numel == 0 or team.size == 1:
             return ()
         if self._as_it_is(layout, dtype, step):
@@ -180,13 +181,13 @@ class PowerSGD(Aggregator):
         return (*first, work("refresh", what, numel), *call(team, "all_reduce", right_nbytes))
 
     def phase(self, step: int) -> int:
-        """See Aggregator: left and right factors, if they alternate, are not equally long."""
+        """Return 0 before the start; left and right factors, if they alternate, are not equally long."""
         if step < self.start_step:
             return 0
         return self.start_step + ((step - self.start_step) % 2 if self.alternating else 0)
 
     def check_capture(self, step: int, team: TeamShape) -> None:
-        """See Aggregator; factors of both sides every time, from those of the step before."""
+        """Require factors of both sides every time, from those of the step before."""
         super().check_capture(step, team)
         require_repeatable(str(self), self.feedback)
         if self.alternating:
@@ -201,11 +202,11 @@ class PowerSGD(Aggregator):
             )
 
     def divide(self, layout: Layout, dtype: torch.dtype, parts: int) -> tuple[Spans, ...] | None:
-        """See Aggregator: whole matrices, or blocks of rows."""
+        """Return whole matrices, or blocks of rows."""
         return divide(layout, self._rule, parts) if plan(layout, self._rule).groups else None
 
     def shared_factors(self, layout: Layout) -> Shapes:
-        """See Aggregator: right factors suit all rows of a parameter."""
+        """Return right factors, which suit all rows of a parameter."""
         if not self.warm_start:
             return ()
         matrices = plan(layout, self._rule).matrices
@@ -213,18 +214,39 @@ class PowerSGD(Aggregator):
 
     @property
     def lossless(self) -> bool:
-        """See Aggregator."""
+        """Never: a product of orthonormal factors may leave everything out."""
         return False
 
     @property
-    def error_bound(self) -> float:
-        """See Aggregator: a product of orthonormal factors may leave everything out."""
-        return 1.0
-
-    @property
     def residual_paths(self) -> tuple[str, ...]:
-        """See Aggregator: even without feedback it has to be told names and shapes."""
+        """One level: even without feedback it has to be told names and shapes."""
         return ("",)
+
+    def with_dense(self, patterns: Sequence[str]) -> PowerSGD:
+        """Return the same with more patterns in `dense`."""
+        return replace(self, dense=(*self.dense, *patterns))
+
+    @classmethod
+    def trials(cls) -> Trials[Aggregator]:
+        """Return ranks 16 to 1; what rank 4 leaves out is the usual limit."""
+        return Trials("powersgd", tuple(cls(matrix_rank) for matrix_rank in (16, 8, 4, 2, 1)), usual=2)
+
+    def squared_error(self, layout: Layout, buffer: Tensor) -> float:
+        """Return what is beyond the best matrix_rank directions, to which it comes near once factors are warm."""
+        return sum(
+            beyond_rank(buffer[matrix.begin : matrix.end].view(matrix.rows, matrix.cols), self.matrix_rank)
+            for matrix in plan(layout, self._rule).matrices
+        )
+
+    def passes(self, ranks: int) -> dict[tuple[WorkKind, str], Passes]:
+        """Return what the matrices take; the factors themselves are small.
+
+        They are filled with gradients and residuals (three passes), read for the product, what travels is subtracted
+        (two) and the result written. Ten kernels, four of them for orthonormal columns. A second message reads the
+        matrices once more, for another product and its orthonormal columns.
+        """
+        what = f"PowerSGD({self.matrix_rank})"
+        return {("factor", what): Passes(7 * _NBYTES, 10), ("refresh", what): Passes(_NBYTES, 5)}
 
     @property
     def _rule(self) -> Rule:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import ceil
 
 import torch
 from torch import Tensor
 
 from commopt.compress import Cast, Compressor, Exact
-from commopt.feedback import Layout, Spans, split
-from commopt.feedback.scratch import Scratch
+from commopt.feedback import Layout, Piece, Scratch, Spans, joined_spans, matches
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Region:
     nbytes: int
     dense: bool
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements."""
         return self.layout.numel
@@ -72,7 +71,7 @@ class RowFormat:
     nbytes: int
     dtype: torch.dtype
 
-    @property
+    @cached_property
     def rounds(self) -> bool:
         """Whether float32 sums have to be rounded in the end."""
         return self.dtype.itemsize < torch.float32.itemsize
@@ -98,3 +97,24 @@ def row_format(
             regions.append(Region(encoder, spans, part, chunk_numel, offset, nbytes, encoder is plain))
             offset += nbytes
     return RowFormat(tuple(regions), offset, dtype)
+
+
+@lru_cache(maxsize=1024)
+def split(layout: Layout, compressor: Compressor, dtype: torch.dtype, dense: tuple[str, ...]) -> tuple[Spans, Spans]:
+    """Return the spans of a buffer to compress and those to send as they are; neighbours are joined.
+
+    A piece travels dense when its name matches a pattern of `dense` (as in a shell: "*.bias"), when its payload would
+    not be smaller than its `dtype` values, or when the compressor does not want parameters of its shape.
+    """
+    compressed: list[tuple[int, int]] = []
+    kept: list[tuple[int, int]] = []
+    for offset, piece in zip(layout.offsets, layout.pieces, strict=True):
+        worth_it = compressor.suits(piece.shape) and _shrinks(piece, compressor, dtype)
+        spans = compressed if worth_it and not matches(piece.name, dense) else kept
+        spans.append((offset, offset + piece.numel))
+    return joined_spans(compressed), joined_spans(kept)
+
+
+def _shrinks(piece: Piece, compressor: Compressor, dtype: torch.dtype) -> bool:
+    granularity = compressor.granularity
+    return compressor.payload_nbytes(ceil(piece.numel / granularity) * granularity) < piece.numel * dtype.itemsize

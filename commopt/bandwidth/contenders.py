@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import MISSING, fields, replace
+from dataclasses import MISSING, fields
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from commopt.aggregate import AGGREGATORS, Aggregator, Compressed, Hierarchical
-from commopt.aggregate.hierarchical import Form
 from commopt.collectives import Communicator
 from commopt.collectives.communicator import Op
 from commopt.compress import COMPRESSORS
@@ -127,7 +126,6 @@ def known_aggregators() -> dict[str, Aggregator]:
             known |= {f"{name}:{compressor}": make(COMPRESSORS[compressor]()) for compressor in COMPRESSORS}
     known |= {name: preset.build() for name, preset in PRESETS.items()}
     for name, aggregator in list(known.items()):
-        if isinstance(aggregator, Hierarchical):
-            known |= {f"{name}:{form}": replace(aggregator, form=form) for form in get_args(Form)}
+        known |= {f"{name}:{variant}": made for variant, made in aggregator.variants().items()}
     inters = {name: Compressed(kind()) for name, kind in COMPRESSORS.items()}
     return known | {f"hierarchical:{name}": Hierarchical(inter=inter) for name, inter in inters.items()}

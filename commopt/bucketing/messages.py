@@ -10,8 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from commopt.feedback import Layout
-from commopt.feedback.scratch import Scratch
+from commopt.feedback import Layout, Scratch
 from commopt.kernels.pack import pack, unpack
 from commopt.lanes import Ticket
 

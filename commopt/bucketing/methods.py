@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from commopt.aggregate import Aggregator, Auto
+from commopt.aggregate import Aggregator, Auto, auto_of
 from commopt.bucketing.calibration import LARGEST_NBYTES
 from commopt.bucketing.strategies import strategies_for
 from commopt.bucketing.wish import Wish
@@ -104,7 +104,7 @@ class Choosing(Method):
         exact_names = {name: repr(way) for name, way in self._exact.items()}
         proposals = Proposals(exact_names, self._ladders, losses, self._auto.max_error, LARGEST_NBYTES)
         nodes = self._team.ranks_per_node
-        return Tuning(proposals, costs, self._auto.families, self._auto.max_trials, nodes, tuned)
+        return Tuning(proposals, costs, tuple(self._auto.allow), self._auto.max_trials, nodes, tuned)
 
     def _losses(self, gradients: Sequence[tuple[Layout, Tensor]]) -> Losses:
         names = [piece.name for layout, _ in gradients for piece in layout.pieces]
@@ -118,4 +118,5 @@ class Choosing(Method):
 
 def method_for(aggregator: Aggregator, team: Team, wish: Wish) -> Method:
     """Return how plans for what `aggregator` averages come about."""
-    return Choosing(aggregator, team) if isinstance(aggregator, Auto) else Adapting(aggregator, team, wish)
+    auto = auto_of(aggregator)
+    return Adapting(aggregator, team, wish) if auto is None else Choosing(auto, team)

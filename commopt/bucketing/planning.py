@@ -13,7 +13,7 @@ from math import inf
 import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from commopt.aggregate import Aggregator, Auto
+from commopt.aggregate import Aggregator
 from commopt.bucketing.assembly import Assembly
 from commopt.bucketing.following import Following
 from commopt.bucketing.layouts import Layouts
@@ -115,7 +115,7 @@ class Planning:
         self._wish, self._adaptive = wish, wish.plan == "adaptive" and team.size > 1 and not self.given_up
         if self._adaptive and wish.links is not None:
             require_prices(method.strategies, self._layouts, team, wish.links)
-        if isinstance(aggregator, Auto) and wish.plan == "ddp":
+        if aggregator.tunes and wish.plan == "ddp":
             _log.warning("auto tunes with plan='adaptive' only; with plan='ddp' gradients are averaged as flat does")
         self._meetings = Meetings(team, method, wish)
         self._warm_from, self._first = aggregator.start_step, method.first

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
-from commopt.aggregate import Aggregator, Auto, Flat, Hierarchical
+from commopt.aggregate import Aggregator, Flat, Hierarchical
 from commopt.errors import ConfigurationError
 from commopt.groups import TeamShape
 from commopt.plan import Bucket, Plan, Tuned
@@ -25,10 +24,7 @@ def strategies_for(aggregator: Aggregator, team: TeamShape) -> dict[str, Aggrega
 
 def aggregator_of(bucket: Bucket, strategies: Mapping[str, Aggregator]) -> Aggregator:
     """Return what averages a bucket of a plan."""
-    aggregator = strategies[bucket.strategy]
-    if bucket.chunks > 1 and isinstance(aggregator, Hierarchical):
-        return replace(aggregator, chunks=bucket.chunks)
-    return aggregator
+    return strategies[bucket.strategy]
 
 
 def require_strategies(plan: Plan, strategies: Mapping[str, Aggregator]) -> None:
@@ -44,7 +40,7 @@ def require_strategies(plan: Plan, strategies: Mapping[str, Aggregator]) -> None
 
 def require_fit(tuned: Tuned, aggregator: Aggregator, team: TeamShape) -> None:
     """Raise ConfigurationError when an earlier tuning was of another cluster, or is for what tunes nothing."""
-    if not isinstance(aggregator, Auto):
+    if not aggregator.tunes:
         raise ConfigurationError(
             f"tuned= is for 'auto', and the hook averages with {aggregator}; use attach(ddp, 'auto', tuned=...)"
         )

@@ -1,11 +1,10 @@
 """Compressors, one file each; a new one is one file and one line in COMPRESSORS."""
 
-from commopt.compress.base import Compressor
-from commopt.compress.cast import Cast
+from commopt.compress.base import Compressor, Passes, Trials
 from commopt.compress.dgc import DGC
-from commopt.compress.exact import Exact
 from commopt.compress.onebit import OneBit
-from commopt.compress.quantize import Quantize
+from commopt.compress.plain import Cast, Exact, Plain
+from commopt.compress.quantize import Blockwise, Quantize
 from commopt.kernels.codec import Carry, Dice, Momentum, Velocity
 
 COMPRESSORS: dict[str, type[Compressor]] = {"cast": Cast, "quantize": Quantize, "onebit": OneBit, "dgc": DGC}
@@ -13,6 +12,7 @@ COMPRESSORS: dict[str, type[Compressor]] = {"cast": Cast, "quantize": Quantize, 
 __all__ = [
     "COMPRESSORS",
     "DGC",
+    "Blockwise",
     "Carry",
     "Cast",
     "Compressor",
@@ -20,6 +20,9 @@ __all__ = [
     "Exact",
     "Momentum",
     "OneBit",
+    "Passes",
+    "Plain",
     "Quantize",
+    "Trials",
     "Velocity",
 ]

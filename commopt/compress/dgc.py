@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import isfinite
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from commopt.compress.base import Compressor
+from commopt.compress.base import CodingWork, Compressor, Passes, Trials
 from commopt.errors import ConfigurationError
 from commopt.kernels import sparse
 from commopt.kernels.codec import Carry, Dice, Momentum
@@ -48,6 +49,8 @@ class DGC(Compressor):
     value_dtype: torch.dtype = torch.bfloat16
     min_elements: int = 1
 
+    sparse: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         _check_density("density", self.density)
         if not _is_number(self.momentum) or not 0 <= self.momentum < 1:
@@ -71,17 +74,12 @@ class DGC(Compressor):
     # ---------------------------------------------------------------------------------- what is done when
 
     @property
-    def granularity(self) -> int:
-        """See Compressor."""
-        return 1
-
-    @property
     def start_step(self) -> int:
-        """See Compressor: the first step of the final density."""
+        """The first step of the final density."""
         return sum(steps for steps, _ in self.warmup)
 
     def at(self, step: int | None) -> Compressor | None:
-        """See Compressor; always some density."""
+        """Return the one of the density in force; there always is some."""
         if self.warmup and step is not None:
             end = 0
             for steps, density in self.warmup:
@@ -90,8 +88,8 @@ class DGC(Compressor):
                     return replace(self, density=density, warmup=())
         return self
 
-    def stage(self, step: int) -> int:
-        """See Compressor."""
+    def phase(self, step: int) -> int:
+        """Return the first step of the density in force."""
         begin = 0
         for steps, _ in self.warmup:
             if step < begin + steps:
@@ -100,28 +98,23 @@ class DGC(Compressor):
         return begin
 
     def suits(self, shape: tuple[int, ...]) -> bool:
-        """See Compressor; biases and the weights of norms are few and matter at once."""
+        """Not one dimension: biases and the weights of norms are few and matter at once."""
         return len(shape) != 1
 
     @property
-    def sparse(self) -> bool:
-        """See Compressor."""
-        return True
-
-    @property
     def inertia(self) -> Momentum | None:
-        """See Compressor."""
+        """What momentum, nesterov and momentum_masking say."""
         return Momentum(self.momentum, self.nesterov, self.momentum_masking) if self.momentum else None
 
     @property
     def norm_limit(self) -> float | None:
-        """See Compressor."""
+        """The clip_norm."""
         return self.clip_norm
 
     # ------------------------------------------------------------------------------------------ payloads
 
     def payload_nbytes(self, chunk_numel: int) -> int:
-        """See Compressor."""
+        """Return the bytes of so many values and their places."""
         return self._row(chunk_numel).nbytes
 
     def compress(
@@ -133,20 +126,40 @@ class DGC(Compressor):
         carry: Carry | None = None,
         dice: Dice = Dice(),
     ) -> None:
-        """See Compressor; with a velocity in the carry, p has it added as kernels.sparse.select says."""
+        """Choose the largest; with a velocity in the carry, p has it added as kernels.sparse.select says."""
         sparse.select(self._row(chunk_numel), values, payload, scale, carry)
 
     def decompress(self, payload: Tensor, values: Tensor, chunk_numel: int) -> None:
-        """See Compressor."""
+        """Put the values in their places, zeros elsewhere."""
         sparse.scatter(self._row(chunk_numel), payload, values)
 
     def accumulate(self, payloads: Tensor, total: Tensor) -> None:
-        """See Compressor."""
+        """Add values in their places, row by row."""
         sparse.accumulate(self._row(total.numel()), payloads, total)
 
     def finite(self, payload: Tensor, chunk_numel: int) -> Tensor:
-        """See Compressor."""
+        """Look at the values."""
         return sparse.finite(self._row(chunk_numel), payload)
+
+    # ------------------------------------------------------------- what the tuner and the simulator ask
+
+    @classmethod
+    def trials(cls) -> Trials[Compressor]:
+        """Return 5, 1 and 0.1 % of the elements; what 1 % leaves out is the usual limit."""
+        return Trials("dgc", tuple(cls(density) for density in (0.05, 0.01, 0.001)), usual=1)
+
+    def passes(self, ranks: int) -> dict[CodingWork, Passes]:
+        """Return what its work takes: values and residual in, p out and read again; the selected few hardly count."""
+        value, wire = 4, self.payload_nbytes(2**20) / 2**20
+        encode = Passes(4 * value + wire, 9)
+        # A message to all is decoded with those of all ranks into one result.
+        decode = Passes(wire + value / ranks, 1)
+        return {"encode": encode, "decode": decode, "recode": Passes(wire + (value + encode.nbytes) / ranks, 10)}
+
+    def squared_error(self, values: Tensor) -> float:
+        """Return what is left out of a parameter of a long message: min_elements are of all of that."""
+        alone = DGC(self.density, value_dtype=self.value_dtype)
+        return super(DGC, alone).squared_error(values)
 
     def _row(self, chunk_numel: int) -> SparseRow:
         return SparseRow.of(chunk_numel, self.density, self.value_dtype, self.min_elements)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
-from commopt.compress.blockwise import Blockwise, check, check_choice
+from commopt.compress.quantize import Blockwise, check, check_choice
 from commopt.kernels.codec import Codec
 
 
@@ -30,10 +31,10 @@ class OneBit(Blockwise):
         check_choice("OneBit", "scale", self.scale, ("mean", "rms"))
 
     def suits(self, shape: tuple[int, ...]) -> bool:
-        """See Compressor; biases and the weights of norms are few, and rarely of their neighbours' magnitude."""
+        """Not one dimension: biases and the weights of norms are few, and rarely of their neighbours' magnitude."""
         return len(shape) != 1
 
-    @property
+    @cached_property
     def codec(self) -> Codec:
-        """See Blockwise."""
+        """Signs, and one of two magnitudes."""
         return Codec("sign_mean" if self.scale == "mean" else "sign_rms", 1, self.block)

@@ -1,14 +1,17 @@
-"""What Cast and Exact share: payloads that are the values themselves in some floating-point format."""
+"""Payloads that are the values themselves: rounded to 16 bits, or float32 as it is."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from commopt import kernels
-from commopt.compress.base import Compressor
+from commopt.compress.base import CodingWork, Compressor, Passes, Trials
+from commopt.errors import ConfigurationError
 from commopt.kernels import reference
 from commopt.kernels.codec import Carry, Dice
 
@@ -25,16 +28,16 @@ class Plain(Compressor):
 
     @property
     def granularity(self) -> int:
-        """See Compressor: 16 bytes, so that every row starts aligned for vector loads."""
+        """16 bytes, so that every row starts aligned for vector loads."""
         return _ROW_ALIGNMENT // self.wire_dtype.itemsize
 
     @property
     def error_bound(self) -> float:
-        """See Compressor; of the element itself, if it is no denormal number."""
+        """Half a unit in the last place of the element itself, if it is no denormal number."""
         return torch.finfo(self.wire_dtype).eps / 2
 
     def payload_nbytes(self, chunk_numel: int) -> int:
-        """See Compressor."""
+        """Return the bytes of the numbers."""
         return chunk_numel * self.wire_dtype.itemsize
 
     def compress(
@@ -46,7 +49,7 @@ class Plain(Compressor):
         carry: Carry | None = None,
         dice: Dice = Dice(),
     ) -> None:
-        """See Compressor."""
+        """Round every element."""
         begin = 0
         for row in self._rows(payload):
             end = min(begin + row.numel(), values.numel())
@@ -60,7 +63,7 @@ class Plain(Compressor):
             begin = end
 
     def decompress(self, payload: Tensor, values: Tensor, chunk_numel: int) -> None:
-        """See Compressor."""
+        """Convert every element."""
         begin = 0
         for row in self._rows(payload):
             end = min(begin + row.numel(), values.numel())
@@ -68,20 +71,66 @@ class Plain(Compressor):
             begin = end
 
     def accumulate(self, payloads: Tensor, total: Tensor) -> None:
-        """See Compressor."""
+        """Add rows as they are."""
         rows = payloads.view(self.wire_dtype)
         total.copy_(rows[0])
         for row in rows[1:]:
             total.add_(row)
 
     def finite(self, payload: Tensor, chunk_numel: int) -> Tensor:
-        """See Compressor; minimum and maximum are NaN where a value is."""
+        """Look at minimum and maximum, which are NaN where a value is."""
         if payload.numel() == 0:
             return torch.ones((), dtype=torch.bool, device=payload.device)
         return torch.stack(payload.view(self.wire_dtype).aminmax()).isfinite().all()
+
+    def passes(self, ranks: int) -> dict[CodingWork, Passes]:
+        """Return what its work takes; a sum is kept in memory while the rows are added to it, one after the other."""
+        value, wire = 4, self.wire_dtype.itemsize
+        return {
+            "encode": Passes(value + wire, 1),
+            "decode": Passes(wire + value, 1),
+            "recode": Passes(wire + 2 * value, ranks + 1),
+        }
 
     def _rows(self, payload: Tensor) -> list[Tensor]:
         """Return the rows as numbers; those without gaps between them count as one."""
         if payload.is_contiguous():
             return [payload.view(-1).view(self.wire_dtype)]
         return list(payload.view(self.wire_dtype))
+
+
+@dataclass(frozen=True, repr=False)
+class Cast(Plain):
+    """Round to bfloat16 or float16 for the wire, add up in float32.
+
+    bfloat16 keeps float32's range and 8 bits of precision; float16 keeps 11 bits and overflows to inf above 65504,
+    which every rank then sees.
+    """
+
+    dtype: torch.dtype = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        if self.dtype not in (torch.bfloat16, torch.float16):
+            raise ConfigurationError(f"Cast({self.dtype}) is not a 16-bit format; use torch.bfloat16 or torch.float16")
+
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        """The 16-bit format."""
+        return self.dtype
+
+    @classmethod
+    def trials(cls) -> Trials[Compressor]:
+        """Return bfloat16, which needs no residuals."""
+        return Trials("bf16", (cls(torch.bfloat16),), feedback=False)
+
+
+@dataclass(frozen=True, repr=False)
+class Exact(Plain):
+    """Send float32: aggregators use it for dense tensors beside compressed ones. It leaves nothing to a carry."""
+
+    exact: ClassVar[bool] = True
+
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        """Always float32."""
+        return torch.float32

@@ -1,15 +1,99 @@
-"""8, 4 or 2 bits per element."""
+"""A few bits per element and a scale for each block: what block compressors share, and 8, 4 or 2 bits."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
-from commopt.compress.blockwise import Blockwise, check, check_choice
-from commopt.errors import ConfigurationError
-from commopt.kernels.codec import Codec, CodecName
+from torch import Tensor
 
+from commopt.compress.base import Compressor, Trials
+from commopt.errors import ConfigurationError
+from commopt.kernels import quantize
+from commopt.kernels.codec import Carry, Codec, CodecName, Dice
+
+_SMALLEST_BLOCK, _LARGEST_BLOCK = 64, 4096
 _NONUNIFORM: dict[int, CodecName] = {4: "companded", 2: "centroids"}
+
+
+class Blockwise(Compressor):
+    """A few bits per element and a scale for each block of elements; subclasses choose the codec."""
+
+    @property
+    @abstractmethod
+    def codec(self) -> Codec:
+        """What the kernels are told."""
+
+    @property
+    def granularity(self) -> int:
+        """Whole blocks."""
+        return self.codec.block
+
+    @property
+    def error_bound(self) -> float:
+        """That of the codec, as a share of the block's largest element."""
+        return self.codec.error_bound
+
+    def payload_nbytes(self, chunk_numel: int) -> int:
+        """Return the bytes of codes and scales."""
+        return self.codec.payload_nbytes(chunk_numel)
+
+    def compress(
+        self,
+        values: Tensor,
+        payload: Tensor,
+        chunk_numel: int,
+        scale: float,
+        carry: Carry | None = None,
+        dice: Dice = Dice(),
+    ) -> None:
+        """Encode block by block."""
+        quantize.encode(self.codec, values, payload, chunk_numel, scale, carry, dice)
+
+    def decompress(self, payload: Tensor, values: Tensor, chunk_numel: int) -> None:
+        """Decode block by block."""
+        quantize.decode(self.codec, payload, values, chunk_numel)
+
+    def accumulate(self, payloads: Tensor, total: Tensor) -> None:
+        """Decode and add in one pass."""
+        quantize.accumulate(self.codec, payloads, total)
+
+    def recompress(
+        self,
+        payloads: Tensor,
+        payload: Tensor,
+        chunk_numel: int,
+        numel: int,
+        carry: Carry | None = None,
+        dice: Dice = Dice(),
+    ) -> None:
+        """Encode the sum, which never leaves the kernel."""
+        quantize.recode(self.codec, payloads, payload, chunk_numel, numel, carry, dice)
+
+    def finite(self, payload: Tensor, chunk_numel: int) -> Tensor:
+        """Look at the scales."""
+        return quantize.finite(self.codec, payload, chunk_numel)
+
+
+def check(owner: str, block: int, start_step: int) -> None:
+    """Raise ConfigurationError unless the fields that all block compressors have are valid."""
+    if type(block) is not int or not _SMALLEST_BLOCK <= block <= _LARGEST_BLOCK or block % _SMALLEST_BLOCK:
+        raise ConfigurationError(
+            f"{owner}(block={block!r}) is no block length; use a multiple of {_SMALLEST_BLOCK} from {_SMALLEST_BLOCK} "
+            f"to {_LARGEST_BLOCK}: short blocks are more exact, long ones spend fewer bytes on scales"
+        )
+    if type(start_step) is not int or start_step < 0:
+        raise ConfigurationError(
+            f"{owner}(start_step={start_step!r}) is no step; give the first step to compress, 0 for all"
+        )
+
+
+def check_choice(owner: str, name: str, value: object, choices: tuple[object, ...]) -> None:
+    """Raise ConfigurationError unless `value` is one of `choices`."""
+    if value not in choices or type(value) is not type(choices[0]):
+        raise ConfigurationError(f"{owner}({name}={value!r}) is unknown; use one of {', '.join(map(repr, choices))}")
 
 
 @dataclass(frozen=True, repr=False)
@@ -50,13 +134,18 @@ class Quantize(Blockwise):
 
     @property
     def throws_dice(self) -> bool:
-        """See Compressor."""
+        """With rounding="stochastic"."""
         return self.codec.stochastic
 
-    @property
+    @cached_property
     def codec(self) -> Codec:
-        """See Blockwise."""
+        """The uniform codec, or the nonuniform one of as many bits."""
         stochastic = self.rounding == "stochastic"
         if self.levels == "uniform" or stochastic or self.bits == 8:
             return Codec("uniform", self.bits, self.block, stochastic)
         return Codec(_NONUNIFORM[self.bits], self.bits, self.block)
+
+    @classmethod
+    def trials(cls) -> Trials[Compressor]:
+        """Return 8, 4 and 2 bits; what 4 bits leave out is the usual limit."""
+        return Trials("quantized", tuple(cls(bits) for bits in (8, 4, 2)), usual=1)

@@ -64,7 +64,7 @@ class LinkKey(NamedTuple):
 
 
 class WorkKey(NamedTuple):
-    """Work of one rank by itself: kind and what as in `aggregate.calls.Work`."""
+    """Work of one rank by itself: kind and what as in `aggregate.Work`."""
 
     kind: str
     what: str = ""

@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from commopt.aggregate import Aggregator
-from commopt.aggregate.calls import Call, Step
+from commopt.aggregate import Aggregator, Call, Step
 from commopt.cost.curve import Curve
 from commopt.cost.links import Links, WorkKey
 from commopt.feedback import Layout

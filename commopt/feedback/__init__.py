@@ -1,34 +1,39 @@
 """Error feedback: what compression left out is kept by parameter and range, and added to the next gradient."""
 
-from commopt.feedback.account import Account
 from commopt.feedback.checkpoint import layout_of, pieces_of, restore, save, spread
-from commopt.feedback.config import Feedback, checked_patterns, require_feedback, require_repeatable
+from commopt.feedback.context import Account, Feedback, require_feedback, require_repeatable, scale_and_add
 from commopt.feedback.factors import Factors, FactorStore, Shapes, Side
-from commopt.feedback.layout import Layout, Piece
-from commopt.feedback.ledger import Kind, Ledger, Slot
-from commopt.feedback.policy import Spans, matches, split
+from commopt.feedback.layout import Layout, Piece, Spans, checked_patterns, joined_spans, matches
+from commopt.feedback.quality import Fidelity, sample_numel
+from commopt.feedback.store import Kind, Ledger, Scratch, Slot, is_momentum, momentum_path
 
 __all__ = [
     "Account",
     "FactorStore",
     "Factors",
     "Feedback",
+    "Fidelity",
     "Kind",
     "Layout",
     "Ledger",
     "Piece",
+    "Scratch",
     "Shapes",
     "Side",
     "Slot",
     "Spans",
     "checked_patterns",
+    "is_momentum",
+    "joined_spans",
     "layout_of",
     "matches",
+    "momentum_path",
     "pieces_of",
     "require_feedback",
     "require_repeatable",
     "restore",
+    "sample_numel",
     "save",
-    "split",
+    "scale_and_add",
     "spread",
 ]

@@ -18,7 +18,7 @@ from torch import Tensor
 from commopt.errors import ConfigurationError
 from commopt.feedback.factors import Kept
 from commopt.feedback.layout import Layout, Piece
-from commopt.feedback.ledger import Kind, Ledger, Slot
+from commopt.feedback.store import Kind, Ledger, Slot
 
 T = TypeVar("T")
 _Pieces = list[list[Any]]  # [name, begin, end, shape] each
@@ -45,7 +45,7 @@ def save(ledger: Ledger) -> dict[str, Any]:
                 by_range[str(piece)] = by_range[str(piece)] + values if str(piece) in by_range else values
         placed = {
             path: [[pieces_of(layout), division] for layout, division in known.items()]
-            for path, known in ledger.placed().items()
+            for path, known in ledger.placed.items()
         }
         factors = [_entry_of(path, kept) for path, kept in ledger.factors.everything()]
     return {"residuals": residuals, "layouts": layouts, "placed": placed, "factors": factors}

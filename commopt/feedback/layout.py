@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import accumulate
 from math import prod
+
+from commopt.errors import ConfigurationError
+
+Spans = tuple[tuple[int, int], ...]
+"""Elements [begin, end) of a buffer, several times."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +91,13 @@ class Layout:
         """Return whether any element of `piece` is among these."""
         return any(max(begin, piece.begin) < min(end, piece.end) for begin, end in self._ranges.get(piece.name, ()))
 
+    def shares_names(self, other: Layout) -> bool:
+        """Return whether any parameter occurs in both."""
+        return not self.names.isdisjoint(other.names)
+
     def overlaps(self, other: Layout) -> bool:
         """Return whether any element is in both."""
-        return not self.names.isdisjoint(other.names) and any(self.has_part_of(piece) for piece in other.pieces)
+        return self.shares_names(other) and any(self.has_part_of(piece) for piece in other.pieces)
 
     def cut(self, begin: int, end: int) -> Layout:
         """Return what lies in elements [begin, end) of the buffer; there is nothing behind its end."""
@@ -113,3 +123,28 @@ class Layout:
             begin = offset + piece.begin - home.begin
             spans.append((begin, begin + piece.numel))
         return spans
+
+
+def matches(name: str, patterns: tuple[str, ...]) -> bool:
+    """Return whether a parameter's name matches any of the patterns, as in a shell."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def checked_patterns(owner: str, dense: object) -> tuple[str, ...]:
+    """Return the patterns of parameter names that `owner` was given, as a tuple: a list could not be hashed.
+
+    Raises ConfigurationError when they are none.
+    """
+    if not isinstance(dense, (tuple, list)) or not all(isinstance(pattern, str) for pattern in dense):
+        raise ConfigurationError(f"{owner}(dense={dense!r}) must be a tuple of patterns, for example dense=('*.bias',)")
+    return tuple(dense)
+
+
+def joined_spans(spans: Iterable[tuple[int, int]]) -> Spans:
+    """Return spans with neighbours joined."""
+    joined: list[tuple[int, int]] = []
+    for begin, end in spans:
+        if joined and joined[-1][1] == begin:
+            begin = joined.pop()[0]
+        joined.append((begin, end))
+    return tuple(joined)

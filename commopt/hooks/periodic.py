@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from commopt import lanes
-from commopt.aggregate import Aggregator, PeriodicAverage
+from commopt.aggregate import Aggregator, LocalSGD, local_sgd_of
 from commopt.errors import ConfigurationError
 from commopt.feedback import Account, Layout
 from commopt.groups import Team
@@ -29,7 +29,7 @@ Submit = Callable[[Callable[[], None], str, torch.device], lanes.Ticket]
 
 
 class ParameterAverages:
-    """The parameters of one DDP model, when a PeriodicAverage averages them, and what that has sent.
+    """The parameters of one DDP model, when a LocalSGD averages them, and what that has sent.
 
     With any other aggregator nothing ever happens. parameters: those whose gradients DDP averages. before_forward: a
     method to call before every forward with gradients, held weakly. An evaluation under no_grad() does not call it: one
@@ -44,7 +44,7 @@ class ParameterAverages:
         before_forward: Callable[[], None],
     ) -> None:
         self.traffic = Traffic()
-        self._average = aggregator if isinstance(aggregator, PeriodicAverage) else None
+        self._average = local_sgd_of(aggregator)
         self._module = None if module is None else ref(module)
         # Chosen once: what is frozen later has become different on the nodes all the same.
         self._parameters = tuple(parameters) if self._average is not None else ()
@@ -98,7 +98,7 @@ class ParameterAverages:
         """Return what HookState.stats() says of it."""
         return {} if self._average is None else {"parameter_averages": self._times}
 
-    def _tensors(self, average: PeriodicAverage) -> list[Tensor]:
+    def _tensors(self, average: LocalSGD) -> list[Tensor]:
         module = None if self._module is None else self._module()
         if module is None or not average.buffers:
             return list(self._parameters)
@@ -119,10 +119,10 @@ def _exchange(messages: Sequence[_Message], aggregator: Aggregator, team: Team) 
 
 def warn_of_broadcasts(aggregator: Aggregator, ddp: TorchDDP) -> None:
     """Say it when DDP will send buffers between the nodes in every forward."""
-    if isinstance(aggregator, PeriodicAverage) and ddp.broadcast_buffers and any(True for _ in ddp.module.buffers()):
+    if local_sgd_of(aggregator) and ddp.broadcast_buffers and any(True for _ in ddp.module.buffers()):
         _log.warning(
             "DDP broadcasts this model's buffers from rank 0 in every forward, between nodes too; use "
-            "DistributedDataParallel(..., broadcast_buffers=False) and PeriodicAverage(buffers=True)"
+            "DistributedDataParallel(..., broadcast_buffers=False) and LocalSGD(buffers=True)"
         )
 
 

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from commopt import lanes
-from commopt.aggregate import Aggregator, Auto, Flat
+from commopt.aggregate import Aggregator, Flat
 from commopt.bucketing import Assembly, Held, Layouts, Message, Planning, Wish
 from commopt.errors import CommoptError, ConfigurationError
-from commopt.feedback import Layout, Ledger
-from commopt.feedback.fidelity import Fidelity
+from commopt.feedback import Fidelity, Layout, Ledger
 from commopt.groups import NcclByLevel, WireBytes
 from commopt.hooks import misuse
 from commopt.hooks.gradients import require_supported_bucket
@@ -113,7 +112,7 @@ class Registration:
         aggregator.check(sending.team)
         aggregator = self.layouts.resolved(aggregator, warn=sending.team.rank == 0)
         may_plan = not self.planning.given_up
-        sending.watch_fidelity = may_plan and isinstance(aggregator, Auto) and bool(aggregator.residual_paths)
+        sending.watch_fidelity = may_plan and aggregator.tunes and bool(aggregator.residual_paths)
         self.planning.begin(sending.team, aggregator, self.settings.wish)
 
     @property

@@ -209,7 +209,7 @@ def _fill(ledger: Ledger, saved: object, registration: Registration) -> _Loaded:
         "residuals": source,
         "parameters": _digest(sorted(numels.items())),
         "buckets": _digest([pieces_of(layout) for layout in buffers]),
-        "divisions": _digest(sorted(f"{path} {known}" for path, known in ledger.placed().items())),
+        "divisions": _digest(sorted(f"{path} {known}" for path, known in ledger.placed.items())),
         "plan": _digest((plan, tuned)),
     }
     return _Loaded(first["steps"], buffers, plan, tuned, numels, facts)

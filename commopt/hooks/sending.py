@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 
 from commopt import lanes
-from commopt.aggregate import Aggregator, Flat
-from commopt.aggregate.leftovers import hand_over
+from commopt.aggregate import Aggregator, Flat, account_for
 from commopt.bucketing import Message, packed
 from commopt.errors import ConfigurationError
-from commopt.feedback import Account, Layout, Ledger
-from commopt.feedback.fidelity import Fidelity, sample_numel
+from commopt.feedback import Account, Fidelity, Layout, Ledger, sample_numel
 from commopt.groups import Membership, Team
 from commopt.hooks.traffic import Traffic
 from commopt.recording import Recorder, running
@@ -109,7 +107,7 @@ class Sending:
                 for number, layout, parts, aggregator, compared in zip(
                     numbers, message.layouts, message.parts(), aggregators, sampled, strict=True
                 ):
-                    account = Account(layout, step.number, number, rank, ledger, loss_scale)
+                    account = account_for(aggregator, layout, team, ledger, step.number, number, rank, loss_scale)
                     _average(parts, aggregator, team, account, fidelity if compared else None)
                     ledger.end_bucket(parts, last=last and number == numbers[-1])
 
@@ -145,12 +143,10 @@ def _average(
     parts: Sequence[Tensor], aggregator: Aggregator, team: Team, account: Account, fidelity: Fidelity | None
 ) -> None:
     """Replace the buffer that lies in `parts` by its average; `fidelity` compares it with the exact one."""
-    scale = hand_over(aggregator, parts, 1.0 / team.size, account)
-    if len(parts) > 1 and aggregator.all_reduce_apart(parts, team, scale):
-        return
-    if aggregator.lossless:  # what is exact treats all elements alike; the rest may go by names and shapes
-        account = replace(account, layout=_anonymous(account.layout.numel))
     with packed(parts, account.scratch) as buffer:
+        scale = account.add_leftover(buffer, 1.0 / team.size)
+        if aggregator.lossless:  # what is exact treats all elements alike; the rest may go by names and shapes
+            account = replace(account, layout=_anonymous(account.layout.numel))
         exact = None if fidelity is None else fidelity.exact(buffer, team, scale)
         aggregator.all_reduce(buffer, team, scale, account)
         if fidelity is not None and exact is not None:

@@ -133,7 +133,7 @@ class HookState:
         return self.membership.cluster
 
     def average_parameters(self) -> None:
-        """Replace the parameters by their mean over all ranks, as PeriodicAverage does from time to time; collective.
+        """Replace the parameters by their mean over all ranks, as LocalSGD does from time to time; collective.
 
         Call it before the model is saved or evaluated, and after training; the next average comes when it would have
         come. With other aggregators, and on one node, parameters are equal already and nothing happens.

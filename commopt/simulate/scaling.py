@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from commopt.aggregate import Aggregator, Auto
+from commopt.aggregate import Aggregator
 from commopt.errors import ConfigurationError
 from commopt.feedback import Layout
 from commopt.groups import TeamShape
@@ -46,7 +46,7 @@ class Candidate:
     def build(self) -> Aggregator:
         """Return the aggregator; raises ConfigurationError for a preset that does not exist or does not average."""
         aggregator = build_preset(self.preset)
-        if isinstance(aggregator, Auto):
+        if aggregator.tunes:
             raise ConfigurationError(
                 f"{self.preset} chooses on live steps, which a simulation has none of; compare 'lossless' and 'lossy'"
             )

@@ -8,8 +8,7 @@ from itertools import pairwise
 
 import torch
 
-from commopt.aggregate import Aggregator, Auto, Compressed, Flat, Hierarchical, PowerSGD
-from commopt.compress import DGC, Cast, OneBit, Quantize
+from commopt.aggregate import Aggregator, Auto, Flat, Hierarchical, families
 from commopt.feedback import Layout
 from commopt.groups import TeamShape
 from commopt.plan import Key, PriceTable
@@ -63,21 +62,14 @@ def exact(team: TeamShape) -> dict[str, Aggregator]:
 
 def ladders(auto: Auto, team: TeamShape) -> tuple[Ladder, ...]:
     """Return what is allowed beside the exact averages, flat and, where there are two levels, hierarchical."""
-    dense = auto.dense
-    kinds: dict[str, tuple[tuple[Aggregator, ...], int]] = {
-        "bf16": ((Compressed(Cast(torch.bfloat16), None, dense),), 0),
-        "quantized": (tuple(Compressed(Quantize(bits), dense=dense) for bits in (8, 4, 2)), 1),
-        "onebit": ((Compressed(OneBit(), dense=dense),), 0),
-        "dgc": (tuple(Compressed(DGC(density), dense=dense) for density in (0.05, 0.01, 0.001)), 1),
-        "powersgd": (tuple(PowerSGD(rank, dense=dense) for rank in (16, 8, 4, 2, 1)), 2),
-    }
+    known = families()
     forms: dict[str, Callable[[Aggregator], Aggregator]] = {"": lambda way: way}
     if team.intra is not None:
         forms["hierarchical "] = Hierarchical
     return tuple(
-        Ladder(prefix + kind, tuple(map(form, rungs)), reference)
-        for kind, (rungs, reference) in kinds.items()
-        if kind in auto.families
+        Ladder(prefix + kind, tuple(form(rung.with_dense(auto.dense)) for rung in trials.strengths), trials.usual)
+        for kind, trials in known.items()
+        if kind in auto.allow
         for prefix, form in forms.items()
     )
 

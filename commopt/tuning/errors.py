@@ -16,9 +16,10 @@ from torch import Tensor
 
 from commopt.aggregate import Aggregator, Compressed, Hierarchical, PowerSGD
 from commopt.aggregate.matrices import Matrix, Rule, plan
+from commopt.aggregate.rows import split
 from commopt.compress import DGC, Compressor
 from commopt.errors import ConfigurationError
-from commopt.feedback import Layout, Piece, split
+from commopt.feedback import Layout, Piece
 from commopt.tuning.spectrum import beyond_rank
 
 Gradients = Sequence[tuple[Layout, Tensor]]

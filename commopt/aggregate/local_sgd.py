@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 from math import inf
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from commopt.aggregate.base import Aggregator
-from commopt.aggregate.calls import Stages, Step
+from commopt.aggregate.base import Aggregator, Step
 from commopt.aggregate.hierarchical import Hierarchical
 from commopt.errors import ConfigurationError
 from commopt.feedback import Account, Layout
@@ -20,10 +20,10 @@ _log = logging.getLogger("commopt")
 
 
 @dataclass(frozen=True, repr=False)
-class PeriodicAverage(Aggregator):
+class LocalSGD(Aggregator):
     """Average gradients inside the node in every step, parameters over all ranks every `period` steps.
 
-    For DDP models only: `commopt.attach(ddp, PeriodicAverage(...))` averages the parameters too. Between two averages
+    For DDP models only: `commopt.attach(ddp, LocalSGD(...))` averages the parameters too. Between two averages
     nodes hold different parameters. On one node gradients are averaged over all ranks in every step.
 
     period: optimizer steps between two averages of the parameters.
@@ -38,26 +38,28 @@ class PeriodicAverage(Aggregator):
     gradients: Aggregator = field(default_factory=Hierarchical)
     buffers: bool = False
 
+    node_local: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         for name, least in (("period", 1), ("start_step", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ConfigurationError(f"PeriodicAverage({name}={value!r}) must be a whole number, {least} or more")
+                raise ConfigurationError(f"LocalSGD({name}={value!r}) must be a whole number, {least} or more")
         if not isinstance(self.gradients, Aggregator) or self.gradients.node_local:
             raise ConfigurationError(
-                f"PeriodicAverage(gradients={self.gradients!r}) needs what averages gradients over all ranks, for "
+                f"LocalSGD(gradients={self.gradients!r}) needs what averages gradients over all ranks, for "
                 f"example gradients=Hierarchical()"
             )
         if self.gradients.residual_paths:
             raise ConfigurationError(
-                f"PeriodicAverage(gradients={self.gradients!r}) would never send its residuals once gradients stay "
+                f"LocalSGD(gradients={self.gradients!r}) would never send its residuals once gradients stay "
                 f"inside the nodes; use Hierarchical(), Flat(), or a compression with feedback=None"
             )
         if not isinstance(self.buffers, bool):
-            raise ConfigurationError(f"PeriodicAverage(buffers={self.buffers!r}) must be True or False")
+            raise ConfigurationError(f"LocalSGD(buffers={self.buffers!r}) must be True or False")
 
     def check(self, team: TeamShape) -> None:
-        """See Aggregator."""
+        """Ask `gradients`, for the world and for a node."""
         self.gradients.check(team)
         if team.intra is not None:
             self.gradients.check(team.intra)
@@ -76,7 +78,7 @@ class PeriodicAverage(Aggregator):
         return steps > self.start_step and (steps - self.start_step) % self.period == 0
 
     def all_reduce(self, buffer: Tensor, team: Team, scale: float, account: Account) -> None:
-        """See Aggregator; from `start_step` on, the sum over the node in units of the sum over all ranks."""
+        """Sum over all ranks; from `start_step` on over the node, in units of the sum over all ranks."""
         if not self._stays_inside(team, account.step):
             self.gradients.all_reduce(buffer, team, scale, account)
         elif team.intra is not None:
@@ -92,24 +94,12 @@ class PeriodicAverage(Aggregator):
         device: torch.device | None = None,
         step: int | None = None,
     ) -> tuple[Step, ...]:
-        """See Aggregator; of a buffer of gradients. What parameters cost is in HookState.stats()."""
+        """Return those of a buffer of gradients. What parameters cost is in HookState.stats()."""
         reach = team.intra if self._stays_inside(team, step) else team
         return () if reach is None else self.gradients.calls(layout, dtype, reach, device, step)
 
-    def stages(
-        self,
-        layout: Layout,
-        dtype: torch.dtype,
-        team: TeamShape,
-        device: torch.device | None = None,
-        step: int | None = None,
-    ) -> tuple[Stages, ...]:
-        """See Aggregator."""
-        reach = team.intra if self._stays_inside(team, step) else team
-        return () if reach is None else self.gradients.stages(layout, dtype, reach, device, step)
-
     def phase(self, step: int) -> int:
-        """See Aggregator."""
+        """Return the earliest step that reaches as far and sends as much."""
         earliest = self.gradients.phase(step)
         if step < self.start_step or earliest >= self.start_step:
             return earliest
@@ -118,7 +108,7 @@ class PeriodicAverage(Aggregator):
         return next((at for at in nearby if self.gradients.phase(at) == earliest), step)
 
     def check_capture(self, step: int, team: TeamShape) -> None:
-        """See Aggregator: never where there are several nodes."""
+        """Refuse where there are several nodes."""
         if team.node_count == 1:
             self.gradients.check_capture(step, team)
             return
@@ -129,18 +119,18 @@ class PeriodicAverage(Aggregator):
 
     @property
     def lossless(self) -> bool:
-        """See Aggregator."""
+        """Never."""
         return False
 
     @property
-    def node_local(self) -> bool:
-        """See Aggregator."""
-        return True
-
-    @property
     def error_bound(self) -> float:
-        """See Aggregator: the node's mean tells nothing about the others'."""
+        """Unlimited: the node's mean tells nothing about the others'."""
         return inf
 
     def _stays_inside(self, team: TeamShape, step: int | None) -> bool:
         return team.node_count > 1 and (step is None or step >= self.start_step)
+
+
+def local_sgd_of(aggregator: object) -> LocalSGD | None:
+    """Return `aggregator` if it is a LocalSGD: only a hook can average parameters too."""
+    return aggregator if isinstance(aggregator, LocalSGD) else None

@@ -1,4 +1,4 @@
-"""How well the averages that are applied point where the exact ones do, measured on samples."""
+"""How good compressed averages are, measured on samples: cosine with the exact ones, and what encodings leave out."""
 
 from __future__ import annotations
 
@@ -72,3 +72,25 @@ def _sampled(buffer: Tensor) -> Tensor:
 def _stride(numel: int) -> int:
     # Odd: widths of layers mostly are not, and one column of a matrix would speak for all.
     return -(-numel // MAX_SAMPLE_NUMEL) | 1
+
+
+class SampledError:
+    """Relative L2 error of recent encodings: what was left out over what should have been sent."""
+
+    def __init__(self) -> None:
+        self._squares: Tensor | None = None
+
+    def add(self, left_out: Tensor, sent: Tensor) -> None:
+        """Take one sample in; those of dropped steps, which are not finite, do not count. No host sync."""
+        squares = torch.stack([left_out.square().sum(), sent.square().sum()])
+        squares = squares.masked_fill(~squares.isfinite().all(), 0.0)
+        if self._squares is None:
+            self._squares = squares
+        else:
+            self._squares.mul_(_FORGETTING).add_(squares)  # where they are: a CUDA graph may repeat it
+
+    def value(self) -> float | None:
+        """Return the error, None before the first sample; waits for the device."""
+        if self._squares is None or not self._squares[1]:
+            return None
+        return float((self._squares[0] / self._squares[1]).sqrt())

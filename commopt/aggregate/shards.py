@@ -1,0 +1,109 @@
+"""How a buffer is divided over the ranks of a node, so that each takes its part across; residuals follow their part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from math import ceil
+
+import torch
+from torch import Tensor
+
+from commopt.aggregate.base import Aggregator
+from commopt.feedback import Account, Layout, Scratch, Shapes, Spans
+from commopt.groups import Team
+
+
+class Divisible(Aggregator):
+    """An aggregator that wants to say which elements each rank of a node takes across."""
+
+    def divide(self, layout: Layout, dtype: torch.dtype, parts: int) -> tuple[Spans, ...] | None:
+        """Return what of a buffer each of `parts` ranks should be given, None when equal pieces will do.
+
+        `dtype` is what the values will be rounded to in the end. Together the spans are all elements, each once. The
+        same on every rank.
+        """
+        return None
+
+    def shared_factors(self, layout: Layout) -> Shapes:
+        """Return which factors are alike for all parts of a parameter, so that they may follow it to other ranks."""
+        return ()
+
+
+@dataclass(frozen=True)
+class Division:
+    """What each rank is given: spans of the buffer, padded to `shard_numel` elements. `name` tells divisions apart."""
+
+    name: str
+    segments: tuple[Spans, ...]
+    layouts: tuple[Layout, ...]
+    shard_numel: int
+    in_place: bool  # the buffer itself is its shards, one after the other
+
+    @property
+    def whole_numel(self) -> int:
+        """Number of elements of all shards together."""
+        return len(self.segments) * self.shard_numel
+
+    def laid_out(self, values: Tensor, scratch: Scratch) -> Tensor:
+        """Return a copy with the shards one after the other."""
+        whole = scratch.take("laid out", self.whole_numel, values.dtype, values.device)
+        for place, spans in enumerate(self.segments):
+            done = place * self.shard_numel
+            for begin, end in spans:
+                whole[done : done + end - begin] = values[begin:end]
+                done += end - begin
+            whole[done : (place + 1) * self.shard_numel].zero_()
+        return whole
+
+    def put_back(self, whole: Tensor, buffer: Tensor) -> None:
+        """Put the elements of all shards where they were."""
+        for place, spans in enumerate(self.segments):
+            done = place * self.shard_numel
+            for begin, end in spans:
+                buffer[begin:end] = whole[done : done + end - begin]
+                done += end - begin
+
+
+@lru_cache(maxsize=1024)
+def division(aggregator: Aggregator, layout: Layout, dtype: torch.dtype, parts: int) -> Division:
+    """Divide a buffer, whose values end as `dtype`, as `aggregator` wants it: by default in equal pieces."""
+    segments = aggregator.divide(layout, dtype, parts) if isinstance(aggregator, Divisible) else None
+    if segments is None:
+        numel = ceil(layout.numel / parts)
+        ends = [min(place * numel, layout.numel) for place in range(parts + 1)]
+        segments = tuple(((begin, end),) for begin, end in pairwise(ends))
+        name, in_place = "shards", numel * parts == layout.numel
+    else:
+        numel = max(sum(end - begin for begin, end in spans) for spans in segments)
+        name, in_place = f"segments of {aggregator}", False
+    return Division(name, segments, tuple(layout.select(spans) for spans in segments), numel, in_place)
+
+
+def reshard(
+    inter: Aggregator, division_name: str, mine: Layout | None, intra: Team, account: Account, device: torch.device
+) -> None:
+    """Move residuals between nodes inside the node, when a buffer is new, or divided anew: to who takes them across.
+
+    mine: what this rank takes. Each rank adds what it holds of the buffer's parameters to zeros, so that adding up
+    moves it exactly.
+    """
+    ledger, path = account.ledger, account.within("inter", account.layout).path
+    if ledger is None or not ledger.place(path, account.layout, division_name):
+        return
+    paths = [f"{path}.{part}".rstrip(".") for part in inter.residual_paths]
+    numel = account.layout.numel
+    for each in paths:
+        ledger.dissolve(each, account.layout)
+    held = [ledger.collect(each, account.layout, device) for each in paths]
+    factors = inter.shared_factors(account.layout) if isinstance(inter, Divisible) else ()
+    moving = torch.cat([*held, ledger.factors.first_rights(path, factors, device)])
+    intra.all_reduce(moving)
+    if mine is not None:
+        spans = account.layout.spans_of(mine)
+        for begin, each in zip(range(0, numel * len(paths), numel), paths, strict=True):
+            parts = [moving[begin + first : begin + last] for first, last in spans]
+            ledger.deposit(each, mine, torch.cat(parts) if parts else moving[:0])
+    rights = moving[numel * len(paths) :]
+    ledger.factors.keep_rights(path, factors, rights, frozenset() if mine is None else mine.names)

@@ -1,0 +1,218 @@
+"""What an aggregator may know and remember about the one buffer it is given, and how feedback is done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from commopt.brief import Brief
+from commopt.compress import Carry, Dice, Momentum, Velocity
+from commopt.errors import ConfigurationError
+from commopt.feedback.factors import Factors, FactorStore, Make
+from commopt.feedback.layout import Layout
+from commopt.feedback.store import Kind, Ledger, Memory, Scratch, Slot, momentum_path
+from commopt.groups import apply_scale
+from commopt.kernels.reference import advance, round_with_carry
+
+_SAMPLE_EVERY_STEPS = 8
+_SAMPLE_NUMEL = 16384
+
+
+@dataclass(frozen=True, repr=False)
+class Feedback(Brief):
+    """Add to each gradient what compression left out of the last one (Karimireddy et al., arXiv 1901.09847).
+
+    decay: the share of the old residual that is kept, in (0, 1]; below 1 some of the gradient is lost on purpose.
+    dtype: how residuals are stored: torch.float32, or torch.bfloat16 with stochastic rounding for half the memory.
+    """
+
+    decay: float = 1.0
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        if not 0 < self.decay <= 1:
+            raise ConfigurationError(f"Feedback(decay={self.decay!r}) must be above 0 and at most 1; 1 loses nothing")
+        if self.dtype not in (torch.float32, torch.bfloat16):
+            raise ConfigurationError(
+                f"Feedback(dtype={self.dtype}) cannot hold residuals; use torch.float32 or torch.bfloat16"
+            )
+
+
+def require_feedback(owner: str, feedback: object) -> None:
+    """Raise ConfigurationError unless `feedback`, an option of `owner`, is a Feedback or None."""
+    if not (feedback is None or isinstance(feedback, Feedback)):
+        raise ConfigurationError(f"{owner}(feedback={feedback!r}) must be a Feedback(), or None for none")
+
+
+def require_repeatable(owner: str, feedback: Feedback | None) -> None:
+    """Raise ConfigurationError when residuals are rounded at random, by dice that a CUDA graph would repeat."""
+    if feedback is not None and feedback.dtype != torch.float32:
+        raise ConfigurationError(
+            f"{owner} keeps residuals in {feedback.dtype}, rounded at random, and a CUDA graph would repeat the same "
+            f"dice in every step; use feedback=Feedback(dtype=torch.float32)"
+        )
+
+
+@dataclass(frozen=True)
+class Account:
+    """A buffer's layout, the step it belongs to, and the ledger with its residuals (None: nothing is remembered).
+
+    number: tells the buffers of one step apart. rank: global. path: the level of the aggregator that asks.
+    loss_scale: what the gradients were multiplied by, 0-d float32 on their device; None for 1.
+    result_dtype: what the buffer's values will be rounded to in the end, None for its own dtype.
+    replicas: how many teams do the same with the same values, as nodes that each gather the sum inside.
+    memory: what earlier steps have found for the buffer.
+    """
+
+    layout: Layout
+    step: int = 0
+    number: int = 0
+    rank: int = 0
+    ledger: Ledger | None = None
+    loss_scale: Tensor | None = None
+    path: str = ""
+    result_dtype: torch.dtype | None = None
+    replicas: int = 1
+    memory: Memory = field(default_factory=Memory)
+    scratch: Scratch = field(default_factory=Scratch)  # where to take buffers from
+
+    @classmethod
+    def unremembered(cls, numel: int, step: int = 0, rank: int = 0) -> Account:
+        """Describe a tensor that belongs to no model; `step` makes the dice fall anew."""
+        return cls(Layout.anonymous(numel), step, rank=rank)
+
+    def within(self, level: str, layout: Layout, result_dtype: torch.dtype | None = None, replicas: int = 1) -> Account:
+        """Return the account of a part of the buffer at a level below."""
+        path = f"{self.path}.{level}" if self.path else level
+        return replace(self, layout=layout, path=path, result_dtype=result_dtype, replicas=replicas)
+
+    def dice(self, kind: Kind, place: int) -> Dice:
+        """Return the dice for one encoding: others for each buffer, step, level, kind and rank.
+
+        An owner's depend on its `place` in the team only: owners of the same sum in other teams must throw the same.
+        """
+        rank = self.rank if kind == "worker" else place
+        return Dice(crc32(f"{self.path} {kind}".encode()) | rank << 32, self.step, self.number)
+
+    # ---------------------------------------------------------------------------------- residuals
+
+    def carry(
+        self,
+        kind: Kind,
+        layout: Layout,
+        feedback: Feedback | None,
+        device: torch.device,
+        momentum: Momentum | None = None,
+        whole: Layout | None = None,
+    ) -> Carry | None:
+        """Return the residual that goes into an encoding of `layout` and the place for the one that comes out.
+
+        A worker's with a `momentum` has velocities too. An owner's `layout` is its part of `whole`.
+        """
+        if self.ledger is None or feedback is None:
+            return None
+        key = (self.path, kind, layout)
+        slot = self.memory.found.get(key)
+        if slot is None:
+            slot = self.ledger.slot(self.path, kind, layout, device, feedback.dtype, whole or layout)
+            self.memory.found[key] = slot
+        old, new = slot.values.float(), self.ledger.stage(slot, self.rank)
+        if kind == "worker":
+            velocity = None if momentum is None else self.velocity(layout, feedback, device, momentum)
+            return Carry(old, new, self.loss_scale, feedback.decay, velocity)
+        # Each replica of an owner keeps its part, so that the sum over ranks counts what is missing once. Decay is
+        # for what grows old while it waits; a sum is sent to all at once.
+        scale = self.loss_scale
+        if self.replicas > 1:
+            one = torch.ones((), dtype=torch.float32, device=device) if scale is None else scale
+            scale = one * self.replicas
+        return Carry(old, new, scale)
+
+    def velocity(
+        self, layout: Layout, feedback: Feedback | None, device: torch.device, momentum: Momentum | None
+    ) -> Velocity | None:
+        """Return the velocity of what this rank sends of `layout`, and the place for the next one."""
+        if self.ledger is None or feedback is None or momentum is None:
+            return None
+        path = momentum_path(self.path)
+        slot = self.memory.found.get((path, "worker", layout))
+        if slot is None:
+            slot = self.ledger.slot(path, "worker", layout, device, feedback.dtype, layout)
+            self.memory.found[path, "worker", layout] = slot
+        return Velocity(slot.values.float(), self.ledger.stage(slot, self.rank), momentum)
+
+    def holds(self, layout: Layout) -> bool:
+        """Return whether anything is kept for the elements of `layout`; asked of a settled buffer, whether was."""
+        return self.ledger is not None and not self.memory.settled and self.ledger.holds(self.path, layout)
+
+    def leftover(self, layout: Layout, device: torch.device) -> Carry | None:
+        """Return what was left out of earlier, inexact encodings of `layout`, if anything was: to be sent once."""
+        if self.ledger is None or self.memory.settled:
+            return None
+        slot: Slot | None = self.ledger.leftover(self.path, layout, device)
+        if slot is None:
+            return None
+        self.memory.found[self.path, "leftover", layout] = slot
+        return Carry(slot.values, self.ledger.stage(slot, self.rank), self.loss_scale)
+
+    def add_leftover(self, buffer: Tensor, scale: float) -> float:
+        """Scale `buffer` and add what others kept of it, where what sends it next keeps no residuals.
+
+        Once, and gone when it is committed. Returns the scale that is left to be applied. Without communication: what
+        is held, and hence whether anything is added, differs from rank to rank.
+        """
+        carry = None if self.memory.paths else self.leftover(self.layout, buffer.device)
+        if carry is None:
+            return scale
+        scale_and_add(buffer, buffer, scale, carry)
+        return 1.0
+
+    def retire_owners(self) -> None:
+        """Let what an owner kept of the buffer join what this rank sends: sums are not encoded any more."""
+        if self.ledger is not None and not self.memory.settled:
+            self.ledger.dissolve(self.path, self.layout, "owner")
+
+    def factors(self, layout: Layout, matrix_rank: int, shapes: tuple[tuple[int, int], ...], make: Make) -> Factors:
+        """Return what the last step left of the factors of the matrices in `layout`; see FactorStore.take."""
+        store = FactorStore() if self.ledger is None else self.ledger.factors
+        return store.take(self.path, layout, matrix_rank, shapes, make)
+
+    # ------------------------------------------------------------------------------------ verdicts
+
+    def report(self, finite: Tensor) -> None:
+        """Tell whether a part of the result is finite (bool, 0-d): else nothing staged is committed."""
+        if self.ledger is not None:
+            self.ledger.flags.append(finite)
+
+    def sample(self, values: Tensor, scale: float, carry: Carry) -> None:
+        """Measure now and then, on some of the elements, how much an encoding left out."""
+        if self.ledger is None or self.step % _SAMPLE_EVERY_STEPS:
+            return
+        unscale = scale if self.loss_scale is None else scale / self.loss_scale
+        gradient = values[:_SAMPLE_NUMEL].float() * unscale
+        if carry.velocity is not None:
+            old = carry.velocity.old[:_SAMPLE_NUMEL]
+            at_hand = Velocity(old, torch.empty_like(old), carry.velocity.momentum)
+            advance(gradient.clone(), 1.0, at_hand, None, gradient)
+        sent = gradient + carry.decay * carry.old[:_SAMPLE_NUMEL]
+        self.ledger.error.add(carry.new[:_SAMPLE_NUMEL], sent)
+
+
+def scale_and_add(values: Tensor, target: Tensor, scale: float, carry: Carry | None) -> None:
+    """Set `target` to `scale * values` plus what `carry` brings, rounded once; it takes what that leaves out.
+
+    `target` may be `values`, which are overwritten where that saves memory.
+    """
+    if carry is None:
+        apply_scale(values, scale)
+        if target is not values:
+            target.copy_(values)
+    elif target.dtype == torch.float64:
+        kept = carry.old if carry.loss_scale is None else carry.old * carry.loss_scale
+        target.copy_(apply_scale(values, scale)).add_(kept, alpha=carry.decay)
+        carry.new.zero_()
+    else:
+        round_with_carry(values, target, scale, carry)

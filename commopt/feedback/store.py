@@ -1,0 +1,395 @@
+"""All residuals of one registration: found by what they are for, moved when buckets change, committed or dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from math import prod, sqrt
+from threading import RLock
+from typing import Any, Literal
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from commopt.feedback.factors import FactorStore
+from commopt.feedback.layout import Layout, Piece
+from commopt.feedback.quality import SampledError
+
+Kind = Literal["worker", "owner"]
+Key = tuple[str, str, Layout]
+
+_MOMENTUM = "momentum"
+_SWEEPS = 3  # of what nobody asks for; it stays where it is then
+_LOW_BITS = 0xFFFF  # of a float32, which bfloat16 does not have
+
+
+@dataclass(eq=False)
+class Slot:
+    """One residual: of what this rank sent ("worker"), or of the sum it encoded for all ("owner").
+
+    `path` tells the level of the aggregator ("", "inter", "intra"). Values are unscaled and in units of the average:
+    their sum over all ranks is what the model has not been told yet, or its momentum at the path of that name.
+    """
+
+    path: str
+    kind: Kind
+    layout: Layout
+    values: Tensor  # [layout.numel], float32 or bfloat16
+    spare: Tensor | None = None  # float32 [layout.numel]: the next values, while a whole step may yet be dropped
+    once: bool = False  # sent exactly, hence gone once it is sent
+
+
+@dataclass(eq=False)
+class Memory:
+    """What was found for one buffer, by path, kind and layout, and by what it is sent.
+
+    settled: everything kept for the buffer is in `found`, so that a step looks nowhere else.
+    """
+
+    by: object = None
+    paths: tuple[str, ...] = ()
+    found: dict[Key, Slot] = field(default_factory=dict)
+    settled: bool = False
+    sweeps: int = 0
+
+
+def momentum_path(path: str) -> str:
+    """Return where a level keeps the momentum of what its ranks send."""
+    return f"{path}.{_MOMENTUM}" if path else _MOMENTUM
+
+
+def is_momentum(path: str) -> bool:
+    """Return whether what is kept at `path` is momentum."""
+    return path.rpartition(".")[2] == _MOMENTUM
+
+
+class Scratch:
+    """Uninitialized memory by tag that lives from bucket to bucket; what a tag held is lost when it is taken again."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, torch.device], Tensor] = {}
+
+    def take(self, tag: str, shape: int | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a contiguous tensor in the memory of `tag`, which grows to the largest ever asked for."""
+        shape = (shape,) if isinstance(shape, int) else shape
+        nbytes = prod(shape) * dtype.itemsize
+        buffer = self._buffers.get((tag, device))
+        if buffer is None or buffer.numel() < nbytes:
+            buffer = self._buffers[tag, device] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return buffer[:nbytes].view(dtype).view(shape)
+
+
+@dataclass(eq=False)
+class Ledger:
+    """Residuals of one rank; used by one thread at a time: the lane's in backward, the caller's between steps.
+
+    Any thread may ask what there is: while `lock` is held nothing is committed or moved. Residuals move in `migrate`
+    alone: when a buffer is new, when something else sends it, and in the first steps after a load.
+
+    per_step: commit all buckets of a step or none, as a GradScaler drops whole steps; else each bucket by itself.
+    """
+
+    per_step: bool = False
+    scratch: Scratch = field(default_factory=Scratch)
+    error: SampledError = field(default_factory=SampledError)
+    factors: FactorStore = field(default_factory=FactorStore)
+    steps: int = 0
+    warm: bool = False  # whether any residual can be other than zero; alike on every rank
+    dropped: Tensor | int = 0  # commits that a non-finite value prevented
+    lock: RLock = field(default_factory=RLock, repr=False)
+    buffers: dict[Layout, Memory] = field(default_factory=dict)  # of which no two have a parameter in common
+    placed: dict[str, dict[Layout, str]] = field(default_factory=dict)  # by path: how buffers were divided last
+    flags: list[Tensor] = field(default_factory=list)  # of the step: whether results are finite, bool, 0-d each
+    _slots: dict[Key, Slot] = field(default_factory=dict)
+    _loose: dict[str, dict[str, list[tuple[Piece, Tensor]]]] = field(default_factory=dict)  # by path and name
+    _staged: list[tuple[Slot, Tensor, int]] = field(default_factory=list)  # each with the rank that rounds it
+    _staged_factors: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    _judged: int = 0  # flags of the buffers before the one under way
+    _unjudged: list[Tensor] = field(default_factory=list)  # results that nobody has given a verdict on
+
+    # -------------------------------------------------------------------------------------- moving
+
+    def migrate(self, layout: Layout, by: object, paths: tuple[str, ...], *, settle: bool) -> Memory:
+        """Let `by`, which keeps residuals at `paths`, send from now on what is kept for the parameters of a buffer.
+
+        What keeps none sends it as a leftover of path "". Momentum goes to where there is momentum, else it stays for
+        whatever has some again. Nothing is communicated; what has to change its rank is told by `place`, which depends
+        on what was sent by whom, alike on every rank, and not on what this one holds.
+        Asked again before every step until `settle`d: then nothing kept for the buffer is left that `by` did not use.
+        """
+        with self.lock:
+            memory = self.buffers.get(layout)
+            if memory is None or memory.paths != paths:
+                self._redirect_to(paths, layout)
+            if memory is None or memory.by is not by:
+                self.buffers = {key: known for key, known in self.buffers.items() if not key.shares_names(layout)}
+                memory = self.buffers[layout] = Memory(by, paths)
+            elif settle:
+                self._sweep(layout, memory)
+            else:
+                memory.found.clear()
+            return memory
+
+    def _redirect_to(self, paths: tuple[str, ...], layout: Layout) -> None:
+        senders = {known.paths for key, known in self.buffers.items() if key.shares_names(layout)}
+        for path in self.placed:
+            if senders - {paths} or path not in paths:
+                self._displace(path, layout)
+        heir = next((path for path in reversed(paths) if not is_momentum(path)), "")
+        heir_of_momentum = next((path for path in paths if is_momentum(path)), None)
+        for path in {slot.path for slot in self.slots()} - {heir, *paths}:
+            to = heir_of_momentum if is_momentum(path) else heir
+            if to is not None and self.holds(path, layout):
+                self.dissolve(path, layout)
+                self.deposit(to, layout, self.collect(path, layout))
+
+    def _sweep(self, layout: Layout, memory: Memory) -> None:
+        """Take apart what the last step did not ask for, so that the next one finds it; else the buffer is settled."""
+        used = set(memory.found.values())
+        scope = memory.paths or ("",)
+        unused = [
+            slot
+            for slot in self._slots.values()
+            if slot.path in scope and slot not in used and slot.layout.overlaps(layout)
+        ]
+        if memory.sweeps < _SWEEPS:
+            for slot in unused:
+                self._take_apart(slot)
+        memory.sweeps += 1
+        open_ends = unused or any(self.has_loose(path, layout) for path in scope)
+        leaving = any(slot.once for slot in used)
+        memory.settled = not leaving and (not open_ends or memory.sweeps > _SWEEPS)
+        if not memory.settled:
+            memory.found.clear()
+
+    def place(self, path: str, layout: Layout, division: str) -> bool:
+        """Note how a buffer is divided over the ranks; return whether its residuals may lie on other ranks of the node.
+
+        Ranks that see the same buffers get the same answers.
+        """
+        with self.lock:
+            placed = self.placed.setdefault(path, {})
+            if placed.get(layout) == division:
+                return False
+            self._displace(path, layout)
+            self.placed[path][layout] = division
+            return self.warm
+
+    def _displace(self, path: str, layout: Layout) -> None:
+        self.placed[path] = {other: how for other, how in self.placed[path].items() if not other.shares_names(layout)}
+
+    def dissolve(self, path: str, layout: Layout, kind: Kind | None = None) -> None:
+        """Take apart the residuals (of one kind) with elements of `layout`; an owner's joins what the rank sends.
+
+        Both are in units of the average, so the sum stays what it is, and nothing needs to be sent.
+        """
+        with self.lock:
+            for slot in list(self._slots.values()):
+                if slot.path == path and kind in (None, slot.kind) and slot.layout.overlaps(layout):
+                    self._take_apart(slot)
+
+    def _take_apart(self, slot: Slot) -> None:
+        del self._slots[slot.path, slot.kind, slot.layout]
+        self.deposit(slot.path, slot.layout, slot.values.float())
+
+    def deposit(self, path: str, layout: Layout, values: Tensor) -> None:
+        """Keep float32 `values` until the pieces of `layout` are asked for, beside what is kept for them already."""
+        with self.lock:
+            by_name = self._loose.setdefault(path, {})
+            for offset, piece in zip(layout.offsets, layout.pieces, strict=True):
+                by_name.setdefault(piece.name, []).append((piece, values[offset : offset + piece.numel]))
+
+    def collect(self, path: str, layout: Layout, device: torch.device | None = None) -> Tensor:
+        """Return the float32 sum of what is kept for each element of `layout`, and keep it no longer.
+
+        device: None for where the first of it lies.
+        """
+        with self.lock:
+            by_name = self._loose.get(path, {})
+            if device is None:
+                known = (part for name in layout.names for _, part in by_name.get(name, ()))
+                device = next((part.device for part in known), torch.device("cpu"))
+            values = torch.zeros(layout.numel, dtype=torch.float32, device=device)
+            for offset, wanted in zip(layout.offsets, layout.pieces, strict=True):
+                rest: list[tuple[Piece, Tensor]] = []
+                for kept, part in by_name.pop(wanted.name, []):
+                    begin, end = max(kept.begin, wanted.begin), min(kept.end, wanted.end)
+                    if begin < end:
+                        target = values[offset + begin - wanted.begin : offset + end - wanted.begin]
+                        target.add_(part[begin - kept.begin : end - kept.begin].to(device))
+                    else:
+                        begin = end = kept.end
+                    for first, last in ((kept.begin, begin), (end, kept.end)):
+                        if first < last:
+                            cut = part[first - kept.begin : last - kept.begin].clone()  # not all that it was cut from
+                            rest.append((Piece(kept.name, first, last, kept.shape), cut))
+                if rest:
+                    by_name[wanted.name] = rest
+        return values
+
+    # ------------------------------------------------------------------------------------- finding
+
+    def slot(
+        self, path: str, kind: Kind, layout: Layout, device: torch.device, dtype: torch.dtype, whole: Layout
+    ) -> Slot:
+        """Return the residual for `layout`: what is known about its pieces, else zero.
+
+        whole: what is encoded; an owner's `layout` is its part of that, where it may have had another part before.
+        """
+        key = (path, kind, layout)
+        with self.lock:
+            if key not in self._slots:
+                # A worker's is asked for first, so that what an owner kept is sent next.
+                self.dissolve(path, whole, None if kind == "worker" else kind)
+                values = torch.zeros(layout.numel, dtype=torch.float32, device=device)
+                self.install(Slot(path, kind, layout, values.to(dtype)))
+            slot = self._slots[key]
+            slot.once = False  # whatever became of it as a leftover
+            slot.values = slot.values.to(device, dtype)  # what a checkpoint brought is in host memory
+            if kind == "worker" and self.has_loose(path, layout):
+                slot.values = (slot.values + self.collect(path, layout, device)).to(dtype)
+            return slot
+
+    def leftover(self, path: str, layout: Layout, device: torch.device) -> Slot | None:
+        """Return the residual of a buffer that is sent exactly and needs none, if there is one from before."""
+        if not self.holds(path, layout):
+            return None
+        slot = self.slot(path, "worker", layout, device, torch.float32, layout)
+        slot.once = True
+        return slot
+
+    def holds(self, path: str, layout: Layout) -> bool:
+        """Return whether anything is kept for the elements of `layout`."""
+        with self.lock:
+            return self.has_loose(path, layout) or any(
+                slot.path == path and slot.layout.overlaps(layout) for slot in self._slots.values()
+            )
+
+    def has_loose(self, path: str, layout: Layout) -> bool:
+        """Return whether anything kept for the elements of `layout` lies in no residual yet, or not any more."""
+        by_name = self._loose.get(path, {})
+        return any(layout.has_part_of(piece) for name in layout.names for piece, _ in by_name.get(name, ()))
+
+    def slots(self) -> list[Slot]:
+        """Return all residuals, also those that no buffer has asked for yet."""
+        with self.lock:
+            loose = [
+                Slot(path, "worker", Layout((piece,)), values)
+                for path, by_name in self._loose.items()
+                for entries in by_name.values()
+                for piece, values in entries
+            ]
+            return [*self._slots.values(), *loose]
+
+    def install(self, slot: Slot) -> None:
+        """Put a residual in its place."""
+        with self.lock:
+            self._slots[slot.path, slot.kind, slot.layout] = slot
+
+    # ---------------------------------------------------------------------------------- committing
+
+    def stage(self, slot: Slot, rank: int = 0) -> Tensor:
+        """Return where to write the slot's next values, float32, which count only once they are committed.
+
+        rank: this one's, global, so that ranks round what they sent by dice of their own: errors that are alike would
+        add up where others cancel. Owners of one sum in several teams keep the same, so they round alike.
+        """
+        if self.per_step:
+            if slot.spare is None:
+                slot.spare = torch.empty(slot.layout.numel, dtype=torch.float32, device=slot.values.device)
+            staged = slot.spare
+        else:
+            tag = f"{len(self._staged)} staged"
+            staged = self.scratch.take(tag, slot.layout.numel, torch.float32, slot.values.device)
+        self._staged.append((slot, staged, rank))
+        return staged
+
+    def stage_factors(self, factors: Tensor) -> Tensor:
+        """Return where to write the next values of `factors`, which are small and count once they are committed."""
+        tag = f"{len(self._staged_factors)} staged factors"
+        staged = self.scratch.take(tag, tuple(factors.shape), factors.dtype, factors.device)
+        self._staged_factors.append((factors, staged))
+        return staged
+
+    def begin_step(self) -> None:
+        """Drop what is staged: committed, or left by a backward that raised."""
+        self._staged.clear()
+        self._staged_factors.clear()
+        self.flags.clear()
+        self._unjudged.clear()
+        self._judged = 0
+
+    def end_bucket(self, result: Sequence[Tensor] = (), *, last: bool) -> None:
+        """Commit what is staged if all of it is finite: now, or with a GradScaler at the last bucket of the step.
+
+        result: where the buffer's values are, to be looked at if nobody has reported on them and anything is staged.
+        """
+        if len(self.flags) == self._judged:
+            self._unjudged.extend(result)
+        self._judged = len(self.flags)
+        if last or not self.per_step:
+            if self._staged or self._staged_factors:
+                with self.lock:
+                    self._commit()
+            self.begin_step()
+        if last:
+            self.steps += 1
+            self.warm = True
+
+    def _commit(self) -> None:
+        finite = torch.stack([*self.flags, *(values.isfinite().all() for values in self._unjudged)]).all()
+        # No host sync on a GPU, but for what is sent once and then gone: a few steps after a change.
+        known = finite.device.type == "cpu" or any(slot.once for slot, _, _ in self._staged)
+        for number, (slot, staged, rank) in enumerate([] if known and not finite else self._staged):
+            if known and slot.once:
+                del self._slots[slot.path, slot.kind, slot.layout]
+            elif known and slot.spare is staged and slot.values.dtype == torch.float32:
+                slot.values, slot.spare = staged, slot.values
+            else:
+                if slot.values.dtype != torch.float32:
+                    name = f"{number} of {rank}" if slot.kind == "worker" else f"{number}"
+                    seed = crc32(f"{slot.path} {slot.kind} {name} {self.steps}".encode())
+                    staged = round_stochastically(staged, seed)
+                if known:
+                    slot.values.copy_(staged)
+                else:
+                    torch.where(finite, staged, slot.values, out=slot.values)
+        for factors, staged in self._staged_factors:
+            torch.where(finite, staged, factors, out=factors)
+        if isinstance(self.dropped, int):
+            self.dropped = self.dropped + (~finite).long()
+        else:
+            self.dropped += ~finite  # where it is: a CUDA graph goes on counting there
+
+    # ----------------------------------------------------------------------------------------- facts
+
+    def stats(self) -> dict[str, Any]:
+        """Return the L2 norm of all residuals, the sampled error, bytes kept and dropped commits; waits for devices."""
+        slots = self.slots()
+        momentum = [slot for slot in slots if is_momentum(slot.path)]
+        kept = [tensor for slot in slots for tensor in (slot.values, slot.spare) if tensor is not None]
+        return {
+            "residual_norm": _norm(slot for slot in slots if not is_momentum(slot.path)),
+            **({"momentum_norm": _norm(momentum)} if momentum else {}),
+            "compression_error": self.error.value(),
+            "residual_bytes": sum(tensor.numel() * tensor.element_size() for tensor in kept),
+            "dropped_commits": int(self.dropped),
+            "factor_bytes": self.factors.nbytes,
+        }
+
+
+def _norm(slots: Iterable[Slot]) -> float:
+    return sqrt(sum(float(slot.values.double().square().sum()) for slot in slots))
+
+
+def round_stochastically(values: Tensor, seed: int) -> Tensor:
+    """Return float32 `values` as bfloat16, up or down with probabilities that make the mean exact.
+
+    A 16-bit residual then loses nothing over many steps. Equal seeds round alike on equal devices.
+    """
+    generator = torch.Generator(values.device)
+    generator.manual_seed(seed)
+    noise = torch.randint(_LOW_BITS + 1, values.shape, dtype=torch.int32, device=values.device, generator=generator)
+    noise.add_(values.view(torch.int32)).bitwise_and_(~_LOW_BITS)
+    return noise.view(torch.float32).to(torch.bfloat16)
