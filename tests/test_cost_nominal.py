@@ -1,4 +1,4 @@
-"""Links from line rates: the closed forms, the right curve at every level, and speeds from what the machines are."""
+"""Links from line rates: the closed forms, the right curve at every level, and the rates of ports."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from commopt.cost import PRIMITIVES, Link, LinkKey, Links, Speeds, nominal_links, ring, ring_over_nodes_us, tree_us
+from commopt.cost import PRIMITIVES, Link, Links, Speeds, nominal_links, ring, ring_over_nodes_us, tree_us
 from commopt.errors import ConfigurationError
 from commopt.groups import TeamShape, WireModel
 from tests.closed_forms import leader_us, ring_us, sharded_us
-from topology import Cluster, Fabric
-from topology.model import Gpu, Nic, NvLinks, Topology
 
 SPEEDS = Speeds(nic_gbps=80, intra_gb_per_s=50, nics=4, inter_latency_us=20, intra_latency_us=2)
 MIB = 2**20
@@ -119,52 +117,3 @@ def test_an_exchange_of_all_with_all_leaves_the_node_from_every_rank() -> None:
 def test_speeds_that_cannot_be(name: str, value: float) -> None:
     with pytest.raises(ConfigurationError, match=name):
         replace(SPEEDS, **{name: value})  # type: ignore[arg-type]
-
-
-# ------------------------------------------------------------------------------------------------- machines
-
-
-def machine(gpus: int, gbps: float | None, links: int = 18) -> Topology:
-    nics = tuple(Nic(f"mlx5_{port}", f"0000:1{port}:00.0", 1, 0, gbps, gdr=True) for port in range(2))
-    nvlinks = tuple(NvLinks(gpu, None, links, kind="switch") for gpu in range(gpus))
-    return Topology("test", tuple(Gpu(index, None, 0, sm=90) for index in range(gpus)), nics, nvlinks=nvlinks)
-
-
-def fabric(*machines: Topology) -> Fabric:
-    return Fabric(Cluster.from_ranks_per_node(4 * len(machines), 4), machines)
-
-
-def test_speeds_are_those_of_the_slowest_machine() -> None:
-    speeds = Speeds.of_fabric(fabric(machine(4, 400.0), machine(4, 100.0, links=6)))
-    assert (speeds.nic_gbps, speeds.nics) == (200.0, 2)
-    assert speeds.intra_gb_per_s == 6 * 200 / 8
-
-
-def test_a_ring_of_gpus_is_as_fast_as_its_slowest_neighbours() -> None:
-    # 0 -2- 1 -4- 2 -2- 3 -4- 0, and 1 link across
-    pairs = {(0, 1): 2, (1, 2): 4, (2, 3): 2, (3, 0): 4, (0, 2): 1, (1, 3): 1}
-    both_ways = {pair: links for (a, b), links in pairs.items() for pair in ((a, b), (b, a))}
-    nvlinks = tuple(NvLinks(a, b, links) for (a, b), links in both_ways.items())
-    meshed = replace(machine(4, 100.0), nvlinks=nvlinks)
-    assert Speeds.of_fabric(fabric(meshed)).intra_gb_per_s == 2 * 200 / 8
-    strange = replace(meshed, gpus=(*meshed.gpus[:3], replace(meshed.gpus[3], sm=None)))
-    with pytest.raises(ConfigurationError, match="pass intra_gb_per_s="):
-        Speeds.of_fabric(fabric(strange))
-
-
-def test_unknown_speeds_are_asked_for() -> None:
-    unknown = fabric(machine(4, None))
-    with pytest.raises(ConfigurationError, match="pass nic_gbps="):
-        Speeds.of_fabric(unknown)
-    without_gpus = fabric(machine(0, 25.0))
-    with pytest.raises(ConfigurationError, match="pass intra_gb_per_s="):
-        Speeds.of_fabric(without_gpus)
-    assert Speeds.of_fabric(unknown, nic_gbps=10).nic_gbps == 10
-    without_ports = fabric(replace(machine(4, None), nics=()))
-    assert Speeds.of_fabric(without_ports, nic_gbps=10).nics == 1
-    given = Speeds.of_fabric(without_gpus, intra_gb_per_s=8)
-    assert (given.nic_gbps, given.intra_gb_per_s) == (50, 8)
-
-
-def test_keys_are_those_of_the_probe() -> None:
-    assert LinkKey("inter", "all_reduce", 2, 4) in links_of(4, 4).curves

@@ -204,10 +204,3 @@ def test_bad_input_is_one_line(arguments: list[str], message: str, capsys: pytes
     assert line.startswith(f"commopt probe: {message}")
     assert all(each.startswith("commopt probe: one rank has nobody") for each in before)
     assert output.out == ""
-
-
-def test_an_unknown_option_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["probe", "--factor", "two"])
-    assert caught.value.code == 2
-    assert capsys.readouterr().err.count("\n") == 1

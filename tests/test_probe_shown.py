@@ -11,12 +11,10 @@ from typing import Any, cast
 import pytest
 
 from commopt.cost import Curve, Header, LinkKey, Links, Segment, WorkKey
-from commopt.errors import ConfigurationError
 from commopt.probe import Settings, Survey, report
 from commopt.probe.operations import COLLECTIVES, PARTS
 from commopt.probe.prober import command_line
 from commopt.probe.report import LineRate, line_rate_gbps, node_factor, node_gbps, own_gbps
-from commopt.timeline.drawable import require_drawable
 from topology import Cluster
 
 MIB = 2**20
@@ -144,19 +142,12 @@ def test_a_network_below_half_its_line_rate_is_warned_of() -> None:
     assert "the line rate is not known here" in text_of(links_of(9.0), None)
 
 
-@pytest.mark.parametrize("suffix", [".png", ".svg"])
-def test_the_picture_is_drawn(suffix: str, tmp_path: Path) -> None:
+def test_the_picture_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    path = tmp_path / f"probe{suffix}"
+    path = tmp_path / "probe.png"
     report.draw(links_of(), path)
     assert path.stat().st_size > 20_000
     report.draw(Links(Header(nodes=(1,)), {}, links_of().work), path)  # of one rank
-
-
-def test_without_matplotlib_the_picture_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigurationError, match="pip install"):
-        require_drawable(Path("probe.png"))
 
 
 def test_the_command_is_written_down_without_folders() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from itertools import accumulate, product
 from math import sqrt
@@ -92,14 +91,6 @@ def test_buckets_by_hand() -> None:
     assert found.inter_bytes_per_node == 4 * sum(NUMEL)  # 2 (N - 1) / N of everything
 
 
-def test_communication_that_is_hidden_costs_nothing() -> None:
-    shape, links = links_for(Flat(), 2)
-    slow = workload(gap_us=1e6)
-    last = 100 + cost(Flat(), NUMEL[-1], torch.float32, shape, links).total_us
-    found = simulate_step(slow, Flat(), shape, links, buckets=names([[i] for i in range(5)]))
-    assert found.exposed_us == pytest.approx(last)
-
-
 def test_a_lane_takes_one_bucket_after_the_other() -> None:
     """A late first bucket holds up those behind it, which is what keeps the ranks in step."""
     assert finish_us([], []) == 0
@@ -150,19 +141,6 @@ def test_names_and_shapes_count_where_they_decide() -> None:
     assert found.inter_bytes_per_node == pytest.approx(2 * 7 / 8 * sent, rel=1e-3)
 
 
-def test_a_16_bit_gradient_sends_half() -> None:
-    layout = workload().layout
-    half = Workload(
-        "half",
-        tuple(replace(unit, nbytes=unit.nbytes // 2, dtype="torch.float16") for unit in workload().units),
-        layout,
-        1,
-    )
-    shape, links = links_for(Flat(), 2)
-    sent = [simulate_step(job, Flat(), shape, links).inter_bytes_per_node for job in (half, workload())]
-    assert sent[1] == pytest.approx(2 * sent[0], rel=1e-6)
-
-
 def test_one_gpu_sends_nothing() -> None:
     found = simulate_step(workload(), Flat(), TeamShape.of((1,)), NETWORK.links(TeamShape.of((1,))))
     assert (found.step_us, found.exposed_us, found.communication_us, found.buckets) == (20_000, 0, 0, ())
@@ -197,14 +175,6 @@ def test_plans_are_made_for_the_slowest_rank() -> None:
     factor = fmean(spread.slowest(16))
     later = replace(workload(), units=tuple(replace(u, ready_us=factor * u.ready_us) for u in workload().units))
     assert found.buckets == simulate_step(later, Flat(), shape, links, buckets="planned").buckets
-    differing = []
-    for gap_us in (1e3, 3e3, 1e4, 2e4, 3e4, 5e4):
-        job = workload(gap_us)
-        later = replace(job, units=tuple(replace(u, ready_us=factor * u.ready_us) for u in job.units))
-        quiet, slow = (simulate_step(each, Flat(), shape, links, buckets="planned").buckets for each in (job, later))
-        assert simulate_step(job, Flat(), shape, links, buckets="planned", stragglers=spread).buckets == slow
-        differing.append(quiet != slow)
-    assert any(differing)
 
 
 def test_plans_give_up_one_percent_for_fewer_buckets() -> None:
@@ -267,18 +237,14 @@ def test_bad_input() -> None:
 # --------------------------------------------------------------------------------------------- stragglers
 
 
-def test_one_rank_takes_its_mean() -> None:
-    assert fmean(Stragglers(0.05).slowest(1)) == pytest.approx(1.0, abs=2e-4)
-
-
-@pytest.mark.parametrize("sigma", [0.01, 0.05, 0.2])
+@pytest.mark.parametrize("sigma", [0.01, 0.2])
 def test_the_slower_of_two_takes_what_the_closed_form_says(sigma: float) -> None:
     """E max(X, Y) of two independent lognormals of mean 1 is 2 Phi(sigma / sqrt 2)."""
     expected = 2 * NormalDist().cdf(sigma / sqrt(2))
     assert fmean(Stragglers(sigma).slowest(2)) - 1 == pytest.approx(expected - 1, rel=0.02)
 
 
-@pytest.mark.parametrize("ranks", [8, 4096])
+@pytest.mark.parametrize("ranks", [8, 1024])
 def test_the_slowest_of_many_is_that_of_draws(ranks: int) -> None:
     sigma, steps = 0.03, 4000
     draws = np.random.default_rng(0).standard_normal((steps, ranks))
@@ -289,14 +255,12 @@ def test_the_slowest_of_many_is_that_of_draws(ranks: int) -> None:
     assert list(found) == sorted(found)
 
 
-def test_without_spread_nobody_waits() -> None:
+def test_without_spread_nobody_waits_and_sigma_is_checked() -> None:
     assert Stragglers(0.0).slowest(4096) == (1.0,)
-
-
-@pytest.mark.parametrize("sigma", [-0.1, 1.5, float("nan"), float("inf")])
-def test_sigma_is_checked(sigma: float) -> None:
-    with pytest.raises(ConfigurationError, match=r"between 0 and 1, for example 0\.02"):
-        Stragglers(sigma)
+    assert fmean(Stragglers(0.05).slowest(1)) == pytest.approx(1.0, abs=2e-4)
+    for sigma in (-0.1, 1.5, float("nan"), float("inf")):
+        with pytest.raises(ConfigurationError, match=r"between 0 and 1, for example 0\.02"):
+            Stragglers(sigma)
 
 
 # ------------------------------------------------------------------------------------------ DDP's buckets
@@ -340,14 +304,7 @@ def test_buckets_close_with_the_gradient_that_reaches_the_limit() -> None:
     assert [len(members) for members in ddp_buckets(units, cap_mb=100)] == [1, 3]
 
 
-@pytest.mark.parametrize("limit", [0, -1, float("inf"), float("nan")])
-def test_limits_are_checked(limit: float) -> None:
-    with pytest.raises(ConfigurationError, match=r"ddp_buckets\(cap_mb=.* must be a finite number above 0"):
-        ddp_buckets(units_of([(1, torch.float32)]), cap_mb=limit)
-    with pytest.raises(ConfigurationError, match="first_mb"):
-        ddp_buckets(units_of([(1, torch.float32)]), first_mb=limit)
-
-
-def test_a_huge_limit_makes_one_bucket_after_the_first() -> None:
-    units = units_of([(10, torch.float32)] * 5)
-    assert [len(members) for members in ddp_buckets(units, cap_mb=sys.maxsize / 2**20, first_mb=40 / 2**20)] == [1, 4]
+def test_limits_are_checked() -> None:
+    for limit in (0, -1, float("inf"), float("nan")):
+        with pytest.raises(ConfigurationError, match=r"ddp_buckets\(cap_mb=.* must be a finite number above 0"):
+            ddp_buckets(units_of([(1, torch.float32)]), cap_mb=limit)

@@ -182,10 +182,6 @@ def _from_json(document: Any) -> Links:
     work: dict[WorkKey, Curve] = {}
     for place, entry in _entries(content, "work"):
         _add(work, WorkKey(_entry(entry, "kind", str, place), _entry(entry, "what", str, place)), entry, place)
-    for known, curve in [*work.items()]:
-        if known.kind == "factor":  # a file from before the second message's work was probed by itself
-            second = WorkKey("refresh", known.what)
-            work.setdefault(second, curve.scaled(1.0, 1.0, "as for a first message; probe again"))
     return Links(_header(content), curves, work, _entry(content, "nominal", bool, "the file"))
 
 

@@ -14,10 +14,8 @@ from commopt.cost.curve import Curve
 from commopt.cost.links import PRIMITIVES, Header, Link, LinkKey, Links, ring
 from commopt.errors import ConfigurationError
 from commopt.groups import TeamShape
-from topology import Fabric, Topology, peer_bandwidth_gbps
 
 _US_PER_BYTE_AT_1_GBPS = 8e-3
-_BITS = 8
 _TREE_EFFICIENCY = 0.78  # of NCCL's double binary tree, against a ring on large messages
 
 
@@ -44,20 +42,6 @@ class Speeds:
             value = getattr(self, name)
             if not (isfinite(value) and value >= 0):
                 raise ConfigurationError(f"Speeds({name}={value!r}) must be a finite number, 0 or more")
-
-    @classmethod
-    def of_fabric(cls, fabric: Fabric, nic_gbps: float | None = None, intra_gb_per_s: float | None = None) -> Speeds:
-        """Take them from what the machines are; the slowest node counts. What is given is not looked up.
-
-        Raises ConfigurationError when a speed is neither given nor known.
-        """
-        nic = fabric.slowest_gbps if nic_gbps is None else nic_gbps
-        if nic is None:
-            raise ConfigurationError("the speed of a node's network ports is not known; pass nic_gbps=")
-        intra = _slowest_peers_gb_per_s(fabric.machines) if intra_gb_per_s is None else intra_gb_per_s
-        if intra is None:
-            raise ConfigurationError("what two GPUs of a node can send each other is not known; pass intra_gb_per_s=")
-        return cls(nic, intra, nics=max(len(fabric.rails), 1))
 
     @property
     def intra(self) -> Link:
@@ -133,15 +117,3 @@ def _world(primitive: str, counts: tuple[int, ...], speeds: Speeds) -> Curve:
         volumes.append((leaving, speeds.node.beta_us_per_byte))
     beta = max(volume * beta for volume, beta in volumes)
     return Curve.linear(hops_us * takes.steps / (ranks - 1), beta)
-
-
-def _slowest_peers_gb_per_s(machines: tuple[Topology, ...]) -> float | None:
-    """Return what neighbours in a ring over a machine's GPUs can send, in GB/s; None where one speed is unknown."""
-    found = [
-        peer_bandwidth_gbps(machine, place, (place + 1) % len(machine.gpus))
-        for machine in machines
-        if len(machine.gpus) > 1
-        for place in range(len(machine.gpus))
-    ]
-    known = [gbps for gbps in found if gbps is not None]
-    return min(known) / _BITS if known and len(known) == len(found) else None
