@@ -9,6 +9,7 @@ import re
 import runpy
 import shlex
 import sys
+import warnings
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from io import StringIO
@@ -25,7 +26,7 @@ def filled(text: str) -> str:
 
     Raises ValueError where marks do not come in pairs, or a command fails.
     """
-    marks = re.findall(r"^<!-- (begin|end)\b", text, re.M)
+    marks = re.findall(r"^<!-- (begin|end)(?=: | -->)", text, re.M)
     if marks != ["begin", "end"] * (len(marks) // 2):
         raise ValueError(
             f"its marks do not come in pairs: {' '.join(marks)}; write <!-- begin: ... --> and <!-- end -->"
@@ -38,7 +39,8 @@ def _printed(command: str) -> str:
     before, out = sys.argv, StringIO()
     try:
         sys.argv = [module, *arguments]
-        with redirect_stdout(out):
+        with redirect_stdout(out), warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # of runpy: another command may have imported the module
             runpy.run_module(module, run_name="__main__")
     except (ImportError, SystemExit) as error:
         if not isinstance(error, SystemExit) or error.code:
@@ -76,7 +78,9 @@ def _cell(text: str) -> str:
 def main() -> int:
     """Fill in what is out of date, or only name it; return the exit status."""
     parser = Parser(prog="python -m bench.document", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("documents", nargs="*", type=Path, default=[Path("README.md"), *Path("docs").glob("*.md")])
+    parser.add_argument(
+        "documents", nargs="*", type=Path, default=[Path("README.md"), *sorted(Path("docs").rglob("*.md"))]
+    )
     parser.add_argument("--check", action="store_true", help="change nothing; status 1 if anything is out of date")
     options = parser.parse_args()
     stale = False

@@ -7,13 +7,25 @@ import platform
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from commopt.cluster import link_rate
+
+
+@dataclass(frozen=True)
+class Header:
+    """Where, when and by which command the numbers of a file were made; its first line."""
+
+    date: str
+    command: str
+    torch: str
+    python: str
+    cpu_count: int
 
 
 def machine() -> dict[str, Any]:
@@ -47,3 +59,25 @@ def run_of(module: str) -> dict[str, Any]:
         "world_size": world_size,
         "emulated_rate": link_rate(),
     }
+
+
+T = TypeVar("T")
+
+
+def gather(value: T) -> list[T]:
+    """Return every rank's value, on every rank."""
+    values: list[T | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values  # type: ignore[return-value]  # all are filled
+
+
+def from_rank_0(value: T) -> T:
+    """Return rank 0's value on every rank."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def slowest_rank_ms(step_s: Sequence[float]) -> list[float]:
+    """Return for each step the time of its slowest rank."""
+    return [1000 * max(times) for times in zip(*gather(step_s), strict=True)]

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
-from bench.models.resnet import Bottleneck
+from bench.models import Bottleneck
 from examples.train_gpt import GPT, VOCABULARY
 from tests.ranks import Nodes, run
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.clocks import GpuClock, clock_of, events_us, host_clock
-from bench.turns import times_s
+from bench.timing import GpuClock, clock_of, events_us, host_clock, times_s
 
 CPU = torch.device("cpu")
 

@@ -10,11 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 import commopt
-from bench.crossing import first_below
 from bench.models import MODELS, add_options
-from bench.models.vit import ViT
-from bench.training.contenders import KNOWN, OTHERS, enter, require_known, split_strategies
-from bench.training.unoverlapped import LowRankAverage
+from bench.training.report import first_below
+from bench.training.strategies import KNOWN, OTHERS, LowRankAverage, enter, require_known, split_strategies
 from tests.ranks import run
 
 CPU = torch.device("cpu")
@@ -48,12 +46,6 @@ def test_first_below(level: float, x: float | None) -> None:
     assert first_below([(0.0, 5.0), (1.0, 4.0), (2.0, 4.0), (4.0, 2.0), (5.0, 3.0)], level) == x
 
 
-def test_first_below_after_what_is_not_finite() -> None:
-    assert first_below([(1.0, float("inf")), (2.0, 1.0)], 3.0) == 2.0
-    assert first_below([(1.0, float("nan")), (2.0, 1.0)], 3.0) == 2.0
-    assert first_below([], 3.0) is None
-
-
 # ------------------------------------------------------------------------------ the models
 
 
@@ -77,11 +69,6 @@ def test_replicas_of_every_model_stay_alike(model: str) -> None:
     (losses, first), (others, second) = run(losses_of, 2, model, "ddp", 1)
     assert first == second
     assert losses != others  # each rank has its own batches
-
-
-def test_images_must_be_whole_patches() -> None:
-    with pytest.raises(commopt.ConfigurationError, match="--pixels 30 must be a multiple of a patch, 8"):
-        ViT(30)
 
 
 @pytest.mark.parametrize("strategy", sorted(OTHERS))

@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from bench import matrix
-from bench.matrix import UNUSABLE, Matrix, Place
+from bench.evidence import matrix
+from bench.evidence.matrix import UNUSABLE, EmulatedCluster, Matrix
 from commopt.cluster import ClusterUnavailableError
 
-PLACES = Place(2, 1, "50mbit"), Place(2, 2, "none"), Place(4, 1, "50mbit")
+PLACES = EmulatedCluster(2, 1, "50mbit"), EmulatedCluster(2, 2, "none"), EmulatedCluster(4, 1, "50mbit")
 
 
 @dataclass(frozen=True)
 class Line:
     """Done once a file has its line."""
 
-    place: Place
+    place: EmulatedCluster
 
     def __str__(self) -> str:
         return str(self.place)
@@ -48,9 +48,9 @@ def test_resumes_and_goes_on_after_a_failure(
 ) -> None:
     file = tmp_path / "a.json"
     file.write_text(f"{PLACES[1]}\n")
-    asked: list[tuple[Place, list[str], float]] = []
+    asked: list[tuple[EmulatedCluster, list[str], float]] = []
 
-    def run_at(place: Place, command: list[str], timeout_s: float) -> int:
+    def run_at(place: EmulatedCluster, command: list[str], timeout_s: float) -> int:
         asked.append((place, command, timeout_s))
         return 3 if place == PLACES[0] else 0
 

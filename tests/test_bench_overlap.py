@@ -13,10 +13,18 @@ from typing import Any
 import pytest
 import torch
 
-from bench.overlap.__main__ import main, measure, parse_options
-from bench.overlap.report import print_table
-from bench.overlap.steps import STEP
-from bench.overlap.trace import Overlap, common, length, overlap_of, union, waits
+from bench.evidence.overlap import (
+    STEP,
+    Overlap,
+    common,
+    length,
+    main,
+    measure,
+    overlap_of,
+    parse_options,
+    union,
+    waits,
+)
 from tests.ranks import run
 
 LANE, BACKWARD, COPIES = 20, 7, 24
@@ -80,16 +88,6 @@ def test_what_a_trace_says() -> None:
     )
 
 
-def test_on_one_stream_nothing_overlaps() -> None:
-    alone = [{**event, "args": {"stream": BACKWARD}} if "stream" in event.get("args", {}) else event for event in TRACE]
-    found = overlap_of(alone, "training step")
-    assert (found.lane_streams, found.backward_stream, found.both_ms) == ((BACKWARD,), None, 0.0)
-
-
-def test_without_a_step_nothing_is_counted() -> None:
-    assert overlap_of(TRACE, "another step") == Overlap(0, (), None, 0, 0, 0.0, 0.0, 0.0, {})
-
-
 def test_times_in_common_are_those_of_a_count() -> None:
     draws = random.Random(0)
     for _ in range(200):
@@ -121,13 +119,6 @@ def test_calls_that_wait(call: str, expected: bool) -> None:
     assert waits(call) == expected
 
 
-def test_the_table_names_calls(capsys: pytest.CaptureFixture[str]) -> None:
-    print_table("a title", [overlap_of(TRACE, "training step")])
-    shown = capsys.readouterr().out
-    assert "0.45" in shown
-    assert "1 x cudaMalloc in aten::mm" in shown
-
-
 def measured(rank: int, world_size: int, folder: str) -> list[Overlap]:
     small = ["--layers", "1", "--width", "32", "--context", "16", "--batch", "2", "--steps", "2"]
     files = ["--json", f"{folder}/overlap.json", "--trace", f"{folder}/trace.json.gz"]
@@ -153,10 +144,10 @@ def test_ranks_are_started_where_there_are_none(monkeypatch: pytest.MonkeyPatch)
         started.append(command)
         return subprocess.CompletedProcess(command, 7)
 
-    monkeypatch.setattr(sys, "argv", ["bench.overlap", "--ranks", "4"])
+    monkeypatch.setattr(sys, "argv", ["bench.evidence.overlap", "--ranks", "4"])
     monkeypatch.setattr(subprocess, "run", note)
     monkeypatch.delenv("RANK", raising=False)
     assert main() == 7
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
     launcher.append("--nproc-per-node=4")
-    assert started == [[*launcher, "-m", "bench.overlap", "--ranks", "4"]]
+    assert started == [[*launcher, "-m", "bench.evidence.overlap", "--ranks", "4"]]

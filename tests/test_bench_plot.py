@@ -9,15 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from matplotlib.image import imread
 
-from bench.plot import breakdown, bucketing, busbw, learning, loss, scaling, style
-from bench.plot.__main__ import draw_all, draw_one, main
-from bench.plot.files import kind_of
-from bench.plot.pictures import PICTURES, drawings, pictures_of
-from bench.scaling import report as scaling_report
+from bench.evidence.scaling import report as scaling_report
+from bench.plot import evidence, training
+from bench.plot.__main__ import draw_all, main
+from bench.plot.pictures import PICTURES, drawings, kind_of
 from bench.training.report import read as read_training
 from tests.test_bench_scaling import ENVIRONMENT, FOUR, POINTS
 
@@ -27,7 +24,6 @@ RESULTS = ROOT / "bench" / "results"
 KINDS = {
     "all_gather_2x1_50mbit": "bandwidth",
     "bucketing": "bucketing",
-    "compression": "compression",
     "compression_error": "compression_error",
     "convergence": "convergence",
     "convergence_50mbit": "training",
@@ -68,28 +64,24 @@ def test_every_file_of_results_that_has_a_picture_is_drawn_once() -> None:
     outputs = [output.name for _, _, output in planned]
     assert len(set(outputs)) == len(outputs)
     assert set(outputs) >= {
-        *("demo.png", "probe.png", "convergence.png", "learning_convergence.png", "bucketing.png", "busbw.png"),
-        *("training_50mbit.png", "step_breakdown.png", "loss_by_time.png", "loss_by_bytes.png"),
+        *("demo.png", "probe.png", "convergence.png", "bucketing.png", "busbw.png"),
+        *("training_50mbit.png", "time_to_loss.png"),
     }
-    assert "convergence_50mbit.png" not in outputs  # it belongs to the picture of convergence.json
     drawn = {file for _, files, _ in planned for file in files}
     known = {picture.kind for picture in PICTURES}
     left_out = {file.name for file in RESULTS.glob("*.json") if kind_of(file) in known} - {file.name for file in drawn}
-    assert left_out == {"convergence_50mbit.json"}
+    assert left_out == set()
 
 
 def test_all_is_drawn_from_the_files_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results, images = tmp_path / "results", tmp_path / "images"
     results.mkdir()
     images.mkdir()
-    for name in ("bucketing.json", "training_unshaped.json", "compression.json"):
+    for name in ("bucketing.json", "training_unshaped.json", "hook_overhead.json"):
         (results / name).write_text((RESULTS / name).read_text())
     draw_all(results, images)
     assert sorted(path.name for path in images.iterdir()) == [
         "bucketing.png",
-        "loss_by_bytes.png",
-        "loss_by_time.png",
-        "step_breakdown.png",
         "training_unshaped.png",
     ]
     assert "bucketing.png: bucketing.json" in capsys.readouterr().out
@@ -98,9 +90,9 @@ def test_all_is_drawn_from_the_files_alone(tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["compression.json", "-o", "out.png"], "is no result of a benchmark that there is a picture of"),
+        (["hook_overhead.json", "-o", "out.png"], "is no result of a benchmark that there is a picture of"),
         (["bucketing.json", "convergence.json", "-o", "out.png"], "draw one kind at a time"),
-        (["bucketing.json", "-o", "out.png", "--figure", "loss_by_time"], "known: bucketing"),
+        (["bucketing.json", "-o", "out.png", "--figure", "time_to_loss"], "known: bucketing"),
         (["training_50mbit.json", "demo_200mbit.json", "-o", "out.png"], "a picture of one file, not of 2"),
         (["bucketing.json"], "name the files and, with -o"),
         (["-o", "out.png"], "name the files and, with -o"),
@@ -117,13 +109,6 @@ def test_what_cannot_be_drawn_is_refused(
     assert message in capsys.readouterr().err
 
 
-def test_several_files_make_one_picture(tmp_path: Path) -> None:
-    files = [RESULTS / "training_50mbit.json", RESULTS / "demo_200mbit.json"]
-    draw_one(files, tmp_path / "two.png", "loss_by_time")
-    draw_one(files[:1], tmp_path / "one.png", "loss_by_time")
-    assert imread(tmp_path / "two.png").shape[1] > 1.8 * imread(tmp_path / "one.png").shape[1]
-
-
 # ------------------------------------------------------------------------------ what they show
 
 
@@ -131,45 +116,13 @@ def test_several_files_make_one_picture(tmp_path: Path) -> None:
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     """Every figure that is saved while the test runs."""
     saved: list[Figure] = []
-    for module in (breakdown, bucketing, busbw, learning, loss, scaling):
+    for module in (evidence, training):
         monkeypatch.setattr(module, "save", lambda figure, path: saved.append(figure))
     return saved
 
 
-def test_a_strategy_looks_the_same_wherever_it_is() -> None:
-    first, second, again, stock = style.styles(["flat", "hierarchical", "flat", "ddp"])
-    assert first == again != second
-    assert stock[0] == style.GREY
-
-
-def test_bars_are_computing_and_exposed_time(figures: list[Figure]) -> None:
-    breakdown.draw_files([RESULTS / "training_50mbit.json"], Path("unused.png"))
-    environment, outcomes = read_training(RESULTS / "training_50mbit.json")
-    widths = [bar.get_width() for bar in figures[0].axes[0].patches]  # type: ignore[attr-defined]
-    count = len(outcomes)
-    assert widths[:count] == [environment.compute_ms] * count
-    assert widths[count:] == [outcome.exposed_ms for outcome in outcomes]
-
-
-def test_loss_is_drawn_against_what_was_sent_so_far(figures: list[Figure]) -> None:
-    loss.draw_by_bytes([RESULTS / "training_50mbit.json"], Path("unused.png"))
-    _, outcomes = read_training(RESULTS / "training_50mbit.json")
-    for line, outcome in zip(figures[0].axes[0].lines, outcomes, strict=True):
-        assert outcome.inter_mib_per_step is not None
-        sent = [outcome.inter_mib_per_step * look.step for look in outcome.curve]
-        np.testing.assert_allclose(np.asarray(line.get_xdata()), sent)
-
-
-def test_bandwidth_is_that_in_place_where_there_is_one(figures: list[Figure]) -> None:
-    files = [RESULTS / "forms_2x2_50mbit.json"]
-    busbw.draw_files(files, Path("unused.png"))
-    rows = json.loads(files[0].read_text())["rows"]
-    expected = {row["aggregator"]: row["in_place"]["busbw_gbps"] for row in rows}
-    assert {str(line.get_label()): line.get_ydata()[0] for line in figures[0].axes[0].lines} == expected  # type: ignore[index]
-
-
 def test_learning_has_a_mark_for_each_strategy_at_what_it_sent(figures: list[Figure]) -> None:
-    learning.draw_file(RESULTS / "convergence.json", Path("unused.png"))
+    evidence.draw_learning(RESULTS / "convergence.json", Path("unused.png"))
     titles = [axes.get_title(loc="left") for axes in figures[0].axes]
     assert titles == ["digits, SGD with momentum", "digits, AdamW", "gpt, SGD with momentum", "gpt, AdamW"]
     lines = {str(line.get_label()): line for line in figures[0].axes[2].lines}
@@ -185,7 +138,7 @@ def test_scaling_has_a_line_through_the_fullest_nodes(tmp_path: Path, figures: l
     scaling_report.write(
         tmp_path / "scaling.json", ENVIRONMENT, [*POINTS[:2], replace(FOUR, predicted_ms=250.0), beside]
     )
-    scaling.draw_file(tmp_path / "scaling.json", Path("unused.png"))
+    evidence.draw_scaling(tmp_path / "scaling.json", Path("unused.png"))
     efficiency, left = figures[0].axes
     measured, hollow, expected, alone = efficiency.lines
     np.testing.assert_allclose(np.asarray(measured.get_data()), [[1.0, 2.0, 4.0], [1.0, 0.8, 0.25]])
@@ -196,8 +149,11 @@ def test_scaling_has_a_line_through_the_fullest_nodes(tmp_path: Path, figures: l
     np.testing.assert_allclose(np.asarray(left.lines[0].get_data()), [[1.0, 2.0, 4.0], [0.9, 0.96, 0.5]])
 
 
-def test_buckets_that_adapt_stand_out(tmp_path: Path) -> None:
-    pictures_of("bucketing")[0].draw([RESULTS / "bucketing.json"], tmp_path / "out.png")
-    pixels = imread(tmp_path / "out.png")[..., :3]
-    green = np.isclose(pixels, to_rgb(style.COLOURS[2]), atol=1 / 255).all(axis=-1).mean()
-    assert 0.01 < green < 0.2
+def test_time_to_a_loss_is_that_of_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: list[Figure] = []
+    monkeypatch.setattr(training, "save", lambda figure, path: saved.append(figure))
+    training.draw_time_to_loss(RESULTS / "training_200mbit.json", Path("unused.png"))
+    environment, outcomes = read_training(RESULTS / "training_200mbit.json")
+    assert environment.target_loss == 2.7
+    widths = [bar.get_width() for bar in saved[0].axes[1].patches]  # type: ignore[attr-defined]
+    assert widths == [outcome.seconds_to(2.7) or environment.seconds for outcome in outcomes]

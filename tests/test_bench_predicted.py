@@ -10,9 +10,9 @@ from unittest.mock import patch
 import pytest
 
 import commopt
+from bench.evidence.scaling import predicted
+from bench.evidence.scaling.predicted import GBPS, STRATEGIES, Assumptions, floors, predictions, read
 from bench.plot.pictures import drawings
-from bench.scaling import predicted
-from bench.scaling.predicted import GBPS, STRATEGIES, Assumptions, floors, predictions, read
 from commopt.simulate import strategy
 
 
@@ -63,5 +63,5 @@ def test_file_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     picture.draw(files, output)
     assert output.stat().st_size > 10_000
     path.write_text(json.dumps(asdict(assumptions) | {"kind": "other"}) + "\n")
-    with pytest.raises(ValueError, match=r"bench\.scaling\.predicted"):
+    with pytest.raises(ValueError, match=r"bench\.evidence\.scaling\.predicted"):
         read(path)

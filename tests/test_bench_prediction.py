@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 import json
-import re
-import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-from torch.nn import Module
 
 import commopt
-from bench.bucketing.models import Subject
-from bench.prediction import __main__ as prediction
-from bench.prediction import record, summary
-from bench.prediction.contest import hold
-from bench.prediction.links import Probe, Probed, sizes
-from bench.prediction.matrix import MATRIX
-from bench.prediction.models import MODELS, subject
-from bench.prediction.own_work import with_own_work
-from bench.prediction.predict import predict
-from bench.prediction.profile import Profile
-from bench.prediction.record import Configuration, Environment
-from bench.prediction.sharing import Processors, delayed
-from bench.prediction.trainee import STOCK, Trainee
-from bench.prediction.wanted import Wanted, wanted
+from bench.evidence.models import MODELS, Subject, subject
+from bench.evidence.prediction import __main__ as prediction
+from bench.evidence.prediction import report
+from bench.evidence.prediction.__main__ import hold
+from bench.evidence.prediction.predict import predict, with_own_work
+from bench.evidence.prediction.probe import Probe, Probed, Processors, Wanted, delayed, sizes, wanted
+from bench.evidence.prediction.report import Configuration, Environment
+from bench.evidence.training_run import STOCK, Profile, TrainingRun
 from commopt import ConfigurationError
 from commopt.cost import Curve, Header, LinkKey, Links, Speeds, WorkKey, cost, nominal_links
 from commopt.feedback import Layout
@@ -48,20 +39,6 @@ def test_models_are_of_the_promised_kind(name: str) -> None:
     outputs = model(made.inputs(made.batch))
     outputs.float().square().mean().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-def test_a_full_width_resnet_is_the_papers() -> None:
-    def shapes(model: Module) -> list[tuple[int, ...]]:
-        return [tuple(parameter.shape) for parameter in model.parameters()]
-
-    assert sum(torch.Size(shape).numel() for shape in shapes(subject("resnet50:width=64").make())) == 25_557_032
-    assert len(shapes(subject("resnet50").make())) == 161
-
-
-def test_options_of_models() -> None:
-    assert subject("gpt:batch=7").batch == 7
-    assert subject("gpt:batch=7").name == "gpt:batch=7"
-    assert subject("gpt:context=16").inputs(3).shape == (3, 16)
 
 
 @pytest.mark.parametrize(
@@ -97,12 +74,6 @@ def test_what_exact_averages_need_by_hand() -> None:
     }
 
 
-def test_the_largest_buffer_counts() -> None:
-    small = Layout.of_parameters([("bias", (64,))])
-    found = wanted([commopt.Flat()], [small, LAYOUT, small], TeamShape.of((1, 1)))
-    assert found.links == {LinkKey("world", "all_reduce", 2): 4 * LAYOUT.numel}
-
-
 @pytest.mark.parametrize("nodes", [(1, 1), (2, 2), (2, 2, 2), (1, 1, 1, 1), (2, 1)])
 @pytest.mark.parametrize("strategy", prediction.STRATEGIES)
 def test_prices_need_what_is_probed_and_no_more(strategy: str, nodes: tuple[int, ...]) -> None:
@@ -136,27 +107,6 @@ def test_sizes_end_at_the_most(most: int, blocks: int) -> None:
 
 
 # --------------------------------------------------------------------------- processors that are shared
-
-
-def test_load_of_a_machine() -> None:
-    assert Processors(ranks=1, cores=2).load == 0  # a core for backward, one for the lane
-    assert Processors(ranks=2, cores=3).load == 1  # one of the lanes has none
-    assert Processors(ranks=2, cores=2).load == 1
-    assert Processors(ranks=8, cores=2).load == 4
-
-
-def test_what_many_are_busy_with_takes_longer() -> None:
-    assert Processors(ranks=8, cores=2).least_us(10.0, ranks=8) == 40
-    assert Processors(ranks=8, cores=2).least_us(10.0, ranks=2) == 10
-    assert Processors(ranks=2, cores=4).least_us(10.0, ranks=16) == 5  # the others are on other machines
-
-
-def test_who_shares_processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.delenv("BENCH_CLUSTER_RATE", raising=False)
-    assert Processors.of_this_machine(8).ranks == 2
-    monkeypatch.setenv("BENCH_CLUSTER_RATE", "none")
-    assert Processors.of_this_machine(8).ranks == 8  # emulated nodes are one machine
 
 
 def unit(name: str, ready_us: float, numel: int = 256) -> Unit:
@@ -233,11 +183,11 @@ def train_in_turns(
 ) -> list[tuple[list[float], list[float], list[float], list[torch.Tensor]]]:
     found = []
     for strategy in (STOCK, "flat"):
-        trainee = Trainee(strategy, tiny())
-        not_kept = trainee.turn(2, counts=False)
-        kept = trainee.turn(3)
-        gradients = [parameter.grad.clone() for parameter in trainee.ddp.parameters() if parameter.grad is not None]
-        found.append((not_kept, kept, trainee.step_s, gradients))
+        training = TrainingRun(strategy, tiny())
+        not_kept = training.turn(2, counts=False)
+        kept = training.turn(3)
+        gradients = [parameter.grad.clone() for parameter in training.ddp.parameters() if parameter.grad is not None]
+        found.append((not_kept, kept, training.step_s, gradients))
     return found
 
 
@@ -292,20 +242,6 @@ def test_the_whole_on_ranks() -> None:
         assert each.compute_cpu_ms > 0
 
 
-def probe_for_the_unknown(rank: int, world_size: int) -> str:
-    needed = Wanted({}, {WorkKey("encode", "Quantize(bits=8, block=64)"): 4096})
-    try:
-        Probe(join(), needed, Processors(1, 1), budget_s=1.0).run()
-    except ConfigurationError as error:
-        return str(error)
-    return ""
-
-
-def test_work_that_nobody_measures() -> None:
-    (message,) = run(probe_for_the_unknown, 1)
-    assert message == "nobody measures encode Quantize(bits=8, block=64); leave the strategies out that do it"
-
-
 # --------------------------------------------------------------------------------- files and summaries
 
 ENVIRONMENT = Environment(
@@ -346,10 +282,10 @@ def made(measured_ms: float, predicted_ms: float, strategy: str = "flat", model:
 
 def test_files_hold_several_runs(tmp_path: Path) -> None:
     file, other = tmp_path / "a.json", replace(ENVIRONMENT, nodes=[2, 2])
-    record.append(file, ENVIRONMENT, [made(100, 90), made(100, 110)])
-    record.append(file, other, [made(50, 50)])
-    assert record.read([file]) == [(ENVIRONMENT, [made(100, 90), made(100, 110)]), (other, [made(50, 50)])]
-    assert record.read([file, file]) == 2 * record.read([file])
+    report.append(file, ENVIRONMENT, [made(100, 90), made(100, 110)])
+    report.append(file, other, [made(50, 50)])
+    assert report.read([file]) == [(ENVIRONMENT, [made(100, 90), made(100, 110)]), (other, [made(50, 50)])]
+    assert report.read([file, file]) == 2 * report.read([file])
     header = json.loads(file.read_text().splitlines()[0])
     assert (header["record"], header["kind"]) == ("environment", "prediction")
 
@@ -367,83 +303,25 @@ def test_files_hold_several_runs(tmp_path: Path) -> None:
 def test_other_files_are_refused(content: str, tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     file.write_text(content)
-    with pytest.raises(ValueError, match=r"a\.json is not a file that bench\.prediction --json wrote"):
-        record.read([file])
+    with pytest.raises(ValueError, match=r"a\.json is not a file that bench\.evidence\.prediction --json wrote"):
+        report.read([file])
     with pytest.raises(ValueError, match=r"none\.json is not a file"):
-        record.read([tmp_path / "none.json"])
+        report.read([tmp_path / "none.json"])
 
 
-def test_errors_are_relative_to_the_measurement() -> None:
-    assert made(100, 90).error == pytest.approx(-0.1)
-    assert made(100, 90).apart_error == pytest.approx(-0.55)
-    assert summary.typical([-0.1, 0.2, -0.3]) == 0.2
-    assert summary.worst([-0.1, 0.2, -0.3]) == -0.3
-
-
-def test_summary_of_several_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_has_steps_and_errors() -> None:
     runs = [
         (ENVIRONMENT, [made(100, 90), made(100, 105, "hierarchical")]),
         (replace(ENVIRONMENT, nodes=[2, 2]), [made(100, 120, model="vgg")]),
     ]
-    assert summary.sentence(runs).splitlines() == [
-        "3 configurations: 2 clusters, 2 models, 2 strategies",
-        "step time: median error 10.0 %, worst +20.0 %",
-        "as if each rank had processors of its own: median 47.5 %, worst -55.0 %",
-    ]
-    summary.show(runs)
-    shown = capsys.readouterr().out
-    assert "1+1 ranks, 50mbit: gpt hierarchical" in shown
-    assert "Error by strategy" in shown
-    assert "Error by cluster" in shown
-    summary.show([])
-    assert capsys.readouterr().out == "no configurations\n"
-
-
-def test_summary_from_the_command_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "a.json"
-    record.append(file, ENVIRONMENT, [made(100, 90)])
-    monkeypatch.setattr(sys, "argv", ["bench.prediction", "--summary", str(file)])
-    prediction.main()
-    assert "1 configurations: 1 clusters, 1 models, 1 strategies" in capsys.readouterr().out
-    file.write_text("{}")
-    with pytest.raises(SystemExit, match="2"):
-        prediction.main()
-    assert re.match(r"bench\.prediction: .*a\.json is not a file", capsys.readouterr().err)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [(["--models", "alexnet"], "model 'alexnet' is unknown"), (["--strategies", "ring"], "preset 'ring' is unknown")],
-)
-def test_bad_options_end_before_anything_starts(
-    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["bench.prediction", *arguments])
-    with pytest.raises(SystemExit):
-        prediction.main()
-    assert message in capsys.readouterr().err
+    sentence, _, header, _, *rows = report.markdown(runs).splitlines()
+    assert sentence == "3 steps on 2 clusters: median error 10.0 %, worst +20 %; 2 within 10 %, 3 within 25 %."
+    assert header == "| cluster, link | model | `flat` | `hierarchical` |"
+    assert rows[0] == "| 1+1 ranks, 50mbit | gpt | 100 (-10 %) | 100 (+5 %) |"
+    assert rows[1] == "| 2+2 ranks, 50mbit | vgg | 100 (+20 %) | - |"
 
 
 # ------------------------------------------------------------------------------------------ the matrix
-
-
-def test_the_matrix_spans_what_it_should() -> None:
-    places = [entry.place for entry in MATRIX.entries]
-    assert {place.nodes for place in places} == {2, 3, 4}
-    assert {place.ranks_per_node for place in places} == {1, 2}
-    rates = {int(place.rate.removesuffix("mbit")) for place in places}
-    assert (min(rates), max(rates)) == (50, 400)
-    assert len(places) * len(MODELS) * len(prediction.STRATEGIES) >= 12
-    assert len(MODELS) == 3
-    assert len(prediction.STRATEGIES) == 4
-
-
-def test_a_cluster_that_was_run_is_not_run_again() -> None:
-    first, second, *_ = MATRIX.entries
-    assert first.is_in([(ENVIRONMENT, [made(100, 90)])])
-    assert not second.is_in([(ENVIRONMENT, [made(100, 90)])])
 
 
 # ------------------------------------------------------------------------------------------- own work
@@ -481,11 +359,3 @@ def test_work_adds_up_to_the_aggregators_own(preset: str, nodes: tuple[int, ...]
     time_us, busy_us, _ = results[0]
     assert busy_us > 0
     assert time_us >= 0.999 * sum(nodes) * busy_us  # all ranks on one core
-
-
-def test_nothing_is_encoded_on_one_node() -> None:
-    assert run(own_work, 2, "hierarchical_quantized", (2,), nodes=(2,)) == [(0.0, 0.0, False)] * 2
-
-
-def test_exact_averages_have_no_work_of_their_own() -> None:
-    assert all(same for *_, same in run(own_work, 2, "flat", (1, 1), nodes=(1, 1)))

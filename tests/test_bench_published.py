@@ -7,7 +7,7 @@ from math import inf
 
 import pytest
 
-from bench.scaling.published import CLAIMS, Claim, at_rate
+from bench.evidence.scaling.published import CLAIMS, Claim, at_rate
 from commopt.simulate import gpu, model, of_model
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,19 +13,13 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import commopt
-from bench.bucketing.models import Subject
-from bench.prediction.lines import World
-from bench.prediction.models import subject
-from bench.prediction.trainee import STOCK, Trainee
-from bench.tuning import __main__ as tuning
-from bench.tuning import record, summary
-from bench.tuning.candidates import FAMILIES, candidates
-from bench.tuning.comparison import compare, take_turns
-from bench.tuning.exhaustive import search
-from bench.tuning.matrix import COMPARISONS, Comparison
-from bench.tuning.record import Configuration
-from bench.tuning.tuned import Choice, tune
-from commopt import ConfigurationError
+from bench.evidence.matrix import World
+from bench.evidence.models import Subject
+from bench.evidence.tuning import report
+from bench.evidence.tuning.__main__ import FAMILIES, candidates
+from bench.evidence.tuning.comparison import Choice, compare, search, tune
+from bench.evidence.tuning.matrix import COMPARISONS, Comparison
+from bench.evidence.tuning.report import Configuration
 from tests.ranks import run
 
 # -------------------------------------------------------------------------------------- candidates
@@ -55,11 +46,6 @@ def test_every_candidate_can_be_built(two_levels: bool) -> None:
     assert len({repr(commopt.build_preset(text)) for text in found}) == len(found)
 
 
-def test_unknown_families() -> None:
-    with pytest.raises(ConfigurationError, match="--allow ternary is no family; name some of lossless, bf16"):
-        candidates(["ternary"], two_levels=False)
-
-
 # ------------------------------------------------------------------------------------------ on ranks
 
 
@@ -71,7 +57,7 @@ def tiny() -> Subject:
 
 
 def search_all(rank: int, world_size: int, compute_ms: float) -> list[tuple[str, float]]:
-    with patch("bench.tuning.exhaustive._SETTLING", 6):
+    with patch("bench.evidence.tuning.comparison._SETTLING", 6):
         found, fastest = search(tiny(), ["flat", "quantized"], compute_ms, 0.05, lambda message: None)
     assert fastest.strategy == found[0].strategy
     assert fastest.options["plan"] == found[0].plan
@@ -131,7 +117,7 @@ def attach_stand_in(after: int) -> Any:
 def tune_with_a_stand_in(rank: int, world_size: int, after: int, most_steps: int) -> Choice:
     with patch("commopt.attach", attach_stand_in(after)):
         choice = tune(tiny(), ["lossless", "quantized"], most_steps)
-    return replace(choice, trainee=None)  # type: ignore[arg-type]  # a model does not travel
+    return replace(choice, training=None)  # type: ignore[arg-type]  # a model does not travel
 
 
 @pytest.mark.parametrize(
@@ -144,7 +130,7 @@ def test_the_choice_is_awaited_on_all_ranks(after: int, most_steps: int, name: s
 
 
 def compare_with_a_stand_in(rank: int, world_size: int) -> Configuration:
-    with patch("commopt.attach", attach_stand_in(4)), patch("bench.tuning.exhaustive._SETTLING", 6):
+    with patch("commopt.attach", attach_stand_in(4)), patch("bench.evidence.tuning.comparison._SETTLING", 6):
         return compare(
             tiny(),
             ["lossless", "quantized"],
@@ -164,15 +150,6 @@ def test_the_whole_on_ranks() -> None:
     assert (found.tuned, found.steps) == ("quantized", 6)
     assert found.explanation == "6 steps"
     assert min(found.compute_ms, found.stock_ms, found.best_ms, found.tuned_ms) > 0
-
-
-def turns(rank: int, world_size: int) -> list[int]:
-    contenders = [Trainee(STOCK, tiny()), Trainee("flat", tiny())]
-    return [len(taken_s) for taken_s in take_turns(contenders, seconds=1e-6)]
-
-
-def test_the_first_step_of_a_turn_does_not_count() -> None:
-    assert run(turns, 2) == [[18, 18], [18, 18]]  # six turns of three steps and one before
 
 
 # --------------------------------------------------------------------------------- files and summaries
@@ -207,79 +184,20 @@ def made(tuned_ms: float, best_ms: float = 100.0, tuned: str = "quantized") -> C
     )
 
 
-def test_ratios() -> None:
-    found = made(110)
-    assert found.to_best == pytest.approx(1.1)
-    assert found.to_stock == pytest.approx(0.44)
-    assert found.exposed_to_stock == pytest.approx(60 / 200)
-    assert replace(found, stock_ms=49.0).exposed_to_stock is None  # it hides everything
-
-
-def test_files_hold_several_runs(tmp_path: Path) -> None:
-    file, other = tmp_path / "a.json", replace(WORLD, nodes=[2, 2])
-    record.append(file, WORLD, [made(110)])
-    record.append(file, other, [made(90), made(95)])
-    assert record.read([file]) == [(WORLD, [made(110)]), (other, [made(90), made(95)])]
-    header = json.loads(file.read_text().splitlines()[0])
-    assert (header["record"], header["kind"]) == ("environment", "tuning")
-    file.write_text('{"record": "environment", "kind": "prediction"}')
-    with pytest.raises(ValueError, match=r"a\.json is not a file that bench\.tuning --json wrote: its kind is"):
-        record.read([file])
-
-
-def test_summary(capsys: pytest.CaptureFixture[str]) -> None:
-    runs = [(WORLD, [made(110), made(102)]), (WORLD, [made(99, tuned="")])]
-    assert summary.sentence(runs).splitlines() == [
-        "3 configurations, 1 of them not tuned in time; 30 steps at most",
-        "of the fastest of all choices: median 1.020, worst 1.100",
-        "of stock DDP: median 0.408, worst 0.440",
-    ]
-    summary.show(runs)
-    assert "not tuned" in capsys.readouterr().out
-    summary.show([])
-    assert capsys.readouterr().out == "no configurations\n"
-
-
-def test_summary_from_the_command_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "a.json"
-    record.append(file, WORLD, [made(110)])
-    monkeypatch.setattr(sys, "argv", ["bench.tuning", "--summary", str(file)])
-    tuning.main()
-    assert "worst 1.100" in capsys.readouterr().out
-    file.write_text("[1]")
-    with pytest.raises(SystemExit, match="2"):
-        tuning.main()
-    assert re.match(r"bench\.tuning: .*a\.json is not a file", capsys.readouterr().err)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [(["--model", "alexnet"], "model 'alexnet' is unknown"), (["--allow", "ternary"], "--allow ternary is no family")],
-)
-def test_bad_options_end_before_anything_starts(
-    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["bench.tuning", *arguments])
-    with pytest.raises(SystemExit):
-        tuning.main()
-    assert message in capsys.readouterr().err
+def test_the_table_compares_with_the_fastest_and_with_stock_ddp(tmp_path: Path) -> None:
+    report.append(tmp_path / "a.json", WORLD, [made(110), made(99, tuned="")])
+    header, _, first, second = report.markdown(report.read([tmp_path / "a.json"])).splitlines()
+    assert header.count("|") == first.count("|")
+    assert "| 110: quantized | 1.10 | 0.44 | 0.300 | 30 |" in first
+    assert "99: nothing yet" in second
+    (tmp_path / "a.json").write_text('{"record": "environment", "kind": "prediction"}')
+    with pytest.raises(
+        ValueError, match=r"a\.json is not a file that bench\.evidence\.tuning --json wrote: its kind is"
+    ):
+        report.read([tmp_path / "a.json"])
 
 
 # ------------------------------------------------------------------------------------------ the matrix
-
-
-def test_the_matrix_spans_what_it_should() -> None:
-    shaped = [each for each in COMPARISONS if each.place.rate != "none"]
-    assert len(shaped) >= 12
-    assert len(shaped) < len(COMPARISONS)  # the link that is not shaped
-    assert {each.place.nodes for each in shaped} == {2, 3, 4}
-    assert {each.place.ranks_per_node for each in shaped} == {1, 2}
-    assert len(set(COMPARISONS)) == len(COMPARISONS)
-    for each in COMPARISONS:
-        assert subject(each.model)
-        assert candidates(each.allow, two_levels=each.place.ranks_per_node > 1)
 
 
 def test_another_choice_is_another_comparison() -> None:

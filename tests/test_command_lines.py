@@ -145,32 +145,29 @@ COMMANDS = (
     Command("commopt simulate", of_commopt("simulate"), (("commopt.simulate.scaling.Scaling", "weak"),)),
     Command("commopt bandwidth", of_commopt("bandwidth"), (("commopt.bandwidth.cli", "measure"),)),
     Command("commopt cluster", of_commopt("cluster"), (("commopt.cluster.network.Network", "build"),)),
-    Command("bench.bucketing", of_module("bench.bucketing.__main__", "parse_options")),
+    Command("bench.evidence.bucketing", of_module("bench.evidence.bucketing", "parse_options")),
     Command("bench.document", of_module("bench.document"), (("bench.document", "filled"),)),
-    Command("bench.prediction.summary", of_module("bench.prediction.summary")),
-    Command("bench.scaling.table", of_module("bench.scaling.table")),
+    Command("bench.evidence.prediction.report", of_module("bench.evidence.prediction.report")),
+    Command("bench.evidence.scaling.report", of_module("bench.evidence.scaling.report")),
     Command("bench.training.report", of_module("bench.training.report")),
-    Command("bench.tuning.summary", of_module("bench.tuning.summary")),
+    Command("bench.evidence.tuning.report", of_module("bench.evidence.tuning.report")),
     Command("bench.compressors", of_module("bench.compressors.__main__", "parse_options")),
-    Command("bench.convergence", of_module("bench.convergence.options", "parse_options")),
-    Command("bench.overlap", of_module("bench.overlap.__main__", "parse_options")),
-    Command("bench.prediction", of_module("bench.prediction.__main__", "parse_options")),
-    Command("bench.scaling", of_module("bench.scaling.options", "parse_options")),
-    Command("bench.training", of_module("bench.training.options", "parse_options")),
-    Command("bench.tuning", of_module("bench.tuning.__main__", "parse_options")),
-    Command("bench.compression", of_module("bench.compression"), PARSED),
-    Command("bench.compression_error", of_module("bench.compression_error"), PARSED),
-    Command("bench.convergence.periodic", of_module("bench.convergence.periodic"), PARSED),
+    Command("bench.evidence.convergence", of_module("bench.evidence.convergence.ranks", "parse_options")),
+    Command("bench.evidence.overlap", of_module("bench.evidence.overlap", "parse_options")),
+    Command("bench.evidence.prediction", of_module("bench.evidence.prediction.__main__", "parse_options")),
+    Command("bench.evidence.scaling", of_module("bench.evidence.scaling.worker", "parse_options")),
+    Command("bench.training", of_module("bench.training.strategies", "parse_options")),
+    Command("bench.evidence.tuning", of_module("bench.evidence.tuning.__main__", "parse_options")),
+    Command("bench.evidence.compression_error", of_module("bench.evidence.compression_error"), PARSED),
     Command("bench.gpu", of_module("bench.gpu.__main__"), PARSED),
     Command("bench.gpu.build", of_module("bench.gpu.build"), PARSED),
     Command("bench.gpu.machine", of_module("bench.gpu.machine"), PARSED),
     Command("bench.gpu.report", of_module("bench.gpu.report"), PARSED),
-    Command("bench.hook_overhead", of_module("bench.hook_overhead"), PARSED),
+    Command("bench.evidence.hook_overhead", of_module("bench.evidence.hook_overhead"), PARSED),
     Command("bench.kernels", of_module("bench.kernels.__main__"), PARSED),
-    Command("bench.kernels.launches", of_module("bench.kernels.launches"), PARSED),
     Command("bench.plot", of_module("bench.plot.__main__"), (("bench.plot.__main__", "draw_all"),)),
-    Command("bench.recording_cost", of_module("bench.recording_cost"), PARSED),
-    Command("bench.scaling.predicted", of_module("bench.scaling.predicted"), PARSED),
+    Command("bench.evidence.recording_cost", of_module("bench.evidence.recording_cost"), PARSED),
+    Command("bench.evidence.scaling.predicted", of_module("bench.evidence.scaling.predicted"), PARSED),
 )
 
 
@@ -416,7 +413,7 @@ def test_a_number_within_bounds() -> None:
             whole(2, 5)(text)
 
 
-@pytest.mark.parametrize("command", ["bench.compression", "bench.kernels"])
+@pytest.mark.parametrize("command", ["bench.kernels"])
 def test_an_output_that_cannot_be_written_is_refused_before_the_work(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,15 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from matplotlib.image import imread
 
 import commopt
-from bench.convergence import plan, plot, report, tables
-from bench.convergence.__main__ import main
-from bench.convergence.options import parse_options
-from bench.convergence.report import Environment, Point, Run
+from bench.evidence.convergence import plan, report
+from bench.evidence.convergence.ranks import parse_options
+from bench.evidence.convergence.report import Environment, Point, Run
 from bench.training.report import Look, Outcome
-from examples import train_digits, train_gpt
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = Environment(
@@ -29,7 +24,7 @@ ENVIRONMENT = Environment(
     torch="2.13.0",
     python="3.11.7",
     cpu_count=2,
-    command="python -m bench.convergence",
+    command="python -m bench.evidence.convergence",
     ranks_per_node=[2, 2],
     settings=plan.settings(plan.TASKS),
 )
@@ -69,12 +64,12 @@ OUTCOMES = [
 
 
 def test_every_preset_is_compared_and_every_strategy_exists() -> None:
-    strategies = [contender.strategy for contender in plan.CONTENDERS]
+    strategies = [entry.strategy for entry in plan.ENTRIES]
     assert len(set(strategies)) == len(strategies)
     # Each as it is by default; what auto takes depends on the clock, so that no two of its trainings are alike.
     assert set(commopt.PRESETS) - {"auto"} <= set(strategies)
-    for strategy in strategies[1:]:
-        commopt.build_preset(strategy)
+    for entry in plan.ENTRIES[1:]:
+        assert entry.aggregator or commopt.build_preset(entry.strategy)
     assert strategies[0] == plan.STOCK
     without_feedback = [strategy for strategy in strategies if strategy.endswith(plan.NO_FEEDBACK)]
     assert {strategy.removesuffix(plan.NO_FEEDBACK) for strategy in without_feedback} <= set(strategies)
@@ -83,46 +78,26 @@ def test_every_preset_is_compared_and_every_strategy_exists() -> None:
 
 
 def test_cases_go_seed_by_seed_and_start_with_stock_ddp() -> None:
-    cases = plan.cases(plan.TASKS, plan.CONTENDERS, (0, 1))
+    cases = plan.cases(plan.TASKS, plan.ENTRIES, (0, 1))
     assert len({case.key for case in cases}) == len(cases)
     half = len(cases) // 2
     assert [case.seed for case in cases] == [0] * half + [1] * half
     for index, case in enumerate(cases):
         if index == 0 or (case.task, case.optimizer) != (cases[index - 1].task, cases[index - 1].optimizer):
-            assert case.contender.strategy == plan.STOCK
-    inside = [case for case in cases if "momentum" in case.contender.strategy]
-    assert {(case.optimizer, case.contender.momentum) for case in inside} == {("sgd", 0.0)}
-
-
-def test_only_takes_a_part_of_a_name_and_keeps_stock_ddp() -> None:
-    assert [c.strategy for c in plan.chosen(["bf16"])] == ["ddp", "hierarchical_bf16"]
-    assert plan.chosen([]) == plan.CONTENDERS
-    with pytest.raises(ValueError, match="'sparse' is in no strategy's name; known: ddp, flat"):
-        plan.chosen(["bf16", "sparse"])
+            assert case.entry.strategy == plan.STOCK
+    inside = [case for case in cases if "momentum" in case.entry.strategy]
+    assert {(case.optimizer, case.entry.momentum) for case in inside} == {("sgd", 0.0)}
 
 
 def test_options_of_the_ranks_are_those_of_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     arguments = ["--quick", "--task", "gpt", "--only", "onebit", "--json", str(tmp_path / "a.json")]
-    monkeypatch.setattr(sys, "argv", ["bench.convergence", *arguments])
+    monkeypatch.setattr(sys, "argv", ["bench.evidence.convergence", *arguments])
     options = parse_options()
     assert [(task.name, task.steps) for task in options.tasks] == [("gpt", 20)]
     assert set(options.settings) == {"digits", "gpt"}  # one task now, the other later, in one file
     assert list(options.seeds) == [0]
     assert options.link_json == tmp_path / "a_50mbit.json"
-    assert options.command == f"python -m bench.convergence {' '.join(arguments)}"
-
-
-def test_a_task_hands_its_settings_to_the_example(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[argparse.Namespace] = []
-    for example in (train_digits, train_gpt):
-        monkeypatch.setattr(example, "Training", lambda options, device: seen.append(options))
-    for task in plan.TASKS:
-        task.start("sgd", 0.0, 7, None)  # type: ignore[arg-type]  # no device is needed
-    digits, gpt = seen
-    assert (digits.optimizer, digits.momentum, digits.seed, digits.steps) == ("sgd", 0.0, 7, plan.DIGITS.steps)
-    assert (gpt.optimizer, gpt.momentum, gpt.seed, gpt.decay_steps) == ("sgd", 0.0, 7, plan.GPT.steps)
-    assert digits.learning_rate == dict(plan.DIGITS.learning_rates)["sgd"]
-    assert gpt.width == int(plan.GPT.model[plan.GPT.model.index("--width") + 1])
+    assert options.command == f"python -m bench.evidence.convergence {' '.join(arguments)}"
 
 
 # ------------------------------------------------------------------------------ the file
@@ -141,7 +116,7 @@ def test_file_round_trip(tmp_path: Path) -> None:
 def test_reading_something_else_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "other.json"
     path.write_text(text)
-    with pytest.raises(ValueError, match=r"other\.json is not a file that bench\.convergence --json wrote"):
+    with pytest.raises(ValueError, match=r"other\.json is not a file that bench\.evidence\.convergence --json wrote"):
         report.read(path)
 
 
@@ -190,16 +165,12 @@ def test_summaries_compare_with_stock_ddp_seed_by_seed() -> None:
     assert report.summarize([made("gpt", "flat", [2.0])]) == []  # nothing to compare with
 
 
-def table() -> dict[str, dict[str, str]]:
-    return {row[0]: dict(zip(tables.headings(), row, strict=True)) for row in tables.rows(RUNS, OUTCOMES)}
-
-
 def test_table() -> None:
-    found = table()
-    assert list(found) == [c.strategy for c in plan.CONTENDERS if c.strategy in {r.strategy for r in RUNS}]
+    found = {row["strategy"].strip("`"): row for row in report.rows(RUNS, OUTCOMES)}
+    assert list(found) == [c.strategy for c in plan.ENTRIES if c.strategy in {r.strategy for r in RUNS}]
     onebit = found["hierarchical_onebit"]
     assert onebit["digits SGD"] == "96.8 (-0.2 ±0.3)"
-    assert onebit["digits AdamW"] == "-"
+    assert "digits AdamW" not in onebit  # nobody was trained so
     assert onebit["bytes of hierarchical's"] == "0.031"
     assert onebit["step ms"] == "100"
     assert onebit["s to loss, SGD"] == "2.9"
@@ -208,40 +179,11 @@ def test_table() -> None:
     assert found["hierarchical_dgc"]["s to loss, SGD"] == "-"
 
 
-def test_document_gets_the_table_between_its_marks(tmp_path: Path) -> None:
-    document = tmp_path / "text.md"
-    document.write_text(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n")
-    for _ in range(2):
-        tables.fill_in(document, ENVIRONMENT, RUNS, OUTCOMES)
-    text = document.read_text()
-    assert text.startswith("before\n")
-    assert text.endswith("after\n")
-    assert "old" not in text
-    assert text.count("| `hierarchical_onebit` | 96.8 (-0.2 ±0.3) | - |") == 1
-    document.write_text("no marks\n")
-    with pytest.raises(ValueError, match=r"text\.md has no place for the results"):
-        tables.fill_in(document, ENVIRONMENT, RUNS, OUTCOMES)
-
-
-def test_the_committed_document_has_the_marks() -> None:
-    text = (ROOT / "docs" / "convergence.md").read_text()
-    assert tables.BEGIN in text
-    assert tables.END in text
-
-
-@pytest.mark.parametrize("outcomes", [OUTCOMES, []])
-def test_picture(outcomes: list[Outcome], tmp_path: Path) -> None:
-    picture = tmp_path / "out.png"
-    plot.draw(ENVIRONMENT, RUNS, outcomes, picture)
-    assert imread(picture).shape[1] > 1000
-    assert imread(picture).std() > 0.05
-
-
 # ----------------------------------------------------------------------------------- the real thing
 
 
 def test_a_short_run_goes_on_with_a_file(tmp_path: Path) -> None:
-    file, picture = tmp_path / "out.json", tmp_path / "out.png"
+    file = tmp_path / "out.json"
     settings = plan.settings(plan.quick(plan.TASKS))
     known = made("digits", "ddp", [2.0, 1.9], accuracy=0.2)
     report.write(file, replace(ENVIRONMENT, torch=torch.__version__, settings=settings), [known])
@@ -254,16 +196,17 @@ def test_a_short_run_goes_on_with_a_file(tmp_path: Path) -> None:
         "bf16",
         "--json",
         str(file),
-        "--plot",
-        str(picture),
     ]
     done = subprocess.run(
-        [sys.executable, "-m", "bench.convergence", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "bench.evidence.convergence", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     assert "3 trainings, 1 done before" in done.stderr
-    assert "Does it still learn?" in done.stdout
-    assert picture.exists()
+    assert done.stdout == f"{report.markdown(file)}\n"
     first, *added = report.read(file)[1]
     assert first == known
     assert [(run.optimizer, run.strategy) for run in added] == [
@@ -278,34 +221,3 @@ def test_a_short_run_goes_on_with_a_file(tmp_path: Path) -> None:
     assert stock.inter_bytes_per_step is None
     assert bf16.inter_bytes_per_step == pytest.approx(2 * 2 * bf16.parameters, rel=0.01)  # two nodes, two bytes each
     assert bf16.loss == pytest.approx(stock.loss, rel=0.05)
-
-
-def test_another_benchmarks_file_is_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "out.json"
-    report.write(file, ENVIRONMENT, RUNS)
-    monkeypatch.setattr(sys, "argv", ["bench.convergence", "--quick", "--json", str(file)])
-    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
-    assert main() == 2
-    assert "was made with settings" in capsys.readouterr().err
-    assert report.read(file) == (ENVIRONMENT, RUNS)
-
-
-def test_report_alone_trains_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file, document = tmp_path / "out.json", tmp_path / "text.md"
-    report.write(file, ENVIRONMENT, RUNS)
-    document.write_text("no marks\n")
-    monkeypatch.setattr(
-        sys, "argv", ["bench.convergence", "--report", "--json", str(file), "--document", str(document)]
-    )
-    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
-    with pytest.raises(SystemExit):  # before anything long is begun
-        main()
-    assert "has no place for the results" in capsys.readouterr().err
-    document.write_text(f"{tables.BEGIN}\n{tables.END}\n")
-    assert main() == 0
-    assert "hierarchical_onebit" in capsys.readouterr().out
-    assert "96.8 (-0.2 ±0.3)" in document.read_text()

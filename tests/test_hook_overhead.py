@@ -12,8 +12,9 @@ import commopt
 
 def test_every_preset_is_measured(tmp_path: Path) -> None:
     file = tmp_path / "overhead.json"
-    command = [sys.executable, "-m", "bench.hook_overhead", "--pairs", "1", "--steps", "2", "--json", str(file)]
-    subprocess.run(command, check=True, timeout=60, cwd=Path(__file__).parent.parent)
+    options = ["--pairs", "1", "--steps", "2", "--json", str(file)]
+    command = [sys.executable, "-m", "bench.evidence.hook_overhead", *options]
+    subprocess.run(command, check=True, timeout=240, cwd=Path(__file__).parent.parent)
     rows = json.loads(file.read_text())["rows"]
     assert [row["preset"] for row in rows] == list(commopt.PRESETS)
     for row in rows:

@@ -16,13 +16,12 @@ from matplotlib.image import imread
 
 import commopt
 from bench import demo
-from bench.plot import training as picture_of_training
 from bench.plot.__main__ import main as plot_main
 from bench.plot.style import styles
 from bench.training import report
-from bench.training.options import parse_options
+from bench.training.measure import steps_until_look
 from bench.training.report import Environment, Look, Outcome
-from bench.training.run import steps_until_look
+from bench.training.strategies import parse_options
 from commopt.cluster import Cluster
 
 ROOT = Path(__file__).parents[1]
@@ -91,12 +90,6 @@ def test_reading_something_else_is_refused(text: str, tmp_path: Path) -> None:
         report.read(path)
 
 
-def test_fraction_of_stock() -> None:
-    assert report.fraction_of_stock(OUTCOMES[1], OUTCOMES) == pytest.approx(800 / 1200)
-    assert report.fraction_of_stock(OUTCOMES[1], OUTCOMES[1:]) is None
-    assert report.fraction_of_stock(OUTCOMES[1], [outcome("ddp", 30, -5.0)]) is None
-
-
 def test_table_fits_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     report.print_table(ENVIRONMENT, [*OUTCOMES, replace(OUTCOMES[0], strategy="torch_fp16", inter_mib_per_step=None)])
@@ -143,25 +136,6 @@ def test_old_files_say_in_their_command_what_was_trained(tmp_path: Path) -> None
 # ------------------------------------------------------------------------------------ the picture
 
 
-def test_headline() -> None:
-    assert picture_of_training.headline(ENVIRONMENT, OUTCOMES) == (
-        "In the same 40 s hierarchical_bf16 takes 2.2x as many steps as stock DDP"
-    )
-    assert picture_of_training.headline(ENVIRONMENT, OUTCOMES[1:]) == "40 s of training with each strategy"
-    assert (
-        picture_of_training.headline(ENVIRONMENT, [OUTCOMES[2], outcome("ddp", 70, 300.0)])
-        == "40 s of training with each strategy"
-    )
-
-
-@pytest.mark.parametrize(
-    ("rate", "network"), [("200mbit", "200mbit links"), ("none", "unshaped links"), (None, "network not emulated")]
-)
-def test_circumstances_name_the_network(rate: str | None, network: str) -> None:
-    text = picture_of_training.circumstances(replace(ENVIRONMENT, emulated_rate=rate))
-    assert text.startswith(f"4.9M-parameter GPT, 2 nodes x 2 ranks, {network}, gloo on 2 CPU cores")
-
-
 def pixels(path: Path, colour: str) -> float:
     """Return the fraction of `path`'s pixels that have `colour`."""
     return float(np.isclose(imread(path)[..., :3], to_rgb(colour), atol=1 / 255).all(axis=-1).mean())
@@ -181,15 +155,6 @@ def test_picture_is_redrawn_from_the_file_alone(tmp_path: Path, monkeypatch: pyt
     shares = [pixels(picture, colour) for colour in colours]
     assert shares == sorted(shares, reverse=True)
     assert min(shares) > 0.005
-
-
-def test_plot_refuses_another_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["bench.plot", str(tmp_path / "none.json"), "-o", str(tmp_path / "out.png")])
-    with pytest.raises(SystemExit):
-        plot_main()
-    assert "none.json" in capsys.readouterr().err
 
 
 # ----------------------------------------------------------------------------------- the real thing

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.compression_error import relative_error
+from bench.evidence.compression_error import relative_error
 from bench.models import ResNet50
 from commopt import ConfigurationError
 from commopt.aggregate import Aggregator, Compressed, Flat, Hierarchical, LocalSGD, PowerSGD

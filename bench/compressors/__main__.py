@@ -12,13 +12,9 @@ from typing import Any
 import torch
 
 import bench.compressors
-from bench.compressors.contender import Contender
-from bench.compressors.contenders import CONTENDERS, contender, in_rounds
-from bench.compressors.gradients import Gradients, layouts_of
-from bench.compressors.measure import Measurement, TooSlowError, measure
-from bench.compressors.presets import RANKS_PER_NODE
-from bench.compressors.report import Failure, print_table, write
-from bench.compressors.torch_hooks import empty_all_reduce_us, world_of_one
+from bench.compressors.baselines import METHODS, empty_all_reduce_us, in_rounds, method_of, world_of_one
+from bench.compressors.measure import Failure, Measurement, TooSlowError, measure, print_table, write
+from bench.compressors.methods import RANKS_PER_NODE, Gradients, Method, layouts_of
 from bench.environment import machine
 from commopt import ConfigurationError
 from commopt.command_line import Parser, number, output_file, whole
@@ -31,7 +27,7 @@ _MODELS = ("resnet50", "bert-large", "gpt2-medium")
 def parse_options() -> argparse.Namespace:
     """Read the command line."""
     parser = Parser(prog="python -m bench.compressors", description=(bench.compressors.__doc__ or "").splitlines()[0])
-    models, names = ",".join(_MODELS), ",".join(CONTENDERS)
+    models, names = ",".join(_MODELS), ",".join(METHODS)
     parser.add_argument("--models", default=models, metavar="NAMES", help=f"of commopt.simulate (default {models})")
     parser.add_argument("--strategies", default=names, metavar="NAMES", help=f"presets and torch's hooks: {names}")
     parser.add_argument("--steps", type=whole(1), default=10, help="that count (default 10)")
@@ -43,17 +39,17 @@ def parse_options() -> argparse.Namespace:
     options = parser.parse_args()
     try:
         options.layouts = {name: layouts_of(name) for name in options.models.split(",")}
-        options.contenders = [contender(name) for name in options.strategies.split(",")]
+        options.methods = [method_of(name) for name in options.strategies.split(",")]
     except ConfigurationError as error:
         parser.error(str(error))
     return options
 
 
 def measure_model(
-    gradients: Gradients, contenders: Sequence[Contender], steps: int, limit_s: float
+    gradients: Gradients, methods: Sequence[Method], steps: int, limit_s: float
 ) -> Iterator[Measurement | Failure]:
-    """Yield what each contender takes on one model; one that cannot run says why, and the others follow."""
-    for each in contenders:
+    """Yield what each method takes on one model; one that cannot run says why, and the others follow."""
+    for each in methods:
         print(f"{gradients.model}: {each.name}", file=sys.stderr, flush=True)
         try:
             yield measure(each, gradients, steps, limit_s)
@@ -65,7 +61,7 @@ def measure_model(
 
 
 def main() -> None:
-    """Measure, write and print the figures: of what is asked for on all models first, then of the rest."""
+    """Measure, write and print the figures: of what has a target on all models first, then of the rest."""
     options = parse_options()
     device = torch.device(options.device)
     if device.type == "cuda":
@@ -74,9 +70,9 @@ def main() -> None:
     failed: list[Failure] = []
     with world_of_one(device):
         environment = _environment(device)
-        for contenders, (name, layouts) in product(in_rounds(options.contenders), options.layouts.items()):
+        for methods, (name, layouts) in product(in_rounds(options.methods), options.layouts.items()):
             gradients = Gradients(name, layouts, device)
-            for each in measure_model(gradients, contenders, options.steps, options.seconds):
+            for each in measure_model(gradients, methods, options.steps, options.seconds):
                 if isinstance(each, Failure):
                     failed.append(each)
                 else:

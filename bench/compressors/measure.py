@@ -1,17 +1,21 @@
-"""What one contender takes for whole steps of one model: time, the host's part of it, and memory."""
+"""What one method takes for whole steps of one model; its records, their file and the table."""
 
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from math import inf
+from pathlib import Path
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import torch
 
-from bench.compressors.contender import Contender, Start
-from bench.compressors.gradients import Gradients
+from bench.compressors.baselines import METHODS
+from bench.compressors.methods import Gradients, Method, Start
+from bench.output import print_rows, write_lines
 from commopt.feedback import Layout
 
 _WARM_UP_STEPS = 2  # alternating PowerSGD refreshes its two factors in turns
@@ -24,14 +28,14 @@ class TooSlowError(Exception):
 
 @dataclass(frozen=True)
 class Measurement:
-    """Of one contender on one model.
+    """Of one method on one model.
 
     host_ms: until the last kernel of a step was launched, median; on a CPU all of the step. peak_bytes: allocated at
     most beyond the gradients, residuals and all that is kept included; None on a CPU, which does not count it.
     """
 
     model: str
-    contender: str
+    method: str
     device: str
     steps: int
     median_ms: float
@@ -41,16 +45,16 @@ class Measurement:
     payload_bytes: float
 
 
-def measure(contender: Contender, gradients: Gradients, steps: int, limit_s: float) -> Measurement:
+def measure(method: Method, gradients: Gradients, steps: int, limit_s: float) -> Measurement:
     """Time up to `steps` steps, as many as begin within `limit_s` seconds, but one at least.
 
     Raises TooSlowError when the limit is over before the first of them.
     """
     device = gradients.device
-    _warm_up(contender, Gradients("rehearsal", _REHEARSAL, device), inf)  # libraries are loaded, kernels compiled
+    _warm_up(method, Gradients("rehearsal", _REHEARSAL, device), inf)  # libraries are loaded, kernels compiled
     allocated = _start_counting(device)
     deadline_s = perf_counter() + limit_s
-    start = _warm_up(contender, gradients, deadline_s)
+    start = _warm_up(method, gradients, deadline_s)
     taken_ms: list[float] = []
     host_ms: list[float] = []
     while len(taken_ms) < steps and not (taken_ms and perf_counter() > deadline_s):
@@ -60,21 +64,21 @@ def measure(contender: Contender, gradients: Gradients, steps: int, limit_s: flo
     peak = None if allocated is None else torch.cuda.max_memory_allocated(device) - allocated
     return Measurement(
         model=gradients.model,
-        contender=contender.name,
+        method=method.name,
         device=device.type,
         steps=len(taken_ms),
         median_ms=median(taken_ms),
         best_ms=min(taken_ms),
         host_ms=median(host_ms),
         peak_bytes=peak,
-        payload_bytes=contender.payload_nbytes(gradients),
+        payload_bytes=method.payload_nbytes(gradients),
     )
 
 
-def _warm_up(contender: Contender, gradients: Gradients, deadline_s: float) -> Start:
+def _warm_up(method: Method, gradients: Gradients, deadline_s: float) -> Start:
     """Take the steps that do not count, a bucket at a time."""
-    start, count = contender.enter(gradients), len(gradients.buffers)
-    for step in range(contender.lead_steps + _WARM_UP_STEPS):
+    start, count = method.enter(gradients), len(gradients.buffers)
+    for step in range(method.lead_steps + _WARM_UP_STEPS):
         gradients.renew()
         for number in range(count):
             start(number)()
@@ -115,6 +119,76 @@ def _start_counting(device: torch.device) -> int | None:
     """Return the bytes allocated now, from where on the peak counts; None where nobody counts them."""
     if device.type != "cuda":
         return None
-    gc.collect()  # what the contender before has left
+    gc.collect()  # what the method before has left
     torch.cuda.reset_peak_memory_stats(device)
     return torch.cuda.memory_allocated(device)
+
+
+KIND = "compressors"
+_WIDTH = 120  # without a terminal
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why there is no measurement of a method."""
+
+    model: str
+    method: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A preset beside the hook of torch that does what it does; target, met: None where there is none."""
+
+    beside: str
+    times_as_fast: float
+    target: float | None
+    met: bool | None
+
+    def __str__(self) -> str:
+        found = f"{self.times_as_fast:.2f} x {self.beside.removeprefix('torch.')}"
+        return found if self.target is None else f"{found} (target {self.target:g}: {'met' if self.met else 'missed'})"
+
+
+def compare(found: Measurement, among: Sequence[Measurement]) -> Comparison | None:
+    """Return how fast a preset is beside torch's hook on the same model; None where nothing is to be compared."""
+    beside = METHODS.get(found.method)
+    if beside is None:
+        return None
+    theirs = [each for each in among if (each.model, each.method) == (found.model, beside.hook)]
+    if not theirs:
+        return None
+    times_as_fast = theirs[0].median_ms / found.median_ms
+    target = beside.target if found.device == "cuda" else None
+    return Comparison(beside.hook, times_as_fast, target, None if target is None else times_as_fast >= target)
+
+
+def write(path: Path, environment: dict[str, Any], found: Sequence[Measurement], failed: Sequence[Failure]) -> None:
+    """Write one JSON object per line, each naming its kind under "record"; a killed writer leaves the old file."""
+    records: list[dict[str, Any]] = [{"record": "environment", "kind": KIND, **environment}]
+    for each in found:
+        comparison = compare(each, found)
+        records.append({"record": "step", **asdict(each), **(asdict(comparison) if comparison else {})})
+    records += [{"record": "failure", **asdict(each)} for each in failed]
+    write_lines(path, records)
+
+
+def print_table(title: str, found: Sequence[Measurement], failed: Sequence[Failure]) -> None:
+    """Print a row for each measurement of a model, and under them what could not be measured."""
+    headings = ["method", "ms", "best ms", "host ms", "peak MiB", "payload MiB", "times as fast as"]
+    rows = [
+        [
+            each.method,
+            f"{each.median_ms:.2f}",
+            f"{each.best_ms:.2f}",
+            f"{each.host_ms:.2f}",
+            "-" if each.peak_bytes is None else f"{each.peak_bytes / _MIB:.0f}",
+            f"{each.payload_bytes / _MIB:.2f}",
+            str(compare(each, found) or ""),
+        ]
+        for each in found
+    ]
+    missing = [f"{each.method}: {each.reason}" for each in failed]
+    print_rows(title, headings, rows, "\n".join(missing), _WIDTH)

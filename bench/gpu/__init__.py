@@ -2,5 +2,5 @@
 
 Steps run one after the other, the most telling first: each in processes of its own, with a time limit and a log, so
 that one that fails or hangs takes nothing with it. What they came to is in gpu.json, their own figures beside it.
-docs/gpu.md says what each step shows.
+docs/evidence/gpu.md says what each step shows.
 """

@@ -15,10 +15,9 @@ import torch
 
 import bench.gpu
 from bench.environment import machine
-from bench.gpu.place import Place
-from bench.gpu.report import print_tables
-from bench.gpu.session import FILE, session
-from bench.gpu.step import Step
+from bench.gpu.report import FILE, print_tables
+from bench.gpu.runner import Place
+from bench.gpu.session import Step, session
 from bench.gpu.steps import steps
 from commopt.command_line import Parser, number
 

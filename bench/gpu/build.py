@@ -16,8 +16,7 @@ from pathlib import Path
 
 import torch
 
-from bench.gpu.place import environment
-from bench.gpu.runner import ROOT
+from bench.gpu.runner import ROOT, environment
 from commopt.command_line import Parser
 from commopt.kernels import sources
 
@@ -68,7 +67,7 @@ def _run(command: list[str], variables: dict[str, str] | None = None) -> None:
 
 
 def main() -> int:
-    """Install where that is asked for, then check."""
+    """Install where that is wanted, then check."""
     parser = Parser(prog="python -m bench.gpu.build", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--into", type=Path, metavar="FOLDER", help="a virtual environment to make and install into")
     parser.add_argument("--architecture", metavar="XY", help="compute capability, 90 for 9.0 (default: of the GPU)")

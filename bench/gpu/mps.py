@@ -12,8 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bench.gpu.place import Place, environment
-from bench.gpu.runner import MARK
+from bench.gpu.runner import MARK, Place, environment
 
 CONTROL = "nvidia-cuda-mps-control"
 UNUSABLE = "ranks go on taking turns: no program could use the GPU through MPS"

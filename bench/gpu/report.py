@@ -1,4 +1,4 @@
-"""Show what a session on a GPU came to: `python -m bench.gpu.report FOLDER`.
+"""What a session on a GPU came to: its records, their file, and its tables: `python -m bench.gpu.report FOLDER`.
 
 With --document FILE the tables go between the two marks in a Markdown file too, so that nobody types a figure.
 """
@@ -7,18 +7,88 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from bench.document import table, write_between
-from bench.gpu.record import Outcome, read
-from bench.gpu.session import FILE
-from bench.table import print_rows
+from bench.output import print_rows, read_lines, write_results, written_by
 from commopt.command_line import Parser
 
+KIND, FILE = "gpu", "gpu.json"
+
+Verdict = Literal["passed", "failed", "timed out", "not judged", "skipped"]
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What pytest counted; `failures` names the tests that failed, `late` those of them that only took too long."""
+
+    passed: int
+    failed: int
+    skipped: int
+    failures: list[str] = field(default_factory=list)
+    late: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A figure to reach; `measured` and `met` are None where there was nothing to compare with."""
+
+    what: str
+    target: str
+    measured: float | None
+    met: bool | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One step. `why` says what went wrong, or why it was skipped; `facts` are what else is worth keeping."""
+
+    name: str
+    command: str
+    date: str
+    seconds: float
+    verdict: Verdict
+    why: str = ""
+    tests: Counted | None = None
+    targets: list[Target] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def fell_through(self) -> bool:
+        """Whether it ran and did not pass."""
+        return self.verdict in ("failed", "timed out")
+
+
+def write(path: Path, environment: dict[str, Any], outcomes: Sequence[Outcome]) -> None:
+    """Write JSON lines: the environment, then a line for each step."""
+    write_results(path, {"kind": KIND, **environment}, "step", map(asdict, outcomes))
+
+
+def read(path: Path) -> tuple[dict[str, Any], list[Outcome]]:
+    """Read what `write` wrote; raises ValueError when `path` holds something else."""
+    with written_by("bench.gpu", path):
+        environment, rows = read_lines(path, "step")
+        if environment.pop("kind") != KIND:
+            raise ValueError("its first line is no environment of a GPU session")
+        return environment, [_outcome(row) for row in rows]
+
+
+def _outcome(row: dict[str, Any]) -> Outcome:
+    tests, targets = row.pop("tests"), row.pop("targets")
+    return Outcome(**row, tests=Counted(**tests) if tests else None, targets=[Target(**each) for each in targets])
+
+
+def merged(old: Sequence[Outcome], new: Sequence[Outcome], order: Sequence[str]) -> list[Outcome]:
+    """Return the new outcomes and, of the other steps, the old ones; in `order`."""
+    by_name = {outcome.name: outcome for outcome in (*old, *new)}
+    return [by_name[name] for name in order if name in by_name]
+
+
 BEGIN, END = "<!-- results: written by bench.gpu.report -->", "<!-- end of results -->"
-_STEPS = ["step", "outcome", "s", "tests passed", "failed", "skipped", "asked", "met", "why"]
-_ASKED = ["what", "asked", "measured", "met"]
+_STEPS = ["step", "outcome", "s", "tests passed", "failed", "skipped", "targets", "met", "why"]
+_TARGETS = ["what", "target", "measured", "met"]
 _WIDTH = 150  # without a terminal
 
 
@@ -26,25 +96,25 @@ def step_rows(outcomes: Sequence[Outcome]) -> list[list[str]]:
     """Return a row per step."""
     rows = []
     for outcome in outcomes:
-        tests, judged = outcome.tests, [each for each in outcome.asked if each.met is not None]
+        tests, judged = outcome.tests, [each for each in outcome.targets if each.met is not None]
         counts = [str(count) for count in (tests.passed, tests.failed, tests.skipped)] if tests else ["", "", ""]
-        asked = [str(len(judged)), str(sum(bool(each.met) for each in judged))] if judged else ["", ""]
-        rows.append([outcome.name, outcome.verdict, f"{outcome.seconds:.0f}", *counts, *asked, outcome.why])
+        targets = [str(len(judged)), str(sum(bool(each.met) for each in judged))] if judged else ["", ""]
+        rows.append([outcome.name, outcome.verdict, f"{outcome.seconds:.0f}", *counts, *targets, outcome.why])
     return rows
 
 
-def asked_rows(outcomes: Sequence[Outcome]) -> list[list[str]]:
-    """Return a row per figure that is asked for."""
+def target_rows(outcomes: Sequence[Outcome]) -> list[list[str]]:
+    """Return a row per target."""
     verdicts = {True: "met", False: "missed", None: "-"}
     return [
         [
             f"{outcome.name}: {each.what}",
-            each.asked,
+            each.target,
             "-" if each.measured is None else f"{each.measured:.3g}",
             verdicts[each.met],
         ]
         for outcome in outcomes
-        for each in outcome.asked
+        for each in outcome.targets
     ]
 
 
@@ -59,15 +129,15 @@ def print_tables(path: Path) -> None:
     """Print what a file of `bench.gpu` says; raises ValueError when it is another's."""
     environment, outcomes = read(path)
     print_rows(title(environment), _STEPS, step_rows(outcomes), width=_WIDTH)
-    if rows := asked_rows(outcomes):
-        print_rows("What is asked for", _ASKED, rows, width=_WIDTH)
+    if rows := target_rows(outcomes):
+        print_rows("Targets", _TARGETS, rows, width=_WIDTH)
 
 
 def markdown(environment: dict[str, Any], outcomes: Sequence[Outcome]) -> str:
     """Return the tables for a document."""
     parts = [f"{title(environment)}; `{environment['command']}`", table(_STEPS, step_rows(outcomes))]
-    if rows := asked_rows(outcomes):
-        parts.append(table(_ASKED, rows))
+    if rows := target_rows(outcomes):
+        parts.append(table(_TARGETS, rows))
     return "\n\n".join(parts)
 
 

@@ -9,11 +9,10 @@ from functools import cache
 from shutil import which
 
 from bench.demo import local_ranks
-from bench.gpu.found import Read, compressors, kernels, launches, learned, machine, overlap, tests
 from bench.gpu.mps import CONTROL, UNUSABLE
-from bench.gpu.place import environment
-from bench.gpu.runner import ROOT
-from bench.gpu.step import Step
+from bench.gpu.parse_results import Read, compressors, kernels, learned, machine, overlap, tests
+from bench.gpu.runner import ROOT, environment
+from bench.gpu.session import Step
 from commopt.cluster import Cluster
 
 KERNEL_TESTS = tuple(
@@ -71,13 +70,6 @@ def steps(build: bool) -> list[Step]:
         replace(_sanitizer("memcheck"), beside="kernel-tests"),
         replace(_sanitizer("racecheck"), beside="kernel-tests"),
         _benchmark("kernels", "what part of the memory's speed each kernel reaches", 100, kernels),
-        _benchmark(
-            "launches",
-            "what a launch costs with each loader and Triton",
-            40,
-            launches,
-            module="bench.kernels.launches",
-        ),
         _ranks_tests("nccl-tests", "two ranks average over NCCL: right, and the same bits", 2, 60, CONTRACT, k=_TWO),
         _ranks_tests("graph-tests", "a CUDA graph replays steps of flat presets", 2, 60, CAPTURE, k=_FLAT_GRAPHS),
         _benchmark(
@@ -87,6 +79,7 @@ def steps(build: bool) -> list[Step]:
             overlap,
             "--trace",
             "{out}/overlap-trace.json.gz",
+            module="bench.evidence.overlap",
             ranks=2,
         ),
         _ranks_tests("ddp-tests", "every preset inside DDP, two ranks", 2, 90, DDP, k=_PRESETS_OF_TWO),

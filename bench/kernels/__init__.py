@@ -2,5 +2,4 @@
 
 Each is timed in turns with a device copy that moves as many bytes, with the plain torch it replaces, and with what
 others offer for the same job; on a CPU there is plain torch only. GB/s count what must be read and written, once.
-`python -m bench.kernels.launches` measures what a launch costs that has nothing to do.
 """

@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator
+from functools import partial
+from pathlib import Path
 
 import torch
 
 import bench.kernels
-from bench.clocks import Clock, clock_of, events_us
 from bench.environment import machine
+from bench.kernels.case import Setting
 from bench.kernels.cases import PEERS, families
-from bench.kernels.family import Setting
-from bench.kernels.measure import DeviceCopy, described, measure
-from bench.kernels.report import Missing, Record, ResultFile, print_table
-from commopt.command_line import Parser, output_file, whole
+from bench.kernels.measure import DeviceCopy, Missing, Record, ResultFile, described, markdown, measure, print_table
+from bench.timing import Clock, clock_of, events_us
+from commopt.command_line import Parser, content_of, output_file, whole
 from commopt.kernels.loader import loader_for
 from commopt.simulate.model_zoo import gpt2, resnet50
 
@@ -50,10 +51,14 @@ def main() -> None:
     parser.add_argument(
         "--json", type=output_file, metavar="FILE", help="write JSON lines: the environment, then kernels"
     )
+    parser.add_argument("--show", type=content_of(_table), metavar="FILE", help="print a table of such a file instead")
     options = parser.parse_args()
     only = set(names if options.only is None else options.only.split(","))
     if unknown := only.difference(names):
         parser.error(f"--only: no kernel is called {sorted(unknown)[0]!r}; choose from {', '.join(names)}")
+    if options.show:
+        print(options.show(only))
+        return
     torch.set_num_threads(options.threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     title = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {options.threads} threads"
@@ -71,6 +76,11 @@ def main() -> None:
     print_table(f"{options.numel:,} elements, {title}; bytes read and written", found)
     if any(isinstance(record, Missing) and record.failed for record in found):
         sys.exit(1)
+
+
+def _table(path: Path) -> Callable[[Container[str]], str]:
+    markdown(path, ())  # raises ValueError where the file is another's
+    return partial(markdown, path)
 
 
 def _loader(device: torch.device) -> str | None:

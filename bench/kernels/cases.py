@@ -3,30 +3,309 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from math import ceil, isqrt
 
 import torch
+from torch import Tensor
 
-from bench.compression import contenders
-from bench.kernels import blocks, factors, packing, sparse
-from bench.kernels.case import Case
-from bench.kernels.family import Family, Setting
-from commopt.compress import Blockwise
+from bench.kernels.case import (
+    SCALE,
+    TOPK,
+    Case,
+    Family,
+    Implementation,
+    Setting,
+    Target,
+    bitsandbytes_int8,
+    compiled_int8_blocks,
+    hook_orthogonalize,
+    microseconds,
+    of_copy,
+    rows,
+    times_copy_of,
+    times_faster,
+    topk_route,
+)
+from commopt.compress import COMPRESSORS, Blockwise, Cast, Compressor, OneBit, Quantize
+from commopt.kernels import lowrank, pack, quantize, reference, sparse, unpack
+from commopt.kernels.codec import Carry, Codec, Dice, Momentum, Velocity
+from commopt.kernels.reference import lowrank as lowrank_reference
+from commopt.kernels.reference import sparse as sparse_reference
+from commopt.kernels.sparse_row import SparseRow
 from commopt.simulate.model_zoo import Model
+
+_PACKING = ("pack", "unpack")
+_TENSORS = 64
+_LEAST_OF_COPY = 0.85
+
+
+def of_model(model: Model) -> Family:
+    """Return the gradients of a model, whatever the setting's number of elements."""
+
+    def build(setting: Setting) -> Iterator[Case]:
+        gradients = [setting.random(*parameter.shape) for parameter in model.parameters]
+        return _packing_cases(gradients, f"{model.name}: {len(gradients)} tensors")
+
+    return Family(f"gradients of {model.name}", _PACKING, build)
+
+
+def _even(setting: Setting) -> Iterator[Case]:
+    return _packing_cases([piece.clone() for piece in setting.values.tensor_split(_TENSORS)], f"{_TENSORS} tensors")
+
+
+EVEN = Family(f"{_TENSORS} tensors of one length", _PACKING, _even)
+
+
+def _packing_cases(tensors: list[Tensor], title: str) -> Iterator[Case]:
+    numel, every, targets = sum(tensor.numel() for tensor in tensors), tuple(tensors), (of_copy(_LEAST_OF_COPY),)
+    for dtype in (torch.float32, torch.bfloat16):
+        flat = torch.empty(numel, dtype=dtype, device=tensors[0].device)
+        reference.pack(tensors, flat)
+        variant = f"{title}, float32 and {str(dtype).removeprefix('torch.')}"
+        yield Case("pack", variant, pack, reference.pack, (tensors, flat, SCALE), every, (flat,), targets=targets)
+        yield Case("unpack", variant, unpack, reference.unpack, (flat, tensors, SCALE), (flat,), every, targets=targets)
+
+
+_INT8 = Quantize(8).codec
+_DICE = Dice(seed=1)
+
+
+def of_codec(codec: Codec) -> Family:
+    """Return the cases of one codec."""
+    stochastic = ", stochastic" if codec.stochastic else ""
+    title = f"{codec.name}, {codec.bits} bit{'s' if codec.bits > 1 else ''}{stochastic}"
+    return Family(title, ("encode", "decode", "accumulate", "recode"), partial(_block_cases, codec, title))
+
+
+def _block_cases(codec: Codec, variant: str, setting: Setting) -> Iterator[Case]:
+    yield from _of_a_rank(codec, variant, setting)
+    yield from _of_an_owner(codec, variant, setting)
+
+
+def _of_a_rank(codec: Codec, variant: str, setting: Setting) -> Iterator[Case]:
+    """Yield cases of a gradient that is cut into a chunk for each peer."""
+    values, carry = setting.values, setting.carry
+    chunk_numel = ceil(setting.numel / (setting.peers * codec.block)) * codec.block
+    payload = rows(setting.peers, codec.payload_nbytes(chunk_numel), setting.device)
+    quantize.encode(codec, values, payload, chunk_numel, SCALE, None, _DICE)
+    sent, decoded = torch.empty_like(payload), torch.empty_like(values)
+    on_gpu = codec == _INT8 and setting.device.type == "cuda"
+    yield Case(
+        "encode",
+        variant,
+        quantize.encode,
+        reference.encode,
+        (codec, values, sent, chunk_numel, SCALE, carry, _DICE),
+        (values, carry.old),
+        (sent, carry.new),
+        others=(compiled_int8_blocks(values, carry.old, SCALE, codec.block),) if on_gpu else (),
+        targets=_block_targets(codec, "encode"),
+    )
+    if codec == _INT8:
+        yield Case(
+            "encode",
+            f"{variant}, no residual",
+            quantize.encode,
+            reference.encode,
+            (codec, values, sent, chunk_numel, SCALE, None, _DICE),
+            (values,),
+            (sent,),
+            others=(bitsandbytes_int8(values, codec.block),),
+        )
+    yield Case(
+        "decode",
+        variant,
+        quantize.decode,
+        reference.decode,
+        (codec, payload, decoded, chunk_numel),
+        (payload,),
+        (decoded,),
+        targets=_block_targets(codec, "decode"),
+    )
+
+
+def _of_an_owner(codec: Codec, variant: str, setting: Setting) -> Iterator[Case]:
+    """Yield cases of rows that hold as many elements as the gradient: with fewer, caches would be measured."""
+    carry, chunk_numel = setting.carry, ceil(setting.numel / codec.block) * codec.block
+    payloads = rows(setting.peers, codec.payload_nbytes(chunk_numel), setting.device)
+    for peer in range(setting.peers):
+        own = setting.values.roll(peer)
+        quantize.encode(codec, own, payloads[peer : peer + 1], chunk_numel, SCALE, None, _DICE)
+    total, sent = torch.empty(chunk_numel, device=setting.device), torch.empty_like(payloads[:1])
+    variant = f"{variant}, {setting.peers} peers"
+    yield Case(
+        "accumulate",
+        variant,
+        quantize.accumulate,
+        reference.accumulate,
+        (codec, payloads, total),
+        (payloads,),
+        (total,),
+        targets=_block_targets(codec, "accumulate"),
+    )
+    yield Case(
+        "recode",
+        variant,
+        quantize.recode,
+        reference.recode,
+        (codec, payloads, sent, chunk_numel, setting.numel, carry, _DICE),
+        (payloads, carry.old),
+        (sent, carry.new),
+        targets=_block_targets(codec, "recode"),
+    )
+
+
+def _block_targets(codec: Codec, name: str) -> tuple[Target, ...]:
+    if codec.bits == 1:
+        return (of_copy(0.8),)
+    if codec == _INT8 and name in ("encode", "recode"):
+        return (of_copy(0.85 if name == "encode" else 0.8),)
+    return ()
+
+
+_CHOSEN: tuple[Compressor, ...] = (
+    Cast(torch.bfloat16),
+    Cast(torch.float16),
+    Quantize(8),
+    Quantize(4),
+    Quantize(2),
+    Quantize(8, rounding="stochastic"),
+    Quantize(4, levels="uniform"),
+    OneBit(),
+)
+_DENSITIES = (0.001, 0.01)
+_MOMENTUM = Momentum(0.9)
+_PASSES_NBYTES = 20
+"""Of an element: gradient and residual read, the sum written, read again to choose from it, what is left written. With
+momentum, two more reads and writes take the place of the second look."""
+
+
+def sparse_families() -> list[Family]:
+    """Return a family for each density, the first of them as DGC has it by default."""
+    names = ("select", "scatter", "accumulate sparse")
+    return [Family(f"{density:.1%} as bfloat16", names, partial(_sparse_cases, density)) for density in _DENSITIES]
+
+
+def _sparse_cases(density: float, setting: Setting) -> Iterator[Case]:
+    row = SparseRow.of(setting.numel, density, torch.bfloat16)
+    payloads = rows(setting.peers, row.nbytes, setting.device)
+    for peer in range(setting.peers):
+        sparse.select(row, setting.values.roll(peer), payloads[peer : peer + 1], SCALE, None)
+    title, total = f"{density:.1%} as bfloat16", torch.empty(setting.numel, device=setting.device)
+    yield from _selections(row, title, setting)
+    payload = payloads[:1]
+    yield Case("scatter", title, sparse.scatter, sparse_reference.scatter, (row, payload, total), (payload,), (total,))
+    yield Case(
+        "accumulate sparse",
+        f"{title}, {setting.peers} peers",
+        sparse.accumulate,
+        sparse_reference.accumulate,
+        (row, payloads, total),
+        (payloads,),
+        (total,),
+    )
+
+
+def _selections(row: SparseRow, title: str, setting: Setting) -> Iterator[Case]:
+    values, carry = setting.values, setting.carry
+    payload = rows(1, row.nbytes, setting.device)
+    targets = times_copy_of(1.4, _PASSES_NBYTES * setting.numel, f"{_PASSES_NBYTES} B an element")
+    sent = torch.empty(row.count, dtype=row.value_dtype, device=setting.device)
+    route = partial(topk_route, values, carry.old, carry.new, sent, SCALE)
+    yield Case(
+        "select",
+        title,
+        sparse.select,
+        sparse_reference.select,
+        (row, values, payload, SCALE, carry),
+        (values, carry.old),
+        (payload, carry.new),
+        others=(Implementation(TOPK, route, (carry.new, sent)),),
+        targets=(targets, times_faster(5, TOPK)),
+    )
+    velocity = Velocity(setting.random(setting.numel), torch.empty_like(values), _MOMENTUM)
+    moving: Carry = replace(carry, velocity=velocity)
+    yield Case(
+        "select",
+        f"{title}, momentum",
+        sparse.select,
+        sparse_reference.select,
+        (row, values, payload, SCALE, moving),
+        (values, carry.old, velocity.old),
+        (payload, carry.new, velocity.new),
+        targets=(targets,),
+    )
+
+
+_MATRIX_RANK = 4
+_COUNT, _ROWS = 50, 2048
+_MOST_US = {4: 60.0, 32: 400.0}
+"""What orthogonalizing `_COUNT` factors may take, by their number of columns."""
+
+
+def _products(setting: Setting) -> Iterator[Case]:
+    """Yield what is done with a square matrix."""
+    side = max(_MATRIX_RANK, isqrt(setting.numel))
+    matrices = setting.random(1, side, side)
+    left, right, out = (setting.random(1, side, _MATRIX_RANK) for _ in range(3))
+    product, factors = torch.empty_like(matrices), (left, right)
+    changed, variant = (matrices, *factors), f"rank {_MATRIX_RANK}"
+    projected = partial(lowrank_reference.project, transposed=False)
+    yield Case("project", variant, lowrank.project, projected, (matrices, right, out), (matrices, right), (out,))
+    yield Case(
+        "decode low rank", variant, lowrank.decode, lowrank_reference.decode, (*factors, product), factors, (product,)
+    )
+    yield Case("subtract", variant, lowrank.subtract, lowrank_reference.subtract, changed, changed, (matrices,))
+
+
+def _bases(setting: Setting) -> Iterator[Case]:
+    """Yield what makes factors orthonormal, beside what torch has for it."""
+    for matrix_rank, most_us in _MOST_US.items():
+        factors = setting.random(_COUNT, _ROWS, matrix_rank)
+        initial = torch.linalg.qr(setting.random(_COUNT, _ROWS, matrix_rank)).Q.contiguous()
+        out, other = torch.empty_like(factors), torch.empty_like(factors)
+        yield Case(
+            "orthogonalize",
+            f"{_COUNT} of {_ROWS} x {matrix_rank}",
+            lowrank.orthogonalize,
+            lowrank_reference.orthogonalize,
+            (factors, out, initial),
+            (factors, initial),
+            (out,),
+            others=(
+                Implementation("torch.linalg.qr", partial(torch.linalg.qr, factors)),
+                Implementation("torch's powerSGD_hook", partial(hook_orthogonalize, factors, other), (other,)),
+            ),
+            targets=(microseconds(most_us),),
+        )
+
+
+PRODUCTS = Family("products with factors", ("project", "decode low rank", "subtract"), _products)
+BASES = Family("orthonormal factors", ("orthogonalize",), _bases)
+
 
 PEERS = 8
 """Whose rows an owner adds up."""
 
 
+def timed_compressors() -> list[Compressor]:
+    """Return the choice above, and every other registered compressor as it is by default."""
+    known = {type(compressor) for compressor in _CHOSEN}
+    return [*_CHOSEN, *(kind() for kind in COMPRESSORS.values() if kind not in known)]
+
+
 def families(models: Sequence[Model]) -> Iterator[Family]:
     """Return all cases, with the lists of gradients of `models`."""
-    yield from map(packing.of_model, models)
-    yield packing.EVEN
-    for compressor in contenders():
+    yield from map(of_model, models)
+    yield EVEN
+    for compressor in timed_compressors():
         if isinstance(compressor, Blockwise):
-            yield blocks.of_codec(compressor.codec)
-    yield from sparse.families()
-    yield factors.BASES
-    yield factors.PRODUCTS
+            yield of_codec(compressor.codec)
+    yield from sparse_families()
+    yield BASES
+    yield PRODUCTS
 
 
 def cases(numel: int, device: torch.device, models: Sequence[Model] = ()) -> Iterator[Case]:

@@ -36,8 +36,7 @@ def main() -> None:
 
 def draw_one(files: list[Path], output: Path, figure: str | None) -> None:
     """Draw some files as one picture. Raises ValueError when they cannot be, OSError when one cannot be read."""
-    from bench.plot.files import kind_of
-    from bench.plot.pictures import pictures_of
+    from bench.plot.pictures import kind_of, pictures_of
 
     kinds = {kind_of(file) for file in files}
     if len(kinds) > 1:

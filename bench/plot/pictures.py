@@ -2,19 +2,54 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from bench.convergence.plan import RATE
-from bench.convergence.plot import draw as draw_convergence
-from bench.convergence.report import read as read_convergence
-from bench.plot import breakdown, bucketing, busbw, learning, loss, predicted, prediction, scaling, training, tuning
-from bench.plot.files import kind_of
-from bench.scaling.predicted import KIND as PREDICTED
-from bench.training.report import read as read_training
+from bench.evidence.scaling.predicted import KIND as PREDICTED
+from bench.plot import evidence, training
 from commopt.cost import Links
+from commopt.document import parse, read_text
 from commopt.probe.report import draw as draw_probe
+
+_PROBE = "probe"
+_LAUNCHERS = ("bench.cluster",)
+
+
+def kind_of(path: Path) -> str | None:
+    """Return what made a file: "training", "scaling", "bandwidth" ...; None when its header does not say.
+
+    The header says it under "kind"; before there was that, the command in it does.
+    """
+    header = _header(path)
+    if header is None:
+        return None
+    if {"format", "links"} <= header.keys():  # of commopt.cost, which knows nothing of benchmarks
+        return _PROBE
+    header = header.get("environment", header)
+    if not isinstance(header, dict):
+        return None
+    kind = header.get("kind") or _kind_in(header.get("command", ""))
+    return kind if isinstance(kind, str) else None
+
+
+def _header(path: Path) -> dict[str, Any] | None:
+    """Return the whole JSON document, or the first of several lines; None when it is neither."""
+    text = read_text(path)
+    for candidate in (text, text.partition("\n")[0]):
+        try:
+            found = parse(candidate, str(path))
+        except ValueError:
+            continue
+        return found if isinstance(found, dict) else None
+    return None
+
+
+def _kind_in(command: str) -> str | None:
+    modules = [word for word in shlex.split(command) if word.startswith("bench.") and word not in _LAUNCHERS]
+    return modules[0].rpartition(".")[2] if modules else None
 
 
 @dataclass(frozen=True)
@@ -26,18 +61,8 @@ class Picture:
     draw: Callable[[Sequence[Path], Path], None]
     """Draws files of this kind into a file, in the format of its suffix."""
     together: bool = False
-
-
-def on_link(file: Path) -> Path:
-    """Return where bench.convergence puts the times on a slow network that belong to `file`."""
-    return file.with_stem(f"{file.stem}_{RATE}")
-
-
-def convergence(file: Path, path: Path) -> None:
-    """Draw a file of bench.convergence, with the times on a slow network from the file beside it, if there is one."""
-    timed = on_link(file)
-    outcomes = read_training(timed)[1] if timed.exists() else []
-    draw_convergence(*read_convergence(file), outcomes, path)
+    only: str | None = None
+    """The one file that it is drawn of unless it is asked for."""
 
 
 def probe(file: Path, path: Path) -> None:
@@ -45,25 +70,22 @@ def probe(file: Path, path: Path) -> None:
     draw_probe(Links.load(file), path)
 
 
-def _each(name: str, kind: str, draw: Callable[[Path, Path], None]) -> Picture:
-    return Picture(name, kind, lambda files, path: draw(files[0], path))
+def _each(name: str, kind: str, draw: Callable[[Path, Path], None], only: str | None = None) -> Picture:
+    return Picture(name, kind, lambda files, path: draw(files[0], path), only=only)
 
 
 # The first of a kind is what one file is drawn as unless another is asked for.
 PICTURES = (
     _each("training", "training", training.draw_file),
-    Picture("step_breakdown", "training", breakdown.draw_files, together=True),
-    Picture("loss_by_time", "training", loss.draw_by_time, together=True),
-    Picture("loss_by_bytes", "training", loss.draw_by_bytes, together=True),
-    _each("convergence", "convergence", convergence),
-    _each("learning", "convergence", learning.draw_file),
-    _each("learning", "periodic", learning.draw_file),
-    _each("scaling", "scaling", scaling.draw_file),
-    _each("scaling_predicted", PREDICTED, predicted.draw_file),
-    _each("prediction", "prediction", prediction.draw_file),
-    _each("tuning", "tuning", tuning.draw_file),
-    Picture("busbw", "bandwidth", busbw.draw_files, together=True),
-    _each("bucketing", "bucketing", bucketing.draw_file),
+    _each("time_to_loss", "training", training.draw_time_to_loss, only="training_200mbit"),
+    _each("convergence", "convergence", evidence.draw_learning),
+    _each("periodic", "periodic", evidence.draw_learning),
+    _each("scaling", "scaling", evidence.draw_scaling),
+    _each("scaling_predicted", PREDICTED, evidence.draw_predicted_scaling),
+    _each("prediction", "prediction", evidence.draw_prediction),
+    _each("tuning", "tuning", evidence.draw_tuning),
+    Picture("busbw", "bandwidth", evidence.draw_busbw, together=True),
+    _each("bucketing", "bucketing", evidence.draw_bucketing),
     _each("probe", "probe", probe),
 )
 
@@ -81,11 +103,9 @@ def drawings(files: Iterable[Path], folder: Path) -> list[tuple[Picture, list[Pa
     by_kind: dict[str | None, list[Path]] = {}
     for file in sorted(files):
         by_kind.setdefault(kind_of(file), []).append(file)
-    companions = {on_link(file) for file in by_kind.get("convergence", ())}
-    by_kind["training"] = [file for file in by_kind.get("training", ()) if file not in companions]
     found: list[tuple[Picture, list[Path], Path]] = []
     for picture in PICTURES:
-        own = by_kind.get(picture.kind, [])
+        own = [file for file in by_kind.get(picture.kind, []) if picture.only in (None, file.stem)]
         if picture.together:
             found += [(picture, own, folder / f"{picture.name}.png")] if own else []
         else:
@@ -94,6 +114,6 @@ def drawings(files: Iterable[Path], folder: Path) -> list[tuple[Picture, list[Pa
 
 
 def _name(picture: Picture, file: Path) -> str:
-    if picture is not pictures_of(picture.kind)[0] or picture.name == "learning":
-        return f"{picture.name}_{file.stem}"
+    if picture.only:
+        return picture.name
     return _SHOWN_AS.get(file.stem, file.stem)

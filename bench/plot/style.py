@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
 # Okabe and Ito's colours, which the colour-blind can tell apart, and two more.
-COLOURS = ("#E69F00", "#0072B2", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#6A3D9A", "#8C6D31")
-MARKERS = ("s", "D", "o", "^", "v", "P", "*", "p")
+COLOURS = ("#E69F00", "#0072B2", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#6A3D9A", "#8C6D31", "#882255", "#44AA99")
+MARKERS = ("s", "D", "o", "^", "v", "P", "*", "p", "<", ">")
 GREY = "#555555"
 LIGHT_GREY = "#D9D9D9"
 _STOCK_STYLE = (GREY, "X")  # what the rest stands against

@@ -10,15 +10,12 @@ import torch
 import torch.distributed as dist
 
 import commopt
-from bench.environment import command_of, machine
+from bench.environment import command_of, machine, slowest_rank_ms
 from bench.models import Trainable
-from bench.ranks import slowest_rank_ms
 from bench.training import report
-from bench.training.contenders import NOTES
-from bench.training.measure import measure
-from bench.training.options import parse_options
+from bench.training.measure import FIRST_STEPS, Run, Show, measure
 from bench.training.report import Environment, Outcome
-from bench.training.run import FIRST_STEPS, Run, Show
+from bench.training.strategies import NOTES, parse_options
 from commopt.cluster import link_rate
 from examples.train_gpt import progress_bar, start_process_group
 from topology import Cluster

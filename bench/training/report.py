@@ -5,29 +5,40 @@
 
 from __future__ import annotations
 
-import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from math import inf, isfinite
 from pathlib import Path
 
-from bench.crossing import first_below
 from bench.document import table
-from bench.table import print_rows
+from bench.environment import Header
+from bench.output import print_rows, read_lines, write_results, written_by
 from commopt.command_line import Parser, content_of
+
+
+def first_below(curve: Iterable[tuple[float, float]], level: float) -> float | None:
+    """Return the x at which a curve of (x, y) is first down at `level`, None if it never is.
+
+    Straight lines join the points; where the point before is not finite, that of the first one below counts.
+    """
+    x_before, y_before = -inf, inf
+    for x, y in curve:
+        if y <= level:
+            if not isfinite(y_before):
+                return x
+            return x_before + (y_before - level) / (y_before - y) * (x - x_before)
+        x_before, y_before = x, y
+    return None
+
 
 STOCK = "ddp"
 
 
 @dataclass(frozen=True)
-class Environment:
+class Environment(Header):
     """Where and how the numbers were made; the first line of the file."""
 
-    date: str
-    command: str
-    torch: str
-    python: str
-    cpu_count: int
     device: str
     backend: str
     nodes: int
@@ -106,24 +117,18 @@ def fraction_of_stock(outcome: Outcome, outcomes: Sequence[Outcome]) -> float | 
 
 
 def write(path: Path, environment: Environment, outcomes: Sequence[Outcome]) -> None:
-    """Write one JSON object per line, each naming its kind under "record"."""
-    records = [{"record": "environment", **asdict(environment)}]
-    records += [{"record": "strategy", **asdict(outcome)} for outcome in outcomes]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    """Write JSON lines: the environment, then a line for each strategy."""
+    write_results(path, asdict(environment), "strategy", map(asdict, outcomes))
 
 
 def read(path: Path) -> tuple[Environment, list[Outcome]]:
     """Read what `write` wrote; raises ValueError when `path` holds something else."""
-    try:
-        header, *rows = (json.loads(line) for line in path.read_text().splitlines())
-        if header.pop("record") != "environment" or any(row.pop("record") != "strategy" for row in rows):
-            raise ValueError("unexpected kinds of records")
+    with written_by("bench.training --json", path):
+        header, rows = read_lines(path, "strategy")
         header.setdefault("model", _model_in(header["command"]))
         curves = [[Look(**look) for look in row.pop("curve")] for row in rows]
         outcomes = [Outcome(**row, curve=curve) for row, curve in zip(rows, curves, strict=True)]
         return Environment(**header), outcomes
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is not a file that bench.training --json wrote: {error}") from error
 
 
 def _model_in(command: str) -> str:
@@ -191,24 +196,15 @@ def markdown(environment: Environment, outcomes: Sequence[Outcome], chosen: Sequ
     return table(headings, rows)
 
 
-def fractions(outcomes: Sequence[Outcome]) -> str:
-    """Return a table of one row: the exposed time with each strategy as a fraction of stock DDP's."""
-    others = [each for each in outcomes if each.strategy != STOCK]
-    return table(
-        [f"`{each.strategy}`" for each in others], [[_number(fraction_of_stock(each, outcomes), 2) for each in others]]
-    )
-
-
 def main() -> None:
     """Print."""
     parser = Parser(prog="python -m bench.training.report", description="A table of a training file.")
     parser.add_argument("file", type=content_of(read), help="what bench.training --json wrote")
     parser.add_argument("--strategies", default="", help="only these, separated by commas")
-    parser.add_argument("--fractions", action="store_true", help="only what is left of stock DDP's exposed time")
     options = parser.parse_args()
     environment, outcomes = options.file
     chosen = [name for name in options.strategies.split(",") if name]
-    print(fractions(outcomes) if options.fractions else markdown(environment, outcomes, chosen))
+    print(markdown(environment, outcomes, chosen))
 
 
 if __name__ == "__main__":

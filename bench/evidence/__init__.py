@@ -1,0 +1,1 @@
+"""Evidence for maintainers: what the claims of the documents rest on."""

@@ -1,0 +1,78 @@
+"""How much compressors leave out of real gradients: `python -m bench.evidence.compression_error --json FILE`.
+
+Trains the demo's GPT in this process, as one node of the demo sees it (the batches of its ranks together), and encodes
+its gradient, laid out as DDP would, at several steps: relative L2 error of one encoding without feedback.
+"""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from bench.kernels.cases import timed_compressors
+from commopt import Compressor
+from commopt.command_line import Parser, output_file, whole
+from examples.train_gpt import GPT, load_corpus, windows_at
+
+STEPS = (0, 5, 20, 50, 100, 200)
+RANKS_PER_NODE = 2
+
+
+def gradients(steps: tuple[int, ...], batch: int, context: int = 64) -> dict[int, torch.Tensor]:
+    """Return the flat gradient, float32, at each of `steps`."""
+    torch.manual_seed(0)
+    model = GPT(layers=6, width=256, context=context)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / 10, total_iters=10)
+    text, _ = load_corpus()
+    taken = {}
+    for step in range(max(steps) + 1):
+        starts = torch.randint(len(text) - context, (batch,))
+        tokens, targets = windows_at(text, starts, context, torch.device("cpu"))
+        optimizer.zero_grad()
+        cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
+        if step in steps:
+            # DDP fills its buckets from the last layer on.
+            found = [p.grad.flatten() for p in reversed(list(model.parameters())) if p.grad is not None]
+            taken[step] = torch.cat(found)
+        optimizer.step()
+        warm_up.step()
+    return taken
+
+
+def relative_error(compressor: Compressor, values: torch.Tensor) -> float:
+    """Encode and decode `values` once; return what is missing, relative to their L2 norm."""
+    chunk_numel = -(-values.numel() // compressor.granularity) * compressor.granularity
+    payload = torch.empty(1, compressor.payload_nbytes(chunk_numel), dtype=torch.uint8)
+    decoded = torch.empty_like(values)
+    compressor.compress(values, payload, chunk_numel, 1.0)
+    compressor.decompress(payload, decoded, chunk_numel)
+    return float((values - decoded).norm() / values.norm())
+
+
+def main() -> None:
+    """Measure, print a table, write the figures."""
+    parser = Parser(prog="python -m bench.evidence.compression_error", description=__doc__)
+    parser.add_argument(
+        "--batch", type=whole(1), default=2 * RANKS_PER_NODE, help="windows per node and step (default 4)"
+    )
+    parser.add_argument("--json", type=output_file, metavar="FILE")
+    options = parser.parse_args()
+    taken = gradients(STEPS, options.batch)
+    print("step".ljust(60), *(f"{step:>7}" for step in taken))
+    rows = []
+    for compressor in timed_compressors():
+        errors = {step: relative_error(compressor, values) for step, values in taken.items()}
+        print(repr(compressor).ljust(60), *(f"{error:7.4f}" for error in errors.values()))
+        rows.append({"compressor": repr(compressor), "relative_error_by_step": errors})
+    if options.json is not None:
+        command = f"python -m bench.evidence.compression_error --batch {options.batch}"
+        options.json.write_text(
+            json.dumps({"command": command, "torch": torch.__version__, "rows": rows}, indent=1) + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""What is compared: the two examples under two optimizers, with every preset, at several strengths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from commopt import Aggregator, LocalSGD
+from commopt.command_line import Parser
+from examples import train_digits, train_gpt
+
+RANKS_PER_NODE = (2, 2)
+RATE = "50mbit"
+SEEDS = (0, 1, 2)
+OPTIMIZERS = ("sgd", "adamw")
+STOCK = "ddp"
+NO_FEEDBACK = ":feedback=None"
+
+_QUICK_STEPS = 20
+_QUICK_LOOK_EVERY = 10
+
+Training = train_digits.Training | train_gpt.Training
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A strategy, and what it is tried on."""
+
+    strategy: str
+    tasks: tuple[str, ...] = ("digits", "gpt")
+    optimizers: tuple[str, ...] = OPTIMIZERS
+    momentum: float = 0.9
+    """Of SGD; 0 where the strategy has momentum of its own."""
+    on_link: bool = False
+    """Whether its step is also timed where the network is slow."""
+    aggregator: Aggregator | None = None
+    """What averages where the strategy is no preset's name."""
+
+
+def _local_sgd(period: int, start_step: int) -> Entry:
+    aggregator = LocalSGD(period, start_step)
+    return Entry(repr(aggregator), optimizers=("sgd",), aggregator=aggregator)
+
+
+# Flat presets compress what four ranks exchange; the GPT is for what nodes exchange, and timed on their links as well.
+_flat = partial(Entry, tasks=("digits",))
+_on_link = partial(Entry, on_link=True)
+_own_momentum = partial(Entry, optimizers=("sgd",), momentum=0.0)
+
+ENTRIES = (
+    _on_link(STOCK),
+    _flat("flat"),
+    _on_link("hierarchical"),
+    _on_link("hierarchical_bf16"),
+    _flat("quantized"),
+    _on_link("hierarchical_quantized"),
+    _on_link("hierarchical_quantized:bits=4"),
+    _on_link("hierarchical_quantized:bits=2"),
+    _flat("onebit"),
+    _on_link("hierarchical_onebit"),
+    Entry("hierarchical_onebit" + NO_FEEDBACK),
+    Entry("hierarchical_onebit:start_step=100"),
+    _flat("dgc"),
+    _on_link("hierarchical_dgc"),
+    Entry("hierarchical_dgc" + NO_FEEDBACK),
+    Entry("hierarchical_dgc:warmup=((40,0.25),(40,0.0625))"),
+    _on_link("hierarchical_dgc:density=0.05"),
+    _on_link("hierarchical_dgc:min_elements=1"),
+    _own_momentum("hierarchical_dgc:momentum=0.9"),
+    _own_momentum("hierarchical_dgc:momentum=0.9:momentum_masking=False"),
+    _flat("powersgd"),
+    _on_link("hierarchical_powersgd"),
+    Entry("hierarchical_powersgd" + NO_FEEDBACK),
+    Entry("hierarchical_powersgd:start_step=50"),
+    _on_link("hierarchical_powersgd:alternating=True"),
+    _on_link("hierarchical_powersgd:matrix_rank=8:alternating=True"),
+    _on_link("hierarchical_powersgd:matrix_rank=1"),
+    _on_link("hierarchical_powersgd:matrix_rank=16"),
+    *(_local_sgd(period, start_step) for start_step in (0, 100) for period in (2, 4, 8, 16)),
+)
+
+
+@dataclass(frozen=True)
+class Task:
+    """An example's model and data, and how long it learns; the learning rate falls to zero over `steps`."""
+
+    name: str
+    steps: int
+    look_every: int
+    model: tuple[str, ...]
+    """Options of the example's command line."""
+    learning_rates: tuple[tuple[str, float], ...]
+
+    @property
+    def example(self) -> ModuleType:
+        """The module that trains it."""
+        return {"digits": train_digits, "gpt": train_gpt}[self.name]
+
+    def start(self, optimizer: str, momentum: float, seed: int, device: torch.device) -> Training:
+        """Return the example's fresh model and data. Collective."""
+        parser = Parser()
+        self.example.add_model_options(parser)
+        chosen = {"optimizer": optimizer, "momentum": momentum, "seed": seed, self._decay: self.steps}
+        chosen["learning-rate"] = dict(self.learning_rates)[optimizer]
+        options = [word for name, value in chosen.items() for word in (f"--{name}", str(value))]
+        training: Training = self.example.Training(parser.parse_args([*self.model, *options]), device)
+        return training
+
+    @property
+    def _decay(self) -> str:
+        return {"digits": "steps", "gpt": "decay-steps"}[self.name]
+
+
+DIGITS = Task("digits", 600, 60, (), (("sgd", 0.04), ("adamw", 3e-3)))
+GPT = Task(
+    name="gpt",
+    steps=400,
+    look_every=40,
+    model=("--layers", "2", "--width", "64", "--context", "32", "--batch", "4"),
+    learning_rates=(("sgd", 0.05), ("adamw", 3e-3)),
+)
+TASKS = (DIGITS, GPT)
+
+
+def quick(tasks: Sequence[Task]) -> tuple[Task, ...]:
+    """Return tasks that end after a few steps: enough to see that everything runs."""
+    return tuple(replace(task, steps=_QUICK_STEPS, look_every=_QUICK_LOOK_EVERY) for task in tasks)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training."""
+
+    task: Task
+    optimizer: str
+    entry: Entry
+    seed: int
+
+    @property
+    def key(self) -> tuple[str, str, str, int]:
+        """What tells it from the others in a file."""
+        return self.task.name, self.optimizer, self.entry.strategy, self.seed
+
+
+def cases(tasks: Sequence[Task], entries: Sequence[Entry], seeds: Sequence[int]) -> list[Case]:
+    """Return every training, seed after seed, so that an interrupted run has compared as much as it could."""
+    return [
+        Case(task, optimizer, entry, seed)
+        for seed in seeds
+        for task in tasks
+        for optimizer in OPTIMIZERS
+        for entry in entries
+        if task.name in entry.tasks and optimizer in entry.optimizers
+    ]
+
+
+def chosen(patterns: Sequence[str]) -> tuple[Entry, ...]:
+    """Return stock DDP, which all are compared with, and the entries whose name has one of `patterns` in it.
+
+    Raises ValueError when a pattern is in none.
+    """
+    for pattern in patterns:
+        if not any(pattern in entry.strategy for entry in ENTRIES):
+            known = ", ".join(entry.strategy for entry in ENTRIES)
+            raise ValueError(f"{pattern!r} is in no strategy's name; known: {known}")
+    return tuple(
+        entry
+        for entry in ENTRIES
+        if not patterns or entry.strategy == STOCK or any(pattern in entry.strategy for pattern in patterns)
+    )
+
+
+def settings(tasks: Sequence[Task]) -> dict[str, Any]:
+    """Return what must be equal for trainings to be comparable, as JSON has it."""
+    return {
+        task.name: {
+            "steps": task.steps,
+            "look_every": task.look_every,
+            "model": " ".join(task.model),
+            "learning_rates": dict(task.learning_rates),
+        }
+        for task in tasks
+    }

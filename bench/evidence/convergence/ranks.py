@@ -1,0 +1,146 @@
+"""What every rank of the convergence benchmark runs, under torchrun: one training after the other."""
+
+# No `from __future__ import annotations`: DDP compares a hook's annotations with the types themselves.
+
+import argparse
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from math import isfinite
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+import bench.evidence.convergence
+import commopt
+from bench.environment import gather, slowest_rank_ms
+from bench.evidence.convergence import plan, report
+from bench.evidence.convergence.plan import Case, Training, cases
+from bench.evidence.convergence.report import Point, Run
+from commopt.command_line import Parser, output_file, whole
+from examples import train_digits
+from examples.train_gpt import choose_averaging, progress_bar, start_process_group
+
+
+def parse_options() -> argparse.Namespace:
+    """Read the command line; a wrong one ends here, before anything is started.
+
+    Beside the options themselves: tasks, entries and seeds, as plan.cases takes them; settings, of all tasks; the
+    command; and link_json, where the times on the slow network go.
+    """
+    parser = Parser(
+        prog="python -m bench.evidence.convergence",
+        description=(bench.evidence.convergence.__doc__ or "").splitlines()[0],
+    )
+    parser.add_argument(
+        "--json",
+        type=output_file,
+        default=Path("build/convergence/convergence.json"),
+        metavar="FILE",
+        help="JSON lines, written after every training; what is in it already is not done again (default %(default)s)",
+    )
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="TEXT", help="strategies with TEXT in their names, and stock DDP"
+    )
+    parser.add_argument("--task", choices=[task.name for task in plan.TASKS], help="one task only")
+    parser.add_argument("--seeds", type=whole(1), default=len(plan.SEEDS), help="seeds 0, 1, ... (default %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="a few steps of everything with one seed: does it run?")
+    parser.add_argument("--no-link", action="store_true", help="do not time steps on emulated nodes")
+    parser.add_argument("--report", action="store_true", help="train and time nothing: report what the file has")
+    options = parser.parse_args()
+    tasks = plan.quick(plan.TASKS) if options.quick else plan.TASKS
+    options.tasks = tuple(task for task in tasks if options.task in (None, task.name))
+    options.settings = plan.settings(tasks)
+    options.seeds = range(1 if options.quick else options.seeds)
+    try:
+        options.entries = plan.chosen(options.only)
+    except ValueError as error:
+        parser.error(str(error))
+    options.link_json = report.on_link(options.json)
+    options.command = shlex.join(["python", "-m", "bench.evidence.convergence", *sys.argv[1:]])
+    return options
+
+
+Show = Callable[[float], None]
+
+
+def look(training: Training, step: int) -> Point:
+    """Return how good the model is now. Collective."""
+    accuracy = None
+    if isinstance(training, train_digits.Training):
+        accuracy, loss = training.held_out_accuracy()
+    else:
+        loss = training.held_out_loss()
+    return Point(step, loss if isfinite(loss) else None, accuracy)
+
+
+def train(case: Case, device: torch.device, show: Show) -> Run:
+    """Do one training from start to end. Collective."""
+    task, entry = case.task, case.entry
+    training = task.start(case.optimizer, entry.momentum, case.seed, device)
+    if entry.aggregator is None:
+        state = choose_averaging(training.ddp, entry.strategy, plan="ddp")
+    else:
+        state = commopt.attach(training.ddp, entry.aggregator, plan="ddp")
+    curve, step_s = [], []
+    for step in range(1, task.steps + 1):
+        started = time.perf_counter()
+        training.step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        step_s.append(time.perf_counter() - started)
+        if step % task.look_every == 0 or step == task.steps:
+            if entry.aggregator is not None and state is not None and step == task.steps:
+                state.average_parameters()
+            curve.append(look(training, step))
+            show(step / task.steps)
+    inter = None if state is None else sum(gather(state.stats()["inter_bytes"])) / task.steps
+    return Run(
+        task=task.name,
+        optimizer=case.optimizer,
+        strategy=entry.strategy,
+        seed=case.seed,
+        parameters=sum(parameter.numel() for parameter in training.ddp.parameters()),
+        step_ms=median(slowest_rank_ms(step_s)),
+        inter_bytes_per_step=inter,
+        curve=curve,
+    )
+
+
+def describe(run: Run) -> str:
+    """Say in one line what a training came to."""
+    last = run.curve[-1]
+    accuracy = "" if last.accuracy is None else f", {100 * last.accuracy:.1f} % right"
+    return f"{run.task} {run.optimizer} seed {run.seed} {run.strategy}: loss {run.loss:.3f}{accuracy}"
+
+
+def main() -> None:
+    """Do the trainings that the file lacks; rank 0 adds them."""
+    options = parse_options()
+    device = start_process_group()
+    environment, runs = report.read(options.json)
+    done = {run.key for run in runs}
+    todo = [case for case in cases(options.tasks, options.entries, options.seeds) if case.key not in done]
+    weights = [case.task.steps for case in todo]
+    with progress_bar() as show:
+        message = f"{len(todo)} trainings, {len(done)} done before"
+        show(0.0, message)
+        for index, case in enumerate(todo):
+            show_part = _part(show, sum(weights[:index]), weights[index], sum(weights), message)
+            runs.append(train(case, device, show_part))
+            message = describe(runs[-1])
+            if dist.get_rank() == 0:
+                report.write(options.json, environment, runs)
+        show(1.0, message)
+    dist.destroy_process_group()
+
+
+def _part(show: Callable[[float, str], None], before: int, steps: int, total: int, message: str) -> Show:
+    return lambda fraction: show((before + fraction * steps) / total, message)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""Run a benchmark on one emulated cluster after another, and read and write what all of its runs found."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+from typing import Any, Generic, Protocol, TypeVar
+
+from bench.environment import Header
+from bench.output import written_by
+from commopt.cluster import Cluster, ClusterUnavailableError
+from commopt.command_line import Parser, number, output_file
+
+Environment = TypeVar("Environment", bound="World")
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class World(Header):
+    """Where and how numbers were made; nodes: ranks on each."""
+
+    world_size: int
+    emulated_rate: str | None
+    nodes: list[int]
+
+    @property
+    def cluster(self) -> str:
+        """The cluster in words."""
+        return f"{'+'.join(map(str, self.nodes))} ranks, {self.emulated_rate or 'no emulated link'}"
+
+
+def append_run(
+    path: Path, kind: str, environment: Mapping[str, Any], configurations: Sequence[Mapping[str, Any]]
+) -> None:
+    """Add a run to a file: its environment, which says what `kind` of file it is, and what was found."""
+    records = [{"record": "environment", "kind": kind, **environment}]
+    records += [{"record": "configuration", **each} for each in configurations]
+    with path.open("a") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+def read_runs(
+    path: Path, kind: str, environment: type[Environment], configuration: type[Found]
+) -> list[tuple[Environment, list[Found]]]:
+    """Read what `append` wrote of dataclasses; raises ValueError when the file holds something else."""
+    runs: list[tuple[Environment, list[Found]]] = []
+    with written_by(f"bench.evidence.{kind} --json", path):
+        for line in path.read_text().splitlines():
+            entry = json.loads(line)
+            if entry.pop("record") == "environment":
+                if (made_by := entry.pop("kind")) != kind:
+                    raise ValueError(f"its kind is {made_by!r}")
+                runs.append((environment(**entry), []))
+            else:
+                runs[-1][1].append(configuration(**entry))
+    return runs
+
+
+UNUSABLE = 2
+
+Run = TypeVar("Run")
+
+
+@dataclass(frozen=True)
+class EmulatedCluster:
+    """An emulated cluster; `rate` is that of every node's link, "none" for one that is not shaped."""
+
+    nodes: int
+    ranks_per_node: int
+    rate: str
+
+    def __str__(self) -> str:
+        return f"{self.nodes} nodes x {self.ranks_per_node} ranks at {self.rate}"
+
+    def is_that(self, nodes: list[int], rate: str | None) -> bool:
+        """Return whether a record is of this cluster."""
+        return nodes == [self.ranks_per_node] * self.nodes and rate == self.rate
+
+
+class Entry(Protocol[Run]):
+    """One run on a cluster of its own."""
+
+    @property
+    def place(self) -> EmulatedCluster:
+        """Where."""
+
+    @property
+    def command(self) -> list[str]:
+        """What every rank runs, a module and its options, but for where it writes to."""
+
+    def is_in(self, runs: list[Run]) -> bool:
+        """Return whether a file has it."""
+
+
+@dataclass(frozen=True)
+class Matrix(Generic[Run]):
+    """Entries that all add to one file. read, show: its records. timeout_s: for each entry, by default."""
+
+    program: str
+    description: str
+    entries: Sequence[Entry[Run]]
+    read: Callable[[Sequence[Path]], list[Run]]
+    show: Callable[[Sequence[Run]], str]
+    timeout_s: float
+
+    def main(self) -> int:
+        """Run what the file lacks, then show all of it; return an exit status, that of the last entry that failed."""
+        parser = Parser(prog=f"python -m {self.program}", description=self.description)
+        parser.add_argument("--json", type=output_file, required=True, metavar="FILE", help="append JSON lines")
+        default = f"for each cluster (default {self.timeout_s:g})"
+        parser.add_argument("--timeout", type=number(), default=self.timeout_s, metavar="S", help=default)
+        options, passed_on = parser.parse_known_args()
+        failed = 0
+        try:
+            done = self.read([options.json]) if options.json.exists() else []
+            for entry in self.entries:
+                if entry.is_in(done):
+                    print(f"{entry}: in {options.json} already")
+                    continue
+                command = [*entry.command, "--json", str(options.json), *passed_on]
+                failed = run_at(entry.place, command, options.timeout) or failed
+            if options.json.exists():
+                print(self.show(self.read([options.json])))
+        except (ClusterUnavailableError, ValueError) as error:
+            print(f"{self.program}: {error}", file=sys.stderr)
+            return UNUSABLE
+        return failed
+
+
+def run_at(place: EmulatedCluster, command: list[str], timeout_s: float) -> int:
+    """Run a module's command line on all ranks of a cluster of its own; return its exit status.
+
+    Raises ClusterUnavailableError.
+    """
+    print(f"\n{place}", flush=True)
+    begun_s = monotonic()
+    with Cluster(place.nodes, place.ranks_per_node, place.rate) as cluster:
+        status = cluster.run(["-m", *command], timeout_s=timeout_s, capture=False).returncode
+    print(f"{place}: exit status {status} after {monotonic() - begun_s:.0f} s", flush=True)
+    return status

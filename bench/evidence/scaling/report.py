@@ -1,0 +1,126 @@
+"""What the scaling benchmark found: its records, their file, the efficiencies and the tables.
+
+`python -m bench.evidence.scaling.report FILE MODE` prints the steps in Markdown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from bench.document import table
+from bench.environment import Header
+from bench.output import read_lines, write_results, written_by
+from commopt.command_line import Parser, content_of
+
+KIND = "scaling"
+
+
+@dataclass(frozen=True)
+class Environment(Header):
+    """Where and how the numbers were made; the first line of the file."""
+
+    emulated_rate: str
+    model: str
+    parameters: int
+    kind: str = KIND
+
+
+@dataclass(frozen=True)
+class Point:
+    """One strategy in one world."""
+
+    mode: str
+    """"weak": the batch of a rank is fixed; "strong": that of the world."""
+    nodes: int
+    ranks_per_node: int
+    batch_per_rank: int
+    strategy: str
+    step_ms: float
+    """Median over steps of the slowest rank's."""
+    noop_ms: float
+    """The same in the same world without communication."""
+    inter_mib_per_step: float
+    """Sent by all nodes, counted at their network interfaces, headers included."""
+    predicted_ms: float | None = None
+    """step_ms as simulated from noop_ms and probed links; None where nobody asked, or where there is no model."""
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks P."""
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def samples_per_s(self) -> float:
+        """Throughput of the world."""
+        return self.ranks * self.batch_per_rank / self.step_ms * 1000
+
+    @property
+    def communication_efficiency(self) -> float:
+        """Share of the step that would be left without communication."""
+        return self.noop_ms / self.step_ms
+
+
+def efficiency(point: Point, base: Point) -> float:
+    """Return what a rank gets done, as a share of what a rank of `base` does.
+
+    Weak: (thr(P) / P) / (thr(P0) / P0). Strong: T(P0) P0 / (T(P) P), which is the same, as the world's batch is fixed.
+    """
+    return (point.samples_per_s / point.ranks) / (base.samples_per_s / base.ranks)
+
+
+def efficiency_of_1_rank(point: Point, points: Iterable[Point]) -> float | None:
+    """Return the efficiency against the same strategy on one rank alone; None when that was not measured."""
+    for other in points:
+        if (other.mode, other.strategy, other.ranks) == (point.mode, point.strategy, 1):
+            return efficiency(point, other)
+    return None
+
+
+def write(path: Path, environment: Environment, points: Sequence[Point]) -> None:
+    """Write JSON lines: the environment, then a line for each point."""
+    write_results(path, asdict(environment), "point", map(asdict, points))
+
+
+def read(path: Path) -> tuple[Environment, list[Point]]:
+    """Read what `write` wrote; raises ValueError when `path` holds something else."""
+    with written_by("bench.evidence.scaling --json", path):
+        header, rows = read_lines(path, "point")
+        points = [Point(**{name: row[name] for name in Point.__dataclass_fields__ if name in row}) for row in rows]
+        return Environment(**header), points
+
+
+def markdown(points: Sequence[Point], mode: str) -> str:
+    """Return a table of one mode: a row for each world, a column for each strategy's step and what was predicted."""
+    own = [point for point in points if point.mode == mode]
+    strategies = dict.fromkeys(point.strategy for point in own)
+    worlds: dict[tuple[int, int, int], dict[str, Point]] = {}
+    for point in own:
+        worlds.setdefault((point.nodes, point.ranks_per_node, point.batch_per_rank), {})[point.strategy] = point
+    rows = [
+        [
+            f"{nodes} x {ranks}, {batch}",
+            f"{next(iter(found.values())).noop_ms:.0f}",
+            *(_step(found[s]) for s in strategies),
+        ]
+        for (nodes, ranks, batch), found in worlds.items()
+    ]
+    return table(["nodes x ranks, samples on each", "computing alone", *(f"`{name}`" for name in strategies)], rows)
+
+
+def _step(point: Point) -> str:
+    return f"{point.step_ms:.0f}" + ("" if point.predicted_ms is None else f" ({point.predicted_ms:.0f})")
+
+
+def main() -> None:
+    """Print."""
+    parser = Parser(prog="python -m bench.evidence.scaling.report", description="A table of a scaling file.")
+    parser.add_argument("file", type=content_of(read), help="what bench.evidence.scaling --json wrote")
+    parser.add_argument("mode", choices=["weak", "strong"])
+    options = parser.parse_args()
+    print(markdown(options.file[1], options.mode))
+
+
+if __name__ == "__main__":
+    main()

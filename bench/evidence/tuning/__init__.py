@@ -1,0 +1,1 @@
+"""What commopt's tuner chooses against every choice it had: `python -m bench.cluster ... -m bench.evidence.tuning`."""

@@ -1,0 +1,143 @@
+"""What the files of a step say: tests counted, targets, whether a model has learned."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from bench.gpu.report import Counted, Target
+from bench.gpu.runner import Place
+from bench.training import report as training
+
+_WHOLE_DEVICE = "cudaDeviceSynchronize"
+_LATE = re.compile(r"was still running after|Timeout \(?>|rank \d+ took \d+\.\d s")  # of tests/ranks.py, pytest-timeout
+_OTHERWISE = re.compile(r"^--- rank [\d, ]+ (raised|died|returned)", re.MULTILINE)
+_NO_LOADER = ("native: ", "nvrtc: ", "there are not two loaders")  # why tests of kernels were skipped
+
+Read = Callable[[Place], "Parsed"]
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """What a step left behind; `why` when that shows a failure, whatever its exit status was."""
+
+    tests: Counted | None = None
+    targets: list[Target] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    why: str = ""
+
+
+def nothing(place: Place) -> Parsed:
+    """Read a step whose exit status says it all."""
+    return Parsed()
+
+
+def tests(file: str) -> Read:
+    """Return what reads the file of pytest's --junitxml among the files."""
+
+    def read(place: Place) -> Parsed:
+        cases = list(ElementTree.parse(place.files / file).iter("testcase"))
+        failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+        skipped = sum(case.find("skipped") is not None for case in cases)
+        failures, late = [_name(case) for case in failed], [_name(case) for case in failed if _is_late(case)]
+        counted = Counted(len(cases) - len(failures) - skipped, len(failures), skipped, failures, late)
+        if failures:
+            return Parsed(counted, why=f"{len(failures)} of {len(cases)} tests failed")
+        for reason in (each.get("message", "") for case in cases for each in case.iter("skipped")):
+            if any(absent in reason for absent in _NO_LOADER):
+                return Parsed(counted, why=f"a loader was not there, and is not tested: {reason}")
+        return Parsed(counted, why="" if counted.passed else f"no test ran, {skipped} were skipped")
+
+    return read
+
+
+def _is_late(case: ElementTree.Element) -> bool:
+    """Tell whether a test failed by its limit of time alone, on every rank."""
+    text = "\n".join(each.get("message", "") for kind in ("failure", "error") for each in case.iter(kind))
+    return bool(_LATE.search(text)) and not _OTHERWISE.search(text)
+
+
+def _name(case: ElementTree.Element) -> str:
+    return f"{case.get('classname', '')}::{case.get('name', '')}"
+
+
+def learned(file: str, strategies: Sequence[str]) -> Read:
+    """Return what reads a file of bench.training among the files, in which all of `strategies` should be.
+
+    Losses alone, since ranks that share a GPU take turns.
+    """
+
+    def read(place: Place) -> Parsed:
+        _, outcomes = training.read(place.files / file)
+        losses = {each.strategy: [look.held_out_loss for look in each.curve] for each in outcomes}
+        failures = [name for name, curve in losses.items() if not (isfinite(curve[-1]) and curve[-1] < curve[0])]
+        missing = [name for name in strategies if name not in losses]
+        wrong = [f"the loss did not fall with {', '.join(failures)}"] if failures else []
+        wrong += [f"no loss is known of {', '.join(missing)}"] if missing else []
+        facts = {"held_out_loss": {name: [curve[0], curve[-1]] for name, curve in losses.items()}}
+        return Parsed(facts=facts, why="; ".join(wrong))
+
+    return read
+
+
+def kernels(place: Place) -> Parsed:
+    """Read what is the target of kernels, and whether they achieve it; a kernel that cannot run is a failure."""
+    file = place.files / "kernels.json"
+    targets = [
+        Target(
+            f"{record['name']}, {record['variant']}",
+            f"{verdict['relation']} {verdict['limit']:g} {verdict['what']}",
+            verdict["found"],
+            verdict["met"],
+        )
+        for record in _records(file, "kernel")
+        for verdict in record["targets"]
+    ]
+    failed = [each for each in _records(file, "missing") if each["failed"]]
+    return Parsed(targets=targets, why="; ".join(f"{each['name']} {each['variant']}: {each['why']}" for each in failed))
+
+
+def compressors(place: Place) -> Parsed:
+    """Read what is the target of presets; one that could not be measured is a failure, one of torch's is none."""
+    file = place.files / "compressors.json"
+    targets = [
+        Target(
+            f"{record['method']} on {record['model']}",
+            f">= {record['target']:g} times as fast as {record['beside']}",
+            record["times_as_fast"],
+            record["met"],
+        )
+        for record in _records(file, "step")
+        if record.get("target") is not None
+    ]
+    failed = [each for each in _records(file, "failure") if not each["method"].startswith("torch.")]
+    return Parsed(targets=targets, why="; ".join(f"{each['method']}: {each['reason']}" for each in failed))
+
+
+def overlap(place: Place) -> Parsed:
+    """Read what part of the lane's work ran beside backward on each rank, and whether a step waited for the device."""
+    ranks = _records(place.files / "overlap.json", "rank")
+    parts = [each["both_ms"] / each["lane_ms"] if each["lane_ms"] else 0.0 for each in ranks]
+    waits = [each["waits"] for each in ranks]
+    wrong = [f"rank {rank}: nothing ran beside backward" for rank, part in enumerate(parts) if part == 0]
+    for rank, calls in enumerate(waits):
+        wrong += [f"rank {rank}: {count} x {call}" for call, count in calls.items() if call.startswith(_WHOLE_DEVICE)]
+    return Parsed(facts={"beside_backward": [round(part, 3) for part in parts], "waits": waits}, why="; ".join(wrong))
+
+
+def _records(file: Path, kind: str) -> list[dict[str, Any]]:
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    return [record for record in records if record["record"] == kind]
+
+
+def machine(place: Place) -> Parsed:
+    """Read the record of the machine."""
+    record = json.loads((place.files / "machine.json").read_text())
+    facts = {**record["versions"], **record["device"], **record["rates"]}
+    return Parsed(facts=facts, why="; ".join(record["failures"]))

@@ -1,0 +1,230 @@
+"""What benchmarks train: the example's GPT, and models that look at images which need no download."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, relu
+from torch.nn.parallel import DistributedDataParallel
+
+from commopt import ConfigurationError
+from commopt.command_line import whole
+from examples.train_gpt import Training, add_model_options
+
+
+class Trainable(Protocol):
+    """A fresh model, its optimizer and this rank's batches; equal seeds start equal runs."""
+
+    ddp: DistributedDataParallel
+    optimizer: torch.optim.Optimizer
+    device: torch.device
+    evaluation: str
+    """On what the held-out loss is computed."""
+
+    def step(self) -> Tensor:
+        """Do one optimizer step on this rank's next batch; return this rank's loss, still on the device."""
+        ...
+
+    def held_out_loss(self) -> float:
+        """Return the mean loss in nats on the same held-out data each time; collective."""
+        ...
+
+
+CLASSES = 1000
+PATTERNS = 16  # of the classes: what a model can learn in the seconds of a benchmark
+HELD_OUT_IMAGES = 64
+
+
+class ImageTraining:
+    """As examples.train_gpt.Training, of a model that maps images [batch, 3, pixels, pixels] to logits.
+
+    build: makes the model, given `pixels`.
+    """
+
+    def __init__(self, options: argparse.Namespace, device: torch.device, build: Callable[[int], nn.Module]) -> None:
+        torch.manual_seed(options.seed)
+        model = build(options.pixels).to(device)
+        self.ddp = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
+        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(
+            self.ddp.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-5
+        )
+        self.device, self.batch, self.pixels = device, options.batch, options.pixels
+        self.patterns = torch.randn(PATTERNS, 3, self.pixels, self.pixels)
+        self.evaluation = (
+            f"{HELD_OUT_IMAGES} fixed held-out images of {PATTERNS} classes, {self.pixels} x {self.pixels} pixels"
+        )
+        self.draws = torch.Generator().manual_seed(options.seed * dist.get_world_size() + dist.get_rank())
+        self.held_out = self._images(HELD_OUT_IMAGES, torch.Generator().manual_seed(options.seed + 1_000_000))
+
+    def step(self) -> Tensor:
+        """Do one optimizer step on this rank's next batch; return this rank's loss, still on the device."""
+        images, labels = self._images(self.batch, self.draws)
+        loss = cross_entropy(self.ddp(images), labels)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    @torch.no_grad()
+    def held_out_loss(self) -> float:
+        """Return the mean loss in nats per image on the same held-out images each time; all ranks take a share.
+
+        Normalized by the share's own statistics: running averages mean little in a benchmark's few steps.
+        """
+        images, labels = self.held_out
+        mine = slice(dist.get_rank(), None, dist.get_world_size())
+        total = cross_entropy(self.ddp.module(images[mine]), labels[mine], reduction="sum")
+        dist.all_reduce(total)
+        return float(total / HELD_OUT_IMAGES)
+
+    def _images(self, count: int, draws: torch.Generator) -> tuple[Tensor, Tensor]:
+        labels = torch.randint(PATTERNS, (count,), generator=draws)
+        noise = torch.randn(count, 3, self.pixels, self.pixels, generator=draws)
+        return (self.patterns[labels] + noise).to(self.device), labels.to(self.device)
+
+
+_STAGES = ((1, 3, 1), (2, 4, 2), (4, 6, 2), (8, 3, 2))  # of the width, blocks, stride
+_EXPANSION = 4
+
+
+class Bottleneck(nn.Module):
+    """1x1, 3x3 and 1x1 convolutions beside a shortcut (He et al., arXiv 1512.03385, section 4.1)."""
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        outputs = width * _EXPANSION
+        last_norm = nn.BatchNorm2d(outputs)
+        nn.init.zeros_(last_norm.weight)  # at first a block passes its input on: no learning-rate warm-up needed
+        self.body = nn.Sequential(
+            nn.Conv2d(inputs, width, 1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(width, width, 3, stride, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(width, outputs, 1, bias=False),
+            last_norm,
+        )
+        same = stride == 1 and inputs == outputs
+        self.shortcut = (
+            nn.Identity()
+            if same
+            else nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [batch, inputs, height, width] to [batch, 4 * width, height / stride, width / stride]."""
+        return relu(self.body(x) + self.shortcut(x))
+
+
+class ResNet50(nn.Module):
+    """ResNet-50: images [batch, 3, height, width] in, logits [batch, 1000] out.
+
+    width: of the first stage. At 64 it has 25.6 million parameters in 161 tensors.
+    """
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        channels = width
+        layers: list[nn.Module] = [
+            nn.Conv2d(3, channels, 7, 2, padding=3, bias=False),
+            nn.BatchNorm2d(channels),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(3, 2, padding=1),
+        ]
+        for scale, blocks, stride in _STAGES:
+            for index in range(blocks):
+                layers.append(Bottleneck(channels, scale * width, stride if index == 0 else 1))
+                channels = scale * width * _EXPANSION
+        self.layers = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, CLASSES))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Map images to logits."""
+        logits: Tensor = self.layers(images)
+        return logits
+
+
+# Configuration A of Simonyan and Zisserman, arXiv 1409.1556, table 1; None is a max pooling.
+_LAYERS = (64, None, 128, None, 256, 256, None, 512, 512, None, 512, 512, None)
+_HIDDEN = 2048  # half of the paper's, and one position in place of 7 x 7: an eighth of its parameters
+
+
+class VGG11(nn.Module):
+    """16.5 million parameters in 38 tensors: images [batch, 3, height, width] in, logits [batch, 1000] out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        channels = 3
+        for width in _LAYERS:
+            if width is None:
+                layers.append(nn.MaxPool2d(2, ceil_mode=True))
+                continue
+            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
+            channels = width
+        layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+        for _ in range(2):
+            layers += [nn.Linear(channels, _HIDDEN), nn.ReLU(inplace=True)]
+            channels = _HIDDEN
+        self.layers = nn.Sequential(*layers, nn.Linear(channels, CLASSES))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Map images to logits."""
+        logits: Tensor = self.layers(images)
+        return logits
+
+
+_PATCH = 8  # pixels
+_WIDTH = 256
+_DEPTH = 6
+_HEADS = 4
+
+
+class ViT(nn.Module):
+    """5 million parameters: images [batch, 3, pixels, pixels] in, logits [batch, 1000] out.
+
+    As in Dosovitskiy et al., arXiv 2010.11929, section 3.1, with the mean over patches in place of a class token.
+    Raises ConfigurationError when the image is not made of whole patches.
+    """
+
+    def __init__(self, pixels: int) -> None:
+        super().__init__()
+        if pixels < _PATCH or pixels % _PATCH:
+            raise ConfigurationError(f"--pixels {pixels} must be a multiple of a patch, {_PATCH}; take 32")
+        self.patches = nn.Conv2d(3, _WIDTH, _PATCH, _PATCH)
+        self.positions = nn.Parameter(0.02 * torch.randn((pixels // _PATCH) ** 2, _WIDTH))
+        layer = nn.TransformerEncoderLayer(
+            _WIDTH, _HEADS, 4 * _WIDTH, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        )
+        self.blocks = nn.TransformerEncoder(layer, _DEPTH, enable_nested_tensor=False)
+        self.head = nn.Sequential(nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, CLASSES))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Map images to logits."""
+        tokens = self.patches(images).flatten(2).transpose(1, 2) + self.positions
+        logits: Tensor = self.head(self.blocks(tokens).mean(dim=1))
+        return logits
+
+
+MODELS: dict[str, Callable[[argparse.Namespace, torch.device], Trainable]] = {
+    "gpt": Training,
+    "resnet50": partial(ImageTraining, build=lambda pixels: ResNet50()),
+    "vgg11": partial(ImageTraining, build=lambda pixels: VGG11()),
+    "vit": partial(ImageTraining, build=ViT),
+}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what chooses a model, and what the models read from their options."""
+    parser.add_argument("--model", choices=MODELS, default="gpt", help="what to train (default gpt)")
+    parser.add_argument("--pixels", type=whole(1), default=32, help="images are so high and wide (default 32)")
+    add_model_options(parser)
+
+
+__all__ = ["MODELS", "VGG11", "ImageTraining", "ResNet50", "Trainable", "ViT", "add_options"]

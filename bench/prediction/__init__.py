@@ -1,1 +1,0 @@
-"""What the simulator predicts against what a step takes: `python -m bench.cluster ... -m bench.prediction`."""

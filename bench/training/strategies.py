@@ -1,0 +1,235 @@
+"""Who takes part: stock DDP, torch's own hooks, PowerSGD after backward, and every preset; and the command line."""
+
+import argparse
+from collections.abc import Callable, Iterable, Mapping
+from importlib.util import find_spec
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import bench.training
+import commopt
+from bench.models import Trainable, add_options
+from commopt.command_line import Parser, number, output_file, whole
+from examples.train_gpt import STRATEGIES, choose_averaging, strategy_name
+
+
+class LowRankAverage:
+    """Averages the gradients of some parameters over all ranks; keeps right factors and residuals between calls."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], matrix_rank: int) -> None:
+        self.matrix_rank = matrix_rank
+        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        draws = torch.Generator().manual_seed(0)  # the same on every rank: all must begin with the same factors
+        self.factors: dict[nn.Parameter, Tensor] = {}
+        self.residuals: dict[nn.Parameter, Tensor] = {}
+        for parameter in self.parameters:
+            matrix = parameter.detach().flatten(1) if parameter.dim() > 1 else None
+            if matrix is not None and self._pays(*matrix.shape):
+                factor = torch.randn(matrix.shape[1], matrix_rank, generator=draws)
+                self.factors[parameter] = factor.to(matrix)
+                self.residuals[parameter] = torch.zeros_like(matrix)
+
+    def __call__(self) -> None:
+        """Put the average in the place of every gradient; collective."""
+        dense = [p.grad for p in self.parameters if p.grad is not None and p not in self.factors]
+        _average(dense)
+        low_rank = [p for p in self.factors if p.grad is not None]
+        matrices = [_matrix(p) + self.residuals[p] for p in low_rank]
+        lefts = [matrix @ self.factors[p] for p, matrix in zip(low_rank, matrices, strict=True)]
+        _average(lefts)
+        lefts = [torch.linalg.qr(left).Q for left in lefts]
+        rights = [matrix.T @ left for matrix, left in zip(matrices, lefts, strict=True)]
+        _average(rights)
+        for parameter, matrix, left, right in zip(low_rank, matrices, lefts, rights, strict=True):
+            approximation = left @ right.T
+            self.factors[parameter] = right
+            self.residuals[parameter] = matrix - approximation
+            _matrix(parameter).copy_(approximation)
+
+    def _pays(self, rows: int, cols: int) -> bool:
+        return 2 * self.matrix_rank * (rows + cols) <= rows * cols
+
+
+class Unoverlapped:
+    """A Trainable whose gradients are averaged between backward and the optimizer's step, and not before."""
+
+    def __init__(self, training: Trainable, average: LowRankAverage) -> None:
+        self._training = training
+        self.ddp, self.optimizer, self.device = training.ddp, training.optimizer, training.device
+        self.evaluation = training.evaluation
+        self.optimizer.register_step_pre_hook(lambda optimizer, arguments, options: average())
+
+    def step(self) -> Tensor:
+        """Do one step; gradients are averaged before the optimizer's."""
+        with self.ddp.no_sync():
+            return self._training.step()
+
+    def held_out_loss(self) -> float:
+        """Return the loss of the training inside."""
+        return self._training.held_out_loss()
+
+
+def _matrix(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad.view(parameter.shape[0], -1)
+
+
+def _average(tensors: list[Tensor]) -> None:
+    """Average the tensors over all ranks in one message."""
+    if not tensors:
+        return
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for tensor, piece in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(piece.view_as(tensor))
+
+
+# No `from __future__ import annotations`: DDP compares a hook's annotations with the types themselves.
+
+
+MATRIX_RANK = 4  # of all PowerSGD that is not commopt's: the default of commopt's
+AUTO = "auto"
+_DENSE_STEPS = 2  # torch's hook needs as many before DDP's buckets stay as they are
+_ONE_BUCKET_MB = 2**20
+
+Entry = Callable[[Trainable], Trainable]
+
+
+def torch_fp16(training: Trainable) -> Trainable:
+    """Put torch's fp16_compress_hook on the model."""
+    training.ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    return training
+
+
+def bf16_hook(state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Call torch's bf16_compress_hook, which DDP refuses by its name on gloo, though gloo reduces bfloat16 well."""
+    return default_hooks.bf16_compress_hook(state, bucket)  # type: ignore[arg-type]  # None is the world
+
+
+def torch_bf16(training: Trainable) -> Trainable:
+    """Put torch's bf16_compress_hook on the model."""
+    training.ddp.register_comm_hook(None, bf16_hook)
+    return training
+
+
+def torch_powersgd(training: Trainable) -> Trainable:
+    """Put torch's powerSGD_hook on the model, wrapped anew so that all gradients are one bucket.
+
+    With more the hook hangs on gloo: it starts collectives of several buckets from gloo's threads, in any order.
+    """
+    old = training.ddp
+    training.ddp = DistributedDataParallel(old.module, device_ids=old.device_ids, bucket_cap_mb=_ONE_BUCKET_MB)
+    state = PowerSGDState(None, matrix_approximation_rank=MATRIX_RANK, start_powerSGD_iter=_DENSE_STEPS)
+    training.ddp.register_comm_hook(state, powerSGD_hook)
+    return training
+
+
+def unoverlapped_powersgd(training: Trainable) -> Trainable:
+    """Average low-rank factors of all gradients once backward has ended."""
+    return Unoverlapped(training, LowRankAverage(training.ddp.module.parameters(), MATRIX_RANK))
+
+
+OTHERS: Mapping[str, Entry] = {
+    entry.__name__: entry for entry in (torch_fp16, torch_bf16, torch_powersgd, unoverlapped_powersgd)
+}
+NOTES: Mapping[str, str] = {
+    "torch_powersgd": f"torch_powersgd: rank {MATRIX_RANK}, all gradients in one bucket after {_DENSE_STEPS} dense "
+    f"steps, since torch's hook hangs on gloo with more than one",
+    "unoverlapped_powersgd": f"unoverlapped_powersgd: rank {MATRIX_RANK}, plain torch after backward has ended",
+}
+KNOWN = (*STRATEGIES, *OTHERS)
+
+
+def enter(training: Trainable, strategy: str, plan: str) -> tuple[Trainable, commopt.HookState | None]:
+    """Return the training with `strategy` in it, and the state of commopt's hook if it is one of commopt's.
+
+    plan: of the buckets, for presets; what tunes itself chooses its own. Collective.
+    """
+    if strategy in OTHERS:
+        return OTHERS[strategy](training), None
+    options = {} if strategy.partition(":")[0] == AUTO else {"plan": plan}
+    return training, choose_averaging(training.ddp, strategy, **options)
+
+
+def require_known(strategy: str) -> None:
+    """Raise ValueError, with all that is known, unless `strategy` can be entered."""
+    try:
+        strategy in OTHERS or strategy_name(strategy)
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"strategy {strategy!r} is unknown; known: {', '.join(KNOWN)} ({error})") from error
+
+
+def split_strategies(text: str) -> list[str]:
+    """Return the names in "ddp,auto:allow=('lossless','quantized')": commas inside of brackets belong to a name."""
+    names, depth = [""], 0
+    for character in text:
+        depth += (character in "([") - (character in ")]")
+        if character == "," and not depth:
+            names.append("")
+        else:
+            names[-1] += character
+    return names
+
+
+DEFAULT_STRATEGIES = (
+    "ddp",
+    "hierarchical",
+    "hierarchical_bf16",
+    "hierarchical_quantized",
+    "hierarchical_quantized:bits=4",
+    "hierarchical_onebit",
+    "hierarchical_dgc:density=0.01",
+    "hierarchical_powersgd",
+)
+
+
+def add_strategies(parser: argparse.ArgumentParser, default: tuple[str, ...]) -> None:
+    """Add what chooses the contenders."""
+    parser.add_argument(
+        "--strategies",
+        type=split_strategies,
+        default=list(default),
+        metavar="NAME[:OPTION=VALUE][,NAME...]",
+        help=f"of {', '.join(KNOWN)} (default: {','.join(default)})",
+    )
+
+
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    """Add what chooses the buckets."""
+    parser.add_argument(
+        "--plan",
+        choices=("ddp", "adaptive"),
+        default="ddp",
+        help="of the buckets: DDP's own, so that strategies alone differ (default), or adaptive",
+    )
+
+
+def parse_options() -> argparse.Namespace:
+    """Read the command line; a wrong one ends here, before anything is started."""
+    parser = Parser(prog="python -m bench.training", description=(bench.training.__doc__ or "").splitlines()[0])
+    add_strategies(parser, DEFAULT_STRATEGIES)
+    parser.add_argument("--seconds", type=number(), default=25.0, help="for each strategy (default 25)")
+    parser.add_argument("--look-every", type=number(), default=5.0, metavar="S", help="evaluate so often (default 5 s)")
+    parser.add_argument("--target-loss", type=number(), metavar="X", help="report the seconds to this held-out loss")
+    add_plan(parser)
+    parser.add_argument("--noop-steps", type=whole(0), default=30, help="steps without communication (default 30)")
+    parser.add_argument(
+        "--json", type=output_file, metavar="FILE", help="write JSON lines: the environment, then strategies"
+    )
+    parser.add_argument("--plot", type=output_file, metavar="FILE", help="draw a picture (PNG, SVG, PDF)")
+    add_options(parser)
+    options = parser.parse_args()
+    try:
+        for name in options.strategies:
+            require_known(name)
+    except ValueError as error:
+        parser.error(str(error))
+    if options.plot and not find_spec("matplotlib"):
+        parser.error("--plot needs matplotlib: pip install matplotlib, or leave --plot out")
+    return options

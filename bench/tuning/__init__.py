@@ -1,1 +1,0 @@
-"""What commopt's tuner chooses against every choice it had: `python -m bench.cluster ... -m bench.tuning`."""
