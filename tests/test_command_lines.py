@@ -362,8 +362,7 @@ def test_no_input_ends_in_a_traceback(
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setattr("commopt.doctor.cli.WATCH_S", 0.0)
-    monkeypatch.setattr("commopt.simulate.cli.MOST_GPUS", 64, raising=False)
-    monkeypatch.setattr("commopt.simulate.options.MOST_GPUS", 64)
+    monkeypatch.setattr("commopt.simulate.cli.MOST_GPUS", 64)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     with only_parsed(command, monkeypatch) as used:

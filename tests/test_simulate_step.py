@@ -177,17 +177,6 @@ def test_plans_are_made_for_the_slowest_rank() -> None:
     assert found.buckets == simulate_step(later, Flat(), shape, links, buckets="planned").buckets
 
 
-def test_plans_give_up_one_percent_for_fewer_buckets() -> None:
-    job = of_model(model("resnet50"), gpu("v100"), 64)
-    shape = TeamShape.of((8,), backends={"cpu": "gloo", "cuda": "nccl"})
-    links = Network(25, 200).links(shape)
-    table = PriceTable.of(price(Flat(), shape, links, job.layout), job.nbytes)
-    exact, spared = (best_plan(job.units, Costs({(repr(Flat()), 1): table}, 100.0), spare=s) for s in (0.0, SPARE))
-    assert len(spared.buckets) < len(exact.buckets)
-    found = simulate_step(job, Flat(), shape, links, buckets="planned").buckets
-    assert [bucket.names for bucket in found] == [bucket.names for bucket in spared.buckets]
-
-
 def test_a_simulation_gives_the_same_step_twice() -> None:
     job = of_model(model("resnet50"), gpu("v100"), 64)
     shape, links = links_for(Hierarchical(), 2)
@@ -287,15 +276,6 @@ def by_torch(rows: list[tuple[int, torch.dtype]], first_nbytes: int, cap_nbytes:
 def test_buckets_are_those_of_torch(rows: list[tuple[int, torch.dtype]]) -> None:
     found = ddp_buckets(units_of(rows), cap_mb=0.5, first_mb=0.125)
     assert {tuple(unit.names[0] for unit in members) for members in found} == by_torch(rows, 2**17, 2**19)
-
-
-@pytest.mark.parametrize("name", ["resnet50", "vgg16", "bert-base"])
-def test_published_models_get_the_buckets_torch_makes_of_them(name: str) -> None:
-    units = of_model(model(name), gpu("a100"), 1).units
-    rows = [(unit.nbytes // 4, torch.float32) for unit in units]
-    expected = by_torch(rows, dist._DEFAULT_FIRST_BUCKET_BYTES, 25 * 2**20)
-    place = {unit.names[0]: number for number, unit in enumerate(units)}
-    assert {tuple(f"p{place[unit.names[0]]}" for unit in members) for members in ddp_buckets(units)} == expected
 
 
 def test_buckets_close_with_the_gradient_that_reaches_the_limit() -> None:
