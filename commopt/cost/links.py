@@ -96,7 +96,7 @@ class Links:
     nominal: bool = False
 
     def curve(self, level: str, primitive: str, ranks: int, groups: int = 1) -> Curve:
-        """Return the curve of a collective over `ranks` ranks while `groups` groups of the level are at it.
+        """Return the curve of a collective over `ranks` ranks while `groups` groups of the level run it at once.
 
         What was not measured is taken from the nearest number of groups, then from the nearest number of ranks by the
         ring's formula; the curve's note says so. Raises ConfigurationError when there is nothing to go by.
@@ -111,14 +111,14 @@ class Links:
             )
         key = min(like, key=lambda key: (abs(log(key.ranks / ranks)), abs(log(key.groups / groups)), key))
         curve = self.curves[key]
-        told = [] if key.ranks == ranks else [f"{ranks} ranks from {key.ranks}"]
-        told += [] if key.groups == groups else [f"{groups} groups at once from {key.groups}"]
+        notes = [] if key.ranks == ranks else [f"{ranks} ranks from {key.ranks}"]
+        notes += [] if key.groups == groups else [f"{groups} groups at once from {key.groups}"]
         mine, theirs = (ring(primitive, count) for count in (ranks, key.ranks))
-        return curve.scaled(mine.steps / theirs.steps, mine.volume / theirs.volume, f"for {', '.join(told)}")
+        return curve.scaled(mine.steps / theirs.steps, mine.volume / theirs.volume, f"for {', '.join(notes)}")
 
     @property
     def contents(self) -> str:
-        """Which links there are figures for, in words."""
+        """The measured links as text, for messages."""
         levels: dict[tuple[str, str], list[str]] = {}
         for key in sorted(self.curves):
             count = f"{key.ranks}" if key.groups == 1 else f"{key.groups}x{key.ranks}"

@@ -123,7 +123,7 @@ COLLECTIVES = {
 
 @dataclass(frozen=True)
 class Group:
-    """Groups of one level at work: `team` is this rank's, None when it only waits."""
+    """Groups of one level that communicate at once: `team` is this rank's, None when it only waits."""
 
     level: str
     ranks: int

@@ -193,7 +193,7 @@ def _own_device() -> torch.device:
 
 
 def read_header(membership: Membership | None, device: torch.device, command: str) -> Header:
-    """Return when, where and with what was measured; `command` as `command_line` has it."""
+    """Return when, where and with what was measured; `command` as `command_line` returns it."""
     hosts: tuple[str, ...] = (socket.gethostname(),)
     nodes: tuple[int, ...] = (1,)
     backend = ""

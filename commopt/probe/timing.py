@@ -162,7 +162,7 @@ class LaneTimer:
     def time(self, prepare: Prepare, repeats: Repeats) -> Measured:
         """Return the median time of the call that `prepare` returns, made by every rank by itself: the slowest rank's.
 
-        All ranks are at it at the same time, but no call of one has to do with a call of another.
+        All ranks run at the same time, but their calls are independent.
         """
         durations_us: list[float] = []
 
@@ -189,7 +189,7 @@ class LaneTimer:
 
         team: None on a rank that only waits. Calls of one team (`alone`) that no rank can leave before all have entered
         (`closed`) follow each other, and each lasts from when the last rank has ended the one before: no barrier blurs
-        them. Others begin at a barrier, over all ranks where several teams are to be at it at once, and the longest
+        them. Others begin at a barrier, over all ranks where several teams are to run at once, and the longest
         duration on any rank counts.
         """
         clock = clock_for(self.device)

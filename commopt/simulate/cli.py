@@ -128,7 +128,7 @@ def _smallest_batches(
 
 
 def _workload(options: argparse.Namespace) -> tuple[Callable[[int], Workload], int]:
-    """Return the workload by its batch, and the batch that was asked for."""
+    """Return the workload by its batch, and the batch of a rank (all ranks with --strong)."""
     card = gpu(options.gpu)
     if options.model in MODELS:
         known = model(options.model)
@@ -150,10 +150,10 @@ def _links(options: argparse.Namespace) -> Network | Links:
         "inter_latency_us": options.latency_us,
         "socket_gbps": options.socket_gbps,
     }
-    told = {name: value for name, value in given.items() if value is not None}
+    adjusted = {name: value for name, value in given.items() if value is not None}
     connections = options.sockets is not None or options.channels is not None
     if options.links is not None:
-        if told or connections or options.rings or options.nic is not None or options.intra is not None:
+        if adjusted or connections or options.rings or options.nic is not None or options.intra is not None:
             raise ConfigurationError(
                 "--links says what the network does; leave out --nic, --intra and what adjusts them"
             )
@@ -169,7 +169,7 @@ def _links(options: argparse.Namespace) -> Network | Links:
         parse_gb_per_s(options.intra or "nvlink3", "--intra"),
         connections=channels * sockets,
         trees=not options.rings,
-        **told,
+        **adjusted,
     )
 
 

@@ -19,7 +19,7 @@ from commopt.errors import ConfigurationError
 class Parameter:
     """One parameter; `forward_flops`: of its layer in forward for one sample, a multiply-add being two.
 
-    A layer's FLOPs stand at one of its parameters, the weight; the others have 0.
+    A layer's FLOPs are counted at its weight; its other parameters have 0.
     """
 
     name: str
@@ -47,8 +47,8 @@ class Parameter:
 class Model:
     """Parameters in the order in which forward uses them, tied ones once, where they are used first.
 
-    A tied weight stands there because its gradient is complete only when backward has come to its first use. sample:
-    what the FLOPs are counted for, in words.
+    A tied weight is listed there because its gradient is complete only when backward has come to its first use. sample:
+    what the FLOPs are counted for, as text.
     """
 
     name: str
