@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commopt
 from commopt import Aggregator, Compressed, Compressor, ConfigurationError
-from commopt.compress import COMPRESSORS, ErrorFeedback, Dice, Trials
+from commopt.compress import COMPRESSORS, Dice, ErrorFeedback, Trials
 from commopt.hooks.presets import preset
 
 

@@ -105,7 +105,7 @@ COMMANDS = (
     Command("commopt doctor", of_commopt("doctor"), (("commopt.doctor.cli", "gather"),)),
     Command("commopt probe", of_commopt("probe"), (("commopt.probe.cli", "survey"),)),
     Command("commopt run", of_commopt("run"), (("commopt.run.script.Script", "run"),)),
-    Command("commopt simulate", of_commopt("simulate"), (("commopt.simulate.cli", "_published"),)),
+    Command("commopt simulate", of_commopt("simulate"), (("commopt.simulate.scaling.Scaling", "weak"),)),
     Command("commopt bandwidth", of_commopt("bandwidth"), (("commopt.bandwidth.cli", "measure"),)),
     Command("commopt cluster", of_commopt("cluster"), (("commopt.cluster.network.Network", "build"),)),
     Command("bench.evidence.bucketing", of_module("bench.evidence.bucketing", "parse_options")),
@@ -325,8 +325,7 @@ def test_no_input_ends_in_a_traceback(
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setattr("commopt.doctor.cli.WATCH_S", 0.0)
-    monkeypatch.setattr("commopt.simulate.cli.MOST_GPUS", 64, raising=False)
-    monkeypatch.setattr("commopt.simulate.options.MOST_GPUS", 64)
+    monkeypatch.setattr("commopt.simulate.cli.MOST_GPUS", 64)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     with only_parsed(command, monkeypatch) as used:

@@ -1,4 +1,4 @@
-"""Links from line rates: the right curve at every level, and speeds taken from what the machines are."""
+"""Links from line rates: the closed forms, the right curve at every level, and the rates of ports."""
 
 from __future__ import annotations
 
@@ -6,15 +6,53 @@ from dataclasses import replace
 
 import pytest
 
-from commopt.cost import LinkKey, Links, Speeds, formulas, nominal_links
-from commopt.cost.formulas import PRIMITIVES
+from commopt.cost import PRIMITIVES, Link, Links, Speeds, nominal_links, ring, ring_over_nodes_us, tree_us
 from commopt.errors import ConfigurationError
-from commopt.groups import TeamShape
-from topology import Cluster, Fabric
-from topology.model import Gpu, Nic, NvLinks, Topology
+from commopt.groups import TeamShape, WireModel
+from tests.closed_forms import leader_us, ring_us, sharded_us
 
 SPEEDS = Speeds(nic_gbps=80, intra_gb_per_s=50, nics=4, inter_latency_us=20, intra_latency_us=2)
 MIB = 2**20
+FAST = Link(2, 1e-5)
+SLOW = Link(20, 1e-3)
+
+
+@pytest.mark.parametrize("primitive", ["all_reduce", "reduce_scatter", "all_gather", "all_to_all"])
+def test_a_ring_carries_what_the_wire_model_counts(primitive: str) -> None:
+    for ranks in (2, 3, 8, 64):
+        sent = [getattr(WireModel(rank, range(ranks)), primitive)(MIB) for rank in range(ranks)]
+        mean = sum(each.inter for each in sent) / ranks
+        assert ring(primitive, ranks).volume * MIB == pytest.approx(mean, rel=1e-5)
+
+
+def test_rings_and_binomial_trees() -> None:
+    for ranks in (2, 5, 16):
+        both = ring("reduce_scatter", ranks).time_us(MIB, SLOW) + ring("all_gather", ranks).time_us(MIB / ranks, SLOW)
+        assert ring("all_reduce", ranks).time_us(MIB, SLOW) == pytest.approx(both) == ring_us(MIB, ranks, SLOW)
+    assert ring_over_nodes_us(MIB, 4, 1, FAST, SLOW) == pytest.approx(ring_us(MIB, 4, SLOW))
+    assert ring_over_nodes_us(MIB, 1, 4, FAST, SLOW) == pytest.approx(ring_us(MIB, 4, FAST))
+    assert [ring("broadcast", ranks).steps for ranks in (2, 3, 4, 5, 8, 9)] == [1, 2, 2, 3, 3, 4]
+    with pytest.raises(ValueError, match="'scan' is none of all_reduce"):
+        ring("scan", 2)
+
+
+def test_trees_win_on_latency_and_lose_on_bandwidth() -> None:
+    latency, bandwidth = Link(1, 0), Link(0, 1)
+    assert tree_us(MIB, 32, 1, latency, latency) == 10
+    assert tree_us(MIB, 32, 8, latency, latency) < ring_us(MIB, 256, latency)
+    assert tree_us(MIB, 32, 1, bandwidth, bandwidth) > ring_us(MIB, 32, bandwidth)
+    assert tree_us(MIB, 1, 8, bandwidth, Link(0, 9)) == pytest.approx(2 * MIB / 0.78)
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (4, 8), (3, 5)])
+def test_the_forms_of_a_hierarchy(nodes: int, per_node: int) -> None:
+    shared = Link(SLOW.alpha_us, per_node * SLOW.beta_us_per_byte)  # one port for the node
+    n, m = nodes, per_node
+    expected = 2 * (m - 1) * 2 + 2 * (m - 1) / m * MIB * 1e-5 + 2 * (n - 1) * 20 + 2 * (n - 1) / n * MIB * 1e-3
+    assert sharded_us(MIB, n, m, FAST, shared) == pytest.approx(expected)
+    rounds = ring("broadcast", m).steps
+    leader = (2 * (m - 1) + rounds) * 2 + (2 * (m - 1) / m + rounds) * MIB * 1e-5 + ring_us(MIB, n, SLOW)
+    assert leader_us(MIB, n, m, FAST, SLOW) == pytest.approx(leader)
 
 
 def links_of(*nodes: int) -> Links:
@@ -55,7 +93,7 @@ def test_levels_follow_the_ring() -> None:
 
 
 def test_the_world_is_a_ring_through_all_nodes() -> None:
-    ring_us = formulas.ring_over_nodes_us(MIB, 2, 4, SPEEDS.intra, SPEEDS.node)
+    ring_us = ring_over_nodes_us(MIB, 2, 4, SPEEDS.intra, SPEEDS.node)
     links = links_of(4, 4)
     assert links.curve("world", "all_reduce", 8).time_us(MIB) == pytest.approx(ring_us)
     halves = [
@@ -79,52 +117,3 @@ def test_an_exchange_of_all_with_all_leaves_the_node_from_every_rank() -> None:
 def test_speeds_that_cannot_be(name: str, value: float) -> None:
     with pytest.raises(ConfigurationError, match=name):
         replace(SPEEDS, **{name: value})  # type: ignore[arg-type]
-
-
-# ------------------------------------------------------------------------------------------------- machines
-
-
-def machine(gpus: int, gbps: float | None, links: int = 18) -> Topology:
-    nics = tuple(Nic(f"mlx5_{port}", f"0000:1{port}:00.0", 1, 0, gbps, gdr=True) for port in range(2))
-    nvlinks = tuple(NvLinks(gpu, None, links, kind="switch") for gpu in range(gpus))
-    return Topology("test", tuple(Gpu(index, None, 0, sm=90) for index in range(gpus)), nics, nvlinks=nvlinks)
-
-
-def fabric(*machines: Topology) -> Fabric:
-    return Fabric(Cluster.from_ranks_per_node(4 * len(machines), 4), machines)
-
-
-def test_speeds_are_those_of_the_slowest_machine() -> None:
-    speeds = Speeds.of_fabric(fabric(machine(4, 400.0), machine(4, 100.0, links=6)))
-    assert (speeds.nic_gbps, speeds.nics) == (200.0, 2)
-    assert speeds.intra_gb_per_s == 6 * 200 / 8
-
-
-def test_a_ring_of_gpus_is_as_fast_as_its_slowest_neighbours() -> None:
-    # 0 -2- 1 -4- 2 -2- 3 -4- 0, and 1 link across
-    pairs = {(0, 1): 2, (1, 2): 4, (2, 3): 2, (3, 0): 4, (0, 2): 1, (1, 3): 1}
-    both_ways = {pair: links for (a, b), links in pairs.items() for pair in ((a, b), (b, a))}
-    nvlinks = tuple(NvLinks(a, b, links) for (a, b), links in both_ways.items())
-    meshed = replace(machine(4, 100.0), nvlinks=nvlinks)
-    assert Speeds.of_fabric(fabric(meshed)).intra_gb_per_s == 2 * 200 / 8
-    strange = replace(meshed, gpus=(*meshed.gpus[:3], replace(meshed.gpus[3], sm=None)))
-    with pytest.raises(ConfigurationError, match="pass intra_gb_per_s="):
-        Speeds.of_fabric(fabric(strange))
-
-
-def test_unknown_speeds_are_asked_for() -> None:
-    unknown = fabric(machine(4, None))
-    with pytest.raises(ConfigurationError, match="pass nic_gbps="):
-        Speeds.of_fabric(unknown)
-    without_gpus = fabric(machine(0, 25.0))
-    with pytest.raises(ConfigurationError, match="pass intra_gb_per_s="):
-        Speeds.of_fabric(without_gpus)
-    assert Speeds.of_fabric(unknown, nic_gbps=10).nic_gbps == 10
-    without_ports = fabric(replace(machine(4, None), nics=()))
-    assert Speeds.of_fabric(without_ports, nic_gbps=10).nics == 1
-    given = Speeds.of_fabric(without_gpus, intra_gb_per_s=8)
-    assert (given.nic_gbps, given.intra_gb_per_s) == (50, 8)
-
-
-def test_keys_are_those_of_the_probe() -> None:
-    assert LinkKey("inter", "all_reduce", 2, 4) in links_of(4, 4).curves

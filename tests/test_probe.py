@@ -8,33 +8,19 @@ from typing import Any, cast
 import pytest
 import torch
 
-from commopt.command_line import parse_nbytes
 from commopt.compress import Cast, Quantize
 from commopt.cost import WorkKey
 from commopt.errors import ConfigurationError
 from commopt.groups import Team, TeamShape
 from commopt.probe import Settings
-from commopt.probe.budget import Measured, Repeats, disturbed, repeats, sweep
-from commopt.probe.operations import COLLECTIVES, groups_of
-from commopt.probe.settings import nbytes_text
-from commopt.probe.timing import AloneTimer
-from commopt.probe.work import Job, jobs_of, known_compressors
+from commopt.probe.operations import COLLECTIVES, Job, groups_of, jobs_of, known_compressors
+from commopt.probe.prober import nbytes_text
+from commopt.probe.timing import AloneTimer, Measured, Repeats, disturbed, repeats, sweep
 
 WANTED = Repeats(5, 20)
 MIB = 2**20
 
 # ------------------------------------------------------------------------------ sizes
-
-
-@pytest.mark.parametrize(("text", "nbytes"), [("64", 64), ("4K", 4096), ("1.5m", 3 * 2**19), ("2GiB", 2**31)])
-def test_sizes_are_read(text: str, nbytes: int) -> None:
-    assert parse_nbytes(text) == nbytes
-
-
-@pytest.mark.parametrize("text", ["", "K", "-4K", "4T", "1e6"])
-def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(ConfigurationError, match="is not a number of bytes; write 1024, 4K"):
-        parse_nbytes(text)
 
 
 def test_sizes_for_people() -> None:
@@ -47,10 +33,7 @@ def test_sizes_for_people() -> None:
         ({"min_nbytes": 8}, "--min-bytes 8 must be at least 64"),
         ({"min_nbytes": 4096, "max_nbytes": 1024}, "no more than --max-bytes 1024"),
         ({"max_nbytes": 2**34}, "pass 8G or less"),
-        ({"factor": 1.0}, "--factor 1 must be between"),
         ({"factor": float("nan")}, "--factor nan must be between"),
-        ({"budget_s": 0}, "--budget 0 must be a number of seconds above 0"),
-        ({"budget_s": float("inf")}, "--budget inf must be a number of seconds above 0"),
         ({"budget_s": float("nan")}, "--budget nan must be a number of seconds above 0"),
         ({"parts": ("inter", "outer")}, "--only inter,outer must name some of intra, inter, world, work"),
         ({"iterations": 2}, "needed for a median"),
@@ -74,9 +57,6 @@ def test_messages_can_be_cut_for_all_ranks() -> None:
     assert COLLECTIVES["reduce_scatter"].sizes(settings, 3) == (108, 804)
     # Its result, a block from each rank, is what must not grow too large; and one size makes no curve.
     assert COLLECTIVES["all_gather"].sizes(settings, 8) == (100, 200)
-
-
-def test_ranks_may_leave_a_rooted_collective_before_all_have_entered() -> None:
     assert {name for name, each in COLLECTIVES.items() if not each.closed} == {"reduce", "broadcast"}
 
 
@@ -119,8 +99,7 @@ class Link:
         return Measured(time_us, time_us * (often.warm_up + often.iterations))
 
 
-@pytest.mark.parametrize("bytes_per_us", [1.0, 25.0, 1e3, 1e5])
-@pytest.mark.parametrize("share_us", [5e5, 4e6, 1e8])
+@pytest.mark.parametrize(("bytes_per_us", "share_us"), [(1.0, 4e6), (25.0, 5e5), (1e3, 1e8)])
 def test_a_sweep_keeps_to_its_time(bytes_per_us: float, share_us: float) -> None:
     link, sizes = Link(100.0, bytes_per_us), Settings().sizes()
     found = sweep(sizes, share_us, WANTED, link.measure)
@@ -157,13 +136,8 @@ def test_what_stays_disturbed_is_measured_three_times_more_and_counts_with_its_l
     found = sweep((1024, 2048, 4096), 1e7, WANTED, link.measure)
     assert [nbytes for nbytes, _ in link.calls] == [1024, 1024, 2048, 4096, 2048, 2048, 2048]
     assert found.points[1] == (2048, 1.9 * 2024)
-
-
-@pytest.mark.parametrize("share_us", [3e5, 1e6])
-def test_nothing_is_measured_again_that_there_is_no_time_for(share_us: float) -> None:
-    link = Link(1000.0, 2.0, lambda call: 1 + 2 * (call % 2))
-    found = sweep((1024, 2048, 4096, 8192), share_us, WANTED, link.measure)
-    assert found.spent_us <= share_us
+    busy = Link(1000.0, 2.0, lambda call: 1 + 2 * (call % 2))
+    assert sweep((1024, 2048, 4096, 8192), 3e5, WANTED, busy.measure).spent_us <= 3e5  # but not beyond its time
 
 
 def test_disturbed_is_what_takes_clearly_longer_than_more_bytes() -> None:

@@ -11,14 +11,10 @@ from typing import Any, cast
 import pytest
 
 from commopt.cost import Curve, Header, LinkKey, Links, Segment, WorkKey
-from commopt.display import require_drawable
-from commopt.errors import ConfigurationError
-from commopt.probe import Settings, Survey, picture, report
-from commopt.probe.header import command_line
-from commopt.probe.linerate import Network, line_rate_gbps, node_factor, node_gbps, own_gbps
-from commopt.probe.operations import COLLECTIVES
-from commopt.probe.progress import shown
-from commopt.probe.settings import PARTS
+from commopt.probe import Settings, Survey, report
+from commopt.probe.operations import COLLECTIVES, PARTS
+from commopt.probe.prober import command_line
+from commopt.probe.report import LineRate, line_rate_gbps, node_factor, node_gbps, own_gbps
 from topology import Cluster
 
 MIB = 2**20
@@ -58,12 +54,12 @@ def links_of(gbps: float = 0.2) -> Links:
 
 
 def test_the_network_is_held_against_its_line_rate() -> None:
-    network = Network.of(links_of(0.2), 0.2)
+    network = LineRate.of(links_of(0.2), 0.2)
     assert network is not None
     assert network.measured_gbps == pytest.approx(0.2, rel=0.01)
     assert not network.slow
-    assert Network.of(links_of(9.0), 25.0).slow  # type: ignore[union-attr]  # there is one
-    assert Network.of(Links(Header(nodes=(1,)), {}), 25.0) is None
+    assert LineRate.of(links_of(9.0), 25.0).slow  # type: ignore[union-attr]  # there is one
+    assert LineRate.of(Links(Header(nodes=(1,)), {}), 25.0) is None
 
 
 class Place:
@@ -91,14 +87,14 @@ def test_the_slowest_node_counts_if_all_are_known(
         assert own == 25
         found[:] = cards
 
-    monkeypatch.setattr("commopt.probe.linerate.own_gbps", lambda membership, environ: cards[0])
-    monkeypatch.setattr("commopt.probe.linerate.dist.all_gather_object", everyone)
+    monkeypatch.setattr("commopt.probe.report.own_gbps", lambda membership, environ: cards[0])
+    monkeypatch.setattr("commopt.probe.report.dist.all_gather_object", everyone)
     membership = SimpleNamespace(ranks=range(len(cards)), parent=lambda: None)
     assert line_rate_gbps(cast(Any, membership), {}) == gbps
 
 
 def test_the_line_rate_of_emulated_nodes_is_that_of_their_links(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("commopt.probe.linerate.node_nic_gbps", lambda machine: 25.0)
+    monkeypatch.setattr("commopt.probe.report.node_nic_gbps", lambda machine: 25.0)
     assert own_gbps(cast(Any, Place(False)), {}) == 25
     for rate, gbps in (("200mbit", 0.2), ("1gbit", 1.0), ("64kbit", 64e-6), ("none", None)):
         assert own_gbps(cast(Any, Place(False)), {"BENCH_CLUSTER_RATE": rate}) == gbps
@@ -110,7 +106,7 @@ def test_the_line_rate_of_emulated_nodes_is_that_of_their_links(monkeypatch: pyt
 
 def text_of(links: Links, nominal_gbps: float | None, stopped: dict[str, int] | None = None) -> str:
     stream = io.StringIO()
-    report.show(Survey(links, stopped or {}), Network.of(links, nominal_gbps), 120, stream)
+    report.show(Survey(links, stopped or {}), LineRate.of(links, nominal_gbps), 120, stream)
     return stream.getvalue()
 
 
@@ -146,40 +142,12 @@ def test_a_network_below_half_its_line_rate_is_warned_of() -> None:
     assert "the line rate is not known here" in text_of(links_of(9.0), None)
 
 
-@pytest.mark.parametrize("suffix", [".png", ".svg"])
-def test_the_picture_is_drawn(suffix: str, tmp_path: Path) -> None:
+def test_the_picture_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    path = tmp_path / f"probe{suffix}"
-    picture.draw(links_of(), path)
+    path = tmp_path / "probe.png"
+    report.draw(links_of(), path)
     assert path.stat().st_size > 20_000
-    picture.draw(Links(Header(nodes=(1,)), {}, links_of().work), path)  # of one rank
-
-
-def test_without_matplotlib_the_picture_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigurationError, match="pip install"):
-        require_drawable(Path("probe.png"))
-
-
-def test_progress_is_a_line_for_each_curve_where_there_is_no_terminal() -> None:
-    stream = io.StringIO()
-    with shown(2, stream) as progress:
-        for what in ("inter all_reduce", "copy"):
-            progress.begin(what)
-            progress.measuring("1 KiB")
-            progress.end("3 sizes")
-    assert stream.getvalue() == "[1/2] inter all_reduce: 3 sizes\n[2/2] copy: 3 sizes\n"
-
-
-def test_progress_is_a_bar_on_a_terminal() -> None:
-    pytest.importorskip("rich")
-    stream = io.StringIO()
-    stream.isatty = lambda: True  # type: ignore[method-assign]
-    with shown(2, stream) as progress:
-        progress.begin("inter all_reduce")
-        progress.measuring("1 KiB")
-        progress.end("3 sizes")
-    assert "1/2" in stream.getvalue()
+    report.draw(Links(Header(nodes=(1,)), {}, links_of().work), path)  # of one rank
 
 
 def test_the_command_is_written_down_without_folders() -> None:

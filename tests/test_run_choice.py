@@ -11,7 +11,7 @@ import pytest
 import commopt
 from commopt.__main__ import main
 from commopt.errors import ConfigurationError
-from commopt.run.choice import SCRIPT_OPTIONS, STATE_OPTIONS, Choice
+from commopt.run.script import SCRIPT_OPTIONS, STATE_OPTIONS, Choice
 
 
 def test_every_option_of_a_state_is_known() -> None:
@@ -30,14 +30,9 @@ def test_options_are_python_values_or_else_text() -> None:
     }
 
 
-def test_a_value_may_have_equals_signs() -> None:
-    with pytest.raises(ConfigurationError, match=r"a=b\.json"):
-        Choice.read("flat", ["links=a=b.json"])
-
-
-@pytest.mark.parametrize("text", ["flat", "hierarchical_powersgd:matrix_rank=2", "auto:allow=lossless+quantized"])
-def test_strategies_are_presets_with_their_options(text: str) -> None:
-    assert Choice.read(text) == Choice(text, {})
+def test_strategies_are_presets_with_their_options() -> None:
+    for text in ("flat", "hierarchical_powersgd:matrix_rank=2", "auto:allow=lossless+quantized"):
+        assert Choice.read(text) == Choice(text, {})
 
 
 BAD: list[tuple[str, list[str], str]] = [
@@ -57,7 +52,7 @@ BAD: list[tuple[str, list[str], str]] = [
     ("flat", ["ranks_per_node=2.0"], "ranks_per_node takes a int"),
     ("flat", ["record=1"], "record takes a bool"),
     ("flat", ["plan=mine.json"], "mine.json cannot be read"),
-    ("flat", ["links=none.json"], "none.json cannot be read"),
+    ("flat", ["links=a=b.json"], r"a=b\.json' cannot be read|a=b\.json cannot be read"),
     ("auto", ["tuned=none.json"], "none.json"),
 ]
 
@@ -91,13 +86,6 @@ def test_what_attach_would_refuse_is_refused_at_once(
 def test_a_script_that_is_not_there(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", *arguments]) == 2
     assert says in capsys.readouterr().err
-
-
-def test_the_strategy_must_be_given(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exited:
-        main(["run", "train.py"])
-    assert exited.value.code == 2
-    assert "--strategy" in capsys.readouterr().err
 
 
 def test_what_comes_after_the_script_is_the_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[Any]) -> None:

@@ -13,7 +13,7 @@ import pytest
 import commopt
 from bench.demo import local_ranks
 from commopt.__main__ import main
-from commopt.run import report
+from commopt.run.cli import NOTHING
 
 ROOT = Path(__file__).parent.parent
 
@@ -101,7 +101,7 @@ def test_a_script_without_a_model_is_told_of(
     else:
         assert run_here(tmp_path, text, "--report") == 0
     said = capsys.readouterr()
-    assert said.err == report.NOTHING + "\n"
+    assert said.err == NOTHING + "\n"
     assert said.out == ""
 
 

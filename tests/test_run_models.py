@@ -18,11 +18,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
-from commopt.run import report
-from commopt.run.choice import Choice
-from commopt.run.models import Models
-from commopt.run.patch import watching
-from tests.hook_training import SMALL_BUCKET, Branches, Tower, batch_of, digest_of, loss_of, seeded
+from commopt.run.cli import show
+from commopt.run.models import Models, watching
+from commopt.run.script import Choice
+from tests.hook_training import SMALL_BUCKET, Tower, batch_of, digest_of, loss_of, seeded
 from tests.ranks import run
 
 STRATEGY = "hierarchical_quantized:bits=4"  # every step depends on the ones before, and on who shares a block
@@ -38,17 +37,11 @@ class Subclass(TorchDDP):
         return super().forward(*inputs, **kwargs)
 
 
-def train(ddp: Any, rank: int, *, micros: int = 1, branches: int = 0, scaler: Any = None) -> str:
+def train(ddp: Any, rank: int, scaler: Any = None) -> str:
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)
     for step in range(STEPS):
         optimizer.zero_grad()
-        batches = [batch_of(rank, step, micro) for micro in range(micros)]
-        if branches:
-            batches = [(*batch, (rank + step) % branches) for batch in batches]
-        for batch in batches[:-1]:
-            with ddp.no_sync():
-                loss_of(ddp, batch).backward()
-        loss = loss_of(ddp, batches[-1])
+        loss = loss_of(ddp, batch_of(rank, step))
         if scaler is None:
             loss.backward()
             optimizer.step()
@@ -61,39 +54,9 @@ def train(ddp: Any, rank: int, *, micros: int = 1, branches: int = 0, scaler: An
 
 
 def plain(rank: int, attach: Attach) -> str:
-    ddp = TorchDDP(seeded(Tower), **SMALL_BUCKET)
-    attach(ddp)
-    return train(ddp, rank)
-
-
-def subclass(rank: int, attach: Attach) -> str:
     ddp = Subclass(seeded(Tower), **SMALL_BUCKET)
     attach(ddp)
     return train(ddp, rank)
-
-
-def own_subclass(rank: int, attach: Attach) -> str:
-    ddp = commopt.DistributedDataParallel(seeded(Tower), **SMALL_BUCKET)
-    attach(ddp)
-    return train(ddp, rank)
-
-
-def static_graph(rank: int, attach: Attach) -> str:
-    ddp = TorchDDP(seeded(Tower), static_graph=True, **SMALL_BUCKET)
-    attach(ddp)
-    return train(ddp, rank)
-
-
-def unused_parameters(rank: int, attach: Attach) -> str:
-    ddp = TorchDDP(seeded(Branches), find_unused_parameters=True, **SMALL_BUCKET)
-    attach(ddp)
-    return train(ddp, rank, branches=2)
-
-
-def no_sync(rank: int, attach: Attach) -> str:
-    ddp = TorchDDP(seeded(Tower), **SMALL_BUCKET)
-    attach(ddp)
-    return train(ddp, rank, micros=3)
 
 
 def compiled(rank: int, attach: Attach) -> str:
@@ -151,20 +114,7 @@ def loss_scaling(rank: int, attach: Attach) -> str:
     return train(ddp, rank, scaler=scaler)
 
 
-WAYS = (
-    plain,
-    subclass,
-    own_subclass,
-    static_graph,
-    unused_parameters,
-    no_sync,
-    compiled,
-    compiled_step,
-    evaluated_before,
-    two_models,
-    copied,
-    loss_scaling,
-)
+WAYS = (plain, compiled, compiled_step, evaluated_before, two_models, copied, loss_scaling)
 
 
 def both(rank: int, world_size: int, name: str) -> tuple[str, str, str, int]:
@@ -361,7 +311,7 @@ def let_go(rank: int, world_size: int) -> list[str]:
     torch.distributed.destroy_process_group()  # as scripts do: the end must do without
     models.close()
     stream = io.StringIO()
-    report.show(models.trained, stream)
+    show(models.trained, stream)
     return stream.getvalue().splitlines()
 
 

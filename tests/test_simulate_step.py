@@ -3,26 +3,41 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
-from statistics import fmean
+from itertools import accumulate, product
+from math import sqrt
+from statistics import NormalDist, fmean
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
 from commopt import Flat, Hierarchical, PowerSGD
 from commopt.aggregate import Aggregator
-from commopt.cost import Links, cost, cost_us, price
-from commopt.cost.formulas import Link, ring_over_nodes_us, sharded_us
+from commopt.cost import Link, Links, cost, price, ring_over_nodes_us
 from commopt.errors import ConfigurationError
 from commopt.feedback import Layout
 from commopt.groups import TeamShape
-from commopt.schedule import SPARE, Costs, PriceTable, Unit, best_plan, simulate
-from commopt.simulate import Cluster, Network, Stragglers, Workload, gpu, model, of_model, simulate_step
-from commopt.simulate.buckets import Bucket
-from commopt.simulate.step import Simulation
+from commopt.schedule import SPARE, Costs, PriceTable, Unit, best_plan
+from commopt.simulate import (
+    ClusterSpec,
+    Network,
+    Simulation,
+    Stragglers,
+    Workload,
+    ddp_buckets,
+    gpu,
+    model,
+    of_model,
+    simulate_step,
+)
+from commopt.simulate.step import finish_us
+from tests.closed_forms import sharded_us
 
 NETWORK = Network(10, 50, efficiency=1.0, trees=False)
-CLUSTER = Cluster(4, gpu("v100"), NETWORK)
+CLUSTER = ClusterSpec(4, gpu("v100"), NETWORK)
 INTRA, NODE = Link(3, 1 / 50e3), Link(15, 8e-4)
 NUMEL = [300_000, 1_000, 2_000_000, 7_000_000, 50_000]
 
@@ -40,21 +55,20 @@ def links_for(aggregator: Aggregator, nodes: int) -> tuple[TeamShape, Links]:
     return shape, CLUSTER.links_for(shape, [aggregator])
 
 
-def whole_buckets(aggregator: Aggregator, groups: list[list[int]], chunks: int = 1) -> list[Bucket]:
-    units = workload().units
-    return [Bucket.of([units[place] for place in group], repr(aggregator), chunks) for group in groups]
+def names(groups: list[list[int]]) -> list[list[str]]:
+    return [[f"p{place}" for place in group] for group in groups]
 
 
 def test_one_bucket_after_backward_is_a_ring_over_nodes() -> None:
     shape, links = links_for(Flat(), 3)
-    (bucket,) = whole_buckets(Flat(), [[0, 1, 2, 3, 4]])
-    found = simulate_step(workload(), Flat(), shape, links, buckets=[bucket], overhead_us=70.0)
+    found = simulate_step(workload(), Flat(), shape, links, buckets=names([[0, 1, 2, 3, 4]]), overhead_us=70.0)
+    (bucket,) = found.buckets
+    assert bucket.nbytes == 4 * sum(NUMEL)
     expected = 70 + ring_over_nodes_us(bucket.nbytes, 3, 4, INTRA, NODE)
     assert found.compute_us == 20_000
     assert found.exposed_us == found.communication_us == pytest.approx(expected)
     assert found.step_us == pytest.approx(20_000 + expected)
     assert found.waiting_us == 0
-    assert found.buckets == (bucket,)
     sent = 2 * (12 - 1) / 12 * bucket.nbytes  # out of a node, from its last rank
     assert found.inter_bytes_per_node == pytest.approx(sent, rel=1e-6)
 
@@ -64,9 +78,7 @@ def test_buckets_by_hand() -> None:
     aggregator = Hierarchical(form="reduce_scatter")
     shape, links = links_for(aggregator, 2)
     groups = [[0, 1], [2, 3], [4]]
-    found = simulate_step(
-        workload(), aggregator, shape, links, buckets=whole_buckets(aggregator, groups), overhead_us=100.0
-    )
+    found = simulate_step(workload(), aggregator, shape, links, buckets=names(groups), overhead_us=100.0)
     inter = Link(15, 4 * 8e-4)
     time_us = [100 + sharded_us(4 * sum(NUMEL[i] for i in group), 2, 4, INTRA, inter) for group in groups]
     first = 14_000 + time_us[0]
@@ -78,35 +90,12 @@ def test_buckets_by_hand() -> None:
     assert found.inter_bytes_per_node == 4 * sum(NUMEL)  # 2 (N - 1) / N of everything
 
 
-def test_communication_that_is_hidden_costs_nothing() -> None:
-    shape, links = links_for(Flat(), 2)
-    slow = workload(gap_us=1e6)
-    last = 100 + cost_us(Flat(), NUMEL[-1], torch.float32, shape, links)
-    found = simulate_step(slow, Flat(), shape, links, buckets=whole_buckets(Flat(), [[i] for i in range(5)]))
-    assert found.exposed_us == pytest.approx(last)
-
-
-@pytest.mark.parametrize("lanes", [1, 2])
-@pytest.mark.parametrize("aggregator", [Flat(), Hierarchical(), Hierarchical(form="leader")], ids=repr)
-def test_a_step_is_what_the_plan_predicts(aggregator: Aggregator, lanes: int) -> None:
-    """Stage by stage, the event loop comes to what `plan.simulate` makes of whole messages at `cost`'s prices."""
-    shape, links = links_for(aggregator, 4)
-    buckets = whole_buckets(aggregator, [[0], [1, 2], [3, 4]])
-    prices = {
-        (bucket.strategy, 1): PriceTable(
-            tuple(sorted({each.nbytes for each in buckets})),
-            tuple(
-                cost_us(aggregator, nbytes // 4, torch.float32, shape, links, lanes=lanes)
-                for nbytes in sorted({each.nbytes for each in buckets})
-            ),
-        )
-        for bucket in buckets
-    }
-    expected = simulate(workload().units, buckets, Costs(prices, overhead_us=100.0))
-    found = simulate_step(workload(), aggregator, shape, links, buckets=buckets, lanes=lanes)
-    assert found.step_us == pytest.approx(expected.finish_us)
-    assert found.exposed_us == pytest.approx(expected.exposed_us)
-    assert found.communication_us == pytest.approx(expected.communication_us)
+def test_a_lane_takes_one_bucket_after_the_other() -> None:
+    """A late first bucket holds up those behind it, which is what keeps the ranks in step."""
+    assert finish_us([], []) == 0
+    assert finish_us([5, 6, 100], [10, 2, 1]) == 101
+    ends = [finish_us([100.0, 0.0, 0.0][:count], [3.0] * count) for count in (1, 2, 3)]
+    assert ends == list(accumulate([3, 3], initial=103))
 
 
 def test_planned_buckets_are_those_of_training() -> None:
@@ -114,38 +103,14 @@ def test_planned_buckets_are_those_of_training() -> None:
     shape, links = links_for(aggregator, 4)
     job = workload()
     by_bytes = price(aggregator, shape, links, job.layout)
-    costs = Costs({(repr(aggregator), 1): PriceTable.of(by_bytes, job.nbytes)}, overhead_us=100.0)
+    costs = Costs({repr(aggregator): PriceTable.of(by_bytes, job.nbytes)}, overhead_us=100.0)
     plan = best_plan(job.units, costs, spare=SPARE)
     found = simulate_step(job, aggregator, shape, links, buckets="planned")
-    assert found.buckets == plan.buckets
+    assert [bucket.names for bucket in found.buckets] == list(plan.groups)
     assert plan.predicted is not None
     # Prices are tables of lengths that no number of ranks divides, which need a copy; these buckets need none.
     assert found.step_us <= plan.predicted.finish_us
     assert found.step_us == pytest.approx(plan.predicted.finish_us, rel=0.01)
-
-
-def test_planned_hierarchical_may_send_a_bucket_flat() -> None:
-    """As in training: an exact average takes the cheaper way, here by prices that make either one cheaper."""
-    names = set()
-    for intra_gb_per_s in (0.2, 400):
-        cluster = Cluster(4, gpu("v100"), Network(100, intra_gb_per_s))
-        shape = cluster.shape(2)
-        links = cluster.links_for(shape, [Hierarchical()])
-        found = simulate_step(workload(), Hierarchical(), shape, links, buckets="planned")
-        names |= {bucket.strategy for bucket in found.buckets}
-    assert names == {repr(Flat()), repr(Hierarchical())}
-
-
-def test_planned_chunks_pay_only_with_a_second_lane() -> None:
-    """Levels that are equally slow: two lanes hide one behind the other."""
-    cluster = Cluster(4, gpu("v100"), Network(40, 2.5, efficiency=1.0))
-    shape = cluster.shape(2)
-    aggregator = Hierarchical(form="reduce_scatter")
-    links = cluster.links_for(shape, [aggregator])
-    one, two = (simulate_step(workload(), aggregator, shape, links, buckets="planned", lanes=n) for n in (1, 2))
-    assert {bucket.chunks for bucket in one.buckets} == {1}
-    assert max(bucket.chunks for bucket in two.buckets) > 1
-    assert two.step_us < 0.9 * one.step_us
 
 
 def test_planned_is_no_worse_than_any_buckets_but_for_what_it_spares() -> None:
@@ -155,7 +120,7 @@ def test_planned_is_no_worse_than_any_buckets_but_for_what_it_spares() -> None:
     for cuts in product((False, True), repeat=4):
         ends = [place + 1 for place, cut in enumerate(cuts) if cut] + [5]
         groups = [list(range(begin, end)) for begin, end in zip([0, *ends], ends, strict=False)]
-        other = simulate_step(workload(), aggregator, shape, links, buckets=whole_buckets(aggregator, groups)).step_us
+        other = simulate_step(workload(), aggregator, shape, links, buckets=names(groups)).step_us
         assert planned <= other * (1 + SPARE) * (1 + 1e-9)
 
 
@@ -173,19 +138,6 @@ def test_names_and_shapes_count_where_they_decide() -> None:
     assert found.communication_us == pytest.approx(sum(expected))
     sent = 4 * (2 * (512 + 512) * 4 + 512)
     assert found.inter_bytes_per_node == pytest.approx(2 * 7 / 8 * sent, rel=1e-3)
-
-
-def test_a_16_bit_gradient_sends_half() -> None:
-    layout = workload().layout
-    half = Workload(
-        "half",
-        tuple(replace(unit, nbytes=unit.nbytes // 2, dtype="torch.float16") for unit in workload().units),
-        layout,
-        1,
-    )
-    shape, links = links_for(Flat(), 2)
-    sent = [simulate_step(job, Flat(), shape, links).inter_bytes_per_node for job in (half, workload())]
-    assert sent[1] == pytest.approx(2 * sent[0], rel=1e-6)
 
 
 def test_one_gpu_sends_nothing() -> None:
@@ -222,24 +174,6 @@ def test_plans_are_made_for_the_slowest_rank() -> None:
     factor = fmean(spread.slowest(16))
     later = replace(workload(), units=tuple(replace(u, ready_us=factor * u.ready_us) for u in workload().units))
     assert found.buckets == simulate_step(later, Flat(), shape, links, buckets="planned").buckets
-    differing = []
-    for gap_us in (1e3, 3e3, 1e4, 2e4, 3e4, 5e4):
-        job = workload(gap_us)
-        later = replace(job, units=tuple(replace(u, ready_us=factor * u.ready_us) for u in job.units))
-        quiet, slow = (simulate_step(each, Flat(), shape, links, buckets="planned").buckets for each in (job, later))
-        assert simulate_step(job, Flat(), shape, links, buckets="planned", stragglers=spread).buckets == slow
-        differing.append(quiet != slow)
-    assert any(differing)
-
-
-def test_plans_give_up_one_percent_for_fewer_buckets() -> None:
-    job = of_model(model("resnet50"), gpu("v100"), 64)
-    shape = TeamShape.of((8,), backends={"cpu": "gloo", "cuda": "nccl"})
-    links = Network(25, 200).links(shape)
-    table = PriceTable.of(price(Flat(), shape, links, job.layout), job.nbytes)
-    exact, spared = (best_plan(job.units, Costs({repr(Flat()): table}, 100.0), spare=s) for s in (0.0, SPARE))
-    assert len(spared.buckets) < len(exact.buckets)
-    assert simulate_step(job, Flat(), shape, links, buckets="planned").buckets == spared.buckets
 
 
 def test_a_simulation_gives_the_same_step_twice() -> None:
@@ -275,16 +209,81 @@ def test_what_is_left_out_is_said() -> None:
 
 def test_bad_input() -> None:
     shape, links = links_for(Flat(), 2)
-    buckets = whole_buckets(Flat(), [[0, 1, 2, 3]])
-    with pytest.raises(ConfigurationError, match="it lacks 'p4'"):
-        simulate_step(workload(), Flat(), shape, links, buckets=buckets)
-    with pytest.raises(ConfigurationError, match="the hook averages with Flat"):
-        simulate_step(workload(), Flat(), shape, links, buckets=whole_buckets(Hierarchical(), [[0, 1, 2, 3, 4]]))
-    with pytest.raises(ConfigurationError, match="buckets='best' must be 'ddp', 'planned', or buckets"):
-        simulate_step(workload(), Flat(), shape, links, buckets="best")  # type: ignore[arg-type]
+    for groups in ([[0, 1, 2, 3]], [[0, 1, 2, 3, 4], [4]], [[0, 1, 2, 3, 5]]):
+        with pytest.raises(ConfigurationError, match="name each parameter in one bucket"):
+            simulate_step(workload(), Flat(), shape, links, buckets=names(groups))
+    with pytest.raises(ConfigurationError, match="buckets='best' must be 'ddp', 'planned', or groups"):
+        simulate_step(workload(), Flat(), shape, links, buckets="best")
     with pytest.raises(ConfigurationError, match="overhead_us=-1"):
         simulate_step(workload(), Flat(), shape, links, overhead_us=-1)
     with pytest.raises(ConfigurationError, match="dtype 'float33'"):
         simulate_step(workload(dtype="float33"), Flat(), shape, links)
     with pytest.raises(ConfigurationError, match="no figures for all_reduce at level 'world'"):
         simulate_step(workload(), Flat(), shape, Links(links.header, {}))
+
+
+# --------------------------------------------------------------------------------------------- stragglers
+
+
+@pytest.mark.parametrize("sigma", [0.01, 0.2])
+def test_the_slower_of_two_takes_what_the_closed_form_says(sigma: float) -> None:
+    """E max(X, Y) of two independent lognormals of mean 1 is 2 Phi(sigma / sqrt 2)."""
+    expected = 2 * NormalDist().cdf(sigma / sqrt(2))
+    assert fmean(Stragglers(sigma).slowest(2)) - 1 == pytest.approx(expected - 1, rel=0.02)
+
+
+@pytest.mark.parametrize("ranks", [8, 1024])
+def test_the_slowest_of_many_is_that_of_draws(ranks: int) -> None:
+    sigma, steps = 0.03, 4000
+    draws = np.random.default_rng(0).standard_normal((steps, ranks))
+    slowest = np.exp(sigma * draws.max(axis=1) - sigma**2 / 2)
+    found = Stragglers(sigma).slowest(ranks)
+    assert fmean(found) - 1 == pytest.approx(slowest.mean() - 1, rel=0.02)
+    assert found[len(found) // 2] == pytest.approx(float(np.median(slowest)), rel=0.002)
+    assert list(found) == sorted(found)
+
+
+def test_without_spread_nobody_waits_and_sigma_is_checked() -> None:
+    assert Stragglers(0.0).slowest(4096) == (1.0,)
+    assert fmean(Stragglers(0.05).slowest(1)) == pytest.approx(1.0, abs=2e-4)
+    for sigma in (-0.1, 1.5, float("nan"), float("inf")):
+        with pytest.raises(ConfigurationError, match=r"between 0 and 1, for example 0\.02"):
+            Stragglers(sigma)
+
+
+# ------------------------------------------------------------------------------------------ DDP's buckets
+
+DTYPES = (torch.float32, torch.float16)
+
+
+def units_of(rows: list[tuple[int, torch.dtype]]) -> list[Unit]:
+    return [
+        Unit((f"p{number}",), numel * dtype.itemsize, float(number), str(dtype))
+        for number, (numel, dtype) in enumerate(rows)
+    ]
+
+
+def by_torch(rows: list[tuple[int, torch.dtype]], first_nbytes: int, cap_nbytes: int) -> set[tuple[str, ...]]:
+    tensors = [torch.empty(numel, dtype=dtype, device="meta") for numel, dtype in rows]
+    groups, _ = dist._compute_bucket_assignment_by_size(
+        tensors, [first_nbytes, cap_nbytes], [False] * len(rows), list(range(len(rows)))
+    )
+    return {tuple(f"p{number}" for number in group) for group in groups}
+
+
+@given(st.lists(st.tuples(st.integers(0, 200_000), st.sampled_from(DTYPES)), min_size=1, max_size=40))
+def test_buckets_are_those_of_torch(rows: list[tuple[int, torch.dtype]]) -> None:
+    found = ddp_buckets(units_of(rows), cap_mb=0.5, first_mb=0.125)
+    assert {tuple(unit.names[0] for unit in members) for members in found} == by_torch(rows, 2**17, 2**19)
+
+
+def test_buckets_close_with_the_gradient_that_reaches_the_limit() -> None:
+    units = units_of([(2**18, torch.float32), (2**18 - 1, torch.float32), (1, torch.float32), (5, torch.float32)])
+    assert [len(members) for members in ddp_buckets(units, cap_mb=1)] == [1, 2, 1]
+    assert [len(members) for members in ddp_buckets(units, cap_mb=100)] == [1, 3]
+
+
+def test_limits_are_checked() -> None:
+    for limit in (0, -1, float("inf"), float("nan")):
+        with pytest.raises(ConfigurationError, match=r"ddp_buckets\(cap_mb=.* must be a finite number above 0"):
+            ddp_buckets(units_of([(1, torch.float32)]), cap_mb=limit)

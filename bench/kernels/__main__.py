@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from commopt.simulate.model_zoo import gpt2, resnet50
 
 import bench.kernels
 from bench.environment import machine
@@ -20,6 +19,7 @@ from bench.kernels.measure import DeviceCopy, Missing, Record, ResultFile, descr
 from bench.timing import Clock, clock_of, events_us
 from commopt.command_line import Parser, content_of, output_file, whole
 from commopt.kernels.loader import loader_for
+from commopt.simulate.model_zoo import gpt2, resnet50
 
 _GPU_REPEATS, _CPU_REPEATS = 30, 7
 

@@ -10,7 +10,6 @@ from statistics import mean, median
 from typing import Any
 
 import numpy as np
-from commopt.probe.prober import nbytes_text
 from matplotlib.axes import Axes
 
 from bench.evidence.bucketing import DEFAULT
@@ -26,6 +25,7 @@ from bench.evidence.scaling.report import read as read_scaling
 from bench.evidence.training_run import NOTHING
 from bench.evidence.tuning.report import read as read_tuning
 from bench.plot.style import COLOURS, GREY, LIGHT_GREY, MARKERS, log_bytes, panels, save, styles, unframe
+from commopt.probe.prober import nbytes_text
 
 _ADAPTIVE = "adaptive"
 _BUCKETING_TITLE = "Buckets that adapt, and buckets that were chosen by hand"

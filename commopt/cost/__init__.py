@@ -1,27 +1,27 @@
 """What messages cost: curves fitted to measurements, the table of all links, and the price of every aggregator."""
 
-from commopt.cost.aggregator import Cost, Pricing, cost, cost_us, price
 from commopt.cost.curve import Curve, Point, Segment
-from commopt.cost.formulas import StageTimes, best_chunks, pipelined_us
-from commopt.cost.links import Header, LinkKey, Links, WorkKey
-from commopt.cost.nominal import Speeds, nominal_links
+from commopt.cost.links import PRIMITIVES, Header, Link, LinkKey, Links, WorkKey, ring
+from commopt.cost.nominal import Speeds, nominal_links, ring_over_nodes_us, tree_us
+from commopt.cost.pricing import Cost, Pricing, cost, price
 
 __all__ = [
+    "PRIMITIVES",
     "Cost",
     "Curve",
     "Header",
+    "Link",
     "LinkKey",
     "Links",
     "Point",
     "Pricing",
     "Segment",
     "Speeds",
-    "StageTimes",
     "WorkKey",
-    "best_chunks",
     "cost",
-    "cost_us",
     "nominal_links",
-    "pipelined_us",
     "price",
+    "ring",
+    "ring_over_nodes_us",
+    "tree_us",
 ]

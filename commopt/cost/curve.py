@@ -39,7 +39,7 @@ class Curve:
     """Time against bytes, in 1 to 3 segments; a larger message never costs less.
 
     points: what was measured, by increasing bytes; none for a curve that was not. note: how the curve differs from
-    what was asked for, "" when it does not.
+    what was requested, "" when it does not.
     """
 
     segments: tuple[Segment, ...]

@@ -3,18 +3,55 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from math import isnan, log
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from commopt.cost.curve import Curve, Point, Segment
-from commopt.cost.formulas import PRIMITIVES, ring
+from commopt.cost.curve import Curve, Segment
 from commopt.document import parse, read_text
 from commopt.errors import ConfigurationError
 
 FORMAT = 1
+PRIMITIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "reduce", "broadcast")
+
+
+class Link(NamedTuple):
+    """Microseconds per message and per byte."""
+
+    alpha_us: float
+    beta_us_per_byte: float
+
+
+class Ring(NamedTuple):
+    """A collective is `steps` messages one after the other; `volume` times its bytes pass each link."""
+
+    steps: int
+    volume: float
+
+    def time_us(self, nbytes: float, link: Link) -> float:
+        """Return what it costs."""
+        return self.steps * link.alpha_us + self.volume * nbytes * link.beta_us_per_byte
+
+
+def ring(primitive: str, ranks: int) -> Ring:
+    """Return what a collective takes in the algorithm for large messages; bytes as `WireModel` counts them.
+
+    Rings (Patarasuk and Yuan 2009): reduce_scatter and all_gather P - 1 steps, all_reduce both; reduce is a
+    reduce_scatter whose blocks the root collects. all_to_all: direct sends. broadcast: a binomial tree.
+    """
+    others = ranks - 1
+    match primitive:
+        case "all_reduce" | "reduce":
+            return Ring(2 * others, 2 * others / ranks)
+        case "reduce_scatter" | "all_to_all":
+            return Ring(others, others / ranks)
+        case "all_gather":
+            return Ring(others, others)
+        case "broadcast":
+            return Ring(others.bit_length(), others.bit_length())
+    raise ValueError(f"{primitive!r} is none of {', '.join(PRIMITIVES)}")
 
 
 class LinkKey(NamedTuple):
@@ -27,7 +64,7 @@ class LinkKey(NamedTuple):
 
 
 class WorkKey(NamedTuple):
-    """Work of one rank by itself: kind and what as in `aggregate.calls.Work`."""
+    """Work of one rank by itself: kind and what as in `aggregate.Work`."""
 
     kind: str
     what: str = ""
@@ -59,7 +96,7 @@ class Links:
     nominal: bool = False
 
     def curve(self, level: str, primitive: str, ranks: int, groups: int = 1) -> Curve:
-        """Return the curve of a collective over `ranks` ranks while `groups` groups of the level are at it.
+        """Return the curve of a collective over `ranks` ranks while `groups` groups of the level run it at once.
 
         What was not measured is taken from the nearest number of groups, then from the nearest number of ranks by the
         ring's formula; the curve's note says so. Raises ConfigurationError when there is nothing to go by.
@@ -74,14 +111,14 @@ class Links:
             )
         key = min(like, key=lambda key: (abs(log(key.ranks / ranks)), abs(log(key.groups / groups)), key))
         curve = self.curves[key]
-        told = [] if key.ranks == ranks else [f"{ranks} ranks from {key.ranks}"]
-        told += [] if key.groups == groups else [f"{groups} groups at once from {key.groups}"]
+        notes = [] if key.ranks == ranks else [f"{ranks} ranks from {key.ranks}"]
+        notes += [] if key.groups == groups else [f"{groups} groups at once from {key.groups}"]
         mine, theirs = (ring(primitive, count) for count in (ranks, key.ranks))
-        return curve.scaled(mine.steps / theirs.steps, mine.volume / theirs.volume, f"for {', '.join(told)}")
+        return curve.scaled(mine.steps / theirs.steps, mine.volume / theirs.volume, f"for {', '.join(notes)}")
 
     @property
     def contents(self) -> str:
-        """Which links there are figures for, in words."""
+        """The measured links as text, for messages."""
         levels: dict[tuple[str, str], list[str]] = {}
         for key in sorted(self.curves):
             count = f"{key.ranks}" if key.groups == 1 else f"{key.groups}x{key.ranks}"
@@ -110,13 +147,10 @@ class Links:
 
 
 def _as_json(curve: Curve) -> dict[str, Any]:
-    fit = {name: None if isnan(value) else round(value, 6) for name, value in _quality(curve)}
+    quality = {"r_squared": curve.r_squared, "mape": curve.mape}
+    fit = {name: None if isnan(value) else round(value, 6) for name, value in quality.items()}
     segments = [[each.from_nbytes, each.alpha_us, each.beta_us_per_byte] for each in curve.segments]
     return fit | {"segments": segments, "points": [list(point) for point in curve.points], "note": curve.note}
-
-
-def _quality(curve: Curve) -> Iterable[tuple[str, float]]:
-    return ("r_squared", curve.r_squared), ("mape", curve.mape)
 
 
 def _indented(content: dict[str, Any]) -> str:
@@ -131,96 +165,79 @@ def _indented(content: dict[str, Any]) -> str:
     return "{\n " + ",\n ".join(lines) + "\n}"
 
 
-def _from_json(content: Any) -> Links:
-    content = _table(content, "the file")
+def _from_json(document: Any) -> Links:
+    content = _checked(document, dict, "the file")
     found = content.get("format")
     if found != FORMAT:
         raise ConfigurationError(f"format {found!r} is not {FORMAT}, the one this version of commopt reads")
+    curves: dict[LinkKey, Curve] = {}
+    for place, entry in _entries(content, "links"):
+        ranks, groups = _entry(entry, "ranks", int, place), _entry(entry, "groups", int, place)
+        if ranks < 2 or groups < 1:
+            raise ConfigurationError(f"{place}: ranks is {ranks}, groups is {groups}; they must be 2 and 1 or more")
+        key = LinkKey(_entry(entry, "level", str, place), _entry(entry, "primitive", str, place), ranks, groups)
+        if key.primitive not in PRIMITIVES:
+            raise ConfigurationError(f"{place}: primitive {key.primitive!r} is none of {', '.join(PRIMITIVES)}")
+        _add(curves, key, entry, place)
+    work: dict[WorkKey, Curve] = {}
+    for place, entry in _entries(content, "work"):
+        _add(work, WorkKey(_entry(entry, "kind", str, place), _entry(entry, "what", str, place)), entry, place)
+    return Links(_header(content), curves, work, _entry(content, "nominal", bool, "the file"))
+
+
+def _header(content: Mapping[str, Any]) -> Header:
     known = {each.name: each.default for each in fields(Header)}
-    header = _table(content.get("header"), "header")
-    for name, value in header.items():
+    facts: dict[str, Any] = {}
+    for name, value in _entry(content, "header", dict, "the file").items():
         if name not in known:
             raise ConfigurationError(f"header has an unknown entry {name!r}; there are {', '.join(known)}")
         kind = str if isinstance(known[name], str) else list
-        if not isinstance(value, kind):
-            raise ConfigurationError(f"header: {name} is {value!r}, which is no {kind.__name__}")
-    facts: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in header.items()}
-    nominal = content.get("nominal")
-    if not isinstance(nominal, bool):
-        raise ConfigurationError(f"nominal is {nominal!r}; it must be true or false")
-    curves: dict[LinkKey, Curve] = {}
-    for place, entry in _entries(content, "links"):
-        key = LinkKey(_text(entry, "level", place), _text(entry, "primitive", place), *_counts(entry, place))
-        if key.primitive not in PRIMITIVES:
-            raise ConfigurationError(f"{place}: primitive {key.primitive!r} is none of {', '.join(PRIMITIVES)}")
-        curves[_new(key, curves, place)] = _curve(entry, place)
-    work: dict[WorkKey, Curve] = {}
-    for place, entry in _entries(content, "work"):
-        doing = WorkKey(_text(entry, "kind", place), _text(entry, "what", place))
-        work[_new(doing, work, place)] = _curve(entry, place)
-    for known_work, curve in [*work.items()]:
-        if known_work.kind == "factor":  # a file from before the second message's work was probed by itself
-            second = WorkKey("refresh", known_work.what)
-            work.setdefault(second, curve.scaled(1.0, 1.0, "as for a first message; probe again"))
-    return Links(Header(**facts), curves, work, nominal)
+        _checked(value, kind, f"header: {name}")
+        facts[name] = tuple(value) if kind is list else value
+    return Header(**facts)
 
 
-def _curve(entry: Mapping[str, Any], place: str) -> Curve:
-    segments = tuple(Segment(*_numbers(row, 3, f"{place}: segment")) for row in _rows(entry, "segments", place))
-    points: tuple[Point, ...] = tuple(
-        (row[0], row[1]) for row in (_numbers(row, 2, f"{place}: point") for row in _rows(entry, "points", place))
-    )
+def _add(known: dict[Any, Curve], key: Any, entry: Mapping[str, Any], place: str) -> None:
+    if key in known:
+        raise ConfigurationError(f"{place} has figures for {tuple(key)}, of which there were some already")
+    segments = [_numbers(row, 3, f"{place}: segment") for row in _entry(entry, "segments", list, place)]
+    points = [_numbers(row, 2, f"{place}: point") for row in _entry(entry, "points", list, place)]
     try:
-        return Curve(segments, points, _text(entry, "note", place))
+        known[key] = Curve(
+            tuple(Segment(*row) for row in segments),
+            tuple((n, us) for n, us in points),
+            _entry(entry, "note", str, place),
+        )
     except ConfigurationError as error:
         raise ConfigurationError(f"{place}: {error}") from None
 
 
 def _entries(content: Mapping[str, Any], name: str) -> list[tuple[str, dict[str, Any]]]:
-    rows = _rows(content, name, "the file")
-    return [(f"{name}[{place}]", _table(row, f"{name}[{place}]")) for place, row in enumerate(rows)]
+    rows = _entry(content, name, list, "the file")
+    return [(f"{name}[{place}]", _checked(row, dict, f"{name}[{place}]")) for place, row in enumerate(rows)]
 
 
-def _table(value: Any, what: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ConfigurationError(f"{what} is {_shown(value)} where a table of names and values belongs")
+def _entry(entry: Mapping[str, Any], name: str, kind: type, place: str) -> Any:
+    return _checked(entry.get(name), kind, f"{place}: {name}")
+
+
+def _checked(value: Any, kind: type, what: str) -> Any:
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        shown = "missing" if value is None else repr(value)[:80]
+        raise ConfigurationError(f"{what} is {shown}; it must be {_KINDS[kind]}")
     return value
 
 
-def _rows(entry: Mapping[str, Any], name: str, place: str) -> list[Any]:
-    value = entry.get(name)
-    if not isinstance(value, list):
-        raise ConfigurationError(f"{place}: {name} is {_shown(value)} where a list belongs")
-    return value
+_KINDS = {
+    str: "text",
+    int: "a whole number",
+    bool: "true or false",
+    list: "a list",
+    dict: "a table of names and values",
+}
 
 
 def _numbers(row: Any, count: int, what: str) -> list[float]:
     if not isinstance(row, list) or len(row) != count or any(type(each) not in (int, float) for each in row):
-        raise ConfigurationError(f"{what} {_shown(row)} is not {count} numbers")
+        raise ConfigurationError(f"{what} {row!r:.80} is not {count} numbers")
     return [float(each) for each in row]
-
-
-def _text(entry: Mapping[str, Any], name: str, place: str) -> str:
-    value = entry.get(name)
-    if not isinstance(value, str):
-        raise ConfigurationError(f"{place}: {name} is {_shown(value)} where a text belongs")
-    return value
-
-
-def _counts(entry: Mapping[str, Any], place: str) -> tuple[int, int]:
-    ranks, groups = entry.get("ranks"), entry.get("groups")
-    if type(ranks) is not int or ranks < 2:
-        raise ConfigurationError(f"{place}: ranks is {_shown(ranks)}; a collective needs 2 or more")
-    if type(groups) is not int or groups < 1:
-        raise ConfigurationError(f"{place}: groups is {_shown(groups)}; it must be 1 or more")
-    return ranks, groups
-
-
-def _new(key: Any, known: Mapping[Any, Curve], place: str) -> Any:
-    if key in known:
-        raise ConfigurationError(f"{place} has figures for {tuple(key)}, of which there were some already")
-    return key
-
-
-def _shown(value: Any) -> str:
-    return "missing" if value is None else repr(value)[:80]

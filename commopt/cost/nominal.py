@@ -1,23 +1,22 @@
-"""Links from line rates, before anything is measured: what the hardware is sold as, less nothing."""
+"""Links from advertised line rates, without derating, and the closed forms of what an all_reduce costs on them.
+
+nbytes is the gradient on each rank (S), `ranks` P, in a hierarchy `per_node` L on each of `nodes` N. `intra` is the
+link between two ranks of a node, `inter` the one to other nodes. docs/cost.md has them in a table.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import isfinite
-from typing import TYPE_CHECKING
+from math import isfinite, log2
 
 from commopt.cost.curve import Curve
-from commopt.cost.formulas import PRIMITIVES, Link, ring
-from commopt.cost.links import Header, LinkKey, Links
+from commopt.cost.links import PRIMITIVES, Header, Link, LinkKey, Links, ring
 from commopt.errors import ConfigurationError
 from commopt.groups import TeamShape
 
-if TYPE_CHECKING:
-    from topology import Fabric, Topology
-
 _US_PER_BYTE_AT_1_GBPS = 8e-3
-_BITS = 8
+_TREE_EFFICIENCY = 0.78  # of NCCL's double binary tree, against a ring on large messages
 
 
 @dataclass(frozen=True)
@@ -44,20 +43,6 @@ class Speeds:
             if not (isfinite(value) and value >= 0):
                 raise ConfigurationError(f"Speeds({name}={value!r}) must be a finite number, 0 or more")
 
-    @classmethod
-    def of_fabric(cls, fabric: Fabric, nic_gbps: float | None = None, intra_gb_per_s: float | None = None) -> Speeds:
-        """Take them from what the machines are; the slowest node counts. What is given is not looked up.
-
-        Raises ConfigurationError when a speed is neither given nor known.
-        """
-        nic = fabric.slowest_gbps if nic_gbps is None else nic_gbps
-        if nic is None:
-            raise ConfigurationError("the speed of a node's network ports is not known; pass nic_gbps=")
-        intra = _slowest_peers_gb_per_s(fabric.machines) if intra_gb_per_s is None else intra_gb_per_s
-        if intra is None:
-            raise ConfigurationError("what two GPUs of a node can send each other is not known; pass intra_gb_per_s=")
-        return cls(nic, intra, nics=max(len(fabric.rails), 1))
-
     @property
     def intra(self) -> Link:
         """Between two ranks of a node."""
@@ -72,6 +57,24 @@ class Speeds:
     def node(self) -> Link:
         """Between nodes, for a whole node."""
         return replace(self, nics=1).inter(1)
+
+
+def ring_over_nodes_us(nbytes: float, nodes: int, per_node: int, intra: Link, inter: Link) -> float:
+    """A ring that crosses to the next node once in L hops; `inter` is what a whole node sends.
+
+    2 (N-1) alpha_n + 2 N (L-1) alpha_i + 2 (P-1)/P S max(beta_n, beta_i)
+    """
+    latency_us = 2 * (nodes - 1) * inter.alpha_us + 2 * nodes * (per_node - 1) * intra.alpha_us
+    ranks = nodes * per_node
+    used = [link.beta_us_per_byte for link, count in ((inter, nodes), (intra, per_node)) if count > 1]
+    return latency_us + ring("all_reduce", ranks).volume * nbytes * max(used, default=0.0)
+
+
+def tree_us(nbytes: float, nodes: int, per_node: int, intra: Link, inter: Link) -> float:
+    """2 (log2(N) alpha_n + (L-1) alpha_i) + 2 S beta_n / 0.78: NCCL's double binary tree over chains in the nodes."""
+    latency_us = 2 * (log2(nodes) * inter.alpha_us + (per_node - 1) * intra.alpha_us)
+    link = inter if nodes > 1 else intra
+    return latency_us + 2 * nbytes * link.beta_us_per_byte / _TREE_EFFICIENCY
 
 
 def nominal_links(shape: TeamShape, speeds: Speeds) -> Links:
@@ -114,17 +117,3 @@ def _world(primitive: str, counts: tuple[int, ...], speeds: Speeds) -> Curve:
         volumes.append((leaving, speeds.node.beta_us_per_byte))
     beta = max(volume * beta for volume, beta in volumes)
     return Curve.linear(hops_us * takes.steps / (ranks - 1), beta)
-
-
-def _slowest_peers_gb_per_s(machines: tuple[Topology, ...]) -> float | None:
-    """Return what neighbours in a ring over a machine's GPUs can send, in GB/s; None where one speed is unknown."""
-    from topology import peer_bandwidth_gbps
-
-    found = [
-        peer_bandwidth_gbps(machine, place, (place + 1) % len(machine.gpus))
-        for machine in machines
-        if len(machine.gpus) > 1
-        for place in range(len(machine.gpus))
-    ]
-    known = [gbps for gbps in found if gbps is not None]
-    return min(known) / _BITS if known and len(known) == len(found) else None

@@ -1,6 +1,6 @@
 """Measure what messages and compression cost here: `torchrun ... -m commopt probe -o links.json`."""
 
-from commopt.probe.settings import Settings
-from commopt.probe.surveyor import Survey, probe, survey
+from commopt.probe.operations import Settings
+from commopt.probe.prober import LinkProber, Survey, probe, survey
 
-__all__ = ["Settings", "Survey", "probe", "survey"]
+__all__ = ["LinkProber", "Settings", "Survey", "probe", "survey"]

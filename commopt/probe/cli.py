@@ -12,14 +12,12 @@ import torch
 import torch.distributed as dist
 
 from commopt.command_line import BAD_INPUT, number, parse_nbytes, refuse, require_writable
-from commopt.display import require_drawable
 from commopt.errors import CommoptError, ConfigurationError, MismatchError
 from commopt.groups import join
-from commopt.probe import picture, report
-from commopt.probe.header import command_line
-from commopt.probe.linerate import Network, line_rate_gbps
-from commopt.probe.settings import PARTS, Settings
-from commopt.probe.surveyor import survey
+from commopt.probe import report
+from commopt.probe.operations import PARTS, Settings
+from commopt.probe.prober import command_line, survey
+from commopt.timeline.drawable import require_drawable
 
 _FAILED = 1
 
@@ -109,15 +107,15 @@ def _run(options: argparse.Namespace, settings: Settings, environ: Mapping[str, 
     if not dist.is_initialized() or dist.get_world_size() == 1:
         print(ALONE, file=sys.stderr)
     # sys.argv, not options: what is written down is what was typed
-    found = survey(None, settings, command=command_line(sys.argv[2:], environ))
-    nominal_gbps = line_rate_gbps(join(), environ) if dist.is_initialized() else None
+    found = survey(None, settings, command_line(sys.argv[2:], environ))
+    nominal_gbps = report.line_rate_gbps(join(), environ) if dist.is_initialized() else None
     if dist.is_initialized() and dist.get_rank() != 0:
         return
-    report.show(found, Network.of(found.links, nominal_gbps), settings.budget_s)
+    report.show(found, report.LineRate.of(found.links, nominal_gbps), settings.budget_s)
     if options.output is not None:
         found.links.save(options.output)
     if options.plot is not None:
-        picture.draw(found.links, options.plot)
+        report.draw(found.links, options.plot)
 
 
 def _require_usable(output: Path | None, plot: Path | None) -> None:

@@ -1,20 +1,81 @@
-"""The collectives that are timed, each as a Team offers it, and which of them to time on which groups."""
+"""What is timed: settings, the collectives on every level, and the work that aggregators do between messages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from math import ceil
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
+from math import ceil, sqrt
 
 import torch
 from torch import Tensor
 
-from commopt.cost import LinkKey
+from commopt.compress import COMPRESSORS, Carry, Cast, Compressor, Dice, Exact, Quantize
+from commopt.cost import LinkKey, WorkKey
+from commopt.errors import ConfigurationError
 from commopt.groups import Team
-from commopt.probe.settings import Settings
+from commopt.hooks import PRESETS
+from commopt.kernels import lowrank
 
-_DTYPE = torch.float32
-_ROOT = 0
+PARTS = ("intra", "inter", "world", "work")
+
+_LEAST_NBYTES, _MOST_NBYTES = 64, 2**33  # of a message
+_LEAST_WORK_NBYTES, _MOST_WORK_NBYTES = 2**14, 2**26
+_ITEMSIZE = torch.float32.itemsize
+_ROWS = 4  # whose sum a server encodes
+_MATRIX_SIDE = 1024
+_MATRIX_RANKS = (1, 2, 4, 8, 16, 32)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All ranks must have the same; raises ConfigurationError for what cannot work.
+
+    min_nbytes, max_nbytes, factor: messages grow from the first to the second, each `factor` times the one before. Both
+        sides of a collective stay below the largest: all_gather over P ranks stops at a P-th of it.
+    budget_s: seconds for everything. Messages stop growing where it ends.
+    parts: what of PARTS is measured; "work" is compression.
+    warm_up, iterations: calls before and while time is taken; long messages get fewer, at least 1 and 3.
+    """
+
+    min_nbytes: int = 2**10
+    max_nbytes: int = 2**28
+    factor: float = 2.0
+    budget_s: float = 120.0
+    parts: tuple[str, ...] = PARTS
+    warm_up: int = 5
+    iterations: int = 20
+
+    def __post_init__(self) -> None:
+        smallest, largest = self.min_nbytes, self.max_nbytes
+        if not _LEAST_NBYTES <= smallest <= largest:
+            raise ConfigurationError(
+                f"--min-bytes {smallest} must be at least {_LEAST_NBYTES} and no more than --max-bytes {largest}"
+            )
+        if largest > _MOST_NBYTES:
+            raise ConfigurationError(f"--max-bytes {largest} is more than {_MOST_NBYTES} bytes; pass 8G or less")
+        if not 1.1 <= self.factor <= 64:
+            raise ConfigurationError(f"--factor {self.factor:g} must be between 1.1 and 64, for example 2")
+        if not 0 < self.budget_s < float("inf"):
+            raise ConfigurationError(f"--budget {self.budget_s:g} must be a number of seconds above 0, for example 120")
+        if not self.parts or not set(self.parts) <= set(PARTS):
+            raise ConfigurationError(f"--only {','.join(self.parts)} must name some of {', '.join(PARTS)}")
+        if self.warm_up < 1 or self.iterations < 3:
+            raise ConfigurationError(
+                f"warm_up={self.warm_up}, iterations={self.iterations}: at least 1 and 3 are needed for a median"
+            )
+
+    def sizes(self, most_nbytes: int | None = None) -> tuple[int, ...]:
+        """Return the bytes of every message, smallest first, none above `most_nbytes` (but for the first)."""
+        limit = self.max_nbytes if most_nbytes is None else min(most_nbytes, self.max_nbytes)
+        found, exact = [self.min_nbytes], self.min_nbytes * self.factor
+        while exact <= limit:
+            found.append(round(exact))
+            exact *= self.factor
+        return tuple(found)
+
+
+# -------------------------------------------------------------------------------------------- collectives
 
 
 @dataclass(frozen=True)
@@ -27,12 +88,11 @@ class Collective:
     primitive: str
     send_blocks: bool = False
     recv_blocks: bool = False
-    in_place: bool = True
     closed: bool = True
 
     def sizes(self, settings: Settings, ranks: int) -> tuple[int, ...]:
         """Return the bytes of the messages to time: two or more, which can be cut into blocks of whole elements."""
-        grain = _DTYPE.itemsize * (ranks if self.send_blocks else 1)
+        grain = _ITEMSIZE * (ranks if self.send_blocks else 1)
         gathers = self.recv_blocks and not self.send_blocks
         wanted = settings.sizes(settings.max_nbytes // ranks if gathers else None)
         rounded = tuple(dict.fromkeys(ceil(nbytes / grain) * grain for nbytes in wanted))
@@ -40,26 +100,12 @@ class Collective:
 
     def bind(self, team: Team, nbytes: int, device: torch.device) -> Callable[[], None]:
         """Return a call that runs it once over `team`, with `nbytes` as WireModel's method of that name counts them."""
-        source = _touched(nbytes, device)
-        match self.primitive:
-            case "all_reduce":
-                return lambda: team.all_reduce(source)
-            case "reduce":
-                return lambda: team.reduce(source, _ROOT)
-            case "broadcast":
-                return lambda: team.broadcast(source, _ROOT)
-        output = _touched(self._output_nbytes(nbytes, team.size), device)
-        move = {
-            "reduce_scatter": team.reduce_scatter,
-            "all_gather": team.all_gather,
-            "all_to_all": team.all_to_all,
-        }[self.primitive]
-        return lambda: move(output, source)
-
-    def _output_nbytes(self, nbytes: int, ranks: int) -> int:
-        if self.send_blocks and self.recv_blocks:
-            return nbytes
-        return nbytes // ranks if self.send_blocks else nbytes * ranks
+        source = _zeros(nbytes, device)
+        move = getattr(team, self.primitive)
+        if not (self.send_blocks or self.recv_blocks):
+            return partial(move, source) if self.closed else partial(move, source, 0)
+        output_nbytes = nbytes * (team.size if self.recv_blocks else 1) // (team.size if self.send_blocks else 1)
+        return partial(move, _zeros(output_nbytes, device), source)
 
 
 COLLECTIVES = {
@@ -77,7 +123,7 @@ COLLECTIVES = {
 
 @dataclass(frozen=True)
 class Group:
-    """Groups of one level at work: `team` is this rank's, None when it only waits."""
+    """Groups of one level that communicate at once: `team` is this rank's, None when it only waits."""
 
     level: str
     ranks: int
@@ -100,22 +146,151 @@ def groups_of(world: Team) -> list[Group]:
     if world.intra is not None:
         my_node = list(dict.fromkeys(nodes)).index(nodes[world.rank])
         largest = max(counts)
-        alone = counts.index(largest)
         if largest > 1:
-            found.append(Group("intra", largest, 1, world.intra if my_node == alone else None))
-            alike = counts.count(largest)
-            if alike > 1:
+            first = counts.index(largest)
+            found.append(Group("intra", largest, 1, world.intra if my_node == first else None))
+            if (alike := counts.count(largest)) > 1:
                 found.append(Group("intra", largest, alike, world.intra if counts[my_node] == largest else None))
-        places = largest if world.uniform else 1
-        first = world.inter if world.intra.rank == 0 else None
-        found.append(Group("inter", len(counts), 1, first))
-        if places > 1:
-            found.append(Group("inter", len(counts), places, world.inter))
+        found.append(Group("inter", len(counts), 1, world.inter if world.intra.rank == 0 else None))
+        if world.uniform and largest > 1:
+            found.append(Group("inter", len(counts), largest, world.inter))
     if world.size > 1:
         found.append(Group("world", world.size, 1, world))
     return found
 
 
-def _touched(nbytes: int, device: torch.device) -> Tensor:
+def _zeros(nbytes: int, device: torch.device) -> Tensor:
     """Return memory that is really there: zeros that nobody wrote would be one page of it."""
-    return torch.empty(nbytes // _DTYPE.itemsize, dtype=_DTYPE, device=device).zero_()
+    return torch.empty(nbytes // _ITEMSIZE, dtype=torch.float32, device=device).zero_()
+
+
+# --------------------------------------------------------------------------------------------------- work
+
+
+@dataclass(frozen=True)
+class Job:
+    """Work of one kind: `prepare(numel, device)` returns a call that does it for so many float32 elements.
+
+    least_nbytes: less of it is never done.
+    """
+
+    key: WorkKey
+    prepare: Callable[[int, torch.device], Callable[[], None]]
+    least_nbytes: int = _LEAST_WORK_NBYTES
+
+    def sizes(self, settings: Settings) -> tuple[int, ...]:
+        """Return the bytes to time, two or more."""
+        suited = tuple(nbytes for nbytes in settings.sizes(_MOST_WORK_NBYTES) if nbytes >= self.least_nbytes)
+        if len(suited) > 1:
+            return suited
+        first = max(self.least_nbytes, settings.min_nbytes)
+        return (first, round(first * settings.factor))
+
+
+def known_compressors() -> tuple[Compressor, ...]:
+    """Return what the presets compress with, every compressor as it is by default, and quantization to all widths."""
+    found: list[Compressor] = [Exact(), Cast(), Cast(torch.float16), Quantize(8), Quantize(4), Quantize(2)]
+    found += [kind() for kind in COMPRESSORS.values()]
+    for preset in PRESETS.values():
+        found += [each for each in _inside(preset.build()) if isinstance(each, Compressor)]
+    return tuple(dict.fromkeys(found))
+
+
+def _inside(value: object) -> Iterator[object]:
+    """Yield a configuration and everything it is made of."""
+    yield value
+    if is_dataclass(value):
+        for field in fields(value):
+            yield from _inside(getattr(value, field.name))
+
+
+def jobs_of(compressors: Iterable[Compressor]) -> list[Job]:
+    """Return the work that these compressors make, and that which does not depend on them."""
+    jobs = [Job(WorkKey("copy"), _copy)]
+    for compressor in compressors:
+        for kind, prepare in (("encode", _encode), ("decode", _decode), ("recode", _recode)):
+            jobs.append(Job(WorkKey(kind, repr(compressor)), partial(prepare, compressor)))
+    for matrix_rank in _MATRIX_RANKS:
+        least_nbytes = max(4 * (4 * matrix_rank + 1) ** 2, _LEAST_WORK_NBYTES)  # of a matrix worth its factors
+        for kind, factorize in (("factor", _factor), ("refresh", _refresh)):
+            key = WorkKey(kind, f"PowerSGD({matrix_rank})")
+            jobs.append(Job(key, partial(factorize, matrix_rank), least_nbytes))
+    return jobs
+
+
+def _copy(numel: int, device: torch.device) -> Callable[[], None]:
+    values, copied = _normal(numel, device), _zeros(_ITEMSIZE * numel, device)
+
+    def copy() -> None:
+        copied.copy_(values)
+
+    return copy
+
+
+def _encode(compressor: Compressor, numel: int, device: torch.device) -> Callable[[], None]:
+    chunk_numel, payload = _rows(compressor, numel, 1, device)
+    values, carry = _normal(numel, device), _carry(numel, device)
+    return lambda: compressor.compress(values, payload, chunk_numel, 1 / _ROWS, carry, Dice(seed=1))
+
+
+def _decode(compressor: Compressor, numel: int, device: torch.device) -> Callable[[], None]:
+    chunk_numel, payload = _rows(compressor, numel, 1, device)
+    compressor.compress(_normal(numel, device), payload, chunk_numel, 1.0)
+    return partial(compressor.decompress, payload, _zeros(_ITEMSIZE * numel, device), chunk_numel)
+
+
+def _recode(compressor: Compressor, numel: int, device: torch.device) -> Callable[[], None]:
+    chunk_numel, payloads = _rows(compressor, numel, _ROWS, device)
+    compressor.compress(_normal(numel, device), payloads, chunk_numel, 1.0)
+    sums, sent = min(chunk_numel, numel), torch.zeros_like(payloads[:1])
+    carry = _carry(sums, device)
+    return lambda: compressor.recompress(payloads, sent, chunk_numel, sums, carry, Dice(seed=1))
+
+
+def _factor(matrix_rank: int, numel: int, device: torch.device) -> Callable[[], None]:
+    """One message of PowerSGD: fill, project, subtract, the next basis, the product."""
+    matrices, basis, product = _stacks(matrix_rank, numel, device)
+    result = matrices.clone()
+
+    def step() -> None:
+        torch.add(matrices, result, out=matrices)
+        lowrank.project(matrices, basis, product)
+        lowrank.subtract(matrices, product, basis)
+        lowrank.orthogonalize(product)
+        lowrank.decode(product, basis, result)
+
+    return step
+
+
+def _refresh(matrix_rank: int, numel: int, device: torch.device) -> Callable[[], None]:
+    """What a second message of PowerSGD adds: project and orthogonalize once more."""
+    matrices, basis, product = _stacks(matrix_rank, numel, device)
+
+    def step() -> None:
+        lowrank.project(matrices, basis, product, transposed=True)
+        lowrank.orthogonalize(product)
+
+    return step
+
+
+def _stacks(matrix_rank: int, numel: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return square matrices, up to 1024 x 1024 and then several of them, a basis, and room for a product."""
+    side = min(round(sqrt(numel)), _MATRIX_SIDE)
+    count = max(numel // side**2, 1)
+    basis = lowrank.orthogonalize(_normal(count * side * matrix_rank, device).view(count, side, matrix_rank))
+    return _normal(count * side**2, device).view(count, side, side), basis, torch.zeros_like(basis)
+
+
+def _rows(compressor: Compressor, numel: int, count: int, device: torch.device) -> tuple[int, Tensor]:
+    """Return the elements of a chunk, and that many rows of payload."""
+    chunk_numel = ceil(numel / (count * compressor.granularity)) * compressor.granularity
+    nbytes = compressor.payload_nbytes(chunk_numel)
+    return chunk_numel, torch.zeros(count, nbytes, dtype=torch.uint8, device=device)
+
+
+def _normal(numel: int, device: torch.device) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator(device).manual_seed(0), dtype=torch.float32, device=device)
+
+
+def _carry(numel: int, device: torch.device) -> Carry:
+    return Carry(_normal(numel, device) / 8, torch.zeros(numel, dtype=torch.float32, device=device))

@@ -1,9 +1,11 @@
-"""Time calls on every rank at once; what counts is the slowest rank."""
+"""Time calls on every rank at once, where the slowest rank counts; and sizes of messages within a budget."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count, pairwise
+from math import inf
 from statistics import median
 from time import perf_counter
 
@@ -11,12 +13,124 @@ import torch
 
 from commopt import lanes
 from commopt.groups import Membership, Team
-from commopt.probe.budget import Measured, Repeats
 from commopt.recording import Mark, clock_for
 
 Call = Callable[[], None]
 Prepare = Callable[[], Call]
+
+_LEAST_WARM_UP, _LEAST_ITERATIONS, _LEAST_POINTS = 1, 3, 4
+_GROWTH_SHARE = 0.85  # of the time; the rest is for what has to be measured again
+_RETRIES = 3
+_DISTURBED = 1.1
+_FAR_OFF = 1.5
+_SETTLED_US = 30e3
 _LEAST_US = 0.1  # finer than any clock here: a time of nothing has no logarithm
+
+
+@dataclass(frozen=True)
+class Repeats:
+    """Calls before time is taken, and calls that are timed."""
+
+    warm_up: int
+    iterations: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One size: the median time of a call, and what measuring it took in all."""
+
+    time_us: float
+    spent_us: float
+
+
+Measure = Callable[[int, Repeats], Measured]
+"""Bytes of a message, and how often."""
+
+# ------------------------------------------------------------------------------------------------- sweeps
+
+_LEAST = Repeats(_LEAST_WARM_UP, _LEAST_ITERATIONS)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The points of one curve, (bytes, microseconds); `skipped` are the sizes that the time did not suffice for."""
+
+    points: tuple[tuple[int, float], ...]
+    skipped: tuple[int, ...]
+    spent_us: float
+
+
+def repeats(predicted_us: float, left_us: float, wanted: Repeats) -> Repeats | None:
+    """Return how often to repeat a call that should take `predicted_us`, None when there is no time for it.
+
+    Short calls are repeated up to ten times as often as wanted, since what disturbs them is longer than they are. A
+    size may take a quarter of what is left, so that larger ones have a chance, which need few repeats; the last one
+    may take all of it.
+    """
+    portion_us = left_us / 4
+    often = min(int(_SETTLED_US / predicted_us), 10 * wanted.iterations)
+    full = Repeats(wanted.warm_up, max(often, wanted.iterations))
+    if predicted_us * (full.warm_up + full.iterations) <= portion_us:
+        return full
+    affordable = int(portion_us / predicted_us) - _LEAST_WARM_UP
+    if affordable >= _LEAST_ITERATIONS:
+        return Repeats(_LEAST_WARM_UP, min(affordable, full.iterations))
+    return _LEAST if predicted_us * (_LEAST_WARM_UP + _LEAST_ITERATIONS) <= left_us else None
+
+
+def sweep(sizes: Sequence[int], share_us: float, wanted: Repeats, measure: Measure) -> Sweep:
+    """Measure `sizes` in order until `share_us` is used up.
+
+    The first size is tried before it is measured, which also makes connections. A call is predicted to take as much
+    longer than the one before as it is larger, which no latency exceeds. The first four sizes are measured in any case:
+    less makes no curve. What was disturbed is measured again, and the least median counts: a message that took far
+    longer than predicted, once and at once; one that took longer than a larger one, up to three times in the end.
+    Deterministic: ranks that measure equal times decide alike.
+    """
+    often: dict[int, Repeats] = {}
+    found: dict[int, Measured] = {}
+    spent_us = 0.0
+
+    def take(nbytes: int) -> Measured:
+        nonlocal spent_us
+        measured = measure(nbytes, often.get(nbytes, _LEAST))
+        spent_us += measured.spent_us
+        return measured
+
+    def retake(nbytes: int) -> None:
+        if spent_us + found[nbytes].spent_us <= share_us:
+            found[nbytes] = min(found[nbytes], take(nbytes), key=lambda each: each.time_us)
+
+    before_nbytes, before_us = sizes[0], take(sizes[0]).time_us
+    for nbytes in sizes:
+        predicted_us = before_us * nbytes / before_nbytes
+        affordable = repeats(predicted_us, _GROWTH_SHARE * share_us - spent_us, wanted)
+        if affordable is None and len(found) >= _LEAST_POINTS:
+            break
+        often[nbytes] = affordable or _LEAST
+        found[nbytes] = take(nbytes)
+        if found[nbytes].time_us > _FAR_OFF * predicted_us:
+            retake(nbytes)
+        before_nbytes, before_us = nbytes, found[nbytes].time_us
+    for _ in range(_RETRIES):
+        for nbytes in disturbed({nbytes: measured.time_us for nbytes, measured in found.items()}):
+            retake(nbytes)
+    points = tuple((nbytes, measured.time_us) for nbytes, measured in found.items())
+    return Sweep(points, tuple(sizes[len(points) :]), spent_us)
+
+
+def disturbed(times_us: Mapping[int, float]) -> list[int]:
+    """Return the sizes, of increasing ones, that took clearly longer than some larger size."""
+    found: list[int] = []
+    least_us = inf
+    for nbytes, time_us in reversed(list(times_us.items())):
+        if time_us > _DISTURBED * least_us:
+            found.append(nbytes)
+        least_us = min(least_us, time_us)
+    return found[::-1]
+
+
+# ------------------------------------------------------------------------------------------------- timers
 
 
 class AloneTimer:
@@ -28,8 +142,8 @@ class AloneTimer:
     def time(self, prepare: Prepare, repeats: Repeats) -> Measured:
         """Return the median time of the call that `prepare` returns."""
         started = perf_counter()
-        durations_us = _each_us(prepare(), repeats, self.device)
-        return Measured(_typical(durations_us), (perf_counter() - started) * 1e6)
+        durations_us = _durations_us(prepare(), repeats, self.device)
+        return Measured(_median_us(durations_us), (perf_counter() - started) * 1e6)
 
 
 class LaneTimer:
@@ -48,17 +162,17 @@ class LaneTimer:
     def time(self, prepare: Prepare, repeats: Repeats) -> Measured:
         """Return the median time of the call that `prepare` returns, made by every rank by itself: the slowest rank's.
 
-        All ranks are at it at the same time, but no call of one has to do with a call of another.
+        All ranks run at the same time, but their calls are independent.
         """
         durations_us: list[float] = []
 
         def work() -> None:
-            call = prepare()  # on the lane: that one rank has no memory for it is news to all
+            call = prepare()  # on the lane: a rank without memory for it fails like any operation there
             self._barrier(self._membership.team)
-            durations_us.extend(_each_us(call, repeats, self.device))
+            durations_us.extend(_durations_us(call, repeats, self.device))
 
         self._run("work by itself", work)
-        slowest_us, spent_us = self._slowest([_typical(durations_us)])
+        slowest_us, spent_us = self._slowest([_median_us(durations_us)])
         return Measured(slowest_us[0], spent_us)
 
     def time_collective(
@@ -75,23 +189,23 @@ class LaneTimer:
 
         team: None on a rank that only waits. Calls of one team (`alone`) that no rank can leave before all have entered
         (`closed`) follow each other, and each lasts from when the last rank has ended the one before: no barrier blurs
-        them. Others begin at a barrier, over all ranks where several teams are to be at it at once, and the longest
+        them. Others begin at a barrier, over all ranks where several teams are to run at once, and the longest
         duration on any rank counts.
         """
         clock = clock_for(self.device)
         marks: list[Mark] = []
         everyone = self._membership.team
-        together = not (closed and alone)
+        from_barriers = not (closed and alone)
         meeting = team if alone else everyone
 
         def work() -> None:
-            call = _nothing if team is None else prepare(team)
+            call = prepare(team) if team is not None else lambda: None
             for _ in range(repeats.warm_up):
                 call()
             self._barrier(everyone)
             marks.append(clock.mark())
             for _ in range(repeats.iterations):
-                if together:
+                if from_barriers:
                     if meeting is not None:
                         self._barrier(meeting)
                     marks.append(clock.mark())
@@ -101,11 +215,13 @@ class LaneTimer:
         self._run(what, work)
         (times_us,) = clock.times_us([marks])
         since_us = [0.0 if team is None else time_us - times_us[0] for time_us in times_us]
-        own_us = _durations(since_us) if together else since_us[1:]
-        slowest_us, spent_us = self._slowest(own_us)
-        if not together:
-            slowest_us = [end - begin for begin, end in pairwise([0.0, *slowest_us])]
-        return Measured(_typical(slowest_us), spent_us)
+        if from_barriers:  # each iteration has its begin and its end
+            durations_us = [end - begin for begin, end in zip(since_us[1::2], since_us[2::2], strict=True)]
+            slowest_us, spent_us = self._slowest(durations_us)
+        else:
+            ends_us, spent_us = self._slowest(since_us[1:])
+            slowest_us = [end - begin for begin, end in pairwise([0.0, *ends_us])]
+        return Measured(_median_us(slowest_us), spent_us)
 
     def _slowest(self, own_us: Sequence[float]) -> tuple[list[float], float]:
         """Return the largest of all ranks' times, place by place, and of the time since the last comparison.
@@ -132,7 +248,7 @@ class LaneTimer:
         team.all_reduce(torch.zeros(1, dtype=torch.float32, device=self.device))
 
 
-def _each_us(call: Call, repeats: Repeats, device: torch.device) -> list[float]:
+def _durations_us(call: Call, repeats: Repeats, device: torch.device) -> list[float]:
     for _ in range(repeats.warm_up):
         call()
     clock = clock_for(device)
@@ -144,14 +260,5 @@ def _each_us(call: Call, repeats: Repeats, device: torch.device) -> list[float]:
     return [end - begin for begin, end in pairwise(times_us)]
 
 
-def _typical(durations_us: Sequence[float]) -> float:
+def _median_us(durations_us: Sequence[float]) -> float:
     return max(median(durations_us), _LEAST_US)
-
-
-def _nothing() -> None:
-    """Wait for the others."""
-
-
-def _durations(marks_us: Sequence[float]) -> list[float]:
-    """Return how long each iteration took, whose begin and end are marked after the first moment."""
-    return [end - begin for begin, end in zip(marks_us[1::2], marks_us[2::2], strict=True)]

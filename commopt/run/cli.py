@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TextIO
 
 from commopt.command_line import BAD_INPUT, refuse
 from commopt.errors import ConfigurationError
-from commopt.run import report
-from commopt.run.choice import Choice
-from commopt.run.models import Models
-from commopt.run.patch import watching
-from commopt.run.script import Script
+from commopt.run.models import Models, Trained, watching
+from commopt.run.script import Choice, Script
+from commopt.timeline.table import aligned
 
 USAGE = (
     "torchrun ... -m commopt run --strategy NAME[:OPTION=VALUE...] [--option OPTION=VALUE] [--report] SCRIPT ARGS..."
 )
 EPILOG = f"""A DDP model whose hook the script has registered itself is left alone. Give every rank the same command.
 exit status: the script's; {BAD_INPUT} bad input (one line on stderr, on every rank, before the script starts)."""
+NOTHING = (
+    "commopt run: no DistributedDataParallel model was trained in this process, so there was nothing to do; start one "
+    "process for each GPU with torchrun (processes that a script starts itself are not seen)"
+)
+_HEADINGS = ("model", "averaged by", "steps", "MB per step\nin the node", "MB per step\nbetween nodes")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,9 +69,29 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _conclude(models: Models, options: argparse.Namespace) -> None:
+def _conclude(models: Models, options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> None:
     models.close()
-    if not models.seen:
-        report.say_nothing_was_done()
-    elif options.report:
-        report.show(models.trained)
+    if models.seen:
+        if options.report:
+            show(models.trained)
+    elif environ.get("RANK", "0") == "0":
+        print(NOTHING, file=sys.stderr)
+
+
+def show(trained: Sequence[Trained], stream: TextIO | None = None) -> None:
+    """Print a line for each model, on the world's first rank."""
+    mine = [record for record in trained if record.rank == 0]
+    if not mine:
+        return
+    lines = ["", *aligned(_HEADINGS, [_row(record) for record in mine], left=2)]
+    for record in mine:
+        if record.explanation:
+            lines += ["", f"{record.name}:", record.explanation]
+    print(*lines, sep="\n", file=stream or sys.stdout, flush=True)
+
+
+def _row(record: Trained) -> tuple[str, ...]:
+    stats = record.stats
+    steps = stats["steps"]
+    sent = (stats[f"{level}_bytes"] / max(steps, 1) / 1e6 for level in ("intra", "inter"))
+    return (record.name, stats["aggregator"], str(steps), *(f"{mb:.4g}" for mb in sent))

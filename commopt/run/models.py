@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any
-from weakref import WeakSet, finalize
+from weakref import WeakSet, finalize, ref
 
 import torch
 import torch.distributed as dist
+from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from commopt.hooks import HookState, attach
-from commopt.run.choice import Choice
-from commopt.run.scalers import Scalers
+from commopt.hooks.misuse import enabled_scalers
+from commopt.run.script import Choice
 
 _log = logging.getLogger("commopt")
 
@@ -29,6 +34,11 @@ class Trained:
     rank: int
     stats: dict[str, Any] = field(default_factory=dict)
     explanation: str = ""
+
+    def read(self, state: HookState) -> None:
+        """Take the figures of its hook."""
+        self.stats = state.stats()
+        self.explanation = "" if state.tuned is None else state.explain()
 
 
 class Models:
@@ -62,21 +72,16 @@ class Models:
         record = Trained(name, dist.get_rank())
         self.trained.append(record)
         # The state lives as long as the model, as if the script held both.
-        last_words = finalize(ddp, _conclude, record, state)
-        last_words.atexit = False
-        self._open.append(last_words)
+        at_its_end = finalize(ddp, record.read, state)
+        at_its_end.atexit = False
+        self._open.append(at_its_end)
         _log.info("commopt run: %s on the DDP model of %s", self._choice.strategy, name)
 
     def close(self) -> None:
-        """Look at what models that still exist have done; no communication."""
-        for last_words in self._open:
-            last_words()
+        """Read the figures of models that still exist; no communication."""
+        for at_its_end in self._open:
+            at_its_end()
         self._open.clear()
-
-
-def _conclude(record: Trained, state: HookState) -> None:
-    record.stats = state.stats()
-    record.explanation = "" if state.tuned is None else state.explain()
 
 
 def _reason_to_leave_alone(ddp: TorchDDP) -> str:
@@ -87,3 +92,78 @@ def _reason_to_leave_alone(ddp: TorchDDP) -> str:
     if hook := ddp._get_ddp_logging_data().get("comm_hook"):
         return f"the script has registered the communication hook {hook} itself"
     return ""
+
+
+class Scalers:
+    """Gives each state the one enabled GradScaler there is; where there are several, says who must.
+
+    Called whenever a loss is scaled: after the forward in which a hook was attached, and before its first bucket.
+    """
+
+    def __init__(self, strategy: str) -> None:
+        self._strategy = strategy
+        self._waiting: list[ref[HookState]] = []
+        self._only: ref[GradScaler] | None = None
+        self._several = False
+
+    def expect(self, state: HookState) -> None:
+        """Give `state` a scaler when one is in use."""
+        self._waiting.append(ref(state))
+
+    def before_scale(self, scaler: GradScaler) -> None:
+        """Take note that `scaler` is about to scale a loss."""
+        if self._several or not scaler.is_enabled():
+            return
+        if self._only is None or self._only() is not scaler:
+            gc.collect()  # scalers of an earlier model may wait for it
+            others = [each for each in enabled_scalers() if each is not scaler]
+            if others:
+                self._several = True
+                _log.warning(
+                    "commopt run: %d enabled GradScalers are there, and which scales the loss of which model cannot be "
+                    "seen; with error feedback the script must pass it: commopt.attach(ddp, %r, scaler=scaler), before "
+                    "the first forward of each model",
+                    1 + len(others),
+                    self._strategy,
+                )
+                return
+            self._only = ref(scaler)
+        for waiting in self._waiting:
+            if (state := waiting()) is not None:
+                state.scaler = scaler
+        self._waiting.clear()
+
+
+@contextmanager
+def watching(models: Models) -> Iterator[None]:
+    """Tell `models` of every forward of a DDP model and of every loss that is scaled.
+
+    Classes are patched, not objects: nothing of it is in a model that is copied or saved.
+    """
+    call, scale = TorchDDP.__call__, GradScaler.scale
+    # A compiler that looks into a step must not look in here.
+    before_forward = torch.compiler.disable(models.before_forward)
+    before_scale = torch.compiler.disable(models.scalers.before_scale)
+
+    @wraps(call)
+    def watched_call(ddp: TorchDDP, *inputs: Any, **kwargs: Any) -> Any:
+        before_forward(ddp)
+        return call(ddp, *inputs, **kwargs)
+
+    @wraps(scale)
+    def watched_scale(scaler: GradScaler, outputs: Any) -> Any:
+        before_scale(scaler)
+        return scale(scaler, outputs)
+
+    patched: tuple[tuple[Any, str, Any], ...] = (
+        # Only the call itself is kept from a compiler, not the model in it.
+        (TorchDDP, "__call__", torch.compiler.disable(watched_call, recursive=False)),
+        (GradScaler, "scale", watched_scale),
+    )
+    for kind, name, function in patched:
+        setattr(kind, name, function)
+    try:
+        yield
+    finally:
+        GradScaler.scale = scale  # type: ignore[method-assign]
+        delattr(TorchDDP, "__call__")  # torch's own is nn.Module's

@@ -1,4 +1,4 @@
-"""Run a script or a module as python itself would, inside this process."""
+"""What a command line asks for: the script, and what `attach` is to do; checked before anything starts."""
 
 from __future__ import annotations
 
@@ -7,11 +7,73 @@ import io
 import os
 import runpy
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+from commopt.command_line import option_value
 from commopt.errors import ConfigurationError
+from commopt.groups.build import require_timeout
+from commopt.hooks import build_preset
+from commopt.schedule import BucketConfig
+
+STATE_OPTIONS: dict[str, tuple[type, ...]] = {
+    "ranks_per_node": (int,),
+    "timeout": (int, float),
+    "plan": (str,),
+    "links": (str,),
+    "needed_first": (bool,),
+    "record": (bool,),
+    "tuned": (str,),
+}
+"""Options of HookState that can be written down, and of which type they are."""
+SCRIPT_OPTIONS = ("aggregator", "module", "nccl", "process_group", "scaler")
+"""Options of HookState that are objects of the script."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A strategy as `build_preset` reads it, and further options of `attach`."""
+
+    strategy: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, strategy: str, settings: Iterable[str] = ()) -> Choice:
+        """Check `strategy` and "option=value" settings; files are read.
+
+        Raises ConfigurationError for what `attach` would refuse on any model.
+        """
+        options: dict[str, Any] = {}
+        for setting in settings:
+            name, equals, text = setting.partition("=")
+            if not equals or not name:
+                raise ConfigurationError(f"--option {setting!r} is no OPTION=VALUE, for example --option plan=ddp")
+            options[name] = option_value(text)
+        for name in SCRIPT_OPTIONS:
+            if name in options:
+                raise ConfigurationError(
+                    f"--option {name}={options[name]} is no value that a command line can hold; call "
+                    f"commopt.attach(ddp, {strategy!r}, {name}=...) in the script, which is then left alone"
+                )
+        for name, types in STATE_OPTIONS.items():
+            _require_type(name, options.get(name, types[0]()), types)
+        if "timeout" in options:
+            require_timeout(options["timeout"])
+        if options.get("ranks_per_node", 1) < 1:
+            raise ConfigurationError(f"--option ranks_per_node={options['ranks_per_node']} is not 1 or more")
+        build_preset(strategy, **{name: value for name, value in options.items() if name not in STATE_OPTIONS})
+        given = options.get
+        BucketConfig.read(given("plan"), given("links"), given("needed_first", False), given("tuned"))
+        return cls(strategy, options)
+
+
+def _require_type(name: str, value: object, types: tuple[type, ...]) -> None:
+    if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+        names = " or ".join(each.__name__ for each in types)
+        raise ConfigurationError(f"--option {name}={value} is a {type(value).__name__}; {name} takes a {names}")
 
 
 @dataclass(frozen=True)

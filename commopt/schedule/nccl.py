@@ -4,7 +4,7 @@ NCCL_TUNER_PLUGIN names the plugin (ext-tuner/example in NCCL's repository), NCC
 are `collective_type,min_bytes,max_bytes,algorithm,protocol,channels,nNodes,nRanks,numPipeOps,regBuff`, of which the
 first that matches counts; min_bytes and max_bytes belong to the range.
 
-The times are those of `commopt.cost.formulas`. A protocol multiplies the latency of a step and divides the bandwidth:
+The times are those of `commopt.cost`. A protocol multiplies the latency of a step and divides the bandwidth:
 ll sends a flag of 4 bytes with every 4, ll128 one of 8 bytes with every 120. Latencies are in the proportion of those
 of the ring in NCCL's own model (hwLat in src/graph/tuning.cc).
 """
@@ -17,8 +17,7 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from commopt.cost import Links
-from commopt.cost.formulas import Link, ring, ring_over_nodes_us, tree_us
+from commopt.cost import Link, Links, ring, ring_over_nodes_us, tree_us
 from commopt.errors import ConfigurationError
 from commopt.groups import TeamShape
 from commopt.version import __version__

@@ -1,30 +1,25 @@
 """What a training step takes on a cluster of any number of GPUs, simulated; nothing is communicated.
 
-A workload (models, gpus, workload: when each gradient is ready) meets a cluster (network, work: what a message costs
-there) in a step (buckets, planning, events, stragglers); scaling repeats that over numbers of nodes and strategies.
+A workload (model_zoo, workload: when each gradient is ready) meets a cluster (cluster: what a message costs there) in a
+step (step: buckets, stragglers); scaling repeats that over numbers of nodes and strategies.
 """
 
-from commopt.simulate.buckets import ddp_buckets
-from commopt.simulate.cluster import Cluster
-from commopt.simulate.gpus import GPUS, Gpu, gpu
-from commopt.simulate.models import MODELS, model
-from commopt.simulate.network import Network
-from commopt.simulate.scaling import Row, Scaling
-from commopt.simulate.step import Outcome, Simulation, simulate_step
-from commopt.simulate.stragglers import Stragglers
-from commopt.simulate.strategies import Strategy, strategy
-from commopt.simulate.workload import Workload, of_model, of_window
-from commopt.simulate.workload_file import load, save
+from commopt.simulate.cluster import GPUS, ClusterSpec, Gpu, Network, gpu
+from commopt.simulate.model_zoo import MODELS, model
+from commopt.simulate.scaling import Scaling, ScalingPoint, Strategy, strategy
+from commopt.simulate.step import Bucket, Outcome, Simulation, Stragglers, ddp_buckets, simulate_step
+from commopt.simulate.workload import Workload, load, of_model, of_window, save
 
 __all__ = [
     "GPUS",
     "MODELS",
-    "Cluster",
+    "Bucket",
+    "ClusterSpec",
     "Gpu",
     "Network",
     "Outcome",
-    "Row",
     "Scaling",
+    "ScalingPoint",
     "Simulation",
     "Stragglers",
     "Strategy",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -14,20 +14,14 @@ from typing import Any
 from commopt.command_line import BAD_INPUT, number, output_file, reader_has_gone, refuse, whole
 from commopt.cost import Links
 from commopt.errors import ConfigurationError
-from commopt.simulate import picture, report
-from commopt.simulate.cluster import INTRA_GB_PER_S, Cluster
-from commopt.simulate.gpus import GPUS, gpu
-from commopt.simulate.models import MODELS, model
-from commopt.simulate.network import Network
-from commopt.simulate.options import MOST_GPUS, parse_gb_per_s, parse_gbps, parse_nodes
-from commopt.simulate.published import reproductions
-from commopt.simulate.scaling import Scaling
-from commopt.simulate.step import OVERHEAD_US
-from commopt.simulate.stragglers import Stragglers
-from commopt.simulate.strategies import DEFAULT, Strategy, strategy
-from commopt.simulate.workload import Workload, of_model
-from commopt.simulate.workload_file import load
+from commopt.simulate import report
+from commopt.simulate.cluster import GPUS, INTRA_GB_PER_S, ClusterSpec, Network, gpu
+from commopt.simulate.model_zoo import MODELS, model
+from commopt.simulate.scaling import DEFAULT, Scaling, Strategy, strategy
+from commopt.simulate.step import OVERHEAD_US, Stragglers
+from commopt.simulate.workload import Workload, load, of_model
 
+MOST_GPUS = 2**14
 EPILOG = f"""exit status: 0, {BAD_INPUT} bad input (one line on stderr).
 Rates are in one direction: Gb/s of a network port, GB/s between two GPUs of a node. docs/simulator.md has the formulas
 and every assumption. Nothing here is a measurement."""
@@ -46,7 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--nodes", default="1..64", help="1,2,5, or 1..512: the powers of two between (default 1..64)")
     add("--gpus-per-node", type=whole(1, MOST_GPUS), default=8, metavar="N", help="GPUs on each node (default 8)")
     add("--strategies", nargs="+", default=list(DEFAULT), metavar="NAME", help="stock, lossless, lossy, or presets")
-    add("--published", action="store_true", help="simulate published figures instead, and compare")
 
     training = parser.add_argument_group("training").add_argument
     training("--gpu", default="a100", help=f"one of {', '.join(GPUS)} (default a100)")
@@ -83,7 +76,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     network("--channels", type=whole(1, 1024), metavar="N", help="of a ring (default 2)")
     network("--rings", action="store_true", help="no trees, as NCCL before 2.4")
     network("--links", type=Path, metavar="FILE", help="links that `commopt probe` measured, in place of all these")
-    network("--lanes", type=int, choices=(1, 2), help="2: levels work on different chunks at once")
 
     add("--plot", type=output_file, metavar="FILE", help="draw efficiency against GPUs: .png, .svg or .pdf")
     add("-o", "--output", type=output_file, metavar="FILE", help="write inputs and results as JSON")
@@ -92,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Simulate, print, write, and return the exit status."""
     try:
-        _published(options) if options.published else _scaling(options)
+        _simulate(options)
         sys.stdout.flush()
     except BrokenPipeError:
         reader_has_gone()
@@ -101,69 +93,42 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _published(options: argparse.Namespace) -> None:
-    found = reproductions()
-    report.show_published(found)
-    _write(options.output, report.published_document(found))
-
-
-@dataclass(frozen=True)
-class _Request:
-    """What was asked for, checked."""
-
-    nodes: tuple[int, ...]
-    strategies: Sequence[Strategy]
-    workload: Callable[[int], Workload]
-    batch: int
-    cluster: Cluster
-
-    @classmethod
-    def of(cls, options: argparse.Namespace) -> _Request:
-        if options.model is None:
-            raise ConfigurationError(f"--model is missing; pass one of {', '.join(MODELS)}, or a file")
-        workload, batch = _workload(options)
-        return cls(
-            parse_nodes(options.nodes, options.gpus_per_node),
-            [strategy(name, options.buckets) for name in dict.fromkeys(options.strategies)],
-            workload,
-            batch,
-            Cluster(options.gpus_per_node, gpu(options.gpu), _links(options)),
-        )
-
-
-def _scaling(options: argparse.Namespace) -> None:
-    request = _Request.of(options)
+def _simulate(options: argparse.Namespace) -> None:
+    if options.model is None:
+        raise ConfigurationError(f"--model is missing; pass one of {', '.join(MODELS)}, or a file")
+    workload_of, batch = _workload(options)
+    nodes = parse_nodes(options.nodes, options.gpus_per_node)
+    strategies = [strategy(name, options.buckets) for name in dict.fromkeys(options.strategies)]
+    cluster = ClusterSpec(options.gpus_per_node, gpu(options.gpu), _links(options))
     if options.plot is not None:
-        picture.require_picture(options.plot, request.nodes)
-    scaling = Scaling(
-        request.workload,
-        request.cluster,
-        overhead_us=options.overhead_us,
-        stragglers=Stragglers(options.straggler),
-        lanes=options.lanes,
-    )
-    sweep = scaling.strong if options.strong else scaling.weak
-    rows = sweep(request.nodes, request.strategies, request.batch)
-    workload = request.workload(rows[0].batch)
+        report.require_picture(options.plot, nodes)
+    scaling = Scaling(workload_of, cluster, overhead_us=options.overhead_us, stragglers=Stragglers(options.straggler))
+    points = (scaling.strong if options.strong else scaling.weak)(nodes, strategies, batch)
+    workload = workload_of(points[0].batch)
     kind = "strong" if options.strong else "weak"
     title = f"{workload.name} on nodes of {options.gpus_per_node} GPUs, {kind} scaling"
-    report.show(title, rows)
+    report.show(title, points)
     print(f"computation: {workload.note}")
-    batches: dict[str, int | None] = {}
-    if options.smallest_batch is not None:
-        largest = max(request.nodes)
-        batches = {
-            each.name: scaling.smallest_batch(largest, each, options.smallest_batch) for each in request.strategies
-        }
-        report.show_smallest(batches, options.smallest_batch, largest * options.gpus_per_node)
-    inputs = _inputs(options, request, workload)
-    _write(options.output, report.as_document(inputs, rows, batches))
+    batches = _smallest_batches(options, scaling, max(nodes), strategies)
+    if options.output is not None:
+        document = report.as_document(_inputs(options, cluster, workload), points, batches)
+        options.output.write_text(json.dumps(document, indent=1) + "\n")
     if options.plot is not None:
-        picture.draw(title, _foot(request.cluster, workload), rows, options.plot)
+        report.draw(title, _caption(cluster, workload), points, options.plot)
+
+
+def _smallest_batches(
+    options: argparse.Namespace, scaling: Scaling, nodes: int, strategies: Sequence[Strategy]
+) -> dict[str, int | None]:
+    if options.smallest_batch is None:
+        return {}
+    batches = {each.name: scaling.smallest_batch(nodes, each, options.smallest_batch) for each in strategies}
+    report.show_smallest(batches, options.smallest_batch, nodes * options.gpus_per_node)
+    return batches
 
 
 def _workload(options: argparse.Namespace) -> tuple[Callable[[int], Workload], int]:
-    """Return the workload by its batch, and the batch that was asked for."""
+    """Return the workload by its batch, and the batch of a rank (all ranks with --strong)."""
     card = gpu(options.gpu)
     if options.model in MODELS:
         known = model(options.model)
@@ -185,10 +150,10 @@ def _links(options: argparse.Namespace) -> Network | Links:
         "inter_latency_us": options.latency_us,
         "socket_gbps": options.socket_gbps,
     }
-    told = {name: value for name, value in given.items() if value is not None}
+    adjusted = {name: value for name, value in given.items() if value is not None}
     connections = options.sockets is not None or options.channels is not None
     if options.links is not None:
-        if told or connections or options.rings or options.nic is not None or options.intra is not None:
+        if adjusted or connections or options.rings or options.nic is not None or options.intra is not None:
             raise ConfigurationError(
                 "--links says what the network does; leave out --nic, --intra and what adjusts them"
             )
@@ -204,26 +169,26 @@ def _links(options: argparse.Namespace) -> Network | Links:
         parse_gb_per_s(options.intra or "nvlink3", "--intra"),
         connections=channels * sockets,
         trees=not options.rings,
-        **told,
+        **adjusted,
     )
 
 
-def _inputs(options: argparse.Namespace, request: _Request, workload: Workload) -> Mapping[str, Any]:
+def _inputs(options: argparse.Namespace, cluster: ClusterSpec, workload: Workload) -> Mapping[str, Any]:
     typed = {
         name: str(value) if isinstance(value, Path) else value
         for name, value in vars(options).items()
-        if name not in ("command", "output", "plot", "published")
+        if name not in ("command", "output", "plot")
     }
-    links = request.cluster.links
+    links = cluster.links
     if isinstance(links, Network):
         used = {name: None if value == inf else value for name, value in vars(links).items()}
     else:
         used = {"measured": vars(links.header)}
     computed = {"note": workload.note, "compute_us": workload.compute_us, "gradient_nbytes": workload.nbytes}
-    return {"options": typed, "network": used, "gpu": request.cluster.gpu.name, "computation": computed}
+    return {"options": typed, "network": used, "gpu": cluster.gpu.name, "computation": computed}
 
 
-def _foot(cluster: Cluster, workload: Workload) -> str:
+def _caption(cluster: ClusterSpec, workload: Workload) -> str:
     links = cluster.links
     if isinstance(links, Network):
         ports = f"{links.nics} x {links.nic_gbps:g} Gb/s" if links.nics > 1 else f"{links.nic_gbps:g} Gb/s"
@@ -233,6 +198,44 @@ def _foot(cluster: Cluster, workload: Workload) -> str:
     return f"simulated: {workload.note}; {where}"
 
 
-def _write(path: Path | None, document: Mapping[str, Any]) -> None:
-    if path is not None:
-        path.write_text(json.dumps(document, indent=1) + "\n")
+_GBIT = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(?:g|gbps|gbit/s|gb/s)?", re.IGNORECASE)
+_GBYTE = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(?:GBps|GB/s)?")
+
+
+def parse_gbps(text: str, option: str) -> float:
+    """Return Gb/s from "25gbps", "25G" or "25"; raises ConfigurationError."""
+    match = _GBIT.fullmatch(text.strip())
+    if match is None or "GB" in text:
+        raise ConfigurationError(f"{option} {text!r} is no rate in Gb/s (bits); write for example 25gbps")
+    return float(match[1])
+
+
+def parse_gb_per_s(text: str, option: str) -> float:
+    """Return GB/s from "200GBps" or "200", or what a kind of link achieves; raises ConfigurationError."""
+    if text in INTRA_GB_PER_S:
+        return INTRA_GB_PER_S[text]
+    match = _GBYTE.fullmatch(text.strip())
+    if match is None:
+        raise ConfigurationError(
+            f"{option} {text!r} is no rate in GB/s (bytes); write for example 200GBps, or one of "
+            f"{', '.join(INTRA_GB_PER_S)}"
+        )
+    return float(match[1])
+
+
+def parse_nodes(text: str, gpus_per_node: int) -> tuple[int, ...]:
+    """Return node counts from "1,2,5", or from "1..512": both ends and the powers of two between them."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*([0-9]{1,9})(?:\s*\.\.\s*([0-9]{1,9}))?\s*", part)
+        if match is None:
+            raise ConfigurationError(f"--nodes {text!r} is no number of nodes; write for example 4, 1,2,5 or 1..512")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if not 1 <= first <= last:
+            raise ConfigurationError(f"--nodes {text!r}: {part.strip()!r} must count up from 1 or more")
+        powers = {2**exponent for exponent in range(last.bit_length())}
+        counts += [count for count in sorted({first, last} | powers) if first <= count <= last]
+    most = max(counts) * gpus_per_node
+    if most > MOST_GPUS:
+        raise ConfigurationError(f"--nodes {text!r} makes {most} GPUs; {MOST_GPUS} are the most that is simulated")
+    return tuple(dict.fromkeys(counts))

@@ -1,17 +1,25 @@
-"""A cluster of so many equal nodes as the simulator sees it: its shape, its links, and what work takes on its GPUs."""
+"""The cluster that a simulation runs on: GPUs by data sheet, the network as it is sold and used, shapes and links."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from math import inf, isfinite
 
-from commopt.aggregate import Aggregator
-from commopt.cost import Links
+from commopt.aggregate import Aggregator, WorkKind
+from commopt.compress import Passes
+from commopt.cost import Curve, LinkKey, Links, Segment, Speeds, WorkKey, nominal_links, tree_us
+from commopt.document import require_whole
 from commopt.errors import ConfigurationError
 from commopt.groups import TeamShape
-from commopt.simulate.gpus import Gpu
-from commopt.simulate.network import Network
-from commopt.simulate.work import gpu_work
+
+# Assumptions, not measurements: pass your own efficiency where you know what your GPU does. What NVIDIA publishes for
+# its own examples (DeepLearningExamples, one GPU) is, as a share of the peak: ResNet-50 in mixed precision 0.19 on A100
+# (2470 images/s) and 0.24 on V100 (1200), in float32 on V100 0.57 (367). Faster compute than there is makes
+# communication look worse than it is.
+CONVOLUTION_EFFICIENCY = 0.35
+TRANSFORMER_EFFICIENCY = 0.45
+PLAIN_EFFICIENCY = 0.55  # fp32 without tensor cores, any model: a lower peak is easier to reach
 
 INTRA_GB_PER_S: Mapping[str, float] = {
     "pcie3": 10.0,
@@ -24,31 +32,173 @@ INTRA_GB_PER_S: Mapping[str, float] = {
 }
 """What collectives achieve inside a node, by assumption: about 80 % of what the links are sold as."""
 
-_GPUS = {"cpu": "gloo", "cuda": "nccl"}
-_CPUS = {"cpu": "gloo"}
+
+@dataclass(frozen=True)
+class Gpu:
+    """Peak rates: dense TFLOP/s by precision ("fp32", "tf32", "fp16", "bf16"), and GB/s of its memory."""
+
+    name: str
+    tflops: Mapping[str, float]
+    memory_gb_per_s: float
+
+    def peak_tflops(self, precision: str) -> float:
+        """Return the peak; raises ConfigurationError for a precision it does not have."""
+        if precision not in self.tflops:
+            raise ConfigurationError(f"{self.name} has no figure for {precision!r}; there are {', '.join(self.tflops)}")
+        return self.tflops[precision]
+
+
+# NVIDIA's data sheets and architecture white papers; no sparsity, fp16 and bf16 on tensor cores that add in float32.
+_TABLE = (
+    Gpu("p100", {"fp32": 10.6}, 732),  # Tesla P100 SXM2
+    Gpu("v100", {"fp32": 15.7, "fp16": 125}, 900),  # V100 SXM2
+    Gpu("t4", {"fp32": 8.1, "fp16": 65}, 320),
+    Gpu("a10", {"fp32": 31.2, "tf32": 62.5, "fp16": 125, "bf16": 125}, 600),
+    Gpu("a100", {"fp32": 19.5, "tf32": 156, "fp16": 312, "bf16": 312}, 2039),  # A100 SXM 80 GB
+    Gpu("h100", {"fp32": 67, "tf32": 494, "fp16": 989, "bf16": 989}, 3350),  # H100 SXM
+    Gpu("h200", {"fp32": 67, "tf32": 494, "fp16": 989, "bf16": 989}, 4800),  # H200 SXM
+    Gpu("rtx3090", {"fp32": 35.6, "tf32": 35.6, "fp16": 71, "bf16": 71}, 936),  # GA102 white paper
+    Gpu("rtx4090", {"fp32": 82.6, "tf32": 82.6, "fp16": 165.2, "bf16": 165.2}, 1008),  # Ada white paper
+)
+GPUS: dict[str, Gpu] = {each.name: each for each in _TABLE}
+
+
+def gpu(name: str) -> Gpu:
+    """Return the GPU of that name; raises ConfigurationError when there is none."""
+    if name not in GPUS:
+        raise ConfigurationError(f"GPU {name!r} is unknown; there are {', '.join(GPUS)}")
+    return GPUS[name]
+
+
+def usual_efficiency(precision: str, *, convolutional: bool) -> float:
+    """Return the share of the peak that a step reaches, forward and backward together, by assumption."""
+    if precision == "fp32":
+        return PLAIN_EFFICIENCY
+    return CONVOLUTION_EFFICIENCY if convolutional else TRANSFORMER_EFFICIENCY
+
+
+# ------------------------------------------------------------------------------------------------ network
 
 
 @dataclass(frozen=True)
-class Cluster:
-    """Nodes of `gpus_per_node` GPUs; links: the network's nominal ones, or those that were measured."""
+class Network:
+    """Rates in one direction.
+
+    nic_gbps: of one port, in Gb/s; a node has `nics` of them. efficiency: the share of it that payload gets.
+    intra_gb_per_s: what a GPU sends to another one of its node, as collectives achieve it.
+    socket_gbps: what one TCP connection carries at most; infinite with RDMA. connections: of a ring, from one rank to
+        the next on another node: NCCL's channels times the sockets of each.
+    trees: whether all_reduce may go along a double tree where that is faster than the ring, as with NCCL from 2.4 on.
+    """
+
+    nic_gbps: float
+    intra_gb_per_s: float
+    nics: int = 1
+    efficiency: float = 0.9
+    inter_latency_us: float = 15.0
+    intra_latency_us: float = 3.0
+    socket_gbps: float = inf
+    connections: int = 2
+    trees: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.efficiency <= 1:
+            raise ConfigurationError(f"efficiency {self.efficiency!r} must be above 0 and at most 1, for example 0.9")
+        if not self.socket_gbps > 0:
+            raise ConfigurationError(f"socket_gbps {self.socket_gbps!r} must be above 0, in Gb/s, for example 10")
+        if not (isfinite(self.nic_gbps) and self.nic_gbps > 0):
+            raise ConfigurationError(f"nic_gbps {self.nic_gbps!r} must be a finite number above 0, for example 25")
+        require_whole(self.nics, 1, "nics")
+        require_whole(self.connections, 1, "connections")
+        self._speeds(self._line_gbps)  # which checks the others
+
+    def links(self, shape: TeamShape) -> Links:
+        """Return the nominal links of a cluster of this shape, each at the rate that its connections give; no work."""
+        at_line = nominal_links(shape, self._speeds(self._line_gbps))
+        rates_gbps = {key: self.node_gbps(key) for key in at_line.curves}
+        at_rate = {gbps: nominal_links(shape, self._speeds(gbps)).curves for gbps in {*rates_gbps.values()}}
+        curves = {key: at_rate[gbps][key] for key, gbps in rates_gbps.items()}
+        if self.trees:
+            for key, ring in curves.items():
+                if key.primitive == "all_reduce" and key.level != "intra" and shape.node_count > 1:
+                    curves[key] = _lower(self._tree(key, shape), ring)
+        return Links(at_line.header, curves, nominal=True)
+
+    def node_gbps(self, key: LinkKey) -> float:
+        """Return what a node sends during a collective: what its ports give, or what its connections carry."""
+        rings = max(key.groups, self.nics) if key.level == "inter" else 1
+        peers = key.ranks - 1 if key.primitive == "all_to_all" else 1
+        return min(self._line_gbps, rings * peers * self.connections * self.socket_gbps)
+
+    @property
+    def _line_gbps(self) -> float:
+        return self.nics * self.nic_gbps * self.efficiency
+
+    def _speeds(self, node_gbps: float) -> Speeds:
+        return Speeds(node_gbps, self.intra_gb_per_s, self.nics, self.inter_latency_us, self.intra_latency_us)
+
+    def _tree(self, key: LinkKey, shape: TeamShape) -> Curve:
+        speeds = self._speeds(self.node_gbps(key))
+        across = speeds.node if key.level == "world" else speeds.inter(key.groups)
+        per_node = max(shape.ranks_per_node) if key.level == "world" else 1
+        alpha_us, one_byte_us = (tree_us(nbytes, shape.node_count, per_node, speeds.intra, across) for nbytes in (0, 1))
+        return Curve.linear(alpha_us, one_byte_us - alpha_us)
+
+
+def _lower(one: Curve, other: Curve) -> Curve:
+    """Return the lower of two straight lines, everywhere."""
+    low, high = sorted((one.segments[0], other.segments[0]), key=lambda line: (line.alpha_us, line.beta_us_per_byte))
+    gained = low.beta_us_per_byte - high.beta_us_per_byte
+    if gained <= 0:
+        return Curve((low,))
+    crossing = (high.alpha_us - low.alpha_us) / gained
+    moved = Segment(crossing, high.alpha_us, high.beta_us_per_byte)
+    return Curve((low, moved)) if crossing > 0 else Curve((high,))
+
+
+@dataclass(frozen=True)
+class ClusterSpec:
+    """Any number of equal nodes of `gpus_per_node` GPUs; links: the network's nominal ones, or measured ones."""
 
     gpus_per_node: int
     gpu: Gpu
     links: Network | Links
 
     def __post_init__(self) -> None:
-        if not isinstance(self.gpus_per_node, int) or isinstance(self.gpus_per_node, bool) or self.gpus_per_node < 1:
-            raise ConfigurationError(f"gpus_per_node {self.gpus_per_node!r} must be a whole number, 1 or more")
+        require_whole(self.gpus_per_node, 1, "gpus_per_node")
 
     def shape(self, nodes: int) -> TeamShape:
         """Return the shape of so many nodes."""
         if nodes < 1:
             raise ConfigurationError(f"{nodes} nodes make no cluster; it needs 1 or more")
         measured_on_cpus = isinstance(self.links, Links) and self.links.header.backend == "gloo"
-        return TeamShape.of((self.gpus_per_node,) * nodes, backends=_CPUS if measured_on_cpus else _GPUS)
+        backends = {"cpu": "gloo"} if measured_on_cpus else {"cpu": "gloo", "cuda": "nccl"}
+        return TeamShape.of((self.gpus_per_node,) * nodes, backends=backends)
 
     def links_for(self, shape: TeamShape, aggregators: Iterable[Aggregator]) -> Links:
         """Return the links of that shape; what work takes is estimated where it was not measured."""
         links = self.links.links(shape) if isinstance(self.links, Network) else self.links
         estimated = gpu_work(self.gpu, aggregators, rows=max(shape.node_count, 2))
         return replace(links, work={**estimated, **links.work})
+
+
+# ----------------------------------------------------------------------------------------- work on the GPU
+
+MEMORY_EFFICIENCY = 0.7
+"""The share of the memory's data sheet that a fused kernel reaches."""
+LAUNCH_US = 5.0
+"""From one kernel to the next."""
+
+_VALUE = 4  # bytes; work is counted as float32
+
+
+def gpu_work(gpu: Gpu, aggregators: Iterable[Aggregator], rows: int) -> dict[WorkKey, Curve]:
+    """Return curves for all work that these aggregators do after warm-up; `rows`: how many messages are added up."""
+    passes: dict[tuple[WorkKind, str], Passes] = {("copy", ""): Passes(2 * _VALUE, 1)}
+    for aggregator in aggregators:
+        passes |= aggregator.passes(rows)
+    us_per_byte = 1e-3 / (MEMORY_EFFICIENCY * gpu.memory_gb_per_s)
+    return {
+        WorkKey(*key): Curve.linear(each.kernels * LAUNCH_US, each.nbytes / _VALUE * us_per_byte)
+        for key, each in passes.items()
+    }

@@ -1,19 +1,24 @@
-"""What was simulated, for people and as JSON."""
+"""What was simulated: a table, a JSON document, and a picture of efficiency against GPUs."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from math import isfinite
+from itertools import cycle
+from pathlib import Path
 from typing import Any, TextIO
 
-from commopt.display import show_table
-from commopt.simulate.published import Reproduction
-from commopt.simulate.scaling import Row
+from commopt.errors import ConfigurationError
+from commopt.simulate.scaling import ScalingPoint
+from commopt.timeline.drawable import require_drawable
+from commopt.timeline.table import show_table
 from commopt.version import __version__
 
 FORMAT = 1
+# Okabe and Ito's colours, which the colour-blind can tell apart.
+_COLOURS = ("#444444", "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#8C6D31")
+_MARKERS = "os^DvP*X"
 _MOST_NOTES = 6
 
 CAPTION = (
@@ -22,7 +27,7 @@ CAPTION = (
 )
 
 
-def show(title: str, rows: Sequence[Row], stream: TextIO | None = None) -> None:
+def show(title: str, rows: Sequence[ScalingPoint], stream: TextIO | None = None) -> None:
     """Print a table of all rows, and below it what their figures leave out."""
     stream = sys.stdout if stream is None else stream
     headings = ["strategy", "fastest", "nodes", "GPUs", "batch", "step ms", "compute ms", "waiting ms", "exposed ms"]
@@ -35,7 +40,7 @@ def show(title: str, rows: Sequence[Row], stream: TextIO | None = None) -> None:
         print(f"note: {len(notes) - _MOST_NOTES} more, which -o FILE writes", file=stream)
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: ScalingPoint) -> list[str]:
     outcome = row.outcome
     times_us = (outcome.step_us, outcome.compute_us, outcome.waiting_us, outcome.exposed_us)
     return [
@@ -62,26 +67,9 @@ def show_smallest(
     show_table(title, rows, 1, "none: not with 65536 either.", stream)
 
 
-def show_published(found: Sequence[Reproduction], stream: TextIO | None = None) -> None:
-    """Print published figures beside simulated ones."""
-    stream = sys.stdout if stream is None else stream
-    headings = ["source", "assumed", "published", "simulated", "verdict"]
-    rows = [[each.claim.source, each.claim.assumed, *_figures(each)] for each in found]
-    caption = "Efficiency against one GPU, or (+) by how much faster. reproduced: within a tenth of what was published."
-    show_table("Published figures", [headings, *rows], 2, caption, stream)
-    for each in found:
-        if each.claim.remark:
-            print(f"{each.claim.source}: {each.claim.remark}.", file=stream)
-
-
-def _figures(found: Reproduction) -> tuple[str, str, str]:
-    claim, plus = found.claim, "+" if found.claim.against else ""
-    low, high = claim.published
-    text = f"{plus}{low:.0%}" if low == high else f"{plus}{low:.0%} to {high:.0%}" if isfinite(high) else f"> {low:.0%}"
-    return text, f"{plus}{found.simulated:.0%}", found.verdict
-
-
-def as_document(inputs: Mapping[str, Any], rows: Sequence[Row], batches: Mapping[str, int | None]) -> dict[str, Any]:
+def as_document(
+    inputs: Mapping[str, Any], rows: Sequence[ScalingPoint], batches: Mapping[str, int | None]
+) -> dict[str, Any]:
     """Return what a file of results holds."""
     return {
         "format": FORMAT,
@@ -92,23 +80,42 @@ def as_document(inputs: Mapping[str, Any], rows: Sequence[Row], batches: Mapping
     }
 
 
-def _entry(row: Row) -> dict[str, Any]:
+def _entry(row: ScalingPoint) -> dict[str, Any]:
     entry: dict[str, Any] = asdict(row)
     outcome: dict[str, Any] = entry.pop("outcome")
-    outcome["buckets"] = [
-        {"nbytes": bucket.nbytes, "strategy": bucket.strategy, "parameters": len(bucket.names)}
-        for bucket in row.outcome.buckets
-    ]
+    outcome["buckets"] = [{"nbytes": bucket.nbytes, "parameters": len(bucket.names)} for bucket in row.outcome.buckets]
     return entry | outcome | {"exposed_share": row.exposed_share}
 
 
-def published_document(found: Sequence[Reproduction]) -> dict[str, Any]:
-    """Return what a file of published figures holds."""
-    rows = []
-    for each in found:
-        claim = asdict(each.claim)
-        claim["published"] = [value if isfinite(value) else None for value in each.claim.published]
-        network = claim["setup"]["network"]
-        network["socket_gbps"] = network["socket_gbps"] if isfinite(network["socket_gbps"]) else None
-        rows.append(claim | {"simulated": each.simulated, "verdict": each.verdict})
-    return {"format": FORMAT, "version": __version__, "published": rows}
+def require_picture(path: Path, nodes: Sequence[int]) -> None:
+    """Raise ConfigurationError where there will be nothing to draw, or nothing to draw it with."""
+    require_drawable(path)
+    if len(nodes) < 2:
+        raise ConfigurationError(f"{path}: a curve needs two numbers of nodes or more; pass for example --nodes 1..64")
+
+
+def draw(title: str, foot: str, rows: Sequence[ScalingPoint], path: Path) -> None:
+    """Draw efficiency against GPUs into a file, in the format of its suffix. Raises ConfigurationError, OSError."""
+    require_drawable(path)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.6, 5.4), layout="constrained", facecolor="white")
+    axes = figure.subplots()
+    names = list(dict.fromkeys(row.strategy for row in rows))
+    for name, colour, marker in zip(names, cycle(_COLOURS), cycle(_MARKERS), strict=False):
+        points = [(row.ranks, 100 * row.gpu_efficiency) for row in rows if row.strategy == name]
+        axes.plot(*zip(*points, strict=True), color=colour, marker=marker, ms=5, lw=1.6, label=name)
+    ranks = sorted({row.ranks for row in rows})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ranks, [str(count) for count in ranks], minor=False)
+    axes.minorticks_off()
+    axes.set_ylim(0, 105)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0f} %")
+    axes.set_xlabel("GPUs")
+    axes.set_ylabel("efficiency against one GPU")
+    axes.set_title(title, loc="left", fontsize=12, fontweight="bold")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.supxlabel(foot, fontsize=8.5, color="#444444")
+    figure.savefig(path, dpi=110)

@@ -1,25 +1,96 @@
-"""One model on more and more nodes: step time, throughput, efficiency, and the batch that keeps it."""
+"""One model on more and more nodes by several strategies: step time, throughput, efficiency, and the batch it needs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
+from commopt.aggregate import Aggregator
 from commopt.errors import ConfigurationError
 from commopt.feedback import Layout
 from commopt.groups import TeamShape
-from commopt.simulate.cluster import Cluster
-from commopt.simulate.step import OVERHEAD_US, Outcome, Simulation
-from commopt.simulate.stragglers import Stragglers
-from commopt.simulate.strategies import Candidate, Strategy
+from commopt.hooks import PRESETS, build_preset
+from commopt.simulate.cluster import ClusterSpec
+from commopt.simulate.step import OVERHEAD_US, Outcome, Simulation, Stragglers
 from commopt.simulate.workload import Workload
 
 LARGEST_BATCH = 2**16
+LOSSLESS = ("flat", "hierarchical")
+LOSSY = (
+    "hierarchical_bf16",
+    "quantized",
+    "quantized:bits=4",
+    "onebit",
+    "powersgd",
+    "dgc",
+    "hierarchical_quantized",
+    "hierarchical_quantized:bits=4",
+    "hierarchical_onebit",
+    "hierarchical_powersgd",
+    "hierarchical_dgc",
+)
+DEFAULT = ("stock", "lossless", "hierarchical_bf16", "hierarchical_quantized", "hierarchical_powersgd", "lossy")
+
+BucketSource = Literal["ddp", "planned"]
 
 
 @dataclass(frozen=True)
-class Row:
+class Candidate:
+    """A preset with its options, in DDP's buckets or in the planner's."""
+
+    preset: str
+    buckets: BucketSource
+
+    def build(self) -> Aggregator:
+        """Return the aggregator; raises ConfigurationError for a preset that does not exist or does not average."""
+        aggregator = build_preset(self.preset)
+        if aggregator.tunes:
+            raise ConfigurationError(
+                f"{self.preset} chooses on live steps, which a simulation has none of; compare 'lossless' and 'lossy'"
+            )
+        return aggregator
+
+    def __str__(self) -> str:
+        return STOCK if self == _STOCK else self.preset
+
+
+STOCK = "stock"
+_STOCK = Candidate("flat", "ddp")
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """The fastest of some candidates."""
+
+    name: str
+    candidates: tuple[Candidate, ...]
+
+
+def strategy(name: str, buckets: BucketSource = "planned") -> Strategy:
+    """Return the strategy of that name: "stock", "lossless", "lossy", or a preset like "powersgd:matrix_rank=2".
+
+    stock: what DDP does without a hook, its own buckets in one all_reduce over all ranks each. lossless: the best that
+    is exact. lossy: the best there is. Raises ConfigurationError for any other name.
+    """
+    exact = (_STOCK, *(Candidate(preset, buckets) for preset in LOSSLESS))
+    groups = {
+        STOCK: (_STOCK,),
+        "lossless": exact,
+        "lossy": (*exact, *(Candidate(preset, buckets) for preset in LOSSY)),
+    }
+    if name in groups:
+        return Strategy(name, groups[name])
+    if name.split(":")[0] not in PRESETS:
+        raise ConfigurationError(f"strategy {name!r} is unknown; there are {', '.join([*groups, *sorted(PRESETS)])}")
+    candidate = Candidate(name, buckets)
+    candidate.build()
+    return Strategy(name, (candidate,))
+
+
+@dataclass(frozen=True)
+class ScalingPoint:
     """One strategy on one number of nodes.
 
     chosen: which candidate of the strategy was the fastest. batch: of a rank. samples_per_s: of all ranks, 0 when the
@@ -44,36 +115,32 @@ class Row:
 
 
 class Scaling:
-    """A model on a cluster of any number of nodes; what was simulated once is not simulated again.
-
-    workload: by the batch of a rank. lanes: as for `simulate_step`.
-    """
+    """A model, its workload by the batch of a rank, on a cluster of any number of nodes; nothing is simulated twice."""
 
     def __init__(
         self,
         workload: Callable[[int], Workload],
-        cluster: Cluster,
+        cluster: ClusterSpec,
         *,
         overhead_us: float = OVERHEAD_US,
         stragglers: Stragglers | None = None,
-        lanes: int | None = None,
     ) -> None:
         self._workload, self._cluster = lru_cache(maxsize=64)(workload), cluster
-        self._overhead_us, self._stragglers, self._lanes = overhead_us, stragglers, lanes
+        self._overhead_us, self._stragglers = overhead_us, stragglers
         self._shapes: dict[int, TeamShape] = {}
         self._simulations: dict[tuple[int, str], Simulation] = {}
         self._outcomes: dict[tuple[int, Candidate, int], Outcome] = {}
 
-    def weak(self, nodes: Iterable[int], strategies: Sequence[Strategy], batch: int) -> list[Row]:
-        """Return a row for each number of nodes and each strategy; every rank has `batch` samples."""
-        return [self._row(count, each, lambda _: batch) for count in nodes for each in strategies]
+    def weak(self, nodes: Iterable[int], strategies: Sequence[Strategy], batch: int) -> list[ScalingPoint]:
+        """Return a point for each number of nodes and each strategy; every rank has `batch` samples."""
+        return [self._point(count, each, lambda _: batch) for count in nodes for each in strategies]
 
-    def strong(self, nodes: Iterable[int], strategies: Sequence[Strategy], total: int) -> list[Row]:
-        """Return a row for each number of nodes and each strategy; all ranks share `total` samples.
+    def strong(self, nodes: Iterable[int], strategies: Sequence[Strategy], total: int) -> list[ScalingPoint]:
+        """Return a point for each number of nodes and each strategy; all ranks share `total` samples.
 
         Raises ConfigurationError where they cannot do so equally.
         """
-        return [self._row(count, each, lambda ranks: _share(total, ranks)) for count in nodes for each in strategies]
+        return [self._point(count, each, lambda ranks: _share(total, ranks)) for count in nodes for each in strategies]
 
     def smallest_batch(self, nodes: int, strategy: Strategy, efficiency: float) -> int | None:
         """Return the fewest samples per rank with which a step is at least so efficient against one GPU.
@@ -94,13 +161,13 @@ class Scaling:
             too_few, found = (too_few, middle) if enough(middle) else (middle, found)
         return found
 
-    def _row(self, nodes: int, strategy: Strategy, batch_of: Callable[[int], int]) -> Row:
+    def _point(self, nodes: int, strategy: Strategy, batch_of: Callable[[int], int]) -> ScalingPoint:
         per_node = self._cluster.gpus_per_node
         ranks = nodes * per_node
         batch, on_node, alone = (batch_of(count) for count in (ranks, per_node, 1))
         chosen, outcome = self._fastest(nodes, strategy, batch)
         node_us = self._fastest(1, strategy, on_node)[1].step_us
-        return Row(
+        return ScalingPoint(
             strategy=strategy.name,
             chosen=str(chosen),
             nodes=nodes,
@@ -129,9 +196,7 @@ class Scaling:
             shape = self._shapes.setdefault(nodes, self._cluster.shape(nodes))
             aggregator = candidate.build()
             links = self._cluster.links_for(shape, [aggregator])
-            self._simulations[key] = Simulation(
-                layout, aggregator, shape, links, overhead_us=self._overhead_us, lanes=self._lanes
-            )
+            self._simulations[key] = Simulation(layout, aggregator, shape, links, overhead_us=self._overhead_us)
         return self._simulations[key]
 
 

@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import isfinite
-from statistics import fmean
-from typing import Literal
-
-import torch
+from math import exp, expm1, inf, isfinite, log
+from statistics import NormalDist, fmean
+from typing import Literal, NamedTuple
 
 from commopt.aggregate import Aggregator
 from commopt.cost import Cost, Links, Pricing
 from commopt.errors import ConfigurationError
 from commopt.feedback import Layout
 from commopt.groups import TeamShape
-from commopt.lanes import lanes_available
-from commopt.schedule import Plan, PriceTable, Unit
-from commopt.schedule.calibration import prices_from_links
-from commopt.schedule.candidates import replaceable
-from commopt.schedule.config import require_strategy
-from commopt.simulate.buckets import Bucket, ddp_buckets
-from commopt.simulate.events import Message, run
-from commopt.simulate.planning import planned_buckets
-from commopt.simulate.stragglers import Stragglers
+from commopt.schedule import SPARE, Costs, PriceTable, Unit, best_plan
 from commopt.simulate.workload import Workload, dtype_named
 
-Buckets = Literal["ddp", "planned"] | Sequence[Bucket]
+Buckets = Literal["ddp", "planned"] | Sequence[Sequence[str]]
 
 OVERHEAD_US = 100.0
 """What a bucket costs beside its message: the host's time in hooks and launches."""
+
+_MIB = 2**20
+_STRATA = 32
+
+
+class Bucket(NamedTuple):
+    """Parameters whose gradients are sent together, and their bytes."""
+
+    names: tuple[str, ...]
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,32 @@ class Outcome:
     notes: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Stragglers:
+    """In each step each rank's computation takes exp(sigma Z - sigma^2 / 2) times its mean, Z normal, all independent.
+
+    The mean of that is 1 and, for small sigma, its standard deviation sigma: 0.02 is 2 %.
+    """
+
+    sigma: float
+
+    def __post_init__(self) -> None:
+        if not (isfinite(self.sigma) and 0 <= self.sigma <= 1):
+            raise ConfigurationError(f"Stragglers(sigma={self.sigma!r}) must be between 0 and 1, for example 0.02")
+
+    def slowest(self, ranks: int) -> tuple[float, ...]:
+        """Return equally likely factors of the slowest of `ranks` ranks, in increasing order.
+
+        They are the middles of 32 strata of its distribution, F(x)^ranks: no chance is involved.
+        """
+        if not self.sigma:
+            return (1.0,)
+        normal = NormalDist()
+        # 1 - u^(1/P), without losing the digits that count where P is large
+        tails = (-expm1(log((stratum + 0.5) / _STRATA) / ranks) for stratum in range(_STRATA))
+        return tuple(exp(-self.sigma * normal.inv_cdf(tail) - self.sigma**2 / 2) for tail in tails)
+
+
 def simulate_step(
     workload: Workload,
     aggregator: Aggregator,
@@ -60,15 +86,14 @@ def simulate_step(
     buckets: Buckets = "ddp",
     overhead_us: float = OVERHEAD_US,
     stragglers: Stragglers | None = None,
-    lanes: int | None = None,
 ) -> Outcome:
     """Return what one step takes, after all warm-up.
 
-    buckets: DDP's own, the planner's, or these; their strategies are named as in plans. stragglers: with them the
-    expectation. lanes: as for `cost`. Raises ConfigurationError where the aggregator cannot run on the cluster, the
-    links lack a collective, or buckets and workload are not of the same parameters.
+    buckets: DDP's own, the planner's, or groups of parameter names. stragglers: with them the expectation.
+    Raises ConfigurationError where the aggregator cannot run on the cluster, the links lack a collective, or buckets
+    and workload are not of the same parameters.
     """
-    return Simulation(workload.layout, aggregator, shape, links, overhead_us=overhead_us, lanes=lanes).step(
+    return Simulation(workload.layout, aggregator, shape, links, overhead_us=overhead_us).step(
         workload, buckets, stragglers
     )
 
@@ -84,18 +109,15 @@ class Simulation:
         links: Links,
         *,
         overhead_us: float = OVERHEAD_US,
-        lanes: int | None = None,
     ) -> None:
         if not (isfinite(overhead_us) and overhead_us >= 0):
             raise ConfigurationError(f"overhead_us={overhead_us!r} must be a finite number, 0 or more")
         aggregator.check(shape)
-        self._layout, self._shape, self._links = layout, shape, links
+        self._layout, self._aggregator, self._shape, self._links = layout, aggregator, shape, links
         self._pieces = {piece.name: piece for piece in layout.pieces}
-        self._strategies = replaceable(aggregator, shape)
         self._overhead_us = overhead_us
-        self._lanes = lanes_available(shape.backend(shape.default_device)) if lanes is None else lanes
-        self._pricings: dict[tuple[str, torch.dtype], Pricing] = {}
-        self._prices: dict[torch.dtype, Mapping[str, PriceTable]] = {}
+        self._pricings: dict[str, Pricing] = {}
+        self._tables: dict[str, PriceTable] = {}
         self._sent: dict[tuple[Bucket, str], tuple[Cost, int]] = {}
 
     def step(self, workload: Workload, buckets: Buckets = "ddp", stragglers: Stragglers | None = None) -> Outcome:
@@ -105,25 +127,20 @@ class Simulation:
             return Outcome(alone_us, alone_us, 0.0, 0.0, 0.0, 0, ())
         factors = (Stragglers(0.0) if stragglers is None else stragglers).slowest(self._shape.size)
         chosen = self._buckets(workload, buckets, fmean(factors))
-        homes = {name: unit for unit in workload.units for name in unit.names}
-        dtypes = [homes[bucket.names[0]].dtype for bucket in chosen]
-        sent = [self._sending(bucket, dtype) for bucket, dtype in zip(chosen, dtypes, strict=True)]
-        ready_us = [max(homes[name].ready_us for name in bucket.names) for bucket in chosen]
-        ends_us = []
-        for factor in factors:
-            messages = [
-                Message(factor * ready, self._overhead_us, cost.chunks)
-                for ready, (cost, _) in zip(ready_us, sent, strict=True)
-            ]
-            last_us = run(messages, self._lanes)[-1].end_us
-            ends_us.append(max(last_us, factor * workload.compute_us))
-        compute_us, slowest_us, step_us = workload.compute_us, fmean(factors) * workload.compute_us, fmean(ends_us)
+        units = {name: unit for unit in workload.units for name in unit.names}
+        sent = [self._cost(bucket, units[bucket.names[0]].dtype) for bucket in chosen]
+        ready_us = [max(units[name].ready_us for name in bucket.names) for bucket in chosen]
+        lane_us = [self._overhead_us + cost.total_us for cost, _ in sent]
+        compute_us, slowest_us = workload.compute_us, fmean(factors) * workload.compute_us
+        step_us = fmean(
+            max(finish_us([factor * ready for ready in ready_us], lane_us), factor * compute_us) for factor in factors
+        )
         return Outcome(
             step_us=step_us,
             compute_us=compute_us,
             waiting_us=slowest_us - compute_us,
             exposed_us=step_us - slowest_us,
-            communication_us=sum(self._overhead_us + cost.total_us for cost, _ in sent),
+            communication_us=sum(lane_us),
             inter_bytes_per_node=sum(nbytes for _, nbytes in sent),
             buckets=chosen,
             notes=tuple(dict.fromkeys(note for cost, _ in sent for note in cost.notes)),
@@ -131,44 +148,73 @@ class Simulation:
 
     def _buckets(self, workload: Workload, wanted: Buckets, factor: float) -> tuple[Bucket, ...]:
         if wanted == "ddp":
-            strategy = next(iter(self._strategies))
-            return tuple(Bucket.of(members, strategy) for members in ddp_buckets(workload.units))
-        if wanted == "planned":
+            groups = [[name for unit in members for name in unit.names] for members in ddp_buckets(workload.units)]
+        elif wanted == "planned":
             # What a hook measures, and plans with, are the times of the slowest rank.
-            units = [replace(unit, ready_us=factor * unit.ready_us) for unit in workload.units]
-            return planned_buckets(units, self._prices_for(_main_dtype(units)), self._overhead_us)
-        if isinstance(wanted, str):
-            raise ConfigurationError(f"buckets={wanted!r} must be 'ddp', 'planned', or buckets")
-        given = tuple(wanted)
-        plan = Plan(tuple(bucket.names for bucket in given), given[0].strategy)
-        plan.require_names(name for unit in workload.units for name in unit.names)
-        require_strategy(plan, self._strategies)
-        return given
+            groups = self._planned([replace(unit, ready_us=factor * unit.ready_us) for unit in workload.units])
+        elif isinstance(wanted, str):
+            raise ConfigurationError(f"buckets={wanted!r} must be 'ddp', 'planned', or groups of parameter names")
+        else:
+            groups = [list(names) for names in wanted]
+        nbytes = {name: unit.nbytes for unit in workload.units for name in unit.names}
+        if sorted(name for names in groups for name in names) != sorted(nbytes):
+            raise ConfigurationError(
+                "buckets and workload are not of the same parameters; name each parameter in one bucket"
+            )
+        return tuple(Bucket(tuple(names), sum(nbytes[name] for name in names)) for names in groups)
 
-    def _prices_for(self, dtype: torch.dtype) -> Mapping[str, PriceTable]:
-        if dtype not in self._prices:
-            self._prices[dtype] = prices_from_links(self._strategies, self._layout, dtype, self._shape, self._links)
-        return self._prices[dtype]
+    def _planned(self, units: Sequence[Unit]) -> list[list[str]]:
+        """Return the buckets of the best plan, as an adaptive hook has them once its prices are right."""
+        nbytes: dict[str, int] = {}
+        for unit in units:
+            nbytes[unit.dtype] = nbytes.get(unit.dtype, 0) + unit.nbytes
+        main = max(nbytes, key=lambda dtype: nbytes[dtype])
+        if main not in self._tables:
+            largest = self._layout.numel * dtype_named(main).itemsize
+            self._tables[main] = PriceTable.of(self._pricing(main).by_nbytes(self._layout), largest)
+        costs = Costs({repr(self._aggregator): self._tables[main]}, self._overhead_us)
+        return [list(group) for group in best_plan(units, costs, spare=SPARE).groups]
 
-    def _sending(self, bucket: Bucket, dtype: str) -> tuple[Cost, int]:
+    def _cost(self, bucket: Bucket, dtype: str) -> tuple[Cost, int]:
         """Return what the message of a bucket costs, and how much of it leaves a node."""
         if (bucket, dtype) not in self._sent:
-            pricing = self._pricing(bucket, dtype_named(dtype))
+            pricing = self._pricing(dtype)
             layout = Layout(tuple(self._pieces[name] for name in bucket.names))
             self._sent[bucket, dtype] = pricing.cost(layout), pricing.inter_nbytes(layout)
         return self._sent[bucket, dtype]
 
-    def _pricing(self, bucket: Bucket, dtype: torch.dtype) -> Pricing:
-        key = (bucket.strategy, dtype)
-        if key not in self._pricings:
-            aggregator = self._strategies[bucket.strategy]
-            self._pricings[key] = Pricing(aggregator, dtype, self._shape, self._links, lanes=self._lanes)
-        return self._pricings[key]
+    def _pricing(self, dtype: str) -> Pricing:
+        if dtype not in self._pricings:
+            self._pricings[dtype] = Pricing(self._aggregator, dtype_named(dtype), self._shape, self._links)
+        return self._pricings[dtype]
 
 
-def _main_dtype(units: Sequence[Unit]) -> torch.dtype:
-    """Return the dtype of most bytes."""
-    nbytes: dict[str, int] = {}
+def finish_us(ready_us: Sequence[float], lane_us: Sequence[float]) -> float:
+    """Return when the last bucket has arrived: each begins when it is ready and the one before it has arrived."""
+    end_us = 0.0
+    for ready, takes in zip(ready_us, lane_us, strict=True):
+        end_us = max(end_us, ready) + takes
+    return end_us
+
+
+def ddp_buckets(units: Sequence[Unit], cap_mb: float = 25.0, first_mb: float = 1.0) -> tuple[tuple[Unit, ...], ...]:
+    """Return which gradients DDP sends together from its second step on, in the order of their launch.
+
+    units: in the order of backward. A bucket closes with the gradient that takes it to its limit or beyond; the first
+    of each dtype is limited to `first_mb` MiB, the others to `cap_mb`. What stays open at the end follows, dtype by
+    dtype. As torch's compute_bucket_assignment_by_size.
+    """
+    for name, value in (("cap_mb", cap_mb), ("first_mb", first_mb)):
+        if not 0 < value < inf:
+            raise ConfigurationError(f"ddp_buckets({name}={value!r}) must be a finite number above 0, in MiB")
+    limits_nbytes = (int(first_mb * _MIB), int(cap_mb * _MIB))
+    closed: list[tuple[Unit, ...]] = []
+    opened: dict[str, list[Unit]] = {}
+    begun: set[str] = set()  # dtypes whose first bucket is closed
     for unit in units:
-        nbytes[unit.dtype] = nbytes.get(unit.dtype, 0) + unit.nbytes
-    return dtype_named(max(nbytes, key=lambda dtype: nbytes[dtype]))
+        members = opened.setdefault(unit.dtype, [])
+        members.append(unit)
+        if sum(member.nbytes for member in members) >= limits_nbytes[unit.dtype in begun]:
+            closed.append(tuple(opened.pop(unit.dtype)))
+            begun.add(unit.dtype)
+    return (*closed, *map(tuple, opened.values()))

@@ -17,7 +17,6 @@ from pathlib import Path
 from statistics import median
 
 import torch.distributed as dist
-from commopt.probe.prober import link_text, work_text
 
 import commopt
 from bench.environment import run_of
@@ -29,6 +28,7 @@ from bench.evidence.prediction.report import Configuration, Environment
 from bench.evidence.training_run import Profile, TrainingRun
 from commopt.command_line import Parser, number, output_file, refuse
 from commopt.groups import TeamShape, join
+from commopt.probe.prober import link_text, work_text
 from examples.train_gpt import progress_bar, start_process_group
 
 _WARM_UP = 3  # steps: DDP makes its buckets anew after the first, and connections are made in the next

@@ -83,9 +83,8 @@ def predict(workload: Workload, aggregator: Aggregator, shape: TeamShape, probed
     lane_us = _lane_us(workload, aggregator, shape, probed.time, apart.buckets)
     busy_us = _lane_us(workload, aggregator, shape, probed.processor, apart.buckets)
     beside = replace(workload, units=delayed(workload.units, apart.buckets, lane_us, busy_us, load))
-    return Predicted(
-        simulate_step(beside, aggregator, shape, probed.time, buckets=[bucket.names for bucket in apart.buckets]), apart
-    )
+    groups = [bucket.names for bucket in apart.buckets]
+    return Predicted(simulate_step(beside, aggregator, shape, probed.time, buckets=groups), apart)
 
 
 def _lane_us(

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from commopt.plan import Unit
-from commopt.probe.prober import link_text, nbytes_text, read_header, work_text
 
 from commopt import ConfigurationError
 from commopt.aggregate import Aggregator
@@ -26,6 +25,7 @@ from commopt.cost import Curve, LinkKey, Links, WorkKey
 from commopt.feedback import Layout
 from commopt.groups import Membership, Team, TeamShape
 from commopt.probe.operations import COLLECTIVES, Group, Job, groups_of, jobs_of, known_compressors
+from commopt.probe.prober import link_text, nbytes_text, read_header, work_text
 from commopt.probe.timing import Call, LaneTimer, Measured, Repeats, sweep
 from commopt.simulate import Bucket
 

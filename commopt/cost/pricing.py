@@ -12,11 +12,9 @@ import torch
 
 from commopt.aggregate import Aggregator, Call, Step
 from commopt.cost.curve import Curve
-from commopt.cost.formulas import StageTimes
 from commopt.cost.links import Links, WorkKey
 from commopt.feedback import Layout
 from commopt.groups import TeamShape
-from commopt.lanes import lanes_available
 
 Price = Callable[[int], float]
 """Bytes of a message to microseconds."""
@@ -24,10 +22,9 @@ Price = Callable[[int], float]
 
 @dataclass(frozen=True)
 class Cost:
-    """`total_us` is what passes until the slowest rank is done; the parts are how long each is busy.
+    """`total_us` is what passes until the slowest rank is done, and the sum of its parts.
 
-    compress_us: work of the ranks themselves. notes: what the figures leave out or assume. chunks: the stages of each,
-    as the slowest rank takes them.
+    compress_us: work of the ranks themselves. notes: what the figures leave out or assume.
     """
 
     total_us: float
@@ -35,41 +32,15 @@ class Cost:
     intra_us: float
     inter_us: float
     notes: tuple[str, ...] = ()
-    chunks: tuple[StageTimes, ...] = ()
 
 
-def cost(
-    aggregator: Aggregator,
-    layout: Layout | int,
-    dtype: torch.dtype,
-    shape: TeamShape,
-    links: Links,
-    *,
-    chunks: int | None = None,
-    lanes: int | None = None,
-) -> Cost:
+def cost(aggregator: Aggregator, layout: Layout | int, dtype: torch.dtype, shape: TeamShape, links: Links) -> Cost:
     """Return what one all_reduce of a buffer of `layout`, or of so many elements of no model, costs after all warm-up.
 
-    chunks: in place of a Hierarchical's own. lanes: 2 where the levels work on different chunks at once, 1 where they
-    take turns; None: whichever is safe with the backend, of any version. Raises ConfigurationError where the aggregator
-    cannot run, or the links lack a collective.
+    Raises ConfigurationError where the aggregator cannot run, or the links lack a collective.
     """
     layout = Layout.anonymous(layout) if isinstance(layout, int) else layout
-    return Pricing(aggregator, dtype, shape, links, chunks=chunks, lanes=lanes).cost(layout)
-
-
-def cost_us(
-    aggregator: Aggregator,
-    layout: Layout | int,
-    dtype: torch.dtype,
-    shape: TeamShape,
-    links: Links,
-    *,
-    chunks: int | None = None,
-    lanes: int | None = None,
-) -> float:
-    """Return the total of `cost`."""
-    return cost(aggregator, layout, dtype, shape, links, chunks=chunks, lanes=lanes).total_us
+    return Pricing(aggregator, dtype, shape, links).cost(layout)
 
 
 def price(
@@ -78,88 +49,100 @@ def price(
     links: Links,
     layout: Layout | None = None,
     dtype: torch.dtype = torch.float32,
-    *,
-    chunks: int | None = None,
-    lanes: int | None = None,
 ) -> Price:
     """Return what buckets of `dtype` cost by their bytes.
 
     layout: the whole model's. Where names and shapes matter (PowerSGD, dense patterns), a bucket counts as an equal
     share of everything in it; otherwise only its length does.
     """
-    return Pricing(aggregator, dtype, shape, links, chunks=chunks, lanes=lanes).by_nbytes(layout)
+    return Pricing(aggregator, dtype, shape, links).by_nbytes(layout)
 
 
-class _Alike(NamedTuple):
+Directions = tuple[tuple[Step, ...], tuple[Step, ...], tuple[Step, ...]]
+"""Up inside the node, across the network, down inside the node."""
+
+
+class _RankClass(NamedTuple):
     """Ranks, of nodes of equal length, that do the same: how one of them sees the cluster, what they do, how many."""
 
     shape: TeamShape
-    steps: tuple[Step, ...]
+    steps: Directions
     ranks: int
 
 
 class Pricing:
     """One aggregator on one cluster; curves are looked up once. Arguments and errors are those of `cost`."""
 
-    def __init__(
-        self,
-        aggregator: Aggregator,
-        dtype: torch.dtype,
-        shape: TeamShape,
-        links: Links,
-        *,
-        chunks: int | None = None,
-        lanes: int | None = None,
-    ) -> None:
+    def __init__(self, aggregator: Aggregator, dtype: torch.dtype, shape: TeamShape, links: Links) -> None:
         aggregator.check(shape)
-        self._aggregator, self._dtype, self._links = aggregator, dtype, links
+        self._aggregator, self._dtype, self._shape, self._links = aggregator, dtype, shape, links
         self._device = shape.default_device
-        self._lanes = lanes_available(shape.backend(self._device)) if lanes is None else lanes
-        self._shape = shape
         self._curves: dict[tuple[str, str, int, int], Curve] = {}
 
     def cost(self, layout: Layout) -> Cost:
         """Return what one all_reduce of a buffer of `layout` costs."""
-        return self._summed(self._ranks(layout), 1.0)
+        return self._slowest(self._rank_classes(layout), 1.0)
 
     def by_nbytes(self, whole: Layout | None) -> Price:
         """Return what buckets cost by their bytes; see `price`."""
-        if whole is None or whole.numel == 0 or not self._heeds(whole):
+        if whole is None or whole.numel == 0 or not self._depends_on_names(whole):
             return lambda nbytes: self.cost(Layout.anonymous(ceil(nbytes / self._dtype.itemsize))).total_us
-        ranks, whole_nbytes = self._ranks(whole), whole.numel * self._dtype.itemsize
-        return lambda nbytes: self._summed(ranks, nbytes / whole_nbytes).total_us
+        classes, whole_nbytes = self._rank_classes(whole), whole.numel * self._dtype.itemsize
+        return lambda nbytes: self._slowest(classes, nbytes / whole_nbytes).total_us
 
     def inter_nbytes(self, layout: Layout) -> int:
         """Return what all ranks of the first node together send to other nodes."""
         ranks = _first_node(self._shape)
         return sum(self._aggregator.wire_bytes(layout, self._dtype, rank, self._device).inter for rank in ranks)
 
-    def _heeds(self, layout: Layout) -> bool:
+    def _depends_on_names(self, layout: Layout) -> bool:
         """Return whether names and shapes matter to what is sent."""
         anonymous = Layout.anonymous(layout.numel)
-        return [each.steps for each in self._ranks(layout)] != [each.steps for each in self._ranks(anonymous)]
+        return [each.steps for each in self._rank_classes(layout)] != [
+            each.steps for each in self._rank_classes(anonymous)
+        ]
 
-    def _ranks(self, layout: Layout) -> list[_Alike]:
+    def _rank_classes(self, layout: Layout) -> list[_RankClass]:
         """Return what the ranks do that can be the slowest."""
-        found: dict[tuple[int, tuple[Step, ...]], _Alike] = {}
-        for shape in _telling(self._shape):
-            steps = self._aggregator.calls(layout, self._dtype, shape, self._device)
+        found: dict[tuple[int, Directions], _RankClass] = {}
+        shapes = _first_node(self._shape) if self._shape.uniform else _leaders(self._shape)
+        for shape, steps in zip(shapes, self._directions(layout, shapes), strict=True):
             key = (shape.intra.size if shape.intra is not None else 1, steps)
-            alike = found.get(key, _Alike(shape, steps, 0))
-            found[key] = alike._replace(ranks=alike.ranks + 1)
+            known = found.get(key, _RankClass(shape, steps, 0))
+            found[key] = known._replace(ranks=known.ranks + 1)
         return list(found.values())
 
-    def _summed(self, ranks: Sequence[_Alike], share: float) -> Cost:
-        """Return what it costs when every message and all work have only a `share` of their bytes."""
-        groups = sum(each.ranks for each in ranks if any(_is_inter(step) for step in each.steps))
+    def _directions(self, layout: Layout, shapes: Iterable[TeamShape]) -> list[Directions]:
+        """Return what each rank does up inside its node, across the network, and down inside the node.
+
+        Encoding and decoding between the levels belong to what is sent across. A rank that sends nothing across is cut
+        where the others do, after as many collectives.
+        """
+        per_rank = [self._aggregator.calls(layout, self._dtype, shape, self._device) for shape in shapes]
+        cuts = [_across(steps) for steps in per_rank]
+        calls_up = next((_calls(steps[: cut[0]]) for steps, cut in zip(per_rank, cuts, strict=True) if cut), 0)
+        found = []
+        for steps, cut in zip(per_rank, cuts, strict=True):
+            if cut is None:
+                ends = [place + 1 for place in range(len(steps)) if isinstance(steps[place], Call)]
+                cut = (ends[calls_up - 1],) * 2 if 0 < calls_up <= len(ends) else (0, 0)
+            found.append((steps[: cut[0]], steps[slice(*cut)], steps[cut[1] :]))
+        return found
+
+    def _slowest(self, classes: Sequence[_RankClass], share: float) -> Cost:
+        """Return what it costs when every message and all work have only a `share` of their bytes.
+
+        Ranks wait for the slowest between the directions.
+        """
+        groups = sum(each.ranks for each in classes if any(_is_inter(step) for steps in each.steps for step in steps))
         groups = groups if self._shape.uniform else 1
         notes: dict[str, None] = {}
         parts = {"compress": 0.0, "intra": 0.0, "inter": 0.0}
-        spent = [self._spent(each.steps, each.shape, groups, share, notes) for each in ranks]
-        parts = max(spent, key=lambda each: sum(each.values()), default=parts)
-        total_us = sum(parts.values())
-        stages = (StageTimes(0.0, total_us, 0.0),)
-        return Cost(total_us, parts["compress"], parts["intra"], parts["inter"], tuple(notes), stages)
+        for direction in range(3):
+            spent = [self._spent(each.steps[direction], each.shape, groups, share, notes) for each in classes]
+            for part, time_us in max(spent, key=lambda each: sum(each.values())).items():
+                parts[part] += time_us
+        return Cost(sum(parts.values()), parts["compress"], parts["intra"], parts["inter"], tuple(notes))
 
     def _spent(
         self, steps: Iterable[Step], shape: TeamShape, groups: int, share: float, notes: dict[str, None]
@@ -194,25 +177,36 @@ class Pricing:
         return self._curves[key]
 
 
-@lru_cache(maxsize=4)  # by identity: at thousands of ranks this takes longer than all the prices
-def _first_node(shape: TeamShape) -> tuple[TeamShape, ...]:
-    """Return the shape as each rank of the first node sees it."""
-    return tuple(shape.seen_from(rank) for rank in range(shape.ranks_per_node[0]))
+def _across(steps: Sequence[Step]) -> tuple[int, int] | None:
+    """Return which steps belong to collectives between nodes: all of them, and the work around; None without any."""
+    places = [place for place, step in enumerate(steps) if _is_inter(step)]
+    if not places:
+        return None
+    begin, end = places[0], places[-1] + 1
+    while begin > 0 and not isinstance(steps[begin - 1], Call):
+        begin -= 1
+    while end < len(steps) and not isinstance(steps[end], Call):
+        end += 1
+    return begin, end
 
 
-def _telling(shape: TeamShape) -> tuple[TeamShape, ...]:
-    """Return the ranks that can be the slowest: all of the first node, or the leaders of nodes of unequal length."""
-    if shape.uniform:
-        return _first_node(shape)
-    return _leaders(shape)
-
-
-@lru_cache(maxsize=4)
-def _leaders(shape: TeamShape) -> tuple[TeamShape, ...]:
-    counts = shape.ranks_per_node
-    firsts = {count: sum(counts[:node]) for node, count in enumerate(counts)}
-    return tuple(shape.seen_from(rank) for rank in sorted(firsts.values()))
+def _calls(steps: Iterable[Step]) -> int:
+    return sum(isinstance(step, Call) for step in steps)
 
 
 def _is_inter(step: Step) -> bool:
     return isinstance(step, Call) and step.level == "inter"
+
+
+@lru_cache(maxsize=4)  # by identity: at thousands of ranks this takes longer than all the prices
+def _first_node(shape: TeamShape) -> tuple[TeamShape, ...]:
+    """Return the shape as each rank of the first node sees it: where nodes are alike, all others do the same."""
+    return tuple(shape.seen_from(rank) for rank in range(shape.ranks_per_node[0]))
+
+
+@lru_cache(maxsize=4)
+def _leaders(shape: TeamShape) -> tuple[TeamShape, ...]:
+    """Return the shape as the leader of a node of each length sees it."""
+    counts = shape.ranks_per_node
+    firsts = {count: sum(counts[:node]) for node, count in enumerate(counts)}
+    return tuple(shape.seen_from(rank) for rank in sorted(firsts.values()))

@@ -1,11 +1,17 @@
-"""Measure what messages and compression cost on a cluster."""
+"""Measure what messages and compression cost on a cluster, within a budget of time."""
 
 from __future__ import annotations
 
+import os
+import platform
+import shlex
+import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from functools import partial
+from pathlib import PurePath
 from typing import Any, TextIO, TypeVar
 
 import torch
@@ -13,20 +19,25 @@ import torch.distributed as dist
 
 from commopt import lanes
 from commopt.compress import Compressor
-from commopt.cost import Curve, LinkKey, Links, WorkKey
+from commopt.cost import Curve, Header, LinkKey, Links, WorkKey
 from commopt.errors import ConfigurationError
 from commopt.groups import Membership, join
-from commopt.probe.budget import Measured, Repeats, Sweep, sweep
-from commopt.probe.header import read_header
-from commopt.probe.operations import COLLECTIVES, Collective, Group, groups_of
-from commopt.probe.progress import Progress, shown
-from commopt.probe.settings import Settings, nbytes_text
-from commopt.probe.timing import AloneTimer, LaneTimer
-from commopt.probe.work import Job, jobs_of, known_compressors
+from commopt.probe.operations import (
+    COLLECTIVES,
+    Collective,
+    Group,
+    Job,
+    Settings,
+    groups_of,
+    jobs_of,
+    known_compressors,
+)
+from commopt.probe.timing import AloneTimer, LaneTimer, Measured, Repeats, Sweep, sweep
 
 _WORK_SHARE = 0.3  # of the time; the links get the rest
 _US = 1e6
 _CALL = "commopt.probe.probe()"
+_TOLD_VARIABLES = ("BENCH_CLUSTER_RATE", "COMMOPT_RANKS_PER_NODE", "OMP_NUM_THREADS")
 
 Key = TypeVar("Key")
 
@@ -53,89 +64,80 @@ def probe(
     use. ranks_per_node: as in Communicator. stream: where rank 0 shows how far it is; default stderr.
     Raises ConfigurationError and MismatchError on every rank.
     """
-    settings = Settings() if settings is None else settings
-    return survey(
-        group, settings, compressors=compressors, ranks_per_node=ranks_per_node, stream=stream, command=_CALL
-    ).links
+    return survey(group, settings or Settings(), _CALL, compressors, ranks_per_node, stream).links
 
 
 def survey(
     group: Any,
     settings: Settings,
-    *,
     command: str,
     compressors: Sequence[Compressor] | None = None,
     ranks_per_node: int | None = None,
     stream: TextIO | None = None,
 ) -> Survey:
-    """See `probe`; `command` is what the header says was run."""
+    """Do what `probe` does; `command` is what the header says was run."""
     compressors = known_compressors() if compressors is None else tuple(compressors)
     membership = None
     if group is not None or (dist.is_available() and dist.is_initialized()):
         lanes.require_healthy()
         membership = join(group, ranks_per_node)
         membership.agree("a probe", settings=repr(settings), compressors=repr(compressors))
-    surveyor = Surveyor(membership, settings, compressors, command)
-    if not surveyor.curves:
+    prober = LinkProber(membership, settings, compressors, sys.stderr if stream is None else stream)
+    if not prober.curves:
         ranks = 1 if membership is None else len(membership.ranks)
         raise ConfigurationError(
             f"--only {','.join(settings.parts)} leaves nothing to measure on {ranks} rank(s) like these: add work, or "
             f"start more ranks or nodes"
         )
-    if membership is not None and membership.global_rank != first_rank(membership):
-        return surveyor.run(Progress())
-    with shown(surveyor.curves, sys.stderr if stream is None else stream) as progress:
-        return surveyor.run(progress)
+    return prober.run(command)
 
 
-class Surveyor:
+class LinkProber:
     """One measurement of everything; collective over the membership, which is None for a process by itself."""
 
     def __init__(
-        self, membership: Membership | None, settings: Settings, compressors: Sequence[Compressor], command: str
+        self, membership: Membership | None, settings: Settings, compressors: Sequence[Compressor], stream: TextIO
     ) -> None:
         self._membership = membership
         self._settings = settings
-        self._command = command
         groups = [] if membership is None else groups_of(membership.team)
         self._groups = [group for group in groups if group.level in settings.parts]
         self._jobs = jobs_of(compressors) if "work" in settings.parts else []
-        self._timer = AloneTimer(alone_device()) if membership is None else LaneTimer(membership)
+        self._timer = LaneTimer(membership) if membership is not None else AloneTimer(_own_device())
         self._left_us = settings.budget_s * _US
         self._stopped: dict[str, int] = {}
+        self._done = 0
+        reports = membership is None or membership.global_rank == _first_rank(membership)
+        self._stream = stream if reports else None
 
     @property
     def curves(self) -> int:
         """How many curves there will be."""
         return len(self._groups) * len(COLLECTIVES) + len(self._jobs)
 
-    def run(self, progress: Progress) -> Survey:
+    def run(self, command: str) -> Survey:
         """Measure, fit, and return what the first rank makes of it."""
         reserved_us = self._left_us * _WORK_SHARE if self._groups and self._jobs else 0.0
         self._left_us -= reserved_us
-        links = self._measure_links(progress)
+        links = self._measure_links()
         self._left_us += reserved_us
-        work = self._measure_work(progress)
-        header = read_header(self._membership, self._timer.device, self._command)
+        work = self._measure_work()
+        header = read_header(self._membership, self._timer.device, command)
         # On every rank, so that an error is raised on all; other machines might round a fit differently.
-        fitted = Links(header, _fitted(links), _fitted(work))
-        result = [Survey(fitted, self._stopped)]
+        result = [Survey(Links(header, _fitted(links), _fitted(work)), self._stopped)]
         if self._membership is not None:  # its lane is idle
-            source = first_rank(self._membership)
+            source = _first_rank(self._membership)
             dist.broadcast_object_list(result, src=source, group=self._membership.parent())
         return result[0]
 
-    def _measure_links(self, progress: Progress) -> dict[LinkKey, Sweep]:
+    def _measure_links(self) -> dict[LinkKey, Sweep]:
         found: dict[LinkKey, Sweep] = {}
-        left = len(self._groups) * len(COLLECTIVES)
-        for group in self._groups:
-            for collective in COLLECTIVES.values():
-                key = group.key(collective.primitive)
-                sizes = collective.sizes(self._settings, group.ranks)
-                found[key] = self._sweep(
-                    link_text(key), sizes, left, partial(self._time_link, collective, group), progress
-                )
-                left -= 1
+        curves = [(group, collective) for group in self._groups for collective in COLLECTIVES.values()]
+        for place, (group, collective) in enumerate(curves):
+            key = group.key(collective.primitive)
+            sizes = collective.sizes(self._settings, group.ranks)
+            measure = partial(self._time_link, collective, group)
+            found[key] = self._sweep(link_text(key), sizes, len(curves) - place, measure)
         return found
 
     def _time_link(self, collective: Collective, group: Group, nbytes: int, repeats: Repeats) -> Measured:
@@ -146,56 +148,77 @@ class Surveyor:
         alone = group.groups == 1
         return timer.time_collective(bind, group.team, what, repeats, closed=collective.closed, alone=alone)
 
-    def _measure_work(self, progress: Progress) -> dict[WorkKey, Sweep]:
-        found: dict[WorkKey, Sweep] = {}
-        for place, job in enumerate(self._jobs):
-            left = len(self._jobs) - place
-            measure = partial(self._time_work, job)
-            found[job.key] = self._sweep(work_text(job.key), job.sizes(self._settings), left, measure, progress)
-        return found
+    def _measure_work(self) -> dict[WorkKey, Sweep]:
+        return {
+            job.key: self._sweep(
+                work_text(job.key), job.sizes(self._settings), len(self._jobs) - place, partial(self._time_work, job)
+            )
+            for place, job in enumerate(self._jobs)
+        }
 
     def _time_work(self, job: Job, nbytes: int, repeats: Repeats) -> Measured:
         return self._timer.time(partial(job.prepare, nbytes // torch.float32.itemsize, self._timer.device), repeats)
 
     def _sweep(
-        self,
-        what: str,
-        sizes: Sequence[int],
-        curves_left: int,
-        measure: Callable[[int, Repeats], Measured],
-        progress: Progress,
+        self, what: str, sizes: Sequence[int], curves_left: int, measure: Callable[[int, Repeats], Measured]
     ) -> Sweep:
         """Measure one curve in its share of the time that is left."""
-
-        def told(nbytes: int, repeats: Repeats) -> Measured:
-            progress.measuring(nbytes_text(nbytes))
-            return measure(nbytes, repeats)
-
-        progress.begin(what)
         wanted = Repeats(self._settings.warm_up, self._settings.iterations)
-        found = sweep(sizes, self._left_us / curves_left, wanted, told)
+        found = sweep(sizes, self._left_us / curves_left, wanted, measure)
         self._left_us -= found.spent_us
-        largest = nbytes_text(found.points[-1][0])
-        outcome = f"{len(found.points)} sizes up to {largest} in {found.spent_us / _US:.1f} s"
+        self._done += 1
+        largest = found.points[-1][0]
+        outcome = f"{len(found.points)} sizes up to {nbytes_text(largest)} in {found.spent_us / _US:.1f} s"
         if found.skipped:
             outcome += ", then its share of the time was used up"
-            self._stopped[what] = found.points[-1][0]
-        progress.end(outcome)
+            self._stopped[what] = largest
+        if self._stream is not None:
+            width = len(str(self.curves))
+            print(f"[{self._done:{width}}/{self.curves}] {what}: {outcome}", file=self._stream, flush=True)
         return found
 
 
-def first_rank(membership: Membership) -> int:
+def _fitted(sweeps: Mapping[Key, Sweep]) -> dict[Key, Curve]:
+    return {key: Curve.fit(found.points) for key, found in sweeps.items()}
+
+
+def _first_rank(membership: Membership) -> int:
     """Return the global rank of the group's rank 0: it fits and reports."""
     return membership.ranks[membership.cluster.order.index(0)]
 
 
-def alone_device() -> torch.device:
+def _own_device() -> torch.device:
     """Return where a process without a group compresses: on its current GPU, if it has one."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def _fitted(sweeps: dict[Key, Sweep]) -> dict[Key, Curve]:
-    return {key: Curve.fit(found.points) for key, found in sweeps.items()}
+def read_header(membership: Membership | None, device: torch.device, command: str) -> Header:
+    """Return when, where and with what was measured; `command` as `command_line` returns it."""
+    hosts: tuple[str, ...] = (socket.gethostname(),)
+    nodes: tuple[int, ...] = (1,)
+    backend = ""
+    if membership is not None:
+        hosts, backend = membership.cluster.names, membership.team.backend(device)
+        nodes = tuple(len(node) for node in membership.cluster.nodes)
+    return Header(
+        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        hosts=hosts,
+        nodes=nodes,
+        backend=backend,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU",
+        torch=f"{torch.__version__}, Python {platform.python_version()}",
+        command=command,
+    )
+
+
+def command_line(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> str:
+    """Return how the probe was started: with the variables that tell what was measured, and no folder of this machine.
+
+    BENCH_CLUSTER_RATE is the rate of an emulated network.
+    """
+    variables = [f"{name}={environ[name]}" for name in _TOLD_VARIABLES if environ.get(name)]
+    shown = [PurePath(argument).name if "/" in argument else argument for argument in arguments]
+    return " ".join([*variables, shlex.join(["python", "-m", "commopt", "probe", *shown])])
 
 
 def link_text(key: LinkKey) -> str:
@@ -207,3 +230,12 @@ def link_text(key: LinkKey) -> str:
 def work_text(key: WorkKey) -> str:
     """Return the name of a work's curve for people."""
     return f"{key.kind} {key.what}".rstrip()
+
+
+def nbytes_text(nbytes: float) -> str:
+    """Return `nbytes` for people: "4 KiB"."""
+    for unit in ("B", "KiB", "MiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.3g} GiB"

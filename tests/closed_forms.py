@@ -1,0 +1,24 @@
+"""All_reduces on links of one latency and one bandwidth, in closed form: what prices and simulations are held against.
+
+nbytes is S, `ranks` P, in a hierarchy `per_node` L on each of `nodes` N.
+"""
+
+from __future__ import annotations
+
+from commopt.cost import Link, ring
+
+
+def ring_us(nbytes: float, ranks: int, link: Link) -> float:
+    """2 (P-1) alpha + 2 (P-1)/P S beta (Patarasuk and Yuan 2009)."""
+    return 2 * (ranks - 1) * link.alpha_us + 2 * (ranks - 1) / ranks * nbytes * link.beta_us_per_byte
+
+
+def sharded_us(nbytes: float, nodes: int, per_node: int, intra: Link, inter: Link) -> float:
+    """reduce_scatter in the node, a ring of each shard, all_gather; `inter` is what each of L ranks has for itself."""
+    return ring_us(nbytes, per_node, intra) + ring_us(nbytes / per_node, nodes, inter)
+
+
+def leader_us(nbytes: float, nodes: int, per_node: int, intra: Link, inter: Link) -> float:
+    """reduce to one rank, a ring of everything over these ranks, broadcast; `inter` is what one rank has alone."""
+    inside_us = sum(ring(primitive, per_node).time_us(nbytes, intra) for primitive in ("reduce", "broadcast"))
+    return inside_us + ring_us(nbytes, nodes, inter)

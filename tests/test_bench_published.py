@@ -1,0 +1,45 @@
+"""Published figures: the arithmetic of the comparison, and those that have enough inputs to be reproduced."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+
+import pytest
+
+from bench.evidence.scaling.published import CLAIMS, Claim, at_rate
+from commopt.simulate import gpu, model, of_model
+
+
+@pytest.mark.parametrize("claim", [each for each in CLAIMS if each.setup.nodes <= 128], ids=lambda claim: claim.source)
+def test_horovods_figures_are_reproduced_and_what_is_not_is_explained(claim: Claim) -> None:
+    """Horovod gives model, batch, GPUs and network; what one GPU does alone is published as well."""
+    verdict = claim.verdict(claim.simulated())
+    assert bool(claim.remark) == (verdict != "reproduced")
+    assert verdict == "reproduced" or not claim.source.startswith("Horovod")
+
+
+@pytest.mark.parametrize(
+    ("published", "simulated", "verdict"),
+    [
+        ((0.5, 0.5), 0.5, "reproduced"),
+        ((0.5, 0.5), 0.44, "lower"),
+        ((0.5, 0.5), 0.56, "higher"),
+        ((0.2, 0.8), 0.5, "reproduced"),
+        ((0.8, inf), 0.95, "consistent"),
+        ((0.8, inf), 0.7, "lower"),
+    ],
+)
+def test_verdicts(published: tuple[float, float], simulated: float, verdict: str) -> None:
+    assert replace(CLAIMS[0], published=published).verdict(simulated) == verdict
+
+
+def test_computation_takes_what_one_gpu_was_measured_to() -> None:
+    job = at_rate(of_model(model("vgg16"), gpu("p100"), 64, "fp32"), 154)
+    assert job.compute_us == pytest.approx(64 / 154 * 1e6)
+    assert job.samples == 64
+    assert 0 < job.optimizer_us < job.units[0].ready_us
+    plain = of_model(model("vgg16"), gpu("p100"), 64, "fp32")
+    assert job.optimizer_us / job.compute_us == pytest.approx(plain.optimizer_us / plain.compute_us)
+    shares = [unit.ready_us / job.compute_us for unit in job.units]
+    assert shares == pytest.approx([unit.ready_us / plain.compute_us for unit in plain.units])
