@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 from topology.matrix import read_matrix
@@ -12,13 +11,11 @@ from topology.xml_reader import read_nccl_xml
 
 MAX_BYTES = 16 << 20
 
-_ROOT = re.compile(r"^[ \t]*<system[\s>]", re.MULTILINE)
-_END = "</system>"
 _WEB_PAGE = re.compile(r"\s*</?(?:details|summary|pre|code|p|div|br)\b", re.IGNORECASE)
 
 
 def read(path: str | Path) -> Topology:
-    """Read NCCL topology XML (dump or template) or the output of `nvidia-smi topo -m`, also inside other text.
+    """Read NCCL topology XML (dump or template), or the output of `nvidia-smi topo -m`, which may be inside other text.
 
     Raises TopologyError, with one line for a person, for everything else: also for a file that is absent, not a plain
     file, larger than 16 MiB, or binary.
@@ -26,37 +23,17 @@ def read(path: str | Path) -> Topology:
     source = str(path)
     data = _content(Path(path), source)
     text = _decoded(data)
-    start = _start_of_xml(text)
-    if start is not None:
-        return _read_xml(text, start, source)
+    if text.lstrip().startswith("<") and not _WEB_PAGE.match(text):
+        return read_nccl_xml(text, source)
     if not text.strip():
         raise TopologyError(f"{source}: is empty; expected NCCL topology XML or the output of `nvidia-smi topo -m`")
     if "\0" in text:
         raise TopologyError(
             f"{source}: is a binary file; expected NCCL topology XML or the output of `nvidia-smi topo -m`"
         )
+    if "<system" in text:
+        raise TopologyError(f"{source}: has other text around NCCL's XML; keep what is from <system to </system>")
     return read_matrix(text, source)
-
-
-def _start_of_xml(text: str) -> int | None:
-    """Where XML begins: at once, or below what people paste around it (a prompt, a code fence, a script)."""
-    if text.lstrip().startswith("<") and not _WEB_PAGE.match(text):
-        return 0
-    root = _ROOT.search(text)
-    return None if root is None else root.start()
-
-
-def _read_xml(text: str, start: int, source: str) -> Topology:
-    """The first topology from `start` on, with the line numbers of the whole text."""
-    end = text.find(_END, start)
-    stop = len(text) if end < 0 else end + len(_END)
-    first, last = text.count("\n", 0, start) + 1, text.count("\n", 0, stop) + 1
-    topology = read_nccl_xml("\n" * (first - 1) + text[start:stop], source)
-    below = text[stop:].strip()
-    if not start and (not below or below.startswith("<!--")):
-        return topology
-    note = f"only lines {first}-{last} are read: NCCL refuses a file with anything around its XML"
-    return replace(topology, warnings=(*topology.warnings, note))
 
 
 def _content(path: Path, source: str) -> bytes:

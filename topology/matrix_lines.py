@@ -133,10 +133,7 @@ def parse_row(header: Header, number: int, line: str) -> Row | None:
     if not cells:
         return None
     surplus, whole = max(0, len(cells) - wanted), words[taken:] == [] or len(cells) == wanted
-    placed = _by_tabs(header, label, line) if len(cells) < wanted else None
-    if placed is not None:
-        cells = placed
-    elif (surplus or not whole) and label in header.columns:
+    if (surplus or not whole) and label in header.columns:
         # A cell or a title is lost somewhere. X shows that it is not on the left of it.
         cells = cells[: header.columns.index(label) + 1]
     end = [match.end() for match in re.finditer(r"\S+", line)][skipped + taken - 1]
@@ -148,18 +145,6 @@ def parse_row(header: Header, number: int, line: str) -> Row | None:
 
 def _is_label(header: Header, word: str) -> bool:
     return word in header.columns or _LABEL.fullmatch(word) is not None
-
-
-def _by_tabs(header: Header, label: str, line: str) -> list[str | None] | None:
-    """Cells by their place between tabs, where some are empty; None unless X stands in the row's own column."""
-    fields = [field.strip() for field in line.split("\t")]
-    cells = [field if _CELL.fullmatch(field) else None for field in fields[1 : 1 + len(header.columns)]]
-    if fields[0] != label or label not in header.columns or not any(cells):
-        return None
-    while cells[-1] is None:
-        cells.pop()
-    own = header.columns.index(label)
-    return cells if own < len(cells) and cells[own] == "X" else None
 
 
 def _affinity(names: tuple[str, ...], words: list[str], cells: list[str] | None) -> tuple[dict[str, str], bool]:
