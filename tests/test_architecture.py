@@ -45,7 +45,7 @@ LAYERS = (
     "commopt.lanes",
     "commopt.groups",
     "commopt.recording",
-    "commopt.brief",
+    "commopt.concise_repr",
     "commopt.cluster",
     "commopt.command_line",
     "commopt.document",

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from commopt.aggregate.calls import Call, Stages, Step
-from commopt.brief import Brief
+from commopt.concise_repr import ConciseRepr
 from commopt.errors import ConfigurationError
 from commopt.feedback import Account, Layout, Shapes, Spans
 from commopt.groups import Team, TeamShape, WireBytes
 
 
-class Aggregator(Brief, ABC):
+class Aggregator(ConciseRepr, ABC):
     """Replaces a buffer by its scaled sum over a team.
 
     Implementations are frozen dataclasses: the object is its configuration, and its repr is what ranks compare.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from commopt.brief import Brief
+from commopt.concise_repr import ConciseRepr
 from commopt.errors import ConfigurationError
 
 
@@ -36,7 +36,7 @@ def checked_patterns(owner: str, dense: object) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, repr=False)
-class Feedback(Brief):
+class Feedback(ConciseRepr):
     """Add to each gradient what compression left out of the last one (Karimireddy et al., arXiv 1901.09847).
 
     decay: the share of the old residual that is kept, in (0, 1]; below 1 some of the gradient is lost on purpose.
