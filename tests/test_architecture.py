@@ -46,7 +46,7 @@ LAYERS = (
     "commopt.lanes",
     "commopt.groups",
     "commopt.recording",
-    "commopt.brief",
+    "commopt.concise_repr",
     "commopt.cluster",
     "commopt.display",
     "commopt.command_line",

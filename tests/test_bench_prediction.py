@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from commopt.plan import Unit
 
 import commopt
 from bench.evidence.models import MODELS, Subject, subject
@@ -24,6 +23,7 @@ from commopt import ConfigurationError
 from commopt.cost import Curve, Header, LinkKey, Links, Speeds, WorkKey, cost, nominal_links
 from commopt.feedback import Layout
 from commopt.groups import TeamShape, join
+from commopt.schedule import Unit
 from commopt.simulate import Bucket, Workload
 from tests.ranks import run
 

@@ -8,14 +8,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from commopt.simulate.gpus import GPUS
+from commopt.simulate.work import gpu_work
 
 import commopt
 from commopt import AGGREGATORS, COMPRESSORS, PRESETS, Aggregator, Communicator, Compressed, Hierarchical, Layout
 from commopt.aggregate import Call, call, families
 from commopt.cost import Speeds, cost_us, nominal_links
 from commopt.groups import Team, TeamShape
-from commopt.simulate.gpus import GPUS
-from commopt.simulate.work import gpu_work
 from examples import new_aggregator, new_compressor
 from examples.new_aggregator import InOrder
 from examples.new_compressor import TopOfBlock

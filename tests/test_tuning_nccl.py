@@ -7,9 +7,20 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from commopt.cost.formulas import Link, ring_over_nodes_us, ring_us, tree_us
 
-from commopt.cost import Curve, Header, LinkKey, Links, Segment, Speeds, nominal_links
+from commopt.cost import (
+    Curve,
+    Header,
+    Link,
+    LinkKey,
+    Links,
+    Segment,
+    Speeds,
+    nominal_links,
+    ring_over_nodes_us,
+    ring_us,
+    tree_us,
+)
 from commopt.errors import ConfigurationError
 from commopt.groups import TeamShape
 from commopt.schedule.nccl import FIELDS, PROTOCOLS, Row, tuner_rows, write_csv

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from commopt.bucketing.readiness import Readiness
-from commopt.plan import Unit
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -19,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 import commopt
 from bench.evidence.models import Subject
 from commopt.feedback import Layout
+from commopt.schedule import Unit
+from commopt.schedule.measure import Readiness
 from commopt.simulate import Workload
 
 STOCK, NOTHING = "ddp", "no communication"

@@ -8,9 +8,6 @@ from functools import partial
 from math import ceil, isqrt
 
 import torch
-from commopt.kernels.reference import lowrank as lowrank_reference
-from commopt.kernels.reference import sparse as sparse_reference
-from commopt.kernels.sparse_row import SparseRow
 from torch import Tensor
 
 from bench.kernels.case import (
@@ -21,7 +18,6 @@ from bench.kernels.case import (
     Implementation,
     Setting,
     Target,
-    bitsandbytes_int8,
     compiled_int8_blocks,
     hook_orthogonalize,
     microseconds,
@@ -32,8 +28,13 @@ from bench.kernels.case import (
     topk_route,
 )
 from commopt.compress import COMPRESSORS, Blockwise, Cast, Compressor, OneBit, Quantize
-from commopt.kernels import lowrank, pack, quantize, reference, sparse, unpack
-from commopt.kernels.codec import Carry, Codec, Dice, Momentum, Velocity
+from commopt.kernels import lowrank, pack, quantize, sparse, unpack
+from commopt.kernels import lowrank_reference as lowrank_reference
+from commopt.kernels import quantize_reference as reference
+from commopt.kernels import sparse_reference as sparse_reference
+from commopt.kernels.codec import Codec, Dice, ErrorFeedback, Momentum, Velocity
+from commopt.kernels.pack import pack_with_torch, unpack_with_torch
+from commopt.kernels.sparse import SparseRow
 from commopt.simulate.model_zoo import Model
 
 _PACKING = ("pack", "unpack")
@@ -62,10 +63,12 @@ def _packing_cases(tensors: list[Tensor], title: str) -> Iterator[Case]:
     numel, every, targets = sum(tensor.numel() for tensor in tensors), tuple(tensors), (of_copy(_LEAST_OF_COPY),)
     for dtype in (torch.float32, torch.bfloat16):
         flat = torch.empty(numel, dtype=dtype, device=tensors[0].device)
-        reference.pack(tensors, flat)
+        pack_with_torch(tensors, flat)
         variant = f"{title}, float32 and {str(dtype).removeprefix('torch.')}"
-        yield Case("pack", variant, pack, reference.pack, (tensors, flat, SCALE), every, (flat,), targets=targets)
-        yield Case("unpack", variant, unpack, reference.unpack, (flat, tensors, SCALE), (flat,), every, targets=targets)
+        yield Case("pack", variant, pack, pack_with_torch, (tensors, flat, SCALE), every, (flat,), targets=targets)
+        yield Case(
+            "unpack", variant, unpack, unpack_with_torch, (flat, tensors, SCALE), (flat,), every, targets=targets
+        )
 
 
 _INT8 = Quantize(8).codec
@@ -103,17 +106,6 @@ def _of_a_rank(codec: Codec, variant: str, setting: Setting) -> Iterator[Case]:
         others=(compiled_int8_blocks(values, carry.old, SCALE, codec.block),) if on_gpu else (),
         targets=_block_targets(codec, "encode"),
     )
-    if codec == _INT8:
-        yield Case(
-            "encode",
-            f"{variant}, no residual",
-            quantize.encode,
-            reference.encode,
-            (codec, values, sent, chunk_numel, SCALE, None, _DICE),
-            (values,),
-            (sent,),
-            others=(bitsandbytes_int8(values, codec.block),),
-        )
     yield Case(
         "decode",
         variant,
@@ -226,7 +218,7 @@ def _selections(row: SparseRow, title: str, setting: Setting) -> Iterator[Case]:
         targets=(targets, times_faster(5, TOPK)),
     )
     velocity = Velocity(setting.random(setting.numel), torch.empty_like(values), _MOMENTUM)
-    moving: Carry = replace(carry, velocity=velocity)
+    moving: ErrorFeedback = replace(carry, velocity=velocity)
     yield Case(
         "select",
         f"{title}, momentum",

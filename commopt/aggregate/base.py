@@ -10,8 +10,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from commopt.brief import Brief
 from commopt.compress import Passes, Trials
+from commopt.concise_repr import ConciseRepr
 from commopt.errors import ConfigurationError
 from commopt.feedback import Account, Layout, Ledger
 from commopt.groups import Team, TeamShape, WireBytes
@@ -62,7 +62,7 @@ def work(kind: WorkKind, what: object, numel: int) -> Work:
     return Work(kind, str(what), 4 * numel)
 
 
-class Aggregator(Brief, ABC):
+class Aggregator(ConciseRepr, ABC):
     """Replaces a buffer by its scaled sum over a team.
 
     Implementations are frozen dataclasses: the object is its configuration, and its repr is what ranks compare.

@@ -114,8 +114,9 @@ def known_aggregators() -> dict[str, Aggregator]:
             known |= {f"{name}:{compressor}": make(COMPRESSORS[compressor]()) for compressor in COMPRESSORS}
     known |= {name: preset.build() for name, preset in PRESETS.items()}
     for name, aggregator in list(known.items()):
-        if isinstance(aggregator, Hierarchical):
-            known |= {f"{name}:{form}": replace(aggregator, form=form) for form in get_args(Form)}
+        if hasattr(aggregator, "form"):
+            variant: Any = aggregator
+            known |= {f"{name}:{form}": replace(variant, form=form) for form in get_args(Form)}
     inters = {name: Compressed(kind()) for name, kind in COMPRESSORS.items()}
     return known | {f"hierarchical:{name}": Hierarchical(inter=inter) for name, inter in inters.items()}
 

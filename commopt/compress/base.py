@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from commopt.brief import Brief
+from commopt.concise_repr import ConciseRepr
 from commopt.kernels.codec import Dice, ErrorFeedback, Momentum
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class Passes:
     kernels: int
 
 
-class Compressor(Brief, ABC):
+class Compressor(ConciseRepr, ABC):
     """Turns chunks of values into payload rows that can be exchanged, summed and decoded.
 
     A payload is uint8 [rows, payload_nbytes(chunk_numel)]: one row per chunk, so that each row can travel to its own

@@ -8,21 +8,21 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from commopt.brief import Brief
 from commopt.compress import Dice, ErrorFeedback, Momentum, Velocity
+from commopt.concise_repr import ConciseRepr
 from commopt.errors import ConfigurationError
 from commopt.feedback.factors import Factors, FactorStore, Make
 from commopt.feedback.layout import Layout
 from commopt.feedback.store import Kind, Ledger, Memory, Scratch, Slot, momentum_path
 from commopt.groups import apply_scale
-from commopt.kernels.reference import advance, round_with_carry
+from commopt.kernels.residual import advance, round_with_carry
 
 SAMPLE_EVERY_STEPS = 8
 _SAMPLE_NUMEL = 16384
 
 
 @dataclass(frozen=True, repr=False)
-class Feedback(Brief):
+class Feedback(ConciseRepr):
     """Add to each gradient what compression left out of the last one (Karimireddy et al., arXiv 1901.09847).
 
     decay: the share of the old residual that is kept, in (0, 1]; below 1 some of the gradient is lost on purpose.

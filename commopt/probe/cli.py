@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 from commopt.command_line import BAD_INPUT, number, parse_nbytes, refuse, require_writable
+from commopt.display import require_drawable
 from commopt.errors import CommoptError, ConfigurationError, MismatchError
 from commopt.groups import join
 from commopt.probe import report
 from commopt.probe.operations import PARTS, Settings
 from commopt.probe.prober import command_line, survey
-from commopt.timeline.drawable import require_drawable
 
 _FAILED = 1
 

@@ -10,7 +10,7 @@ from math import ceil, sqrt
 import torch
 from torch import Tensor
 
-from commopt.compress import COMPRESSORS, Carry, Cast, Compressor, Dice, Exact, Quantize
+from commopt.compress import COMPRESSORS, Cast, Compressor, Dice, ErrorFeedback, Exact, Quantize
 from commopt.cost import LinkKey, WorkKey
 from commopt.errors import ConfigurationError
 from commopt.groups import Team
@@ -292,5 +292,5 @@ def _normal(numel: int, device: torch.device) -> Tensor:
     return torch.randn(numel, generator=torch.Generator(device).manual_seed(0), dtype=torch.float32, device=device)
 
 
-def _carry(numel: int, device: torch.device) -> Carry:
-    return Carry(_normal(numel, device) / 8, torch.zeros(numel, dtype=torch.float32, device=device))
+def _carry(numel: int, device: torch.device) -> ErrorFeedback:
+    return ErrorFeedback(_normal(numel, device) / 8, torch.zeros(numel, dtype=torch.float32, device=device))

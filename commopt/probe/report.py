@@ -14,14 +14,13 @@ from statistics import fmean
 from typing import Any, TextIO
 
 import torch.distributed as dist
-from topology.facts.nics import node_nic_gbps
-from topology.live.machine import discover
 
 from commopt.cost import Curve, LinkKey, Links
+from commopt.display import require_drawable, show_table
 from commopt.groups import Membership, WireModel
 from commopt.probe.prober import Survey, link_text, nbytes_text
-from commopt.timeline.drawable import require_drawable
-from commopt.timeline.table import show_table
+from topology.machine import discover
+from topology.queries import node_nic_gbps
 
 # ---------------------------------------------------------------------------------------------- line rate
 

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import TextIO
 
 from commopt.command_line import BAD_INPUT, refuse
+from commopt.display import aligned
 from commopt.errors import ConfigurationError
 from commopt.run.models import Models, Trained, watching
 from commopt.run.script import Choice, Script
-from commopt.timeline.table import aligned
 
 USAGE = (
     "torchrun ... -m commopt run --strategy NAME[:OPTION=VALUE...] [--option OPTION=VALUE] [--report] SCRIPT ARGS..."

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from commopt.aggregate import Aggregator, Flat
 from commopt.errors import ConfigurationError
 from commopt.feedback import Layout, Ledger
-from commopt.feedback.fidelity import Fidelity
+from commopt.feedback.quality import Fidelity
 from commopt.groups import Team
 from commopt.lanes import Ticket
 from commopt.recording import Recorder

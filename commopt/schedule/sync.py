@@ -14,7 +14,7 @@ from torch import Tensor
 
 from commopt.aggregate import Aggregator, auto_of
 from commopt.feedback import Layout, Ledger
-from commopt.feedback.fidelity import Fidelity
+from commopt.feedback.quality import Fidelity
 from commopt.groups import Team
 from commopt.groups.payload import broadcast_bytes
 from commopt.schedule.calibration import (

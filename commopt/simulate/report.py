@@ -9,10 +9,9 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any, TextIO
 
+from commopt.display import require_drawable, show_table
 from commopt.errors import ConfigurationError
 from commopt.simulate.scaling import ScalingPoint
-from commopt.timeline.drawable import require_drawable
-from commopt.timeline.table import show_table
 from commopt.version import __version__
 
 FORMAT = 1

@@ -15,7 +15,6 @@ from typing import Literal, NamedTuple, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from commopt.plan import Unit
 
 from commopt import ConfigurationError
 from commopt.aggregate import Aggregator
@@ -27,6 +26,7 @@ from commopt.groups import Membership, Team, TeamShape
 from commopt.probe.operations import COLLECTIVES, Group, Job, groups_of, jobs_of, known_compressors
 from commopt.probe.prober import link_text, nbytes_text, read_header, work_text
 from commopt.probe.timing import Call, LaneTimer, Measured, Repeats, sweep
+from commopt.schedule import Unit
 from commopt.simulate import Bucket
 
 

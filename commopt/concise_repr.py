@@ -1,4 +1,4 @@
-"""Show of a configuration what matters: its first field, and what differs from the defaults."""
+"""A repr that shows the first field of a configuration and omits later ones that have their default."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import MISSING, Field, fields
 from typing import Any
 
 
-class Brief:
+class ConciseRepr:
     """Base of frozen dataclasses (made with repr=False) whose repr leaves out later fields with default values."""
 
     def __repr__(self) -> str:
