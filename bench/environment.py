@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import platform
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -81,3 +83,13 @@ def from_rank_0(value: T) -> T:
 def slowest_rank_ms(step_s: Sequence[float]) -> list[float]:
     """Return for each step the time of its slowest rank."""
     return [1000 * max(times) for times in zip(*gather(step_s), strict=True)]
+
+
+def end_when_told() -> None:
+    """Let SIGTERM and SIGHUP end this process as errors do, so that what it started is taken down."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, stop)

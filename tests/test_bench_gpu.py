@@ -32,7 +32,7 @@ from bench.demo import local_ranks
 from bench.evidence.overlap import Overlap
 from bench.evidence.overlap import write as write_overlap
 from bench.gpu import __main__ as command_line
-from bench.gpu import build, every_kernel, machine, mps, report, runner
+from bench.gpu import build, every_kernel, machine, report, runner
 from bench.gpu import parse_results as readers
 from bench.gpu import report as record
 from bench.gpu import steps as step_choices
@@ -302,16 +302,9 @@ def test_the_archive_is_there_when_it_is_told_to_end(
 # ------------------------------------------------------------------------------ ranks that share a GPU
 
 
-@pytest.mark.parametrize(
-    ("ranks", "gpus", "with_mps", "verdict"),
-    [(4, 1, False, "not judged"), (2, 1, False, "timed out"), (4, 2, False, "timed out"), (4, 1, True, "timed out")],
-)
-def test_time_that_ranks_took_by_turns_is_not_judged(
-    place: Place, ranks: int, gpus: int, with_mps: bool, verdict: str
-) -> None:
+@pytest.mark.parametrize(("ranks", "gpus", "verdict"), [(4, 1, "not judged"), (2, 1, "timed out"), (4, 2, "timed out")])
+def test_time_that_ranks_took_by_turns_is_not_judged(place: Place, ranks: int, gpus: int, verdict: str) -> None:
     place = Place(place.out, place.files, gpus=gpus)
-    if with_mps:
-        place.mps.mkdir()
     outcome = take(step("a", FOREVER, limit_s=0.5, ranks=ranks), place, 100)
     assert outcome.verdict == verdict
     assert outcome.fell_through == (verdict != "not judged")
@@ -339,32 +332,6 @@ def test_tests_that_were_only_late_are_told_apart(place: Place, message: str, la
     assert outcome.tests == Counted(1, 1, 0, ["t::t"], ["t::t"] if late else [])
     assert outcome.verdict == ("not judged" if late else "failed")
     assert take(replace(chosen, ranks=2), place, 100).verdict == "failed"
-
-
-@pytest.mark.parametrize(("starts", "works"), [(True, True), (True, False), (False, False)])
-def test_the_daemon_that_shares_a_gpu(
-    place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, starts: bool, works: bool
-) -> None:
-    """A daemon that outlives its step, serves the later ones of several ranks, and ends with the session."""
-    (tmp_path / "bin").mkdir()
-    said = tmp_path / "said"
-    wanted = '[ -z "$BENCH_GPU_STEP" ] || exit 3\n'  # else it would be killed with the step
-    control = f'{wanted}[ -n "$1" ] || {{ cat >> {said}; exit; }}\necho started $1 >> {said}\nexit {0 if starts else 4}'
-    program(tmp_path / "bin" / mps.CONTROL, control)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
-    start = f"import sys; from bench.gpu import mps; mps._USE = {'' if works else 'exit(5)'!r}; sys.exit(mps.main())"
-    chosen = [
-        Step("mps", "", (*python(start), "{out}/mps"), 100, refusal=mps.UNUSABLE),
-        step("two", "import os; print(os.environ.get('CUDA_MPS_PIPE_DIRECTORY'))", ranks=2),
-        step("one", "import os; print(os.environ.get('CUDA_MPS_PIPE_DIRECTORY'))"),
-    ]
-    outcomes = session(chosen, place, None, {}, ["mps", "two", "one"])
-    assert outcomes[0].verdict == ("passed" if works else "skipped")
-    found = archived(place.out)
-    assert found["two.log"].strip() == (str(place.mps) if works else "None")
-    assert found["one.log"].strip() == "None"
-    assert said.read_text() == ("started -d\nquit" if starts else "started -d\n")
-    assert not place.mps.exists()
 
 
 def test_ranks_start_where_the_host_name_does_not_resolve() -> None:

@@ -18,7 +18,6 @@ from bench.kernels import __main__ as kernels
 from bench.kernels.case import (
     REFERENCE,
     SCALE,
-    Absent,
     Case,
     Family,
     Figures,
@@ -110,7 +109,6 @@ def test_bytes_are_what_a_kernel_must_move() -> None:
     chunk_numel = -(-NUMEL // (PEERS * codec.block)) * codec.block
     payload_nbytes = PEERS * codec.payload_nbytes(chunk_numel)
     assert by_name["encode", "uniform, 8 bits"] == 3 * 4 * NUMEL + payload_nbytes
-    assert by_name["encode", "uniform, 8 bits, no residual"] == 4 * NUMEL + payload_nbytes
     assert by_name["decode", "uniform, 8 bits"] == 4 * NUMEL + payload_nbytes
     # 20 blocks of 512 elements hold them all: 10240 codes of a bit and 20 scales, in each of 8 rows.
     row_nbytes = 10_240 // 8 + 20 * 4
@@ -193,7 +191,7 @@ class FakeClock:
         return Reading(calls * each_s, calls * 1e-6, queued=each_s < 1e-3)
 
 
-def case_of(*others: Implementation | Absent, targets: tuple[Any, ...] = ()) -> Case:
+def case_of(*others: Implementation, targets: tuple[Any, ...] = ()) -> Case:
     values, out = torch.ones(1000), torch.empty(1000)
     return Case(
         "double", "all", torch.add, lambda a, b: out.copy_(a + b), (values, values), (values,), (out,), others, targets
@@ -227,14 +225,11 @@ def test_who_fails_does_not_keep_others_from_being_measured() -> None:
 
     out = torch.zeros(3)
     lazy = Implementation("lazy", lambda: out[:2].fill_(1.0), (out,))
-    case = case_of(
-        Implementation("broken", fail), lazy, Implementation("fine", lambda: None), Absent("other", "not here")
-    )
+    case = case_of(Implementation("broken", fail), lazy, Implementation("fine", lambda: None))
     found = list(measure(replace(case, reference=torch.sin), DeviceCopy(CPU), CPU, 1, host_clock))
     missing = {each.implementation: (each.failed, each.why) for each in found if isinstance(each, Missing)}
     assert missing.pop(REFERENCE)[0]  # a sine has one argument
     assert missing == {
-        "other": (False, "not here"),
         "broken": (False, "ValueError: no such thing"),
         "lazy": (False, "RuntimeError: 4 of 12 bytes were not written"),
     }

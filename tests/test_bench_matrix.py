@@ -2,52 +2,44 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from bench.evidence import matrix
-from bench.evidence.matrix import UNUSABLE, EmulatedCluster, Matrix
+from bench.evidence.matrix import UNUSABLE, EmulatedCluster, Entry, Matrix
 from commopt.cluster import ClusterUnavailableError
 
 PLACES = EmulatedCluster(2, 1, "50mbit"), EmulatedCluster(2, 2, "none"), EmulatedCluster(4, 1, "50mbit")
 
 
-@dataclass(frozen=True)
-class Line:
-    """Done once a file has its line."""
+class World(NamedTuple):
+    """Where the runs of a file were made, as far as a matrix asks."""
 
-    place: EmulatedCluster
-
-    def __str__(self) -> str:
-        return str(self.place)
-
-    @property
-    def command(self) -> list[str]:
-        return ["bench.something", "--nodes", str(self.place.nodes)]
-
-    def is_in(self, runs: list[str]) -> bool:
-        return str(self.place) in runs
+    nodes: list[int]
+    emulated_rate: str
 
 
-def read(paths: Sequence[Path]) -> list[str]:
-    found = [line for path in paths for line in path.read_text().splitlines()]
+def read(paths: Sequence[Path]) -> list[tuple[World, list[str]]]:
+    found = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
     if "nonsense" in found:
         raise ValueError(f"{paths[0]} is of another kind")
-    return found
+    return [(World(nodes, rate), ["one"]) for nodes, rate in found]
 
 
-SHOWN = Matrix("bench.lines", "Lines.", [Line(place) for place in PLACES], read, lambda runs: print(*runs), 7.0)
+ENTRIES = [Entry(place, ("bench.something", "--nodes", str(place.nodes))) for place in PLACES]
+SHOWN = Matrix("bench.lines", "Lines.", ENTRIES, read, repr, 7.0)
 
 
 def test_resumes_and_goes_on_after_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "a.json"
-    file.write_text(f"{PLACES[1]}\n")
+    file.write_text('[[2, 2], "none"]\n')
     asked: list[tuple[EmulatedCluster, list[str], float]] = []
 
     def run_at(place: EmulatedCluster, command: list[str], timeout_s: float) -> int:
@@ -61,14 +53,14 @@ def test_resumes_and_goes_on_after_a_failure(
     assert asked == [
         (place, ["bench.something", "--nodes", str(place.nodes), *options], 7.0) for place in (PLACES[0], PLACES[2])
     ]
-    assert f"{PLACES[1]}: in {file} already" in capsys.readouterr().out
+    assert f"{ENTRIES[1]}: in {file} already" in capsys.readouterr().out
 
 
 def test_another_file_is_refused_before_anything_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "a.json"
-    file.write_text("nonsense\n")
+    file.write_text('"nonsense"\n')
     monkeypatch.setattr(matrix, "run_at", lambda *_: pytest.fail("ran"))
     monkeypatch.setattr(sys, "argv", ["lines", "--json", str(file)])
     assert SHOWN.main() == UNUSABLE

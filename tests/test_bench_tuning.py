@@ -18,7 +18,7 @@ from bench.evidence.models import Subject
 from bench.evidence.tuning import report
 from bench.evidence.tuning.__main__ import FAMILIES, candidates
 from bench.evidence.tuning.comparison import Choice, compare, search, tune
-from bench.evidence.tuning.matrix import COMPARISONS, Comparison
+from bench.evidence.tuning.matrix import COMPARISONS
 from bench.evidence.tuning.report import Configuration
 from tests.ranks import run
 
@@ -203,5 +203,5 @@ def test_the_table_compares_with_the_fastest_and_with_stock_ddp(tmp_path: Path) 
 def test_another_choice_is_another_comparison() -> None:
     first = COMPARISONS[0]
     assert first.is_in([(WORLD, [made(110)])])
-    assert not Comparison(first.place, first.model, ("lossless",)).is_in([(WORLD, [made(110)])])
+    assert not first.is_in([(WORLD, [replace(made(110), allow=["lossless"])])])
     assert not first.is_in([(replace(WORLD, emulated_rate="100mbit"), [made(110)])])

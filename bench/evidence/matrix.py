@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from bench.environment import Header
 from bench.output import written_by
@@ -62,7 +62,7 @@ def read_runs(
 
 UNUSABLE = 2
 
-Run = TypeVar("Run")
+Run = TypeVar("Run", bound="tuple[Any, Sequence[Any]]")
 
 
 @dataclass(frozen=True)
@@ -81,19 +81,25 @@ class EmulatedCluster:
         return nodes == [self.ranks_per_node] * self.nodes and rate == self.rate
 
 
-class Entry(Protocol[Run]):
-    """One run on a cluster of its own."""
+@dataclass(frozen=True)
+class Entry:
+    """One run on a cluster of its own. command: what every rank runs. facts: what a record of it says of itself."""
 
-    @property
-    def place(self) -> EmulatedCluster:
-        """Where."""
+    place: EmulatedCluster
+    command: tuple[str, ...]
+    facts: tuple[tuple[str, Any], ...] = ()
 
-    @property
-    def command(self) -> list[str]:
-        """What every rank runs, a module and its options, but for where it writes to."""
+    def __str__(self) -> str:
+        return f"{self.place}: {' '.join(self.command)}"
 
-    def is_in(self, runs: list[Run]) -> bool:
+    def is_in(self, runs: Sequence[tuple[World, Sequence[Any]]]) -> bool:
         """Return whether a file has it."""
+        return any(
+            self.place.is_that(world.nodes, world.emulated_rate)
+            and all(getattr(each, name) == value for name, value in self.facts)
+            for world, configurations in runs
+            for each in configurations
+        )
 
 
 @dataclass(frozen=True)
@@ -102,7 +108,7 @@ class Matrix(Generic[Run]):
 
     program: str
     description: str
-    entries: Sequence[Entry[Run]]
+    entries: Sequence[Entry]
     read: Callable[[Sequence[Path]], list[Run]]
     show: Callable[[Sequence[Run]], str]
     timeout_s: float
@@ -131,7 +137,7 @@ class Matrix(Generic[Run]):
         return failed
 
 
-def run_at(place: EmulatedCluster, command: list[str], timeout_s: float) -> int:
+def run_at(place: EmulatedCluster, command: Sequence[str], timeout_s: float) -> int:
     """Run a module's command line on all ranks of a cluster of its own; return its exit status.
 
     Raises ClusterUnavailableError.

@@ -22,7 +22,7 @@ from bench.environment import machine
 from commopt.command_line import Parser, output_file, whole
 
 _PACKAGES = ("triton", "cupy-cuda12x", "cupy-cuda13x", "nvidia-ml-py", "pybind11", "scikit-build-core", "transformers")
-_PROGRAMS = ("compute-sanitizer", "nvidia-cuda-mps-control")
+_PROGRAMS = ("compute-sanitizer",)
 _QUERY = "name,driver_version,memory.total,memory.used,clocks.sm,clocks.max.sm,clocks.max.memory,power.limit"
 _TOPOLOGY = ("nvidia-smi", "topo", "-m")
 _DOCTOR_STATUSES = (0, 1, 3)  # nothing wrong, warnings, errors: an answer each

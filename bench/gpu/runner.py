@@ -120,17 +120,12 @@ class Place:
         built = None if self.build is None else self.build.resolve() / "bin" / "python"
         return built if built and built.exists() else Path(sys.executable)
 
-    @property
-    def mps(self) -> Path:
-        """Where the pipes of NVIDIA's MPS daemon are, while one runs for this session."""
-        return self.files / "mps"
-
     def takes_turns(self, ranks: int) -> bool:
         """Whether so many ranks are given the GPU one after the other: every small collective then takes 25 ms or more.
 
         Two ranks take turns too, in 2 to 6 ms, with which all limits can be kept.
         """
-        return ranks > 2 * self.gpus and not self.mps.exists()
+        return ranks > 2 * self.gpus
 
     def filled(self, words: Sequence[str]) -> list[str]:
         """Return a step's command for this place."""

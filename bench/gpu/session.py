@@ -13,8 +13,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from bench.gpu import mps
-from bench.gpu.mps import shared
 from bench.gpu.parse_results import Parsed, Read, nothing
 from bench.gpu.report import FILE, Outcome, Verdict, merged, read, write
 from bench.gpu.runner import Ended, Place, environment, run, stop_all
@@ -61,10 +59,9 @@ def take(step: Step, place: Place, left_s: float) -> Outcome:
     for file in step.results:
         (place.files / file).unlink(missing_ok=True)  # what an earlier session left is no result of this one
     log = log_of(step.name, place)
-    settings = shared(place) if step.ranks > 1 else {}
     started = time.monotonic()
     try:
-        ended = run(place.filled(step.command), {**environment(), **settings, **step.settings}, log, limit_s)
+        ended = run(place.filled(step.command), {**environment(), **step.settings}, log, limit_s)
     except OSError as error:  # a program that is not there
         return _outcome(step, place, time.monotonic() - started, "failed", str(error))
     if ended.status is not None and (why := _refusal(step, log)):
@@ -171,7 +168,6 @@ def session(
             write(file, {**environment, **_machine(known)}, known)
             _pack(place)
     finally:
-        mps.stop(place)
         _pack(place)
     return outcomes
 

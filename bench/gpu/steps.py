@@ -9,7 +9,6 @@ from functools import cache
 from shutil import which
 
 from bench.demo import local_ranks
-from bench.gpu.mps import CONTROL, UNUSABLE
 from bench.gpu.parse_results import Read, compressors, kernels, learned, machine, overlap, tests
 from bench.gpu.runner import ROOT, environment
 from bench.gpu.session import Step
@@ -90,14 +89,6 @@ def steps(build: bool) -> list[Step]:
 
 def _second_part() -> list[Step]:
     return [
-        Step(
-            "mps",
-            "ranks can use the GPU at the same time; those of the steps that follow do",
-            _module("bench.gpu.mps", "{out}/mps"),
-            100,
-            missing=lambda: _not_on_path(CONTROL, "NVIDIA's driver"),
-            refusal=UNUSABLE,
-        ),
         _ranks_tests(
             "contract-tests", "the contract of all aggregators over NCCL", 8, 240, CONTRACT, k=f"not ({_TWO})"
         ),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
-from importlib import import_module
 from typing import Any, Literal
 
 import torch
@@ -97,14 +96,6 @@ class Implementation:
 
 
 @dataclass(frozen=True)
-class Absent:
-    """Somebody who could do the job but cannot be had here."""
-
-    name: str
-    why: str
-
-
-@dataclass(frozen=True)
 class Case:
     """A kernel with its arguments; `variant` tells calls of one kernel apart."""
 
@@ -116,7 +107,7 @@ class Case:
     arguments: tuple[Any, ...]
     read: tuple[Tensor, ...]
     written: tuple[Tensor, ...]
-    others: tuple[Implementation | Absent, ...] = ()
+    others: tuple[Implementation, ...] = ()
     targets: tuple[Target, ...] = ()
 
     @property
@@ -135,11 +126,7 @@ class Case:
         if device.type == "cuda":
             own = {KERNEL: self.kernel, **own}
         calls = [Implementation(name, partial(each, *self.arguments), self.overwritten) for name, each in own.items()]
-        return [*calls, *(other for other in self.others if isinstance(other, Implementation))]
-
-    def absent(self) -> list[Absent]:
-        """Return who is missing."""
-        return [other for other in self.others if isinstance(other, Absent)]
+        return [*calls, *self.others]
 
 
 def rows(count: int, nbytes: int, device: torch.device) -> Tensor:
@@ -199,16 +186,6 @@ def compiled_int8_blocks(values: Tensor, residual: Tensor, scale: float, block: 
     numel = values.numel() // block * block
     compiled = torch.compile(int8_blocks, dynamic=False)
     return Implementation("torch.compile", partial(compiled, values[:numel], residual[:numel], scale, block))
-
-
-def bitsandbytes_int8(values: Tensor, block: int) -> Implementation | Absent:
-    """Return bitsandbytes' 8-bit block quantization: other levels, no scale, no residual, and as many bytes."""
-    name = "bitsandbytes"
-    try:
-        quantize = import_module("bitsandbytes.functional").quantize_blockwise
-    except Exception as error:  # where it is broken it raises whatever its libraries raise
-        return Absent(name, f"{type(error).__name__}: {error}")
-    return Implementation(name, partial(quantize, values, blocksize=block))
 
 
 def topk_route(values: Tensor, old: Tensor, new: Tensor, sent: Tensor, scale: float) -> Tensor:

@@ -18,7 +18,6 @@ from bench.kernels.case import (
     Implementation,
     Setting,
     Target,
-    bitsandbytes_int8,
     compiled_int8_blocks,
     hook_orthogonalize,
     microseconds,
@@ -103,17 +102,6 @@ def _of_a_rank(codec: Codec, variant: str, setting: Setting) -> Iterator[Case]:
         others=(compiled_int8_blocks(values, carry.old, SCALE, codec.block),) if on_gpu else (),
         targets=_block_targets(codec, "encode"),
     )
-    if codec == _INT8:
-        yield Case(
-            "encode",
-            f"{variant}, no residual",
-            quantize.encode,
-            reference.encode,
-            (codec, values, sent, chunk_numel, SCALE, None, _DICE),
-            (values,),
-            (sent,),
-            others=(bitsandbytes_int8(values, codec.block),),
-        )
     yield Case(
         "decode",
         variant,

@@ -164,8 +164,6 @@ def calls_for(taken_s: float) -> int:
 def measure(case: Case, copy: DeviceCopy, device: torch.device, repeats: int, clock: Clock) -> Iterator[Record]:
     """Yield a record for each implementation: what it takes, or why it cannot be measured."""
     missing = partial(Missing, case.name, case.variant)
-    for absent in case.absent():
-        yield missing(absent.name, failed=False, why=absent.why)
     able = []
     for implementation in case.implementations(device):
         try:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from types import FrameType
 
 from bench.demo import local_ranks
-from bench.environment import machine
+from bench.environment import end_when_told, machine
 from bench.evidence.convergence import plan, report
 from bench.evidence.convergence.ranks import parse_options
 from bench.training import report as link_report
@@ -61,8 +59,7 @@ def link_outcomes(options: argparse.Namespace) -> Sequence[link_report.Outcome]:
 def main() -> int:
     """Train, time and report."""
     options = parse_options()
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _stop)
+    end_when_told()
     try:
         if not options.report:
             failure = train(options) or (0 if options.no_link else time_steps(options))
@@ -74,10 +71,6 @@ def main() -> int:
         return _UNUSABLE
     print(table)
     return 0
-
-
-def _stop(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

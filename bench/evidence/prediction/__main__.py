@@ -1,7 +1,7 @@
 """Predict the steps of several models and strategies from links probed in the same run, and measure them.
 
     python -m bench.cluster --nodes 2 --ranks-per-node 2 --rate 100mbit -m bench.evidence.prediction --json out.json
-    python -m bench.evidence.prediction --summary out.json
+    python -m bench.evidence.prediction.report out.json
 
 The simulator is given what the probe measured and when each gradient is ready in steps that do not communicate; it sees
 nothing of the steps that do. docs/simulator.md says what it assumes.
@@ -10,10 +10,8 @@ nothing of the steps that do. docs/simulator.md says what it assumes.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
 import torch.distributed as dist
@@ -26,7 +24,7 @@ from bench.evidence.prediction.predict import predict, with_own_work
 from bench.evidence.prediction.probe import Probe, Probed, Processors, wanted
 from bench.evidence.prediction.report import Configuration, Environment
 from bench.evidence.training_run import Profile, TrainingRun
-from commopt.command_line import Parser, number, output_file, refuse
+from commopt.command_line import Parser, number, output_file
 from commopt.groups import TeamShape, join
 from commopt.probe.prober import link_text, work_text
 from examples.train_gpt import progress_bar, start_process_group
@@ -79,9 +77,6 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--probe-seconds", type=number(), default=60.0, help="for the links (default 60)")
     parser.add_argument("--seconds", type=number(), default=8.0, help="of timed steps for each strategy (default 8)")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="append JSON lines")
-    parser.add_argument(
-        "--summary", type=Path, nargs="+", metavar="FILE", help="show what files hold and measure nothing"
-    )
     options = parser.parse_args()
     try:
         options.subjects = [subject(text) for text in options.models]
@@ -98,12 +93,6 @@ def _texts(text: str) -> list[str]:
 def main() -> None:
     """Probe, measure and predict; rank 0 reports."""
     options = parse_options()
-    if options.summary:
-        try:
-            print(report.markdown(report.read(options.summary)))
-        except ValueError as error:
-            sys.exit(refuse("bench.evidence.prediction", error))
-        return
     start_process_group()
     with progress_bar() as show:
         show(0.0, "steps without communication")

@@ -9,48 +9,26 @@ listed below go to bench.evidence.prediction.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 
-from bench.evidence.matrix import EmulatedCluster, Matrix
+from bench.evidence.matrix import EmulatedCluster, Entry, Matrix
 from bench.evidence.prediction import report
-from bench.evidence.prediction.report import Run
 
-
-@dataclass(frozen=True)
-class AllModels:
-    """Every model by every strategy, on one cluster."""
-
-    place: EmulatedCluster
-
-    def __str__(self) -> str:
-        return str(self.place)
-
-    @property
-    def command(self) -> list[str]:
-        """What every rank runs, but for where it writes to."""
-        return ["bench.evidence.prediction"]
-
-    def is_in(self, runs: list[Run]) -> bool:
-        """Return whether a file has it."""
-        return any(self.place.is_that(environment.nodes, environment.emulated_rate) for environment, _ in runs)
-
-
+_CLUSTERS = (
+    (2, 1, "50mbit"),
+    (2, 2, "100mbit"),
+    (3, 1, "100mbit"),
+    (4, 1, "200mbit"),
+    (3, 2, "200mbit"),
+    (4, 2, "400mbit"),
+)
 MATRIX = Matrix(
     "bench.evidence.prediction.matrix",
     (__doc__ or "").splitlines()[0],
-    (
-        AllModels(EmulatedCluster(2, 1, "50mbit")),
-        AllModels(EmulatedCluster(2, 2, "100mbit")),
-        AllModels(EmulatedCluster(3, 1, "100mbit")),
-        AllModels(EmulatedCluster(4, 1, "200mbit")),
-        AllModels(EmulatedCluster(3, 2, "200mbit")),
-        AllModels(EmulatedCluster(4, 2, "400mbit")),
-    ),
+    [Entry(EmulatedCluster(*each), ("bench.evidence.prediction",)) for each in _CLUSTERS],
     report.read,
     report.markdown,
     timeout_s=900.0,
 )
-
 
 if __name__ == "__main__":
     sys.exit(MATRIX.main())

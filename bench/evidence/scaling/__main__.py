@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import signal
 import sys
 import tempfile
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-from bench.environment import machine
+from bench.environment import end_when_told, machine
 from bench.evidence.scaling.report import Environment, Point, markdown, write
 from bench.evidence.scaling.worker import World, batch_per_rank, parse_options
 from commopt.cluster import Cluster, ClusterUnavailableError
@@ -79,8 +77,7 @@ def run(options: argparse.Namespace) -> None:
 def main() -> int:
     """Run; return the exit status."""
     options = parse_options()
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _stop)
+    end_when_told()
     try:
         run(options)
     except (ClusterUnavailableError, ValueError) as error:
@@ -90,10 +87,6 @@ def main() -> int:
         print(f"bench.evidence.scaling: {error}", file=sys.stderr)
         return error.returncode
     return 0
-
-
-def _stop(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python -m bench.cluster --nodes 2 --ranks-per-node 2 --rate 100mbit \\
         -m bench.evidence.tuning --allow lossless,quantized
-    python -m bench.evidence.tuning --summary out.json
+    python -m bench.evidence.tuning.report out.json
 
 Every preset of the allowed families trains with DDP's buckets and, where it could win by that, with adaptive ones. A
 fresh model with "auto" then trains until it is tuned. In the end the tuned model, the fastest of the others, stock DDP
@@ -12,9 +12,7 @@ and one that does not communicate take turns.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -25,7 +23,7 @@ from bench.evidence.models import MODELS, subject
 from bench.evidence.tuning import report
 from bench.evidence.tuning.comparison import compare
 from commopt import ConfigurationError
-from commopt.command_line import Parser, number, output_file, refuse, whole
+from commopt.command_line import Parser, number, output_file, whole
 from commopt.groups import join
 from examples.train_gpt import progress_bar, start_process_group
 
@@ -82,7 +80,6 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--seconds", type=number(), default=2.0, help="of timed steps for each candidate (default 2)")
     parser.add_argument("--most-steps", type=whole(1), default=60, help="for the tuner (default 60)")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="append JSON lines")
-    parser.add_argument("--summary", type=Path, nargs="+", metavar="FILE", help="measure nothing, show what is there")
     options = parser.parse_args()
     try:
         options.subject = subject(options.model)
@@ -96,12 +93,6 @@ def parse_options() -> argparse.Namespace:
 def main() -> None:
     """Search, tune and compare; rank 0 reports."""
     options = parse_options()
-    if options.summary:
-        try:
-            print(report.markdown(report.read(options.summary)))
-        except ValueError as error:
-            sys.exit(refuse("bench.evidence.tuning", error))
-        return
     start_process_group()
     nodes = [len(node) for node in join(None).cluster.nodes]
     with progress_bar() as show:
