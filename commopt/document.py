@@ -53,6 +53,18 @@ def _whole(digits: str) -> int:
     return int(digits)
 
 
+def one_line_each(content: Mapping[str, Any]) -> str:
+    """Return JSON text with a line for each entry, and for each row of a list: short enough to be read and compared."""
+    lines = []
+    for name, value in content.items():
+        if isinstance(value, list):
+            inner = ",\n  ".join(json.dumps(each) for each in value)
+            lines.append(f"{json.dumps(name)}: [\n  {inner}\n ]" if value else f"{json.dumps(name)}: []")
+        else:
+            lines.append(f"{json.dumps(name)}: {json.dumps(value)}")
+    return "{\n " + ",\n ".join(lines) + "\n}\n"
+
+
 def load(text: str, what: str, format_number: int) -> Mapping[str, Any]:
     """Return the JSON object in `text`; raises ConfigurationError unless it has this format number."""
     document = parse(text, what, "write it with to_json()")

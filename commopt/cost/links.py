@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from math import isnan, log
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from commopt.cost.curve import Curve, Segment
-from commopt.document import parse, read_text
+from commopt.document import one_line_each, parse, read_text
 from commopt.errors import ConfigurationError
 
 FORMAT = 1
@@ -134,7 +133,7 @@ class Links:
             "links": [key._asdict() | _as_json(curve) for key, curve in sorted(self.curves.items())],
             "work": [key._asdict() | _as_json(curve) for key, curve in sorted(self.work.items())],
         }
-        Path(path).write_text(_indented(content) + "\n")
+        Path(path).write_text(one_line_each(content))
 
     @classmethod
     def load(cls, path: str | Path) -> Links:
@@ -151,18 +150,6 @@ def _as_json(curve: Curve) -> dict[str, Any]:
     fit = {name: None if isnan(value) else round(value, 6) for name, value in quality.items()}
     segments = [[each.from_nbytes, each.alpha_us, each.beta_us_per_byte] for each in curve.segments]
     return fit | {"segments": segments, "points": [list(point) for point in curve.points], "note": curve.note}
-
-
-def _indented(content: dict[str, Any]) -> str:
-    """Return JSON text with a line for every curve: short enough to be read, and compared."""
-    lines = []
-    for name, value in content.items():
-        if isinstance(value, list):
-            inner = ",\n  ".join(json.dumps(each) for each in value)
-            lines.append(f"{json.dumps(name)}: [\n  {inner}\n ]" if value else f"{json.dumps(name)}: []")
-        else:
-            lines.append(f"{json.dumps(name)}: {json.dumps(value)}")
-    return "{\n " + ",\n ".join(lines) + "\n}"
 
 
 def _from_json(document: Any) -> Links:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch
 
-from commopt.document import parse, read_text, require_text, require_time, require_whole
+from commopt.document import one_line_each, parse, read_text, require_text, require_time, require_whole
 from commopt.errors import ConfigurationError
 from commopt.feedback import Layout
 from commopt.schedule import Unit, Window
@@ -193,10 +192,7 @@ def save(workload: Workload, path: str | Path) -> None:
         for unit, piece in pairs
     ]
     head = {name: getattr(workload, name) for name in ("name", "samples", "note", "optimizer_us")}
-    lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in {"format": FORMAT, **head}.items()]
-    inner = ",\n  ".join(json.dumps(row) for row in reversed(rows))
-    lines.append(f'"parameters": [\n  {inner}\n ]')
-    Path(path).write_text("{\n " + ",\n ".join(lines) + "\n}\n")
+    Path(path).write_text(one_line_each({"format": FORMAT, **head, "parameters": rows[::-1]}))
 
 
 def load(
