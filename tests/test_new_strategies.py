@@ -8,14 +8,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from commopt.simulate.gpus import GPUS
-from commopt.simulate.work import gpu_work
 
 import commopt
 from commopt import AGGREGATORS, COMPRESSORS, PRESETS, Aggregator, Communicator, Compressed, Hierarchical, Layout
 from commopt.aggregate import Call, call, families
-from commopt.cost import Speeds, cost_us, nominal_links
+from commopt.cost import Speeds, cost, nominal_links
 from commopt.groups import Team, TeamShape
+from commopt.simulate.cluster import GPUS, gpu_work
 from examples import new_aggregator, new_compressor
 from examples.new_aggregator import InOrder
 from examples.new_compressor import TopOfBlock
@@ -131,7 +130,7 @@ def test_the_tuner_and_the_simulator_know_them() -> None:
 
     shape = TeamShape.of((2, 2))
     links = nominal_links(shape, Speeds(nic_gbps=1, intra_gb_per_s=5))
-    prices = [cost_us(made, 10**6, torch.float32, shape, links) for made in (*tried.strengths, InOrder())]
+    prices = [cost(made, 10**6, torch.float32, shape, links).total_us for made in (*tried.strengths, InOrder())]
     assert prices == sorted([*prices[:3]], reverse=True) + prices[3:]
     assert prices[0] < prices[3] < float("inf")
     priced = {key.what for key in gpu_work(GPUS["a100"], tried.strengths, 4)}

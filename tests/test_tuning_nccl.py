@@ -18,7 +18,6 @@ from commopt.cost import (
     Speeds,
     nominal_links,
     ring_over_nodes_us,
-    ring_us,
     tree_us,
 )
 from commopt.errors import ConfigurationError
@@ -28,6 +27,7 @@ from commopt.schedule.nccl import FIELDS, PROTOCOLS, Row, tuner_rows, write_csv
 KIB, MIB = 2**10, 2**20
 SPEEDS = Speeds(nic_gbps=100, intra_gb_per_s=200)
 LENGTHS = [4**power for power in range(1, 15)]  # 4 bytes to 256 MiB
+from tests.closed_forms import ring_us
 
 
 @dataclass(frozen=True)

@@ -94,11 +94,11 @@ def _findings(options: argparse.Namespace, environ: Mapping[str, str]) -> Sequen
 @check("measured", "Measured bandwidth between nodes", "--links", "at least half of the line rate")
 def measured(given: tuple[Machine, Links, str]) -> Iterator[Finding]:
     """Compare the fastest curve of a probe with the line rate of this machine, which stands for all nodes."""
-    from commopt.probe.linerate import Network
+    from commopt.probe.report import LineRate
 
     machine, links, path = given
     made_up = links.nominal or any(name in links.header.command for name in EMULATED)
-    network = None if made_up else Network.of(links, node_nic_gbps(machine.topology))
+    network = None if made_up else LineRate.of(links, node_nic_gbps(machine.topology))
     if network is None:
         yield unread("no measured curve leaves a machine", "torchrun ... -m commopt probe -o links.json", path)
     elif network.share is None:
