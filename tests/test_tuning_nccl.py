@@ -23,11 +23,11 @@ from commopt.cost import (
 from commopt.errors import ConfigurationError
 from commopt.groups import TeamShape
 from commopt.schedule.nccl import FIELDS, PROTOCOLS, Row, tuner_rows, write_csv
+from tests.closed_forms import ring_us
 
 KIB, MIB = 2**10, 2**20
 SPEEDS = Speeds(nic_gbps=100, intra_gb_per_s=200)
 LENGTHS = [4**power for power in range(1, 15)]  # 4 bytes to 256 MiB
-from tests.closed_forms import ring_us
 
 
 @dataclass(frozen=True)
