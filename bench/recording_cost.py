@@ -63,7 +63,7 @@ def measure(subject: Subject, batch: int, steps: int) -> dict[str, Any]:
         f"{later} / {earlier}": median(b / a for a, b in zip(taken[earlier], taken[later], strict=True))
         for earlier, later in pairwise(_NAMES)
     }
-    buckets = trainees["on"].state.stats()["messages"] // (steps + 5)
+    buckets = trainees["on"].state.stats()["buckets"] // (steps + 5)
     return {"buckets": buckets, "step_ms": {name: median(each) for name, each in taken.items()}, "ratios": ratios}
 
 

@@ -1,9 +1,9 @@
 """Data-parallel training that stays fast on slow networks: DDP communication hooks and a standalone allreduce."""
 
+from typing import TYPE_CHECKING, Any
+
 from commopt.aggregate import AGGREGATORS, Aggregator, Auto, Compressed, Flat, Hierarchical, PeriodicAverage, PowerSGD
-from commopt.collectives import Communicator, Work, all_reduce
 from commopt.compress import COMPRESSORS, DGC, Cast, Compressor, OneBit, Quantize
-from commopt.cost import Links
 from commopt.errors import (
     CommoptError,
     ConfigurationError,
@@ -37,10 +37,38 @@ from commopt.hooks import (
     powersgd,
     quantized,
 )
-from commopt.lanes.uncaught import failure_of
+from commopt.lanes import failure_of
 from commopt.plan import Plan
-from commopt.timeline import Report, Timeline
 from commopt.version import __version__
+
+if TYPE_CHECKING:
+    from commopt.collectives import Communicator, Work, all_reduce
+    from commopt.cost import Links
+    from commopt.timeline import Report, Timeline
+
+# Loaded when they are first used: no hook needs them.
+_LATER = {
+    "Communicator": "commopt.collectives",
+    "Links": "commopt.cost",
+    "Report": "commopt.timeline",
+    "Timeline": "commopt.timeline",
+    "Work": "commopt.collectives",
+    "all_reduce": "commopt.collectives",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    globals()[name] = found = getattr(import_module(_LATER[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
 
 __all__ = [
     "AGGREGATORS",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import count
 from math import ceil, sqrt
 from unittest.mock import patch
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from commopt import DGC, Aggregator, Cast, Compressed, Flat, Hierarchical, PowerSGD, Quantize
 from commopt.aggregate.calls import Call
-from commopt.bucketing import Message
+from commopt.bucketing import Planning
 from commopt.compress import Exact
 from commopt.feedback.fidelity import EVERY_STEPS, MAX_SAMPLE_NUMEL, Fidelity, sample_numel
 from commopt.groups import Team, WireBytes
@@ -111,10 +112,10 @@ def constant_gradients(rank: int, step: int, dtype: torch.dtype) -> Vectors:
 def watch(rank: int, world_size: int, aggregator: Aggregator, constant: bool) -> float | None:
     chosen = constant_gradients if constant else gradients
     training = Training(rank, world_size, aggregator, chosen=chosen)
-    training.comm._registration.sending.watch_fidelity = True
+    training.comm._registration.watches_cosine = True
     for _ in range(STEPS):
         training.step()
-    return training.comm._registration.sending.fidelity.cosine()
+    return training.comm._registration.cosine.cosine()
 
 
 @pytest.mark.parametrize("layout", ["2x2", "2+1"])
@@ -146,7 +147,7 @@ def listen_to(rank: int, world_size: int, aggregator: Aggregator, watched: bool)
         if team.level == "world" and primitive == "all_reduce":
             heard.append((training.steps, nbytes))
 
-    training.comm._registration.sending.watch_fidelity = watched
+    training.comm._registration.watches_cosine = watched
     with overheard(listen):
         for _ in range(STEPS):
             training.step()
@@ -177,7 +178,7 @@ def count_bytes(rank: int, world_size: int) -> tuple[WireBytes, WireBytes, int]:
     strategies = [Compressed(Quantize(4, 64)), Hierarchical(PowerSGD(2, start_step=0)), Compressed(DGC(0.25)), Flat()]
     training = Training(rank, world_size, strategies[0])
     registration = training.comm._registration
-    world, registration.sending.watch_fidelity = registration.sending.team, True
+    world, registration.watches_cosine = registration.client.team, True
     heard, samples, exact = WireBytes(), 0, Fidelity.exact
 
     def listen(team: Team, primitive: str, nbytes: int, roots: list[int]) -> None:
@@ -189,17 +190,19 @@ def count_bytes(rank: int, world_size: int) -> tuple[WireBytes, WireBytes, int]:
         samples += 1
         return exact(fidelity, buffer, team, scale)
 
-    def aggregators_for(message: Message) -> list[Aggregator]:
-        return [strategies[number % 4] for number in message.numbers]
+    buckets = count()
 
-    with patch.object(registration.planning, "aggregators_for", aggregators_for):
+    def aggregator(planning: Planning) -> Aggregator:
+        return strategies[next(buckets) % 4]
+
+    with patch.object(Planning, "aggregator", property(aggregator)):
         for _ in range(3):
             training.step()
-        before = registration.wire_bytes()
+        before = training.comm._path.wire_bytes()
         with overheard(listen), patch.object(Fidelity, "exact", sample):
             for _ in range(STEPS):
                 training.step()
-    sent = registration.wire_bytes()
+    sent = training.comm._path.wire_bytes()
     return WireBytes(sent.intra - before.intra, sent.inter - before.inter), heard, samples
 
 

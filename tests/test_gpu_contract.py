@@ -6,17 +6,10 @@ order, or where two values are added: NCCL adds more of them in an order of its 
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
-from unittest.mock import patch
-
 import pytest
 import torch
 
-from commopt import DGC, Aggregator, Cast, Communicator, Compressed, Flat, Hierarchical, Quantize, lanes
-from commopt.lanes import lanes_here
-from commopt.lanes.second import SecondStream, SecondWorker
+from commopt import DGC, Aggregator, Cast, Compressed, Flat, Hierarchical, Quantize
 from tests import test_collectives as collectives
 from tests import test_contract_aggregators as contract
 from tests.catalogue import LAYOUTS, aggregators, representatives
@@ -120,61 +113,3 @@ def test_sums_of_a_fixed_order_have_the_bits_of_the_cpu(layout: str) -> None:
 
 
 # ------------------------------------------------------------------------------ two lanes
-
-IN_CHUNKS = (
-    Hierarchical(chunks=4),
-    Hierarchical(form="leader", chunks=3),
-    Hierarchical(form="all_reduce", chunks=4),
-    Hierarchical(inter=Compressed(Quantize(8)), chunks=4),
-)
-
-
-@contextmanager
-def counted_starts() -> Iterator[list[type]]:
-    """Give a list to which every start of work on a second lane adds."""
-    starts: list[type] = []
-
-    def counting(kind: type[SecondStream | SecondWorker]):
-        start = kind.start
-
-        def count_and_start(self, work):
-            starts.append(kind)
-            return start(self, work)
-
-        return patch.object(kind, "start", count_and_start)
-
-    with counting(SecondStream), counting(SecondWorker):
-        yield starts
-
-
-def average_in_chunks(rank: int, world_size: int, device: str) -> tuple[int, list[str], list[str]]:
-    """Return how many lanes there may be, and the digests with as many and with one."""
-    comm = Communicator()
-    allowed = lanes_here("nccl" if device == "cuda" else "gloo")
-
-    def digests() -> list[str]:
-        results = []
-        for aggregator in IN_CHUNKS:
-            for numel in (150_001, 300_000):
-                values = contract.random_input(rank, numel, torch.float32).to(device)
-                results.append(hashlib.sha256(comm.all_reduce(values, aggregator=aggregator).cpu().numpy()).hexdigest())
-        return results
-
-    with counted_starts() as starts:
-        with_all = digests()
-    assert len(starts) >= (len(IN_CHUNKS) if allowed > 1 and rank % 2 == 0 else 0), "all went on one lane"
-    with patch.object(lanes, "lanes_here", lambda backend: 1), counted_starts() as starts:
-        with_one = digests()
-    assert not starts
-    return allowed, with_all, with_one
-
-
-@pytest.mark.parametrize("device", ["cpu", over_nccl])
-def test_two_lanes_give_the_bits_of_one(device: str) -> None:
-    """NCCL reads the variable once in the life of a process."""
-    env = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
-    results = run(average_in_chunks, 4, device, nodes=(2, 2), env=env, device=device, fresh=device == "cuda")
-    for allowed, with_all, with_one in results:
-        assert with_all == with_one == results[0][1]
-        if allowed < 2:
-            pytest.skip("NCCL or CUDA is too old for two lanes")

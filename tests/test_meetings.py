@@ -76,7 +76,7 @@ def stay_away_once(rank: int, world_size: int) -> list[str]:
         dist.barrier()
         state = commopt.HookState(commopt.Flat(), timeout=1)  # of the same owner's name on all ranks
         names = [None] * world_size
-        dist.all_gather_object(names, state._registration.sending.owner)
+        dist.all_gather_object(names, state._registration.client.name)
         assert len(set(names)) == 1
         dist.barrier()
     return messages

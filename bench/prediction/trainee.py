@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from time import perf_counter, process_time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ class Trainee:
 
     strategy: str
     subject: Subject
-    options: Mapping[str, object] = field(default_factory=lambda: {"plan": "ddp"})
+    options: Mapping[str, Any] = field(default_factory=lambda: {"plan": "ddp"})
     state: commopt.HookState | None = field(init=False, default=None)
     step_s: list[float] = field(init=False, default_factory=list)
     cpu_s: list[float] = field(init=False, default_factory=list)

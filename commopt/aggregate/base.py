@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -31,13 +30,6 @@ class Aggregator(Brief, ABC):
         an average overflows only if a gradient does. Residuals are staged in `account`, whose layout is the buffer's;
         its ledger's owner commits them. When the result is not finite, its first element is not.
         """
-
-    def all_reduce_apart(self, parts: Sequence[Tensor], team: Team, scale: float) -> bool:
-        """Do the same to a buffer that lies in several places, where that takes no copies; else return False.
-
-        The same answer on every rank. Only what needs no account can do it.
-        """
-        return False
 
     @abstractmethod
     def calls(

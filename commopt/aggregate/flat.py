@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,13 +21,6 @@ class Flat(Aggregator):
         """See Aggregator."""
         if buffer.numel():
             team.all_reduce(buffer, scale=scale)
-
-    def all_reduce_apart(self, parts: Sequence[Tensor], team: Team, scale: float) -> bool:
-        """See Aggregator."""
-        if not team.coalesces(parts[0].device):
-            return False
-        team.all_reduce_coalesced(parts, scale=scale)
-        return True
 
     def calls(
         self,

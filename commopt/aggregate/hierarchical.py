@@ -14,14 +14,13 @@ from commopt.aggregate.chunks import Chunk, cut
 from commopt.aggregate.compressed import Compressed
 from commopt.aggregate.division import division
 from commopt.aggregate.flat import Flat
-from commopt.aggregate.moving import bring_home, on_the_move
+from commopt.aggregate.moving import bring_home
 from commopt.aggregate.pipeline import follow
 from commopt.aggregate.powersgd import PowerSGD
 from commopt.aggregate.routes import Route, ThroughLeader, ThroughShards, ThroughShares
 from commopt.errors import ConfigurationError
 from commopt.feedback import Account, Layout
 from commopt.groups import Team, TeamShape
-from commopt.lanes import Second, second_lane
 
 Form = Literal["reduce_scatter", "all_reduce", "leader"]
 
@@ -123,7 +122,7 @@ class Hierarchical(Aggregator):
         if self.inter.residual_paths:
             ways = routes[0].name if len(routes) == 1 else f"{self.chunks} chunks of {routes[0].name}"
             bring_home(self.inter, ways, routes, team.intra, account, buffer.device)
-        for marks in follow(routes, self._second(routes, team, account, buffer.device)):
+        for marks in follow(routes):
             self._judge(marks, account)
 
     def _cut(self, layout: Layout, dtype: torch.dtype, team: TeamShape) -> tuple[Chunk, ...]:
@@ -141,13 +140,6 @@ class Hierarchical(Aggregator):
             return ThroughLeader(buffer, team.intra, team.inter, self.inter, scale, account)
         keep_all = form == "all_reduce"
         return ThroughShards(buffer, *_levels(team), self.inter, scale, account, keep_all=keep_all)
-
-    def _second(self, routes: list[Route], team: Team, account: Account, device: torch.device) -> Second | None:
-        """Return the lane to go across on, where there are chunks to go up meanwhile and it is safe."""
-        if len(routes) == 1 or not routes[0].crosses:
-            return None
-        # Residuals that are put together would be freed on another lane than they were made on.
-        return None if on_the_move(self.inter, account) else second_lane(team.backend(device))
 
     # ----------------------------------------------------------------------------------- residuals
 

@@ -18,8 +18,7 @@ from commopt.bucketing.units import Units
 from commopt.bucketing.window import Latest, latest, own_times
 from commopt.bucketing.wish import Wish
 from commopt.feedback import Layout
-from commopt.groups import Team
-from commopt.groups.payload import broadcast_bytes
+from commopt.groups import Team, broadcast_bytes
 from commopt.plan import Bucket, Calendar, Costs, Decision, Faithfulness, Key, PriceTable, Tuned, Window
 from commopt.recording import StepRecord
 

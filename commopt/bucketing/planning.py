@@ -11,6 +11,7 @@ from collections.abc import Callable
 from math import inf
 
 import torch
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from commopt.aggregate import Aggregator, Auto
@@ -19,7 +20,7 @@ from commopt.bucketing.following import Following
 from commopt.bucketing.layouts import Layouts
 from commopt.bucketing.measuring import Measuring
 from commopt.bucketing.meeting import Agenda, Meetings
-from commopt.bucketing.messages import Message
+from commopt.bucketing.messages import Held
 from commopt.bucketing.methods import method_for
 from commopt.bucketing.prices import require_prices
 from commopt.bucketing.reducer import is_capturing
@@ -27,6 +28,7 @@ from commopt.bucketing.strategies import require_fit
 from commopt.bucketing.turns import Turns
 from commopt.bucketing.wish import Wish
 from commopt.errors import ConfigurationError
+from commopt.feedback import Layout
 from commopt.groups import Team
 from commopt.lanes import Ticket
 from commopt.plan import Adaptation, Bucket, Calendar, Decision, Faithfulness, Plan, Tuned
@@ -192,12 +194,18 @@ class Planning:
     def begin_step(self, step: int) -> None:
         """Adopt what was decided if there was no forward to do it."""
         self._adopt()
+        self._assembly.begin_step()
         if self._adaptive:
             self._measuring.begin_step(step)
 
-    def aggregators_for(self, message: Message) -> list[Aggregator]:
-        """Return what averages each buffer of a message."""
-        return self._following.aggregators_for(message)
+    @property
+    def aggregator(self) -> Aggregator:
+        """What averages the buckets of the step under way."""
+        return list(self._following.aggregators())[-1]
+
+    def add_bucket(self, layout: Layout, buffer: Tensor, *, last: bool) -> None:
+        """Take note of one of DDP's buckets."""
+        self._assembly.add(Held(0, layout, buffer), last=last)
 
     def end_step(self, step: int, device: torch.device, overhead_us: float, run: Run) -> None:
         """Take times, or meet, as the calendar has it; collective. `run` puts work on the lane."""
@@ -258,7 +266,7 @@ class Planning:
             self._adaptive = False
         else:
             self._measuring.calendar = decision.calendar
-            leaves = decision.leave_to_ddp and not self._record
+            leaves = False
             self._leave_after = self._meetings.step + _OWED_STEPS if leaves else inf
             self._following.heed(decision)
             self.decisions.append(decision)

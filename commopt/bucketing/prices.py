@@ -16,7 +16,6 @@ from commopt.cost.formulas import StageTimes
 from commopt.errors import ConfigurationError
 from commopt.feedback import Layout
 from commopt.groups import Team, TeamShape
-from commopt.lanes import lanes_here
 from commopt.plan import Key, PriceTable
 
 _MOST_CHUNKS = 16
@@ -136,7 +135,7 @@ def _pipelines(aggregator: Aggregator, team: TeamShape, lanes: int) -> bool:
 
 
 def _lanes(team: TeamShape) -> int:
-    return lanes_here(team.backend(team.default_device))
+    return 1
 
 
 def _best_by_links(

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from commopt.groups import Team
-from commopt.groups.payload import gather_bytes
+from commopt.groups import Team, gather_bytes
 from commopt.recording import StepRecord
 from commopt.timeline import measure_offsets
 

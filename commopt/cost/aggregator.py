@@ -18,7 +18,6 @@ from commopt.cost.formulas import StageTimes, overlapped_us
 from commopt.cost.links import Links, WorkKey
 from commopt.feedback import Layout
 from commopt.groups import TeamShape
-from commopt.lanes import lanes_available
 
 Price = Callable[[int], float]
 """Bytes of a message to microseconds."""
@@ -116,7 +115,7 @@ class Pricing:
         aggregator.check(shape)
         self._aggregator, self._dtype, self._links = _with_chunks(aggregator, chunks), dtype, links
         self._device = shape.default_device
-        self._lanes = lanes_available(shape.backend(self._device)) if lanes is None else lanes
+        self._lanes = 1 if lanes is None else lanes
         self._shape = shape
         self._curves: dict[tuple[str, str, int, int], Curve] = {}
 

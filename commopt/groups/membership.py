@@ -14,11 +14,12 @@ from typing import Any
 from weakref import WeakSet, ref
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from commopt.errors import ConfigurationError, LaneError, TransportError
 from commopt.groups.agreement import Facts, exchange_facts, require_equal
 from commopt.groups.store import LimitedStore
-from commopt.groups.team import Team, is_alive
+from commopt.groups.team import Team
 from topology import Cluster
 
 FAILURE_KEY = "failure"
@@ -63,8 +64,7 @@ class Membership:
     @property
     def alive(self) -> bool:
         """Whether the process group it was built over, and its own groups, still exist."""
-        parent = self.parent()
-        return parent is not None and is_alive(parent) and not self.team.closed
+        return self.parent() in c10d._world.pg_map and not self.team.closed
 
     def require_alive(self) -> None:
         """Raise ConfigurationError when a process group was destroyed since."""

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from commopt.errors import ConfigurationError
-from commopt.groups import Team, WireBytes
-from commopt.groups.payload import broadcast_bytes
-from commopt.lanes import Ticket
+from commopt.groups import WireBytes, broadcast_bytes
+from commopt.lanes import LaneClient
 from commopt.plan import Plan
 from commopt.recording import Recorder
 from commopt.timeline import Report, Timeline, TrafficOutside, draw, gather, report, write_trace
 
-Run = Callable[[Callable[[], None], str], Ticket]
 
-
-def timeline_of(
-    recorder: Recorder, team: Team, run: Run, trace: str | Path | None, plot: str | Path | None
-) -> Timeline:
+def timeline_of(recorder: Recorder, client: LaneClient, trace: str | Path | None, plot: str | Path | None) -> Timeline:
     """Return what all ranks have recorded; the first of them also writes a trace and draws a picture. Collective.
 
-    run: puts work on the lane. Raises ConfigurationError, on every rank, when nothing was recorded or a file could not
+    Raises ConfigurationError, on every rank, when nothing was recorded or a file could not
     be written.
     """
     found: list[Timeline] = []
-    run(lambda: found.append(gather(team, recorder.steps())), "timeline").wait()
+    team = client.team
+    client.run(lambda: found.append(gather(team, recorder.steps())), "timeline").wait()
     timeline = found[0]
     if not timeline.steps:
         raise ConfigurationError(
@@ -36,7 +31,7 @@ def timeline_of(
         )
     problem = _write(timeline, trace, plot).encode() if team.rank == 0 else None
     heard: list[bytes] = []
-    run(lambda: heard.append(broadcast_bytes(team, problem, 0)), "outcome of writing the timeline").wait()
+    client.run(lambda: heard.append(broadcast_bytes(team, problem, 0)), "outcome of writing the timeline").wait()
     if heard[0]:
         raise ConfigurationError(heard[0].decode())
     return timeline

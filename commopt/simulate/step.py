@@ -17,7 +17,6 @@ from commopt.cost import Cost, Links, Pricing
 from commopt.errors import ConfigurationError
 from commopt.feedback import Layout
 from commopt.groups import TeamShape
-from commopt.lanes import lanes_available
 from commopt.plan import Bucket, Key, Plan, PriceTable, Unit
 from commopt.simulate.buckets import ddp_buckets
 from commopt.simulate.events import Message, run
@@ -92,7 +91,7 @@ class Simulation:
         self._pieces = {piece.name: piece for piece in layout.pieces}
         self._strategies = strategies_for(aggregator, shape)
         self._overhead_us = overhead_us
-        self._lanes = lanes_available(shape.backend(shape.default_device)) if lanes is None else lanes
+        self._lanes = 1 if lanes is None else lanes
         self._pricings: dict[tuple[Key, torch.dtype], Pricing] = {}
         self._prices: dict[torch.dtype, Mapping[Key, PriceTable]] = {}
         self._sent: dict[tuple[Bucket, str], tuple[Cost, int]] = {}

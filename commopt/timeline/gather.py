@@ -7,8 +7,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from commopt.groups import Team
-from commopt.groups.payload import gather_bytes
+from commopt.groups import Team, gather_bytes
 from commopt.recording import StepRecord
 from commopt.timeline.clocks import measure_offsets
 
