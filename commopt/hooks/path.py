@@ -27,7 +27,7 @@ from commopt.hooks.registration import Registration, Step
 from commopt.recording import Message as Recorded
 from commopt.recording import running
 
-_FOLD_AFTER = 1024
+_FOLD_AFTER = 64
 
 
 class BucketPath:
