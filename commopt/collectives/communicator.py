@@ -18,7 +18,7 @@ from commopt.collectives.movement import Operand, readable, require_reducible, w
 from commopt.errors import ConfigurationError, MismatchError, UnsupportedTensorError
 from commopt.feedback import Account, Layout
 from commopt.groups import NcclByLevel, WireBytes
-from commopt.groups.agreement import require_equal
+from commopt.groups.membership import require_equal
 from commopt.lanes import LaneClient, Ticket
 from topology import Cluster
 

@@ -19,7 +19,7 @@ from commopt.errors import ConfigurationError
 from commopt.feedback import Layout, Ledger, layout_of, pieces_of, restore, save, spread
 from commopt.feedback.checkpoint import MAX_MAGNITUDE, field, refuse, required, whole
 from commopt.groups import Membership
-from commopt.groups.agreement import require_equal
+from commopt.groups.membership import require_equal
 from commopt.hooks.registration import Registration
 from commopt.plan import Plan, Tuned
 

@@ -153,8 +153,8 @@ def _preset(name: str, about: str, build: Callable[[], Aggregator]) -> Preset:
 def _preset_of(name: str, about: str, kind: type[Any], *, between_nodes: bool = False, **defaults: Any) -> Preset:
     """Make a preset whose options are the fields of `kind`, an aggregator or a compressor, and of what is put around.
 
-    A compressor goes into Compressed(...), and with `between_nodes` the whole into Hierarchical(...). defaults: other
-    ones than the fields have.
+    A compressor goes into Compressed(...), and with `between_nodes` the whole into Hierarchical(...). about: says what
+    it does, {} where. defaults: other ones than the fields have.
     """
     around: dict[type[Any], tuple[str, ...]] = {}
     if issubclass(kind, Compressor):
@@ -178,8 +178,9 @@ def _preset_of(name: str, about: str, kind: type[Any], *, between_nodes: bool = 
 
     shown = [each.replace(default=defaults.get(each.name, each.default)) for each in options]
     build.__signature__ = Signature(shown)  # type: ignore[attr-defined]
+    where = "between the nodes, exact inside them" if between_nodes else "between all ranks"
     docs = [f"{each.__name__}: {inspect.getdoc(each)}" for each in (kind, *around)]
-    return _preset(name, "\n\n".join([f"{about}\n\nOptions, by name:", *docs]), build)
+    return _preset(name, "\n\n".join([about.format(where), "Options, by name:", *docs]), build)
 
 
 def _options_of(kind: type[Any]) -> list[Parameter]:
@@ -192,63 +193,29 @@ def _options_of(kind: type[Any]) -> list[Parameter]:
     ]
 
 
-flat = _preset(
-    "flat",
-    "One all_reduce over all ranks, as stock DDP does, but in node-contiguous order on commopt's lane.",
-    lambda: Flat(),
-)
+flat = _preset("flat", "One all_reduce over all ranks, as stock DDP does, in node-contiguous order.", lambda: Flat())
 hierarchical = _preset(
-    "hierarchical",
-    "Exact average; only 2 (N-1)/N of the gradient crosses between N nodes.",
-    lambda: Hierarchical(),
+    "hierarchical", "Exact average; only 2 (N-1)/N of the gradient crosses between N nodes.", lambda: Hierarchical()
 )
 hierarchical_bf16 = _preset(
     "hierarchical_bf16",
     "As hierarchical, with bfloat16 between the nodes and float32 sums: half the bytes on the slow network.",
     lambda: Hierarchical(inter=Compressed(Cast(torch.bfloat16), feedback=None)),
 )
-quantized = _preset_of("quantized", "8, 4 or 2 bits per element between all ranks, with error feedback.", Quantize)
-onebit = _preset_of(
-    "onebit",
-    "Signs and a scale per block between all ranks, with error feedback; advised after a dense start.",
-    OneBit,
-)
-powersgd = _preset_of(
-    "powersgd", "Low-rank factors of the gradients' matrices between all ranks, with error feedback.", PowerSGD
-)
+
+_BITS = "8, 4 or 2 bits per element {}, with error feedback."
+_SIGNS = "Signs and a scale per block {}, with error feedback; advised after a dense start."
+_FACTORS = "Low-rank factors of the gradients' matrices {}, with error feedback."
+_LARGEST = "The largest elements {}, with error feedback; `momentum` replaces the optimizer's."
 # 4 KiB with bfloat16 values: on 10 Gb/s 3 us, less than a message takes that has nothing in it.
 _FREE_ELEMENTS = 1024
-dgc = _preset_of(
-    "dgc",
-    "The largest elements between all ranks, with error feedback; `momentum` replaces the optimizer's.",
-    DGC,
-    min_elements=_FREE_ELEMENTS,
-)
-hierarchical_quantized = _preset_of(
-    "hierarchical_quantized",
-    "As hierarchical, with 8, 4 or 2 bits per element between the nodes and error feedback.",
-    Quantize,
-    between_nodes=True,
-)
-hierarchical_onebit = _preset_of(
-    "hierarchical_onebit",
-    "As hierarchical, with one bit per element between the nodes and error feedback.",
-    OneBit,
-    between_nodes=True,
-)
-hierarchical_powersgd = _preset_of(
-    "hierarchical_powersgd",
-    "As hierarchical, with low-rank factors of the gradients' matrices between the nodes and error feedback.",
-    PowerSGD,
-    between_nodes=True,
-)
-hierarchical_dgc = _preset_of(
-    "hierarchical_dgc",
-    "As hierarchical, with the largest elements between the nodes and error feedback.",
-    DGC,
-    between_nodes=True,
-    min_elements=_FREE_ELEMENTS,
-)
-auto = _preset_of(
-    "auto", "Whatever pays here, of what is allowed: predicted, tried on live steps, and watched afterwards.", Auto
-)
+
+quantized = _preset_of("quantized", _BITS, Quantize)
+onebit = _preset_of("onebit", _SIGNS, OneBit)
+powersgd = _preset_of("powersgd", _FACTORS, PowerSGD)
+dgc = _preset_of("dgc", _LARGEST, DGC, min_elements=_FREE_ELEMENTS)
+hierarchical_quantized = _preset_of("hierarchical_quantized", _BITS, Quantize, between_nodes=True)
+hierarchical_onebit = _preset_of("hierarchical_onebit", _SIGNS, OneBit, between_nodes=True)
+hierarchical_powersgd = _preset_of("hierarchical_powersgd", _FACTORS, PowerSGD, between_nodes=True)
+hierarchical_dgc = _preset_of("hierarchical_dgc", _LARGEST, DGC, between_nodes=True, min_elements=_FREE_ELEMENTS)
+auto = _preset_of("auto", "Whatever pays here, of what is allowed: predicted, tried on live steps, and watched.", Auto)
