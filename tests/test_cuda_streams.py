@@ -233,7 +233,7 @@ def standalone() -> list[str]:
         gathered = torch.zeros(400, device=DEVICE)
         source = torch.ones(100, device=DEVICE)
 
-        def gather(source: Tensor) -> lanes.Ticket:
+        def gather(source: Tensor) -> lanes.Work:
             operation = lanes.Operation(membership, "test", 0, "all_gather", 400, "cuda")
             return on_device.submit(operation, lambda: membership.team.all_gather(gathered, source), gathered, [source])
 
@@ -319,16 +319,16 @@ def everything() -> list[str]:
 
 
 MUTANTS = {
-    "the lane waits for no stream": (lane, "Ticket", "stream.wait_event(self._ready)", "pass"),
+    "the lane waits for no stream": (lane, "Work", "stream.wait_event(self._ready)", "pass"),
     "memory is not recorded": (stream, "StreamLane", "tensor.record_stream(self._stream)", "pass"),
     "the work runs on the caller's stream": (stream, "StreamLane", "with torch.cuda.stream(self._stream):", "if True:"),
-    "tickets are settled on another stream": (
+    "works are settled on another stream": (
         stream,
         "StreamLane",
-        "ticket.settle(error)",
-        "with torch.cuda.stream(torch.cuda.Stream()): ticket.settle(error)",
+        "handle.settle(error)",
+        "with torch.cuda.stream(torch.cuda.Stream()): handle.settle(error)",
     ),
-    "an operation has ended once it is launched": (lane, "Ticket", "self._kernels_end.query()", "True"),
+    "an operation has ended once it is launched": (lane, "Work", "self._kernels_end.query()", "True"),
 }
 
 

@@ -53,9 +53,9 @@ class Inline(WorkerLane):
         work: Any,
         result: Tensor,
         inputs: Sequence[Tensor] = (),
-    ) -> lanes.Ticket:
+    ) -> lanes.Work:
         self._require_usable(operation)
-        ticket = lanes.Ticket(result)
+        ticket = lanes.Work(result)
         with self._order:
             self._own.busy = here.busy = True
             try:

@@ -13,7 +13,7 @@ from torch import Tensor
 from commopt.feedback import Layout
 from commopt.feedback.scratch import Scratch
 from commopt.kernels.pack import pack, unpack
-from commopt.lanes import Ticket
+from commopt.lanes import Work
 
 
 @dataclass(eq=False)
@@ -23,7 +23,7 @@ class Held:
     number: int
     layout: Layout
     bucket: Tensor
-    ticket: Ticket | None = None
+    ticket: Work | None = None
 
 
 @dataclass(frozen=True)

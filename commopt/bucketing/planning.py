@@ -30,11 +30,11 @@ from commopt.bucketing.wish import Wish
 from commopt.errors import ConfigurationError
 from commopt.feedback import Layout
 from commopt.groups import Team
-from commopt.lanes import Ticket
+from commopt.lanes import Work
 from commopt.plan import Adaptation, Bucket, Calendar, Decision, Faithfulness, Plan, Tuned
 from commopt.recording import Recorder
 
-Run = Callable[[Callable[[], None], str], Ticket]
+Run = Callable[[Callable[[], None], str], Work]
 
 _log = logging.getLogger("commopt")
 
@@ -81,7 +81,7 @@ class Planning:
         self.turns = Turns(self._following.leave_to_ddp)
         self._measuring = Measuring(recorder, layouts.parameters, self._first_calendar(0), record=record)
         self._meetings: Meetings | None = None
-        self._pending: Ticket | None = None
+        self._pending: Work | None = None
         self._record = record
         self._leave_after: float = inf  # the step after which DDP may be left to itself
 

@@ -19,7 +19,8 @@ from commopt.errors import ConfigurationError, MismatchError, UnsupportedTensorE
 from commopt.feedback import Account, Layout
 from commopt.groups import NcclByLevel, WireBytes
 from commopt.groups.membership import require_equal
-from commopt.lanes import LaneClient, Ticket
+from commopt.lanes import LaneClient
+from commopt.lanes import Work as LaneWork
 from topology import Cluster
 
 Op = Literal["avg", "sum"]
@@ -30,9 +31,9 @@ _CALLS_COMPARED = 512
 class Work:
     """Wait for it before reading the array; several may be in flight, and they finish in the order they started."""
 
-    def __init__(self, ticket: Ticket, array: Any, refusals: Sequence[MismatchError]) -> None:
+    def __init__(self, work: LaneWork, array: Any, refusals: Sequence[MismatchError]) -> None:
         """refusals: holds an error, once the operation has ended, when it was refused on all ranks."""
-        self._ticket = ticket
+        self._work = work
         self._array = array
         self._refusals = refusals
 
@@ -41,16 +42,16 @@ class Work:
 
         Raises MismatchError when ranks made different calls, LaneError when the collective failed on any rank.
         """
-        self._require_accepted(self._ticket.wait())
+        self._require_accepted(self._work.wait())
         return self._array
 
     def get_future(self) -> torch.futures.Future[Tensor]:
         """Return a future of the result as a tensor; what `wait` raises is a RuntimeError there, as torch has it."""
-        return self._ticket.future.then(lambda done: self._require_accepted(done.value()))
+        return self._work.future.then(lambda done: self._require_accepted(done.value()))
 
     def is_completed(self) -> bool:
         """Return whether it has ended, well or badly; on CUDA whether the result is there, not whether it is queued."""
-        return self._ticket.is_completed()
+        return self._work.is_completed()
 
     def _require_accepted(self, result: Tensor) -> Tensor:
         if self._refusals:
@@ -231,8 +232,8 @@ class Communicator:
         if aggregator is not None:
             what += f" by {aggregator}"
         sources = [source.tensor for source in inputs]
-        ticket = self._client.submit(what, compare_and_work, tensor, sources, numel=tensor.numel())
-        handle = Work(ticket, operand.array, refusals)
+        pending = self._client.submit(what, compare_and_work, tensor, sources, numel=tensor.numel())
+        handle = Work(pending, operand.array, refusals)
         return handle if async_op else handle.wait()
 
     def _compare(self, arguments: dict[str, str], call: str, device: torch.device) -> None:

@@ -73,12 +73,12 @@ class ParameterAverages:
             return
         aggregator, messages = self._average.parameters, _messages(self._tensors())
         devices = dict.fromkeys(message.device for message in messages)
-        tickets = []
+        handles = []
         for device in devices:
             work = partial(_exchange, [each for each in messages if each.device == device], aggregator, client.team)
-            tickets.append(client.run(work, "average of the parameters", device))
-        for ticket in tickets:
-            ticket.wait()
+            handles.append(client.run(work, "average of the parameters", device))
+        for handle in handles:
+            handle.wait()
         for message in messages:
             layout = Layout.anonymous(message.numel)
             self.sent += aggregator.wire_bytes(layout, message.dtype, client.team, message.device, 0)

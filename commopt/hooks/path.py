@@ -61,17 +61,19 @@ class BucketPath:
             registration.recorder.bucket(number, layout.title, buffer.nbytes)
         if last:
             self._check_step()
-        task = torch._C._current_graph_task_id()
-        if task != self._raising_task and task != -1:
-            self._let_backward_raise(task)
-        ticket = self._send(layout, buffer, number, last=last)
+        graph_task = torch._C._current_graph_task_id()
+        if graph_task != self._raising_task and graph_task != -1:
+            self._let_backward_raise(graph_task)
+        handle = self._send(layout, buffer, number, last=last)
         if last:
             self._end_step()
         spent_ns = perf_counter_ns() - entered_ns
         self._lately_ns.append(spent_ns)
         self.hook_ns += spent_ns
         self.hook_calls += 1
-        return ticket.future if task == -1 else ticket.ended  # DDP's join() calls the hook outside of any backward
+        return (
+            handle.future if graph_task == -1 else handle.ended
+        )  # DDP's join() calls the hook outside of any backward
 
     def _begin_step(self, device: torch.device) -> None:
         registration = self._registration
@@ -92,7 +94,7 @@ class BucketPath:
             self._cosine_of = registration.planning.changes
             registration.cosine = Fidelity(steps)  # a new plan is judged by its own samples
 
-    def _let_backward_raise(self, task: int) -> None:
+    def _let_backward_raise(self, graph_task: int) -> None:
         """Let the backward under way raise the error of a lane that fails meanwhile.
 
         Such a LaneError stays what it is, where DDP makes a RuntimeError of a future's. A step may have several graph
@@ -102,7 +104,7 @@ class BucketPath:
         engine = Variable._execution_engine
         # From within a callback, so that it comes after DDP's own, which waits for the lane.
         engine.queue_callback(lambda: engine.queue_callback(lanes.require_healthy))
-        self._raising_task = task
+        self._raising_task = graph_task
 
     def _require_one_device(self, device: torch.device) -> None:
         registration = self._registration
@@ -129,7 +131,7 @@ class BucketPath:
             self._unused.step_is_reduced()
         registration.layouts.require_expected()
 
-    def _send(self, layout: Layout, buffer: Tensor, index: int, *, last: bool) -> lanes.Ticket:
+    def _send(self, layout: Layout, buffer: Tensor, index: int, *, last: bool) -> lanes.Work:
         """Queue the average of bucket `index`, `last` of its step."""
         registration, step, device = self._registration, self._registration.step, buffer.device
         client, recorder, aggregator = registration.joined, registration.recorder, registration.planning.aggregator
@@ -142,11 +144,11 @@ class BucketPath:
             self.traffic.count(_FLAT, anonymous(sample_numel(layout.numel)), torch.float32, device, step.number)
         # Words only for who asks for them: this is on the way of backward.
         recorded = recorder.message((index,), layout.title, buffer.nbytes) if recorder.enabled else None
-        work = Reduction(buffer, layout, number, last, step, aggregator, client.team, cosine, recorded)
-        ticket = client.submit(work, work, buffer, numel=layout.numel)
+        task = Reduction(buffer, layout, number, last, step, aggregator, client.team, cosine, recorded)
+        handle = client.submit(task, task, buffer, numel=layout.numel)
         step.buffers.append(layout)
         self.traffic.count(aggregator, layout, buffer.dtype, device, step.number)
-        return ticket
+        return handle
 
     def _end_step(self) -> None:
         registration = self._registration

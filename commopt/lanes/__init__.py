@@ -1,7 +1,7 @@
 """Where communication runs: one lane per device and process, shared by every hook and every standalone call."""
 
 from commopt.lanes.failure import failure_of
-from commopt.lanes.lane import Lane, Operation, Ticket, WorkerLane
+from commopt.lanes.lane import Lane, Operation, Work, WorkerLane
 from commopt.lanes.registry import LaneClient, finish, lane_for, require_healthy
 from commopt.lanes.stream import StreamLane
 
@@ -10,7 +10,7 @@ __all__ = [
     "LaneClient",
     "Operation",
     "StreamLane",
-    "Ticket",
+    "Work",
     "WorkerLane",
     "failure_of",
     "finish",

@@ -38,7 +38,7 @@ class Operation:
         return f"{self.owner}, operation {self.sequence}: {self.what} of {self.numel} elements"
 
 
-class Ticket:
+class Work:
     """The pending result of an operation.
 
     ended: a future of the tensor that holds the result. It never fails: it is for whoever asks the lane itself whether
@@ -66,7 +66,7 @@ class Ticket:
         return self.ended.then(lambda done: self._or_raise(done.value()))
 
     def hold_back(self, stream: torch.cuda.Stream) -> None:
-        """Let `stream` wait for what the current stream had been given when this ticket was made."""
+        """Let `stream` wait for what the current stream had been given when this handle was made."""
         if self._ready is not None:
             stream.wait_event(self._ready)
 
@@ -106,14 +106,14 @@ class Lane(ABC):
     def submit(
         self,
         operation: Operation,
-        work: Task,
+        task: Task,
         result: Tensor,
         inputs: Sequence[Tensor] = (),
-    ) -> Ticket:
-        """Queue `work`, which communicates, reads `inputs` and leaves its outcome in `result`.
+    ) -> Work:
+        """Queue `task`, which communicates, reads `inputs` and leaves its outcome in `result`.
 
-        `work` sees both as the submitting thread (on CUDA: its current stream) left it. Raises LaneError when the lane
-        is poisoned, ConfigurationError when the process group was destroyed, CommoptError when called from `work`
+        `task` sees both as the submitting thread (on CUDA: its current stream) left it. Raises LaneError when the lane
+        is poisoned, ConfigurationError when the process group was destroyed, CommoptError when called from `task`
         itself: it would wait for its own end.
         """
 
@@ -154,8 +154,8 @@ class Lane(ABC):
             operation.membership.require_alive()
         operation.membership.submitted[operation.device_type] += 1
 
-    def _run(self, operation: Operation, work: Task, ticket: Ticket) -> LaneError | None:
-        """Run `work` in the calling thread; return the error that now poisons the lane, if any.
+    def _run(self, operation: Operation, task: Task, handle: Work) -> LaneError | None:
+        """Run `task` in the calling thread; return the error that now poisons the lane, if any.
 
         Ctrl-C poisons it too, and goes on.
         """
@@ -165,8 +165,8 @@ class Lane(ABC):
             if checking():
                 check_order(operation.membership, operation.device_type, str(operation))
             # A tensor made in inference mode can be written in no other.
-            with fresh_modes(inference=ticket.of_inference):
-                work()
+            with fresh_modes(inference=handle.of_inference):
+                task()
         except BaseException as error:
             with self._verdict:
                 self._error = _reported(operation, error)
@@ -209,7 +209,7 @@ class WorkerLane(Lane):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._queue: SimpleQueue[tuple[Operation, Task, Ticket] | threading.Event | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[Operation, Task, Work] | threading.Event | None] = SimpleQueue()
         # A daemon: a peer that never answers must not keep this process from exiting.
         self._thread = threading.Thread(target=self._serve, name="commopt-lane", daemon=True)
         self._thread.start()
@@ -217,15 +217,15 @@ class WorkerLane(Lane):
     def submit(
         self,
         operation: Operation,
-        work: Task,
+        task: Task,
         result: Tensor,
         inputs: Sequence[Tensor] = (),
-    ) -> Ticket:
-        """Queue `work`, as Lane.submit; `work` itself keeps `inputs` alive."""
+    ) -> Work:
+        """Queue `task`, as Lane.submit; `task` itself keeps `inputs` alive."""
         self._require_usable(operation)
-        ticket = Ticket(result)
-        self._queue.put((operation, work, ticket))
-        return ticket
+        handle = Work(result)
+        self._queue.put((operation, task, handle))
+        return handle
 
     def close(self) -> bool:
         """Finish what was submitted and end the thread, as Lane.close."""
@@ -246,6 +246,6 @@ class WorkerLane(Lane):
             if isinstance(item, threading.Event):
                 item.set()
                 continue
-            operation, work, ticket = item
-            ticket.settle(self._run(operation, work, ticket))
-            del item, operation, work, ticket  # keep no tensor alive while idle
+            operation, task, handle = item
+            handle.settle(self._run(operation, task, handle))
+            del item, operation, task, handle  # keep no tensor alive while idle

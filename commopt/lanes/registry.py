@@ -18,7 +18,7 @@ from torch import Tensor
 from commopt.errors import CommoptError, ConfigurationError
 from commopt.groups import Membership, NcclByLevel, close_stores, join, keep_groups, memberships, read_arguments
 from commopt.lanes.failure import publish_uncaught
-from commopt.lanes.lane import Lane, Operation, Ticket, WorkerLane
+from commopt.lanes.lane import Lane, Operation, Work, WorkerLane
 from commopt.lanes.stream import StreamLane
 
 _lanes: dict[torch.device, Lane] = {}
@@ -157,14 +157,14 @@ class LaneClient:
     def submit(
         self,
         what: object,
-        work: Callable[[], None],
+        task: Callable[[], None],
         result: Tensor,
         inputs: Sequence[Tensor] = (),
         numel: int = 0,
-    ) -> Ticket:
-        """Queue `work`, of `numel` elements, on the lane of the device of `result`, as Lane.submit; all ranks must.
+    ) -> Work:
+        """Queue `task`, of `numel` elements, on the lane of the device of `result`, as Lane.submit; all ranks must.
 
-        what: its text names the work in errors.
+        what: its text names the task in errors.
         """
         if self.closed:
             self.require_open(str(what))
@@ -173,12 +173,12 @@ class LaneClient:
         if self._lane is None or device != self._device or not membership.alive:
             self._device, self._lane = device, lane_for(device)
         operation = Operation(membership, self.name, next(self._sequence), what, numel, device.type)
-        return self._lane.submit(operation, work, result, inputs)
+        return self._lane.submit(operation, task, result, inputs)
 
-    def run(self, work: Callable[[], None], what: str, device: torch.device | None = None) -> Ticket:
-        """Queue work of another kind on the lane of `device`, by default the last one used; all ranks must."""
+    def run(self, task: Callable[[], None], what: str, device: torch.device | None = None) -> Work:
+        """Queue a task of another kind on the lane of `device`, by default the last one used; all ranks must."""
         device = device or self._device or self.team.default_device
-        return self.submit(what, work, torch.zeros(1, dtype=torch.float32, device=device))
+        return self.submit(what, task, torch.zeros(1, dtype=torch.float32, device=device))
 
     def require_open(self, what: str) -> None:
         """Raise ConfigurationError when `close` came before `what`."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from commopt.errors import LaneError
 from commopt.groups import Membership, close_together, joined
-from commopt.lanes.lane import Lane, Operation, Task, Ticket
+from commopt.lanes.lane import Lane, Operation, Task, Work
 
 _WATCH_PERIOD_S = 0.5
 _CLOSE_TIMEOUT_S = 5.0
@@ -42,30 +42,30 @@ class StreamLane(Lane):
     def submit(
         self,
         operation: Operation,
-        work: Task,
+        task: Task,
         result: Tensor,
         inputs: Sequence[Tensor] = (),
-    ) -> Ticket:
-        """Launch `work`, as Lane.submit; a failure of the launch raises here, in the submitting thread."""
+    ) -> Work:
+        """Launch `task`, as Lane.submit; a failure of the launch raises here, in the submitting thread."""
         self._require_usable(operation)
         with self._order:
             self._own.busy = True
             try:
-                return self._launch(operation, work, result, inputs)
+                return self._launch(operation, task, result, inputs)
             finally:
                 self._own.busy = False
 
-    def _launch(self, operation: Operation, work: Task, result: Tensor, inputs: Sequence[Tensor]) -> Ticket:
-        ticket = Ticket(result)
-        ticket.hold_back(self._stream)
+    def _launch(self, operation: Operation, task: Task, result: Tensor, inputs: Sequence[Tensor]) -> Work:
+        handle = Work(result)
+        handle.hold_back(self._stream)
         for tensor in (result, *inputs):
             tensor.record_stream(self._stream)  # its memory may be freed by a stream that is ahead of the lane
         with torch.cuda.stream(self._stream):
-            error = self._run(operation, work, ticket)
-            ticket.settle(error)
+            error = self._run(operation, task, handle)
+            handle.settle(error)
         if error is not None:
             raise self._anew(error)
-        return ticket
+        return handle
 
     def _anew(self, error: LaneError) -> LaneError:
         return LaneError(f"{error}\n{_RECOVERY}")
