@@ -173,7 +173,7 @@ class BucketPath:
 # ----------------------------------------------------------------------------------------- on the lane
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Reduction:
     """The lane's work for one bucket: its `buffer` is averaged and its residuals are committed.
 

@@ -23,7 +23,7 @@ _LOOK_S = 0.5
 Task = Callable[[], None]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Operation:
     """What every rank of `membership` must submit at the same point of its program."""
 
