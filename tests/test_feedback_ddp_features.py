@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from commopt.hooks.misuse import enabled_scalers, warn_of_untested_torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import commopt
 from commopt import Compressed, Hierarchical, PowerSGD
+from commopt.hooks.checks import enabled_scalers, warn_of_untested_torch
 from commopt.version import NEWEST_TESTED_TORCH
 from tests.feedback_training import (
     SMALL_BUCKETS,

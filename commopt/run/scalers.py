@@ -9,7 +9,7 @@ from weakref import ref
 import torch
 
 from commopt.hooks import HookState
-from commopt.hooks.misuse import enabled_scalers
+from commopt.hooks.checks import enabled_scalers
 
 _log = logging.getLogger("commopt")
 
