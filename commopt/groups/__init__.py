@@ -2,7 +2,7 @@
 
 from commopt.groups.build import join, read_arguments, resolve_group
 from commopt.groups.gloo import apply_scale
-from commopt.groups.membership import FAILURE_KEY, Membership, checking, joined, memberships, was_joined
+from commopt.groups.membership import FAILURE_KEY, Membership, joined, memberships, was_joined
 from commopt.groups.nccl import NcclByLevel, NcclOptions, copied_options
 from commopt.groups.shape import TeamShape, WireBytes, WireModel
 from commopt.groups.store import LimitedStore, close_stores
@@ -29,7 +29,6 @@ __all__ = [
     "all_gather_single",
     "apply_scale",
     "broadcast_bytes",
-    "checking",
     "close_stores",
     "close_together",
     "copied_options",

@@ -188,6 +188,11 @@ FAILURE_KEY = "failure"
 _ANSWER_S = 2.0
 
 
+def checking() -> bool:
+    """Return whether COMMOPT_CHECK asks for every operation to be compared over its ranks."""
+    return os.environ.get("COMMOPT_CHECK", "") not in ("", "0")
+
+
 @dataclass(eq=False)
 class Membership:
     """What `join` built over one process group; `name` and the keys of `store` are its own, equal on all its ranks."""
@@ -205,6 +210,7 @@ class Membership:
     submitted: Counter[str] = field(default_factory=Counter)
     checked: Counter[str] = field(default_factory=Counter)
     compared: set[bytes] = field(default_factory=set)  # digests of calls that were seen to be equal on all ranks
+    checks: bool = field(default_factory=checking)  # alike on all ranks, as setup has found
     _met: Counter[str] = field(default_factory=Counter)  # how often for each purpose; of agreements: for each statement
 
     def __post_init__(self) -> None:
@@ -265,7 +271,7 @@ class Membership:
         self._met[place] += 1  # who goes on first must know that the others, still here, will follow
         hear = failures_among(self.ranks)
         try:
-            if checking():
+            if self.checks:
                 self.announce(place, times, f"{purpose} with {facts}", meeting=True)
             return exchange_facts(self.store, self.ranks, self.team.rank, purpose, facts, self.timeout_s, hear, problem)
         except BaseException:
@@ -359,8 +365,3 @@ def failures_among(ranks: Collection[int]) -> Callable[[], None]:
                 raise LaneError(report)
 
     return hear
-
-
-def checking() -> bool:
-    """Return whether COMMOPT_CHECK asks for every operation to be compared over its ranks."""
-    return os.environ.get("COMMOPT_CHECK", "") not in ("", "0")

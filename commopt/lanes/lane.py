@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from commopt.errors import CommoptError, LaneError
-from commopt.groups import Membership, checking
+from commopt.groups import Membership
 from commopt.lanes.failure import check_order, fail
 
 _CLOSE_TIMEOUT_S = 5.0
@@ -162,7 +162,7 @@ class Lane(ABC):
         if self._error is not None:
             return self._error
         try:
-            if checking():
+            if operation.membership.checks:
                 check_order(operation.membership, operation.device_type, str(operation))
             # A tensor made in inference mode can be written in no other.
             with fresh_modes(inference=handle.of_inference):
