@@ -4,9 +4,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from commopt.aggregate import AGGREGATORS, Aggregator, Auto, Compressed, Flat, Hierarchical, LocalSGD, PowerSGD
-from commopt.collectives import Communicator, Work, all_reduce
 from commopt.compress import COMPRESSORS, DGC, Cast, Compressor, OneBit, Quantize
-from commopt.cost import Links
 from commopt.errors import (
     CommoptError,
     ConfigurationError,
@@ -40,12 +38,44 @@ from commopt.hooks import (
     powersgd,
     quantized,
 )
-from commopt.lanes.uncaught import failure_of
+from commopt.lanes import failure_of
 from commopt.schedule import Plan
 from commopt.version import __version__
 
 if TYPE_CHECKING:
+    from commopt.collectives import Communicator, Work, all_reduce
+    from commopt.cost import Links
     from commopt.timeline import Report, Timeline
+
+# Loaded when they are first used: no hook needs them.
+_LATER = {
+    "Communicator": "commopt.collectives",
+    "Links": "commopt.cost",
+    "Report": "commopt.timeline",
+    "Timeline": "commopt.timeline",
+    "Work": "commopt.collectives",
+    "all_reduce": "commopt.collectives",
+}
+
+
+_FORMERLY = {"PeriodicAverage": "LocalSGD"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _FORMERLY:
+        warnings.warn(f"commopt.{name} is now commopt.{_FORMERLY[name]}", DeprecationWarning, stacklevel=2)
+        return globals()[_FORMERLY[name]]
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    globals()[name] = found = getattr(import_module(_LATER[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
 
 __all__ = [
     "AGGREGATORS",
@@ -104,19 +134,3 @@ __all__ = [
     "powersgd",
     "quantized",
 ]
-
-
-_FORMERLY = {"PeriodicAverage": LocalSGD}
-
-
-def __getattr__(name: str) -> Any:
-    """Load the timeline when somebody asks for it; warn of names that are no more."""
-    if name in ("Report", "Timeline"):
-        from commopt import timeline
-
-        return getattr(timeline, name)
-    if name in _FORMERLY:
-        now = _FORMERLY[name]
-        warnings.warn(f"commopt.{name} is now commopt.{now.__name__}", DeprecationWarning, stacklevel=2)
-        return now
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commopt
-from commopt import AGGREGATORS, Account, Aggregator, Layout
+from commopt import AGGREGATORS, PRESETS, Aggregator, BufferContext, Layout, Preset
 from commopt.aggregate import Step, call, work
 from commopt.groups import Team, TeamShape
-from commopt.hooks.presets import preset
 
 
 # 1. A frozen dataclass: its fields are the options, its repr is what ranks compare.
@@ -29,17 +28,17 @@ class InOrder(Aggregator):
     """Send each rank its chunk of everybody's buffer, add up in rank order, and gather the sums."""
 
     # 2. What is done, in place. All ranks must call the same collectives in the same order, and end with the same bits.
-    def all_reduce(self, buffer: Tensor, team: Team, scale: float, account: Account) -> None:
-        """Exchange chunks, add, gather. `account.scratch` is memory that lives from bucket to bucket."""
+    def all_reduce(self, buffer: Tensor, team: Team, scale: float, context: BufferContext) -> None:
+        """Exchange chunks, add, gather. `context.scratch` is memory that lives from bucket to bucket."""
         numel = buffer.numel()
         if numel == 0:
             return
         chunk_numel = -(-numel // team.size)
         shape, dtype, device = team.size * chunk_numel, buffer.dtype, buffer.device
-        sent = account.scratch.take("sent", shape, dtype, device)
+        sent = context.scratch.take("sent", shape, dtype, device)
         sent[:numel] = buffer
         sent[numel:] = 0
-        received = account.scratch.take("received", shape, dtype, device)
+        received = context.scratch.take("received", shape, dtype, device)
         team.all_to_all(received, sent)
         total = torch.zeros(chunk_numel, dtype=torch.float64 if dtype.is_floating_point else dtype, device=device)
         for chunk in received.view(team.size, chunk_numel):  # in rank order, whatever the network did
@@ -81,7 +80,7 @@ def in_order() -> Aggregator:
 def register() -> None:
     """The one line, after which contract tests and benchmarks know it. And a preset."""
     AGGREGATORS["in_order"] = InOrder
-    preset(in_order)  # commopt.attach(ddp, "in_order"); between nodes: Hierarchical(inter=InOrder())
+    PRESETS["in_order"] = Preset(in_order)  # commopt.attach(ddp, "in_order"), or Hierarchical(inter=InOrder())
 
 
 def main(steps: int = 100) -> float:

@@ -17,8 +17,8 @@ from commopt import Aggregator
 from tests.catalogue import Mean, assert_average, uses_compression
 
 Batch = tuple[Any, ...]
-# Presets that stand for all where the hook is tried rather than the aggregator, in which alone flat ones differ.
-HOOKS = [name for name in commopt.PRESETS if name == "flat" or name.startswith("hierarchical")]
+# Where presets differ for the hook: exact, with residuals, with factors besides.
+REPRESENTATIVES = ["flat", "hierarchical_quantized", "hierarchical_powersgd"]
 STEPS = 4  # DDP rebuilds its buckets after iteration 0, or 1 with a static graph
 WIDTH = 64  # so wide that a layer has more elements than the DGC presets send at least
 SMALL_BUCKET: dict[str, Any] = {"bucket_cap_mb": 0.012}
@@ -190,12 +190,6 @@ def register_torch_convention(module: nn.Module, preset: str, **options: Any) ->
     return ddp
 
 
-def register_two_arguments(module: nn.Module, preset: str, **options: Any) -> TorchDDP:
-    ddp = commopt.DistributedDataParallel(module, **options)
-    ddp.register_comm_hook(commopt.HookState(module=module, timeout=60), commopt.PRESETS[preset])
-    return ddp
-
-
 def register_hook_function(module: nn.Module, preset: str, **options: Any) -> TorchDDP:
     ddp = TorchDDP(module, **options)
     ddp.register_comm_hook(commopt.HookState(commopt.PRESETS[preset].build()), commopt.hook)
@@ -226,7 +220,6 @@ WAYS = {
     for function in (
         register_preset,
         register_torch_convention,
-        register_two_arguments,
         register_hook_function,
         attach_preset,
         attach_name,

@@ -80,20 +80,10 @@ CALLS: dict[str, tuple[Callable[[], object], type[Exception], tuple[str, ...]]] 
         ConfigurationError,
         ("'hierarchicl'", *commopt.PRESETS),
     ),
-    "unknown preset, one argument": (
-        lambda: linear_ddp(commopt.DistributedDataParallel).register_comm_hook("bf16"),  # type: ignore[call-arg]
-        ConfigurationError,
-        ("'bf16'", *commopt.PRESETS),
-    ),
     "option misspelt": (
         lambda: commopt.attach(linear_ddp(), "hierarchical", timeouts=4),
         ConfigurationError,
         ("timeouts=4", "did you mean timeout?", "ranks_per_node"),
-    ),
-    "option misspelt, of an aggregator": (
-        lambda: commopt.attach(linear_ddp(), Hierarchical(), timeouts=4),
-        ConfigurationError,
-        ("timeouts", "timeout,"),
     ),
     "unknown option": (
         lambda: commopt.attach(linear_ddp(), commopt.hierarchical, matrix_rank=4),
@@ -110,13 +100,7 @@ CALLS: dict[str, tuple[Callable[[], object], type[Exception], tuple[str, ...]]] 
         ConfigurationError,
         ("3", "4", "ranks_per_node"),
     ),
-    "ranks_per_node does not divide (Communicator)": (
-        lambda: Communicator(ranks_per_node=3),
-        ConfigurationError,
-        ("3", "4", "ranks_per_node"),
-    ),
     "ranks_per_node too large": (lambda: Communicator(ranks_per_node=8), ConfigurationError, ("8", "ranks_per_node")),
-    "ranks_per_node 0": (lambda: Communicator(ranks_per_node=0), ConfigurationError, ("0", "ranks_per_node")),
     "ranks_per_node -2": (lambda: HookState(ranks_per_node=-2), ConfigurationError, ("-2", "ranks_per_node")),
     "ddp as state": (lambda: HookState(linear_ddp()), ConfigurationError, ("aggregator", "attach")),  # type: ignore[arg-type]
     "ddp as process group": (
@@ -139,20 +123,10 @@ CALLS: dict[str, tuple[Callable[[], object], type[Exception], tuple[str, ...]]] 
         ConfigurationError,
         ("8", "preset"),
     ),
-    "attach the class": (
-        lambda: commopt.attach(linear_ddp(), Hierarchical),  # type: ignore[arg-type]
-        ConfigurationError,
-        ("Hierarchical", "aggregator"),
-    ),
     "preset name as state's aggregator": (
         lambda: HookState("hierarchical"),  # type: ignore[arg-type]
         ConfigurationError,
         ("'hierarchical'", "attach"),
-    ),
-    "hook without a state": (
-        lambda: linear_ddp(commopt.DistributedDataParallel).register_comm_hook(None, commopt.hierarchical),
-        ConfigurationError,
-        ("None", "commopt.HookState()", "commopt.hierarchical"),
     ),
     "state without a hook": (
         lambda: linear_ddp(commopt.DistributedDataParallel).register_comm_hook(HookState()),  # type: ignore[call-arg]
@@ -198,11 +172,6 @@ CALLS: dict[str, tuple[Callable[[], object], type[Exception], tuple[str, ...]]] 
         UnsupportedTensorError,
         ("'0.weight'", "sparse=False"),
     ),
-    "integer through PowerSGD": (
-        lambda: commopt.all_reduce(torch.ones(2, dtype=torch.int64), op="sum", aggregator=PowerSGD()),
-        UnsupportedTensorError,
-        ("int64", "Flat()"),
-    ),
     "bool tensor": (
         lambda: commopt.all_reduce(torch.ones(2, dtype=torch.bool), op="sum"),
         UnsupportedTensorError,
@@ -211,7 +180,6 @@ CALLS: dict[str, tuple[Callable[[], object], type[Exception], tuple[str, ...]]] 
     "list": (lambda: commopt.all_reduce([1.0, 2.0]), UnsupportedTensorError, ("list", "torch", "NumPy")),
     "strings": (lambda: commopt.all_reduce(np.array(["a"])), UnsupportedTensorError, ("NumPy",)),
     "src out of range": (lambda: Communicator().broadcast(torch.ones(1), src=4), ConfigurationError, ("4", "0 to 3")),
-    "negative src": (lambda: Communicator().broadcast(torch.ones(1), src=-1), ConfigurationError, ("-1", "0 to 3")),
     "reduce_scatter shapes": (
         lambda: Communicator().reduce_scatter(torch.ones(3), torch.ones(13)),
         ConfigurationError,
@@ -226,11 +194,6 @@ CALLS: dict[str, tuple[Callable[[], object], type[Exception], tuple[str, ...]]] 
         lambda: Communicator().all_to_all(torch.ones(6), torch.ones(6)),
         ConfigurationError,
         ("6", "world_size=4"),
-    ),
-    "dtypes differ": (
-        lambda: Communicator().all_gather(torch.ones(4, dtype=torch.float64), torch.ones(1)),
-        ConfigurationError,
-        ("float32", "float64"),
     ),
 }
 
@@ -275,8 +238,6 @@ def test_refused(name: str, refused: list[dict[str, Raised]]) -> None:
         (lambda: HookState().cluster, ("init_process_group",)),
         (lambda: HookState(process_group=3), ("init_process_group",)),
         (lambda: Communicator(), ("init_process_group",)),
-        (lambda: commopt.flat.build(form="leader"), ("flat", "form")),
-        (lambda: commopt.powersgd(rank=4), ("rank=4", "did you mean matrix_rank?")),
         (lambda: commopt.powersgd(timeout=4), ("timeout=4", "commopt.attach(ddp, commopt.powersgd, timeout=4)")),
         (lambda: commopt.powersgd(8), ("commopt.powersgd got 8", "by name", "matrix_rank")),  # type: ignore[call-overload]
     ],
@@ -480,7 +441,7 @@ def lengths_differ(rank: int, world_size: int, known: tuple[int, ...]) -> list[R
     return results
 
 
-@pytest.mark.parametrize("known", [(4, 8), (4,), (8,), ()], ids=str)
+@pytest.mark.parametrize("known", [(4,), ()], ids=str)
 def test_calls_of_another_length_on_one_rank(known: tuple[int, ...]) -> None:
     results = run(lengths_differ, 3, known, fresh=True)
     for number in (0, 2):
@@ -520,10 +481,10 @@ MISTAKES: dict[str, tuple[str, Any, tuple[str, ...]]] = {
 
 def mistake_on_one_rank(rank: int, world_size: int) -> dict[str, Raised]:
     results = {}
-    for kind in (Communicator, HookState):  # HookState once the groups exist, and for other ranks at once
+    for number, kind in enumerate((Communicator, HookState, Communicator)):  # the last two once the groups exist
         for name, (option, value, _) in MISTAKES.items():
             options = {option: value} if rank == 1 else {}
-            results[f"{name} {kind.__name__}"] = outcome(partial(kind, **options))
+            results[f"{name} {number}"] = outcome(partial(kind, **options))
         assert_works()
     return results
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import textwrap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -28,11 +28,10 @@ from commopt.feedback import Layout, Ledger, restore, save
 from commopt.feedback.checkpoint import MAX_MAGNITUDE
 from commopt.groups import Membership, Team, TeamShape
 from commopt.groups.store import limited
+from commopt.hooks.path import BucketPath
 from commopt.hooks.registration import Registration, Settings
-from commopt.hooks.sending import Sending
-from commopt.lanes import operation as operations
-from commopt.lanes import second, stream
-from commopt.schedule import BucketConfig, Plan, calibration
+from commopt.lanes import LaneClient, lane, registry, stream
+from commopt.schedule import BucketConfig, calibration
 from tests.fake_cuda import DEVICE, Gpu
 from topology import Cluster
 
@@ -54,10 +53,9 @@ class Echo(Team):
     used = 0
 
     def __init__(self, nodes: tuple[int, ...], level: str = "world", *parts: Team) -> None:
-        TeamShape.__init__(self, nodes, 0, {"cuda": "nccl"}, level)
+        TeamShape.__init__(self, nodes, 0, {"cuda": "nccl"}, level, *parts)
         self.ranks = tuple(range(len(nodes)))
         self._group, self._closed = None, False
-        self._parts = (parts[0], parts[1]) if parts else (None, None)
 
     @property
     def closed(self) -> bool:
@@ -66,10 +64,6 @@ class Echo(Team):
     def all_reduce(self, tensor: Tensor, *, scale: float = 1.0) -> None:
         self.used += 1
         tensor.mul_(scale * self.size)
-
-    def all_reduce_coalesced(self, tensors: Sequence[Tensor], *, scale: float = 1.0) -> None:
-        for tensor in tensors:
-            self.all_reduce(tensor, scale=scale)
 
     def reduce(self, tensor: Tensor, dst: int) -> None:
         self.used += 1
@@ -136,13 +130,13 @@ class GradBucket:
 class Training:
     """Steps of a model of three parameters, each in a bucket of its own."""
 
-    def __init__(self, aggregator: Aggregator, plan: Plan | str = "ddp", scaler: Any = None) -> None:
+    def __init__(self, aggregator: Aggregator, scaler: Any = None) -> None:
         self.model = nn.ParameterDict({name: nn.Parameter(torch.zeros(96, 64)) for name in BUCKETS})
-        settings = Settings(None, None, BucketConfig(plan), record=False, nccl={})
+        settings = Settings(None, None, BucketConfig(), record=False, nccl={})
         self.registration = Registration(settings, aggregator, self.model, scaler)
-        sending = Sending(setup(), "test", self.registration.recorder)
-        self.registration._begin(aggregator, sending)
-        self.registration.joined = sending
+        client = self.registration.joined = LaneClient(setup(), "test")
+        self.registration._begin(aggregator, client)
+        self.path = BucketPath(self.registration)
         self.streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
         self.buckets = [torch.zeros(NUMEL, device=DEVICE) for _ in BUCKETS]
 
@@ -156,7 +150,7 @@ class Training:
                 drawn = torch.randn(NUMEL, generator=torch.Generator().manual_seed(10 * number + place))
                 self.buckets[place].copy_(drawn.to(DEVICE))
                 bucket: Any = GradBucket(place, self.buckets[place], self.model[name])
-                futures.append(self.registration.reduce(bucket))
+                futures.append(self.path.reduce(bucket))
             torch.zeros(NUMEL, device=DEVICE)  # backward goes on, in memory that is free
         for each in self.streams[1:]:
             self.streams[0].wait_stream(each)
@@ -169,13 +163,13 @@ class Training:
 @contextmanager
 def device() -> Iterator[Gpu]:
     """A GPU of its own, with no lane yet."""
-    lanes._close_all()
-    with Gpu() as gpu, patch.object(lanes, "_forget_old_world"):  # without a process group there would be none
+    registry._close_all()
+    with Gpu() as gpu, patch.object(registry, "_forget_old_world"):  # without a process group there would be none
         try:
             yield gpu
         finally:
             gpu.finish()
-            lanes._close_all()
+            registry._close_all()
 
 
 STRATEGIES = [name for name in commopt.PRESETS if name != "auto"] + ["powersgd:alternating=True", "dgc:momentum=0.9"]
@@ -234,13 +228,13 @@ def standalone() -> list[str]:
     """Gather from memory that is let go at once, poll, and read on a stream that has not waited."""
     with device() as gpu:
         membership, sums = setup(), torch.zeros(4, device=DEVICE)
-        lane = lanes.lane_for(DEVICE)
+        on_device = lanes.lane_for(DEVICE)
         gathered = torch.zeros(400, device=DEVICE)
         source = torch.ones(100, device=DEVICE)
 
-        def gather(source: Tensor) -> lanes.Ticket:
+        def gather(source: Tensor) -> lanes.Work:
             operation = lanes.Operation(membership, "test", 0, "all_gather", 400, "cuda")
-            return lane.submit(operation, lambda: membership.team.all_gather(gathered, source), gathered, [source])
+            return on_device.submit(operation, lambda: membership.team.all_gather(gathered, source), gathered, [source])
 
         ticket = gather(source)
         del source
@@ -252,7 +246,7 @@ def standalone() -> list[str]:
             sums.add_(gathered.view(100, 4).sum(0))
     with device() as other:
         membership, gathered = setup(), torch.zeros(400, device=DEVICE)
-        lane = lanes.lane_for(DEVICE)
+        on_device = lanes.lane_for(DEVICE)
         with torch.cuda.stream(torch.cuda.Stream()):
             torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
             assert gather(torch.ones(100, device=DEVICE)).wait() is gathered
@@ -267,26 +261,16 @@ def test_a_standalone_call() -> None:
 def test_an_error_of_a_launch_raises_where_it_is_made_and_says_how_to_recover() -> None:
     with device():
         membership, values = setup(), torch.zeros(4, device=DEVICE)
-        held = lanes.Ticket(values)
 
         def fail() -> None:
             raise ValueError("no such kernel")
 
-        lane = lanes.lane_for(DEVICE)
+        on_device = lanes.lane_for(DEVICE)
         operation = lanes.Operation(membership, "test", 0, "all_reduce", 4, "cuda")
         with pytest.raises(LaneError, match=r"(?s)no such kernel.*TORCH_NCCL_ASYNC_ERROR_HANDLING=0"):
-            lane.submit(operation, fail, values, [values], [held])
-        with pytest.raises(LaneError, match="no such kernel"):
-            held.wait()
-        assert held.is_completed()
+            on_device.submit(operation, fail, values, [values])
         with pytest.raises(LaneError, match=r"(?s)no such kernel.*TORCH_NCCL_ASYNC_ERROR_HANDLING=0"):
             lanes.require_healthy()
-
-
-def test_a_bucket_costs_one_future() -> None:
-    with device():
-        ticket = lanes.Ticket(torch.zeros(4, device=DEVICE))
-        assert ticket.future is ticket._outcome
 
 
 # ------------------------------------------------------------------------------ communicators
@@ -301,7 +285,7 @@ def test_no_level_is_connected_that_is_not_used(aggregator: Aggregator, used: se
     with device():
         training = Training(aggregator)
         training.step(0)
-        team: Any = training.registration.sending.team
+        team: Any = training.registration.client.team
         assert {each.level for each in (team, team.intra, team.inter) if each.used} == used
 
 
@@ -330,33 +314,20 @@ def test_trials_do_not_time_how_communicators_connect() -> None:
 
 def everything() -> list[str]:
     """Run all of the above."""
-    return standalone()
+    return [*scaled(), *standalone()]
 
 
 MUTANTS = {
-    "the lane waits for no stream": (operations, "Ticket", "stream.wait_event(self._ready)", "pass"),
-    "held buckets are not waited for": (
-        stream,
-        "StreamLane",
-        "for pending in (*reserved, ticket):  #",
-        "for pending in (ticket,):  #",
-    ),
+    "the lane waits for no stream": (lane, "Work", "stream.wait_event(self._ready)", "pass"),
     "memory is not recorded": (stream, "StreamLane", "tensor.record_stream(self._stream)", "pass"),
     "the work runs on the caller's stream": (stream, "StreamLane", "with torch.cuda.stream(self._stream):", "if True:"),
-    "tickets are settled on another stream": (
+    "works are settled on another stream": (
         stream,
         "StreamLane",
-        "pending.settle(error)",
-        "with torch.cuda.stream(torch.cuda.Stream()): pending.settle(error)",
+        "handle.settle(error)",
+        "with torch.cuda.stream(torch.cuda.Stream()): handle.settle(error)",
     ),
-    "the second lane does not wait for the first": (second, "SecondStream", "self._stream.wait_stream(", "id("),
-    "the first lane does not wait for the second": (
-        second,
-        "_Recorded",
-        "torch.cuda.current_stream(self._device).wait_event(self._event)",
-        "pass",
-    ),
-    "an operation has ended once it is launched": (operations, "Ticket", "self._ended.query()", "True"),
+    "an operation has ended once it is launched": (lane, "Work", "self._kernels_end.query()", "True"),
 }
 
 
@@ -368,7 +339,7 @@ def test_a_lane_with_a_fault_is_found_out(name: str, monkeypatch: pytest.MonkeyP
     assert source.count(line) == 1, f"{of} has another text now"
     scope = dict(vars(module))
     exec(compile("from __future__ import annotations\n" + source.replace(line, instead), name, "exec"), scope)
-    for user in (module, lanes, stream, operations):
+    for user in (module, lanes, lane, stream, registry):
         if hasattr(user, of):
             monkeypatch.setattr(user, of, scope[of])
     try:

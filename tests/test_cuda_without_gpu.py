@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from commopt import Aggregator, Communicator, Compressed, Flat, Hierarchical, PowerSGD, Quantize, lanes
+from commopt import Aggregator, Communicator, Compressed, Flat, Hierarchical, PowerSGD, Quantize
 from commopt.kernels import lowrank
+from commopt.lanes import registry
 from tests.fake_cuda import DEVICE, Gpu
 from tests.ranks import run
 
@@ -28,13 +29,13 @@ AGGREGATORS: list[Aggregator] = [
 @contextmanager
 def gpu() -> Iterator[Gpu]:
     """A GPU with a lane of its own."""
-    lanes._close_all()
+    registry._close_all()
     with Gpu() as device:
         try:
             yield device
         finally:
             device.finish()
-            lanes._close_all()
+            registry._close_all()
 
 
 # ------------------------------------------------------------------------------ gloo

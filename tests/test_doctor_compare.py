@@ -243,7 +243,7 @@ def test_rank_0_may_leave_with_the_store_once_it_has_heard_all(rank: int, monkey
             return [facts, facts]
         raise RuntimeError("Connection reset by peer")
 
-    monkeypatch.setattr("commopt.groups.agreement.exchange_facts", exchange)
+    monkeypatch.setattr("commopt.groups.membership.exchange_facts", exchange)
     if rank == 1:
         assert gather(FACTS, []) is None
     else:

@@ -24,12 +24,12 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 import commopt
-from commopt import Account, Aggregator, Communicator, Flat, Hierarchical, Layout, lanes
+from commopt import Account, Aggregator, Communicator, Flat, Hierarchical, Layout
 from commopt.aggregate import Step
 from commopt.cluster import Cluster
 from commopt.errors import TransportError
 from commopt.groups import Membership
-from commopt.lanes import Operation, failure
+from commopt.lanes import failure, registry
 from tests.ranks import run
 
 WITHIN_S = 5.0
@@ -345,8 +345,7 @@ def requests_of_survivors(world_size: int) -> int:
         place: Any = SimpleNamespace(ranks=ranks, rank=rank, closed=True, lost_ranks=list)
         nowhere: Any = None
         membership = Membership("commopt/test", lambda: None, nowhere, place, 60, store)  # type: ignore[arg-type]
-        operation = Operation(membership, "Communicator 0", 0, "all_reduce", 10, "cpu")
-        reports.append(str(failure.fail(operation, TransportError("Connection closed by peer"))))
+        reports.append(str(failure.fail(membership, "all_reduce", TransportError("Connection closed by peer"))))
 
     threads = [threading.Thread(target=fail, args=(rank,)) for rank in ranks[:-1]]
     for thread in threads:
@@ -743,10 +742,10 @@ def leave_what_was_destroyed(rank: int, world_size: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(membership.team), "release", None)
         with pytest.raises(TypeError):
-            lanes._leave()
+            registry._leave()
     with pytest.raises(TransportError, match="is closed"):
         membership.store.read("key")
-    lanes._leave()
+    registry._leave()
     assert membership.team.closed
 
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import commopt
-from commopt.hooks.misuse import enabled_scalers, warn_of_untested_torch
+from commopt.hooks.checks import enabled_scalers, warn_of_untested_torch
 from commopt.version import NEWEST_TESTED_TORCH
 from tests.feedback_training import (
     SMALL_BUCKETS,

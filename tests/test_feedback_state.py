@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import commopt
 from commopt import CommoptError, ConfigurationError
-from commopt.hooks import saving
+from commopt.hooks import checkpoint as saving
 from tests.catalogue import LAYOUTS
 from tests.feedback_training import (
     NUMELS,

@@ -16,8 +16,7 @@ from commopt.compress import Exact
 from commopt.feedback import Layout
 from commopt.feedback.quality import EVERY_STEPS, MAX_SAMPLE_NUMEL, Fidelity, sample_numel
 from commopt.groups import Team, WireBytes
-from commopt.hooks.sending import Step
-from commopt.lanes import Ticket
+from commopt.lanes import Work
 from tests.catalogue import LAYOUTS
 from tests.feedback_training import NUMELS, Training, Vectors, gradients
 from tests.overheard import overheard
@@ -105,10 +104,10 @@ def constant_gradients(rank: int, step: int, dtype: torch.dtype) -> Vectors:
 def watch(rank: int, world_size: int, aggregator: Aggregator, constant: bool) -> float | None:
     chosen = constant_gradients if constant else gradients
     training = Training(rank, world_size, aggregator, chosen=chosen)
-    training.comm._registration.sending.watch_fidelity = True
+    training.comm._registration.watches_cosine = True
     for _ in range(STEPS):
         training.step()
-    return training.comm._registration.sending.fidelity.cosine()
+    return training.comm._registration.cosine.cosine()
 
 
 @pytest.mark.parametrize("layout", ["2x2", "2+1"])
@@ -140,7 +139,7 @@ def listen_to(rank: int, world_size: int, aggregator: Aggregator, watched: bool)
         if team.level == "world" and primitive == "all_reduce":
             heard.append((training.steps, nbytes))
 
-    training.comm._registration.sending.watch_fidelity = watched
+    training.comm._registration.watches_cosine = watched
     with overheard(listen):
         for _ in range(STEPS):
             training.step()
@@ -171,7 +170,7 @@ def count_bytes(rank: int, world_size: int) -> tuple[WireBytes, WireBytes, int]:
     strategies = [Compressed(Quantize(4, 64)), Hierarchical(PowerSGD(2, start_step=0)), Compressed(DGC(0.25)), Flat()]
     training = Training(rank, world_size, strategies[0])
     registration = training.comm._registration
-    world, registration.sending.watch_fidelity = registration.sending.team, True
+    world, registration.watches_cosine = registration.client.team, True
     heard, samples, exact = WireBytes(), 0, Fidelity.exact
 
     def listen(team: Team, primitive: str, nbytes: int, roots: list[int]) -> None:
@@ -183,19 +182,21 @@ def count_bytes(rank: int, world_size: int) -> tuple[WireBytes, WireBytes, int]:
         samples += 1
         return exact(fidelity, buffer, team, scale)
 
-    send, sending = registration.sending.send, registration.sending
+    path, controller = training.comm._path, registration.controller
+    send = path._send
 
-    def switched(number: int, layout: Layout, bucket: Tensor, _: Aggregator, step: Step, *, last: bool) -> Ticket:
-        return send(number, layout, bucket, strategies[number % 4], step, last=last)
+    def switched(layout: Layout, buffer: Tensor, index: int, *, last: bool) -> Work:
+        controller.aggregator = strategies[index % 4]
+        return send(layout, buffer, index, last=last)
 
-    with patch.object(sending, "send", switched):
+    with patch.object(path, "_send", switched):
         for _ in range(3):
             training.step()
-        before = registration.wire_bytes()
+        before = training.comm._path.wire_bytes()
         with overheard(listen), patch.object(Fidelity, "exact", sample):
             for _ in range(STEPS):
                 training.step()
-    sent = registration.wire_bytes()
+    sent = training.comm._path.wire_bytes()
     return WireBytes(sent.intra - before.intra, sent.inter - before.inter), heard, samples
 
 

@@ -205,7 +205,7 @@ def average_in_a_capture(rank: int, world_size: int, unseen: str) -> tuple[list[
         optimizer.zero_grad()
         loss_of(ddp, batch_of(rank, step)).backward()
         optimizer.step()
-    begin = ddp if unseen == "by DDP" else lambda inputs: state._registration._begin_step(inputs.device)
+    begin = ddp if unseen == "by DDP" else lambda inputs: state._path._begin_step(inputs.device)
     averages = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reducer, "is_capturing", lambda: True)

@@ -16,6 +16,7 @@ from tests.catalogue import LAYOUTS, aggregators, representatives
 from tests.ranks import Nodes, run
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+over_nccl = pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])
 
 WORLDS: dict[str, tuple[int, Nodes | None]] = {
     **{layout: LAYOUTS[layout] for layout in ("2", "4", "1+1", "2x2")},
@@ -109,3 +110,6 @@ def test_sums_of_a_fixed_order_have_the_bits_of_the_cpu(layout: str) -> None:
     arguments = (contract.average_everything, world_size, SAME_BITS[layout])
     on_cpu = run(*arguments, "cpu", sizes, nodes=nodes)[0]
     assert run(*arguments, "cuda", sizes, nodes=nodes, device="cuda")[0] == on_cpu
+
+
+# ------------------------------------------------------------------------------ two lanes

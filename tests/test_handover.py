@@ -18,8 +18,7 @@ from commopt.aggregate import account_for
 from commopt.compress import ErrorFeedback
 from commopt.feedback import Account, Feedback, Ledger, scale_and_add
 from commopt.groups import Team, TeamShape
-from commopt.hooks.sending import Step
-from commopt.lanes import Ticket
+from commopt.lanes import Work
 from tests.catalogue import LAYOUTS
 from tests.feedback_training import (
     STRATEGIES,
@@ -84,13 +83,14 @@ class Switching(Training):
     def switch(self, choice: Choice) -> None:
         self.choice = choice
 
-        sending = self.comm._registration.sending
-        send = sending.send
+        path, controller = self.comm._path, self.comm._registration.controller
+        send = path._send
 
-        def switched(number: int, layout: Layout, bucket: Tensor, _: Aggregator, step: Step, *, last: bool) -> Ticket:
-            return send(number, layout, bucket, KNOWN[choice(self.steps, layout.pieces[0].name)], step, last=last)
+        def switched(layout: Layout, buffer: Tensor, index: int, *, last: bool) -> Work:
+            controller.aggregator = KNOWN[choice(self.steps, layout.pieces[0].name)]
+            return send(layout, buffer, index, last=last)
 
-        patch.object(sending, "send", switched).start()
+        patch.object(path, "_send", switched).start()
 
 
 def make(rank: int, world_size: int, choice: Choice, dtype: str = "float32", **others: Any) -> Switching:
@@ -199,7 +199,7 @@ def test_16_bit_buffers(layout: str, dtype: str) -> None:
 
 def load(training: Switching, saved: dict[str, Any]) -> None:
     """Load residuals of levels that the aggregator asked for does not keep itself."""
-    with patch("commopt.hooks.saving._require_same_levels"):
+    with patch("commopt.hooks.checkpoint._require_same_levels"):
         training.comm.load_state_dict(saved)
 
 

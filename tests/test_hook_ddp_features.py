@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
 from tests.hook_training import (
-    HOOKS,
+    REPRESENTATIVES,
     SMALL_BUCKET,
     STEPS,
     WIDTH,
@@ -172,7 +172,7 @@ def all_features(rank: int, world_size: int, preset: str) -> dict[str, str]:
     return {name: feature(rank, world_size, preset) for name, feature in FEATURES.items()}
 
 
-@pytest.mark.parametrize("preset", HOOKS)
+@pytest.mark.parametrize("preset", REPRESENTATIVES)
 @pytest.mark.parametrize("feature", FEATURES)
 def test_feature_of_ddp(feature: str, preset: str) -> None:
     assert_identical(run(FEATURES[feature], 4, preset, nodes=(2, 2)))
@@ -180,7 +180,7 @@ def test_feature_of_ddp(feature: str, preset: str) -> None:
 
 def other_clusters() -> Iterator[tuple[str, int, Any]]:
     for preset in commopt.PRESETS:
-        yield (preset, 3, (2, 1)) if preset in HOOKS else (preset, 2, None)
+        yield (preset, 3, (2, 1)) if preset in REPRESENTATIVES else (preset, 2, (1, 1))
     for preset in ("hierarchical", "hierarchical_quantized"):
         yield preset, 4, ((0, 2), (1, 3))
 

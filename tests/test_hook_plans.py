@@ -222,7 +222,7 @@ def refuse(rank: int, world_size: int) -> None:
         (3, "is a int"),
     ):
         with pytest.raises(commopt.ConfigurationError, match=words):
-            commopt.attach(TorchDDP(module), commopt.Flat(), plan=bad)
+            commopt.attach(TorchDDP(module), commopt.Flat(), plan=bad)  # type: ignore[arg-type]  # what users may do
     wish = "ddp" if rank else "adaptive"
     with pytest.raises(commopt.MismatchError, match=r"plan.*adaptive"):
         commopt.attach(TorchDDP(module), commopt.Flat(), plan=wish)

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
 from tests.hook_training import (
-    HOOKS,
+    REPRESENTATIVES,
     SMALL_BUCKET,
     WAYS,
     Tower,
@@ -89,7 +89,7 @@ def survive_explosion(rank: int, world_size: int, preset: str) -> str:
     return digest + train(ddp, rank, world_size, aggregator, steps=3)
 
 
-@pytest.mark.parametrize("preset", ["flat", "hierarchical_quantized", "hierarchical_powersgd"])
+@pytest.mark.parametrize("preset", REPRESENTATIVES)
 def test_training_goes_on_after_an_exception_in_backward(preset: str) -> None:
     assert_identical(run(survive_explosion, 4, preset, nodes=(2, 2)))
 
@@ -115,7 +115,7 @@ def save_and_load(rank: int, world_size: int, preset: str) -> str:
     return digests
 
 
-@pytest.mark.parametrize("preset", HOOKS)
+@pytest.mark.parametrize("preset", REPRESENTATIVES)
 def test_hook_and_state_can_be_saved(preset: str) -> None:
     assert_identical(run(save_and_load, 4, preset, nodes=(2, 2)))
 
@@ -167,6 +167,6 @@ def start_again(rank: int, world_size: int, preset: str, folder: str) -> str:
     return digests[0]
 
 
-@pytest.mark.parametrize("preset", ["flat", "hierarchical_quantized"])
+@pytest.mark.parametrize("preset", REPRESENTATIVES[:2])
 def test_the_process_group_can_be_destroyed_and_made_again(preset: str, tmp_path: Path) -> None:
     assert_identical(run(start_again, 4, preset, str(tmp_path), nodes=(2, 2)))

@@ -17,7 +17,7 @@ import commopt
 from commopt import ConfigurationError
 from commopt.aggregate.rows import split
 from commopt.feedback import Layout
-from tests.hook_training import HOOKS, SMALL_BUCKET, WAYS, Tower, batch_of, loss_of, seeded, train
+from tests.hook_training import REPRESENTATIVES, SMALL_BUCKET, WAYS, Tower, batch_of, loss_of, seeded, train
 from tests.ranks import run
 
 
@@ -30,7 +30,7 @@ def train_each_way(rank: int, world_size: int, preset: str) -> dict[str, str]:
     return digests
 
 
-@pytest.mark.parametrize("preset", HOOKS)
+@pytest.mark.parametrize("preset", REPRESENTATIVES)
 def test_every_way_to_register_trains_alike(preset: str) -> None:
     digests = run(train_each_way, 4, preset, nodes=(2, 2))
     assert len({digest for mine in digests for digest in mine.values()}) == 1, digests

@@ -10,7 +10,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
-from commopt import ConfigurationError, Flat, Hierarchical, HookState
+from commopt import Compressed, ConfigurationError, Flat, Hierarchical, HookState, Layout, Quantize
+from commopt.groups import TeamShape
+from commopt.hooks.path import Traffic
 from commopt.schedule import Plan
 from tests.feedback_training import STRATEGIES, Training, same_residuals
 from tests.hook_training import SMALL_BUCKET, Tower, batch_of, loss_of, seeded, train
@@ -40,7 +42,7 @@ def test_a_pickle_keeps_what_was_asked_for_and_joins_at_the_first_bucket() -> No
     for before, plan, nodes, steps in run(keep, 2):
         assert before["cluster"] == "not joined yet"
         assert before["aggregator"] == "Flat()"
-        assert before["steps"] == before["messages"] == before["inter_bytes"] == 0
+        assert before["steps"] == before["buckets"] == before["inter_bytes"] == 0
         assert plan == whole_plan()
         assert nodes == 2
         assert steps == 3
@@ -117,3 +119,15 @@ def test_a_resumed_run_reports_its_own_traffic() -> None:
     numel = sum(parameter.numel() for parameter in Tower().parameters())
     for sent in run(report_after_resuming, 2, nodes=(1, 1)):
         assert sent == [commopt.WireBytes(intra=0, inter=4 * numel)] * 2
+
+
+def test_traffic_is_counted_over_any_number_of_steps() -> None:
+    aggregator, team, cpu = Compressed(Quantize(4, start_step=70)), TeamShape.of((1, 1)), torch.device("cpu")
+    layout, traffic = Layout.of_parameters([("weight", 4096)]), Traffic()
+    assert traffic.wire_bytes(team) == commopt.WireBytes()
+    expected = commopt.WireBytes()
+    for step in range(150):
+        traffic.count(aggregator, layout, torch.float32, cpu, step)
+        expected += aggregator.wire_bytes(layout, torch.float32, team, cpu, step)
+    assert traffic.wire_bytes(team) == traffic.wire_bytes(team) == expected
+    assert expected.inter < 150 * 4 * 4096

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
-from tests.hook_training import HOOKS, SMALL_BUCKET, Tower, assert_identical, train
+from tests.hook_training import REPRESENTATIVES, SMALL_BUCKET, Tower, assert_identical, train
 from tests.ranks import run
 
 
@@ -72,7 +72,7 @@ def train_beside_tensor_parallelism(rank: int, world_size: int, preset: str, kin
     return rank % 2, digest + train(ddp, rank // 2, 2, aggregator, steps=2)
 
 
-@pytest.mark.parametrize("preset", HOOKS)
+@pytest.mark.parametrize("preset", REPRESENTATIVES)
 @pytest.mark.parametrize("kind", ["groups", "mesh"])
 def test_data_parallel_subgroups(kind: str, preset: str) -> None:
     results = run(train_beside_tensor_parallelism, 4, preset, kind, nodes=(2, 2))

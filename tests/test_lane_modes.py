@@ -24,20 +24,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import commopt
 from commopt import LaneError, PowerSGD, lanes
 from commopt.feedback import Layout
-from commopt.groups import join
-from commopt.groups.payload import broadcast_bytes, gather_bytes
-from commopt.hooks.registration import Registration
-from commopt.lanes.base import current_lane
-from commopt.lanes.modes import fresh_modes
-from commopt.lanes.second import SecondWorker, Started
-from commopt.lanes.worker import WorkerLane
+from commopt.groups import broadcast_bytes, gather_bytes, join
+from commopt.hooks.path import BucketPath
+from commopt.lanes import WorkerLane, registry
+from commopt.lanes.lane import fresh_modes
 from commopt.schedule import calibration
 from tests.gpu_training import Learner, kept
 from tests.hook_training import assert_identical
 from tests.ranks import run
 from tests.test_hook_ddp_features import FEATURES
-from tests.test_hook_plans import FEATURES as PLANNED
-from tests.test_hook_plans import change_plans
 
 DTYPES = (torch.bfloat16, torch.float16)
 STRATEGIES = [name for name in commopt.PRESETS if name != "auto"]  # whose choices depend on the clock
@@ -58,42 +53,35 @@ class Inline(WorkerLane):
         work: Any,
         result: Tensor,
         inputs: Sequence[Tensor] = (),
-        reserved: Sequence[lanes.Ticket] = (),
-    ) -> lanes.Ticket:
+    ) -> lanes.Work:
         self._require_usable(operation)
-        ticket = lanes.Ticket(result)
+        ticket = lanes.Work(result)
         with self._order:
-            self._own.busy = True
+            self._own.busy = here.busy = True
             try:
-                error = self._run(operation, work, result)
+                error = self._run(operation, work, ticket)
             finally:
-                self._own.busy = False
-        for pending in (*reserved, ticket):
-            pending.settle(error)
+                self._own.busy = here.busy = False
+        ticket.settle(error)
         if error is not None:
             raise LaneError(*error.args)
         return ticket
 
-    def _make_second(self) -> lanes.Second:
-        return InlineSecond(self._own)
+
+class Here(threading.local):
+    """Whether this thread runs the work of a lane."""
+
+    busy = False
 
 
-class Done(Started):
-    def join(self) -> None:
-        pass
-
-
-class InlineSecond(SecondWorker):
-    def start(self, work: Any) -> Started:
-        work()
-        return Done()
+here = Here()
 
 
 class OutsideOfLanes(TorchDispatchMode):
     """Fails when an operation of a lane comes by."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert current_lane() is None, f"{func} of a lane"
+        assert not here.busy, f"{func} of a lane"
         return func(*args, **(kwargs or {}))
 
 
@@ -107,17 +95,17 @@ def modes(dtype: torch.dtype) -> Iterator[None]:
 @contextmanager
 def lane_under(dtype: torch.dtype | None, *, inline: bool) -> Iterator[None]:
     """Let hooks be called in `modes`, and the lane be one that works inline, or not."""
-    reduce = Registration.reduce
+    reduce = BucketPath.reduce
 
-    def reduce_under_modes(self: Registration, bucket: Any) -> Any:
+    def reduce_under_modes(self: BucketPath, bucket: Any) -> Any:
         assert dtype is not None
         with modes(dtype):
             return reduce(self, bucket)
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(lanes, "WorkerLane", Inline if inline else WorkerLane))
+        stack.enter_context(patch.object(registry, "WorkerLane", Inline if inline else WorkerLane))
         if dtype is not None:
-            stack.enter_context(patch.object(Registration, "reduce", reduce_under_modes))
+            stack.enter_context(patch.object(BucketPath, "reduce", reduce_under_modes))
         yield
 
 
@@ -157,9 +145,9 @@ def differing(rank: int, world_size: int, strategies: Sequence[str]) -> list[str
     found = []
     for number, strategy in enumerate(strategies):
         for dtype in DTYPES if "powersgd" in strategy else DTYPES[number % 2 :][:1]:
-            lanes._close_all()
+            registry._close_all()
             wanted = train(strategy, rank, dtype, inline=False)
-            lanes._close_all()
+            registry._close_all()
             got = train(strategy, rank, dtype, inline=True)
             assert wanted.keys() == got.keys()
             found += [f"{strategy}, {dtype}: {name}" for name in wanted if not torch.equal(wanted[name], got[name])]
@@ -183,7 +171,7 @@ def applied(rank: int, world_size: int, dtype: torch.dtype) -> tuple[str, float,
     results = []
     for inline in (False, True):
         buffer = true.flatten().clone()
-        lanes._close_all()
+        registry._close_all()
         membership = join()
         account = commopt.Account(layout, 5, 0, rank, commopt.feedback.Ledger())
 
@@ -206,7 +194,7 @@ def test_powersgd_is_exact_to_float32_under_autocast(dtype: torch.dtype) -> None
         assert cosine == pytest.approx(1, abs=1e-4)
 
 
-# ------------------------------------------------------------------------------ what DDP can do, plans, chunks
+# ------------------------------------------------------------------------------ what DDP can do
 
 
 def features(rank: int, world_size: int, preset: str) -> dict[str, str]:
@@ -219,17 +207,6 @@ def features(rank: int, world_size: int, preset: str) -> dict[str, str]:
 def test_features_of_ddp_in_the_callers_thread(preset: str) -> None:
     results = run(features, 4, preset, nodes=(2, 2))
     for name in FEATURES:
-        assert_identical([digests[name] for digests in results])
-
-
-def planned(rank: int, world_size: int) -> dict[str, str]:
-    with lane_under(None, inline=True):
-        return {feature: change_plans(rank, world_size, "flat", feature)[0] for feature in PLANNED}
-
-
-def test_plans_change_in_the_callers_thread() -> None:
-    results = run(planned, 2)
-    for name in PLANNED:
         assert_identical([digests[name] for digests in results])
 
 

@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
 from commopt.errors import TransportError
-from commopt.groups import agreement, build, join
-from commopt.groups.agreement import exchange_facts
+from commopt.groups import build, join
+from commopt.groups.membership import exchange_facts
 from commopt.groups.store import LimitedStore, _Connection, limited
 from tests.ranks import run
 from tests.test_groups import message_of
@@ -76,7 +76,7 @@ def stay_away_once(rank: int, world_size: int) -> list[str]:
         dist.barrier()
         state = commopt.HookState(commopt.Flat(), timeout=1)  # of the same owner's name on all ranks
         names = [None] * world_size
-        dist.all_gather_object(names, state._registration.sending.owner)
+        dist.all_gather_object(names, state._registration.client.name)
         assert len(set(names)) == 1
         dist.barrier()
     return messages
@@ -164,7 +164,7 @@ def meet(store: LimitedStore, me: int, outcomes: dict[int, str], *arguments: Any
 
 @pytest.mark.parametrize("why", ["time is over", "interrupted"])
 def test_a_meeting_that_one_rank_left_fails_on_all(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "_VERDICT_MARGIN_S", 1.0)
+    monkeypatch.setattr("commopt.groups.membership._VERDICT_MARGIN_S", 1.0)
     server, outcomes = dist.HashStore(), dict[int, str]()
     store = limited(server, "keys", 30)
 

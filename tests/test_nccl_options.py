@@ -20,8 +20,6 @@ import commopt
 from commopt import Communicator, ConfigurationError, HookState, MismatchError
 from commopt.groups import NcclOptions, build, join
 from commopt.groups.nccl import copied_options, missing_in_torch, require_nccl_options
-from commopt.lanes import lanes_here
-from commopt.lanes.available import _versions
 from tests.ranks import run
 
 UNSET = -(2**31)
@@ -245,23 +243,3 @@ def test_nccl_is_told() -> None:
         assert intra.endswith(f"/intra{rank // 2}")
         assert inter.endswith(f"/inter{rank % 2}")
         assert (of_intra == 4, of_inter) == (False, 4)
-
-
-# ------------------------------------------------------------------------------ a torch without NCCL
-
-
-def test_a_torch_without_nccl_has_one_lane_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: False)
-    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
-    _versions.cache_clear()
-    assert lanes_here("nccl") == 1
-    _versions.cache_clear()
-
-
-def test_versions_are_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 28, 9, "rc1"))
-    monkeypatch.setattr("torch.version.cuda", "13.0")
-    _versions.cache_clear()
-    assert _versions() == ((2, 28, 9), (13, 0))
-    _versions.cache_clear()

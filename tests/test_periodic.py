@@ -17,7 +17,7 @@ from commopt import Compressed, ConfigurationError, Flat, Hierarchical, Layout, 
 from commopt.aggregate import Call
 from commopt.compress import Cast
 from commopt.groups import TeamShape
-from commopt.hooks import periodic
+from commopt.hooks import local_sgd as periodic
 from tests.ranks import run
 
 BFLOAT16 = Hierarchical(inter=Compressed(Cast(torch.bfloat16), feedback=None))

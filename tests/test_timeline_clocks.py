@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from commopt import recording
-from commopt.groups import Team, WireBytes, join
-from commopt.groups.payload import broadcast_bytes, gather_bytes
+from commopt.groups import Team, WireBytes, broadcast_bytes, gather_bytes, join
 from commopt.recording import Recorder
 from commopt.timeline import Report, Timeline, TrafficOutside, gather, recordings, report
 from commopt.timeline.recordings import affordable, measure_offsets, offsets_from

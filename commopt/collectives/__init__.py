@@ -1,6 +1,5 @@
 """Collectives without DDP, for torch, NumPy and CuPy arrays."""
 
-from commopt.collectives.communicator import Communicator, all_reduce
-from commopt.collectives.work import Work
+from commopt.collectives.communicator import Communicator, Work, all_reduce
 
 __all__ = ["Communicator", "Work", "all_reduce"]

@@ -12,21 +12,51 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from commopt import lanes
 from commopt.aggregate import Aggregator, Hierarchical
-from commopt.collectives import levels
-from commopt.collectives.arrays import Operand, readable, require_reducible, writable
-from commopt.collectives.work import Work
+from commopt.collectives import movement
+from commopt.collectives.movement import Operand, readable, require_reducible, writable
 from commopt.errors import ConfigurationError, MismatchError, UnsupportedTensorError
 from commopt.feedback import Account, Layout
 from commopt.groups import NcclByLevel, WireBytes
-from commopt.groups.agreement import require_equal
-from commopt.lanes.ownership import enter, leave
+from commopt.groups.membership import require_equal
+from commopt.lanes import LaneClient
+from commopt.lanes import Work as LaneWork
 from topology import Cluster
 
 Op = Literal["avg", "sum"]
 
 _CALLS_COMPARED = 512
+
+
+class Work:
+    """Wait for it before reading the array; several may be in flight, and they finish in the order they started."""
+
+    def __init__(self, work: LaneWork, array: Any, refusals: Sequence[MismatchError]) -> None:
+        """refusals: holds an error, once the operation has ended, when it was refused on all ranks."""
+        self._work = work
+        self._array = array
+        self._refusals = refusals
+
+    def wait(self) -> Any:
+        """Return the caller's array once it holds the result; on CUDA the current stream, not the host, waits.
+
+        Raises MismatchError when ranks made different calls, LaneError when the collective failed on any rank.
+        """
+        self._require_accepted(self._work.wait())
+        return self._array
+
+    def get_future(self) -> torch.futures.Future[Tensor]:
+        """Return a future of the result as a tensor; what `wait` raises is a RuntimeError there, as torch has it."""
+        return self._work.future.then(lambda done: self._require_accepted(done.value()))
+
+    def is_completed(self) -> bool:
+        """Return whether it has ended, well or badly; on CUDA whether the result is there, not whether it is queued."""
+        return self._work.is_completed()
+
+    def _require_accepted(self, result: Tensor) -> Tensor:
+        if self._refusals:
+            raise MismatchError(*self._refusals[0].args)
+        return result
 
 
 class Communicator:
@@ -52,10 +82,11 @@ class Communicator:
         timeout: float | timedelta | None = None,
         nccl: NcclByLevel | None = None,
     ) -> None:
-        self._membership = enter(group, ranks_per_node, timeout, nccl)
-        self._closed = False
-        self._owner = f"Communicator {next(self._membership.owners)}"
-        self._sequence = count()
+        self._use(LaneClient.join("Communicator", group, ranks_per_node, timeout, nccl))
+
+    def _use(self, client: LaneClient) -> None:
+        self._client, self._membership = client, client.membership
+        self._sequence = count()  # of calls, also of those that raise
 
     def close(self) -> None:
         """Finish what was started, and close commopt's process groups; every rank must, and later calls raise.
@@ -63,9 +94,7 @@ class Communicator:
         They are shared: the last Communicator or HookState of the same group and settings to close ends them. What
         was never closed is, when `group` has been destroyed, at the next Communicator, HookState or all_reduce.
         """
-        if not self._closed:
-            leave(self._membership)
-            self._closed = True
+        self._client.close()
 
     @property
     def cluster(self) -> Cluster:
@@ -119,7 +148,7 @@ class Communicator:
         def work() -> None:
             blocks = source.flat().view(self.world_size, -1)
             blocks = blocks * scale if scale != 1.0 else blocks
-            target.store(levels.reduce_scatter(blocks, self._membership))
+            target.store(movement.reduce_scatter(blocks, self._membership))
 
         return self._submit(number, f"reduce_scatter ({op})", target, work, async_op, [source])
 
@@ -132,7 +161,7 @@ class Communicator:
         self._require_blocks("all_gather", large=target, small=source)
 
         def work() -> None:
-            gathered = levels.all_gather(_as_bytes(source.flat()), self._membership)
+            gathered = movement.all_gather(_as_bytes(source.flat()), self._membership)
             target.store(_from_bytes(gathered, target.tensor.dtype))
 
         return self._submit(number, "all_gather", target, work, async_op, [source])
@@ -146,7 +175,7 @@ class Communicator:
 
         def work() -> None:
             flat = operand.flat()
-            levels.broadcast(_as_bytes(flat), src, self._membership)
+            movement.broadcast(_as_bytes(flat), src, self._membership)
             operand.store(flat)
 
         return self._submit(number, f"broadcast from {src}", operand, work, async_op)
@@ -167,7 +196,7 @@ class Communicator:
 
         def work() -> None:
             blocks = _as_bytes(source.flat()).view(self.world_size, -1)
-            exchanged = levels.all_to_all(blocks, self._membership)
+            exchanged = movement.all_to_all(blocks, self._membership)
             target.store(_from_bytes(exchanged, target.tensor.dtype))
 
         return self._submit(number, "all_to_all", target, work, async_op, [source])
@@ -190,7 +219,7 @@ class Communicator:
         tensor, refusals = operand.tensor, list[MismatchError]()
         arguments = {"operation": what, "aggregator": repr(aggregator)}
         arguments |= {"dtype": str(tensor.dtype), "numel": str(tensor.numel())}
-        call = f"{self._owner}, operation {number}"
+        call = f"{self._client.name}, operation {number}"
 
         def compare_and_work() -> None:
             try:
@@ -202,12 +231,9 @@ class Communicator:
 
         if aggregator is not None:
             what += f" by {aggregator}"
-        if self._closed:
-            raise ConfigurationError(f"{what} on a Communicator that was closed; make a new one")
-        operation = lanes.Operation(self._membership, self._owner, number, what, tensor.numel(), tensor.device.type)
         sources = [source.tensor for source in inputs]
-        ticket = lanes.lane_for(tensor.device).submit(operation, compare_and_work, tensor, sources)
-        handle = Work(ticket, operand.array, refusals)
+        pending = self._client.submit(what, compare_and_work, tensor, sources, numel=tensor.numel())
+        handle = Work(pending, operand.array, refusals)
         return handle if async_op else handle.wait()
 
     def _compare(self, arguments: dict[str, str], call: str, device: torch.device) -> None:
@@ -276,11 +302,12 @@ def all_reduce(
 
     The first call on a group sets up commopt's process groups: all its ranks must make it.
     """
-    communicator = Communicator(group)
+    communicator = object.__new__(Communicator)
+    communicator._use(LaneClient.join("Communicator", group, None, None, None, meets=False))  # for one call
     try:
         return communicator.all_reduce(x, op=op, aggregator=aggregator, async_op=async_op)
     finally:
-        leave(communicator._membership, close=False)  # the next call will need the groups
+        communicator._client.close(groups=False)  # the next call will need the groups
 
 
 def _require_same_kind(name: str, one: Operand, other: Operand) -> None:

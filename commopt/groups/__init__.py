@@ -1,13 +1,20 @@
 """Process groups of commopt's own: who is on which node, and teams of ranks for each level of the network."""
 
-from commopt.groups.build import join, resolve_group
-from commopt.groups.membership import FAILURE_KEY, Membership, checking, joined, memberships, was_joined
+from commopt.groups.build import join, read_arguments, resolve_group
+from commopt.groups.gloo import apply_scale
+from commopt.groups.membership import FAILURE_KEY, Membership, joined, memberships, was_joined
 from commopt.groups.nccl import NcclByLevel, NcclOptions, copied_options
-from commopt.groups.scaling import apply_scale
-from commopt.groups.shape import TeamShape
+from commopt.groups.shape import TeamShape, WireBytes, WireModel
 from commopt.groups.store import LimitedStore, close_stores
-from commopt.groups.team import Team, all_gather_single, close_together, keep_groups, reduce_scatter_single
-from commopt.groups.wire import WireBytes, WireModel
+from commopt.groups.team import (
+    Team,
+    all_gather_single,
+    broadcast_bytes,
+    close_together,
+    gather_bytes,
+    keep_groups,
+    reduce_scatter_single,
+)
 
 __all__ = [
     "FAILURE_KEY",
@@ -21,14 +28,16 @@ __all__ = [
     "WireModel",
     "all_gather_single",
     "apply_scale",
-    "checking",
+    "broadcast_bytes",
     "close_stores",
     "close_together",
     "copied_options",
+    "gather_bytes",
     "join",
     "joined",
     "keep_groups",
     "memberships",
+    "read_arguments",
     "reduce_scatter_single",
     "resolve_group",
     "was_joined",

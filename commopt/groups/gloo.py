@@ -15,8 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commopt.groups.scaling import apply_scale
-
 _SEGMENT_NBYTES = 1024 * 1024
 _LONG_NBYTES = 4 * 1024 * 1024
 _NEVER_SENT = 2**30  # a tag
@@ -87,12 +85,12 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup, scale: float = 1.0) -> 
     _wait(works)
 
 
-def all_equal(number: int, group: dist.ProcessGroup) -> bool:
-    """Return, alike on every rank, whether all ranks gave the same number.
+def all_equal(output: Tensor, source: Tensor, group: dist.ProcessGroup) -> None:
+    """Write 1 into `output` (int64 [1]) if all ranks gave the number in `source`, else 0, alike on every rank.
 
     In each of log2(P) rounds a rank hears of twice as many others as in the one before: 16 bytes per round.
     """
-    rank, world_size = group.rank(), group.size()
+    rank, world_size, number = group.rank(), group.size(), int(source)
     theirs = torch.empty(2, dtype=torch.int64, device="cpu")
     equal, distance = True, 1
     while distance < world_size:
@@ -101,7 +99,7 @@ def all_equal(number: int, group: dist.ProcessGroup) -> bool:
         _wait([dist.isend(mine, group=group, group_dst=(rank + distance) % world_size), arrival])
         equal = equal and theirs.tolist() == [number, True]
         distance *= 2
-    return equal
+    output.fill_(equal)
 
 
 def lost_peers(group: dist.ProcessGroup) -> list[int]:
@@ -179,3 +177,8 @@ def _wait(works: list[dist.Work | None]) -> None:
     for work in works:
         if work is not None:  # torch's word for "you are not in the group", which cannot be
             work.wait()
+
+
+def apply_scale(values: Tensor, scale: float) -> Tensor:
+    """Multiply in place unless that changes nothing; return `values`. A float16 sum would overflow, an average not."""
+    return values if scale == 1.0 else values.mul_(scale)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from typing import Any
 from weakref import ref
 
 import torch
@@ -17,7 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 from commopt import recording
 from commopt.errors import CommoptError, LaneError, TransportError
 from commopt.groups import gloo
-from commopt.groups.scaling import apply_scale
+from commopt.groups.gloo import apply_scale
 from commopt.groups.shape import TeamShape
 
 # torch 2.13 renamed these and warns about the old names.
@@ -35,6 +36,9 @@ class Team(TeamShape):
     Every primitive is synchronous: on the CPU it returns when done, on CUDA it is ordered on the current stream.
     """
 
+    intra: Team | None
+    inter: Team | None
+
     def __init__(
         self,
         ranks: tuple[int, ...],
@@ -45,99 +49,57 @@ class Team(TeamShape):
         intra: Team | None = None,
         inter: Team | None = None,
     ) -> None:
-        super().__init__(nodes, ranks.index(dist.get_rank()), backends, level)
+        super().__init__(nodes, ranks.index(dist.get_rank()), backends, level, intra, inter)
         self.ranks = ranks
-        self._parts = (intra, inter)
         # torch's registry owns the group. Weak here, so that destroy_process_group() really closes its connections.
         self._group = None if group is None else ref(group)
         self._closed = False
 
     @property
-    def intra(self) -> Team | None:
-        """See TeamShape."""
-        return self._parts[0]
-
-    @property
-    def inter(self) -> Team | None:
-        """See TeamShape."""
-        return self._parts[1]
-
-    @property
     def default_device(self) -> torch.device:
-        """See TeamShape; this machine may have no GPU for NCCL."""
+        """The kind of device whose tensors this team is meant for, the CPU where this machine has no GPU."""
         return super().default_device if torch.cuda.is_available() else torch.device("cpu")
 
     def all_reduce(self, tensor: Tensor, *, scale: float = 1.0) -> None:
         """Set `tensor` to `scale * sum` over the team, scaled before anything is added."""
+        if self.size > 1 and self.node_count == self.size and self._on_gloo(tensor):
+            self._run("all_reduce", gloo.all_reduce, tensor, scale=scale)
+            return
+        apply_scale(tensor, scale)
         if self.size > 1:
-            with self._transport("all_reduce", tensor) as group, self._in_reach(tensor) as (here, _):
-                if self._on_gloo(tensor) and self.node_count == self.size:
-                    gloo.all_reduce(here, group, scale)
-                else:
-                    apply_scale(here, scale)
-                    dist.all_reduce(here, group=group)
-        else:
-            apply_scale(tensor, scale)
-
-    def coalesces(self, device: torch.device) -> bool:
-        """Whether `all_reduce_coalesced` is worth it for tensors on `device`: gloo would copy them into one."""
-        return self.backend(device) == "nccl"
-
-    def all_reduce_coalesced(self, tensors: Sequence[Tensor], *, scale: float = 1.0) -> None:
-        """Do to all tensors, of one dtype and device, what `all_reduce` does to one, in one group of launches."""
-        for tensor in tensors:
-            apply_scale(tensor, scale)
-        if self.size > 1:
-            with self._transport("all_reduce", *tensors) as group:
-                options = c10d.AllreduceCoalescedOptions()
-                if hasattr(options, "asyncOp"):  # on the lane's own stream, as other collectives of new torch are
-                    options.asyncOp = False
-                launched = group.allreduce_coalesced(list(tensors), options)
-                if launched is not None:
-                    launched.wait()
+            self._run("all_reduce", dist.all_reduce, tensor)
 
     def reduce(self, tensor: Tensor, dst: int) -> None:
         """Sum into `tensor` of rank `dst`; the other ranks' tensors are left undefined."""
         if self.size > 1:
-            with self._transport("reduce", tensor) as group, self._in_reach(tensor) as (here, _):
-                dist.reduce(here, group=group, group_dst=dst)
+            self._run("reduce", dist.reduce, tensor, group_dst=dst)
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Copy `tensor` of rank `src` to every rank."""
         if self.size > 1:
-            with self._transport("broadcast", tensor) as group, self._in_reach(tensor) as (here, _):
-                dist.broadcast(here, group=group, group_src=src)
+            self._run("broadcast", dist.broadcast, tensor, group_src=src)
 
     def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
         """Sum `source` over the team and keep this rank's block of output.numel() elements."""
         if self.size > 1:
-            with self._transport("reduce_scatter", source) as group, self._in_reach(output, source) as (target, here):
-                if self._on_gloo(source):
-                    gloo.reduce_scatter(target, here, group)
-                else:
-                    reduce_scatter_single(target, here, group=group)
+            call = gloo.reduce_scatter if self._on_gloo(source) else reduce_scatter_single
+            self._run("reduce_scatter", call, output, source)
         else:
             output.copy_(source)
 
     def all_gather(self, output: Tensor, source: Tensor) -> None:
         """Fill `output` with every rank's `source`, in rank order."""
         if self.size > 1:
-            with self._transport("all_gather", source) as group, self._in_reach(output, source) as (target, here):
-                if self._on_gloo(source):
-                    gloo.all_gather(target, here, group)
-                else:
-                    all_gather_single(target, here, group=group)
+            call = gloo.all_gather if self._on_gloo(source) else all_gather_single
+            self._run("all_gather", call, output, source)
         else:
             output.copy_(source)
 
     def all_to_all(self, output: Tensor, source: Tensor) -> None:
         """Send block j of `source` to rank j; block i of `output` comes from rank i."""
         if self.size > 1:
-            with self._transport("all_to_all", source) as group, self._in_reach(output, source) as (target, here):
-                if self._on_gloo(source):
-                    gloo.all_to_all(target, here, group)
-                else:
-                    dist.all_to_all_single(target, here, group=group)
+            call = gloo.all_to_all if self._on_gloo(source) else dist.all_to_all_single
+            self._run("all_to_all", call, output, source)
         else:
             output.copy_(source)
 
@@ -147,8 +109,9 @@ class Team(TeamShape):
             return True
         mine = torch.tensor([number], device=device)
         if self._on_gloo(mine):
-            with self._transport("comparison", mine) as group:
-                return gloo.all_equal(number, group)
+            equal = mine.new_zeros(1)
+            self._run("comparison", gloo.all_equal, equal, mine)
+            return bool(equal)
         numbers = mine.new_empty(self.size)
         self.all_gather(numbers, mine)
         return bool((numbers == number).all())
@@ -172,7 +135,9 @@ class Team(TeamShape):
     @property
     def closed(self) -> bool:
         """Whether the team can no longer communicate: it was closed, or its process group destroyed."""
-        return self._closed or not dist.is_initialized() or (self._group is not None and self._live_group() is None)
+        if self._closed or self._group is None:
+            return self._closed or not dist.is_initialized()
+        return self._group() not in c10d._world.pg_map
 
     def _part_with(self) -> dist.ProcessGroup | None:
         """Close this level alone; return the group that is to be destroyed, if it exists and nobody is at it."""
@@ -183,40 +148,32 @@ class Team(TeamShape):
 
     def _live_group(self) -> dist.ProcessGroup | None:
         group = None if self._group is None else self._group()
-        return group if group is not None and is_alive(group) else None
+        return group if is_alive(group) else None
 
     def _on_gloo(self, tensor: Tensor) -> bool:
         return self.backend(tensor.device) == "gloo"
 
-    @contextmanager
-    def _in_reach(self, output: Tensor, source: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Give output and source, by default the same, where the backend can read and write them.
+    def _run(self, primitive: str, call: Callable[..., object], *tensors: Tensor, **how: Any) -> None:
+        """Call a collective that writes the first of `tensors` and reads the last.
 
-        Gloo sends host memory only: what lies on a GPU is copied there, and what came back. The host waits for both.
+        It is recorded, and its errors are made understandable. Gloo sends host memory only: what lies on a GPU is
+        copied there, and what came back. The host waits for both.
         """
-        if output.device.type == "cpu" or not self._on_gloo(output):
-            yield output, output if source is None else source
-        elif source is None:
-            host = output.cpu()
-            yield host, host
-            output.copy_(host)
-        else:
-            host = torch.empty(output.shape, dtype=output.dtype, device="cpu")
-            yield host, source.cpu()
-            output.copy_(host)
-
-    @contextmanager
-    def _transport(self, primitive: str, *sources: Tensor) -> Iterator[dist.ProcessGroup]:
-        """Give the group for a collective that reads `sources`: recorded, and with its errors made understandable."""
-        group = self._live_group()
+        group = None if self._closed else self._live_group()
         if group is None:
             raise LaneError(
                 f"{primitive} over ranks {self.ranks}: the process group was destroyed meanwhile; after "
                 f"init_process_group() make a new HookState or Communicator"
             )
+        output, source = tensors[0], tensors[-1]
         try:
-            with recording.primitive(self.level, primitive, sum(source.nbytes for source in sources)):
-                yield group
+            with recording.primitive(self.level, primitive, source.nbytes):
+                if output.device.type == "cpu" or not self._on_gloo(output):
+                    call(*tensors, group=group, **how)
+                else:
+                    here = [tensor.cpu() for tensor in tensors]
+                    call(*here, group=group, **how)
+                    output.copy_(here[0])
         except CommoptError:
             raise
         except RuntimeError as error:
@@ -292,6 +249,50 @@ def keep_groups() -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
-def is_alive(group: dist.ProcessGroup) -> bool:
+def is_alive(group: dist.ProcessGroup | None) -> bool:
     """Return whether torch still knows `group`: destroy_process_group forgets it."""
     return group in c10d._world.pg_map
+
+
+# --------------------------------------------- bytes of any length, for what is too rare to deserve a form of its own
+
+
+def gather_bytes(team: Team, payload: bytes) -> list[bytes]:
+    """Return every rank's payload, in the team's order, on every rank; collective."""
+    lengths = [int(length) for length in _gather(team, torch.tensor([len(payload)], device="cpu")).tolist()]
+    longest = max(lengths)
+    if longest == 0:
+        return [b""] * team.size
+    padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
+    padded[: len(payload)] = _tensor(payload)
+    rows = _gather(team, padded).view(team.size, longest)
+    return [row[:length].numpy().tobytes() for row, length in zip(rows, lengths, strict=True)]
+
+
+def broadcast_bytes(team: Team, payload: bytes | None, src: int) -> bytes:
+    """Return the payload of rank `src` of the team, the others pass None, on every rank; collective."""
+    own = b"" if payload is None else payload
+    length = torch.tensor([len(own)], device=team.default_device)
+    team.broadcast(length, src)
+    data = torch.zeros(int(length.item()), dtype=torch.uint8, device="cpu")
+    if data.numel() == 0:
+        return b""
+    if team.rank == src:
+        data.copy_(_tensor(own))
+    moved = data.to(team.default_device)
+    team.broadcast(moved, src)
+    return moved.cpu().numpy().tobytes()
+
+
+def _gather(team: Team, own: Tensor) -> Tensor:
+    source = own.to(team.default_device)
+    output = source.new_empty(team.size * source.numel())
+    team.all_gather(output, source)
+    return output.cpu()
+
+
+def _tensor(payload: bytes) -> Tensor:
+    """Return uint8 [len(payload)], on the CPU."""
+    if not payload:  # which torch.frombuffer refuses
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(bytearray(payload), dtype=torch.uint8)

@@ -1,15 +1,15 @@
 """DDP communication hooks: presets, the state of a registration, and how to attach them.
 
-A bucket's way: ddp (attach) registers a preset with a state (HookState, what users hold); DDP calls preset, which asks
-registration (what is remembered), which puts messages on the lane through sending. Beside it: saving (checkpoints),
-insight (timeline and report), periodic (averages of parameters), misuse and gradients (what is refused or warned of).
+A bucket's way: ddp (attach) registers one of presets with a state (HookState, what users hold); DDP calls it, and path
+puts the bucket on the lane. Beside it: registration (what is remembered), checkpoint, insight (timeline and report),
+local_sgd (averages of parameters), checks (what is refused or warned of).
 """
 
-from commopt.hooks.checkpointed import Checkpointed
+from commopt.hooks.checkpoint import Checkpointed, merged_state
 from commopt.hooks.ddp import DistributedDataParallel, attach
-from commopt.hooks.preset import Preset, hook
 from commopt.hooks.presets import (
     PRESETS,
+    Preset,
     auto,
     build_preset,
     dgc,
@@ -20,11 +20,11 @@ from commopt.hooks.presets import (
     hierarchical_onebit,
     hierarchical_powersgd,
     hierarchical_quantized,
+    hook,
     onebit,
     powersgd,
     quantized,
 )
-from commopt.hooks.saving import merged_state
 from commopt.hooks.state import HookState
 
 __all__ = [

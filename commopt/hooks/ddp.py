@@ -3,40 +3,68 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from commopt.aggregate import Aggregator
 from commopt.errors import ConfigurationError
-from commopt.hooks.forward import watch_forwards
-from commopt.hooks.periodic import warn_of_broadcasts
-from commopt.hooks.preset import STATE_OPTIONS, Preset, hook
-from commopt.hooks.presets import build_preset
+from commopt.groups import NcclByLevel
+from commopt.hooks.local_sgd import warn_of_broadcasts
+from commopt.hooks.presets import STATE_OPTIONS, Preset, build_preset, hook
 from commopt.hooks.state import HookState
+from commopt.schedule import Plan, Tuned
 
-Choice = Aggregator | Preset | str
+if TYPE_CHECKING:
+    from commopt.cost import Links
 
 PLAN_VARIABLE = "COMMOPT_PLAN"
 
 
-def attach(ddp: TorchDDP, choice: Choice, **options: Any) -> HookState:
+def attach(
+    ddp: TorchDDP,
+    choice: Aggregator | Preset | str,
+    *,
+    process_group: Any = None,
+    ranks_per_node: int | None = None,
+    scaler: Any = None,
+    timeout: float | timedelta | None = None,
+    plan: Plan | str | Path | None = None,
+    links: Links | str | Path | None = None,
+    needed_first: bool = False,
+    record: bool = False,
+    tuned: Tuned | str | Path | None = None,
+    nccl: NcclByLevel | None = None,
+    **preset_options: Any,
+) -> HookState:
     """Average the gradients of `ddp` with an aggregator, a preset or a preset's name; return the hook's state.
 
-    A name may carry options of its own: "hierarchical_quantized:bits=4". Other options are HookState's (process_group,
-    ranks_per_node, scaler, timeout, plan, links, record, nccl) and those of the preset. COMMOPT_PLAN stands for `plan`
-    where it is left out. Collective over DDP's process group. Raises ConfigurationError when `ddp` is no DDP model,
-    has a hook already, or an option or a name is unknown, UnsupportedTensorError when a parameter's gradient could not
-    be averaged.
+    A name may carry options of its own: "hierarchical_quantized:bits=4"; `preset_options` are those of a preset, as in
+    attach(ddp, "hierarchical_quantized", bits=4). The other options are HookState's; process_group is DDP's by default,
+    plan what COMMOPT_PLAN says. Collective over DDP's process group. Raises ConfigurationError when `ddp` is no DDP
+    model, has a hook already, or an option or a name is unknown, UnsupportedTensorError when a parameter's gradient
+    could not be averaged.
     """
     _require_free(ddp)
-    for_state = {name: value for name, value in options.items() if name in STATE_OPTIONS}
-    for_preset = {name: value for name, value in options.items() if name not in STATE_OPTIONS}
-    aggregator = _aggregator_from(choice, for_preset)
-    defaults: dict[str, Any] = {"process_group": ddp.process_group}
-    defaults["plan"] = os.environ.get(PLAN_VARIABLE) or None
-    state = HookState(aggregator, **defaults | for_state, module=ddp.module)
+    aggregator = _aggregator_from(choice, preset_options)
+    state = HookState(
+        aggregator,
+        ddp.process_group if process_group is None else process_group,
+        ranks_per_node=ranks_per_node,
+        module=ddp.module,
+        scaler=scaler,
+        timeout=timeout,
+        plan=plan if plan is not None else os.environ.get(PLAN_VARIABLE) or None,
+        links=links,
+        needed_first=needed_first,
+        record=record,
+        tuned=tuned,
+        nccl=nccl,
+    )
     try:
         _require_same_ranks(ddp, state)
         warn_of_broadcasts(aggregator, ddp)
@@ -55,10 +83,14 @@ class DistributedDataParallel(TorchDDP):
     def register_comm_hook(self, state: object, hook: Any = None) -> None:
         """Register a preset, an aggregator or a preset's name alone, or (state, hook) as torch's method does.
 
+        A preset without a state, (None, commopt.hierarchical), is attached.
         Raises ConfigurationError for a second registration, or for a preset with a state that is no HookState.
         """
         if hook is None and isinstance(state, (Aggregator, Preset, str)):
             attach(self, state)
+            return
+        if state is None and isinstance(hook, Preset):
+            attach(self, hook)
             return
         _require_free(self)
         if hook is None:
@@ -89,10 +121,22 @@ class DistributedDataParallel(TorchDDP):
                 state.serve(self)  # the forward hooks came with the pickle
 
 
+class BeforeForward:
+    """A forward pre-hook of the DDP model, which tells the state; pickled with it."""
+
+    def __init__(self, state: HookState) -> None:
+        self._state = state
+
+    def __call__(self, ddp: TorchDDP, inputs: Any) -> None:
+        """Pass it on, if a backward may follow. Not while a compiler looks: the next hook call sees to the rest."""
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._state.before_forward(sends=ddp.require_backward_grad_sync)
+
+
 def _connect(ddp: TorchDDP, state: HookState) -> None:
     """Let the state know its model, and its forwards."""
     state.serve(ddp)
-    watch_forwards(ddp, state)
+    ddp.register_forward_pre_hook(BeforeForward(state))
 
 
 def _require_free(ddp: object) -> None:
@@ -123,7 +167,7 @@ def _require_same_ranks(ddp: TorchDDP, state: HookState) -> None:
         )
 
 
-def _aggregator_from(choice: Choice, options: dict[str, Any]) -> Aggregator:
+def _aggregator_from(choice: Aggregator | Preset | str, options: dict[str, Any]) -> Aggregator:
     if isinstance(choice, str):
         return build_preset(choice, **options)
     if isinstance(choice, Preset):

@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from commopt.errors import ConfigurationError
-from commopt.groups import Team, WireBytes
-from commopt.groups.payload import broadcast_bytes
-from commopt.lanes import Ticket
+from commopt.groups import WireBytes, broadcast_bytes
+from commopt.lanes import LaneClient
 from commopt.recording import Recorder
 from commopt.schedule import Plan
-
-if TYPE_CHECKING:
-    from commopt.timeline import Report, Timeline, TrafficOutside
-
-Run = Callable[[Callable[[], None], str], Ticket]
+from commopt.timeline import Report, Timeline, TrafficOutside, draw, gather, report, write_trace
 
 
-def timeline_of(
-    recorder: Recorder, team: Team, run: Run, trace: str | Path | None, plot: str | Path | None
-) -> Timeline:
+def timeline_of(recorder: Recorder, client: LaneClient, trace: str | Path | None, plot: str | Path | None) -> Timeline:
     """Return what all ranks have recorded; the first of them also writes a trace and draws a picture. Collective.
 
-    run: puts work on the lane. Raises ConfigurationError, on every rank, when nothing was recorded or a file could not
+    Raises ConfigurationError, on every rank, when nothing was recorded or a file could not
     be written.
     """
-    from commopt.timeline import gather
-
     found: list[Timeline] = []
-    run(lambda: found.append(gather(team, recorder.steps())), "timeline").wait()
+    team = client.team
+    client.run(lambda: found.append(gather(team, recorder.steps())), "timeline").wait()
     timeline = found[0]
     if not timeline.steps:
         raise ConfigurationError(
@@ -41,7 +31,7 @@ def timeline_of(
         )
     problem = _write(timeline, trace, plot).encode() if team.rank == 0 else None
     heard: list[bytes] = []
-    run(lambda: heard.append(broadcast_bytes(team, problem, 0)), "outcome of writing the timeline").wait()
+    client.run(lambda: heard.append(broadcast_bytes(team, problem, 0)), "outcome of writing the timeline").wait()
     if heard[0]:
         raise ConfigurationError(heard[0].decode())
     return timeline
@@ -50,8 +40,6 @@ def timeline_of(
 def _write(timeline: Timeline, trace: str | Path | None, plot: str | Path | None) -> str:
     """Write what is asked for; return what went wrong, whatever it is: the other ranks wait to hear of it."""
     try:
-        from commopt.timeline import draw, write_trace
-
         if trace is not None:
             write_trace(timeline, trace)
         if plot is not None:
@@ -68,8 +56,6 @@ def _write(timeline: Timeline, trace: str | Path | None, plot: str | Path | None
 
 def report_on(timeline: Timeline, sent: WireBytes, steps: int, ddp: TorchDDP | None, plan: Plan | None) -> Report:
     """Return the report of a timeline; `sent` in `steps` steps by this rank, both since it began."""
-    from commopt.timeline import TrafficOutside, report
-
     per_step = WireBytes(sent.intra // max(steps, 1), sent.inter // max(steps, 1))
     outside = TrafficOutside() if ddp is None else outside_of(ddp)
     if plan is None or plan.predicted is None:
@@ -84,8 +70,6 @@ def report_on(timeline: Timeline, sent: WireBytes, steps: int, ddp: TorchDDP | N
 
 def outside_of(ddp: TorchDDP) -> TrafficOutside:
     """Return what DDP itself broadcasts from rank 0: everything when it is made, buffers before each forward."""
-    from commopt.timeline import TrafficOutside
-
     buffers = sum(buffer.nbytes for buffer in ddp.modules_buffers) if ddp.broadcast_buffers else 0
     state = [*ddp.module.parameters(), *ddp.module.buffers()]
     return TrafficOutside(sum(tensor.nbytes for tensor in state), buffers)

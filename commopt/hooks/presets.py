@@ -1,42 +1,140 @@
-"""The names users type."""
+"""The names users type: each is a hook that torch's DDP accepts as it is, and a recipe for an aggregator at once."""
 
-from __future__ import annotations
+# No `from __future__ import annotations` here: DDP compares a hook's annotations with the types themselves.
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import MISSING, fields
 from difflib import get_close_matches
-from typing import Any, Literal
+from functools import update_wrapper
+from inspect import Parameter, Signature
+from typing import Any, overload
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from commopt.aggregate import Aggregator, Auto, Compressed, Flat, Hierarchical, PowerSGD
-from commopt.command_line import option_value
-from commopt.compress import DGC, Cast, OneBit, Quantize
+from commopt.compress import DGC, Cast, Compressor, OneBit, Quantize
 from commopt.errors import ConfigurationError
-from commopt.feedback import Feedback
-from commopt.hooks.preset import Preset
+from commopt.hooks.state import HookState
 
-# 4 KiB with bfloat16 values: on 10 Gb/s 3 us, less than a message takes that has nothing in it.
-_FREE_ELEMENTS = 1024
+STATE_OPTIONS = frozenset(inspect.signature(HookState).parameters) - {"aggregator", "module"}
 
+Recipe = Callable[..., Aggregator]
+
+
+class Preset:
+    """A hook that torch's DDP accepts as it is, made from a function that builds its aggregator.
+
+    Called with options, or with nothing, it returns that aggregator: `commopt.hierarchical_powersgd(matrix_rank=8)`.
+    Pickled by name, so that a saved DDP model finds it again.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        # DDP reads a hook's __name__, __qualname__ and signature.
+        update_wrapper(self, recipe)
+        vars(self).pop("__wrapped__", None)
+        self.name = recipe.__name__
+        self._recipe = recipe
+        self._options = inspect.signature(recipe).parameters
+        of_hook = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=None) for name in ("state", "bucket")]
+        options = [each.replace(kind=Parameter.KEYWORD_ONLY) for each in self._options.values()]
+        self.__signature__ = Signature([*of_hook, *options])
+
+    @overload
+    def __call__(self, state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]: ...
+    @overload
+    def __call__(self, **options: Any) -> Aggregator: ...
+    def __call__(self, *call: Any, **options: Any) -> Any:
+        """Average a bucket with this preset's aggregator, unless DDP's state says otherwise; or build the aggregator.
+
+        Raises ConfigurationError for an option it does not have, or that has no name.
+        """
+        if not call and not options.keys() & {"state", "bucket"}:
+            return self.build(**options)
+        if len(call) + len(options) != 2:
+            raise ConfigurationError(
+                f"{self!r} got {', '.join(map(repr, call))}; it takes options by name only: {self._takes()}"
+            )
+        state, bucket = call if len(call) == 2 else (call[0] if call else options["state"], options["bucket"])
+        if not isinstance(state, HookState) or not isinstance(bucket, dist.GradBucket):
+            _refuse_call(state, bucket, repr(self))
+        if state.decided_by != self.name:
+            state.decide(self.build(), self.name)
+        return state.reduce(bucket)
+
+    def build(self, **options: Any) -> Aggregator:
+        """Return the aggregator, with the preset's own options.
+
+        Raises ConfigurationError for an option it does not have.
+        """
+        for name, value in options.items():
+            if name in STATE_OPTIONS:
+                raise ConfigurationError(
+                    f"{name}={value!r} is no option of the preset {self.name} but of attach and HookState: pass it "
+                    f"there, commopt.attach(ddp, {self!r}, {name}={value!r}), or to commopt run as "
+                    f"--option {name}={value}"
+                )
+            if name not in self._options:
+                raise ConfigurationError(
+                    f"preset {self.name} has no option {name}={value!r}{_near(name, [*self._options, *STATE_OPTIONS])} "
+                    f"it takes {self._takes()}, and attach takes {', '.join(sorted(STATE_OPTIONS))} too"
+                )
+        return self._recipe(**options)
+
+    def _takes(self) -> str:
+        return ", ".join(self._options) or "none"
+
+    def __reduce__(self) -> str:
+        return self.name
+
+    def __repr__(self) -> str:
+        return f"commopt.{self.name}"
+
+
+def hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average `bucket` with the aggregator of `state`, Hierarchical() when it has none."""
+    if not isinstance(state, HookState) or not isinstance(bucket, dist.GradBucket):
+        _refuse_call(state, bucket, "commopt.hook")
+    if state.aggregator is None:
+        state.decide(Hierarchical(), "hook")
+    return state.reduce(bucket)
+
+
+def _refuse_call(state: object, bucket: object, name: str) -> None:
+    if not isinstance(state, HookState):
+        raise ConfigurationError(
+            f"{name} was registered with state={state!r}; it needs a HookState: "
+            f"ddp.register_comm_hook(commopt.HookState(), {name})"
+        )
+    raise ConfigurationError(
+        f"{name} got a {type(bucket).__name__} instead of a GradBucket, as torch.compile's python reducer hands "
+        f"over; set torch._dynamo.config.optimize_ddp = 'ddp_optimizer' (or False)"
+    )
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    near = get_close_matches(name, known, cutoff=0.5)
+    return f"; did you mean {' or '.join(near)}?" if near else ";"
+
+
+# ----------------------------------------------------------------------------------------- by their names
 
 PRESETS: dict[str, Preset] = {}
-
-
-def preset(recipe: Callable[..., Aggregator]) -> Preset:
-    """Make a preset of `recipe` and enter it under its name."""
-    return PRESETS.setdefault(recipe.__name__, Preset(recipe))
 
 
 def build_preset(text: str, **options: Any) -> Aggregator:
     """Return the aggregator that "name" or "name:option=value:option=value" describes, as a command line can.
 
-    Raises ConfigurationError that lists the known presets or the preset's options.
+    Raises ConfigurationError that names the presets, or the preset's options, that are near.
     """
+    from commopt.command_line import option_value
+
     name, *settings = text.split(":")
     if name not in PRESETS:
-        near = get_close_matches(name, PRESETS, n=1)
-        meant = f"did you mean {near[0]}? " if near else ""
-        raise ConfigurationError(f"preset {name!r} is unknown; {meant}known presets: {', '.join(sorted(PRESETS))}")
+        meant = _near(name, PRESETS)
+        raise ConfigurationError(f"preset {name!r} is unknown{meant} known presets: {', '.join(sorted(PRESETS))}")
     for setting in settings:
         option, equals, value = setting.partition("=")
         if not equals:
@@ -45,151 +143,79 @@ def build_preset(text: str, **options: Any) -> Aggregator:
     return PRESETS[name].build(**options)
 
 
-@preset
-def flat() -> Aggregator:
-    """One all_reduce over all ranks, as stock DDP does, but in node-contiguous order on commopt's lane."""
-    return Flat()
+def _preset(name: str, about: str, build: Callable[[], Aggregator]) -> Preset:
+    """Make a preset without options."""
+    build.__name__ = build.__qualname__ = name
+    build.__module__, build.__doc__ = __name__, about
+    return PRESETS.setdefault(name, Preset(build))
 
 
-@preset
-def hierarchical() -> Aggregator:
-    """Exact average; only 2 (N-1)/N of the gradient crosses between N nodes."""
-    return Hierarchical()
+def _preset_of(name: str, about: str, kind: type[Any], *, between_nodes: bool = False, **defaults: Any) -> Preset:
+    """Make a preset whose options are the fields of `kind`, an aggregator or a compressor, and of what is put around.
+
+    A compressor goes into Compressed(...), and with `between_nodes` the whole into Hierarchical(...). about: says what
+    it does, {} where. defaults: other ones than the fields have.
+    """
+    around: dict[type[Any], tuple[str, ...]] = {}
+    if issubclass(kind, Compressor):
+        around[Compressed] = ("feedback", "dense")
+    if between_nodes:
+        around[Hierarchical] = ("intra",)
+    options = _options_of(kind)
+    for outer, names in around.items():
+        options += [option for option in _options_of(outer) if option.name in names]
+
+    def build(**given: Any) -> Aggregator:
+        given = defaults | given
+        for_outer = {
+            outer: {each: given.pop(each) for each in names if each in given} for outer, names in around.items()
+        }
+        made = kind(**given)
+        for outer, own in for_outer.items():
+            made = outer(made, **own)
+        aggregator: Aggregator = made
+        return aggregator
+
+    shown = [each.replace(default=defaults.get(each.name, each.default)) for each in options]
+    build.__signature__ = Signature(shown)  # type: ignore[attr-defined]
+    where = "between the nodes, exact inside them" if between_nodes else "between all ranks"
+    docs = [f"{each.__name__}: {inspect.getdoc(each)}" for each in (kind, *around)]
+    return _preset(name, "\n\n".join([about.format(where), "Options, by name:", *docs]), build)
 
 
-@preset
-def hierarchical_bf16() -> Aggregator:
-    """As hierarchical, with bfloat16 between the nodes and float32 sums: half the bytes on the slow network."""
-    return Hierarchical(inter=Compressed(Cast(torch.bfloat16), feedback=None))
+def _options_of(kind: type[Any]) -> list[Parameter]:
+    """Return the parameters of a dataclass, each with a default that is a value."""
+    factories = {each.name: each.default_factory for each in fields(kind) if each.default_factory is not MISSING}
+    parameters = inspect.signature(kind, eval_str=True).parameters.values()
+    return [
+        each.replace(kind=Parameter.KEYWORD_ONLY, default=factories.get(each.name, lambda each=each: each.default)())
+        for each in parameters
+    ]
 
 
-@preset
-def quantized(
-    bits: Literal[8, 4, 2] = 8,
-    block: int = 512,
-    levels: Literal["uniform", "nonuniform"] | None = None,
-    rounding: Literal["nearest", "stochastic"] = "nearest",
-    start_step: int = 0,
-    dense: tuple[str, ...] = (),
-    feedback: Feedback | None = Feedback(),
-) -> Aggregator:
-    """8, 4 or 2 bits per element between all ranks, with error feedback."""
-    return Compressed(Quantize(bits, block, levels, rounding, start_step), feedback, dense)
+flat = _preset("flat", "One all_reduce over all ranks, as stock DDP does, in node-contiguous order.", lambda: Flat())
+hierarchical = _preset(
+    "hierarchical", "Exact average; only 2 (N-1)/N of the gradient crosses between N nodes.", lambda: Hierarchical()
+)
+hierarchical_bf16 = _preset(
+    "hierarchical_bf16",
+    "As hierarchical, with bfloat16 between the nodes and float32 sums: half the bytes on the slow network.",
+    lambda: Hierarchical(inter=Compressed(Cast(torch.bfloat16), feedback=None)),
+)
 
+_BITS = "8, 4 or 2 bits per element {}, with error feedback."
+_SIGNS = "Signs and a scale per block {}, with error feedback; advised after a dense start."
+_FACTORS = "Low-rank factors of the gradients' matrices {}, with error feedback."
+_LARGEST = "The largest elements {}, with error feedback; `momentum` replaces the optimizer's."
+# 4 KiB with bfloat16 values: on 10 Gb/s 3 us, less than a message takes that has nothing in it.
+_FREE_ELEMENTS = 1024
 
-@preset
-def onebit(
-    block: int = 512,
-    scale: Literal["mean", "rms"] = "mean",
-    start_step: int = 0,
-    dense: tuple[str, ...] = (),
-    feedback: Feedback | None = Feedback(),
-) -> Aggregator:
-    """Signs and a scale per block between all ranks, with error feedback; advised after a dense start."""
-    return Compressed(OneBit(block, scale, start_step), feedback, dense)
-
-
-@preset
-def hierarchical_quantized(
-    bits: Literal[8, 4, 2] = 8,
-    block: int = 512,
-    levels: Literal["uniform", "nonuniform"] | None = None,
-    rounding: Literal["nearest", "stochastic"] = "nearest",
-    start_step: int = 0,
-    dense: tuple[str, ...] = (),
-    feedback: Feedback | None = Feedback(),
-    intra: Flat | Compressed = Flat(),
-) -> Aggregator:
-    """As hierarchical, with 8, 4 or 2 bits per element between the nodes and error feedback."""
-    return Hierarchical(Compressed(Quantize(bits, block, levels, rounding, start_step), feedback, dense), intra)
-
-
-@preset
-def hierarchical_onebit(
-    block: int = 512,
-    scale: Literal["mean", "rms"] = "mean",
-    start_step: int = 0,
-    dense: tuple[str, ...] = (),
-    feedback: Feedback | None = Feedback(),
-    intra: Flat | Compressed = Flat(),
-) -> Aggregator:
-    """As hierarchical, with one bit per element between the nodes and error feedback."""
-    return Hierarchical(Compressed(OneBit(block, scale, start_step), feedback, dense), intra)
-
-
-@preset
-def powersgd(
-    matrix_rank: int = 4,
-    min_compression_rate: float = 2,
-    start_step: int = 2,
-    warm_start: bool = True,
-    alternating: bool = False,
-    feedback: Feedback | None = Feedback(),
-    dense: tuple[str, ...] = (),
-) -> Aggregator:
-    """Low-rank factors of the gradients' matrices between all ranks, with error feedback."""
-    return PowerSGD(matrix_rank, min_compression_rate, start_step, warm_start, alternating, feedback, dense)
-
-
-@preset
-def hierarchical_powersgd(
-    matrix_rank: int = 4,
-    min_compression_rate: float = 2,
-    start_step: int = 2,
-    warm_start: bool = True,
-    alternating: bool = False,
-    feedback: Feedback | None = Feedback(),
-    dense: tuple[str, ...] = (),
-    intra: Flat | Compressed = Flat(),
-) -> Aggregator:
-    """As hierarchical, with low-rank factors of the gradients' matrices between the nodes and error feedback."""
-    inter = PowerSGD(matrix_rank, min_compression_rate, start_step, warm_start, alternating, feedback, dense)
-    return Hierarchical(inter, intra)
-
-
-@preset
-def dgc(
-    density: float = 0.001,
-    momentum: float = 0.0,
-    nesterov: bool = False,
-    momentum_masking: bool = True,
-    clip_norm: float | None = None,
-    warmup: tuple[tuple[int, float], ...] = (),
-    value_dtype: torch.dtype = torch.bfloat16,
-    min_elements: int = _FREE_ELEMENTS,
-    dense: tuple[str, ...] = (),
-    feedback: Feedback | None = Feedback(),
-) -> Aggregator:
-    """The largest elements between all ranks, with error feedback; `momentum` replaces the optimizer's."""
-    compressor = DGC(density, momentum, nesterov, momentum_masking, clip_norm, warmup, value_dtype, min_elements)
-    return Compressed(compressor, feedback, dense)
-
-
-@preset
-def hierarchical_dgc(
-    density: float = 0.001,
-    momentum: float = 0.0,
-    nesterov: bool = False,
-    momentum_masking: bool = True,
-    clip_norm: float | None = None,
-    warmup: tuple[tuple[int, float], ...] = (),
-    value_dtype: torch.dtype = torch.bfloat16,
-    min_elements: int = _FREE_ELEMENTS,
-    dense: tuple[str, ...] = (),
-    feedback: Feedback | None = Feedback(),
-    intra: Flat | Compressed = Flat(),
-) -> Aggregator:
-    """As hierarchical, with the largest elements between the nodes and error feedback."""
-    compressor = DGC(density, momentum, nesterov, momentum_masking, clip_norm, warmup, value_dtype, min_elements)
-    return Hierarchical(Compressed(compressor, feedback, dense), intra)
-
-
-@preset
-def auto(
-    allow: tuple[str, ...] | str = ("lossless",),
-    max_trials: int = 4,
-    max_error: float | None = None,
-    dense: tuple[str, ...] = (),
-) -> Aggregator:
-    """Whatever pays here, of what is allowed: predicted, tried on live steps, and watched afterwards."""
-    return Auto(allow, max_trials, max_error, dense)
+quantized = _preset_of("quantized", _BITS, Quantize)
+onebit = _preset_of("onebit", _SIGNS, OneBit)
+powersgd = _preset_of("powersgd", _FACTORS, PowerSGD)
+dgc = _preset_of("dgc", _LARGEST, DGC, min_elements=_FREE_ELEMENTS)
+hierarchical_quantized = _preset_of("hierarchical_quantized", _BITS, Quantize, between_nodes=True)
+hierarchical_onebit = _preset_of("hierarchical_onebit", _SIGNS, OneBit, between_nodes=True)
+hierarchical_powersgd = _preset_of("hierarchical_powersgd", _FACTORS, PowerSGD, between_nodes=True)
+hierarchical_dgc = _preset_of("hierarchical_dgc", _LARGEST, DGC, between_nodes=True, min_elements=_FREE_ELEMENTS)
+auto = _preset_of("auto", "Whatever pays here, of what is allowed: predicted, tried on live steps, and watched.", Auto)

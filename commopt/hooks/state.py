@@ -14,18 +14,18 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from commopt.aggregate import Aggregator
-from commopt.cost import Links
 from commopt.errors import ConfigurationError
 from commopt.groups import Membership, NcclByLevel
 from commopt.groups.build import read_arguments
-from commopt.hooks import saving
-from commopt.hooks.gradients import require_supported_parameters
-from commopt.hooks.insight import report_on, timeline_of
+from commopt.hooks import checkpoint
+from commopt.hooks.checks import require_supported_parameters
+from commopt.hooks.path import BucketPath
 from commopt.hooks.registration import Registration, Settings
-from commopt.schedule import BucketConfig, Decision, Plan, Tuned, explain, tuner_rows, write_csv
+from commopt.schedule import BucketConfig, Decision, Plan, Tuned
 from topology import Cluster
 
 if TYPE_CHECKING:
+    from commopt.cost import Links
     from commopt.timeline import Report, Timeline
 
 
@@ -45,12 +45,12 @@ class HookState:
         unscaled, and a step that the scaler drops changes none of them.
     timeout: seconds or timedelta that a collective, or a rank that never arrives, may take; default: what the process
         group was made with (600 s where torch does not tell).
-    plan: which gradients travel together. "ddp" leaves DDP's buckets alone, also when a checkpoint has a plan;
-        "adaptive" measures and plans, from a checkpoint's plan on if it has one; a Plan (or the path of one that was
-        saved) is followed. None: "adaptive" for "auto", else "ddp". Ranks that differ follow rank 0's.
+    plan: which gradients travel together. "ddp", the default, leaves DDP's buckets alone, also when a checkpoint has a
+        plan; "adaptive", the default for "auto", measures and plans, from a checkpoint's plan on if it has one; a Plan
+        (or the path of one that was saved) is followed. Ranks that differ follow rank 0's.
     links: what messages cost, from `python -m commopt probe` (or the path of its file), the same on all ranks; None:
         "adaptive" tries it out.
-    needed_first: changes nothing any more.
+    needed_first: let plans send buckets in the order in which the next forward needs them, where several are ready.
     tuned: for "auto", what an earlier tuning came to (or the path of its file): begun with, and watched.
     record: keep the times of all steps, for `timeline` and `report`; else only those that planning measures are kept.
         The same on all ranks.
@@ -98,6 +98,7 @@ class HookState:
     ) -> None:
         self.decided_by: str | None = None
         self._registration = Registration(settings, aggregator, module, scaler)
+        self._path = BucketPath(self._registration)
         self._controller = self._registration.controller
         self._ddp: ref[TorchDDP] | None = None
 
@@ -125,7 +126,7 @@ class HookState:
     @property
     def membership(self) -> Membership:
         """This rank's place in the groups; joins them (collectively) after unpickling."""
-        return self._registration.sending.membership
+        return self._registration.client.membership
 
     @property
     def cluster(self) -> Cluster:
@@ -138,7 +139,8 @@ class HookState:
         Call it before the model is saved or evaluated, and after training; the next average comes when it would have
         come. With other aggregators, and on one node, parameters are equal already and nothing happens.
         """
-        self._registration.average_parameters()
+        if self._registration.averages is not None:
+            self._registration.averages.run(self._registration.client)
 
     def close(self) -> None:
         """Finish what was started, and close commopt's process groups; every rank must, and the model trains no more.
@@ -146,13 +148,15 @@ class HookState:
         They are shared: the last HookState or Communicator of the same group and settings to close ends them. What was
         never closed is, when the process group has been destroyed, at the next call that joins one.
         """
-        self._registration.close()
+        if self._registration.joined is not None:
+            self._registration.joined.close()
 
     # ------------------------------------------------------------------------------------- for hooks
 
     def withdraw(self) -> None:
         """Take part no more, as no model got this state; not collective."""
-        self._registration.close(groups=False)
+        if self._registration.joined is not None:
+            self._registration.joined.close(groups=False)
 
     def join(self, process_group: dist.ProcessGroup) -> None:
         """Find the other ranks of DDP's group, unless that was done before; collective."""
@@ -173,7 +177,9 @@ class HookState:
 
     def before_forward(self, *, sends: bool) -> None:
         """Change, between two steps, what was decided to be changed. sends: whether the backward will."""
-        self._registration.before_forward(sends=sends)
+        registration = self._registration
+        registration.recorder.forward_begins()
+        registration.controller.before_forward(registration.steps, sends=sends)
 
     def decide(self, aggregator: Aggregator, hook_name: str) -> None:
         """Settle on `aggregator`, the one the registered hook stands for; collective the first time.
@@ -191,31 +197,29 @@ class HookState:
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Average one bucket over the ranks; the future resolves to `bucket.buffer()` itself."""
-        return self._registration.reduce(bucket)
+        return self._path.reduce(bucket)
 
     # ------------------------------------------------------------------------------------- what was done
 
     def stats(self) -> dict[str, Any]:
         """Return what was done so far.
 
-        Steps, DDP's buckets, the messages that were sent, payload bytes this rank sent and microseconds spent in the
-        hook; with error feedback also residual_norm (of this rank, in units of the average gradient),
-        compression_error (left out over what should have been sent, sampled), residual_bytes kept, and dropped_commits
-        (non-finite values). Waits for the device.
+        Steps, DDP's buckets that the hook saw, payload bytes this rank sent and microseconds spent in the hook; with
+        error feedback also residual_norm (of this rank, in units of the average gradient), compression_error (left
+        out over what should have been sent, sampled), residual_bytes kept, and dropped_commits (non-finite values).
+        Waits for the device.
         """
-        registration = self._registration
-        joined, sent = registration.joined, registration.wire_bytes()
-        calls = registration.hook_calls
+        registration, path, sent = self._registration, self._path, self._path.wire_bytes()
+        joined, averages = registration.joined, registration.averages
         return {
             "aggregator": registration.aggregator_name,
             "cluster": str(joined.membership.cluster) if joined else "not joined yet",
             "steps": registration.steps,
-            "buckets": calls,
-            "messages": joined.messages if joined else 0,
+            "buckets": path.hook_calls,
             "intra_bytes": sent.intra,
             "inter_bytes": sent.inter,
-            "hook_us_per_bucket": registration.hook_ns / 1000 / calls if calls else 0.0,
-            **registration.averages.stats(),
+            "hook_us_per_bucket": path.hook_ns / 1000 / path.hook_calls if path.hook_calls else 0.0,
+            **({} if averages is None else {"parameter_averages": averages.times}),
             **(registration.ledger.stats() if self.aggregator is not None and self.aggregator.residual_paths else {}),
         }
 
@@ -225,14 +229,16 @@ class HookState:
         trace: where rank 0 writes it as a Chrome trace (ui.perfetto.dev reads it). plot: where rank 0 draws it, which
         needs matplotlib. Raises ConfigurationError on every rank when nothing was recorded or a file cannot be written.
         """
-        registration = self._registration
-        return timeline_of(registration.recorder, registration.sending.team, registration.run, trace, plot)
+        from commopt.hooks.insight import timeline_of  # which draws, and reads what all ranks recorded
+
+        return timeline_of(self._registration.recorder, self._registration.client, trace, plot)
 
     def report(self) -> Report:
         """Return where the time of a step goes: print it; collective, between two steps. Raises as `timeline`."""
-        timeline, ddp = self.timeline(), None if self._ddp is None else self._ddp()
-        steps = self._registration.reduced_steps
-        return report_on(timeline, self._registration.wire_bytes(), steps, ddp, self.plan)
+        from commopt.hooks.insight import report_on
+
+        ddp, steps = None if self._ddp is None else self._ddp(), self._registration.reduced_steps
+        return report_on(self.timeline(), self._path.wire_bytes(), steps, ddp, self.plan)
 
     # ------------------------------------------------------------------------------------- plans
 
@@ -253,18 +259,23 @@ class HookState:
 
     def explain(self) -> str:
         """Return in words and numbers what averages the gradients now, and why; the same on every rank."""
+        from commopt.schedule import explain
+
         return explain(self.aggregator, self.tuned, self.decisions)
 
     def save_nccl_tuning(self, path: str | Path, links: Links | str | Path) -> None:
         """Write what NCCL should send the messages of a step by, as the file of its example tuner plugin.
 
         links: what `python -m commopt probe` measured over NCCL, or nominal ones. A prediction, by closed forms; see
-        commopt.schedule.nccl. Not collective. Raises ConfigurationError before the first step, and for other links.
+        commopt.tuning.nccl. Not collective. Raises ConfigurationError before the first step, and for other links.
         """
+        from commopt.cost import Links
+        from commopt.schedule import tuner_rows, write_csv
+
         lengths = self._controller.message_nbytes()
         if not lengths:
             raise ConfigurationError("no step was taken yet, so it is not known how long messages are; train first")
-        known = links if isinstance(links, Links) else Links.load(links)
+        known = Links.load(links) if isinstance(links, (str, Path)) else links
         write_csv(tuner_rows(self.membership.team, known, lengths), path)
 
     def freeze(self) -> None:
@@ -283,18 +294,19 @@ class HookState:
         Every rank must save its own; `gathered_state_dict` is for checkpoints that one rank writes. Ask between two
         steps: during one, some of its buckets count already and others do not.
         """
-        return saving.part_of(self._registration)
+        return checkpoint.part_of(self._registration)
 
     def gathered_state_dict(self) -> dict[str, Any] | None:
         """Return all ranks' states on the first rank of the group, None on the others; collective."""
-        self._registration.require_open("gathered_state_dict")
-        return saving.gather(self.state_dict(), self.membership)
+        self._require_open("gathered_state_dict")
+        return checkpoint.gather(self.state_dict(), self.membership)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on where `saved` was taken: one rank's state_dict(), a gathered or a merged one; collective.
 
         In the same world every bit is as if training had never stopped, if DDP had settled its buckets when the state
-        was saved (after two steps) and can be given the same ones (docs/bucketing.md). In another world, for which the
+        was saved (after two steps; three with static_graph): they are used until DDP makes them again. A plan that was
+        followed then is needed for that too: "adaptive" follows it, "ddp" does not. In another world, for which the
         gathered form or commopt.merged_state() is needed, each rank starts with an equal part of the sum of all
         residuals.
         Raises ConfigurationError when what any rank was given is damaged or does not fit, naming what, and
@@ -303,9 +315,13 @@ class HookState:
         self.load_from(lambda: saved)
 
     def load_from(self, read: Callable[[], object]) -> None:
-        """Load what `read` returns; what it raises becomes a ConfigurationError on every rank. See load_state_dict."""
-        self._registration.require_open("load_state_dict")
-        saving.load(read, self._registration)
+        """Load what `read` returns; what it raises becomes a ConfigurationError on every rank. As load_state_dict."""
+        self._require_open("load_state_dict")
+        checkpoint.load(read, self._registration)
+
+    def _require_open(self, what: str) -> None:
+        if self._registration.joined is not None:
+            self._registration.joined.require_open(what)
 
 
 def _require_arguments(aggregator: object, module: object, scaler: Any) -> None:

@@ -1,43 +1,64 @@
-"""When a lane fails: tell every rank who failed and why, and free the peers that wait for this one."""
+"""Who failed, and who says so: a lane that fails tells every rank and frees the peers that wait for this one.
+
+An exception that ends the process is told too, and a peer that was lost elsewhere gets its name. With COMMOPT_CHECK=1
+all ranks show before every operation what they are about to run: a debugging aid that costs a few store round trips and
+turns a swapped order or a different length, which would otherwise hang or mix two tensors, into an error.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import socket
+import sys
+import threading
 import time
 import traceback
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
+from types import TracebackType
+from typing import Any
 
-from commopt.errors import LaneError, TransportError
-from commopt.groups import FAILURE_KEY, LimitedStore, Membership, close_together, joined
-from commopt.lanes.operation import Operation
+import torch.distributed as dist
+
+from commopt.errors import CommoptError, LaneError, MismatchError, TransportError
+from commopt.groups import FAILURE_KEY, LimitedStore, Membership, close_together, joined, was_joined
 
 # An error that arrives through a socket is followed by its author's report, unless the author died.
 _REPORT_WAIT_S = 2.0
 # How much later the others look for what the first made of that.
 _VERDICT_WAIT_S = 1.0
+# For a process that ends, or lost a peer elsewhere, to find out why.
+_WITHIN_S = 2.0
+_POLL_S = 0.05
+_CHECK_POLL_S = 0.001
+
+_ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+_hook_before: _ExceptHook | None = None
+_process = 0
+
+# ------------------------------------------------------------------------------------------- a lane fails
 
 
-def fail(operation: Operation, error: BaseException) -> LaneError:
+def fail(membership: Membership, operation: str, error: BaseException) -> LaneError:
     """Publish the failure, destroy every group of this process, and return the error all later callers get.
 
     The first report wins: a rank that fails only because another did repeats that one's words.
     """
-    affected = {operation.membership, *joined()}  # in whichever a peer waits for this rank, it would wait in vain
+    affected = {membership, *joined()}  # in whichever a peer waits for this rank, it would wait in vain
     if isinstance(error, TransportError):
         broken: list[int] = []
         with suppress(RuntimeError, ValueError):  # the user destroys it at this very moment
-            broken = operation.membership.team.lost_ranks()  # only an open group knows
+            broken = membership.team.lost_ranks()  # only an open group knows
         _close(affected, error)  # first, so that the failure reaches ranks that wait for this one
-        report = _find_out(operation, error, broken)
-        for membership in affected:
-            membership.publish_failure(report)
+        report = _find_out(membership, operation, error, broken)
+        for each in affected:
+            each.publish_failure(report)
     else:
-        rank = operation.membership.global_rank
         trace = "".join(traceback.format_exception(error))
-        report = f"rank {rank} ({socket.gethostname()}) failed in {operation}\n{trace}"
-        for membership in affected:
-            membership.publish_failure(report)
+        report = f"{_me(membership)} failed in {operation}\n{trace}"
+        for each in affected:
+            each.publish_failure(report)
         _close(affected, error)
     return LaneError(f"{report.rstrip()}\nThe lane takes no more work; destroy and initialize the process group.")
 
@@ -52,13 +73,13 @@ def _close(memberships: Iterable[Membership], error: BaseException) -> None:
         close_together(membership.team for membership in memberships)
 
 
-def _find_out(operation: Operation, error: TransportError, broken: Collection[int]) -> str:
+def _find_out(membership: Membership, operation: str, error: TransportError, broken: Collection[int]) -> str:
     """Return the author's report, or which ranks give no sign of life; of them, the connections to `broken` ended.
 
     Ranks write themselves down one below the other, and the first of them reads the list for all: what the store is
     asked in all grows as the number of ranks, not as its square.
     """
-    membership, me = operation.membership, operation.membership.global_rank
+    me = membership.global_rank
     lost = f"rank {me} lost a peer in {operation}"
     now = time.monotonic()
     store = membership.store.until(now + _REPORT_WAIT_S + _VERDICT_WAIT_S)
@@ -91,3 +112,173 @@ def _await_report(store: LimitedStore, deadline: float) -> str | None:
         time.sleep(min(pause_s, left_s))
         pause_s = min(2 * pause_s, 0.3)
     return report
+
+
+def _me(membership: Membership) -> str:
+    return f"rank {membership.global_rank} ({socket.gethostname()})"
+
+
+# ----------------------------------------------------------------------------------- outside of the lanes
+
+
+def failure_of(error: BaseException) -> CommoptError | None:
+    """Return the commopt error behind `error`, None when there is none.
+
+    torch makes a RuntimeError of what a future raises. And in communication that is not commopt's own a peer that died
+    shows as gloo's or NCCL's error; every rank that asks then learns what the dead one reported, or, over gloo, which
+    ranks closed their connections. That takes up to 2 s.
+    """
+    for link in _chain(error):
+        if isinstance(link, CommoptError):
+            return link
+        if f"{LaneError.__name__}: " in str(link):
+            from commopt.lanes.registry import require_healthy  # which reports failures here
+
+            try:
+                require_healthy()
+            except LaneError as failure:
+                return failure
+            return LaneError(str(link))
+    return _lost_peer(error) if any(map(_is_transport, _chain(error))) else None
+
+
+def publish_uncaught() -> None:
+    """Let the exception that ends this process reach the other ranks, from now on.
+
+    Chained to sys.excepthook: other threads may fail and the process go on. What multiprocessing catches in a child it
+    started never comes here.
+    """
+    global _hook_before, _process
+    _process = os.getpid()
+    if _hook_before is None:
+        _hook_before, sys.excepthook = sys.excepthook, _tell_and_pass_on
+
+
+def _tell_and_pass_on(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    found: list[CommoptError] = []
+    # Not in a forked child, which has the parent's connection to the store, nor in a session, which goes on.
+    if os.getpid() == _process and not hasattr(sys, "ps1"):
+        # In a thread of its own, since the store may not answer.
+        telling = threading.Thread(target=_tell, args=(error, found), name="commopt-last-words", daemon=True)
+        with suppress(RuntimeError):  # no more threads
+            telling.start()
+            telling.join(2 * _WITHIN_S)
+    assert _hook_before is not None
+    _hook_before(kind, error, trace)
+    if found and found[0] not in _chain(error):
+        print(f"{type(found[0]).__name__}: {found[0]}", file=sys.stderr)
+
+
+def _tell(error: BaseException, found: list[CommoptError]) -> None:
+    """Publish `error`, unless it is the echo of another rank's; what is known of that goes into `found`."""
+    with suppress(Exception):  # whatever goes wrong here must not hide the error itself
+        failure = failure_of(error)
+        if failure is not None:
+            found.append(failure)
+        if isinstance(failure, LaneError) or any(map(_is_transport, _chain(error))):
+            return
+        trace = "".join(traceback.format_exception(error))
+        for membership in joined():
+            membership.publish_failure(f"{_me(membership)} ended with an exception\n{trace}")
+
+
+def _lost_peer(error: BaseException) -> LaneError | None:
+    """Ask why a peer was lost; None when nobody knows."""
+    memberships, deadline = joined(), time.monotonic() + _WITHIN_S
+    while memberships:
+        if report := next(filter(None, (membership.failure() for membership in memberships)), None):
+            return LaneError(report)
+        for membership in memberships:
+            if lost := membership.team.lost_ranks():
+                return _publish_lost(membership, lost, error)
+        if time.monotonic() > deadline:
+            break
+        time.sleep(_POLL_S)
+    return None
+
+
+def _publish_lost(membership: Membership, lost: list[int], error: BaseException) -> LaneError:
+    report = (
+        f"rank {membership.global_rank} lost rank {', '.join(map(str, lost))} outside of commopt's own communication: "
+        f"the connection was closed, so it has ended or closed its groups\n{error}"
+    )
+    for each in joined():
+        each.publish_failure(report)
+    return LaneError(report)
+
+
+def _is_transport(error: BaseException) -> bool:
+    return isinstance(error, dist.DistBackendError) or "gloo/transport/" in str(error)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and those it came from."""
+    link: BaseException | None = error
+    seen: set[int] = set()
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__ or link.__context__
+
+
+# ----------------------------------------------------------------------- COMMOPT_CHECK=1: the order of operations
+
+
+def check_order(membership: Membership, lane: str, mine: str) -> None:
+    """Compare the operation called `mine` with what the other ranks run at this place of their lanes.
+
+    Raises MismatchError on every rank that differs or waits for one that does.
+    """
+    store, me = membership.store, membership.global_rank
+    index = membership.checked[lane]
+    # First seen, then counted: whoever sees it and has come this far knows that it will go through.
+    store.set(f"operation/{lane}/{index}/{me}", mine)
+    membership.checked[lane] += 1
+    membership.announce(lane, index, mine, meeting=False)
+    deadline = time.monotonic() + membership.timeout_s
+    waiting = [rank for rank in membership.ranks if rank != me]
+    while waiting:
+        for rank in list(waiting):
+            if store.check([f"operation/{lane}/{index}/{rank}"]):
+                _require_same(rank, store.get(f"operation/{lane}/{index}/{rank}").decode(), me, mine)
+                waiting.remove(rank)
+            else:
+                _require_coming(membership, lane, mine, index, rank)
+        if waiting and (report := membership.failure()) is not None:
+            raise LaneError(report)
+        if waiting and time.monotonic() > deadline:
+            raise MismatchError(f"rank {waiting} did not come to {mine} within {membership.timeout_s:g} s")
+        time.sleep(_CHECK_POLL_S if waiting else 0)
+    if index:  # all ranks announced this operation, so all have read the one before
+        store.delete_key(f"operation/{lane}/{index - 1}/{me}")
+
+
+def _require_same(rank: int, theirs: str, me: int, mine: str) -> None:
+    if theirs != mine:
+        raise MismatchError(
+            f"ranks run different operations at the same place: rank {rank} has [{theirs}], rank {me} has [{mine}]; "
+            f"every rank must make the same calls in the same order"
+        )
+
+
+def _require_coming(membership: Membership, lane: str, mine: str, index: int, rank: int) -> None:
+    """Raise when `rank`, without having submitted this operation, waits for this rank somewhere it never was."""
+    if not membership.store.check([f"now/{rank}"]):
+        return
+    sight: dict[str, Any] = json.loads(membership.store.get(f"now/{rank}"))
+    me = membership.global_rank
+    place, times, meeting = sight["place"], sight["times"], sight["meeting"]
+    there = next((other for other in joined() if other.name == sight["membership"]), None)
+    if meeting:  # its main thread waits; its lane may still come here by itself
+        coming = sight["submitted"].get(membership.name, {}).get(lane, 0) > index
+    else:  # its lane waits; in this very sequence, where places are compared, or on another device's lane
+        coming = there is membership or place != lane
+    if coming or me not in sight["ranks"]:
+        return
+    # What this rank has closed since, it has been through.
+    been_there = was_joined(sight["membership"]) if there is None else there.has_reached(place, times, meeting=meeting)
+    if not been_there:
+        raise MismatchError(
+            f"ranks wait for each other in different groups: rank {rank} is at [{sight['what']}], "
+            f"rank {me} at [{mine}]; every rank must make the same calls in the same order"
+        )

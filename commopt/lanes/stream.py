@@ -12,9 +12,7 @@ from torch import Tensor
 
 from commopt.errors import LaneError
 from commopt.groups import Membership, close_together, joined
-from commopt.lanes.base import Lane, Work
-from commopt.lanes.operation import Operation, Ticket
-from commopt.lanes.second import Second, SecondStream
+from commopt.lanes.lane import Lane, Operation, Task, Work
 
 _WATCH_PERIOD_S = 0.5
 _CLOSE_TIMEOUT_S = 5.0
@@ -44,46 +42,36 @@ class StreamLane(Lane):
     def submit(
         self,
         operation: Operation,
-        work: Work,
+        task: Task,
         result: Tensor,
         inputs: Sequence[Tensor] = (),
-        reserved: Sequence[Ticket] = (),
-    ) -> Ticket:
-        """See Lane.submit; a failure of the launch raises here, in the submitting thread."""
+    ) -> Work:
+        """Launch `task`, as Lane.submit; a failure of the launch raises here, in the submitting thread."""
         self._require_usable(operation)
         with self._order:
             self._own.busy = True
             try:
-                return self._launch(operation, work, result, inputs, reserved)
+                return self._launch(operation, task, result, inputs)
             finally:
                 self._own.busy = False
 
-    def _launch(
-        self,
-        operation: Operation,
-        work: Work,
-        result: Tensor,
-        inputs: Sequence[Tensor],
-        reserved: Sequence[Ticket],
-    ) -> Ticket:
-        ticket = Ticket(result)
-        for pending in (*reserved, ticket):  # each was made on the stream of its own tensor
-            pending.hold_back(self._stream)
+    def _launch(self, operation: Operation, task: Task, result: Tensor, inputs: Sequence[Tensor]) -> Work:
+        handle = Work(result)
+        handle.hold_back(self._stream)
         for tensor in (result, *inputs):
             tensor.record_stream(self._stream)  # its memory may be freed by a stream that is ahead of the lane
         with torch.cuda.stream(self._stream):
-            error = self._run(operation, work, result)
-            for pending in (*reserved, ticket):
-                pending.settle(error)
+            error = self._run(operation, task, handle)
+            handle.settle(error)
         if error is not None:
             raise self._anew(error)
-        return ticket
+        return handle
 
     def _anew(self, error: LaneError) -> LaneError:
         return LaneError(f"{error}\n{_RECOVERY}")
 
     def close(self) -> bool:
-        """See Lane.close."""
+        """Wait for the stream, as Lane.close, and end the watcher."""
         deadline = time.monotonic() + _CLOSE_TIMEOUT_S
         ended = False
         try:
@@ -97,12 +85,8 @@ class StreamLane(Lane):
         return ended
 
     def _wait(self) -> None:
-        """See Lane._wait."""
         with suppress(RuntimeError):  # a CUDA error, which its own caller sees
             self._stream.synchronize()
-
-    def _make_second(self) -> Second:
-        return SecondStream(self.device)
 
     def _watch(self) -> None:
         """Abort this rank's communicators when another rank reports a failure, or when none could any more.

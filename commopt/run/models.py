@@ -17,7 +17,7 @@ from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from commopt.hooks import HookState, attach
-from commopt.hooks.misuse import enabled_scalers
+from commopt.hooks.checks import enabled_scalers
 from commopt.run.script import Choice
 
 _log = logging.getLogger("commopt")

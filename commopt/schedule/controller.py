@@ -20,7 +20,7 @@ from commopt.errors import ConfigurationError
 from commopt.feedback import Layout, Ledger
 from commopt.feedback.quality import Fidelity
 from commopt.groups import Team
-from commopt.lanes import Ticket
+from commopt.lanes import Work
 from commopt.recording import Recorder
 from commopt.schedule import reducer
 from commopt.schedule.calibration import require_prices
@@ -58,7 +58,7 @@ class Controller:
         self.changes = 0
         self.frozen = False
         self.aggregator: Aggregator = Flat()
-        self.pending: Ticket | None = None
+        self.pending: Work | None = None
         self._layouts = layouts
         self._config = BucketConfig()
         self._team: Team | None = None

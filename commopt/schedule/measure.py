@@ -11,8 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from commopt.groups import Team
-from commopt.groups.payload import gather_bytes
+from commopt.groups import Team, gather_bytes
 from commopt.recording import Mark, Recorder, StepRecord, clock_for
 from commopt.schedule.decision import Calendar
 from commopt.schedule.plan import Unit

@@ -15,8 +15,7 @@ from torch import Tensor
 from commopt.aggregate import Aggregator, auto_of
 from commopt.feedback import Layout, Ledger
 from commopt.feedback.quality import Fidelity
-from commopt.groups import Team
-from commopt.groups.payload import broadcast_bytes
+from commopt.groups import Team, broadcast_bytes
 from commopt.schedule.calibration import (
     LARGEST_NBYTES,
     Points,

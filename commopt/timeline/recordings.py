@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from commopt.groups import Team
-from commopt.groups.payload import gather_bytes
+from commopt.groups import Team, gather_bytes
 from commopt.recording import MessageRecord, StepRecord
 
 _WARM_UP_ROUNDS = 4

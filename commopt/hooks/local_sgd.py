@@ -7,100 +7,86 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from weakref import WeakMethod, finalize, ref
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from commopt import lanes
-from commopt.aggregate import Aggregator, LocalSGD, local_sgd_of
+from commopt.aggregate import Aggregator, LocalSGD
 from commopt.errors import ConfigurationError
 from commopt.feedback import Account, Layout
-from commopt.groups import Team
-from commopt.hooks.traffic import Traffic
+from commopt.groups import Team, WireBytes
+from commopt.lanes import LaneClient
 
 _log = logging.getLogger("commopt")
 
 MESSAGE_NBYTES = 25 * 2**20  # what DDP gives its buckets
-_WHAT = "average of the parameters"
-
-Submit = Callable[[Callable[[], None], str, torch.device], lanes.Ticket]
 
 
 class ParameterAverages:
-    """The parameters of one DDP model, when a LocalSGD averages them, and what that has sent.
+    """The parameters of one DDP model that a LocalSGD averages, and what that has sent.
 
-    With any other aggregator nothing ever happens. parameters: those whose gradients DDP averages. before_forward: a
-    method to call before every forward with gradients, held weakly. An evaluation under no_grad() does not call it: one
-    rank may evaluate alone.
+    parameters: those whose gradients DDP averages. client: this rank among the others, None before it has joined them.
+    steps: how many are complete; whoever counts them tells. A forward of `module` with gradients averages first what is
+    due; an evaluation under no_grad() does not: one rank may evaluate alone.
     """
 
-    def __init__(
-        self,
-        aggregator: Aggregator | None,
-        module: nn.Module | None,
-        parameters: Iterable[Tensor],
-        before_forward: Callable[[], None],
-    ) -> None:
-        self.traffic = Traffic()
-        self._average = local_sgd_of(aggregator)
+    def __init__(self, average: LocalSGD, module: nn.Module | None, parameters: Iterable[Tensor]) -> None:
+        self.sent = WireBytes()
+        self.times = 0
+        self.steps = 0
+        self.client: LaneClient | None = None
+        self._average = average
         self._module = None if module is None else ref(module)
         # Chosen once: what is frozen later has become different on the nodes all the same.
-        self._parameters = tuple(parameters) if self._average is not None else ()
+        self._parameters = tuple(parameters)
         self._averaged_at = -1
-        self._times = 0
-        if module is not None and self._average is not None:
-            finalize(self, module.register_forward_pre_hook(_BeforeForward(before_forward)).remove).atexit = False
+        if module is not None:
+            finalize(self, module.register_forward_pre_hook(_BeforeForward(self)).remove).atexit = False
 
-    def take_turn(self, steps: int, team: Team, submit: Submit) -> None:
-        """Average if that is due after `steps` steps and not done; all ranks must ask before the next step.
+    def take_turn(self) -> None:
+        """Average if that is due and not done; all ranks must ask before the next step.
 
-        Returns when the parameters are there (on CUDA: for the current stream). Raises ConfigurationError when they
-        are to be averaged and the model is not known.
+        Returns when the parameters are there (on CUDA: for the current stream). Raises ConfigurationError when the
+        model is not known, or a CUDA graph is captured that would repeat what is not due.
         """
-        if self._average is None:
-            return
         if self._module is None:
             raise ConfigurationError(
                 f"{self._average} averages parameters and does not know the model; use commopt.attach(ddp, ...), or "
                 f"HookState(aggregator, module=ddp.module)"
             )
-        if self._average.averages_after(steps) and self._averaged_at != steps:
-            self._averaged_at = steps
-            self.run(team, submit)
-
-    def begin_anew(self) -> None:
-        """Forget which average was made last: the parameters are a checkpoint's now."""
-        self._averaged_at = -1
-
-    def run(self, team: Team, submit: Submit) -> None:
-        """Average now, whatever the calendar says and without changing it; collective. Returns as `take_turn` does."""
-        if self._average is None or team.node_count == 1:
+        if self.client is None or self._averaged_at == self.steps or not self._average.averages_after(self.steps):
             return
-        aggregator, messages = self._average.parameters, _messages(self._tensors(self._average))
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            self._average.check_capture(self.steps, self.client.team)
+        self._averaged_at = self.steps
+        self.run(self.client)
+
+    def begin_anew(self, steps: int) -> None:
+        """Go on after `steps` steps, and forget which average was made last: the parameters are a checkpoint's now."""
+        self.steps, self._averaged_at = steps, -1
+
+    def run(self, client: LaneClient) -> None:
+        """Average now, whatever is due and without changing it; collective. Returns as `take_turn` does."""
+        if client.team.node_count == 1:
+            return
+        aggregator, messages = self._average.parameters, _messages(self._tensors())
         devices = dict.fromkeys(message.device for message in messages)
-        tickets = [
-            submit(
-                partial(_exchange, [each for each in messages if each.device == device], aggregator, team),
-                _WHAT,
-                device,
-            )
-            for device in devices
-        ]
-        for ticket in tickets:
-            ticket.wait()
+        handles = []
+        for device in devices:
+            work = partial(_exchange, [each for each in messages if each.device == device], aggregator, client.team)
+            handles.append(client.run(work, "average of the parameters", device))
+        for handle in handles:
+            handle.wait()
         for message in messages:
-            self.traffic.count(aggregator, Layout.anonymous(message.numel), message.dtype, message.device, step=0)
-        self._times += 1
+            layout = Layout.anonymous(message.numel)
+            self.sent += aggregator.wire_bytes(layout, message.dtype, client.team, message.device, 0)
+        self.times += 1
 
-    def stats(self) -> dict[str, int]:
-        """Return what HookState.stats() says of it."""
-        return {} if self._average is None else {"parameter_averages": self._times}
-
-    def _tensors(self, average: LocalSGD) -> list[Tensor]:
+    def _tensors(self) -> list[Tensor]:
         module = None if self._module is None else self._module()
-        if module is None or not average.buffers:
+        if module is None or not self._average.buffers:
             return list(self._parameters)
         # By the names that DDP goes by for buffers. Asked each time: a module may put other tensors in their place.
         ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
@@ -119,7 +105,7 @@ def _exchange(messages: Sequence[_Message], aggregator: Aggregator, team: Team) 
 
 def warn_of_broadcasts(aggregator: Aggregator, ddp: TorchDDP) -> None:
     """Say it when DDP will send buffers between the nodes in every forward."""
-    if local_sgd_of(aggregator) and ddp.broadcast_buffers and any(True for _ in ddp.module.buffers()):
+    if isinstance(aggregator, LocalSGD) and ddp.broadcast_buffers and any(True for _ in ddp.module.buffers()):
         _log.warning(
             "DDP broadcasts this model's buffers from rank 0 in every forward, between nodes too; use "
             "DistributedDataParallel(..., broadcast_buffers=False) and LocalSGD(buffers=True)"
@@ -183,16 +169,16 @@ def _messages(tensors: Sequence[Tensor]) -> list[_Message]:
 class _BeforeForward:
     """A forward pre-hook of the module DDP wraps; a copy of it, in a copied or saved model, does nothing.
 
-    Unlike the DDP model's (commopt.hooks.forward) it is called under torch.compile, and in any form of registration.
+    Unlike the DDP model's it is called under torch.compile, and in any form of registration.
     """
 
-    def __init__(self, call: Callable[[], None]) -> None:
-        found = WeakMethod(call)
+    def __init__(self, averages: ParameterAverages) -> None:
+        found = ref(averages)
 
         def call_if_alive() -> None:
             alive = found()
             if alive is not None:
-                alive()
+                alive.take_turn()
 
         # Traced, it would be compiled anew whenever a counter in it changes.
         self._call: Callable[[], None] | None = torch.compiler.disable(call_if_alive)

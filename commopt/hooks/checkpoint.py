@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from hashlib import sha256
 from io import BytesIO
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,12 @@ from commopt.errors import ConfigurationError
 from commopt.feedback import Layout, Ledger, layout_of, pieces_of, restore, save, spread
 from commopt.feedback.checkpoint import MAX_MAGNITUDE, field, refuse, required, whole
 from commopt.groups import Membership
-from commopt.groups.agreement import require_equal
+from commopt.groups.membership import require_equal
 from commopt.hooks.registration import Registration
 from commopt.schedule import Plan, Tuned, require_same_parameters
+
+if TYPE_CHECKING:
+    from commopt.hooks.state import HookState
 
 FORMAT = 1
 MESSAGE_NBYTES = 32 * 2**20  # on its way to the first rank
@@ -30,14 +33,14 @@ _log = logging.getLogger("commopt")
 
 def part_of(registration: Registration) -> dict[str, Any]:
     """Return this rank's part of a checkpoint."""
-    sending, plan, tuned = registration.sending, registration.controller.plan, registration.controller.tuned
+    client, plan, tuned = registration.client, registration.controller.plan, registration.controller.tuned
     return {
         "format": FORMAT,
         "aggregator": registration.aggregator_name,
         "steps": registration.steps,
-        "nodes": list(sending.team.wire.nodes),
-        "place": sending.team.rank,
-        "members": list(sending.membership.ranks),
+        "nodes": list(client.team.wire.nodes),
+        "place": client.team.rank,
+        "members": list(client.membership.ranks),
         "parameters": dict(registration.layouts.numels),
         "buckets": [pieces_of(layout) for layout in registration.step.buffers],
         "plan": None if plan is None else plan.to_json(),
@@ -148,7 +151,7 @@ def load(read: Callable[[], object], registration: Registration) -> None:
         raise ConfigurationError(
             "load_state_dict needs to know the aggregator; use commopt.attach, or HookState(aggregator)"
         )
-    membership, owner = registration.sending.membership, registration.sending.owner
+    membership, owner = registration.client.membership, registration.client.name
     ledger = Ledger(per_step=registration.ledger.per_step)
     loaded, problem = None, ""
     try:
@@ -179,7 +182,7 @@ def _require_no_problem(problems: Mapping[int, str]) -> None:
 def _fill(ledger: Ledger, saved: object, registration: Registration) -> _Loaded:
     """Fill `ledger`; return the rest."""
     parts = _parts_of(saved)
-    first, team = parts[0], registration.sending.team
+    first, team = parts[0], registration.client.team
     nodes, place, numels = list(team.wire.nodes), team.rank, first["parameters"]
     require_same_parameters(numels, registration.layouts.numels)
     _require_same_levels(parts, registration)
@@ -315,3 +318,43 @@ def _dtypes_in(description: object) -> Iterator[torch.dtype]:
                 yield value
             else:
                 yield from _dtypes_in(value)
+
+
+# ------------------------------------------------------------------- torch.distributed.checkpoint
+
+
+class Checkpointed:
+    """Let every rank write and read its own residuals: `dcp.save({"model": ..., "comm": Checkpointed(comm)}, ...)`.
+
+    dcp.load needs to know what to look for before anything is there. Each rank's part is therefore one value, under
+    the rank's own name. To load into another world (other ranks, or other nodes), say how many ranks wrote the
+    checkpoint: `saved_world_size`.
+    """
+
+    def __init__(self, state: HookState, saved_world_size: int | None = None) -> None:
+        if saved_world_size is not None and (type(saved_world_size) is not int or saved_world_size < 1):
+            raise ConfigurationError(
+                f"Checkpointed(saved_world_size={saved_world_size!r}) must be the number of ranks that wrote the "
+                f"checkpoint, 1 or more, or None for the ranks there are now"
+            )
+        self._state = state
+        self._saved_world_size = saved_world_size
+
+    def state_dict(self) -> dict[str, bytes]:
+        """Return this rank's part under its own name; for another world, empty places for all ranks' parts."""
+        team = self._state.membership.team
+        if self._saved_world_size is not None:
+            return {f"place {place}": b"" for place in range(self._saved_world_size)}
+        buffer = BytesIO()
+        torch.save(self._state.state_dict(), buffer)
+        return {f"place {team.rank}": buffer.getvalue()}
+
+    def load_state_dict(self, saved: Mapping[str, bytes]) -> None:
+        """Go on where the checkpoint was taken, as HookState.load_state_dict; collective."""
+        self._state.load_from(lambda: _read_parts(saved))
+        self._saved_world_size = None  # from now on it is this world that saves
+
+
+def _read_parts(saved: Mapping[str, bytes]) -> dict[str, Any]:
+    parts = [torch.load(BytesIO(saved[name]), map_location="cpu", weights_only=True) for name in sorted(saved)]
+    return parts[0] if len(parts) == 1 else {"format": FORMAT, "ranks": parts}

@@ -1,4 +1,4 @@
-"""Notice training loops in which error feedback cannot do what it promises, and say so once."""
+"""What is refused (gradients that nobody can average) and warned of (loops in which error feedback cannot work)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,56 @@ from typing import Any
 from weakref import finalize, ref
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from commopt.errors import UnsupportedTensorError
 from commopt.version import NEWEST_TESTED_TORCH
 
+REDUCIBLE = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64))
+
 _log = logging.getLogger("commopt")
+
+
+def require_supported_parameters(module: nn.Module) -> None:
+    """Raise UnsupportedTensorError when a parameter of `module` will have a complex or a sparse gradient."""
+    for name, child in module.named_modules():
+        if getattr(child, "sparse", False) and isinstance(child, (nn.Embedding, nn.EmbeddingBag)):
+            raise _sparse(f"parameter '{name}.weight'" if name else "parameter 'weight'")
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            _require_dtype(parameter, f"parameter '{name}'")
+
+
+def refuse_bucket(bucket: dist.GradBucket, buffer: Tensor, module: ref[nn.Module] | None) -> None:
+    """Raise UnsupportedTensorError for a bucket whose `buffer` is sparse or of a dtype that cannot be averaged."""
+    known = None if module is None else module()
+    names: dict[Tensor, str] = {}
+    if known is not None:
+        names = {parameter: name for name, parameter in known.named_parameters()}
+    label = ", ".join(f"'{names[p]}'" if p in names else f"of shape {tuple(p.shape)}" for p in bucket.parameters())
+    if buffer.layout != torch.strided:
+        raise _sparse(f"parameter {label}")
+    _require_dtype(buffer, f"parameter {label}")
+
+
+def _require_dtype(tensor: Tensor, name: str) -> None:
+    if tensor.is_complex():
+        raise UnsupportedTensorError(
+            f"{name} is {tensor.dtype}, and complex gradients are not supported; keep it as a real parameter with a "
+            f"trailing dimension of 2 and use torch.view_as_complex in forward"
+        )
+    if tensor.dtype not in REDUCIBLE:
+        known = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in REDUCIBLE))
+        raise UnsupportedTensorError(f"{name} is {tensor.dtype}; gradients can be {known}")
+
+
+def _sparse(name: str) -> UnsupportedTensorError:
+    return UnsupportedTensorError(
+        f"{name} has a sparse gradient, which no aggregator can average; use sparse=False, or leave it out of DDP "
+        f"with DDP._set_params_and_buffers_to_ignore_for_model and average it yourself"
+    )
 
 
 def enabled_scalers() -> list[torch.amp.GradScaler]:

@@ -1,0 +1,251 @@
+"""A lane runs all communication of one device in one total order; an operation is one piece of it."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from commopt.errors import CommoptError, LaneError
+from commopt.groups import Membership
+from commopt.lanes.failure import check_order, fail
+
+_CLOSE_TIMEOUT_S = 5.0
+_LOOK_S = 0.5
+
+Task = Callable[[], None]
+
+
+@dataclass(eq=False, slots=True)
+class Operation:
+    """What every rank of `membership` must submit at the same point of its program."""
+
+    membership: Membership
+    owner: str
+    sequence: int
+    what: object  # its text is asked for only in errors
+    numel: int
+    device_type: str
+
+    def __str__(self) -> str:
+        return f"{self.owner}, operation {self.sequence}: {self.what} of {self.numel} elements"
+
+
+class Work:
+    """The pending result of an operation.
+
+    ended: a future of the tensor that holds the result. It never fails: it is for whoever asks the lane itself whether
+    it failed, as the hook does, and raises the lane's error as it is.
+    """
+
+    def __init__(self, result: Tensor) -> None:
+        """Stand for `result`, the tensor that will hold the outcome; on CUDA as the current stream leaves it."""
+        self._result: Tensor | None = result
+        self._error: LaneError | None = None
+        self._ready: torch.cuda.Event | None = None
+        self._kernels_end: torch.cuda.Event | None = None
+        self._cuda = result.device if result.device.type == "cuda" else None
+        self.of_inference = result.is_inference()
+        devices: list[int | str | torch.device] | None = None
+        if self._cuda is not None:
+            self._ready = torch.cuda.current_stream(self._cuda).record_event()
+            devices = [self._cuda]
+        self.ended: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+
+    @property
+    def future(self) -> torch.futures.Future[Tensor]:
+        """A future of the result; torch makes a RuntimeError of the LaneError that it raises, and keeps the message."""
+        # Raised through `then`: `set_exception` would leave DDP with a cast error.
+        return self.ended.then(lambda done: self._or_raise(done.value()))
+
+    def hold_back(self, stream: torch.cuda.Stream) -> None:
+        """Let `stream` wait for what the current stream had been given when this handle was made."""
+        if self._ready is not None:
+            stream.wait_event(self._ready)
+
+    def settle(self, error: LaneError | None) -> None:
+        """End the wait, well or with the error; on CUDA the waiters' streams wait for the current one."""
+        self._error = error
+        if self._cuda is not None and error is None:
+            self._kernels_end = torch.cuda.current_stream(self._cuda).record_event()
+        assert self._result is not None  # settled once
+        self.ended.set_result(self._result)
+        self._result = None  # a future that is kept should not keep the tensor twice
+
+    def wait(self) -> Tensor:
+        """Block until the result is there; on CUDA the current stream, not the host, waits. Raises LaneError."""
+        return self._or_raise(self.ended.wait())
+
+    def is_completed(self) -> bool:
+        """Return whether the operation has ended, well or badly; on CUDA whether its kernels have."""
+        return self.ended.done() and (self._kernels_end is None or self._kernels_end.query())
+
+    def _or_raise(self, result: Tensor) -> Tensor:
+        if self._error is not None:
+            raise LaneError(*self._error.args)  # anew: a traceback would keep the frames of every waiter alive
+        return result
+
+
+class Lane(ABC):
+    """One per device and process; the first failure poisons it for good."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._error: LaneError | None = None
+        self._verdict = threading.RLock()  # held from a failure until `_error` says what it was
+        self._own = threading.local()  # `busy`: whether this thread is at work for the lane
+
+    @abstractmethod
+    def submit(
+        self,
+        operation: Operation,
+        task: Task,
+        result: Tensor,
+        inputs: Sequence[Tensor] = (),
+    ) -> Work:
+        """Queue `task`, which communicates, reads `inputs` and leaves its outcome in `result`.
+
+        `task` sees both as the submitting thread (on CUDA: its current stream) left it. Raises LaneError when the lane
+        is poisoned, ConfigurationError when the process group was destroyed, CommoptError when called from `task`
+        itself: it would wait for its own end.
+        """
+
+    @abstractmethod
+    def close(self) -> bool:
+        """Finish what was submitted and stop; return False after a few seconds in which it did not end."""
+
+    def finish(self) -> bool:
+        """Return True once all that was submitted before has ended, False at once when called from this lane's work."""
+        if getattr(self._own, "busy", False):
+            return False
+        self._wait()
+        return True
+
+    @abstractmethod
+    def _wait(self) -> None:
+        """Return once all that was submitted before has ended, well or badly."""
+
+    def require_healthy(self) -> None:
+        """Raise the error that poisoned the lane, if any; wait for it while the lane is finding out."""
+        with self._verdict:
+            error = self._error
+        if error is not None:
+            raise self._anew(error)
+
+    def _anew(self, error: LaneError) -> LaneError:
+        """Return what to raise: a traceback of the same error would keep the frames of every caller alive."""
+        return LaneError(*error.args)
+
+    def _require_usable(self, operation: Operation) -> None:
+        if getattr(self._own, "busy", False):
+            raise CommoptError(
+                f"{operation} was called inside lane work, by an aggregator or by a callback of a pending future, and "
+                f"would wait for its own end; call it after the outer operation's wait()"
+            )
+        if self._error is not None or not operation.membership.alive:
+            self.require_healthy()  # a lane that fails closes all groups before it knows why
+            operation.membership.require_alive()
+        operation.membership.submitted[operation.device_type] += 1
+
+    def _run(self, operation: Operation, task: Task, handle: Work) -> LaneError | None:
+        """Run `task` in the calling thread; return the error that now poisons the lane, if any.
+
+        Ctrl-C poisons it too, and goes on.
+        """
+        if self._error is not None:
+            return self._error
+        try:
+            if operation.membership.checks:
+                check_order(operation.membership, operation.device_type, str(operation))
+            # A tensor made in inference mode can be written in no other.
+            with fresh_modes(inference=handle.of_inference):
+                task()
+        except BaseException as error:
+            with self._verdict:
+                self._error = _reported(operation, error)
+            if isinstance(error, KeyboardInterrupt):
+                raise
+        return self._error
+
+
+def _reported(operation: Operation, error: BaseException) -> LaneError:
+    try:
+        return fail(operation.membership, str(operation), error)
+    except Exception as trouble:  # poisoned all the same
+        return LaneError(f"{operation} failed: {error}; reporting it failed too: {trouble}")
+
+
+@contextmanager
+def fresh_modes(*, inference: bool) -> Iterator[None]:
+    """Run as in a new thread, without gradients, and in inference mode or not.
+
+    Put aside are autocast of every device type, modes of torch functions (torch.set_default_device, `with
+    torch.device(...)`) and of the dispatcher (profilers, fake tensors). A backward pass has those of its caller.
+    """
+    function_modes = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
+    # Asked first: to put dispatch modes aside imports half of torch.
+    dispatch_modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
+    try:
+        # In this order: inference_mode(False) would switch gradients on.
+        with dispatch_modes, torch._C._DisableAutocast(), torch.inference_mode(inference), torch.no_grad():
+            yield
+    finally:
+        for mode in reversed(function_modes):
+            torch._C._push_on_torch_function_stack(mode)
+
+
+class WorkerLane(Lane):
+    """The CPU lane: one thread that takes operations first in, first out, while backward goes on.
+
+    Gloo's collectives block their caller; gloo releases the GIL.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._queue: SimpleQueue[tuple[Operation, Task, Work] | threading.Event | None] = SimpleQueue()
+        # A daemon: a peer that never answers must not keep this process from exiting.
+        self._thread = threading.Thread(target=self._serve, name="commopt-lane", daemon=True)
+        self._thread.start()
+
+    def submit(
+        self,
+        operation: Operation,
+        task: Task,
+        result: Tensor,
+        inputs: Sequence[Tensor] = (),
+    ) -> Work:
+        """Queue `task`, as Lane.submit; `task` itself keeps `inputs` alive."""
+        self._require_usable(operation)
+        handle = Work(result)
+        self._queue.put((operation, task, handle))
+        return handle
+
+    def close(self) -> bool:
+        """Finish what was submitted and end the thread, as Lane.close."""
+        self._queue.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_CLOSE_TIMEOUT_S)
+        return not self._thread.is_alive()
+
+    def _wait(self) -> None:
+        ended = threading.Event()
+        self._queue.put(ended)
+        while not ended.wait(_LOOK_S) and self._thread.is_alive():  # it may have been closed before
+            pass
+
+    def _serve(self) -> None:
+        self._own.busy = True
+        while (item := self._queue.get()) is not None:
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
+            operation, task, handle = item
+            handle.settle(self._run(operation, task, handle))
+            del item, operation, task, handle  # keep no tensor alive while idle

@@ -1,0 +1,117 @@
+"""Presets: their options are those of the dataclasses they build, and each is a hook that DDP takes as it is."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import commopt
+from commopt import DGC, PRESETS, Compressed, ConfigurationError, Hierarchical, OneBit, PowerSGD, Quantize
+from tests.hook_training import SMALL_BUCKET, Tower, batch_of, loss_of, seeded, train
+from tests.ranks import run
+
+FREE = 1024
+PARTS: dict[str, tuple[type[Any], ...]] = {
+    "flat": (),
+    "hierarchical": (),
+    "hierarchical_bf16": (),
+    "quantized": (Quantize, Compressed),
+    "onebit": (OneBit, Compressed),
+    "dgc": (DGC, Compressed),
+    "powersgd": (PowerSGD,),
+    "hierarchical_quantized": (Quantize, Compressed, Hierarchical),
+    "hierarchical_onebit": (OneBit, Compressed, Hierarchical),
+    "hierarchical_dgc": (DGC, Compressed, Hierarchical),
+    "hierarchical_powersgd": (PowerSGD, Hierarchical),
+    "auto": (commopt.Auto,),
+}
+OF_OUTER: dict[type[Any], set[str]] = {Compressed: {"feedback", "dense"}, Hierarchical: {"intra"}}
+
+
+def options_of(name: str) -> dict[str, Any]:
+    parameters = dict(inspect.signature(PRESETS[name]).parameters)
+    assert list(parameters)[:2] == ["state", "bucket"], "which DDP looks for"
+    return {option: each.default for option, each in list(parameters.items())[2:]}
+
+
+def test_every_preset_is_told_of_here() -> None:
+    assert PARTS.keys() == PRESETS.keys()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_options_and_documents_come_from_the_dataclasses(name: str) -> None:
+    expected = set()
+    for kind in PARTS[name]:
+        expected |= OF_OUTER.get(kind) or {field.name for field in fields(kind)}
+        assert str(inspect.getdoc(kind)) in str(PRESETS[name].__doc__)
+    assert options_of(name).keys() == expected
+    assert PRESETS[name].build(**options_of(name)) == PRESETS[name]()
+
+
+def test_a_signature_shows_defaults_and_types() -> None:
+    shown = str(inspect.signature(commopt.hierarchical_powersgd))
+    for part in ("matrix_rank: int = 4", "alternating: bool = False", "feedback: ", " = Flat()"):
+        assert part in shown
+    assert options_of("hierarchical_dgc")["min_elements"] == FREE
+    assert commopt.hierarchical_dgc() == Hierarchical(Compressed(DGC(min_elements=FREE)))
+
+
+@pytest.mark.parametrize(
+    ("preset", "options", "built"),
+    [
+        ("powersgd", {"matrix_rank": 8}, PowerSGD(8)),
+        ("quantized", {"bits": 4, "dense": ("*.bias",)}, Compressed(Quantize(4), dense=("*.bias",))),
+        (
+            "hierarchical_onebit",
+            {"start_step": 9, "feedback": None, "intra": Compressed(Quantize())},
+            Hierarchical(Compressed(OneBit(start_step=9), None), Compressed(Quantize())),
+        ),
+    ],
+)
+def test_options_reach_their_part(preset: str, options: dict[str, Any], built: commopt.Aggregator) -> None:
+    assert PRESETS[preset](**options) == built
+
+
+@pytest.mark.parametrize(
+    ("ask", "words"),
+    [
+        (lambda: commopt.powersgd(rank=4), "did you mean matrix_rank"),
+        (lambda: commopt.quantized(start=4), r"has no option start=4; did you mean .*start_step"),
+        (lambda: commopt.flat(zzz=4), r"has no option zzz=4; it takes none, and attach takes"),
+        (lambda: commopt.build_preset("hierarchical_powersdg"), "did you mean hierarchical_powersgd"),
+        (lambda: commopt.build_preset("zzz"), "is unknown; known presets: auto, dgc"),
+        (lambda: commopt.quantized(record=True), "no option of the preset quantized but of attach"),
+    ],
+)
+def test_an_unknown_name_is_told_the_near_ones(ask: Any, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        ask()
+
+
+def test_attach_takes_what_a_state_takes() -> None:
+    of_attach = set(inspect.signature(commopt.attach).parameters) - {"ddp", "choice", "preset_options"}
+    assert of_attach == set(inspect.signature(commopt.HookState).parameters) - {"aggregator", "module"}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_pickled_by_name(name: str) -> None:
+    assert pickle.loads(pickle.dumps(PRESETS[name])) is PRESETS[name]
+
+
+def register_without_a_state(rank: int, world_size: int) -> None:
+    ddp = commopt.DistributedDataParallel(seeded(Tower), **SMALL_BUCKET)
+    ddp.register_comm_hook(None, commopt.hierarchical)
+    train(ddp, rank, world_size, Hierarchical(), steps=3)
+    of_torch = TorchDDP(seeded(Tower), **SMALL_BUCKET)
+    of_torch.register_comm_hook(None, commopt.hierarchical)
+    with pytest.raises(Exception, match=r"needs a HookState: ddp.register_comm_hook\(commopt.HookState\(\)"):
+        loss_of(of_torch, batch_of(rank, 0)).backward()
+
+
+def test_a_preset_alone() -> None:
+    run(register_without_a_state, 2, fresh=True)
