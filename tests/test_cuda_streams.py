@@ -351,12 +351,6 @@ def everything() -> list[str]:
 
 MUTANTS = {
     "the lane waits for no stream": (operations, "Ticket", "stream.wait_event(self._ready)", "pass"),
-    "held buckets are not waited for": (
-        stream,
-        "StreamLane",
-        "for pending in (*reserved, ticket):  #",
-        "for pending in (ticket,):  #",
-    ),
     "memory is not recorded": (stream, "StreamLane", "tensor.record_stream(self._stream)", "pass"),
     "the work runs on the caller's stream": (stream, "StreamLane", "with torch.cuda.stream(self._stream):", "if True:"),
     "tickets are settled on another stream": (
