@@ -13,7 +13,7 @@ import torch
 
 from commopt.errors import ConfigurationError
 from commopt.feedback import Layout
-from commopt.schedule import Unit, Window
+from commopt.schedule import Plan, Unit, Window
 from commopt.simulate.gpus import GPUS, Gpu, gpu, usual_efficiency
 from commopt.simulate.models import MODELS, Model, Parameter, gpt2, model, resnet50
 from commopt.simulate.workload import Workload, of_model, of_window
@@ -209,6 +209,7 @@ def test_what_is_no_json_is_refused(tmp_path: Path) -> None:
 def window(**changes: Any) -> Window:
     units = (Unit(("c", "b"), 16, 200.0, "torch.float32"), Unit(("a",), 20, 350.0, "torch.float16"))
     facts: dict[str, Any] = {
+        "plan": Plan((("c", "b"), ("a",)), "none"),
         "units": units,
         "ready_error_us": (1.0, 1.0),
         "step_us": (500.0, 510.0),
