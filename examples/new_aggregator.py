@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commopt
-from commopt import AGGREGATORS, Account, Aggregator, Layout
+from commopt import AGGREGATORS, PRESETS, Account, Aggregator, Layout, Preset
 from commopt.aggregate import Step, call, work
 from commopt.groups import Team, TeamShape
-from commopt.hooks.presets import preset
 
 
 # 1. A frozen dataclass: its fields are the options, its repr is what ranks compare.
@@ -81,7 +80,7 @@ def in_order() -> Aggregator:
 def register() -> None:
     """The one line, after which contract tests and benchmarks know it. And a preset."""
     AGGREGATORS["in_order"] = InOrder
-    preset(in_order)  # commopt.attach(ddp, "in_order"); between nodes: Hierarchical(inter=InOrder())
+    PRESETS["in_order"] = Preset(in_order)  # commopt.attach(ddp, "in_order"), or Hierarchical(inter=InOrder())
 
 
 def main(steps: int = 100) -> float:

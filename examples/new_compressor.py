@@ -3,8 +3,7 @@
     torchrun --nproc-per-node 4 examples/new_compressor.py
 
 A compressor turns float values into bytes of a fixed number, and back. It never communicates: `Compressed` exchanges
-its payloads, keeps what it leaves out for the next step, and lets names, prices and checkpoints work. This one sends
-the largest element of every block: a value of 4 bytes and a place of 1 byte for 64 elements.
+its payloads and keeps what it leaves out for the next step. This one sends the largest element of every block.
 """
 
 from __future__ import annotations
@@ -17,9 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commopt
-from commopt import Aggregator, Compressed, Compressor, ConfigurationError
-from commopt.compress import COMPRESSORS, Carry, Dice, Trials
-from commopt.hooks.presets import preset
+from commopt import COMPRESSORS, PRESETS, Aggregator, Compressed, Compressor, ConfigurationError, Preset
+from commopt.compress import Carry, Dice, Trials
 
 
 # 1. A frozen dataclass: its fields are the options, its repr is what ranks compare.
@@ -96,7 +94,7 @@ def top_of_block(block: int = 64) -> Aggregator:
 def register() -> None:
     """The one line, after which contract tests, benchmarks and auto(allow="top_of_block") know it. And a preset."""
     COMPRESSORS["top_of_block"] = TopOfBlock
-    preset(top_of_block)  # commopt.attach(ddp, "top_of_block", block=32), or --preset top_of_block:block=32
+    PRESETS["top_of_block"] = Preset(top_of_block)  # commopt.attach(ddp, "top_of_block", block=32)
 
 
 def main(steps: int = 300) -> float:
