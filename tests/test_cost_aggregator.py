@@ -46,7 +46,6 @@ def test_forms_of_hierarchical_cost_what_the_formulas_say(nodes: tuple[int, ...]
     alone, shared = SPEEDS.inter(1), SPEEDS.inter(m)
     expected = {
         "reduce_scatter": formulas.sharded_us(S, n, m, INTRA, shared),
-        "all_reduce": formulas.all_reduced_us(S, n, m, INTRA, shared),
         "leader": formulas.leader_us(S, n, m, INTRA, alone),
     }
     for form, time_us in expected.items():

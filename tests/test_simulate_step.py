@@ -136,18 +136,6 @@ def test_planned_hierarchical_may_send_a_bucket_flat() -> None:
     assert names == {repr(Flat()), repr(Hierarchical())}
 
 
-def test_planned_chunks_pay_only_with_a_second_lane() -> None:
-    """Levels that are equally slow: two lanes hide one behind the other."""
-    cluster = Cluster(4, gpu("v100"), Network(40, 2.5, efficiency=1.0))
-    shape = cluster.shape(2)
-    aggregator = Hierarchical(form="reduce_scatter")
-    links = cluster.links_for(shape, [aggregator])
-    one, two = (simulate_step(workload(), aggregator, shape, links, buckets="planned", lanes=n) for n in (1, 2))
-    assert {bucket.chunks for bucket in one.buckets} == {1}
-    assert max(bucket.chunks for bucket in two.buckets) > 1
-    assert two.step_us < 0.9 * one.step_us
-
-
 def test_planned_is_no_worse_than_any_buckets_but_for_what_it_spares() -> None:
     aggregator = Flat()
     shape, links = links_for(aggregator, 3)
