@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from commopt.aggregate import Aggregator, account_for
-from commopt.feedback import Layout, Ledger
+from commopt.aggregate import Aggregator, context_for
+from commopt.feedback import Layout, ResidualStore
 from commopt.groups import Team, TeamShape, apply_scale
 
 _CPU = torch.device("cpu")
@@ -61,16 +61,16 @@ class LoneRank:
         backend = "nccl" if device.type == "cuda" else "gloo"
         self.team = SilentTeam.of(ranks_per_node, rank, {device.type: backend})
         self._aggregator, self._buckets = aggregator, buckets
-        self._ledger = Ledger()
+        self._store = ResidualStore()
         self._step = aggregator.start_step - 1
 
     def reduce(self, number: int, buffer: Tensor) -> None:
         """Average bucket `number` in place; bucket 0 begins a step, and the others follow in their order."""
         if number == 0:
             self._step += 1
-            self._ledger.begin_step()
+            self._store.begin_step()
         team: Team = self.team  # type: ignore[assignment]  # as good as one
-        account = account_for(self._aggregator, self._buckets[number], team, self._ledger, self._step, number)
+        account = context_for(self._aggregator, self._buckets[number], team, self._store, self._step, number)
         scale = account.add_leftover(buffer, 1.0 / team.size)
         self._aggregator.all_reduce(buffer, team, scale, account)
-        self._ledger.end_bucket([buffer], last=number + 1 == len(self._buckets))
+        self._store.end_bucket([buffer], last=number + 1 == len(self._buckets))

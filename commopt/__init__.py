@@ -13,7 +13,7 @@ from commopt.errors import (
     TransportError,
     UnsupportedTensorError,
 )
-from commopt.feedback import Account, Feedback, Layout
+from commopt.feedback import BufferContext, Feedback, Layout
 from commopt.groups import NcclOptions, WireBytes
 from commopt.hooks import (
     PRESETS,
@@ -58,7 +58,7 @@ _LATER = {
 }
 
 
-_FORMERLY = {"PeriodicAverage": "LocalSGD"}
+_FORMERLY = {"Account": "BufferContext", "PeriodicAverage": "LocalSGD"}
 
 
 def __getattr__(name: str) -> Any:
@@ -82,9 +82,9 @@ __all__ = [
     "COMPRESSORS",
     "DGC",
     "PRESETS",
-    "Account",
     "Aggregator",
     "Auto",
+    "BufferContext",
     "Cast",
     "Checkpointed",
     "CommoptError",

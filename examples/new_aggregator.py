@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commopt
-from commopt import AGGREGATORS, PRESETS, Account, Aggregator, Layout, Preset
+from commopt import AGGREGATORS, PRESETS, Aggregator, BufferContext, Layout, Preset
 from commopt.aggregate import Step, call, work
 from commopt.groups import Team, TeamShape
 
@@ -28,7 +28,7 @@ class InOrder(Aggregator):
     """Send each rank its chunk of everybody's buffer, add up in rank order, and gather the sums."""
 
     # 2. What is done, in place. All ranks must call the same collectives in the same order, and end with the same bits.
-    def all_reduce(self, buffer: Tensor, team: Team, scale: float, context: Account) -> None:
+    def all_reduce(self, buffer: Tensor, team: Team, scale: float, context: BufferContext) -> None:
         """Exchange chunks, add, gather. `context.scratch` is memory that lives from bucket to bucket."""
         numel = buffer.numel()
         if numel == 0:

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commopt
 from commopt import COMPRESSORS, PRESETS, Aggregator, Compressed, Compressor, ConfigurationError, Preset
-from commopt.compress import Dice, ErrorFeedback, Trials
+from commopt.compress import ErrorFeedback, RngKey, Trials
 
 
 # 1. A frozen dataclass: its fields are the options, its repr is what ranks compare.
@@ -49,7 +49,7 @@ class TopOfBlock(Compressor):
         chunk_numel: int,
         scale: float,
         carry: ErrorFeedback | None = None,
-        dice: Dice = Dice(),
+        rng: RngKey = RngKey(),
     ) -> None:
         """Find the largest of each block; argmax finds NaN first, so that every rank hears of it."""
         rows = len(payload)

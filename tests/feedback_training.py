@@ -45,7 +45,7 @@ STRATEGIES: dict[str, Aggregator] = {
     "inter onebit mean, intra 4 bits": Hierarchical(flat("onebit mean"), flat("4 bits")),
     "late 4 bits": Compressed(Quantize(4, BLOCK, start_step=6)),
     "inter stochastic, intra stochastic": Hierarchical(flat("stochastic"), flat("stochastic")),
-    "top 60%": Compressed(DGC(0.6)),  # more than dense float32 if four ranks sent it to all: through owners
+    "top 60%": Compressed(DGC(0.6)),  # more than dense float32 if four ranks sent it to all: through servers
     "inter 4 bits, intra top 25%": Hierarchical(flat("4 bits"), flat("top 25%")),
     "momentum": Compressed(DGC(0.05, momentum=0.9)),
     "inter momentum": Hierarchical(Compressed(DGC(0.05, momentum=0.9))),

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from commopt.compress import Compressor, Dice, ErrorFeedback
+from commopt.compress import Compressor, ErrorFeedback, RngKey
 from commopt.kernels.codec import Codec
 
 _GUARD = 0xA5
@@ -44,12 +44,12 @@ def encode(
     rows: int = 1,
     scale: float = 1.0,
     carry: ErrorFeedback | None = None,
-    dice: Dice | None = None,
+    rng: RngKey | None = None,
 ) -> Rows:
     """Compress into fresh rows and see that nothing else changed."""
     made = rows_for(compressor, values.numel(), rows)
     before = values.clone()
-    compressor.compress(values, made.payload, made.chunk_numel, scale, carry, dice or Dice())
+    compressor.compress(values, made.payload, made.chunk_numel, scale, carry, rng or RngKey())
     made.assert_guards()
     assert torch.equal(values.view(torch.uint8), before.view(torch.uint8))
     return made

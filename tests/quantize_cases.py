@@ -9,12 +9,12 @@ from torch import Tensor
 
 from commopt.kernels import quantize
 from commopt.kernels import quantize_reference as reference
-from commopt.kernels.codec import Codec, CodecName, Dice, ErrorFeedback
+from commopt.kernels.codec import Codec, CodecName, ErrorFeedback, RngKey
 from commopt.kernels.loader import Loader
 from tests.emulator import launched_by
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-DICE = Dice(seed=0xFEDC_BA98_7654_3210, step=2**31 + 5, stream=7)
+DICE = RngKey(seed=0xFEDC_BA98_7654_3210, step=2**31 + 5, stream=7)
 
 _KINDS: tuple[tuple[CodecName, int, bool], ...] = (
     ("uniform", 8, False),

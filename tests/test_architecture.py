@@ -88,7 +88,7 @@ LARGE_CLASSES = {
     "Compressed": 27,
     "HookState": 32,
     "Hierarchical": 20,
-    "Ledger": 25,
+    "ResidualStore": 25,
     "Planning": 20,
     "Registration": 27,
     "Team": 22,

@@ -272,8 +272,8 @@ def test_footer() -> None:
 class FirstElementWrong(commopt.Flat):
     """Adds one where it must not."""
 
-    def all_reduce(self, buffer: Tensor, team: Team, scale: float, account: commopt.Account) -> None:
-        super().all_reduce(buffer, team, scale, account)
+    def all_reduce(self, buffer: Tensor, team: Team, scale: float, context: commopt.BufferContext) -> None:
+        super().all_reduce(buffer, team, scale, context)
         buffer[0] += 1
 
 

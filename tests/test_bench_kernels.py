@@ -37,7 +37,7 @@ from bench.kernels.measure import DeviceCopy, Measurement, Missing, measure, req
 from bench.timing import Reading, host_clock
 from commopt.compress import Quantize
 from commopt.kernels import lowrank, pack, quantize, sparse, unpack
-from commopt.kernels.codec import Dice
+from commopt.kernels.codec import RngKey
 from commopt.kernels.sparse import SparseRow
 from commopt.simulate.model_zoo import Model, Parameter
 
@@ -147,7 +147,7 @@ def test_plain_int8_blocks_agree_with_the_codec() -> None:
     setting = Setting(6 * codec.block, 1, CPU)
     values, carry = setting.values, setting.carry
     payload = torch.zeros(1, codec.payload_nbytes(setting.numel), dtype=torch.uint8)
-    quantize.encode(codec, values, payload, setting.numel, SCALE, carry, Dice())
+    quantize.encode(codec, values, payload, setting.numel, SCALE, carry, RngKey())
     decoded = torch.empty_like(values)
     quantize.decode(codec, payload, decoded, setting.numel)
     codes, steps, new = int8_blocks(values, carry.old, SCALE, codec.block)

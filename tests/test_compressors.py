@@ -7,7 +7,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from commopt.compress import COMPRESSORS, DGC, Blockwise, Cast, Compressor, Dice, ErrorFeedback, Exact, OneBit, Quantize
+from commopt.compress import (
+    COMPRESSORS,
+    DGC,
+    Blockwise,
+    Cast,
+    Compressor,
+    ErrorFeedback,
+    Exact,
+    OneBit,
+    Quantize,
+    RngKey,
+)
 from commopt.errors import ConfigurationError, UnsupportedTensorError
 from commopt.kernels import quantize
 from tests.catalogue import compressors
@@ -220,15 +231,15 @@ def test_accumulate_adds_in_row_order(compressor: Compressor, world_size: int) -
 @every
 @pytest.mark.parametrize("numel", [0, 1, 24_000, 24_576])
 def test_recompress_is_accumulate_and_compress(compressor: Compressor, numel: int) -> None:
-    chunk_numel, dice = 24_576, Dice(3, 1, 4)
+    chunk_numel, rng = 24_576, RngKey(3, 1, 4)
     payloads = rows_for(compressor, 3 * chunk_numel, 3)
     compressor.compress(some(3 * chunk_numel), payloads.payload, chunk_numel, 1.0)
     once, twice = rows_for(compressor, chunk_numel), rows_for(compressor, chunk_numel)
     carry, carry_by_hand = carry_of(numel, 8.0, 0.5), carry_of(numel, 8.0, 0.5)
-    compressor.recompress(payloads.payload, once.payload, chunk_numel, numel, carry, dice)
+    compressor.recompress(payloads.payload, once.payload, chunk_numel, numel, carry, rng)
     total = torch.empty(chunk_numel)
     compressor.accumulate(payloads.payload, total)
-    compressor.compress(total[:numel], twice.payload, chunk_numel, 1.0, carry_by_hand, dice)
+    compressor.compress(total[:numel], twice.payload, chunk_numel, 1.0, carry_by_hand, rng)
     assert same(once.payload, twice.payload)
     assert same(carry.new, carry_by_hand.new)
     once.assert_guards()
@@ -328,11 +339,11 @@ def test_bad_arguments(
     values: Tensor, payload: Tensor, chunk_numel: int, carry: ErrorFeedback | None, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        quantize.encode(CODEC, values, payload, chunk_numel, 1.0, carry, Dice())
+        quantize.encode(CODEC, values, payload, chunk_numel, 1.0, carry, RngKey())
 
 
 def test_bad_sums() -> None:
     with pytest.raises(UnsupportedTensorError, match=r"total is torch\.float16; sums are float32"):
         quantize.accumulate(CODEC, ROW, VALUES.half())
     with pytest.raises(ConfigurationError, match="513 elements in 1 rows of 512"):
-        quantize.recode(CODEC, ROW, ROW, 512, 513, None, Dice())
+        quantize.recode(CODEC, ROW, ROW, 512, 513, None, RngKey())

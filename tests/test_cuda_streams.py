@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 
 import commopt
 from commopt import Aggregator, Compressed, Flat, Hierarchical, LaneError, PowerSGD, Quantize, lanes
-from commopt.feedback import Layout, Ledger, restore, save
+from commopt.feedback import Layout, ResidualStore, restore, save
 from commopt.feedback.checkpoint import MAX_MAGNITUDE
 from commopt.groups import Membership, Team, TeamShape
 from commopt.groups.store import limited
@@ -206,15 +206,15 @@ def loaded(aggregator: Aggregator, where: str) -> list[str]:
         training = Training(aggregator)
         for number in range(3):
             training.step(number)
-        ledger = training.registration.ledger
-        saved = tree_map(lambda each: each.to(where) if isinstance(each, Tensor) else each, save(ledger))
-        ledger = training.registration.ledger = Ledger()
-        restore(ledger, saved, training.registration.layouts.numels, lambda name: MAX_MAGNITUDE)
+        store = training.registration.store
+        saved = tree_map(lambda each: each.to(where) if isinstance(each, Tensor) else each, save(store))
+        store = training.registration.store = ResidualStore()
+        restore(store, saved, training.registration.layouts.numels, lambda name: MAX_MAGNITUDE)
         del saved
         for number in range(3, 5):
             training.step(number)
-            for slot in list(ledger.slots()):
-                ledger.dissolve(slot.path, slot.layout)
+            for slot in list(store.slots()):
+                store.dissolve(slot.path, slot.layout)
     return gpu.faults
 
 

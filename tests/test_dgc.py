@@ -311,17 +311,17 @@ def density_at(config: DGC, step: int) -> float:
 
 
 def expected(config: DGC, ranks: int, gradients: Sequence[Sequence[Array]], decay: float, chunks: int) -> list[Array]:
-    """Return the result of every step for `gradients` [step][rank], in shares of the average; `chunks` have owners."""
+    """Return the result of every step for `gradients` [step][rank], in shares of the average; `chunks` have servers."""
     numel = len(gradients[0][0])
     chunk_numel = ceil(numel / chunks)
     senders = [Sender(config, numel, decay) for _ in range(ranks)]
-    owner = Sender(replace(config, momentum=0.0, nesterov=False), numel)
+    server = Sender(replace(config, momentum=0.0, nesterov=False), numel)
     results = []
     for step, own in enumerate(gradients):
         density = density_at(config, step)
         sent = [sender.send(g, density, chunk_numel) for sender, g in zip(senders, own, strict=True)]
         s = np.sum(sent, axis=0)
-        results.append(s if chunks == 1 else owner.send(s, density, chunk_numel))
+        results.append(s if chunks == 1 else server.send(s, density, chunk_numel))
     return results
 
 
@@ -338,8 +338,8 @@ FORMULAS: dict[str, DGC] = {
     "warmup": DGC(0.01, warmup=((2, 0.25), (2, 0.1)), **HALF),
     "very sparse": DGC(0.001, **HALF),
 }
-# From four ranks on, so many elements are more than a dense float32 sum: they go through owners.
-THROUGH_OWNERS: dict[str, DGC] = {
+# From four ranks on, so many elements are more than a dense float32 sum: they go through servers.
+THROUGH_SERVERS: dict[str, DGC] = {
     "plain": DGC(0.6, value_dtype=torch.bfloat16),
     "momentum": DGC(0.4, **HALF),
     "nesterov, no masking": DGC(0.4, nesterov=True, momentum_masking=False, **HALF),
@@ -405,9 +405,9 @@ def test_the_papers_formulas(world_size: int, scaled: bool) -> None:
 
 
 def test_more_than_a_dense_sum_goes_through_owners() -> None:
-    aggregators = [Compressed(config) for config in THROUGH_OWNERS.values()]
+    aggregators = [Compressed(config) for config in THROUGH_SERVERS.values()]
     results = run(follow, 4, aggregators, ["matrix"], False)
-    for (name, config), traces in zip(THROUGH_OWNERS.items(), zip(*results, strict=True), strict=True):
+    for (name, config), traces in zip(THROUGH_SERVERS.items(), zip(*results, strict=True), strict=True):
         want = expected(config, 4, shares("matrix", 4), 1.0, 4)
         assert_results(traces, "matrix", want, name)
         assert not np.array_equal(want[-1], expected(config, 4, shares("matrix", 4), 1.0, 1)[-1])
@@ -478,13 +478,13 @@ def ragged(rank: int, world_size: int, aggregators: Sequence[Aggregator], numel:
 
 
 def test_bytes_follow_the_warmup() -> None:
-    """Two steps through owners, as so dense rows to all would be too much, and then all rows to all."""
+    """Two steps through servers, as so dense rows to all would be too much, and then all rows to all."""
     config = DGC(0.01, warmup=((2, 0.7), (1, 0.1)))
     numel = 3330
     for (trace,) in run(ragged, 4, [Compressed(config)], numel, 6):
-        owners = 2 * 3 * config.at(0).payload_nbytes(ceil(numel / 4))  # type: ignore[union-attr]
+        servers = 2 * 3 * config.at(0).payload_nbytes(ceil(numel / 4))  # type: ignore[union-attr]
         to_all = [3 * DGC(density).payload_nbytes(numel) for density in (0.1, 0.01)]
-        assert trace.nbytes == [owners, owners, to_all[0], to_all[1], to_all[1], to_all[1]]
+        assert trace.nbytes == [servers, servers, to_all[0], to_all[1], to_all[1], to_all[1]]
         # A quarter of the elements at a time, or what one rank sends up to what four ranks do.
         most = [4 * ceil(0.7 * ceil(numel / 4))] * 2 + [4 * ceil(density * numel) for density in (0.1, *[0.01] * 3)]
         least = [most[0] // 2] * 2 + [nonzero // 4 for nonzero in most[2:]]
@@ -500,8 +500,8 @@ def test_rows_go_to_all_while_that_costs_no_more_than_a_dense_sum(world_size: in
     results = run(ragged, world_size, [Compressed(below), Compressed(above)], numel, 2)
     for few, many in results:
         assert few.nbytes[-1] == (world_size - 1) * below.payload_nbytes(numel)
-        owners = 2 * (world_size - 1) * above.payload_nbytes(ceil(numel / world_size))
-        assert many.nbytes[-1] == (owners if world_size > 2 else above.payload_nbytes(numel))
+        servers = 2 * (world_size - 1) * above.payload_nbytes(ceil(numel / world_size))
+        assert many.nbytes[-1] == (servers if world_size > 2 else above.payload_nbytes(numel))
 
 
 def count_bytes_kept(rank: int, world_size: int, scaled: bool) -> list[dict[str, Any]]:

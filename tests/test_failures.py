@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 import commopt
-from commopt import Account, Aggregator, Communicator, Flat, Hierarchical, Layout
+from commopt import Aggregator, BufferContext, Communicator, Flat, Hierarchical, Layout
 from commopt.aggregate import Step
 from commopt.cluster import Cluster
 from commopt.errors import TransportError
@@ -46,10 +46,10 @@ class Failing(Aggregator):
 
     armed = False  # of this process, hence no field
 
-    def all_reduce(self, buffer: Tensor, team: Any, scale: float, account: Account) -> None:
+    def all_reduce(self, buffer: Tensor, team: Any, scale: float, context: BufferContext) -> None:
         if Failing.armed and dist.get_rank() == self.culprit and self.numel in (None, buffer.numel()):
             raise OSError(CAUSE)
-        self.inner.all_reduce(buffer, team, scale, account)
+        self.inner.all_reduce(buffer, team, scale, context)
 
     def calls(
         self,
@@ -583,17 +583,17 @@ def test_check_is_silent_about_groups_that_were_closed() -> None:
 class Nested(Flat):
     """Makes the mistake of calling the public API on the lane."""
 
-    def all_reduce(self, buffer: Tensor, team: Any, scale: float, account: Account) -> None:
+    def all_reduce(self, buffer: Tensor, team: Any, scale: float, context: BufferContext) -> None:
         if Failing.armed:
             commopt.all_reduce(torch.ones(3))
-        super().all_reduce(buffer, team, scale, account)
+        super().all_reduce(buffer, team, scale, context)
 
 
 @dataclass(frozen=True)
 class Slow(Flat):
-    def all_reduce(self, buffer: Tensor, team: Any, scale: float, account: Account) -> None:
+    def all_reduce(self, buffer: Tensor, team: Any, scale: float, context: BufferContext) -> None:
         time.sleep(0.5)
-        super().all_reduce(buffer, team, scale, account)
+        super().all_reduce(buffer, team, scale, context)
 
 
 def call_from_aggregator(rank: int, world_size: int) -> str:

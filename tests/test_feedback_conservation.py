@@ -189,7 +189,7 @@ def fade(rank: int, world_size: int, decay: float) -> tuple[Books, Books, Vector
     """Return the books before and after, what decay took in between, and the norm of what is left."""
     training = Training(rank, world_size, flat("onebit mean", feedback=Feedback(decay=decay)), options=ONE_BUCKET)
     for _ in range(3):
-        training.step()  # an owner's residuals do not decay, unless new buckets make them a worker's
+        training.step()  # a server's residuals do not decay, unless new buckets make them a worker's
     before, faded = training.books(), zeros()
     for _ in range(20):
         for name, values in residuals_of(training.comm.state_dict())["/worker"].items():

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commopt import Aggregator, Cast, CommoptError, Compressed, ConfigurationError, Feedback, Layout, MismatchError
-from commopt.feedback import Ledger, Piece, restore, save, spread
+from commopt.feedback import Piece, ResidualStore, restore, save, spread
 from commopt.feedback.factors import Kept
 from tests.catalogue import LAYOUTS
 from tests.feedback_training import STRATEGIES, Training, alike, flat
@@ -211,16 +211,16 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 def test_what_is_loaded_is_a_copy_in_host_memory(device: str, whole_world: bool) -> None:
     """The lane reads it later, on a stream of its own: memory of another stream could be given away meanwhile."""
     layout, numels = Layout.of_parameters([("a", (6, 4)), ("b", 3)]), {"a": 24, "b": 3}
-    ledger, factor = Ledger(), torch.eye(6)[:, :2]
-    ledger.slot("", "worker", layout, torch.device("cpu"), torch.float32, layout).values.copy_(torch.arange(27.0))
-    ledger.factors.keep("", Kept(Piece("a", 0, 24), factor, factor[:4], held=True))
-    good = save(ledger)
+    store, factor = ResidualStore(), torch.eye(6)[:, :2]
+    store.slot("", "worker", layout, torch.device("cpu"), torch.float32, layout).values.copy_(torch.arange(27.0))
+    store.factors.keep("", Kept(Piece("a", 0, 24), factor, factor[:4], held=True))
+    good = save(store)
     tensors = [*good["residuals"]["/worker"].values(), good["factors"][0]["left"], good["factors"][0]["right"]]
     wanted = [values.clone() for values in tensors]
     given = {id(values): values.to(device) for values in tensors}
     good["residuals"]["/worker"] = {key: given[id(v)] for key, v in good["residuals"]["/worker"].items()}
     good["factors"][0] |= {side: given[id(good["factors"][0][side])] for side in ("left", "right")}
-    loaded = Ledger()
+    loaded = ResidualStore()
     if whole_world:
         restore(loaded, good, numels, lambda name: 1e30)
     else:
@@ -266,7 +266,7 @@ def damage_somewhere(state: Any, dice: random.Random) -> None:
     elif action == 1 and isinstance(state, list):
         state.insert(key, deepcopy(inside))
     elif action == 2 and isinstance(state, dict):
-        state[dice.choice(("7", 7, f"{key}x", "inter/worker", "/owner"))] = state.pop(key)
+        state[dice.choice(("7", 7, f"{key}x", "inter/worker", "/server"))] = state.pop(key)
     elif isinstance(inside, Tensor) and action < 7:
         state[key] = dice.choice(TENSORS)(inside)
     elif isinstance(inside, int) and action < 6:

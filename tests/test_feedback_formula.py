@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from commopt import Communicator, Compressed, Quantize
-from commopt.compress import Dice, ErrorFeedback
+from commopt.compress import ErrorFeedback, RngKey
 from tests.feedback_training import BLOCK, COMPRESSORS
 from tests.ranks import run
 
@@ -21,7 +21,7 @@ STEPS = {"4 bits": 2500, "2 bits": 2500, "onebit mean": 2500}  # the others take
 
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_residuals_stay_bounded(name: str) -> None:
-    """Two workers and an owner; two blocks of gradients that never change, and two that are new every step."""
+    """Two workers and a server; two blocks of gradients that never change, and two that are new every step."""
     compressor, steps = COMPRESSORS[name], STEPS.get(name, 750)
     generator = torch.Generator().manual_seed(3)
     changes = torch.arange(NUMEL) >= NUMEL // 2
@@ -34,9 +34,9 @@ def test_residuals_stay_bounded(name: str) -> None:
         gradients = torch.where(changes, fresh[step % len(fresh)], constant)
         for rank in range(WORKERS):
             carry, row = ErrorFeedback(residuals[rank], news[rank]), payloads[rank : rank + 1]
-            compressor.compress(gradients[rank], row, NUMEL, 1 / WORKERS, carry, Dice(rank, step))
+            compressor.compress(gradients[rank], row, NUMEL, 1 / WORKERS, carry, RngKey(rank, step))
         carry = ErrorFeedback(residuals[-1], news[-1])
-        compressor.recompress(payloads, torch.empty_like(payloads[:1]), NUMEL, NUMEL, carry, Dice(7, step))
+        compressor.recompress(payloads, torch.empty_like(payloads[:1]), NUMEL, NUMEL, carry, RngKey(7, step))
         residuals = news
         left = residuals.double().sum(0)
         norms[step] = torch.stack([left[~changes].norm(), left[changes].norm()])
@@ -73,7 +73,7 @@ def z_scores(result: tuple[Tensor, Tensor, list[str]]) -> Tensor:
 def test_stochastic_rounding_is_unbiased_through_an_all_reduce() -> None:
     results = run(average_again_and_again, 3, "stochastic", 200)
     assert len({tuple(hashes) for _, _, hashes in results}) == 1, "ranks got different bits"
-    assert len(set(results[0][2])) == 200, "the dice fell alike twice"
+    assert len(set(results[0][2])) == 200, "the rng fell alike twice"
     z = z_scores(results[0])
     assert float(z.abs().max()) < 5.5, "an element is off"
     assert 0.8 < float(z.square().mean()) < 1.2, "the elements are off"

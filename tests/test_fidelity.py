@@ -14,7 +14,7 @@ from commopt import DGC, Aggregator, Cast, Compressed, Flat, Hierarchical, Power
 from commopt.aggregate import Call
 from commopt.compress import Exact
 from commopt.feedback import Layout
-from commopt.feedback.quality import EVERY_STEPS, MAX_SAMPLE_NUMEL, Fidelity, sample_numel
+from commopt.feedback.quality import EVERY_STEPS, MAX_SAMPLE_NUMEL, GradientCosine, sample_numel
 from commopt.groups import Team, WireBytes
 from commopt.lanes import Work
 from tests.catalogue import LAYOUTS
@@ -36,7 +36,7 @@ class Halved(Cast):
         total[1::2] = 0
 
 
-def add(fidelity: Fidelity, exact: list[float], result: list[float]) -> None:
+def add(fidelity: GradientCosine, exact: list[float], result: list[float]) -> None:
     fidelity.add(torch.tensor(exact), torch.tensor(result))
 
 
@@ -57,14 +57,14 @@ INF, NAN = float("inf"), float("nan")
     ],
 )
 def test_the_cosine_of_samples(samples: list[tuple[list[float], list[float]]], cosine: float | None) -> None:
-    fidelity = Fidelity()
+    fidelity = GradientCosine()
     for exact, result in samples:
         add(fidelity, exact, result)
     assert fidelity.cosine() == (None if cosine is None else pytest.approx(cosine))
 
 
 def test_old_samples_fade() -> None:
-    fidelity = Fidelity()
+    fidelity = GradientCosine()
     add(fidelity, [3.0, 0.0], [0.0, 5.0])
     assert fidelity.cosine() == 0
     add(fidelity, [1.0, 2.0], [2.0, 1.0])
@@ -77,7 +77,7 @@ def test_samples_are_short_and_reach_from_end_to_end(numel: int) -> None:
     sampled = sample_numel(numel)
     assert min(numel, MAX_SAMPLE_NUMEL // 3) <= sampled <= MAX_SAMPLE_NUMEL
     buffer = torch.zeros(numel)
-    fidelity, changed = Fidelity(), []
+    fidelity, changed = GradientCosine(), []
     for element in {0, numel - 1 - (numel - 1) % ceil(numel / sampled)}:
         buffer[element] = 1.0
         changed.append(element)
@@ -86,10 +86,10 @@ def test_samples_are_short_and_reach_from_end_to_end(numel: int) -> None:
 
 
 def test_buffers_take_turns_in_every_eighth_step() -> None:
-    fidelity = Fidelity(first_step=3)
+    fidelity = GradientCosine(first_step=3)
     taken = [(step, number) for step in range(3 + 5 * EVERY_STEPS) for number in range(3) if fidelity.takes(step)]
     assert taken == [(10, 1), (18, 2), (26, 0), (34, 1), (42, 2)]
-    assert not any(Fidelity(first_step=16).takes(step) for step in range(16))
+    assert not any(GradientCosine(first_step=16).takes(step) for step in range(16))
 
 
 # ------------------------------------------------------------------------------------------- in training
@@ -171,13 +171,13 @@ def count_bytes(rank: int, world_size: int) -> tuple[WireBytes, WireBytes, int]:
     training = Training(rank, world_size, strategies[0])
     registration = training.comm._registration
     world, registration.watches_cosine = registration.client.team, True
-    heard, samples, exact = WireBytes(), 0, Fidelity.exact
+    heard, samples, exact = WireBytes(), 0, GradientCosine.exact
 
     def listen(team: Team, primitive: str, nbytes: int, roots: list[int]) -> None:
         nonlocal heard
         heard += Call(team.level, primitive, nbytes, *roots).wire_bytes(world)
 
-    def sample(fidelity: Fidelity, buffer: Tensor, team: Team, scale: float) -> Tensor:
+    def sample(fidelity: GradientCosine, buffer: Tensor, team: Team, scale: float) -> Tensor:
         nonlocal samples
         samples += 1
         return exact(fidelity, buffer, team, scale)
@@ -193,7 +193,7 @@ def count_bytes(rank: int, world_size: int) -> tuple[WireBytes, WireBytes, int]:
         for _ in range(3):
             training.step()
         before = training.comm._path.wire_bytes()
-        with overheard(listen), patch.object(Fidelity, "exact", sample):
+        with overheard(listen), patch.object(GradientCosine, "exact", sample):
             for _ in range(STEPS):
                 training.step()
     sent = training.comm._path.wire_bytes()

@@ -24,7 +24,7 @@ from commopt import (
     PowerSGD,
     Quantize,
 )
-from commopt.feedback import Ledger
+from commopt.feedback import ResidualStore
 from commopt.feedback.quality import SampledError
 from commopt.groups import TeamShape
 from commopt.schedule import reducer
@@ -229,18 +229,18 @@ def test_no_average_is_begun_in_a_step_that_is_refused(unseen: str) -> None:
 
 def test_what_a_graph_goes_on_writing_stays_where_it_is() -> None:
     """Freed memory that a graph still reads would be another's, or nobody's."""
-    ledger, error = Ledger(), SampledError()
+    store, error = ResidualStore(), SampledError()
     addresses = set()
     for dropped in (False, True, True, False):
-        ledger.stage_factors(torch.ones(1))
-        ledger.flags.append(torch.tensor(not dropped))
-        ledger.end_bucket(last=True)
+        store.stage_factors(torch.ones(1))
+        store.flags.append(torch.tensor(not dropped))
+        store.end_bucket(last=True)
         error.add(torch.full((4,), 3.0), torch.full((4,), 4.0))
-        assert isinstance(ledger.dropped, Tensor)
+        assert isinstance(store.dropped, Tensor)
         assert error._squares is not None
-        addresses.add((ledger.dropped.data_ptr(), error._squares.data_ptr()))
+        addresses.add((store.dropped.data_ptr(), error._squares.data_ptr()))
     assert len(addresses) == 1
-    assert ledger.stats()["dropped_commits"] == 2
+    assert store.stats()["dropped_commits"] == 2
     assert error.value() == pytest.approx(0.75)
 
 

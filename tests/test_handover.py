@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from commopt import DGC, Aggregator, Compressed, Flat, Hierarchical, Layout, PowerSGD
-from commopt.aggregate import account_for
+from commopt.aggregate import context_for
 from commopt.compress import ErrorFeedback
-from commopt.feedback import Account, Feedback, Ledger, scale_and_add
+from commopt.feedback import BufferContext, Feedback, ResidualStore, scale_and_add
 from commopt.groups import Team, TeamShape
 from commopt.lanes import Work
 from tests.catalogue import LAYOUTS
@@ -289,7 +289,7 @@ def test_residuals_move_once() -> None:
         assert steps[4] == steps[8]
 
 
-# ------------------------------------------------------------------------------------------- the ledger
+# ------------------------------------------------------------------------------------------- the store
 
 AB = Layout.of_parameters([("a", 3), ("b", 2)])
 A, B = Layout.of_parameters([("a", 3)]), Layout.of_parameters([("b", 2)])
@@ -297,10 +297,10 @@ VALUES = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
 FOUR = KNOWN["4 bits"]
 
 
-def kept(ledger: Ledger) -> dict[str, dict[str, list[float]]]:
+def kept(store: ResidualStore) -> dict[str, dict[str, list[float]]]:
     """Return what is kept by path and piece."""
     found: dict[str, dict[str, list[float]]] = {}
-    for slot in ledger.slots():
+    for slot in store.slots():
         for offset, piece in zip(slot.layout.offsets, slot.layout.pieces, strict=True):
             values = slot.values[offset : offset + piece.numel].tolist()
             if any(values):
@@ -308,47 +308,47 @@ def kept(ledger: Ledger) -> dict[str, dict[str, list[float]]]:
     return found
 
 
-def migrate(ledger: Ledger, layout: Layout, *paths: str, by: object = None, settle: bool = True) -> bool:
+def migrate(store: ResidualStore, layout: Layout, *paths: str, by: object = None, settle: bool = True) -> bool:
     """Return whether the buffer is settled."""
-    return ledger.migrate(layout, by or paths, paths, settle=settle).settled
+    return store.migrate(layout, by or paths, paths, settle=settle).settled
 
 
 def test_only_what_is_sent_migrates() -> None:
-    ledger = Ledger()
-    ledger.slot("inter", "worker", AB, CPU, torch.float32, AB).values.copy_(VALUES)
-    migrate(ledger, A, "")
-    assert kept(ledger) == {"": {"a[0:3]": [1.0, 2.0, 3.0]}, "inter": {"b[0:2]": [4.0, 5.0]}}
-    migrate(ledger, B, "intra", "inter")
-    migrate(ledger, AB, "intra", "inter")
-    assert kept(ledger) == {"inter": {"a[0:3]": [1.0, 2.0, 3.0], "b[0:2]": [4.0, 5.0]}}
+    store = ResidualStore()
+    store.slot("inter", "worker", AB, CPU, torch.float32, AB).values.copy_(VALUES)
+    migrate(store, A, "")
+    assert kept(store) == {"": {"a[0:3]": [1.0, 2.0, 3.0]}, "inter": {"b[0:2]": [4.0, 5.0]}}
+    migrate(store, B, "intra", "inter")
+    migrate(store, AB, "intra", "inter")
+    assert kept(store) == {"inter": {"a[0:3]": [1.0, 2.0, 3.0], "b[0:2]": [4.0, 5.0]}}
 
 
 def test_a_rank_that_holds_nothing_places_anew_as_the_others_do() -> None:
-    holding, empty = Ledger(warm=True), Ledger(warm=True)
+    holding, empty = ResidualStore(warm=True), ResidualStore(warm=True)
     holding.deposit("inter", AB, VALUES)
-    for ledger in (holding, empty):
-        assert ledger.place("inter", AB, "shards")
-        assert not ledger.place("inter", AB, "shards")
-        migrate(ledger, AB, "inter")  # as after a checkpoint: it is not known who sent it
-        assert not ledger.place("inter", AB, "shards")
-        migrate(ledger, A)
-        migrate(ledger, AB, "inter")
-        assert ledger.place("inter", AB, "shards")
-        migrate(ledger, AB, "inter", "inter.momentum")  # momentum may have stayed elsewhere
-        assert ledger.place("inter", AB, "shards")
+    for store in (holding, empty):
+        assert store.place("inter", AB, "shards")
+        assert not store.place("inter", AB, "shards")
+        migrate(store, AB, "inter")  # as after a checkpoint: it is not known who sent it
+        assert not store.place("inter", AB, "shards")
+        migrate(store, A)
+        migrate(store, AB, "inter")
+        assert store.place("inter", AB, "shards")
+        migrate(store, AB, "inter", "inter.momentum")  # momentum may have stayed elsewhere
+        assert store.place("inter", AB, "shards")
 
 
 def test_momentum_goes_to_momentum_or_stays() -> None:
-    ledger = Ledger()
-    ledger.deposit("inter.momentum", AB, VALUES)
-    ledger.deposit("inter", AB, 2 * VALUES)
-    migrate(ledger, AB, "")
-    assert {path: pieces["b[0:2]"] for path, pieces in kept(ledger).items()} == {
+    store = ResidualStore()
+    store.deposit("inter.momentum", AB, VALUES)
+    store.deposit("inter", AB, 2 * VALUES)
+    migrate(store, AB, "")
+    assert {path: pieces["b[0:2]"] for path, pieces in kept(store).items()} == {
         "": [8.0, 10.0],
         "inter.momentum": [4.0, 5.0],
     }
-    migrate(ledger, AB, "", "momentum")
-    assert {path: pieces["b[0:2]"] for path, pieces in kept(ledger).items()} == {
+    migrate(store, AB, "", "momentum")
+    assert {path: pieces["b[0:2]"] for path, pieces in kept(store).items()} == {
         "": [8.0, 10.0],
         "momentum": [4.0, 5.0],
     }
@@ -356,52 +356,52 @@ def test_momentum_goes_to_momentum_or_stays() -> None:
 
 def test_a_settled_buffer_is_looked_up_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """What nobody asks for any more joins what is asked for, then the buffer is settled until another one comes."""
-    ledger = Ledger()
+    store = ResidualStore()
     team: Any = TeamShape.of([4], 0, {"cpu": "gloo"})
-    ledger.slot("", "owner", A, CPU, torch.float32, AB).values.copy_(VALUES[:3])
+    store.slot("", "server", A, CPU, torch.float32, AB).values.copy_(VALUES[:3])
 
     def step() -> None:
-        ledger.begin_step()
-        account = account_for(FOUR, AB, team, ledger, step=1)
-        carry = account.carry("worker", AB, Feedback(), CPU)
+        store.begin_step()
+        context = context_for(FOUR, AB, team, store, step=1)
+        carry = context.carry("worker", AB, Feedback(), CPU)
         assert carry is not None
         carry.new.copy_(carry.old)
-        ledger.end_bucket([torch.zeros(5)], last=True)
+        store.end_bucket([torch.zeros(5)], last=True)
 
     step()
-    while not ledger.buffers[AB].settled:
+    while not store.buffers[AB].settled:
         step()
-        assert ledger.steps < 5
-    assert kept(ledger) == {"": {"a[0:3]": [1.0, 2.0, 3.0]}}
+        assert store.steps < 5
+    assert kept(store) == {"": {"a[0:3]": [1.0, 2.0, 3.0]}}
     with monkeypatch.context() as patched:
-        patched.setattr(Ledger, "migrate", None)
-        patched.setattr(Ledger, "slot", None)
+        patched.setattr(ResidualStore, "migrate", None)
+        patched.setattr(ResidualStore, "slot", None)
         step()
-    account_for(FOUR, B, team, ledger, step=1)
-    assert AB not in ledger.buffers
+    context_for(FOUR, B, team, store, step=1)
+    assert AB not in store.buffers
 
 
 def test_what_nobody_can_use_does_not_hold_up_for_ever() -> None:
-    ledger = Ledger()
-    ledger.deposit("", AB, VALUES)
-    settled = [migrate(ledger, AB, "", by="forgets") for _ in range(6)]
+    store = ResidualStore()
+    store.deposit("", AB, VALUES)
+    settled = [migrate(store, AB, "", by="forgets") for _ in range(6)]
     assert settled == sorted(settled)
     assert settled[-1]
-    assert kept(ledger)[""] == {"a[0:3]": [1.0, 2.0, 3.0], "b[0:2]": [4.0, 5.0]}
+    assert kept(store)[""] == {"a[0:3]": [1.0, 2.0, 3.0], "b[0:2]": [4.0, 5.0]}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_what_is_exact_adds_the_leftover(dtype: torch.dtype) -> None:
-    ledger = Ledger()
-    ledger.deposit("inter", AB, VALUES)
+    store = ResidualStore()
+    store.deposit("inter", AB, VALUES)
     team: Any = TeamShape.of([4], 0, {"cpu": "gloo"})
     buffer = torch.tensor([4.0, 8.0, 12.0, 16.0, 20.0], dtype=dtype)
-    account = account_for(Flat(), AB, team, ledger, loss_scale=torch.tensor(8.0))
-    assert account.add_leftover(buffer, 0.25) == 1.0
+    context = context_for(Flat(), AB, team, store, loss_scale=torch.tensor(8.0))
+    assert context.add_leftover(buffer, 0.25) == 1.0
     assert buffer.tolist() == [1.0 + 8, 2.0 + 16, 3.0 + 24, 4.0 + 32, 5.0 + 40]
-    ledger.end_bucket([buffer], last=True)
-    assert not kept(ledger)
-    assert account_for(Flat(), AB, team, ledger).add_leftover(buffer, 0.25) == 0.25
+    store.end_bucket([buffer], last=True)
+    assert not kept(store)
+    assert context_for(Flat(), AB, team, store).add_leftover(buffer, 0.25) == 0.25
     assert buffer.tolist() == [9.0, 18.0, 27.0, 36.0, 45.0]
 
 
@@ -414,24 +414,24 @@ def test_float64_keeps_its_digits() -> None:
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 @pytest.mark.parametrize("per_step", [False, True])
 def test_what_is_not_finite_sends_no_leftover(value: float, per_step: bool) -> None:
-    ledger = Ledger(per_step=per_step)
-    ledger.deposit("", AB, VALUES)
+    store = ResidualStore(per_step=per_step)
+    store.deposit("", AB, VALUES)
     buffer = torch.full((5,), value)
-    Account(AB, ledger=ledger).add_leftover(buffer, 1.0)
-    ledger.end_bucket([buffer], last=True)
-    assert kept(ledger)[""] == {"a[0:3]": [1.0, 2.0, 3.0], "b[0:2]": [4.0, 5.0]}
-    assert int(ledger.dropped) == 1
+    BufferContext(AB, store=store).add_leftover(buffer, 1.0)
+    store.end_bucket([buffer], last=True)
+    assert kept(store)[""] == {"a[0:3]": [1.0, 2.0, 3.0], "b[0:2]": [4.0, 5.0]}
+    assert int(store.dropped) == 1
 
 
 def test_a_leftover_that_was_not_sent_becomes_a_residual_again() -> None:
-    ledger = Ledger()
-    ledger.deposit("", AB, VALUES)
-    assert ledger.leftover("", AB, CPU) is not None
-    carry = Account(AB, ledger=ledger).carry("worker", AB, Feedback(), CPU)
+    store = ResidualStore()
+    store.deposit("", AB, VALUES)
+    assert store.leftover("", AB, CPU) is not None
+    carry = BufferContext(AB, store=store).carry("worker", AB, Feedback(), CPU)
     assert carry is not None
     carry.new.copy_(2 * VALUES)
-    ledger.end_bucket([torch.zeros(5)], last=True)
-    assert kept(ledger)[""]["b[0:2]"] == [8.0, 10.0]
+    store.end_bucket([torch.zeros(5)], last=True)
+    assert kept(store)[""]["b[0:2]"] == [8.0, 10.0]
 
 
 def save_beside_the_lane(rank: int, world_size: int) -> None:
@@ -450,8 +450,8 @@ def save_beside_the_lane(rank: int, world_size: int) -> None:
     asking = threading.Thread(target=ask)
     asking.start()
     for _ in range(20):
-        ledger = training.comm._registration.ledger
-        ledger.placed, ledger.buffers = {}, {}  # so that all of it is placed anew
+        store = training.comm._registration.store
+        store.placed, store.buffers = {}, {}  # so that all of it is placed anew
         training.step()
     over.set()
     asking.join()
@@ -464,20 +464,20 @@ def test_a_state_may_be_asked_for_during_a_step() -> None:
 
 @pytest.mark.parametrize("exact_first", [False, True])
 def test_a_bucket_nobody_reports_on_is_judged_with_the_step(exact_first: bool) -> None:
-    ledger = Ledger(per_step=True)
+    store = ResidualStore(per_step=True)
     exact, compressed = [torch.full((2,), float("nan"))], [torch.zeros(3)]
     if exact_first:
-        ledger.end_bucket(exact, last=False)
-    ledger.stage(ledger.slot("", "worker", A, CPU, torch.float32, A)).fill_(1.0)
-    ledger.flags.append(torch.tensor(True))
-    ledger.end_bucket(compressed, last=exact_first)
+        store.end_bucket(exact, last=False)
+    store.stage(store.slot("", "worker", A, CPU, torch.float32, A)).fill_(1.0)
+    store.flags.append(torch.tensor(True))
+    store.end_bucket(compressed, last=exact_first)
     if not exact_first:
-        ledger.end_bucket(exact, last=True)
-    assert not kept(ledger)
-    assert ledger.stats()["dropped_commits"] == 1
+        store.end_bucket(exact, last=True)
+    assert not kept(store)
+    assert store.stats()["dropped_commits"] == 1
 
 
 def test_what_concerns_no_residual_is_not_judged() -> None:
-    ledger = Ledger()
-    ledger.end_bucket([torch.full((2,), float("nan"))], last=True)
-    assert ledger.stats()["dropped_commits"] == 0
+    store = ResidualStore()
+    store.end_bucket([torch.full((2,), float("nan"))], last=True)
+    assert store.stats()["dropped_commits"] == 0

@@ -173,9 +173,9 @@ def applied(rank: int, world_size: int, dtype: torch.dtype) -> tuple[str, float,
         buffer = true.flatten().clone()
         registry._close_all()
         membership = join()
-        account = commopt.Account(layout, 5, 0, rank, commopt.feedback.Ledger())
+        context = commopt.BufferContext(layout, 5, 0, rank, commopt.feedback.ResidualStore())
 
-        average = partial(PowerSGD(matrix_rank=4).all_reduce, buffer, membership.team, 1.0 / world_size, account)
+        average = partial(PowerSGD(matrix_rank=4).all_reduce, buffer, membership.team, 1.0 / world_size, context)
         operation = lanes.Operation(membership, "test", int(inline), "all_reduce", buffer.numel(), "cpu")
         with lane_under(None, inline=inline), modes(dtype):
             lanes.lane_for(buffer.device).submit(operation, average, buffer).wait()

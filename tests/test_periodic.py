@@ -54,6 +54,8 @@ def test_it_is_no_part_of_another_aggregator() -> None:
 def test_the_old_names_warn() -> None:
     with pytest.warns(DeprecationWarning, match=r"commopt\.PeriodicAverage is now commopt\.LocalSGD"):
         assert commopt.PeriodicAverage is LocalSGD
+    with pytest.warns(DeprecationWarning, match=r"commopt\.Account is now commopt\.BufferContext"):
+        assert commopt.Account is commopt.BufferContext
 
 
 def test_the_calendar_begins_with_the_start_step() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from commopt.compress import Dice
+from commopt.compress import RngKey
 from commopt.kernels import quantize_reference as philox
 
 # The known answers for philox4x32 with 10 rounds that its authors publish: counter, key, words.
@@ -36,11 +36,11 @@ def oracle(counter: tuple[int, ...], key: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(c)
 
 
-def oracle_uniform(begin: int, numel: int, dice: Dice) -> list[float]:
-    key = dice.seed & 0xFFFFFFFF, dice.seed >> 32 & 0xFFFFFFFF
+def oracle_uniform(begin: int, numel: int, rng: RngKey) -> list[float]:
+    key = rng.seed & 0xFFFFFFFF, rng.seed >> 32 & 0xFFFFFFFF
     numbers = []
     for i in range(begin, begin + numel):
-        words = oracle((i // 4 & 0xFFFFFFFF, i // 4 >> 32, dice.step, dice.stream), key)
+        words = oracle((i // 4 & 0xFFFFFFFF, i // 4 >> 32, rng.step, rng.stream), key)
         numbers.append((words[i % 4] >> 8) * 2.0**-24)
     return numbers
 
@@ -52,15 +52,15 @@ def test_known_answers(counter: tuple[int, ...], key: tuple[int, int], words: tu
 
 
 @pytest.mark.parametrize("begin", [0, 1, 7, 64, 2**34 - 6, 2**40])
-@pytest.mark.parametrize("dice", [Dice(), Dice(2**64 - 3, 2**32 - 1, 5), Dice(12345678901234, 17, 2**31)])
-def test_uniform(begin: int, dice: Dice) -> None:
-    numbers = philox.uniform(begin, 21, dice, CPU)
+@pytest.mark.parametrize("rng", [RngKey(), RngKey(2**64 - 3, 2**32 - 1, 5), RngKey(12345678901234, 17, 2**31)])
+def test_uniform(begin: int, rng: RngKey) -> None:
+    numbers = philox.uniform(begin, 21, rng, CPU)
     assert numbers.dtype == torch.float32
-    assert numbers.tolist() == oracle_uniform(begin, 21, dice)
+    assert numbers.tolist() == oracle_uniform(begin, 21, rng)
 
 
 def test_numbers_stay_below_one_and_fill_the_interval() -> None:
-    numbers = philox.uniform(0, 1_000_000, Dice(seed=1), CPU)
+    numbers = philox.uniform(0, 1_000_000, RngKey(seed=1), CPU)
     assert numbers.min() >= 0
     assert numbers.max() < 1
     counts = torch.histc(numbers, 100, 0, 1)
@@ -68,8 +68,8 @@ def test_numbers_stay_below_one_and_fill_the_interval() -> None:
 
 
 def test_a_negative_seed_is_a_seed() -> None:
-    assert torch.equal(philox.uniform(0, 8, Dice(seed=-1), CPU), philox.uniform(0, 8, Dice(seed=2**64 - 1), CPU))
+    assert torch.equal(philox.uniform(0, 8, RngKey(seed=-1), CPU), philox.uniform(0, 8, RngKey(seed=2**64 - 1), CPU))
 
 
 def test_no_numbers() -> None:
-    assert philox.uniform(8, 0, Dice(), CPU).shape == (0,)
+    assert philox.uniform(8, 0, RngKey(), CPU).shape == (0,)

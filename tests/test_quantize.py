@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from commopt.compress import Blockwise, Dice, ErrorFeedback, OneBit, Quantize
+from commopt.compress import Blockwise, ErrorFeedback, OneBit, Quantize, RngKey
 from examples.train_gpt import GPT, load_corpus, windows_at
 from tests.payloads import decode, encode, relative_error, round_trip, slow_codes, slow_scales
 from tests.test_philox import oracle_uniform
@@ -67,14 +67,14 @@ def test_uniform_is_its_definition(compressor: Quantize) -> None:
 
 
 def test_stochastic_is_its_definition() -> None:
-    compressor, dice, values = Quantize(4, rounding="stochastic"), Dice(2**40 + 7, 3, 9), hard()[:5000]
-    made = encode(compressor, values, rows=2, dice=dice)
+    compressor, rng, values = Quantize(4, rounding="stochastic"), RngKey(2**40 + 7, 3, 9), hard()[:5000]
+    made = encode(compressor, values, rows=2, rng=rng)
     p = np.zeros(2 * made.chunk_numel, dtype=np.float32)
     p[:5000] = values.numpy()
     absmax = np.abs(p.reshape(-1, 512)).max(1, keepdims=True)
     zero = absmax < np.float32(2.0**-100)
     inverse = np.where(zero, np.float32(0), np.float32(7) / np.where(zero, np.float32(1), absmax))
-    noise = np.array(oracle_uniform(0, p.size, dice), dtype=np.float32).reshape(-1, 512)
+    noise = np.array(oracle_uniform(0, p.size, rng), dtype=np.float32).reshape(-1, 512)
     numbers = np.floor(p.reshape(-1, 512) * inverse + noise).clip(-7, 7)
     codes = [slow_codes(compressor.codec, row, made.chunk_numel) for row in made.payload]
     np.testing.assert_array_equal(np.concatenate(codes), numbers.reshape(-1).astype(int) + 8)
@@ -231,7 +231,7 @@ def test_stochastic_rounding_is_unbiased(bits: int) -> None:
     scale = values.view(-1, 512).abs().amax(1).repeat_interleave(512).double() / largest
     total = torch.zeros(2048, dtype=torch.float64)
     for step in range(steps):
-        made = encode(compressor, values, dice=Dice(seed=11, step=step))
+        made = encode(compressor, values, rng=RngKey(seed=11, step=step))
         decoded = decode(compressor, made, 2048)
         assert ((decoded - values).abs() <= scale * (1 + 1e-5)).all()
         total += decoded
@@ -246,12 +246,12 @@ def test_stochastic_rounding_is_unbiased(bits: int) -> None:
 def test_dice() -> None:
     compressor, values = Quantize(8, rounding="stochastic"), torch.randn(4096, generator=generator())
 
-    def payload(dice: Dice) -> Tensor:
-        return encode(compressor, values, dice=dice).payload
+    def payload(rng: RngKey) -> Tensor:
+        return encode(compressor, values, rng=rng).payload
 
-    first = payload(Dice(1, 2, 3))
-    assert torch.equal(first, payload(Dice(1, 2, 3)))
-    for other in (Dice(2, 2, 3), Dice(1 + 2**32, 2, 3), Dice(1, 3, 3), Dice(1, 2, 4)):
+    first = payload(RngKey(1, 2, 3))
+    assert torch.equal(first, payload(RngKey(1, 2, 3)))
+    for other in (RngKey(2, 2, 3), RngKey(1 + 2**32, 2, 3), RngKey(1, 3, 3), RngKey(1, 2, 4)):
         assert (first != payload(other)).float().mean() > 0.1
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from commopt.command_line import Parser
 from commopt.errors import ConfigurationError
 from commopt.kernels import lowrank, pack, quantize, sources, sparse, unpack
-from commopt.kernels.codec import Codec, CodecName, Dice, ErrorFeedback, Momentum, Velocity
+from commopt.kernels.codec import Codec, CodecName, ErrorFeedback, Momentum, RngKey, Velocity
 from commopt.kernels.loader import VARIABLE, loader_for
 from commopt.kernels.sparse import BLOCK, SparseRow
 
@@ -40,7 +40,7 @@ _KINDS: tuple[tuple[CodecName, int, bool], ...] = (
 _BLOCKS = (64, 192, 4096)  # a part of a warp's, an odd number of them, several warps together
 _FACTORS = ((2, 37, 130, 1), (3, 70, 5, 4), (1, 3001, 65, 31), (1, 70, 130, 33))  # a second panel begins at rank 33
 _PEERS = 3
-_DICE = Dice(seed=2**63 + 1, step=7, stream=3)
+_DICE = RngKey(seed=2**63 + 1, step=7, stream=3)
 
 
 def _transfers(device: torch.device) -> Iterator[Call]:

@@ -32,7 +32,7 @@ from commopt.kernels import lowrank, pack, quantize, sparse, unpack
 from commopt.kernels import lowrank_reference as lowrank_reference
 from commopt.kernels import quantize_reference as reference
 from commopt.kernels import sparse_reference as sparse_reference
-from commopt.kernels.codec import Codec, Dice, ErrorFeedback, Momentum, Velocity
+from commopt.kernels.codec import Codec, ErrorFeedback, Momentum, RngKey, Velocity
 from commopt.kernels.pack import pack_with_torch, unpack_with_torch
 from commopt.kernels.sparse import SparseRow
 from commopt.simulate.model_zoo import Model
@@ -72,7 +72,7 @@ def _packing_cases(tensors: list[Tensor], title: str) -> Iterator[Case]:
 
 
 _INT8 = Quantize(8).codec
-_DICE = Dice(seed=1)
+_DICE = RngKey(seed=1)
 
 
 def of_codec(codec: Codec) -> Family:

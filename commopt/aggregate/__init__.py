@@ -1,7 +1,7 @@
 """Aggregators, one file each; a new one is one file and one line in AGGREGATORS."""
 
 from commopt.aggregate.auto import Auto, auto_of, families
-from commopt.aggregate.base import Aggregator, Call, Flat, Step, TwoHalves, Work, WorkKind, account_for, call, work
+from commopt.aggregate.base import Aggregator, Call, Flat, Step, TwoHalves, Work, WorkKind, call, context_for, work
 from commopt.aggregate.compressed import Compressed
 from commopt.aggregate.hierarchical import Hierarchical
 from commopt.aggregate.local_sgd import LocalSGD, local_sgd_of
@@ -28,9 +28,9 @@ __all__ = [
     "TwoHalves",
     "Work",
     "WorkKind",
-    "account_for",
     "auto_of",
     "call",
+    "context_for",
     "families",
     "local_sgd_of",
     "work",

@@ -14,7 +14,7 @@ from commopt.aggregate.base import Aggregator, Flat, Step
 from commopt.aggregate.compressed import Compressed
 from commopt.compress import COMPRESSORS, Trials
 from commopt.errors import ConfigurationError
-from commopt.feedback import Account, Feedback, Layout, checked_patterns
+from commopt.feedback import BufferContext, Feedback, Layout, checked_patterns
 from commopt.groups import Team, TeamShape
 
 LOSSLESS = "lossless"
@@ -75,9 +75,9 @@ class Auto(Aggregator):
             )
         object.__setattr__(self, "dense", checked_patterns("Auto", self.dense))
 
-    def all_reduce(self, buffer: Tensor, team: Team, scale: float, account: Account) -> None:
+    def all_reduce(self, buffer: Tensor, team: Team, scale: float, context: BufferContext) -> None:
         """Do as stock DDP with what no plan has a way for yet."""
-        Flat().all_reduce(buffer, team, scale, account)
+        Flat().all_reduce(buffer, team, scale, context)
 
     def calls(
         self,

@@ -13,7 +13,7 @@ from torch import Tensor
 from commopt.compress import Passes, Trials
 from commopt.concise_repr import ConciseRepr
 from commopt.errors import ConfigurationError
-from commopt.feedback import Account, Layout, Ledger
+from commopt.feedback import BufferContext, Layout, ResidualStore
 from commopt.groups import Team, TeamShape, WireBytes
 
 WorkKind = Literal["encode", "decode", "recode", "factor", "refresh", "copy"]
@@ -71,11 +71,11 @@ class Aggregator(ConciseRepr, ABC):
     """
 
     @abstractmethod
-    def all_reduce(self, buffer: Tensor, team: Team, scale: float, account: Account) -> None:
+    def all_reduce(self, buffer: Tensor, team: Team, scale: float, context: BufferContext) -> None:
         """Set `buffer` (1-D, contiguous, floating or integer, equal numel on all ranks) to `scale * sum`, in place.
 
         Runs on the lane; every rank of `team` must call it. The scale is applied before anything is added, so that
-        an average overflows only if a gradient does. Residuals are staged in `account`, whose layout is the buffer's;
+        an average overflows only if a gradient does. Residuals are staged in `context`, whose layout is the buffer's;
         whoever runs the lane's work commits them. When the result is not finite, its first element is not.
         """
 
@@ -169,7 +169,7 @@ class Aggregator(ConciseRepr, ABC):
         return float((min(self.error_bound, 1.0) * torch.linalg.vector_norm(buffer, dtype=torch.float64)) ** 2)
 
     def passes(self, ranks: int) -> dict[tuple[WorkKind, str], Passes]:
-        """Return what its work takes on a GPU, by kind and `what`. ranks: how many messages an owner adds up."""
+        """Return what its work takes on a GPU, by kind and `what`. ranks: how many messages a server adds up."""
         return {}
 
     def wire_bytes(
@@ -192,11 +192,11 @@ class TwoHalves(Aggregator):
     """
 
     @abstractmethod
-    def reduce_scatter(self, buffer: Tensor, team: Team, scale: float, account: Account) -> tuple[Tensor, Layout]:
+    def reduce_scatter(self, buffer: Tensor, team: Team, scale: float, context: BufferContext) -> tuple[Tensor, Layout]:
         """Return this rank's share of `scale * sum` (float32) and what lies in it."""
 
     @abstractmethod
-    def all_gather(self, share: Tensor, buffer: Tensor, team: Team, account: Account) -> None:
+    def all_gather(self, share: Tensor, buffer: Tensor, team: Team, context: BufferContext) -> None:
         """Fill `buffer` with all ranks' shares, as `reduce_scatter` made them."""
 
     @abstractmethod
@@ -214,7 +214,7 @@ class TwoHalves(Aggregator):
 class Flat(Aggregator):
     """A single all_reduce over all ranks, as stock DDP does: the yardstick for everything else."""
 
-    def all_reduce(self, buffer: Tensor, team: Team, scale: float, account: Account) -> None:
+    def all_reduce(self, buffer: Tensor, team: Team, scale: float, context: BufferContext) -> None:
         """Call all_reduce."""
         if buffer.numel():
             team.all_reduce(buffer, scale=scale)
@@ -236,25 +236,25 @@ class Flat(Aggregator):
         return True
 
 
-def account_for(
+def context_for(
     aggregator: Aggregator,
     layout: Layout,
     team: Team,
-    ledger: Ledger,
+    store: ResidualStore,
     step: int = 0,
     number: int = 0,
     rank: int = 0,
     loss_scale: Tensor | None = None,
-) -> Account:
-    """Return the account of a buffer that `aggregator` sends next: what others kept of it is `aggregator`'s now.
+) -> BufferContext:
+    """Return the context of a buffer that `aggregator` sends next: what others kept of it is `aggregator`'s now.
 
     A look-up, unless the buffer is new, what sends it is, or residuals have just been loaded or moved.
     """
-    memory = ledger.buffers.get(layout)
+    memory = store.buffers.get(layout)
     if memory is None or memory.by is not aggregator or not memory.settled:
         paths, settle = aggregator.residual_paths_on(team), step > aggregator.start_step
-        memory = ledger.migrate(layout, aggregator, paths, settle=settle)
-    return Account(layout, step, number, rank, ledger, loss_scale, memory=memory, scratch=ledger.scratch)
+        memory = store.migrate(layout, aggregator, paths, settle=settle)
+    return BufferContext(layout, step, number, rank, store, loss_scale, memory=memory, scratch=store.scratch)
 
 
 def mark_non_finite(buffer: Tensor, finite: Tensor) -> None:

@@ -1,10 +1,10 @@
 """All_reduce in compressed form: every element is encoded at most twice, whatever the number of ranks.
 
 A ring that carries a 16-bit or quantized sum rounds it again at every hop, so its error grows with the ranks. Here
-each rank owns one chunk: scatter the encoded chunks to their owners, add them in float32 in rank order, encode the
+each rank owns one chunk: scatter the encoded chunks to their servers, add them in float32 in rank order, encode the
 sum, gather. Between two ranks a single exchange of everything moves the same bytes in one message less and spares
 the second rounding; more ranks do so with sparse payloads, while that is affordable. With feedback every rounding is
-kept and sent later: a rank's own ("worker"), that of the sum ("owner", as in DoubleSqueeze, arXiv 1905.05957) and that
+kept and sent later: a rank's own ("worker"), that of the sum ("server", as in DoubleSqueeze, arXiv 1905.05957) and that
 of the final cast to a 16-bit buffer.
 """
 
@@ -19,11 +19,11 @@ from torch import Tensor
 
 from commopt.aggregate.base import Step, TwoHalves, WorkKind, call, mark_non_finite, work
 from commopt.aggregate.rows import Region, RowFormat, row_format, split
-from commopt.compress import Compressor, Dice, ErrorFeedback, Exact, Passes, Velocity
+from commopt.compress import Compressor, ErrorFeedback, Exact, Passes, RngKey, Velocity
 from commopt.errors import ConfigurationError
 from commopt.feedback import (
     SAMPLE_EVERY_STEPS,
-    Account,
+    BufferContext,
     Feedback,
     Kind,
     Layout,
@@ -59,7 +59,7 @@ class Compressed(TwoHalves):
             )
         require_feedback("Compressed", self.feedback)
         object.__setattr__(self, "dense", checked_patterns("Compressed", self.dense))
-        if self.feedback is None and self.compressor.inertia is not None:
+        if self.feedback is None and self.compressor.local_momentum is not None:
             raise ConfigurationError(
                 f"Compressed({self.compressor!r}, feedback=None) has nowhere to keep momentum; use "
                 f"feedback=Feedback(), or momentum=0"
@@ -67,82 +67,82 @@ class Compressed(TwoHalves):
 
     # --------------------------------------------------------------------------------- all at once
 
-    def all_reduce(self, buffer: Tensor, team: Team, scale: float, account: Account) -> None:
+    def all_reduce(self, buffer: Tensor, team: Team, scale: float, context: BufferContext) -> None:
         """Exchange, or scatter and gather; one rank alone sends nothing, but applies what was kept before."""
         if buffer.numel() == 0:
             return
         if team.size == 1:
-            self._alone(buffer, team, scale, account)
+            self._alone(buffer, team, scale, context)
             return
-        rows = self._rows(account.layout, account.result_dtype or buffer.dtype, 1, account.step)
-        if team.size == 2 or _exchanges(rows, account.layout, team):
-            self._exchange(rows, buffer, team, scale, account)
+        rows = self._rows(context.layout, context.result_dtype or buffer.dtype, 1, context.step)
+        if team.size == 2 or _exchanges(rows, context.layout, team):
+            self._exchange(rows, buffer, team, scale, context)
         else:
-            rows, received = self._send_chunks(buffer, team, scale, account)
-            owned = rows.take(1, "owned", account.scratch, buffer.device)
+            rows, received = self._send_chunks(buffer, team, scale, context)
+            served = rows.take(1, "served", context.scratch, buffer.device)
             carries = []
             for region in rows.regions:
-                carry, begin, end = self._owned(region, team, account, buffer.device)
+                carry, begin, end = self._owned(region, team, context, buffer.device)
                 carries.append(carry)
-                sources, target = region.payload(received), region.payload(owned)
-                dice = account.dice("owner", team.rank)
-                region.compressor.recompress(sources, target, region.chunk_numel, end - begin, carry, dice)
-            self._send_sums(rows, owned, carries, buffer, team, account)
+                sources, target = region.payload(received), region.payload(served)
+                rng = context.rng("server", team.rank)
+                region.compressor.recompress(sources, target, region.chunk_numel, end - begin, carry, rng)
+            self._send_sums(rows, served, carries, buffer, team, context)
 
-    def _alone(self, buffer: Tensor, team: Team, scale: float, account: Account) -> None:
+    def _alone(self, buffer: Tensor, team: Team, scale: float, context: BufferContext) -> None:
         if self.compressor.clip_norm is not None:
-            self._clip(buffer, self.compressor.clip_norm, team, scale, account)
-        velocity = account.velocity(account.layout, self.feedback, buffer.device, self.compressor.inertia)
-        kept = None if self.feedback is None else account.leftover(account.layout, buffer.device)
+            self._clip(buffer, self.compressor.clip_norm, team, scale, context)
+        velocity = context.velocity(context.layout, self.feedback, buffer.device, self.compressor.local_momentum)
+        kept = None if self.feedback is None else context.leftover(context.layout, buffer.device)
         if velocity is None:
             scale_and_add(buffer, buffer, scale, kept)
         else:
-            scale_and_add(_advanced(buffer, scale, velocity, account), buffer, 1.0, kept)
+            scale_and_add(_advanced(buffer, scale, velocity, context), buffer, 1.0, kept)
 
-    def _exchange(self, rows: RowFormat, buffer: Tensor, team: Team, scale: float, account: Account) -> None:
+    def _exchange(self, rows: RowFormat, buffer: Tensor, team: Team, scale: float, context: BufferContext) -> None:
         """Let every rank send one row to all others."""
-        if account.ledger is not None and not account.memory.settled:  # sums are not encoded any more
-            account.ledger.dissolve(account.path, account.layout, "owner")
-        mine = rows.take(1, "sent", account.scratch, buffer.device)
-        carries = self._encode(rows, buffer, mine, team, scale, account)
-        received = rows.take(team.size, "received", account.scratch, buffer.device)
+        if context.store is not None and not context.memory.settled:  # sums are not encoded any more
+            context.store.dissolve(context.path, context.layout, "server")
+        mine = rows.take(1, "sent", context.scratch, buffer.device)
+        carries = self._encode(rows, buffer, mine, team, scale, context)
+        received = rows.take(team.size, "received", context.scratch, buffer.device)
         team.all_gather(received.view(-1), mine.view(-1))
         for region, carry in zip(rows.regions, carries, strict=True):
-            total = region.target(buffer, torch.float32, region.chunk_numel, account.scratch)
+            total = region.target(buffer, torch.float32, region.chunk_numel, context.scratch)
             region.compressor.accumulate(region.payload(received), total)
             if carry is not None and rows.rounds:
                 own = slice(region.numel * team.rank // team.size, region.numel * (team.rank + 1) // team.size)
                 _keep_rounding(total[own], rows.dtype, carry.new[own], carry)
             region.write(buffer, total[: region.numel])
-        self._judge(rows, received, buffer, account)
+        self._judge(rows, received, buffer, context)
 
     # ------------------------------------------------------------------------- in two halves
 
-    def reduce_scatter(self, buffer: Tensor, team: Team, scale: float, account: Account) -> tuple[Tensor, Layout]:
-        """Send chunks to their owners and add them up."""
-        rows, received = self._send_chunks(buffer, team, scale, account)
+    def reduce_scatter(self, buffer: Tensor, team: Team, scale: float, context: BufferContext) -> tuple[Tensor, Layout]:
+        """Send chunks to their servers and add them up."""
+        rows, received = self._send_chunks(buffer, team, scale, context)
         sums = []
         for region in rows.regions:
             begin, end = region.chunk(team.rank)
             total = torch.empty(region.chunk_numel, dtype=torch.float32, device=buffer.device)
             region.compressor.accumulate(region.payload(received), total)
             sums.append(total[: end - begin])
-        return torch.cat(sums), self.share_layout(account.layout, rows.dtype, team, account.step)
+        return torch.cat(sums), self.share_layout(context.layout, rows.dtype, team, context.step)
 
-    def all_gather(self, share: Tensor, buffer: Tensor, team: Team, account: Account) -> None:
-        """Encode the share and gather those of all owners."""
-        rows = self._rows(account.layout, account.result_dtype or buffer.dtype, team.size, account.step)
-        owned = rows.take(1, "owned", account.scratch, buffer.device)
+    def all_gather(self, share: Tensor, buffer: Tensor, team: Team, context: BufferContext) -> None:
+        """Encode the share and gather those of all servers."""
+        rows = self._rows(context.layout, context.result_dtype or buffer.dtype, team.size, context.step)
+        served = rows.take(1, "served", context.scratch, buffer.device)
         carries = []
         offset = 0
         for region in rows.regions:
-            carry, begin, end = self._owned(region, team, account, buffer.device)
+            carry, begin, end = self._owned(region, team, context, buffer.device)
             carries.append(carry)
-            values, target = share[offset : offset + end - begin], region.payload(owned)
+            values, target = share[offset : offset + end - begin], region.payload(served)
             offset += end - begin
-            dice = account.dice("owner", team.rank)
-            region.compressor.compress(values, target, region.chunk_numel, 1.0, carry, dice)
-        self._send_sums(rows, owned, carries, buffer, team, account)
+            rng = context.rng("server", team.rank)
+            region.compressor.compress(values, target, region.chunk_numel, 1.0, carry, rng)
+        self._send_sums(rows, served, carries, buffer, team, context)
 
     def share_layout(self, layout: Layout, dtype: torch.dtype, team: TeamShape, step: int | None) -> Layout:
         """Return what lies in this rank's chunks of all regions."""
@@ -152,38 +152,40 @@ class Compressed(TwoHalves):
 
     # ----------------------------------------------------------------------------------- the parts
 
-    def _send_chunks(self, buffer: Tensor, team: Team, scale: float, account: Account) -> tuple[RowFormat, Tensor]:
+    def _send_chunks(
+        self, buffer: Tensor, team: Team, scale: float, context: BufferContext
+    ) -> tuple[RowFormat, Tensor]:
         """Encode a row for each rank and return those meant for this one."""
-        rows = self._rows(account.layout, account.result_dtype or buffer.dtype, team.size, account.step)
-        encoded = rows.take(team.size, "sent", account.scratch, buffer.device)
-        self._encode(rows, buffer, encoded, team, scale, account)
-        received = rows.take(team.size, "received", account.scratch, buffer.device)
+        rows = self._rows(context.layout, context.result_dtype or buffer.dtype, team.size, context.step)
+        encoded = rows.take(team.size, "sent", context.scratch, buffer.device)
+        self._encode(rows, buffer, encoded, team, scale, context)
+        received = rows.take(team.size, "received", context.scratch, buffer.device)
         team.all_to_all(received.view(-1), encoded.view(-1))
         return rows, received
 
     def _encode(
-        self, rows: RowFormat, buffer: Tensor, payload: Tensor, team: Team, scale: float, account: Account
+        self, rows: RowFormat, buffer: Tensor, payload: Tensor, team: Team, scale: float, context: BufferContext
     ) -> list[ErrorFeedback | None]:
         """Encode all regions of `buffer`; return what each leaves out."""
         if self.compressor.clip_norm is not None:
-            self._clip(buffer, self.compressor.clip_norm, team, scale, account)
-        inertia, carries = self.compressor.inertia, []
+            self._clip(buffer, self.compressor.clip_norm, team, scale, context)
+        local_momentum, carries = self.compressor.local_momentum, []
         for region in rows.regions:
-            values, factor = region.read(buffer, account.scratch), scale
-            carry = self._carry(region, "worker", region.layout, account, buffer.device)
+            values, factor = region.read(buffer, context.scratch), scale
+            carry = self._carry(region, "worker", region.layout, context, buffer.device)
             carries.append(carry)
-            if region.dense and inertia is not None:  # of the compressed, the compressor sees to it
-                velocity = account.velocity(region.layout, self.feedback, buffer.device, inertia)
+            if region.dense and local_momentum is not None:  # of the compressed, the compressor sees to it
+                velocity = context.velocity(region.layout, self.feedback, buffer.device, local_momentum)
                 if velocity is not None:
-                    values, factor = _advanced(values, scale, velocity, account), 1.0
+                    values, factor = _advanced(values, scale, velocity, context), 1.0
             target = region.payload(payload)
-            dice = account.dice("worker", team.rank) if region.compressor.throws_dice else Dice()
-            region.compressor.compress(values, target, region.chunk_numel, factor, carry, dice)
-            if carry is not None and not region.dense and account.step % SAMPLE_EVERY_STEPS == 0:
-                account.sample(values, scale, carry)
+            rng = context.rng("worker", team.rank) if region.compressor.stochastic else RngKey()
+            region.compressor.compress(values, target, region.chunk_numel, factor, carry, rng)
+            if carry is not None and not region.dense and context.step % SAMPLE_EVERY_STEPS == 0:
+                context.sample(values, scale, carry)
         return carries
 
-    def _clip(self, buffer: Tensor, limit: float, team: Team, scale: float, account: Account) -> None:
+    def _clip(self, buffer: Tensor, limit: float, team: Team, scale: float, context: BufferContext) -> None:
         """Scale `buffer` down, in place, so that this rank's part of the average has at most its share of the norm.
 
         That is limit / sqrt(ranks), L2: parts that are independent then add up to `limit` (arXiv 1712.01887,
@@ -191,8 +193,8 @@ class Compressed(TwoHalves):
         a device.
         """
         norm = torch.linalg.vector_norm(buffer, dtype=torch.float64) * scale  # float32 would overflow where values fit
-        if account.loss_scale is not None:
-            norm = norm / account.loss_scale
+        if context.loss_scale is not None:
+            norm = norm / context.loss_scale
         factor = (limit * team.size**-0.5 / norm).clamp(max=1.0)  # of a norm of 0, too
         if buffer.dtype.itemsize < torch.float32.itemsize:
             buffer.copy_(buffer.float().mul_(factor))
@@ -200,55 +202,55 @@ class Compressed(TwoHalves):
             buffer.mul_(factor)
 
     def _owned(
-        self, region: Region, team: Team, account: Account, device: torch.device
+        self, region: Region, team: Team, context: BufferContext, device: torch.device
     ) -> tuple[ErrorFeedback | None, int, int]:
         """Return the residual of this rank's chunk of a region, and where that begins and ends."""
         begin, end = region.chunk(team.rank)
-        return self._carry(region, "owner", region.layout.cut(begin, end), account, device), begin, end
+        return self._carry(region, "server", region.layout.cut(begin, end), context, device), begin, end
 
     def _send_sums(
         self,
         rows: RowFormat,
-        owned: Tensor,
+        served: Tensor,
         carries: list[ErrorFeedback | None],
         buffer: Tensor,
         team: Team,
-        account: Account,
+        context: BufferContext,
     ) -> None:
-        """Gather the encoded sums of all owners and decode them into `buffer`."""
-        gathered = rows.take(team.size, "sent", account.scratch, buffer.device)
-        team.all_gather(gathered.view(-1), owned.view(-1))
+        """Gather the encoded sums of all servers and decode them into `buffer`."""
+        gathered = rows.take(team.size, "sent", context.scratch, buffer.device)
+        team.all_gather(gathered.view(-1), served.view(-1))
         for region, carry in zip(rows.regions, carries, strict=True):
             begin, end = region.chunk(team.rank)
             if carry is not None and rows.rounds:
-                exact = account.scratch.take("total", end - begin, torch.float32, buffer.device)
-                region.compressor.decompress(region.payload(owned), exact, region.chunk_numel)
+                exact = context.scratch.take("total", end - begin, torch.float32, buffer.device)
+                region.compressor.decompress(region.payload(served), exact, region.chunk_numel)
                 _keep_rounding(exact, rows.dtype, carry.new, carry)
-            # The owner, too, takes what it sent: otherwise its replica would differ from all others.
-            values = region.target(buffer, rows.dtype, region.numel, account.scratch)
+            # The server, too, takes what it sent: otherwise its replica would differ from all others.
+            values = region.target(buffer, rows.dtype, region.numel, context.scratch)
             region.compressor.decompress(region.payload(gathered), values, region.chunk_numel)
             region.write(buffer, values)
-        self._judge(rows, gathered, buffer, account)
+        self._judge(rows, gathered, buffer, context)
 
-    def _judge(self, rows: RowFormat, payloads: Tensor, buffer: Tensor, account: Account) -> None:
-        """Tell the account whether the result is finite, and show it in the buffer's first element."""
-        if self.feedback is None or account.ledger is None:
+    def _judge(self, rows: RowFormat, payloads: Tensor, buffer: Tensor, context: BufferContext) -> None:
+        """Tell the context whether the result is finite, and show it in the buffer's first element."""
+        if self.feedback is None or context.store is None:
             return
         flags = [region.compressor.finite(region.payload(payloads), region.chunk_numel) for region in rows.regions]
         if rows.rounds:  # the cast may overflow what was finite
             flags.append(buffer.to(rows.dtype).isfinite().all())
         finite = torch.stack(flags).all()
         mark_non_finite(buffer, finite)
-        account.report(finite)
+        context.report(finite)
 
     def _carry(
-        self, region: Region, kind: Kind, layout: Layout, account: Account, device: torch.device
+        self, region: Region, kind: Kind, layout: Layout, context: BufferContext, device: torch.device
     ) -> ErrorFeedback | None:
         if region.compressor.exact:
-            if kind == "owner" or self.feedback is None or account.memory.settled:
+            if kind == "server" or self.feedback is None or context.memory.settled:
                 return None
-            return account.leftover(layout, device)
-        return account.carry(kind, layout, self.feedback, device, region.compressor.inertia, region.layout)
+            return context.leftover(layout, device)
+        return context.carry(kind, layout, self.feedback, device, region.compressor.local_momentum, region.layout)
 
     def _rows(self, layout: Layout, dtype: torch.dtype, chunks: int, step: int | None) -> RowFormat:
         compressor = self.compressor.at(step)
@@ -299,7 +301,7 @@ class Compressed(TwoHalves):
 
     @property
     def error_bound(self) -> float:
-        """The bounds of one encoding on the way to the owner, and one of the sum."""
+        """The bounds of one encoding on the way to the server, and one of the sum."""
         return (1 + self.compressor.error_bound) ** 2 - 1
 
     @property
@@ -312,12 +314,12 @@ class Compressed(TwoHalves):
         return self.compressor.phase(step)
 
     def check_capture(self, step: int, team: TeamShape) -> None:
-        """Refuse dice, which are thrown on the host, once for each launch."""
+        """Refuse rng, which are thrown on the host, once for each launch."""
         super().check_capture(step, team)
         require_repeatable(str(self), self.feedback)
-        if self.compressor.throws_dice:
+        if self.compressor.stochastic:
             raise ConfigurationError(
-                f"{self} rounds up or down at random and a CUDA graph would repeat the same dice in every step; use "
+                f"{self} rounds up or down at random and a CUDA graph would repeat the same rng in every step; use "
                 f"rounding='nearest'"
             )
 
@@ -326,7 +328,7 @@ class Compressed(TwoHalves):
         """With feedback its own level, and momentum beside the residuals."""
         if self.feedback is None:
             return ()
-        return ("",) if self.compressor.inertia is None else ("", momentum_path(""))
+        return ("",) if self.compressor.local_momentum is None else ("", momentum_path(""))
 
     def with_dense(self, patterns: Sequence[str]) -> Compressed:
         """Return the same with more patterns in `dense`."""
@@ -348,7 +350,7 @@ class Compressed(TwoHalves):
 
 
 def _exchanges(rows: RowFormat, layout: Layout, team: TeamShape) -> bool:
-    """Return whether every rank sends one row to all others, rather than a chunk to each owner."""
+    """Return whether every rank sends one row to all others, rather than a chunk to each server."""
     if team.size == 2:
         return True
     sparse = any(region.compressor.sparse for region in rows.regions)
@@ -358,7 +360,7 @@ def _exchanges(rows: RowFormat, layout: Layout, team: TeamShape) -> bool:
 def affordable_to_all(row_nbytes: int, numel: int, ranks: int) -> bool:
     """Return whether to send a sparse row to all: while that takes no more bytes than a dense float32 all_reduce.
 
-    (ranks - 1) row_nbytes <= 2 (ranks - 1) / ranks * 4 numel. Beyond, chunks go to owners, which encode the sum once
+    (ranks - 1) row_nbytes <= 2 (ranks - 1) / ranks * 4 numel. Beyond, chunks go to servers, which encode the sum once
     more: less than two rows sent by each rank, however many there are (as in Ok-Topk, arXiv 2201.07598).
     """
     return row_nbytes * ranks <= 8 * numel
@@ -369,10 +371,10 @@ def _work(kind: WorkKind, rows: RowFormat, times: float = 1) -> tuple[Step, ...]
     return tuple(work(kind, region.compressor, round(region.numel * times)) for region in rows.regions)
 
 
-def _advanced(values: Tensor, scale: float, velocity: Velocity, account: Account) -> Tensor:
+def _advanced(values: Tensor, scale: float, velocity: Velocity, context: BufferContext) -> Tensor:
     """Return what momentum makes of `scale * values`: float32."""
-    moved = account.scratch.take("moved", values.numel(), torch.float32, values.device)
-    advance(values, scale, velocity, account.loss_scale, moved)
+    moved = context.scratch.take("moved", values.numel(), torch.float32, values.device)
+    advance(values, scale, velocity, context.loss_scale, moved)
     return moved
 
 

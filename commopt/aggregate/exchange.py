@@ -11,7 +11,7 @@ from torch import Tensor
 from commopt.aggregate.base import mark_non_finite
 from commopt.aggregate.matrices import Group, Plan
 from commopt.compress import ErrorFeedback
-from commopt.feedback import SAMPLE_EVERY_STEPS, Account, Factors, Feedback, Side, Spans
+from commopt.feedback import SAMPLE_EVERY_STEPS, BufferContext, Factors, Feedback, Side, Spans
 from commopt.groups import Team
 from commopt.kernels import lowrank
 from commopt.kernels.residual import piece_numel
@@ -34,32 +34,32 @@ class Exchange:
         buffer: Tensor,
         dtype: torch.dtype,
         scale: float,
-        account: Account,
+        context: BufferContext,
     ) -> None:
-        self._plan, self._matrix_rank, self._account = plan, matrix_rank, account
+        self._plan, self._matrix_rank, self._context = plan, matrix_rank, context
         self._buffer, self._device, self._dtype, self._scale = buffer, buffer.device, dtype, scale
         self._factor: Tensor | float = scale
-        if account.loss_scale is not None:
-            factor = scale / account.loss_scale
+        if context.loss_scale is not None:
+            factor = scale / context.loss_scale
             self._factor = float(factor) if self._device.type == "cpu" else factor  # a device waits for no host
         self._rounds = dtype.itemsize < torch.float32.itemsize
         # All residuals of a parameter are in one slot: with part of one in the matrices, what is dense has a place too.
         self._all_kept = self._rounds or not plan.stacked.names.isdisjoint(plan.dense.names)
         kept = plan.everything if self._all_kept else plan.stacked
-        self._carry = account.carry("worker", kept, feedback, self._device)
+        self._carry = context.carry("worker", kept, feedback, self._device)
         self._leftover: ErrorFeedback | None = None
         if self._carry is not None:
             self._kept = self._carry.new
             if not self._all_kept and plan.dense_spans:
-                self._leftover = account.leftover(plan.dense, self._device)
+                self._leftover = context.leftover(plan.dense, self._device)
         else:
-            self._kept = account.scratch.take("matrices", plan.stacked.numel, torch.float32, self._device)
+            self._kept = context.scratch.take("matrices", plan.stacked.numel, torch.float32, self._device)
 
     # ------------------------------------------------------------------------------------- factors
 
     def remembered(self) -> Factors:
         """Return the factors that the last step left."""
-        return self._account.factors(self._plan.stacked, self._matrix_rank, self._plan.shapes, self.random)
+        return self._context.factors(self._plan.stacked, self._matrix_rank, self._plan.shapes, self.random)
 
     def random(self, side: Side, step: int | None = None) -> Tensor:
         """Return orthonormal factors [rows of all, r] that are random, but the same on every rank and machine."""
@@ -95,9 +95,9 @@ class Exchange:
 
     def remember(self, factors: Factors, side: Side, total: Tensor) -> None:
         """Let the next step start from `total`, the sum of what all ranks sent."""
-        ledger = self._account.ledger
-        if ledger is not None:
-            self.orthogonalize(side, total, ledger.stage_factors(factors.now[side]), factors.initial[side])
+        store = self._context.store
+        if store is not None:
+            self.orthogonalize(side, total, store.stage_factors(factors.now[side]), factors.initial[side])
 
     # ------------------------------------------------------------------------------------- sending
 
@@ -105,13 +105,13 @@ class Exchange:
         """Return memory for a message, and what is in it: factors of one side [rows of all, r], the dense elements."""
         factor_numel = self._plan.rows[side] * self._matrix_rank
         numel = factor_numel + self._plan.dense.numel
-        whole = self._account.scratch.take("message", numel, torch.float32, self._device)
+        whole = self._context.scratch.take("message", numel, torch.float32, self._device)
         return whole, whole[:factor_numel].view(-1, self._matrix_rank), whole[factor_numel:]
 
     def second_message(self, side: Side) -> Tensor:
         """Return memory for a message of nothing but factors: [rows of all, r]."""
         shape = (self._plan.rows[side], self._matrix_rank)
-        return self._account.scratch.take("second message", shape, torch.float32, self._device)
+        return self._context.scratch.take("second message", shape, torch.float32, self._device)
 
     def encode(self, side: Side, other: Tensor, own: Tensor, *, fill: bool, leave_out: bool) -> None:
         """Set `own`, the factors of one side, to the products of the matrices with those of the `other` side.
@@ -161,13 +161,13 @@ class Exchange:
             torch.add(old, values, alpha=self._factor, out=out)
 
     def _sample(self) -> None:
-        """Let the account measure how much is left out of the first matrix."""
-        if self._carry is None or not self._plan.groups or self._account.step % SAMPLE_EVERY_STEPS:
+        """Let the context measure how much is left out of the first matrix."""
+        if self._carry is None or not self._plan.groups or self._context.step % SAMPLE_EVERY_STEPS:
             return
         matrix = self._plan.matrices[0]
         first = slice(0, matrix.rows * matrix.cols)
         carry = replace(self._carry, old=self._carry.old[first], new=self._carry.new[first])
-        self._account.sample(self._buffer[matrix.begin : matrix.end], self._scale, carry)
+        self._context.sample(self._buffer[matrix.begin : matrix.end], self._scale, carry)
 
     # ----------------------------------------------------------------------------------- receiving
 
@@ -176,9 +176,9 @@ class Exchange:
 
         total: the sum of the factors of one side, which is changed, as is `dense`. other: those of the other side.
         """
-        if self._account.loss_scale is not None:
-            total.mul_(self._account.loss_scale)
-            dense.mul_(self._account.loss_scale)
+        if self._context.loss_scale is not None:
+            total.mul_(self._context.loss_scale)
+            dense.mul_(self._context.loss_scale)
         finite = total.isfinite().all() & dense.isfinite().all()
         left, right = (total, other) if side == "left" else (other, total)
         direct = self._buffer.dtype == torch.float32
@@ -187,7 +187,7 @@ class Exchange:
             numel = group.rows * group.cols
             for number, matrix in enumerate(group.matrices):
                 target = self._buffer[matrix.begin : matrix.end]
-                values = target if direct else self._account.scratch.take("decoded", numel, torch.float32, self._device)
+                values = target if direct else self._context.scratch.take("decoded", numel, torch.float32, self._device)
                 one = slice(number, number + 1)
                 lowrank.decode(lefts[one], rights[one], values.view(1, group.rows, group.cols))
                 self._keep_rounding(group.offset + number * numel, values, team)
@@ -201,7 +201,7 @@ class Exchange:
         if self._rounds:  # the cast may overflow what was finite
             finite = finite & self._buffer.to(self._dtype).isfinite().all()
         mark_non_finite(self._buffer, finite)
-        self._account.report(finite)
+        self._context.report(finite)
 
     def _keep_rounding(self, offset: int, values: Tensor, team: Team) -> None:
         """Add to the residual from element `offset` on what rounding takes away, where that is this rank's to keep."""
@@ -211,8 +211,8 @@ class Exchange:
         begin, end = (max(place * numel // team.size - offset, 0) for place in (team.rank, team.rank + 1))
         exact = values[begin:end]
         lost = exact - exact.to(self._dtype)
-        if self._account.loss_scale is not None:
-            lost /= self._account.loss_scale
+        if self._context.loss_scale is not None:
+            lost /= self._context.loss_scale
         self._kept[offset + begin : offset + begin + exact.numel()] += lost
 
 

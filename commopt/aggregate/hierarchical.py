@@ -14,7 +14,7 @@ from commopt.aggregate.base import Aggregator, Flat, Step, TwoHalves, WorkKind, 
 from commopt.aggregate.shards import division, reshard
 from commopt.compress import Passes
 from commopt.errors import ConfigurationError
-from commopt.feedback import Account, Layout, is_momentum
+from commopt.feedback import BufferContext, Layout, is_momentum
 from commopt.groups import Team, TeamShape, apply_scale
 
 Form = Literal["reduce_scatter", "leader"]
@@ -84,24 +84,24 @@ class Hierarchical(Aggregator):
 
     # --------------------------------------------------------------------------------- all_reduce
 
-    def all_reduce(self, buffer: Tensor, team: Team, scale: float, account: Account) -> None:
+    def all_reduce(self, buffer: Tensor, team: Team, scale: float, context: BufferContext) -> None:
         """Run the form for this buffer, or the only level there is."""
         if buffer.numel() == 0:
             return
         if team.intra is None:
             level, aggregator = self._single_level(team)
-            aggregator.all_reduce(buffer, team, scale, account.within(level, account.layout, account.result_dtype))
+            aggregator.all_reduce(buffer, team, scale, context.within(level, context.layout, context.result_dtype))
             return
         if isinstance(self.intra, TwoHalves):
-            seen = self._through_shares(self.intra, buffer, team, scale, account)
+            seen = self._through_shares(self.intra, buffer, team, scale, context)
         elif (self.form or self._best_form(team, buffer.nbytes, team.backend(buffer.device))) == "leader":
-            seen = self._through_leader(buffer, team, scale, account)
+            seen = self._through_leader(buffer, team, scale, context)
         else:
-            seen = self._through_shards(buffer, team, scale, account)
+            seen = self._through_shards(buffer, team, scale, context)
         if self.inter.residual_paths:  # all ranks commit, or none does
-            account.report(seen.isfinite().all())
+            context.report(seen.isfinite().all())
 
-    def _through_leader(self, buffer: Tensor, team: Team, scale: float, account: Account) -> Tensor:
+    def _through_leader(self, buffer: Tensor, team: Team, scale: float, context: BufferContext) -> Tensor:
         """Reduce to one rank, which alone talks to those of other nodes, then broadcast.
 
         Returns, as the other two do, elements of the result that are not finite if any is not.
@@ -109,55 +109,57 @@ class Hierarchical(Aggregator):
         intra, inter = team.intra, team.inter
         assert intra is not None
         leads = intra.rank == 0 and inter is not None  # an uneven node has one leader alone that has an inter level
-        if self.inter.residual_paths and not account.memory.settled:
-            reshard(self.inter, "leader", account.layout if leads else None, intra, account, buffer.device)
+        if self.inter.residual_paths and not context.memory.settled:
+            reshard(self.inter, "leader", context.layout if leads else None, intra, context, buffer.device)
         values = self._scaled(buffer, scale)
         intra.reduce(values, dst=0)
         if leads:
             assert inter is not None
-            self._exchange_inter(values, inter, account.layout, buffer.dtype, account)
+            self._exchange_inter(values, inter, context.layout, buffer.dtype, context)
         if values is not buffer and intra.rank == 0:
             buffer.copy_(values)
         intra.broadcast(buffer, src=0)
         return buffer[:1]
 
-    def _through_shards(self, buffer: Tensor, team: Team, scale: float, account: Account) -> Tensor:
+    def _through_shards(self, buffer: Tensor, team: Team, scale: float, context: BufferContext) -> Tensor:
         """Reduce inside the node and keep one shard per rank, which talks to those at its place, then gather."""
         intra, inter = team.intra, team.inter
         assert intra is not None
         assert inter is not None  # check() refused unequal nodes
-        divided = division(self.inter, account.layout, buffer.dtype, intra.size)
+        divided = division(self.inter, context.layout, buffer.dtype, intra.size)
         mine = divided.layouts[intra.rank]  # the last ranks of a node may have nothing but padding, on every node
-        if self.inter.residual_paths and not account.memory.settled:
-            reshard(self.inter, divided.name, mine, intra, account, buffer.device)
+        if self.inter.residual_paths and not context.memory.settled:
+            reshard(self.inter, divided.name, mine, intra, context, buffer.device)
         values = self._scaled(buffer, scale)
         # The bucket cannot be padded; where it does not divide, a padded copy goes round instead.
-        source = values if divided.in_place else divided.laid_out(values, account.scratch)
-        shard = account.scratch.take("shard", divided.shard_numel, source.dtype, source.device)
+        source = values if divided.in_place else divided.laid_out(values, context.scratch)
+        shard = context.scratch.take("shard", divided.shard_numel, source.dtype, source.device)
         intra.reduce_scatter(shard, source)
         if mine.numel:
-            self._exchange_inter(shard[: mine.numel], inter, mine, buffer.dtype, account)
+            self._exchange_inter(shard[: mine.numel], inter, mine, buffer.dtype, context)
         whole = buffer
         if not divided.in_place:
-            whole = account.scratch.take("gathered shards", divided.whole_numel, buffer.dtype, buffer.device)
+            whole = context.scratch.take("gathered shards", divided.whole_numel, buffer.dtype, buffer.device)
         intra.all_gather(whole, shard.to(buffer.dtype))
         if not divided.in_place:
             divided.put_back(whole, buffer)
         return whole[:: divided.shard_numel]
 
-    def _through_shares(self, halves: TwoHalves, buffer: Tensor, team: Team, scale: float, account: Account) -> Tensor:
+    def _through_shares(
+        self, halves: TwoHalves, buffer: Tensor, team: Team, scale: float, context: BufferContext
+    ) -> Tensor:
         """Run the two halves of a compressed all_reduce inside the node; between them each share goes across."""
         intra, inter = team.intra, team.inter
         assert intra is not None
         assert inter is not None  # as above
-        within = account.within("intra", account.layout, replicas=team.node_count)
-        if self.inter.residual_paths and not account.memory.settled:
-            mine = halves.share_layout(account.layout, buffer.dtype, intra, account.step)
-            name = f"shares of {halves} from step {halves.phase(account.step)}"
-            reshard(self.inter, name, mine, intra, account, buffer.device)
+        within = context.within("intra", context.layout, replicas=team.node_count)
+        if self.inter.residual_paths and not context.memory.settled:
+            mine = halves.share_layout(context.layout, buffer.dtype, intra, context.step)
+            name = f"shares of {halves} from step {halves.phase(context.step)}"
+            reshard(self.inter, name, mine, intra, context, buffer.device)
         share, layout = halves.reduce_scatter(buffer, intra, scale, within)
         if layout.numel:
-            self._exchange_inter(share, inter, layout, None, account)
+            self._exchange_inter(share, inter, layout, None, context)
         halves.all_gather(share, buffer, intra, within)
         return buffer
 
@@ -168,9 +170,9 @@ class Hierarchical(Aggregator):
         return apply_scale(buffer, scale)
 
     def _exchange_inter(
-        self, values: Tensor, inter: Team, layout: Layout, result_dtype: torch.dtype | None, account: Account
+        self, values: Tensor, inter: Team, layout: Layout, result_dtype: torch.dtype | None, context: BufferContext
     ) -> None:
-        self.inter.all_reduce(values, inter, 1.0, account.within("inter", layout, result_dtype))
+        self.inter.all_reduce(values, inter, 1.0, context.within("inter", layout, result_dtype))
 
     # --------------------------------------------------------------------------------------- facts
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from commopt.aggregate.base import Aggregator, Step
 from commopt.aggregate.hierarchical import Hierarchical
 from commopt.errors import ConfigurationError
-from commopt.feedback import Account, Layout
+from commopt.feedback import BufferContext, Layout
 from commopt.groups import Team, TeamShape, apply_scale
 
 _log = logging.getLogger("commopt")
@@ -77,12 +77,12 @@ class LocalSGD(Aggregator):
         """Return whether the parameters are to be averaged when `steps` optimizer steps have been made."""
         return steps > self.start_step and (steps - self.start_step) % self.period == 0
 
-    def all_reduce(self, buffer: Tensor, team: Team, scale: float, account: Account) -> None:
+    def all_reduce(self, buffer: Tensor, team: Team, scale: float, context: BufferContext) -> None:
         """Sum over all ranks; from `start_step` on over the node, in units of the sum over all ranks."""
-        if not self._stays_inside(team, account.step):
-            self.gradients.all_reduce(buffer, team, scale, account)
+        if not self._stays_inside(team, context.step):
+            self.gradients.all_reduce(buffer, team, scale, context)
         elif team.intra is not None:
-            self.gradients.all_reduce(buffer, team.intra, scale * team.size / team.intra.size, account)
+            self.gradients.all_reduce(buffer, team.intra, scale * team.size / team.intra.size, context)
         else:
             apply_scale(buffer, scale * team.size)
 

@@ -21,7 +21,7 @@ from commopt.aggregate.shards import Divisible
 from commopt.compress import ErrorFeedback, Passes, Trials
 from commopt.errors import ConfigurationError
 from commopt.feedback import (
-    Account,
+    BufferContext,
     Factors,
     Feedback,
     Layout,
@@ -85,48 +85,52 @@ class PowerSGD(Divisible):
 
     # --------------------------------------------------------------------------------- all_reduce
 
-    def all_reduce(self, buffer: Tensor, team: Team, scale: float, account: Account) -> None:
+    def all_reduce(self, buffer: Tensor, team: Team, scale: float, context: BufferContext) -> None:
         """Exchange factors, or everything as it is; one rank alone sends nothing, but applies what was kept before."""
         if buffer.numel() == 0:
             return
-        dtype = account.result_dtype or buffer.dtype
+        dtype = context.result_dtype or buffer.dtype
         if team.size == 1:
-            kept = None if self.feedback is None else account.leftover(account.layout, buffer.device)
+            kept = None if self.feedback is None else context.leftover(context.layout, buffer.device)
             scale_and_add(buffer, buffer, scale, kept)
-        elif self._as_it_is(account.layout, dtype, account.step):
-            self._reduce_as_it_is(buffer, dtype, team, scale, account)
+        elif self._as_it_is(context.layout, dtype, context.step):
+            self._reduce_as_it_is(buffer, dtype, team, scale, context)
         else:
-            self._reduce_factors(buffer, dtype, team, scale, account)
+            self._reduce_factors(buffer, dtype, team, scale, context)
 
-    def _reduce_as_it_is(self, buffer: Tensor, dtype: torch.dtype, team: Team, scale: float, account: Account) -> None:
+    def _reduce_as_it_is(
+        self, buffer: Tensor, dtype: torch.dtype, team: Team, scale: float, context: BufferContext
+    ) -> None:
         """Do as Flat does, in the dtype of the result, but send along what is kept from before."""
         work = buffer
         if buffer.dtype != dtype:
-            work = account.scratch.take("rounded", buffer.numel(), dtype, buffer.device)
-        scale_and_add(buffer, work, scale, self._leftover(dtype, account, buffer.device))
+            work = context.scratch.take("rounded", buffer.numel(), dtype, buffer.device)
+        scale_and_add(buffer, work, scale, self._leftover(dtype, context, buffer.device))
         team.all_reduce(work)
         buffer.copy_(work)
-        if account.ledger is not None:
+        if context.store is not None:
             finite = work.isfinite().all()
             mark_non_finite(buffer, finite)
-            account.report(finite)
+            context.report(finite)
 
-    def _leftover(self, dtype: torch.dtype, account: Account, device: torch.device) -> ErrorFeedback | None:
+    def _leftover(self, dtype: torch.dtype, context: BufferContext, device: torch.device) -> ErrorFeedback | None:
         """Return what is kept of a buffer that is not compressed now: sent once, or rounded to `dtype` again."""
-        if self.feedback is None or not account.holds(account.layout):
+        if self.feedback is None or not context.holds(context.layout):
             return None
         if dtype.itemsize < torch.float32.itemsize:
-            return account.carry("worker", account.layout, self.feedback, device)
-        return account.leftover(account.layout, device)
+            return context.carry("worker", context.layout, self.feedback, device)
+        return context.leftover(context.layout, device)
 
-    def _reduce_factors(self, buffer: Tensor, dtype: torch.dtype, team: Team, scale: float, account: Account) -> None:
-        found = plan(account.layout, self._rule)
-        exchange = Exchange(found, self.matrix_rank, self.feedback, buffer, dtype, scale, account)
+    def _reduce_factors(
+        self, buffer: Tensor, dtype: torch.dtype, team: Team, scale: float, context: BufferContext
+    ) -> None:
+        found = plan(context.layout, self._rule)
+        exchange = Exchange(found, self.matrix_rank, self.feedback, buffer, dtype, scale, context)
         factors = exchange.remembered() if self.warm_start else None
         if self.alternating:
-            self._refresh_one(exchange, factors, team, account.step)
+            self._refresh_one(exchange, factors, team, context.step)
         else:
-            self._refresh_both(exchange, factors, team, account.step)
+            self._refresh_both(exchange, factors, team, context.step)
 
     def _refresh_one(self, exchange: Exchange, factors: Factors | None, team: Team, step: int) -> None:
         """P = M Q and the update P Q^T, where Q has orthonormal columns; in odd steps all of it transposed."""

@@ -109,7 +109,7 @@ def split(layout: Layout, compressor: Compressor, dtype: torch.dtype, dense: tup
     compressed: list[tuple[int, int]] = []
     kept: list[tuple[int, int]] = []
     for offset, piece in zip(layout.offsets, layout.pieces, strict=True):
-        worth_it = compressor.suits(piece.shape) and _shrinks(piece, compressor, dtype)
+        worth_it = compressor.should_compress(piece.shape) and _shrinks(piece, compressor, dtype)
         spans = compressed if worth_it and not matches(piece.name, dense) else kept
         spans.append((offset, offset + piece.numel))
     return joined_spans(compressed), joined_spans(kept)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from commopt.aggregate.base import Aggregator
-from commopt.feedback import Account, Layout, Scratch, Shapes, Spans
+from commopt.feedback import BufferContext, Layout, Scratch, Shapes, Spans
 from commopt.groups import Team
 
 
@@ -82,28 +82,33 @@ def division(aggregator: Aggregator, layout: Layout, dtype: torch.dtype, parts: 
 
 
 def reshard(
-    inter: Aggregator, division_name: str, mine: Layout | None, intra: Team, account: Account, device: torch.device
+    inter: Aggregator,
+    division_name: str,
+    mine: Layout | None,
+    intra: Team,
+    context: BufferContext,
+    device: torch.device,
 ) -> None:
     """Move residuals between nodes inside the node, when a buffer is new, or divided anew: to who takes them across.
 
     mine: what this rank takes. Each rank adds what it holds of the buffer's parameters to zeros, so that adding up
     moves it exactly.
     """
-    ledger, path = account.ledger, account.within("inter", account.layout).path
-    if ledger is None or not ledger.place(path, account.layout, division_name):
+    store, path = context.store, context.within("inter", context.layout).path
+    if store is None or not store.place(path, context.layout, division_name):
         return
     paths = [f"{path}.{part}".rstrip(".") for part in inter.residual_paths]
-    numel = account.layout.numel
+    numel = context.layout.numel
     for each in paths:
-        ledger.dissolve(each, account.layout)
-    held = [ledger.collect(each, account.layout, device) for each in paths]
-    factors = inter.shared_factors(account.layout) if isinstance(inter, Divisible) else ()
-    moving = torch.cat([*held, ledger.factors.first_rights(path, factors, device)])
+        store.dissolve(each, context.layout)
+    held = [store.collect(each, context.layout, device) for each in paths]
+    factors = inter.shared_factors(context.layout) if isinstance(inter, Divisible) else ()
+    moving = torch.cat([*held, store.factors.first_rights(path, factors, device)])
     intra.all_reduce(moving)
     if mine is not None:
-        spans = account.layout.spans_of(mine)
+        spans = context.layout.spans_of(mine)
         for begin, each in zip(range(0, numel * len(paths), numel), paths, strict=True):
             parts = [moving[begin + first : begin + last] for first, last in spans]
-            ledger.deposit(each, mine, torch.cat(parts) if parts else moving[:0])
+            store.deposit(each, mine, torch.cat(parts) if parts else moving[:0])
     rights = moving[numel * len(paths) :]
-    ledger.factors.keep_rights(path, factors, rights, frozenset() if mine is None else mine.names)
+    store.factors.keep_rights(path, factors, rights, frozenset() if mine is None else mine.names)

@@ -16,7 +16,7 @@ from commopt.aggregate import Aggregator, Hierarchical
 from commopt.collectives import movement
 from commopt.collectives.movement import Operand, readable, require_reducible, writable
 from commopt.errors import ConfigurationError, MismatchError, UnsupportedTensorError
-from commopt.feedback import Account, Layout
+from commopt.feedback import BufferContext, Layout
 from commopt.groups import NcclByLevel, WireBytes
 from commopt.groups.membership import require_equal
 from commopt.lanes import LaneClient
@@ -127,11 +127,11 @@ class Communicator:
 
         # Compression forgets here: to remember, it would have to know that two tensors are the same gradient.
         step = aggregator.start_step + dice
-        account = Account.unremembered(operand.tensor.numel(), step, self._membership.global_rank)
+        context = BufferContext.unremembered(operand.tensor.numel(), step, self._membership.global_rank)
 
         def work() -> None:
             flat = operand.flat()
-            aggregator.all_reduce(flat, self._membership.team, scale, account)
+            aggregator.all_reduce(flat, self._membership.team, scale, context)
             operand.store(flat)
 
         return self._submit(number, f"all_reduce ({op})", operand, work, async_op, aggregator=aggregator)

@@ -5,7 +5,7 @@ from commopt.compress.dgc import DGC
 from commopt.compress.onebit import OneBit
 from commopt.compress.plain import Cast, Exact, Plain
 from commopt.compress.quantize import Blockwise, Quantize
-from commopt.kernels.codec import Dice, ErrorFeedback, Momentum, Velocity
+from commopt.kernels.codec import ErrorFeedback, Momentum, RngKey, Velocity
 
 COMPRESSORS: dict[str, type[Compressor]] = {"cast": Cast, "quantize": Quantize, "onebit": OneBit, "dgc": DGC}
 
@@ -15,7 +15,6 @@ __all__ = [
     "Blockwise",
     "Cast",
     "Compressor",
-    "Dice",
     "ErrorFeedback",
     "Exact",
     "Momentum",
@@ -23,6 +22,7 @@ __all__ = [
     "Passes",
     "Plain",
     "Quantize",
+    "RngKey",
     "Trials",
     "Velocity",
 ]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from commopt.concise_repr import ConciseRepr
-from commopt.kernels.codec import Dice, ErrorFeedback, Momentum
+from commopt.kernels.codec import ErrorFeedback, Momentum, RngKey
 
 T = TypeVar("T")
 CodingWork = Literal["encode", "decode", "recode"]
@@ -63,7 +63,7 @@ class Compressor(ConciseRepr, ABC):
         chunk_numel: int,
         scale: float,
         carry: ErrorFeedback | None = None,
-        dice: Dice = Dice(),
+        rng: RngKey = RngKey(),
     ) -> None:
         """Encode p = `scale * values` (1-D, floating) into the rows of `payload`; elements past the end count as zero.
 
@@ -95,12 +95,12 @@ class Compressor(ConciseRepr, ABC):
         chunk_numel: int,
         numel: int,
         carry: ErrorFeedback | None = None,
-        dice: Dice = Dice(),
+        rng: RngKey = RngKey(),
     ) -> None:
         """Encode the sum of the rows of `payloads`, whose first `numel` elements are real, into the row `payload`."""
         total = torch.empty(chunk_numel, dtype=torch.float32, device=payload.device)
         self.accumulate(payloads, total)
-        self.compress(total[:numel], payload, chunk_numel, 1.0, carry, dice)
+        self.compress(total[:numel], payload, chunk_numel, 1.0, carry, rng)
 
     def finite(self, payload: Tensor, chunk_numel: int) -> Tensor:
         """Return whether everything in the rows of `payload` decodes to finite values: bool, 0-d, on its device."""
@@ -127,11 +127,11 @@ class Compressor(ConciseRepr, ABC):
     """Whether rows are short enough for every rank to send its own to all, which spares encoding the sum."""
 
     @cached_property
-    def throws_dice(self) -> bool:
+    def stochastic(self) -> bool:
         """Whether encoding rounds at random: otherwise in every step."""
         return False
 
-    def suits(self, shape: tuple[int, ...]) -> bool:
+    def should_compress(self, shape: tuple[int, ...]) -> bool:
         """Return whether parameters of this shape (() when unknown) are worth compressing at all."""
         return True
 
@@ -151,7 +151,7 @@ class Compressor(ConciseRepr, ABC):
         return self.start_step if step >= self.start_step else 0
 
     @cached_property
-    def inertia(self) -> Momentum | None:
+    def local_momentum(self) -> Momentum | None:
         """The momentum that is applied before compression, in place of the optimizer's."""
         return None
 

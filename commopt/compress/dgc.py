@@ -13,7 +13,7 @@ from torch import Tensor
 from commopt.compress.base import CodingWork, Compressor, Passes, Trials
 from commopt.errors import ConfigurationError
 from commopt.kernels import sparse
-from commopt.kernels.codec import Dice, ErrorFeedback, Momentum
+from commopt.kernels.codec import ErrorFeedback, Momentum, RngKey
 from commopt.kernels.sparse import SparseRow
 
 
@@ -98,12 +98,12 @@ class DGC(Compressor):
             begin += steps
         return begin
 
-    def suits(self, shape: tuple[int, ...]) -> bool:
+    def should_compress(self, shape: tuple[int, ...]) -> bool:
         """Not one dimension: biases and the weights of norms are few and matter at once."""
         return len(shape) != 1
 
     @cached_property
-    def inertia(self) -> Momentum | None:
+    def local_momentum(self) -> Momentum | None:
         """What momentum, nesterov and momentum_masking say."""
         return Momentum(self.momentum, self.nesterov, self.momentum_masking) if self.momentum else None
 
@@ -120,7 +120,7 @@ class DGC(Compressor):
         chunk_numel: int,
         scale: float,
         carry: ErrorFeedback | None = None,
-        dice: Dice = Dice(),
+        rng: RngKey = RngKey(),
     ) -> None:
         """Choose the largest; with a velocity in the carry, p has it added as kernels.sparse.select says."""
         sparse.select(self._row(chunk_numel), values, payload, scale, carry)

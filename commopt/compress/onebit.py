@@ -30,7 +30,7 @@ class OneBit(Blockwise):
         check("OneBit", self.block, self.start_step)
         check_choice("OneBit", "scale", self.scale, ("mean", "rms"))
 
-    def suits(self, shape: tuple[int, ...]) -> bool:
+    def should_compress(self, shape: tuple[int, ...]) -> bool:
         """Not one dimension: biases and the weights of norms are few, and rarely of their neighbours' magnitude."""
         return len(shape) != 1
 

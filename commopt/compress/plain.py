@@ -13,7 +13,7 @@ from torch import Tensor
 from commopt import kernels
 from commopt.compress.base import CodingWork, Compressor, Passes, Trials
 from commopt.errors import ConfigurationError
-from commopt.kernels.codec import Dice, ErrorFeedback
+from commopt.kernels.codec import ErrorFeedback, RngKey
 from commopt.kernels.residual import round_with_carry
 
 _ROW_ALIGNMENT = 16
@@ -48,7 +48,7 @@ class Plain(Compressor):
         chunk_numel: int,
         scale: float,
         carry: ErrorFeedback | None = None,
-        dice: Dice = Dice(),
+        rng: RngKey = RngKey(),
     ) -> None:
         """Round every element."""
         begin = 0

@@ -12,7 +12,7 @@ from torch import Tensor
 from commopt.compress.base import Compressor, Trials
 from commopt.errors import ConfigurationError
 from commopt.kernels import quantize
-from commopt.kernels.codec import Codec, CodecName, Dice, ErrorFeedback
+from commopt.kernels.codec import Codec, CodecName, ErrorFeedback, RngKey
 
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 64, 4096
 _NONUNIFORM: dict[int, CodecName] = {4: "companded", 2: "centroids"}
@@ -47,10 +47,10 @@ class Blockwise(Compressor):
         chunk_numel: int,
         scale: float,
         carry: ErrorFeedback | None = None,
-        dice: Dice = Dice(),
+        rng: RngKey = RngKey(),
     ) -> None:
         """Encode block by block."""
-        quantize.encode(self.codec, values, payload, chunk_numel, scale, carry, dice)
+        quantize.encode(self.codec, values, payload, chunk_numel, scale, carry, rng)
 
     def decompress(self, payload: Tensor, values: Tensor, chunk_numel: int) -> None:
         """Decode block by block."""
@@ -67,10 +67,10 @@ class Blockwise(Compressor):
         chunk_numel: int,
         numel: int,
         carry: ErrorFeedback | None = None,
-        dice: Dice = Dice(),
+        rng: RngKey = RngKey(),
     ) -> None:
         """Encode the sum, which never leaves the kernel."""
-        quantize.recode(self.codec, payloads, payload, chunk_numel, numel, carry, dice)
+        quantize.recode(self.codec, payloads, payload, chunk_numel, numel, carry, rng)
 
     def finite(self, payload: Tensor, chunk_numel: int) -> Tensor:
         """Look at the scales."""
@@ -133,7 +133,7 @@ class Quantize(Blockwise):
             )
 
     @cached_property
-    def throws_dice(self) -> bool:
+    def stochastic(self) -> bool:
         """With rounding="stochastic"."""
         return self.codec.stochastic
 

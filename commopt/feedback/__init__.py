@@ -3,7 +3,7 @@
 from commopt.feedback.checkpoint import layout_of, pieces_of, restore, save, spread
 from commopt.feedback.context import (
     SAMPLE_EVERY_STEPS,
-    Account,
+    BufferContext,
     Feedback,
     require_feedback,
     require_repeatable,
@@ -11,24 +11,24 @@ from commopt.feedback.context import (
 )
 from commopt.feedback.factors import Factors, FactorStore, Shapes, Side
 from commopt.feedback.layout import Layout, Piece, Spans, checked_patterns, joined_spans, matches
-from commopt.feedback.quality import Fidelity, sample_numel
-from commopt.feedback.store import Kind, Ledger, Scratch, Slot, is_momentum, momentum_path
+from commopt.feedback.quality import GradientCosine, sample_numel
+from commopt.feedback.store import Kind, Residual, ResidualStore, Scratch, is_momentum, momentum_path
 
 __all__ = [
     "SAMPLE_EVERY_STEPS",
-    "Account",
+    "BufferContext",
     "FactorStore",
     "Factors",
     "Feedback",
-    "Fidelity",
+    "GradientCosine",
     "Kind",
     "Layout",
-    "Ledger",
     "Piece",
+    "Residual",
+    "ResidualStore",
     "Scratch",
     "Shapes",
     "Side",
-    "Slot",
     "Spans",
     "checked_patterns",
     "is_momentum",

@@ -18,7 +18,7 @@ from torch import Tensor
 from commopt.errors import ConfigurationError
 from commopt.feedback.factors import Kept
 from commopt.feedback.layout import Layout, Piece
-from commopt.feedback.store import Kind, Ledger, Slot
+from commopt.feedback.store import Kind, Residual, ResidualStore
 
 T = TypeVar("T")
 _Pieces = list[list[Any]]  # [name, begin, end, shape] each
@@ -30,12 +30,12 @@ _DTYPES = (torch.float32, torch.bfloat16)
 _MAX_COLUMN_NORM = 1.01  # columns of factors are orthogonal and of norm 1, to rounding
 
 
-def save(ledger: Ledger) -> dict[str, Any]:
+def save(store: ResidualStore) -> dict[str, Any]:
     """Return copies in host memory: residuals by level and kind, then by name and element range, and all factors."""
     residuals: dict[str, dict[str, Tensor]] = {}
     layouts: dict[str, list[_Pieces]] = {}
-    with ledger.lock:
-        for slot in ledger.slots():
+    with store.lock:
+        for slot in store.slots():
             role = f"{slot.path}/{slot.kind}"
             layouts.setdefault(role, []).append(pieces_of(slot.layout))
             by_range = residuals.setdefault(role, {})
@@ -45,19 +45,19 @@ def save(ledger: Ledger) -> dict[str, Any]:
                 by_range[str(piece)] = by_range[str(piece)] + values if str(piece) in by_range else values
         placed = {
             path: [[pieces_of(layout), division] for layout, division in known.items()]
-            for path, known in ledger.placed.items()
+            for path, known in store.placed.items()
         }
-        factors = [_entry_of(path, kept) for path, kept in ledger.factors.everything()]
+        factors = [_entry_of(path, kept) for path, kept in store.factors.everything()]
     return {"residuals": residuals, "layouts": layouts, "placed": placed, "factors": factors}
 
 
 def restore(
-    ledger: Ledger, saved: Mapping[str, Any], numels: Mapping[str, int], largest: Callable[[str], float]
+    store: ResidualStore, saved: Mapping[str, Any], numels: Mapping[str, int], largest: Callable[[str], float]
 ) -> None:
     """Put a rank's residuals and factors where they were: nothing is rounded, added or moved.
 
     numels: of the parameters. largest: the magnitude that a residual of a parameter may have.
-    Raises ConfigurationError, naming what is wrong, for anything that `save` would not return; `ledger` is then of no
+    Raises ConfigurationError, naming what is wrong, for anything that `save` would not return; `store` is then of no
     use. So does `spread`.
     """
     for path, kind, layouts, values in _residuals(saved, numels, largest):
@@ -67,19 +67,19 @@ def restore(
             taken |= {str(piece) for piece in fresh}
             if fresh:
                 joined = torch.cat([values[str(piece)] for piece in fresh])
-                ledger.install(Slot(path, kind, Layout(tuple(fresh)), joined))
+                store.install(Residual(path, kind, Layout(tuple(fresh)), joined))
     for path, known in field(saved, "placed", dict).items():
         where = f"placed[{path!r}]"
         for entry in required(known, list, where):
             pieces, division = required_length(entry, 2, where)
-            ledger.place(required(path, str, where), layout_of(pieces, numels, where), required(division, str, where))
+            store.place(required(path, str, where), layout_of(pieces, numels, where), required(division, str, where))
     for path, kept in _factors(saved, numels):
-        ledger.factors.keep(path, kept)
-    ledger.warm = True
+        store.factors.keep(path, kept)
+    store.warm = True
 
 
 def spread(
-    ledger: Ledger,
+    store: ResidualStore,
     ranks: Sequence[Mapping[str, Any]],
     numels: Mapping[str, int],
     largest: Callable[[str], float],
@@ -97,10 +97,10 @@ def spread(
     for path, by_name in sums.items():
         for name, total in by_name.items():
             layout = Layout.of_parameters([(name, total.numel())])
-            ledger.deposit(path, layout, (total / world_size).float())
+            store.deposit(path, layout, (total / world_size).float())
     for (path, _), kept in held.items():
-        ledger.factors.keep(path, Kept(kept.piece, kept.left, kept.right, held=False))
-    ledger.warm = True
+        store.factors.keep(path, Kept(kept.piece, kept.left, kept.right, held=False))
+    store.warm = True
 
 
 def pieces_of(layout: Layout) -> _Pieces:
@@ -214,9 +214,9 @@ def _role(role: object) -> tuple[str, Kind]:
     path, _, kind = role.rpartition("/") if isinstance(role, str) else ("", "", "")
     if kind == "worker":
         return path, "worker"
-    if kind == "owner":
-        return path, "owner"
-    return refuse("a key of residuals", role, "a level and a kind, 'worker' or 'owner', with a slash between")
+    if kind in ("server", "owner"):  # as it was called at first
+        return path, "server"
+    return refuse("a key of residuals", role, "a level and a kind, 'worker' or 'server', with a slash between")
 
 
 # ------------------------------------------------------------------------------------------- what is refused

@@ -8,12 +8,12 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from commopt.compress import Dice, ErrorFeedback, Momentum, Velocity
+from commopt.compress import ErrorFeedback, Momentum, RngKey, Velocity
 from commopt.concise_repr import ConciseRepr
 from commopt.errors import ConfigurationError
 from commopt.feedback.factors import Factors, FactorStore, Make
 from commopt.feedback.layout import Layout
-from commopt.feedback.store import Kind, Ledger, Memory, Scratch, Slot, momentum_path
+from commopt.feedback.store import Kind, Memory, Residual, ResidualStore, Scratch, momentum_path
 from commopt.groups import apply_scale
 from commopt.kernels.residual import advance, round_with_carry
 
@@ -48,17 +48,17 @@ def require_feedback(whose: str, feedback: object) -> None:
 
 
 def require_repeatable(whose: str, feedback: Feedback | None) -> None:
-    """Raise ConfigurationError when residuals are rounded at random, by dice that a CUDA graph would repeat."""
+    """Raise ConfigurationError when residuals are rounded at random, by rng that a CUDA graph would repeat."""
     if feedback is not None and feedback.dtype != torch.float32:
         raise ConfigurationError(
             f"{whose} keeps residuals in {feedback.dtype}, rounded at random, and a CUDA graph would repeat the same "
-            f"dice in every step; use feedback=Feedback(dtype=torch.float32)"
+            f"rng in every step; use feedback=Feedback(dtype=torch.float32)"
         )
 
 
 @dataclass(frozen=True)
-class Account:
-    """A buffer's layout, the step it belongs to, and the ledger with its residuals (None: nothing is remembered).
+class BufferContext:
+    """A buffer's layout, the step it belongs to, and the store with its residuals (None: nothing is remembered).
 
     number: tells the buffers of one step apart. rank: global. path: the level of the aggregator that asks.
     loss_scale: what the gradients were multiplied by, 0-d float32 on their device; None for 1.
@@ -71,7 +71,7 @@ class Account:
     step: int = 0
     number: int = 0
     rank: int = 0
-    ledger: Ledger | None = None
+    store: ResidualStore | None = None
     loss_scale: Tensor | None = None
     path: str = ""
     result_dtype: torch.dtype | None = None
@@ -80,22 +80,24 @@ class Account:
     scratch: Scratch = field(default_factory=Scratch)  # where to take buffers from
 
     @classmethod
-    def unremembered(cls, numel: int, step: int = 0, rank: int = 0) -> Account:
-        """Describe a tensor that belongs to no model; `step` makes the dice fall anew."""
+    def unremembered(cls, numel: int, step: int = 0, rank: int = 0) -> BufferContext:
+        """Describe a tensor that belongs to no model; `step` makes the rng fall anew."""
         return cls(Layout.anonymous(numel), step, rank=rank)
 
-    def within(self, level: str, layout: Layout, result_dtype: torch.dtype | None = None, replicas: int = 1) -> Account:
-        """Return the account of a part of the buffer at a level below."""
+    def within(
+        self, level: str, layout: Layout, result_dtype: torch.dtype | None = None, replicas: int = 1
+    ) -> BufferContext:
+        """Return the context of a part of the buffer at a level below."""
         path = f"{self.path}.{level}" if self.path else level
         return replace(self, layout=layout, path=path, result_dtype=result_dtype, replicas=replicas)
 
-    def dice(self, kind: Kind, place: int) -> Dice:
-        """Return the dice for one encoding: others for each buffer, step, level, kind and rank.
+    def rng(self, kind: Kind, place: int) -> RngKey:
+        """Return the rng for one encoding: others for each buffer, step, level, kind and rank.
 
-        An owner's depend on its `place` in the team only: owners of the same sum in other teams must throw the same.
+        A server's depend on its `place` in the team only: servers of the same sum in other teams must throw the same.
         """
         rank = self.rank if kind == "worker" else place
-        return Dice(crc32(f"{self.path} {kind}".encode()) | rank << 32, self.step, self.number)
+        return RngKey(crc32(f"{self.path} {kind}".encode()) | rank << 32, self.step, self.number)
 
     # ---------------------------------------------------------------------------------- residuals
 
@@ -110,20 +112,20 @@ class Account:
     ) -> ErrorFeedback | None:
         """Return the residual that goes into an encoding of `layout` and the place for the one that comes out.
 
-        A worker's with a `momentum` has velocities too. An owner's `layout` is its part of `whole`.
+        A worker's with a `momentum` has velocities too. A server's `layout` is its part of `whole`.
         """
-        if self.ledger is None or feedback is None:
+        if self.store is None or feedback is None:
             return None
         key = (self.path, kind, layout)
         slot = self.memory.found.get(key)
         if slot is None:
-            slot = self.ledger.slot(self.path, kind, layout, device, feedback.dtype, whole or layout)
+            slot = self.store.slot(self.path, kind, layout, device, feedback.dtype, whole or layout)
             self.memory.found[key] = slot
-        old, new = slot.values.float(), self.ledger.stage(slot, self.rank)
+        old, new = slot.values.float(), self.store.stage(slot, self.rank)
         if kind == "worker":
             velocity = None if momentum is None else self.velocity(layout, feedback, device, momentum)
             return ErrorFeedback(old, new, self.loss_scale, feedback.decay, velocity)
-        # Each replica of an owner keeps its part, so that the sum over ranks counts what is missing once. Decay is
+        # Each replica of a server keeps its part, so that the sum over ranks counts what is missing once. Decay is
         # for what grows old while it waits; a sum is sent to all at once.
         scale = self.loss_scale
         if self.replicas > 1:
@@ -135,28 +137,28 @@ class Account:
         self, layout: Layout, feedback: Feedback | None, device: torch.device, momentum: Momentum | None
     ) -> Velocity | None:
         """Return the velocity of what this rank sends of `layout`, and the place for the next one."""
-        if self.ledger is None or feedback is None or momentum is None:
+        if self.store is None or feedback is None or momentum is None:
             return None
         path = momentum_path(self.path)
         slot = self.memory.found.get((path, "worker", layout))
         if slot is None:
-            slot = self.ledger.slot(path, "worker", layout, device, feedback.dtype, layout)
+            slot = self.store.slot(path, "worker", layout, device, feedback.dtype, layout)
             self.memory.found[path, "worker", layout] = slot
-        return Velocity(slot.values.float(), self.ledger.stage(slot, self.rank), momentum)
+        return Velocity(slot.values.float(), self.store.stage(slot, self.rank), momentum)
 
     def holds(self, layout: Layout) -> bool:
         """Return whether anything is kept for the elements of `layout`; asked of a settled buffer, whether was."""
-        return self.ledger is not None and not self.memory.settled and self.ledger.holds(self.path, layout)
+        return self.store is not None and not self.memory.settled and self.store.holds(self.path, layout)
 
     def leftover(self, layout: Layout, device: torch.device) -> ErrorFeedback | None:
         """Return what was left out of earlier, inexact encodings of `layout`, if anything was: to be sent once."""
-        if self.ledger is None or self.memory.settled:
+        if self.store is None or self.memory.settled:
             return None
-        slot: Slot | None = self.ledger.leftover(self.path, layout, device)
+        slot: Residual | None = self.store.leftover(self.path, layout, device)
         if slot is None:
             return None
         self.memory.found[self.path, "leftover", layout] = slot
-        return ErrorFeedback(slot.values, self.ledger.stage(slot, self.rank), self.loss_scale)
+        return ErrorFeedback(slot.values, self.store.stage(slot, self.rank), self.loss_scale)
 
     def add_leftover(self, buffer: Tensor, scale: float) -> float:
         """Scale `buffer` and add what others kept of it, where what sends it next keeps no residuals.
@@ -172,19 +174,19 @@ class Account:
 
     def factors(self, layout: Layout, matrix_rank: int, shapes: tuple[tuple[int, int], ...], make: Make) -> Factors:
         """Return what the last step left of the factors of the matrices in `layout`; see FactorStore.take."""
-        store = FactorStore() if self.ledger is None else self.ledger.factors
+        store = FactorStore() if self.store is None else self.store.factors
         return store.take(self.path, layout, matrix_rank, shapes, make)
 
     # ------------------------------------------------------------------------------------ verdicts
 
     def report(self, finite: Tensor) -> None:
         """Tell whether a part of the result is finite (bool, 0-d): else nothing staged is committed."""
-        if self.ledger is not None:
-            self.ledger.flags.append(finite)
+        if self.store is not None:
+            self.store.flags.append(finite)
 
     def sample(self, values: Tensor, scale: float, carry: ErrorFeedback) -> None:
         """Measure, on some of the elements, how much an encoding left out; for every SAMPLE_EVERY_STEPS-th step."""
-        if self.ledger is None:
+        if self.store is None:
             return
         unscale = scale if self.loss_scale is None else scale / self.loss_scale
         gradient = values[:_SAMPLE_NUMEL].float() * unscale
@@ -193,7 +195,7 @@ class Account:
             at_hand = Velocity(old, torch.empty_like(old), carry.velocity.momentum)
             advance(gradient.clone(), 1.0, at_hand, None, gradient)
         sent = gradient + carry.decay * carry.old[:_SAMPLE_NUMEL]
-        self.ledger.error.add(carry.new[:_SAMPLE_NUMEL], sent)
+        self.store.error.add(carry.new[:_SAMPLE_NUMEL], sent)
 
 
 def scale_and_add(values: Tensor, target: Tensor, scale: float, carry: ErrorFeedback | None) -> None:

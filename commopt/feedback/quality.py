@@ -12,7 +12,7 @@ MAX_SAMPLE_NUMEL = 2048
 _FORGETTING = 0.75  # from one sample to the next
 
 
-class Fidelity:
+class GradientCosine:
     """The cosine of sampled averages and the exact ones: of one lossy buffer in every eighth step, in turn.
 
     Counts from `first_step` on: a plan that begins there is judged by its own samples alone.

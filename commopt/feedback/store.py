@@ -16,7 +16,7 @@ from commopt.feedback.factors import FactorStore
 from commopt.feedback.layout import Layout, Piece
 from commopt.feedback.quality import SampledError
 
-Kind = Literal["worker", "owner"]
+Kind = Literal["worker", "server"]
 Key = tuple[str, str, Layout]
 
 _MOMENTUM = "momentum"
@@ -25,8 +25,8 @@ _LOW_BITS = 0xFFFF  # of a float32, which bfloat16 does not have
 
 
 @dataclass(eq=False)
-class Slot:
-    """One residual: of what this rank sent ("worker"), or of the sum it encoded for all ("owner").
+class Residual:
+    """One residual: of what this rank sent ("worker"), or of the sum it encoded for all ("server").
 
     `path` tells the level of the aggregator ("", "inter", "intra"). Values are unscaled and in units of the average:
     their sum over all ranks is what the model has not been told yet, or its momentum at the path of that name.
@@ -49,7 +49,7 @@ class Memory:
 
     by: object = None
     paths: tuple[str, ...] = ()
-    found: dict[Key, Slot] = field(default_factory=dict)
+    found: dict[Key, Residual] = field(default_factory=dict)
     settled: bool = False
     sweeps: int = 0
 
@@ -81,7 +81,7 @@ class Scratch:
 
 
 @dataclass(eq=False)
-class Ledger:
+class ResidualStore:
     """Residuals of one rank; used by one thread at a time: the lane's in backward, the caller's between steps.
 
     Any thread may ask what there is: while `lock` is held nothing is committed or moved. Residuals move in `migrate`
@@ -101,9 +101,9 @@ class Ledger:
     buffers: dict[Layout, Memory] = field(default_factory=dict)  # of which no two have a parameter in common
     placed: dict[str, dict[Layout, str]] = field(default_factory=dict)  # by path: how buffers were divided last
     flags: list[Tensor] = field(default_factory=list)  # of the step: whether results are finite, bool, 0-d each
-    _slots: dict[Key, Slot] = field(default_factory=dict)
+    _slots: dict[Key, Residual] = field(default_factory=dict)
     _loose: dict[str, dict[str, list[tuple[Piece, Tensor]]]] = field(default_factory=dict)  # by path and name
-    _staged: list[tuple[Slot, Tensor, int]] = field(default_factory=list)  # each with the rank that rounds it
+    _staged: list[tuple[Residual, Tensor, int]] = field(default_factory=list)  # each with the rank that rounds it
     _staged_factors: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     _judged: int = 0  # flags of the buffers before the one under way
     _unjudged: list[Tensor] = field(default_factory=list)  # results that nobody has given a verdict on
@@ -180,7 +180,7 @@ class Ledger:
         self.placed[path] = {other: how for other, how in self.placed[path].items() if not other.shares_names(layout)}
 
     def dissolve(self, path: str, layout: Layout, kind: Kind | None = None) -> None:
-        """Take apart the residuals (of one kind) with elements of `layout`; an owner's joins what the rank sends.
+        """Take apart the residuals (of one kind) with elements of `layout`; a server's joins what the rank sends.
 
         Both are in units of the average, so the sum stays what it is, and nothing needs to be sent.
         """
@@ -189,7 +189,7 @@ class Ledger:
                 if slot.path == path and kind in (None, slot.kind) and slot.layout.overlaps(layout):
                     self._take_apart(slot)
 
-    def _take_apart(self, slot: Slot) -> None:
+    def _take_apart(self, slot: Residual) -> None:
         del self._slots[slot.path, slot.kind, slot.layout]
         self.deposit(slot.path, slot.layout, slot.values.float())
 
@@ -232,18 +232,18 @@ class Ledger:
 
     def slot(
         self, path: str, kind: Kind, layout: Layout, device: torch.device, dtype: torch.dtype, whole: Layout
-    ) -> Slot:
+    ) -> Residual:
         """Return the residual for `layout`: what is known about its pieces, else zero.
 
-        whole: what is encoded; an owner's `layout` is its part of that, where it may have had another part before.
+        whole: what is encoded; a server's `layout` is its part of that, where it may have had another part before.
         """
         key = (path, kind, layout)
         with self.lock:
             if key not in self._slots:
-                # A worker's is asked for first, so that what an owner kept is sent next.
+                # A worker's is asked for first, so that what a server kept is sent next.
                 self.dissolve(path, whole, None if kind == "worker" else kind)
                 values = torch.zeros(layout.numel, dtype=torch.float32, device=device)
-                self.install(Slot(path, kind, layout, values.to(dtype)))
+                self.install(Residual(path, kind, layout, values.to(dtype)))
             slot = self._slots[key]
             slot.once = False  # whatever became of it as a leftover
             slot.values = slot.values.to(device, dtype)  # what a checkpoint brought is in host memory
@@ -251,7 +251,7 @@ class Ledger:
                 slot.values = (slot.values + self.collect(path, layout, device)).to(dtype)
             return slot
 
-    def leftover(self, path: str, layout: Layout, device: torch.device) -> Slot | None:
+    def leftover(self, path: str, layout: Layout, device: torch.device) -> Residual | None:
         """Return the residual of a buffer that is sent exactly and needs none, if there is one from before."""
         if not self.holds(path, layout):
             return None
@@ -271,29 +271,29 @@ class Ledger:
         by_name = self._loose.get(path, {})
         return any(layout.has_part_of(piece) for name in layout.names for piece, _ in by_name.get(name, ()))
 
-    def slots(self) -> list[Slot]:
+    def slots(self) -> list[Residual]:
         """Return all residuals, also those that no buffer has asked for yet."""
         with self.lock:
             loose = [
-                Slot(path, "worker", Layout((piece,)), values)
+                Residual(path, "worker", Layout((piece,)), values)
                 for path, by_name in self._loose.items()
                 for entries in by_name.values()
                 for piece, values in entries
             ]
             return [*self._slots.values(), *loose]
 
-    def install(self, slot: Slot) -> None:
+    def install(self, slot: Residual) -> None:
         """Put a residual in its place."""
         with self.lock:
             self._slots[slot.path, slot.kind, slot.layout] = slot
 
     # ---------------------------------------------------------------------------------- committing
 
-    def stage(self, slot: Slot, rank: int = 0) -> Tensor:
+    def stage(self, slot: Residual, rank: int = 0) -> Tensor:
         """Return where to write the slot's next values, float32, which count only once they are committed.
 
         rank: this one's, global, so that ranks round what they sent by random bits of their own: errors that are alike
-        would add up where others cancel. Owners of one sum in several teams keep the same, so they round alike.
+        would add up where others cancel. Servers of one sum in several teams keep the same, so they round alike.
         """
         if self.per_step:
             if slot.spare is None:
@@ -379,7 +379,7 @@ class Ledger:
         }
 
 
-def _norm(slots: Iterable[Slot]) -> float:
+def _norm(slots: Iterable[Residual]) -> float:
     return sqrt(sum(float(slot.values.double().square().sum()) for slot in slots))
 
 

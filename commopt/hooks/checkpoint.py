@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commopt.errors import ConfigurationError
-from commopt.feedback import Layout, Ledger, layout_of, pieces_of, restore, save, spread
+from commopt.feedback import Layout, ResidualStore, layout_of, pieces_of, restore, save, spread
 from commopt.feedback.checkpoint import MAX_MAGNITUDE, field, refuse, required, whole
 from commopt.groups import Membership
 from commopt.groups.membership import require_equal
@@ -45,7 +45,7 @@ def part_of(registration: Registration) -> dict[str, Any]:
         "buckets": [pieces_of(layout) for layout in registration.step.buffers],
         "plan": None if plan is None else plan.to_json(),
         "tuned": None if tuned is None else tuned.to_json(),
-        **save(registration.ledger),
+        **save(registration.store),
     }
 
 
@@ -152,10 +152,10 @@ def load(read: Callable[[], object], registration: Registration) -> None:
             "load_state_dict needs to know the aggregator; use commopt.attach, or HookState(aggregator)"
         )
     membership, owner = registration.client.membership, registration.client.name
-    ledger = Ledger(per_step=registration.ledger.per_step)
+    store = ResidualStore(per_step=registration.store.per_step)
     loaded, problem = None, ""
     try:
-        loaded = _fill(ledger, read(), registration)
+        loaded = _fill(store, read(), registration)
     except ConfigurationError as error:
         problem = str(error)
     except Exception as error:  # whatever it is, the other ranks must hear of it
@@ -166,7 +166,7 @@ def load(read: Callable[[], object], registration: Registration) -> None:
     _require_no_problem({rank: str(each["refused"]) for rank, each in zip(membership.ranks, answers, strict=True)})
     assert loaded is not None  # else there was a problem
     require_equal(membership.ranks, answers, facts)
-    registration.go_on(ledger, loaded.steps, loaded.buffers, loaded.plan, loaded.tuned, loaded.numels)
+    registration.go_on(store, loaded.steps, loaded.buffers, loaded.plan, loaded.tuned, loaded.numels)
 
 
 def _require_no_problem(problems: Mapping[int, str]) -> None:
@@ -179,8 +179,8 @@ def _require_no_problem(problems: Mapping[int, str]) -> None:
         raise ConfigurationError(first)
 
 
-def _fill(ledger: Ledger, saved: object, registration: Registration) -> _Loaded:
-    """Fill `ledger`; return the rest."""
+def _fill(store: ResidualStore, saved: object, registration: Registration) -> _Loaded:
+    """Fill `store`; return the rest."""
     parts = _parts_of(saved)
     first, team = parts[0], registration.client.team
     nodes, place, numels = list(team.wire.nodes), team.rank, first["parameters"]
@@ -192,12 +192,12 @@ def _fill(ledger: Ledger, saved: object, registration: Registration) -> _Loaded:
     own = next((part for part in parts if part["nodes"] == nodes and part["place"] == place), None)
     buffers, plan, tuned, source = [], None, None, "each rank's own part"
     if own is not None and (alone or whole_world):
-        restore(ledger, own, numels, largest)
+        restore(store, own, numels, largest)
         buffers = _buffers(own)
         plan = None if own.get("plan") is None else Plan.from_json(own["plan"])
         tuned = None if own.get("tuned") is None else Tuned.from_json(own["tuned"])
     elif not alone or whole_world:  # neither buckets nor plan fit
-        spread(ledger, parts, numels, largest, len(nodes))
+        spread(store, parts, numels, largest, len(nodes))
         source = f"parts {[part['place'] for part in parts]} of {len(first['nodes'])}"
     else:
         # Alike on every rank, so that all raise the same.
@@ -211,7 +211,7 @@ def _fill(ledger: Ledger, saved: object, registration: Registration) -> _Loaded:
         "residuals": source,
         "parameters": _digest(sorted(numels.items())),
         "buckets": _digest([pieces_of(layout) for layout in buffers]),
-        "divisions": _digest(sorted(f"{path} {known}" for path, known in ledger.placed.items())),
+        "divisions": _digest(sorted(f"{path} {known}" for path, known in store.placed.items())),
         "plan": _digest((plan, tuned)),
     }
     return _Loaded(first["steps"], buffers, plan, tuned, numels, facts)

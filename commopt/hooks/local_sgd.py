@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from commopt.aggregate import Aggregator, LocalSGD
 from commopt.errors import ConfigurationError
-from commopt.feedback import Account, Layout
+from commopt.feedback import BufferContext, Layout
 from commopt.groups import Team, WireBytes
 from commopt.lanes import LaneClient
 
@@ -99,7 +99,7 @@ def _exchange(messages: Sequence[_Message], aggregator: Aggregator, team: Team) 
     for message in messages:
         flat = message.flat()
         # Over all ranks though those of a node agree: in DDP's join() they may not, and inside a node it is cheap.
-        aggregator.all_reduce(flat, team, 1.0 / team.size, Account.unremembered(message.numel))
+        aggregator.all_reduce(flat, team, 1.0 / team.size, BufferContext.unremembered(message.numel))
         message.store(flat)
 
 

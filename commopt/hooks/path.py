@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from commopt import lanes
-from commopt.aggregate import Aggregator, Flat, account_for
+from commopt.aggregate import Aggregator, Flat, context_for
 from commopt.errors import CommoptError, ConfigurationError
-from commopt.feedback import Fidelity, Layout, sample_numel
+from commopt.feedback import GradientCosine, Layout, sample_numel
 from commopt.groups import Team, TeamShape, WireBytes
 from commopt.hooks.checks import REDUCIBLE, UnusedAverages, refuse_bucket, warn_of_unknown_scaler
 from commopt.hooks.registration import Registration, Step
@@ -86,10 +86,10 @@ class BucketPath:
         registration.controller.begin_step(steps)
         if registration.recorder.enabled:
             registration.recorder.begin_step(steps, device)
-        registration.step = Step(steps, registration.ledger, registration.scaler)
+        registration.step = Step(steps, registration.store, registration.scaler)
         if registration.watches_cosine and registration.controller.changes != self._cosine_of:
             self._cosine_of = registration.controller.changes
-            registration.cosine = Fidelity(steps)  # a new plan is judged by its own samples
+            registration.cosine = GradientCosine(steps)  # a new plan is judged by its own samples
 
     def _let_backward_raise(self, graph_task: int) -> None:
         """Let the backward under way raise the error of a lane that fails meanwhile.
@@ -123,7 +123,7 @@ class BucketPath:
             return
         if registration.reduced_steps == 0 and registration.scaler is None:
             warn_of_unknown_scaler()
-        if not registration.ledger.per_step:
+        if not registration.store.per_step:
             self._unused = self._unused or UnusedAverages()
             self._unused.step_is_reduced()
         registration.layouts.require_expected()
@@ -153,7 +153,7 @@ class BucketPath:
         usual_us = median(self._lately_ns) / 1000 if registration.recorder.enabled and self._lately_ns else 0.0
         cosine = registration.cosine if registration.watches_cosine else None
         meeting = registration.controller.end_step(
-            registration.steps, registration.device, usual_us, cosine, registration.ledger
+            registration.steps, registration.device, usual_us, cosine, registration.store
         )
         if meeting is not None:
             registration.controller.pending = registration.client.run(meeting.hold, meeting.what)
@@ -189,7 +189,7 @@ class Reduction:
     step: Step
     aggregator: Aggregator
     team: Team
-    cosine: Fidelity | None
+    cosine: GradientCosine | None
     recorded: Recorded | None
 
     def __str__(self) -> str:
@@ -197,21 +197,21 @@ class Reduction:
 
     def __call__(self) -> None:
         """Do it."""
-        ledger, team, parts = self.step.ledger, self.team, [self.buffer.view(-1)]
+        store, team, parts = self.step.store, self.team, [self.buffer.view(-1)]
         with nullcontext() if self.recorded is None else running(self.recorded):
             if self.number == 0:
-                ledger.begin_step()
+                store.begin_step()
             scaler, loss_scale = self.step.scaler, None
             if scaler is not None:
                 loss_scale = _loss_scale(scaler, self.buffer.device)
             number, rank = self.step.number, team.ranks[team.rank]
-            account = account_for(self.aggregator, self.layout, team, ledger, number, self.number, rank, loss_scale)
+            account = context_for(self.aggregator, self.layout, team, store, number, self.number, rank, loss_scale)
             scale = account.add_leftover(parts[0], 1.0 / team.size)
             exact = None if self.cosine is None else self.cosine.exact(parts[0], team, scale)
             self.aggregator.all_reduce(parts[0], team, scale, account)
             if self.cosine is not None and exact is not None:
                 self.cosine.add(exact, parts[0])
-            ledger.end_bucket(parts, last=self.last)
+            store.end_bucket(parts, last=self.last)
 
 
 def _loss_scale(scaler: Any, device: torch.device) -> Tensor | None:

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from commopt.aggregate import Aggregator, LocalSGD
-from commopt.feedback import Layout, Ledger
-from commopt.feedback.quality import Fidelity
+from commopt.feedback import Layout, ResidualStore
+from commopt.feedback.quality import GradientCosine
 from commopt.groups import NcclByLevel
 from commopt.hooks.checks import warn_of_untested_torch
 from commopt.hooks.local_sgd import ParameterAverages
@@ -43,7 +43,7 @@ class Step:
     """
 
     number: int
-    ledger: Ledger
+    store: ResidualStore
     scaler: Any
     buffers: list[Layout] = field(default_factory=list)
 
@@ -67,9 +67,9 @@ class Registration:
         self.joined: LaneClient | None = None
         self.steps = self.reduced_steps = 0
         self.keeps_residuals = self.watches_cosine = False
-        self.cosine = Fidelity()
-        self.ledger = Ledger(per_step=scaler is not None and scaler.is_enabled())
-        self.step = Step(0, self.ledger, scaler)
+        self.cosine = GradientCosine()
+        self.store = ResidualStore(per_step=scaler is not None and scaler.is_enabled())
+        self.step = Step(0, self.store, scaler)
         self.layouts = Layouts(module)
         self.recorder = Recorder()
         self.controller = Controller(self.recorder, self.layouts, record=settings.record)
@@ -135,11 +135,11 @@ class Registration:
     def scale_by(self, scaler: Any) -> None:
         """Take note of another GradScaler."""
         self.scaler = scaler
-        self.ledger.per_step = scaler is not None and scaler.is_enabled()
+        self.store.per_step = scaler is not None and scaler.is_enabled()
 
     def go_on(
         self,
-        ledger: Ledger,
+        store: ResidualStore,
         steps: int,
         buffers: Sequence[Layout],
         plan: Plan | None,
@@ -150,9 +150,9 @@ class Registration:
 
         buffers: in which it went, empty for other ones. plan: which it followed, if any. tuned: what tuning came to.
         """
-        ledger.steps = self.steps = steps
-        self.ledger = ledger
-        self.step = Step(steps, ledger, self.scaler, list(buffers))
+        store.steps = self.steps = steps
+        self.store = store
+        self.step = Step(steps, store, self.scaler, list(buffers))
         if self.averages is not None:
             self.averages.begin_anew(steps)
         self.controller.restart(steps, plan, tuned, buffers)

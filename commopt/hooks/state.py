@@ -220,7 +220,7 @@ class HookState:
             "inter_bytes": sent.inter,
             "hook_us_per_bucket": path.hook_ns / 1000 / path.hook_calls if path.hook_calls else 0.0,
             **({} if averages is None else {"parameter_averages": averages.times}),
-            **(registration.ledger.stats() if self.aggregator is not None and self.aggregator.residual_paths else {}),
+            **(registration.store.stats() if self.aggregator is not None and self.aggregator.residual_paths else {}),
         }
 
     def timeline(self, trace: str | Path | None = None, plot: str | Path | None = None) -> Timeline:

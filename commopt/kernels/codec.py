@@ -62,8 +62,8 @@ class ErrorFeedback:
 
 
 @dataclass(frozen=True)
-class Dice:
-    """Where the random bits of a stochastic rounding come from: equal dice fall alike on every machine."""
+class RngKey:
+    """Where the random bits of a stochastic rounding come from: equal rng fall alike on every machine."""
 
     seed: int = 0
     step: int = 0

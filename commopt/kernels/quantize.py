@@ -6,7 +6,16 @@ import torch
 from torch import Tensor
 
 from commopt.errors import ConfigurationError
-from commopt.kernels.codec import DTYPES, Codec, Dice, ErrorFeedback, check_carry, check_rows, check_total, check_values
+from commopt.kernels.codec import (
+    DTYPES,
+    Codec,
+    ErrorFeedback,
+    RngKey,
+    check_carry,
+    check_rows,
+    check_total,
+    check_values,
+)
 from commopt.kernels.loader import Arguments, Loader, loader_for
 
 _WARP_NUMEL = 512  # a longer block takes all warps of a CUDA block
@@ -21,7 +30,7 @@ def encode(
     chunk_numel: int,
     scale: float,
     carry: ErrorFeedback | None,
-    dice: Dice,
+    rng: RngKey,
 ) -> None:
     """Encode p = `scale * values` (+ the carry) into the rows of `payload`; see Compressor.compress."""
     _check_rows(codec, payload, chunk_numel)
@@ -31,12 +40,12 @@ def encode(
     if loader is None:
         from commopt.kernels import quantize_reference as reference
 
-        return reference.encode(codec, values, payload, chunk_numel, scale, carry, dice)
+        return reference.encode(codec, values, payload, chunk_numel, scale, carry, rng)
     arguments = (
         *(values.data_ptr(), DTYPES[values.dtype], values.numel(), float(scale)),
         *(payload.data_ptr(), payload.stride(0), *_shape(codec, payload.shape[0], chunk_numel)),
         *_carry(carry),
-        *_dice(codec, dice),
+        *_dice(codec, rng),
     )
     _launch(loader, f"encode_{_encoder(codec)}", codec, payload, payload.shape[0] * chunk_numel, arguments)
 
@@ -74,7 +83,7 @@ def recode(
     chunk_numel: int,
     numel: int,
     carry: ErrorFeedback | None,
-    dice: Dice,
+    rng: RngKey,
 ) -> None:
     """Encode the sum of the rows of `payloads`, whose first `numel` elements are real, into the row `payload`."""
     _check_rows(codec, payloads, chunk_numel)
@@ -88,12 +97,12 @@ def recode(
     if loader is None:
         from commopt.kernels import quantize_reference as reference
 
-        return reference.recode(codec, payloads, payload, chunk_numel, numel, carry, dice)
+        return reference.recode(codec, payloads, payload, chunk_numel, numel, carry, rng)
     _, *row_shape = _shape(codec, 1, chunk_numel)
     arguments = (
         *(payloads.data_ptr(), payloads.stride(0), payloads.shape[0], payload.data_ptr(), *row_shape, numel),
         *_carry(carry),
-        *_dice(codec, dice),
+        *_dice(codec, rng),
     )
     _launch(loader, f"recode_{_encoder(codec)}", codec, payload, chunk_numel, arguments)
 
@@ -149,11 +158,11 @@ def _carry(carry: ErrorFeedback | None) -> Arguments:
     return carry.old.data_ptr(), carry.new.data_ptr(), loss_scale, float(carry.decay)
 
 
-def _dice(codec: Codec, dice: Dice) -> Arguments:
+def _dice(codec: Codec, rng: RngKey) -> Arguments:
     """Return the arguments of a stochastic rounding; they cross as signed numbers."""
     if not codec.stochastic:
         return ()
-    return tuple((number + 2**63) % 2**64 - 2**63 for number in (dice.seed, dice.step, dice.stream))
+    return tuple((number + 2**63) % 2**64 - 2**63 for number in (rng.seed, rng.step, rng.stream))
 
 
 def _launch(loader: Loader, kernel: str, codec: Codec, payload: Tensor, numel: int, arguments: Arguments) -> None:

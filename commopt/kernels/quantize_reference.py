@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from commopt.kernels.block_codecs import BlockCodec, block_codec
-from commopt.kernels.codec import Codec, Dice, ErrorFeedback
+from commopt.kernels.codec import Codec, ErrorFeedback, RngKey
 from commopt.kernels.residual import Residual, piece_numel, scale_into
 
 
@@ -22,7 +22,7 @@ def encode(
     chunk_numel: int,
     scale: float,
     carry: ErrorFeedback | None,
-    dice: Dice,
+    rng: RngKey,
 ) -> None:
     """Encode p = `scale * values` (+ the carry) into the rows of `payload`, without any check."""
     factor = torch.full((), scale, dtype=torch.float32, device=values.device)
@@ -30,7 +30,7 @@ def encode(
     def read(piece: _Piece, blocks: BlockCodec) -> None:
         scale_into(values[piece.begin : piece.end], factor, blocks.p.view(-1)[: piece.end - piece.begin])
 
-    _encode(codec, read, values.numel(), payload, chunk_numel, carry, dice)
+    _encode(codec, read, values.numel(), payload, chunk_numel, carry, rng)
 
 
 @torch.no_grad()
@@ -41,7 +41,7 @@ def recode(
     chunk_numel: int,
     numel: int,
     carry: ErrorFeedback | None,
-    dice: Dice,
+    rng: RngKey,
 ) -> None:
     """Encode the sum of the rows of `payloads` into the row `payload`, without any check."""
     sources = _Rows(codec, payloads, chunk_numel)
@@ -49,7 +49,7 @@ def recode(
     def read(piece: _Piece, blocks: BlockCodec) -> None:
         sources.add_up(piece, blocks, blocks.p)
 
-    _encode(codec, read, numel, payload, chunk_numel, carry, dice)
+    _encode(codec, read, numel, payload, chunk_numel, carry, rng)
 
 
 @torch.no_grad()
@@ -155,7 +155,7 @@ def _encode(
     payload: Tensor,
     chunk_numel: int,
     carry: ErrorFeedback | None,
-    dice: Dice,
+    rng: RngKey,
 ) -> None:
     """Encode what `read` writes into the p of its second argument, where it may use work."""
     device = payload.device
@@ -172,7 +172,7 @@ def _encode(
             residual.add_old(piece.begin, p, work)
         noise = None
         if codec.stochastic:
-            noise = uniform(piece.begin, blocks.numel, dice, device).view(blocks.p.shape)
+            noise = uniform(piece.begin, blocks.numel, rng, device).view(blocks.p.shape)
         codes, scales = rows.of(piece)
         blocks.encode(codes, scales, noise)
         if residual is not None:
@@ -187,13 +187,13 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 
 
-def uniform(begin: int, numel: int, dice: Dice, device: torch.device) -> Tensor:
-    """Return numbers `begin` to `begin + numel` that `dice` stands for: float32 [numel], multiples of 2^-24 below 1."""
+def uniform(begin: int, numel: int, rng: RngKey, device: torch.device) -> Tensor:
+    """Return numbers `begin` to `begin + numel` that `rng` stands for: float32 [numel], multiples of 2^-24 below 1."""
     first = begin // 4
     index = torch.arange(first, -(-(begin + numel) // 4), device=device)
     counter = torch.zeros(4, index.numel(), dtype=torch.int64, device=device)
-    counter[0], counter[1], counter[2], counter[3] = index & _LOW, index >> 32, dice.step & _LOW, dice.stream & _LOW
-    words = words_of(counter, (dice.seed & _LOW, dice.seed >> 32 & _LOW))
+    counter[0], counter[1], counter[2], counter[3] = index & _LOW, index >> 32, rng.step & _LOW, rng.stream & _LOW
+    words = words_of(counter, (rng.seed & _LOW, rng.seed >> 32 & _LOW))
     numbers = torch.empty(index.numel(), 4, dtype=torch.float32, device=device)
     numbers.copy_(words.bitwise_right_shift_(8).t())
     offset = begin - 4 * first

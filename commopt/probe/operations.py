@@ -10,7 +10,7 @@ from math import ceil, sqrt
 import torch
 from torch import Tensor
 
-from commopt.compress import COMPRESSORS, Cast, Compressor, Dice, ErrorFeedback, Exact, Quantize
+from commopt.compress import COMPRESSORS, Cast, Compressor, ErrorFeedback, Exact, Quantize, RngKey
 from commopt.cost import LinkKey, WorkKey
 from commopt.errors import ConfigurationError
 from commopt.groups import Team
@@ -230,7 +230,7 @@ def _copy(numel: int, device: torch.device) -> Callable[[], None]:
 def _encode(compressor: Compressor, numel: int, device: torch.device) -> Callable[[], None]:
     chunk_numel, payload = _rows(compressor, numel, 1, device)
     values, carry = _normal(numel, device), _carry(numel, device)
-    return lambda: compressor.compress(values, payload, chunk_numel, 1 / _ROWS, carry, Dice(seed=1))
+    return lambda: compressor.compress(values, payload, chunk_numel, 1 / _ROWS, carry, RngKey(seed=1))
 
 
 def _decode(compressor: Compressor, numel: int, device: torch.device) -> Callable[[], None]:
@@ -244,7 +244,7 @@ def _recode(compressor: Compressor, numel: int, device: torch.device) -> Callabl
     compressor.compress(_normal(numel, device), payloads, chunk_numel, 1.0)
     sums, sent = min(chunk_numel, numel), torch.zeros_like(payloads[:1])
     carry = _carry(sums, device)
-    return lambda: compressor.recompress(payloads, sent, chunk_numel, sums, carry, Dice(seed=1))
+    return lambda: compressor.recompress(payloads, sent, chunk_numel, sums, carry, RngKey(seed=1))
 
 
 def _factor(matrix_rank: int, numel: int, device: torch.device) -> Callable[[], None]:

@@ -10,10 +10,10 @@ from time import perf_counter_ns
 import torch
 from torch import Tensor
 
-from commopt.aggregate import Aggregator
+from commopt.aggregate import Aggregator, context_for
 from commopt.cost import Curve, Links, price
 from commopt.errors import ConfigurationError
-from commopt.feedback import Account, Layout, Ledger
+from commopt.feedback import Layout, ResidualStore
 from commopt.groups import Team, TeamShape
 from commopt.schedule.prices import PriceTable
 
@@ -129,7 +129,7 @@ class _Trial:
         self._buffer = values.to(team.default_device, dtype)
         self._layout = Layout.anonymous(layout.numel) if aggregator.lossless else layout
         self._aggregator, self._team = aggregator, team
-        self._ledger, self._steps = Ledger(), count(aggregator.start_step)
+        self._store, self._steps = ResidualStore(), count(aggregator.start_step)
 
     def mean_us(self, calls: int) -> float:
         """Return what each of so many calls takes on this rank; without pauses, in which a network would recover."""
@@ -137,10 +137,10 @@ class _Trial:
         _finish(self._buffer.device)
         begun_ns = perf_counter_ns()
         for _ in range(calls):
-            self._ledger.begin_step()
-            account = Account(self._layout, next(self._steps), ledger=self._ledger)
+            self._store.begin_step()
+            account = context_for(self._aggregator, self._layout, self._team, self._store, next(self._steps))
             self._aggregator.all_reduce(self._buffer, self._team, 1.0 / self._team.size, account)
-            self._ledger.end_bucket(last=True)
+            self._store.end_bucket(last=True)
         _finish(self._buffer.device)
         return (perf_counter_ns() - begun_ns) / 1000 / calls
 

@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from commopt.aggregate import Aggregator, Flat
 from commopt.errors import ConfigurationError
-from commopt.feedback import Layout, Ledger
-from commopt.feedback.quality import Fidelity
+from commopt.feedback import Layout, ResidualStore
+from commopt.feedback.quality import GradientCosine
 from commopt.groups import Team
 from commopt.lanes import Work
 from commopt.recording import Recorder
@@ -208,8 +208,8 @@ class Controller:
         step: int,
         device: torch.device,
         overhead_us: float,
-        fidelity: Fidelity | None = None,
-        store: Ledger | None = None,
+        fidelity: GradientCosine | None = None,
+        store: ResidualStore | None = None,
     ) -> Meeting | None:
         """Return the meeting that is due after `step`, to be put on the lane by every rank; None if none is.
 

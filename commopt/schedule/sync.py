@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from commopt.aggregate import Aggregator, auto_of
-from commopt.feedback import Layout, Ledger
-from commopt.feedback.quality import Fidelity
+from commopt.feedback import Layout, ResidualStore
+from commopt.feedback.quality import GradientCosine
 from commopt.groups import Team, broadcast_bytes
 from commopt.schedule.calibration import (
     LARGEST_NBYTES,
@@ -63,8 +63,8 @@ class Meeting:
     gradients: Sequence[tuple[Layout, Tensor]]
     taken: Taken
     tuned: Tuned | None
-    fidelity: Fidelity | None = None
-    store: Ledger | None = None
+    fidelity: GradientCosine | None = None
+    store: ResidualStore | None = None
 
     @property
     def what(self) -> str:
