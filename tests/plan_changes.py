@@ -58,6 +58,6 @@ def tower_names() -> list[str]:
 def changing(kind: type = Changing) -> Iterator[None]:
     """Let `kind` decide on rank 0, in registrations made meanwhile."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (sync, controller):
-            patch.setattr(module, "Search", kind)
+        patch.setattr(sync, "Search", kind)
+        patch.setattr(controller, "FIRST_CALENDAR", kind.first)
         yield

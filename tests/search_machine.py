@@ -22,6 +22,7 @@ from commopt.schedule import (
     Window,
     best_plan,
 )
+from commopt.schedule.decision import FIRST_CALENDAR
 from commopt.schedule.search import Search
 from commopt.schedule.trials import Option
 
@@ -107,7 +108,7 @@ class Machine:
         self.search = self.begin()
         self.found = Plan(self.ddp_groups(), "flat", "found")
         self.plan = self.found if self.adopted is None or self.adopted.plan is None else self.adopted.plan
-        self.calendar: Calendar = Search.first
+        self.calendar: Calendar = FIRST_CALENDAR
         self.log: list[tuple[int, Decision]] = []
 
     def begin(self) -> Search:

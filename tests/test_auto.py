@@ -47,8 +47,8 @@ class Cycling:
 @contextmanager
 def cycling() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (sync, controller):
-            patch.setattr(module, "Search", Cycling)
+        patch.setattr(sync, "Search", Cycling)
+        patch.setattr(controller, "FIRST_CALENDAR", Cycling.first)
         yield
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -30,15 +29,3 @@ def test_a_command_loads_no_other() -> None:
     assert loaded_by(start.format(["--help"])).isdisjoint(COMMANDS)
     for name in ("cluster", "doctor"):
         assert loaded_by(start.format([name, "--help"])) & set(COMMANDS) == {name}
-
-
-def test_nothing_else_imports_a_command() -> None:
-    for file in ROOT.glob("commopt/**/*.py"):
-        package = file.relative_to(ROOT / "commopt").parts[0]
-        if package in COMMANDS:
-            continue
-        for node in ast.walk(ast.parse(file.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
-            commands = [name for name in names if name.split(".")[:1] == ["commopt"] and name.split(".")[1:2]]
-            assert not [name for name in commands if name.split(".")[1] in COMMANDS], file

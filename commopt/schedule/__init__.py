@@ -4,16 +4,41 @@ Controller knows what averages DDP's buckets, and gives DDP those of a plan (red
 steps (measure), the ranks meet (sync), and rank 0 decides (search, with planner and prices).
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from commopt.schedule.config import BucketConfig
 from commopt.schedule.controller import Controller
 from commopt.schedule.decision import Calendar, Decision, Tried, Tuned, explain
 from commopt.schedule.layouts import Layouts, require_same_parameters
-from commopt.schedule.nccl import tuner_rows, write_csv
 from commopt.schedule.plan import Plan, Prediction, Unit, simulate
-from commopt.schedule.planner import SPARE, best_plan
-from commopt.schedule.prices import Costs, PriceTable
-from commopt.schedule.sync import Meeting
-from commopt.schedule.window import GradientQuality, Window
+
+if TYPE_CHECKING:
+    from commopt.schedule.nccl import tuner_rows, write_csv
+    from commopt.schedule.planner import SPARE, best_plan
+    from commopt.schedule.prices import Costs, PriceTable
+    from commopt.schedule.sync import Meeting
+    from commopt.schedule.window import GradientQuality, Window
+
+# Loaded when they are first used: most trainings leave DDP's buckets alone.
+_LATER = {
+    "SPARE": "planner",
+    "Costs": "prices",
+    "GradientQuality": "window",
+    "Meeting": "sync",
+    "PriceTable": "prices",
+    "Window": "window",
+    "best_plan": "planner",
+    "tuner_rows": "nccl",
+    "write_csv": "nccl",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
+
 
 __all__ = [
     "SPARE",

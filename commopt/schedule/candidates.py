@@ -9,7 +9,7 @@ from math import isfinite, sqrt
 import torch
 from torch import Tensor
 
-from commopt.aggregate import Aggregator, Auto, Flat, Hierarchical, families
+from commopt.aggregate import Aggregator, Auto, Flat, Hierarchical, auto_of, families
 from commopt.feedback import Layout
 from commopt.groups import TeamShape
 
@@ -49,6 +49,14 @@ def replaceable(aggregator: Aggregator, team: TeamShape) -> dict[str, Aggregator
     if aggregator == Hierarchical() and team.intra is not None:
         known[repr(Flat())] = Flat()
     return known
+
+
+def available(aggregator: Aggregator, team: TeamShape) -> dict[str, Aggregator]:
+    """Return all that may average, by the name it has in plans; the first is what does without a plan."""
+    auto = auto_of(aggregator)
+    if auto is None:
+        return replaceable(aggregator, team)
+    return {repr(each): each for each in exact(team).values()} | strategies_of(allowed_families(auto, team))
 
 
 def allowed_families(auto: Auto, team: TeamShape) -> tuple[Family, ...]:

@@ -8,15 +8,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from commopt.aggregate import Aggregator
-from commopt.cost import Links
 from commopt.document import read_text
 from commopt.errors import ConfigurationError
 from commopt.groups import Membership, TeamShape
 from commopt.schedule.decision import Tuned
 from commopt.schedule.plan import Plan
+
+if TYPE_CHECKING:
+    from commopt.cost import Links
 
 _log = logging.getLogger("commopt")
 
@@ -25,7 +27,7 @@ _KINDS = ("adaptive", "ddp")
 
 @dataclass(frozen=True)
 class BucketConfig:
-    """What to do about buckets: "ddp" leaves DDP's alone, "adaptive" measures and merges, a Plan is followed as it is.
+    """What to do about buckets: "ddp" leaves DDP's alone, "adaptive" measures and plans, a Plan is followed as it is.
 
     plan: None is "adaptive" for what tunes, else "ddp". links: prices, None to try out what messages cost.
     tuned: what an earlier tuning came to, None to tune anew.
@@ -111,7 +113,11 @@ def _read_plan(plan: Any) -> Plan | str | None:
 
 
 def _read_links(links: Any) -> Links | None:
-    if isinstance(links, Links) or links is None:
+    if links is None:
+        return None
+    from commopt.cost import Links
+
+    if isinstance(links, Links):
         return links
     if not isinstance(links, (str, Path)):
         raise ConfigurationError(

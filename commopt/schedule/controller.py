@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 from weakref import ref
 
 import torch
@@ -23,14 +24,15 @@ from commopt.groups import Team
 from commopt.lanes import Work
 from commopt.recording import Recorder
 from commopt.schedule import reducer
-from commopt.schedule.calibration import require_prices
+from commopt.schedule.candidates import available
 from commopt.schedule.config import BucketConfig, require_fit, require_strategy
-from commopt.schedule.decision import Calendar, Decision, Tuned
+from commopt.schedule.decision import FIRST_CALENDAR, Calendar, Decision, Tuned
 from commopt.schedule.layouts import Layouts
 from commopt.schedule.measure import Measuring
 from commopt.schedule.plan import Group, Plan, Unit
-from commopt.schedule.search import Search
-from commopt.schedule.sync import Meeting, Sync
+
+if TYPE_CHECKING:
+    from commopt.schedule.sync import Meeting, Sync
 
 _log = logging.getLogger("commopt")
 
@@ -62,7 +64,8 @@ class Controller:
         self._layouts = layouts
         self._config = BucketConfig()
         self._team: Team | None = None
-        self._sync: Sync | None = None
+        self._sync: Sync | None = None  # where plans are made
+        self._strategies: Mapping[str, Aggregator] = {}
         self._measures = self._tunes = self._keeps_residuals = False
         self._warm_from = 0
         self._measuring = Measuring(recorder, layouts.parameters, self._first_calendar(0), record=record)
@@ -88,12 +91,17 @@ class Controller:
         collective, but all ranks must call it, and it raises on all or none.
         """
         self._team, self._config = team, config
-        self._sync = sync = Sync(team, aggregator, config)
-        self.aggregator = next(iter(sync.strategies.values()))
+        self._strategies = available(aggregator, team)
+        self.aggregator = next(iter(self._strategies.values()))
         self._tunes, self._keeps_residuals = aggregator.tunes, bool(aggregator.residual_paths)
         self._measures = config.measures(aggregator) and team.size > 1 and not self.frozen
+        if self._measures:  # loaded here: most trainings leave DDP's buckets alone
+            from commopt.schedule.calibration import require_prices
+            from commopt.schedule.sync import Sync
+
+            self._sync = Sync(team, aggregator, config)
         if self._measures and config.links is not None:
-            require_prices(sync.strategies, self._layouts.parameters, self._layouts.whole, team, config.links)
+            require_prices(self._strategies, self._layouts.parameters, self._layouts.whole, team, config.links)
         if aggregator.tunes and config.plan == "ddp":
             _log.warning("auto does not tune with plan='ddp': gradients are averaged as flat does; leave plan= out")
         self._warm_from = aggregator.start_step
@@ -113,14 +121,12 @@ class Controller:
         """
         if self._layouts.numels:
             plan.require_names(self._layouts.numels)
-        assert self._sync is not None  # begun
-        require_strategy(plan, self._sync.strategies)
+        require_strategy(plan, self._strategies)
         self._follow(plan)
 
     def _follow(self, plan: Plan) -> None:
-        assert self._sync is not None  # begun
         self.plan, self._wanted = plan, plan.groups
-        self.aggregator = self._sync.strategies[plan.strategy]
+        self.aggregator = self._strategies[plan.strategy]
         self.changes += 1
 
     def restart(self, step: int, plan: Plan | None, tuned: Tuned | None, buckets: Sequence[Layout] = ()) -> None:
@@ -146,7 +152,7 @@ class Controller:
 
     def _first_calendar(self, step: int) -> Calendar:
         """Return when to measure first, from `step` on: not before warm-up is over, while messages are others."""
-        begin, first = max(step, self._warm_from), Search.first
+        begin, first = max(step, self._warm_from), FIRST_CALENDAR
         return Calendar(begin + first.measure_from, begin + first.meet_at)
 
     def give_up(self, reason: str) -> None:
@@ -229,10 +235,12 @@ class Controller:
         self._say_why_not()
         movable = self._can_rebuild()
         groups = tuple(map(_names, self._buckets))
-        strategy = next(iter(self._sync.strategies)) if self.plan is None else self.plan.strategy
+        strategy = next(iter(self._strategies)) if self.plan is None else self.plan.strategy
         parameters = self._layouts.parameters
         parts = [(name,) for group in groups for name in group] if movable else groups
         units = [Unit(names, self._nbytes(names), 0.0, str(parameters[names[0]].dtype)) for names in parts]
+        from commopt.schedule.sync import Meeting
+
         return Meeting(
             sync=self._sync,
             step=step,
@@ -307,7 +315,7 @@ class Controller:
         """Say on the first rank, once, why DDP's own buckets stay, if they do."""
         if not self._said_why and (why_not := self._why_not()):
             self._said_why = True
-            if self._sync is not None and self._sync.is_leader:
+            if self._team is not None and self._team.rank == 0:
                 _log.warning("DDP's own buckets stay: %s", why_not)
 
     def _can_rebuild(self) -> bool:

@@ -38,6 +38,10 @@ class Calendar:
         return step >= self.meet_at
 
 
+WINDOW_STEPS = 7
+FIRST_CALENDAR = Calendar(3, 3 + WINDOW_STEPS - 1)  # DDP makes its buckets anew after the first step
+
+
 @dataclass(frozen=True)
 class Tried:
     """One candidate: what was predicted of a step, and what was measured; None where it was not tried.

@@ -7,11 +7,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from commopt.document import field, load, require_text, require_time, require_whole
 from commopt.errors import ConfigurationError
-from commopt.schedule.prices import Costs
+
+if TYPE_CHECKING:
+    from commopt.schedule.prices import Costs
 
 _FORMAT = 2
 

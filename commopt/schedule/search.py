@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from commopt.schedule.decision import Calendar, Decision, Tuned
+from commopt.schedule.decision import FIRST_CALENDAR, WINDOW_STEPS, Calendar, Decision, Tuned
 from commopt.schedule.estimate import DRIFT, LEAST_GAIN, ms
 from commopt.schedule.plan import Plan
 from commopt.schedule.planner import SPARE, best_plan
@@ -32,7 +32,6 @@ from commopt.schedule.trials import LEAST_SHARE, Divergence, Option, Round, Tria
 from commopt.schedule.window import Conditions, Measured, Window
 
 SETTLING_STEPS = 2  # buffers and caches follow
-WINDOW_STEPS = 7
 LEAST_STEPS = 4
 FIRST_DISTANCE_STEPS = 50
 LARGEST_DISTANCE_STEPS = 800
@@ -50,8 +49,6 @@ class Search:
     allow: the families a user allowed, () where there is no strategy to choose. nodes: ranks on each.
     adopted: what an earlier tuning came to, to go on with.
     """
-
-    first = Calendar(3, 3 + WINDOW_STEPS - 1)  # DDP makes its buckets anew after the first step
 
     def __init__(
         self,
@@ -94,7 +91,7 @@ class Search:
     def decide(self, window: Window, step: int) -> Decision:
         """Decide after `step`, with what was measured since the calendar's measure_from."""
         if self._began is None:
-            self._began = max(0, step - self.first.meet_at)
+            self._began = max(0, step - FIRST_CALENDAR.meet_at)
         if self._round is not None and self._trial is not None:
             return self._after_trial(self._round, self._trial, window, step)
         if len(window.step_us) < LEAST_STEPS:

@@ -24,7 +24,7 @@ from commopt.schedule.calibration import (
     prices_from_points,
     samples_of,
 )
-from commopt.schedule.candidates import allowed_families, candidates, exact, replaceable, strategies_of
+from commopt.schedule.candidates import allowed_families, available, candidates, exact, replaceable
 from commopt.schedule.config import BucketConfig
 from commopt.schedule.decision import Calendar, Decision, Tuned
 from commopt.schedule.measure import StepTimes, Taken, latest, own_times
@@ -103,7 +103,7 @@ class Sync:
         self._exact = replaceable(aggregator, team)
         if self._auto is not None:
             self._exact = {repr(each): each for each in exact(team).values()}
-        self.strategies: Mapping[str, Aggregator] = self._exact | strategies_of(self._families)
+        self.strategies: Mapping[str, Aggregator] = available(aggregator, team)
         self._options: list[Option] | None = None
         self._points: dict[str, Points] | None = None
         self._prices: dict[str, PriceTable] | None = None
