@@ -124,12 +124,12 @@ def assert_same(first: list[tuple[str, dict[str, Vectors]]], second: list[tuple[
         ("inter stochastic", "2x2", True, "scaler"),
         ("inter onebit rms", "2+1", False, ""),
         ("inter 4 bits, intra 8 bits", "2x2", True, ""),
-        ("inter stochastic, intra stochastic", "2x2", False, "static_graph"),
+        ("inter stochastic, intra stochastic", "2x2", False, ""),
         ("inter momentum", "2x2", False, ""),
         ("rank 2 alternating", "3", False, "scaler"),
         ("late rank 2", "2", False, ""),
-        ("inter rank 2", "2x2", True, "static_graph"),
-        ("inter rank 1 alternating", "2+1", False, "static_graph"),
+        ("inter rank 2", "2x2", True, ""),
+        ("inter rank 1 alternating", "2+1", False, ""),
     ],
 )
 def test_resuming_changes_no_bit(tmp_path: Path, strategy: str, layout: str, gathered: bool, option: str) -> None:

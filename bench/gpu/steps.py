@@ -14,9 +14,7 @@ from bench.gpu.runner import ROOT, environment
 from bench.gpu.session import Step
 from commopt.cluster import Cluster
 
-KERNEL_TESTS = tuple(
-    f"tests/test_{name}.py" for name in ("kernels", "gpu_quantize", "gpu_sparse_lowrank", "gpu_loaders")
-)
+KERNEL_TESTS = tuple(f"tests/test_{name}.py" for name in ("kernels", "gpu_kernels", "gpu_loaders"))
 CONTRACT, CAPTURE, DDP, FAILURES, SOAK = RANKS_TESTS = tuple(
     f"tests/test_gpu_{name}.py" for name in ("contract", "capture", "ddp", "failures", "soak")
 )
