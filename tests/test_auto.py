@@ -175,6 +175,20 @@ def test_an_earlier_tuning_is_followed_from_the_first_step(tmp_path: Path) -> No
         assert "'auto'" in not_auto
 
 
+def go_on_with_another_strength(rank: int, world_size: int) -> tuple[int, str]:
+    ddp = TorchDDP(seeded(Tower), **SMALL_BUCKET)
+    state = commopt.attach(ddp, "auto", allow="quantized", tuned=tuned_by_hand(plan_by_hand(8)), plan="adaptive")
+    for number in range(14):
+        step(ddp, rank, number)
+    return len(state.decisions), state.decisions[-1].reason
+
+
+def test_an_earlier_strength_that_would_not_be_chosen_now_is_watched() -> None:
+    for decisions, reason in run(go_on_with_another_strength, 4, nodes=(2, 2)):
+        assert decisions == 1
+        assert reason.startswith(str(commopt.Hierarchical(commopt.Compressed(commopt.Quantize(8)))))
+
+
 def differ(rank: int, world_size: int) -> str:
     tuned = tuned_by_hand(plan_by_hand(4 if rank else 2))
     with pytest.raises(commopt.MismatchError) as info:

@@ -190,6 +190,23 @@ def test_the_plan_of_a_checkpoint_is_for_one_world_and_gives_way_to_what_was_ask
     assert run(save_or_load, 4, saved, other, nodes=(2, 2)) == [other] * 4
 
 
+def resume_static(rank: int, world_size: int) -> tuple[str, int]:
+    ddp = TorchDDP(seeded(Tower), **SMALL_BUCKET, static_graph=True)
+    state = commopt.attach(ddp, commopt.Flat(), plan="adaptive")
+    names = [name for name, _ in reversed(list(ddp.module.named_parameters()))]
+    saved = state.state_dict() | {"plan": plan_of(*[[name] for name in names]).to_json()}
+    state.load_state_dict(saved)
+    steps(ddp, rank, 12)
+    assert state.plan is not None
+    return state.decisions[0].reason, len(state.plan.groups) - len(names)
+
+
+def test_a_plan_that_ddp_does_not_follow_keeps_its_own_prediction() -> None:
+    (reason, more), (_, others) = run(resume_static, 2)
+    assert "as before" in reason
+    assert more == others == 0
+
+
 def register_again(rank: int, world_size: int) -> tuple[int, int]:
     ddp = TorchDDP(seeded(Tower))
     names = [name for name, _ in reversed(list(ddp.module.named_parameters()))]

@@ -50,7 +50,7 @@ class HookState:
         (or the path of one that was saved) is followed. Ranks that differ follow rank 0's.
     links: what messages cost, from `python -m commopt probe` (or the path of its file), the same on all ranks; None:
         "adaptive" tries it out.
-    needed_first: let plans send buckets in the order in which the next forward needs them, where several are ready.
+    needed_first: does nothing any more; True warns.
     tuned: for "auto", what an earlier tuning came to (or the path of its file): begun with, and watched.
     record: keep the times of all steps, for `timeline` and `report`; else only those that planning measures are kept.
         The same on all ranks.
@@ -58,9 +58,9 @@ class HookState:
         error): {"inter": NcclOptions(max_ctas=4)}.
 
     Raises ConfigurationError, UnsupportedTensorError, and MismatchError on every rank when ranks disagree.
-    Pickling keeps aggregator, ranks_per_node, timeout, plan, links, needed_first, record, tuned and nccl; groups are
-    made again at the first bucket, over the world, and `scaler` must be assigned again. Residuals are each rank's own
-    and a pickle is usually one rank's: save them with state_dict().
+    Pickling keeps aggregator, ranks_per_node, timeout, plan, links, record, tuned and nccl; groups are made again at
+    the first bucket, over the world, and `scaler` must be assigned again. Residuals are each rank's own and a pickle is
+    usually one rank's: save them with state_dict().
     """
 
     def __init__(
@@ -267,7 +267,7 @@ class HookState:
         """Write what NCCL should send the messages of a step by, as the file of its example tuner plugin.
 
         links: what `python -m commopt probe` measured over NCCL, or nominal ones. A prediction, by closed forms; see
-        commopt.tuning.nccl. Not collective. Raises ConfigurationError before the first step, and for other links.
+        commopt.schedule.nccl. Not collective. Raises ConfigurationError before the first step, and for other links.
         """
         from commopt.cost import Links
         from commopt.schedule import tuner_rows, write_csv

@@ -47,10 +47,9 @@ class Controller:
 
     record: whether every step is recorded rather than those that are measured.
 
-    aggregator: averages every message of the step under way. plan: what is followed,
-    None while DDP's own buckets are. changes: how often another plan was followed from then on. tuned: what tuning has
-    come to. frozen: whether no more plans are made. pending: the ticket of a meeting that is under way, set by whoever
-    put it on the lane.
+    aggregator: averages every message of the step under way. plan: what is followed, None while DDP's own buckets are.
+    changes: how often another plan was followed from then on. tuned: what tuning has come to. frozen: whether no more
+    plans are made. pending: a meeting that is under way, set by whoever put it on the lane.
     """
 
     def __init__(self, recorder: Recorder, layouts: Layouts, *, record: bool) -> None:
@@ -125,7 +124,7 @@ class Controller:
         self._follow(plan)
 
     def _follow(self, plan: Plan) -> None:
-        self.plan, self._wanted = plan, plan.groups
+        self.plan, self._wanted, self._settled = plan, plan.groups, False
         self.aggregator = self._strategies[plan.strategy]
         self.changes += 1
 
@@ -136,12 +135,13 @@ class Controller:
         a resumed run takes the same way, bit by bit, if its model can be given the same ones.
         """
         self._drop_meeting()
+        self._settled = False
         if buckets:
             self._wanted = tuple(tuple(piece.name for piece in bucket.pieces) for bucket in buckets)
         self._measuring.start_anew(self._first_calendar(step))
         if self._sync is not None:
             self._sync.begin_anew()
-        if self._measures or self._config.plan == "adaptive":
+        if self._config.plan == "adaptive" or (self._config.plan is None and self._tunes):  # also when frozen
             self.tuned = tuned
             if plan is not None:
                 try:
@@ -225,7 +225,8 @@ class Controller:
         self._buckets, gradients, self._gradients = self._shown, self._gradients, []
         if self._wanted and self._why_not():
             self._say_why_not()
-            self._wanted = ()
+            if self._sees_forwards:  # a rank without data, in join(), has seen none yet
+                self._wanted = ()
         if not self._measures:
             return None
         self._measuring.end_step(step, device)

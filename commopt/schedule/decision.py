@@ -169,8 +169,13 @@ class Decision:
             raise ConfigurationError("decision: a plan and a prediction; give one, a plan brings its own")
 
     def updated(self, running: Plan) -> Plan:
-        """Return the plan that goes on, with the prediction that holds from now on."""
-        return running if self.predicted is None else replace(running, predicted=self.predicted)
+        """Return the plan that goes on, with the prediction that holds from now on.
+
+        One that DDP's buckets do not follow keeps its own: what is predicted has other messages.
+        """
+        if self.predicted is None or len(self.predicted.group_finish_us) != len(running.groups):
+            return running
+        return replace(running, predicted=self.predicted)
 
     def to_json(self) -> str:
         """Return a text from which `from_json` makes an equal decision."""

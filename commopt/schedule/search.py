@@ -197,7 +197,9 @@ class Search:
             if reference.movable:
                 plan = best_plan(reference.units, self.costs.only([option.strategy]), self._max_bytes, SPARE)
             if not search.knows(plan):
-                again = sum(name.startswith(option.name) and not name.endswith((" found", " before")) for name in names)
+                own = (f"{option.name},", f"{option.name} in ")  # not those of "hierarchical quantized"
+                tried = [name for name in names if name == option.name or name.startswith(own)]
+                again = sum(not name.endswith((" found", " before")) for name in tried)
                 name = option.name + (f", refined {again}" if again > 1 else ", refined" if again else "")
                 yield Trial(name, option, plan, reference.expected_of(plan, self.costs))
 

@@ -24,7 +24,14 @@ from commopt.schedule.calibration import (
     prices_from_points,
     samples_of,
 )
-from commopt.schedule.candidates import allowed_families, available, candidates, exact, replaceable
+from commopt.schedule.candidates import (
+    Family,
+    allowed_families,
+    available,
+    candidates,
+    exact,
+    replaceable,
+)
 from commopt.schedule.config import BucketConfig
 from commopt.schedule.decision import Calendar, Decision, Tuned
 from commopt.schedule.measure import StepTimes, Taken, latest, own_times
@@ -126,14 +133,14 @@ class Sync:
         times, lateness_us = latest(self._team, own)
         try_out = self.decision is not None and self.decision.try_out
         self.step, self.decision = meeting.step, None
-        if self._options is None:
+        if self._options is None or meeting.plan.strategy not in self._chosen:
             answer = json.loads(self._from_leader(self._find_options(meeting) if self.is_leader else ""))
             if isinstance(answer, str):
                 if answer:  # as a GradScaler has them while it looks for its scale
                     calendar = Calendar(meeting.step + 1, meeting.step + len(meeting.steps))
                     self.decision = Decision(None, calendar, f"measuring again: {answer}")
                 return
-            self._options = [Option(**entry) for entry in answer]
+            self._options, self._points, self._search = [Option(**entry) for entry in answer], None, None
         if self._points is None or try_out:
             self._points = {} if self._links is not None else self._try_out(meeting)
             self._prices = None
@@ -151,6 +158,11 @@ class Sync:
                 names = {repr(each): name for name, each in exact(self._team).items()}
                 options = [Option(names[name], name) for name in self._exact]
                 found = candidates(self._families, meeting.gradients, self._auto.max_error) if self._families else []
+                running = meeting.plan.strategy
+                if running not in [*self._exact, *(repr(each.aggregator) for each in found)]:
+                    # An earlier run's choice, where max_error chose another strength of the family then.
+                    aggregator = self.strategies[running]
+                    found += candidates([Family(str(aggregator), (aggregator,), 0)], meeting.gradients, None)
                 options += [Option(each.name, repr(each.aggregator), each.error, lossy=True) for each in found]
             return json.dumps([asdict(option) for option in options])
         except FloatingPointError as error:
