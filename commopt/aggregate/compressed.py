@@ -314,13 +314,13 @@ class Compressed(TwoHalves):
         return self.compressor.phase(step)
 
     def check_capture(self, step: int, team: TeamShape) -> None:
-        """Refuse rng, which are thrown on the host, once for each launch."""
+        """Refuse random bits, whose key the host makes once for each launch."""
         super().check_capture(step, team)
         require_repeatable(str(self), self.feedback)
         if self.compressor.stochastic:
             raise ConfigurationError(
-                f"{self} rounds up or down at random and a CUDA graph would repeat the same rng in every step; use "
-                f"rounding='nearest'"
+                f"{self} rounds up or down at random and a CUDA graph would repeat the same random bits in every step; "
+                f"use rounding='nearest'"
             )
 
     @cached_property

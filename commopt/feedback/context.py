@@ -48,11 +48,11 @@ def require_feedback(whose: str, feedback: object) -> None:
 
 
 def require_repeatable(whose: str, feedback: Feedback | None) -> None:
-    """Raise ConfigurationError when residuals are rounded at random, by rng that a CUDA graph would repeat."""
+    """Raise ConfigurationError when residuals are rounded at random, by bits that a CUDA graph would repeat."""
     if feedback is not None and feedback.dtype != torch.float32:
         raise ConfigurationError(
             f"{whose} keeps residuals in {feedback.dtype}, rounded at random, and a CUDA graph would repeat the same "
-            f"rng in every step; use feedback=Feedback(dtype=torch.float32)"
+            f"random bits in every step; use feedback=Feedback(dtype=torch.float32)"
         )
 
 
@@ -81,7 +81,7 @@ class BufferContext:
 
     @classmethod
     def unremembered(cls, numel: int, step: int = 0, rank: int = 0) -> BufferContext:
-        """Describe a tensor that belongs to no model; `step` makes the rng fall anew."""
+        """Describe a tensor that belongs to no model; each `step` has other random bits."""
         return cls(Layout.anonymous(numel), step, rank=rank)
 
     def within(
@@ -92,9 +92,9 @@ class BufferContext:
         return replace(self, layout=layout, path=path, result_dtype=result_dtype, replicas=replicas)
 
     def rng(self, kind: Kind, place: int) -> RngKey:
-        """Return the rng for one encoding: others for each buffer, step, level, kind and rank.
+        """Return the key of one encoding's random bits: another for each buffer, step, level, kind and rank.
 
-        A server's depend on its `place` in the team only: servers of the same sum in other teams must throw the same.
+        A server's depends on its `place` in the team only: servers of the same sum in other teams must round alike.
         """
         rank = self.rank if kind == "worker" else place
         return RngKey(crc32(f"{self.path} {kind}".encode()) | rank << 32, self.step, self.number)

@@ -63,7 +63,7 @@ class ErrorFeedback:
 
 @dataclass(frozen=True)
 class RngKey:
-    """Where the random bits of a stochastic rounding come from: equal rng fall alike on every machine."""
+    """Where the random bits of a stochastic rounding come from: equal keys give equal bits on every machine."""
 
     seed: int = 0
     step: int = 0
