@@ -118,7 +118,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "never slower in silence": {
         "auto": (
-            "test_tuning_search.py::test_keeps_what_runs_where_nothing_pays",
+            "test_search.py::test_keeps_stock_ddp_where_nothing_pays_and_says_so",
             "test_auto.py::test_tunes_by_itself_within_sixty_steps[quantized+powersgd]",
         ),
     },
