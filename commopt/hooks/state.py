@@ -50,7 +50,7 @@ class HookState:
         (or the path of one that was saved) is followed. Ranks that differ follow rank 0's.
     links: what messages cost, from `python -m commopt probe` (or the path of its file), the same on all ranks; None:
         "adaptive" tries it out.
-    needed_first: let plans send buckets in the order in which the next forward needs them, where several are ready.
+    needed_first: deprecated, changes nothing.
     tuned: for "auto", what an earlier tuning came to (or the path of its file): begun with, and watched.
     record: keep the times of all steps, for `timeline` and `report`; else only those that planning measures are kept.
         The same on all ranks.
@@ -206,8 +206,8 @@ class HookState:
 
         Steps, DDP's buckets that the hook saw, payload bytes this rank sent and microseconds spent in the hook; with
         error feedback also residual_norm (of this rank, in units of the average gradient), compression_error (left
-        out over what should have been sent, sampled), residual_bytes kept, and dropped_commits (non-finite values).
-        Waits for the device.
+        out over what should have been sent, sampled), residual_bytes and factor_bytes kept, and dropped_commits
+        (non-finite values); with LocalSGD parameter_averages. Waits for the device.
         """
         registration, path, sent = self._registration, self._path, self._path.wire_bytes()
         joined, averages = registration.joined, registration.averages
@@ -267,7 +267,7 @@ class HookState:
         """Write what NCCL should send the messages of a step by, as the file of its example tuner plugin.
 
         links: what `python -m commopt probe` measured over NCCL, or nominal ones. A prediction, by closed forms; see
-        commopt.tuning.nccl. Not collective. Raises ConfigurationError before the first step, and for other links.
+        commopt.schedule.nccl. Not collective. Raises ConfigurationError before the first step, and for other links.
         """
         from commopt.cost import Links
         from commopt.schedule import tuner_rows, write_csv

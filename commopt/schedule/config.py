@@ -25,7 +25,7 @@ _KINDS = ("adaptive", "ddp")
 
 @dataclass(frozen=True)
 class BucketConfig:
-    """What to do about buckets: "ddp" leaves DDP's alone, "adaptive" measures and merges, a Plan is followed as it is.
+    """What to do about buckets: "ddp" leaves DDP's alone, "adaptive" measures and plans, a Plan is followed as it is.
 
     plan: None is "adaptive" for what tunes, else "ddp". links: prices, None to try out what messages cost.
     tuned: what an earlier tuning came to, None to tune anew.
