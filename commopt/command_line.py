@@ -52,7 +52,7 @@ def rich_console(stream: TextIO) -> Any | None:
         from rich.console import Console
     except ImportError:
         if stream.isatty():
-            sys.stderr.write("plain output, since rich is not installed: pip install 'commopt[cli]' for colours\n")
+            sys.stderr.write("plain output, since rich is not installed: pip install rich for colours\n")
         return None
     return Console(file=stream, soft_wrap=True, highlight=False)
 
