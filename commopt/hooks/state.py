@@ -45,9 +45,9 @@ class HookState:
         unscaled, and a step that the scaler drops changes none of them.
     timeout: seconds or timedelta that a collective, or a rank that never arrives, may take; default: what the process
         group was made with (600 s where torch does not tell).
-    plan: which gradients travel together. "ddp", the default, leaves DDP's buckets alone, also when a checkpoint has a
-        plan; "adaptive", the default for "auto", measures and plans, from a checkpoint's plan on if it has one; a Plan
-        (or the path of one that was saved) is followed. Ranks that differ follow rank 0's.
+    plan: which gradients travel together. "ddp", the default, leaves DDP's buckets alone, and follows no plan of a
+        checkpoint; "adaptive", the default for "auto", measures and plans, from a checkpoint's plan on if it has one; a
+        Plan (or the path of one that was saved) is followed. Ranks that differ follow rank 0's.
     links: what messages cost, from `python -m commopt probe` (or the path of its file), the same on all ranks; None:
         "adaptive" tries it out.
     needed_first: deprecated, changes nothing.
@@ -305,9 +305,9 @@ class HookState:
         """Go on where `saved` was taken: one rank's state_dict(), a gathered or a merged one; collective.
 
         In the same world every bit is as if training had never stopped, if DDP had settled its buckets when the state
-        was saved (after two steps; three with static_graph): they are used until DDP makes them again. A plan that was
-        followed then is needed for that too: "adaptive" follows it, "ddp" does not. In another world, for which the
-        gathered form or commopt.merged_state() is needed, each rank starts with an equal part of the sum of all
+        was saved (after two steps; three with static_graph) and makes the same ones, or can be given them (torch 2.13),
+        whatever `plan` is. A strategy that a plan chose is followed with "adaptive" only. In another world, for which
+        the gathered form or commopt.merged_state() is needed, each rank starts with an equal part of the sum of all
         residuals.
         Raises ConfigurationError when what any rank was given is damaged or does not fit, naming what, and
         MismatchError when ranks load different checkpoints; on every rank, and nothing has changed then.
