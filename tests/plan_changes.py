@@ -59,5 +59,5 @@ def changing(kind: type = Changing) -> Iterator[None]:
     """Let `kind` decide on rank 0, in registrations made meanwhile."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sync, "Search", kind)
-        patch.setattr(controller, "FIRST_CALENDAR", kind.first)
+        patch.setattr(controller, "FIRST_CALENDAR", vars(kind)["first"])
         yield

@@ -110,6 +110,3 @@ def test_sums_of_a_fixed_order_have_the_bits_of_the_cpu(layout: str) -> None:
     arguments = (contract.average_everything, world_size, SAME_BITS[layout])
     on_cpu = run(*arguments, "cpu", sizes, nodes=nodes)[0]
     assert run(*arguments, "cuda", sizes, nodes=nodes, device="cuda")[0] == on_cpu
-
-
-# ------------------------------------------------------------------------------ two lanes

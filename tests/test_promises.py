@@ -52,7 +52,7 @@ def test_all_of_them_run_in_make_test(request: pytest.FixtureRequest) -> None:
 def lose_a_rank(rank: int, world_size: int, preset: str) -> tuple[str, float]:
     """Train; in step 3 rank 1 dies. Return what this rank hears of it, and after how long."""
     ddp = TorchDDP(seeded(Tower), **SMALL_BUCKET)
-    state = commopt.attach(ddp, preset or commopt.PeriodicAverage(period=1))
+    state = commopt.attach(ddp, preset or commopt.LocalSGD(period=1))
     started = time.monotonic()
     try:
         for step in range(100):

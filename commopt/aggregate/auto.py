@@ -37,7 +37,7 @@ def families() -> dict[str, Trials[Aggregator]]:
 
 @dataclass(frozen=True, repr=False)
 class Auto(Aggregator):
-    """Measure, then let every bucket travel in the way that pays; Flat() until that is known, and where nothing pays.
+    """Measure, then let all buckets travel in the one way that pays; Flat() until that is known, and where none does.
 
     For DDP models only: commopt.attach(ddp, "auto", ...) tries what `allow` names on live steps.
 

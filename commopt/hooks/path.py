@@ -204,10 +204,10 @@ class Reduction:
             if scaler is not None:
                 loss_scale = _loss_scale(scaler, self.buffer.device)
             number, rank = self.step.number, team.ranks[team.rank]
-            account = context_for(self.aggregator, self.layout, team, store, number, self.number, rank, loss_scale)
-            scale = account.add_leftover(parts[0], 1.0 / team.size)
+            context = context_for(self.aggregator, self.layout, team, store, number, self.number, rank, loss_scale)
+            scale = context.add_leftover(parts[0], 1.0 / team.size)
             exact = None if self.cosine is None else self.cosine.exact(parts[0], team, scale)
-            self.aggregator.all_reduce(parts[0], team, scale, account)
+            self.aggregator.all_reduce(parts[0], team, scale, context)
             if self.cosine is not None and exact is not None:
                 self.cosine.add(exact, parts[0])
             store.end_bucket(parts, last=self.last)

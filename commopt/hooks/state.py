@@ -45,12 +45,12 @@ class HookState:
         unscaled, and a step that the scaler drops changes none of them.
     timeout: seconds or timedelta that a collective, or a rank that never arrives, may take; default: what the process
         group was made with (600 s where torch does not tell).
-    plan: which gradients travel together. "ddp", the default, leaves DDP's buckets alone, also when a checkpoint has a
-        plan; "adaptive", the default for "auto", measures and plans, from a checkpoint's plan on if it has one; a Plan
-        (or the path of one that was saved) is followed. Ranks that differ follow rank 0's.
+    plan: which gradients travel together. "ddp", the default, leaves DDP's buckets alone, and follows no plan of a
+        checkpoint; "adaptive", the default for "auto", measures and plans, from a checkpoint's plan on if it has one; a
+        Plan (or the path of one that was saved) is followed. Ranks that differ follow rank 0's.
     links: what messages cost, from `python -m commopt probe` (or the path of its file), the same on all ranks; None:
         "adaptive" tries it out.
-    needed_first: does nothing any more; True warns.
+    needed_first: deprecated, changes nothing.
     tuned: for "auto", what an earlier tuning came to (or the path of its file): begun with, and watched.
     record: keep the times of all steps, for `timeline` and `report`; else only those that planning measures are kept.
         The same on all ranks.
@@ -206,8 +206,8 @@ class HookState:
 
         Steps, DDP's buckets that the hook saw, payload bytes this rank sent and microseconds spent in the hook; with
         error feedback also residual_norm (of this rank, in units of the average gradient), compression_error (left
-        out over what should have been sent, sampled), residual_bytes kept, and dropped_commits (non-finite values).
-        Waits for the device.
+        out over what should have been sent, sampled), residual_bytes and factor_bytes kept, and dropped_commits
+        (non-finite values); with LocalSGD parameter_averages. Waits for the device.
         """
         registration, path, sent = self._registration, self._path, self._path.wire_bytes()
         joined, averages = registration.joined, registration.averages
@@ -305,9 +305,9 @@ class HookState:
         """Go on where `saved` was taken: one rank's state_dict(), a gathered or a merged one; collective.
 
         In the same world every bit is as if training had never stopped, if DDP had settled its buckets when the state
-        was saved (after two steps; three with static_graph): they are used until DDP makes them again. A plan that was
-        followed then is needed for that too: "adaptive" follows it, "ddp" does not. In another world, for which the
-        gathered form or commopt.merged_state() is needed, each rank starts with an equal part of the sum of all
+        was saved (after two steps; three with static_graph) and makes the same ones, or can be given them (torch 2.13),
+        whatever `plan` is. A strategy that a plan chose is followed with "adaptive" only. In another world, for which
+        the gathered form or commopt.merged_state() is needed, each rank starts with an equal part of the sum of all
         residuals.
         Raises ConfigurationError when what any rank was given is damaged or does not fit, naming what, and
         MismatchError when ranks load different checkpoints; on every rank, and nothing has changed then.

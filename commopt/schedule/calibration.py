@@ -138,8 +138,8 @@ class _Trial:
         begun_ns = perf_counter_ns()
         for _ in range(calls):
             self._store.begin_step()
-            account = context_for(self._aggregator, self._layout, self._team, self._store, next(self._steps))
-            self._aggregator.all_reduce(self._buffer, self._team, 1.0 / self._team.size, account)
+            context = context_for(self._aggregator, self._layout, self._team, self._store, next(self._steps))
+            self._aggregator.all_reduce(self._buffer, self._team, 1.0 / self._team.size, context)
             self._store.end_bucket(last=True)
         _finish(self._buffer.device)
         return (perf_counter_ns() - begun_ns) / 1000 / calls

@@ -172,7 +172,7 @@ class Segment:
 
 
 def stays_inside(step: Sequence[StepRecord]) -> bool:
-    """Return whether each node kept to itself throughout a step, as with PeriodicAverage: no collective left one."""
+    """Return whether each node kept to itself throughout a step, as with LocalSGD: no collective left one."""
     return all(map(_stays_inside, _by_message(step)))
 
 
