@@ -55,9 +55,9 @@ def tower_names() -> list[str]:
 
 
 @contextmanager
-def changing(kind: type = Changing) -> Iterator[None]:
+def changing(kind: Any = Changing) -> Iterator[None]:
     """Let `kind` decide on rank 0, in registrations made meanwhile."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sync, "Search", kind)
-        patch.setattr(controller, "FIRST_CALENDAR", vars(kind)["first"])
+        patch.setattr(controller, "FIRST_CALENDAR", kind.first)
         yield
