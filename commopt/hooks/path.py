@@ -77,8 +77,7 @@ class BucketPath:
         if registration.joined is None:
             registration.join()
         steps = registration.steps
-        if device.type == "cuda" or registration.averages is not None:
-            registration.controller.require_repeatable(steps)
+        registration.controller.require_repeatable(steps)
         if registration.averages is not None:  # a rank without data, in DDP's join(), makes no forward before this
             registration.averages.take_turn()
         if registration.device is None:
