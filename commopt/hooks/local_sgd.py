@@ -18,6 +18,7 @@ from commopt.errors import ConfigurationError
 from commopt.feedback import BufferContext, Layout
 from commopt.groups import Team, WireBytes
 from commopt.lanes import LaneClient
+from commopt.schedule import reducer
 
 _log = logging.getLogger("commopt")
 
@@ -58,7 +59,7 @@ class ParameterAverages:
             )
         if self.client is None or self._averaged_at == self.steps or not self._average.averages_after(self.steps):
             return
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if reducer.is_capturing():
             self._average.check_capture(self.steps, self.client.team)
         self._averaged_at = self.steps
         self.run(self.client)
