@@ -102,7 +102,8 @@ class Controller:
         if self._measures and config.links is not None:
             require_prices(self._strategies, self._layouts.parameters, self._layouts.whole, team, config.links)
         if aggregator.tunes and config.plan == "ddp":
-            _log.warning("auto does not tune with plan='ddp': gradients are averaged as flat does; leave plan= out")
+            how = "flat does" if config.tuned is None else "tuned= says, and nobody watches"
+            _log.warning("auto does not tune with plan='ddp': gradients are averaged as %s; leave plan= out", how)
         self._warm_from = aggregator.start_step
         self._measuring.start_anew(self._first_calendar(0))
         if isinstance(config.plan, Plan):
