@@ -64,7 +64,7 @@ def draw(topology: Topology, path: str | Path) -> None:
     for wire in placed.wires:
         _wire(axes, wire)
     for arc in placed.arcs:
-        _arc(axes, arc, max(each.links for each in placed.arcs), len(placed.arcs))
+        _arc(axes, arc, max(each.links for each in placed.arcs))
     y = top + head_height
     for lines, points, weight in blocks:
         axes.text(left, y, "\n".join(lines), fontsize=points, weight=weight, color=_INK, va="top")
@@ -150,7 +150,7 @@ def _wire(axes: Any, wire: Wire) -> None:
     )
 
 
-def _arc(axes: Any, arc: Arc, most: int, arcs: int) -> None:
+def _arc(axes: Any, arc: Arc, most: int) -> None:
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path as Curve
 

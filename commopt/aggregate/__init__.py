@@ -4,7 +4,7 @@ from commopt.aggregate.auto import Auto, auto_of, families
 from commopt.aggregate.base import Aggregator, Call, Flat, Step, TwoHalves, Work, WorkKind, call, context_for, work
 from commopt.aggregate.compressed import Compressed
 from commopt.aggregate.hierarchical import Hierarchical
-from commopt.aggregate.local_sgd import LocalSGD, local_sgd_of
+from commopt.aggregate.local_sgd import LocalSGD
 from commopt.aggregate.powersgd import PowerSGD
 
 AGGREGATORS: dict[str, type[Aggregator]] = {
@@ -32,6 +32,5 @@ __all__ = [
     "call",
     "context_for",
     "families",
-    "local_sgd_of",
     "work",
 ]

@@ -129,8 +129,3 @@ class LocalSGD(Aggregator):
 
     def _stays_inside(self, team: TeamShape, step: int | None) -> bool:
         return team.node_count > 1 and (step is None or step >= self.start_step)
-
-
-def local_sgd_of(aggregator: object) -> LocalSGD | None:
-    """Return `aggregator` if it is a LocalSGD: only a hook can average parameters too."""
-    return aggregator if isinstance(aggregator, LocalSGD) else None

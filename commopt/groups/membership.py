@@ -205,7 +205,7 @@ class Membership:
     store: LimitedStore
     # Host-side counters: they advance alike on every rank because all ranks make the same calls.
     owners: count[int] = field(default_factory=count)
-    rounds: count[int] = field(default_factory=count)  # of standalone all_reduce, so that dice fall anew each time
+    rounds: count[int] = field(default_factory=count)  # of standalone all_reduce, so that each has other random bits
     # Per device type, since each has a lane of its own.
     submitted: Counter[str] = field(default_factory=Counter)
     checked: Counter[str] = field(default_factory=Counter)

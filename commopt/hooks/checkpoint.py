@@ -301,7 +301,7 @@ def _require_same_levels(parts: list[Mapping[str, Any]], registration: Registrat
 def _largest(registration: Registration, ranks: int, name: str) -> float:
     """Return the magnitude that a residual of a parameter may have.
 
-    All that `ranks` have kept of an element, of a worker and an owner each, is to be added to a gradient without
+    All that `ranks` have kept of an element, of a worker and a server each, is to be added to a gradient without
     becoming inf in the narrowest dtype on its way: else no step would ever be finite, and nothing could get better.
     """
     parameter = registration.layouts.parameters.get(name)

@@ -7,7 +7,6 @@ from commopt.recording.recorder import (
     Recorder,
     clock_for,
     current,
-    helping,
     primitive,
     running,
 )
@@ -24,7 +23,6 @@ __all__ = [
     "StepRecord",
     "clock_for",
     "current",
-    "helping",
     "primitive",
     "running",
 ]

@@ -86,7 +86,7 @@ def clock_for(device: torch.device) -> Clock:
 
 
 class Message:
-    """Work submitted to a lane; `spans` grows while it runs, from every thread that works for it."""
+    """Work submitted to a lane; `spans` grows while it runs."""
 
     __slots__ = ("buckets", "finished", "label", "mark", "nbytes", "queued", "spans", "started")
 
@@ -129,12 +129,7 @@ def current() -> Message | None:
 
 def running(message: Message | None) -> AbstractContextManager[None]:
     """Make `message` this thread's and mark where its work starts and ends; without an end when the work raises."""
-    return _nothing if message is None else _Working(message, marks=True)
-
-
-def helping(message: Message | None) -> AbstractContextManager[None]:
-    """Make `message`, which runs in another thread, this thread's too."""
-    return _nothing if message is None else _Working(message, marks=False)
+    return _nothing if message is None else _Working(message)
 
 
 def primitive(level: str, name: str, nbytes: int) -> AbstractContextManager[None]:
@@ -145,23 +140,21 @@ def primitive(level: str, name: str, nbytes: int) -> AbstractContextManager[None
 
 # Classes rather than generators: a third of the time, and these surround every collective.
 class _Working(AbstractContextManager[None]):
-    __slots__ = ("_before", "_marks", "_message")
+    __slots__ = ("_before", "_message")
 
-    def __init__(self, message: Message, marks: bool) -> None:
+    def __init__(self, message: Message) -> None:
         self._message = message
-        self._marks = marks
         self._before: Message | None = None
 
     def __enter__(self) -> None:
         self._before, _here.message = _here.message, self._message
-        if self._marks:
-            self._message.started = self._message.mark()
+        self._message.started = self._message.mark()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         _here.message = self._before
-        if self._marks and kind is None:
+        if kind is None:
             self._message.finished = self._message.mark()
 
 
