@@ -28,6 +28,7 @@ _RESUMING = "test_feedback_state.py::test_resuming_changes_no_bit"
 _DAMAGED = "test_feedback_damaged.py::"
 _PERIODIC = "test_periodic_training.py::"
 _FEATURE = "test_hook_ddp_features.py::test_feature_of_ddp"
+_CLUSTERS = "test_hook_ddp_features.py::test_other_clusters"
 _PLANS = "test_hook_plans.py::test_gradients_stay_right_while_plans_change"
 _COUNTED = "test_wire_bytes.py::test_promised_bytes_are_sent"
 
@@ -49,14 +50,14 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "auto": ("test_auto.py::test_switching_between_all_ways_loses_nothing[2+1]",),
     },
     "nothing is lost": {
-        "cast": (f"{_CONSERVATION}[inter bf16-2x2-float32]",),
+        "cast": (f"{_CONSERVATION}[bf16-2-bfloat16]",),
         "quantized": (
-            f"{_CONSERVATION}[inter 4 bits-2x2-bfloat16]",
+            f"{_CONSERVATION}[inter 4 bits-2x2 interleaved-bfloat16]",
             "test_feedback_formula.py::test_residuals_stay_bounded",
         ),
-        "onebit": (f"{_CONSERVATION}[inter onebit mean-2+1-float32]",),
-        "dgc": (f"{_CONSERVATION}[inter top 5%-2+1-float32]",),
-        "powersgd": (f"{_CONSERVATION}[inter rank 2-2x2-bfloat16]",),
+        "onebit": (f"{_CONSERVATION}[inter onebit rms-3x2-float32]",),
+        "dgc": (f"{_CONSERVATION}[inter top 5%-2+1 interleaved-float32]",),
+        "powersgd": (f"{_CONSERVATION}[inter rank 2-3x2-bfloat16]",),
         "auto": ("test_handover.py::test_nothing_is_lost_whatever_comes_next[2x2-names0]",),
     },
     "non-finite values reach every rank, and change no residual": {
@@ -71,12 +72,12 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "state follows the parameter": {
         "quantized": (
-            f"{_RESUMING}[inter 4 bits-2x2-False-]",
-            "test_feedback_state.py::test_another_world_takes_over_every_residual[inter 4 bits-2x2-3x2]",
+            f"{_RESUMING}[inter 4 bits, intra 8 bits-2x2-True-]",
+            "test_feedback_state.py::test_another_world_takes_over_every_residual[inter 4 bits, intra 8 bits-2x2-3x2]",
         ),
         "onebit": (f"{_RESUMING}[inter onebit rms-2+1-False-]",),
         "dgc": (f"{_RESUMING}[inter momentum-2x2-False-]",),
-        "powersgd": (f"{_RESUMING}[inter rank 2-2x2-True-]",),
+        "powersgd": (f"{_RESUMING}[inter rank 2-2x2-True-static_graph]",),
         "local_sgd": (f"{_PERIODIC}test_a_resumed_run_averages_at_the_same_steps",),
         "auto": ("test_auto.py::test_a_checkpoint_knows_the_tuning",),
     },
@@ -98,9 +99,15 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "auto": (f"{_DAMAGED}test_what_is_wrong_is_named_on_every_rank[8 bits]",),
     },
     "the returned tensor is legal": {
-        **{kind: (f"{_FEATURE}[several_buckets-{KINDS[kind].partition(':')[0]}]",) for kind in PRESETS_WITHOUT_AUTO},
+        **{
+            kind: (f"{_FEATURE}[several_buckets-{KINDS[kind].partition(':')[0]}]",)
+            for kind in ("flat", "quantized", "powersgd")
+        },
+        **{
+            kind: (f"{_CLUSTERS}[{KINDS[kind]}-2-(1, 1)]",)
+            for kind in ("hierarchical", "cast", "onebit", "dgc", "auto")
+        },
         "local_sgd": (f"{_PERIODIC}test_nodes_learn_by_themselves_and_meet[2+1]",),
-        "auto": ("test_hook_ddp_features.py::test_other_clusters[auto-2-None]",),
     },
     "accounting": {
         **_all(PRESETS_WITHOUT_AUTO, "test_cost_calls.py::test_calls_are_what_is_called[2x2]"),
