@@ -70,7 +70,7 @@ class LoneRank:
             self._step += 1
             self._store.begin_step()
         team: Team = self.team  # type: ignore[assignment]  # as good as one
-        account = context_for(self._aggregator, self._buckets[number], team, self._store, self._step, number)
-        scale = account.add_leftover(buffer, 1.0 / team.size)
-        self._aggregator.all_reduce(buffer, team, scale, account)
+        context = context_for(self._aggregator, self._buckets[number], team, self._store, self._step, number)
+        scale = context.add_leftover(buffer, 1.0 / team.size)
+        self._aggregator.all_reduce(buffer, team, scale, context)
         self._store.end_bucket([buffer], last=number + 1 == len(self._buckets))

@@ -119,7 +119,7 @@ def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     # Forked, because another user may not be allowed to read this Python.
     monkeypatch.setattr(sys, "stderr", os.fdopen(2, "w", closefd=False))
     receiver, sender = multiprocessing.Pipe(duplex=False)
-    child = multiprocessing.get_context("fork").Process(target=_as_nobody, args=(sender, ["script.py"]))
+    child = multiprocessing.get_context("fork").Process(target=_as_nobody, args=(sender, [__file__]))
     child.start()
     assert receiver.poll(20)
     status, message = receiver.recv()
@@ -429,3 +429,10 @@ def test_two_clusters_side_by_side() -> None:
         assert len(_traces(os.getpid())) >= 6
         assert first.link == second.link
     assert first is not second
+
+
+def test_a_script_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    from commopt.__main__ import main
+
+    assert main(["cluster", "no_such_script.py"]) == 2
+    assert "there is no file no_such_script.py; before the name of a module put -m" in capsys.readouterr().err

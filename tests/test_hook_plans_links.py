@@ -95,5 +95,5 @@ def test_attach_refuses_links_that_lack_a_level_on_every_rank(tmp_path: Path) ->
 
 
 def test_an_option_that_changes_nothing_says_so() -> None:
-    with pytest.warns(DeprecationWarning, match="needed_first=True changes nothing"):
+    with pytest.warns(FutureWarning, match="needed_first=True changes nothing"):
         BucketConfig.read(None, None, needed_first=True)

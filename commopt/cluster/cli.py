@@ -287,6 +287,8 @@ def run(arguments: argparse.Namespace) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _stop)
     command = [*(["-m"] if arguments.module else []), arguments.script, *arguments.arguments]
+    if not arguments.module and not Path(arguments.script).is_file():
+        return refuse("commopt cluster", f"there is no file {arguments.script}; before the name of a module put -m")
     try:
         ranks = _ranks_per_node(arguments.ranks_per_node)
         with Cluster(arguments.nodes, ranks, arguments.rate, arguments.delay) as cluster:

@@ -50,7 +50,7 @@ class HookState:
         Plan (or the path of one that was saved) is followed. Ranks that differ follow rank 0's.
     links: what messages cost, from `python -m commopt probe` (or the path of its file), the same on all ranks; None:
         "adaptive" tries it out.
-    needed_first: deprecated, changes nothing.
+    needed_first: changes nothing any more; True warns.
     tuned: for "auto", what an earlier tuning came to (or the path of its file): begun with, and watched.
     record: keep the times of all steps, for `timeline` and `report`; else only those that planning measures are kept.
         The same on all ranks.

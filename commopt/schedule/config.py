@@ -46,7 +46,7 @@ class BucketConfig:
             warnings.warn(
                 "needed_first=True changes nothing any more: DDP waits for every bucket before the optimizer, so no "
                 "order of them is faster; leave it out",
-                DeprecationWarning,
+                FutureWarning,
                 stacklevel=2,
             )
         config = cls(_read_plan(plan), _read_links(links), _read_tuned(tuned))
