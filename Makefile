@@ -48,14 +48,17 @@ plots: $(VENV)/.demo  ## every picture of bench/results again, into docs/images
 clean:
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
+# An editable installation knows the packages there were: it is made again when there is another.
+INSTALLED := pyproject.toml CMakeLists.txt constraints.txt $(wildcard csrc/*) $(wildcard commopt/*/__init__.py)
+
 $(BIN)/python:
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'The tested versions (constraints.txt) need Python 3.11 or newer: make PYTHON=python3.12 ...; commopt itself installs from 3.10 with pip install .')"
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.demo: $(BIN)/python pyproject.toml CMakeLists.txt constraints.txt $(wildcard csrc/*)
+$(VENV)/.demo: $(BIN)/python $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --editable '.[demo]'
 	touch $@
 
-$(VENV)/.dev: $(BIN)/python pyproject.toml CMakeLists.txt constraints.txt $(wildcard csrc/*)
+$(VENV)/.dev: $(BIN)/python $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	touch $@ $(VENV)/.demo

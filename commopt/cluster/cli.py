@@ -287,7 +287,7 @@ def run(arguments: argparse.Namespace) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _stop)
     command = [*(["-m"] if arguments.module else []), arguments.script, *arguments.arguments]
-    if not arguments.module and not Path(arguments.script).is_file():
+    if not arguments.module and not os.path.isfile(arguments.script):  # which takes any text for a path
         return refuse("commopt cluster", f"there is no file {arguments.script}; before the name of a module put -m")
     try:
         ranks = _ranks_per_node(arguments.ranks_per_node)
