@@ -124,7 +124,7 @@ def ways(preset: str) -> list[Way]:
 
 
 # preset, and how many functions there may be
-BOUNDS = [("hierarchical_quantized:bits=4", 26, 65, 200)]
+BOUNDS = [("hierarchical_quantized:bits=4", 19, 39, 130)]
 
 
 @pytest.mark.parametrize(("preset", "hook", "before", "step"), BOUNDS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -111,7 +111,7 @@ def _pieces(codec: Codec, numel: int, chunk_numel: int, device: torch.device) ->
 
 def _workplaces(codec: Codec, device: torch.device) -> Callable[[int], BlockCodec]:
     """Return where to get a BlockCodec for a number of blocks: the same one for the same number."""
-    return cache(lambda blocks: block_codec(codec, blocks, device))
+    return cache(partial(block_codec, codec, device=device))
 
 
 class _Rows:
