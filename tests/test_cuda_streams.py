@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -347,3 +347,19 @@ def test_a_lane_with_a_fault_is_found_out(name: str, monkeypatch: pytest.MonkeyP
     except AssertionError:  # of is_completed()
         return
     assert faults
+
+
+def test_tasks_without_a_device_stay_on_the_first_lane() -> None:
+    """Messages of another device than the first, such as buffers of a model, take no meeting to another lane."""
+    taken = []
+
+    def lane_of(where: torch.device) -> Any:
+        taken.append(where.type)
+        return Mock()
+
+    with device(), patch.object(registry, "lane_for", lane_of):
+        client = LaneClient(setup(), "test")
+        client.submit("bucket", lambda: None, torch.zeros(1, device="meta"))
+        client.submit("buffers", lambda: None, torch.zeros(1))
+        client.run(lambda: None, "meeting")
+    assert taken == ["meta", "cpu", "meta"]

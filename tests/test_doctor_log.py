@@ -523,7 +523,7 @@ def test_what_is_no_log_is_refused_in_one_line(
         ({"NCCL_TOPO_FILE": "/opt/microsoft/ndv5-topo.xml"}, "Azure"),
         ({"NCCL_TUNER_PLUGIN": "/shared/libnccl-ocituner.so.1.0.2"}, "Oracle"),
         ({"NCCL_TUNER_PLUGIN": "/home/me/libnccl-tuner.so", "NCCL_TOPO_FILE": "/home/me/topo.xml"}, None),
-        ({"NCCL_FASTRAK_IFNAME": "", "NCCL_TUNER_CONFIG_PATH": "/tmp/empty.txt", "NCCL_ALGO": "Ring"}, None),
+        ({"NCCL_FASTRAK_IFNAME": "", "NCCL_TUNER_CONFIG_PATH": "/home/me/empty.txt", "NCCL_ALGO": "Ring"}, None),
         ({}, None),
     ],
 )

@@ -212,7 +212,7 @@ def _fill(store: ResidualStore, saved: object, registration: Registration) -> _L
         "parameters": _digest(sorted(numels.items())),
         "buckets": _digest([pieces_of(layout) for layout in buffers]),
         "divisions": _digest(sorted(f"{path} {known}" for path, known in store.placed.items())),
-        "plan": _digest((plan, tuned)),
+        "plan": _digest((None if plan is None else plan.digest(), tuned)),
     }
     return _Loaded(first["steps"], buffers, plan, tuned, numels, facts)
 

@@ -116,7 +116,8 @@ class LaneClient:
         self.name = name
         self.closed = False
         self._sequence = count()
-        self._device: torch.device | None = None
+        self._device: torch.device | None = None  # of the last task
+        self._first_device: torch.device | None = None
         self._lane: Lane | None = None
 
     @classmethod
@@ -172,12 +173,14 @@ class LaneClient:
         # A lane lives as long as the world its process groups belong to.
         if self._lane is None or device != self._device or not membership.alive:
             self._device, self._lane = device, lane_for(device)
+            self._first_device = self._first_device or device
         operation = Operation(membership, self.name, next(self._sequence), what, numel, device.type)
         return self._lane.submit(operation, task, result, inputs)
 
     def run(self, task: Callable[[], None], what: str, device: torch.device | None = None) -> Work:
-        """Queue a task of another kind on the lane of `device`, by default the last one used; all ranks must."""
-        device = device or self._device or self.team.default_device
+        """Queue a task of another kind on the lane of `device`, by default the first one used; all ranks must."""
+        # Not the last one: parameters on another device than the gradients would take the meetings to another lane.
+        device = device or self._first_device or self.team.default_device
         return self.submit(what, task, torch.zeros(1, dtype=torch.float32, device=device))
 
     def require_open(self, what: str) -> None:

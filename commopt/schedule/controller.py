@@ -215,12 +215,12 @@ class Controller:
         step: int,
         device: torch.device,
         overhead_us: float,
-        fidelity: GradientCosine | None = None,
+        gradient_cosine: GradientCosine | None = None,
         store: ResidualStore | None = None,
     ) -> Meeting | None:
         """Return the meeting that is due after `step`, to be put on the lane by every rank; None if none is.
 
-        overhead_us: what the hook costs the host for each bucket. fidelity, store: see Meeting.
+        overhead_us: what the hook costs the host for each bucket. gradient_cosine, store: see Meeting.
         """
         self._settled = self._shown == self._buckets
         self._buckets, gradients, self._gradients = self._shown, self._gradients, []
@@ -257,7 +257,7 @@ class Controller:
             gradients=list(zip(self._buckets, gradients, strict=True)),
             taken=self._measuring.taken(),
             tuned=self.tuned,
-            fidelity=fidelity,
+            gradient_cosine=gradient_cosine,
             store=store,
         )
 

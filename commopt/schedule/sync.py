@@ -53,7 +53,7 @@ class Meeting:
 
     plan: the messages as they were sent. buckets: DDP's. settled: whether the last step had the buckets of the one
     before. movable: whether DDP can be given others. gradients: averages, with what lies where. taken: what was
-    measured here. fidelity, store: where to read how well compressed updates follow them; None where nothing is
+    measured here. gradient_cosine, store: where to read how well compressed updates follow them; None where nothing is
     compressed. tuned: what tuning has come to.
     """
 
@@ -70,7 +70,7 @@ class Meeting:
     gradients: Sequence[tuple[Layout, Tensor]]
     taken: Taken
     tuned: Tuned | None
-    fidelity: GradientCosine | None = None
+    gradient_cosine: GradientCosine | None = None
     store: ResidualStore | None = None
 
     @property
@@ -89,9 +89,9 @@ class Meeting:
 
     def quality(self) -> GradientQuality | None:
         """Return how well compressed updates follow the gradients; waits for the device."""
-        if self.fidelity is None or self.store is None:
+        if self.gradient_cosine is None or self.store is None:
             return None
-        return GradientQuality(self.fidelity.cosine(), self.store.stats()["residual_norm"])
+        return GradientQuality(self.gradient_cosine.cosine(), self.store.stats()["residual_norm"])
 
 
 class Sync:
