@@ -7,6 +7,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Tests and benchmarks start many processes, each of which would else compile commopt anew where bytecode is not kept.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-all durations lint types compile gpu bench plots clean
 

@@ -1,10 +1,9 @@
-"""What benchmarks train: the example's GPT, and models that look at images which need no download."""
+"""What benchmarks train: the example's GPT, and ResNet-50 on images which need no download."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -13,15 +12,14 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, relu
 from torch.nn.parallel import DistributedDataParallel
 
-from commopt import ConfigurationError
 from commopt.command_line import whole
 from examples.train_gpt import Training, add_model_options
 
 
 class Trainable(Protocol):
-    """A fresh model, its optimizer and this rank's batches; equal seeds start equal runs."""
+    """A fresh model under DDP or FSDP2, its optimizer and this rank's batches; equal seeds start equal runs."""
 
-    ddp: DistributedDataParallel
+    model: nn.Module
     optimizer: torch.optim.Optimizer
     device: torch.device
     evaluation: str
@@ -42,17 +40,16 @@ HELD_OUT_IMAGES = 64
 
 
 class ImageTraining:
-    """As examples.train_gpt.Training, of a model that maps images [batch, 3, pixels, pixels] to logits.
+    """As examples.train_gpt.Training, of ResNet-50."""
 
-    build: makes the model, given `pixels`.
-    """
-
-    def __init__(self, options: argparse.Namespace, device: torch.device, build: Callable[[int], nn.Module]) -> None:
+    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
         torch.manual_seed(options.seed)
-        model = build(options.pixels).to(device)
-        self.ddp = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
+        model = ResNet50().to(device)
+        self.model: nn.Module = DistributedDataParallel(
+            model, device_ids=[device.index] if device.type == "cuda" else None
+        )
         self.optimizer: torch.optim.Optimizer = torch.optim.SGD(
-            self.ddp.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-5
+            self.model.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-5
         )
         self.device, self.batch, self.pixels = device, options.batch, options.pixels
         self.patterns = torch.randn(PATTERNS, 3, self.pixels, self.pixels)
@@ -65,7 +62,7 @@ class ImageTraining:
     def step(self) -> Tensor:
         """Do one optimizer step on this rank's next batch; return this rank's loss, still on the device."""
         images, labels = self._images(self.batch, self.draws)
-        loss = cross_entropy(self.ddp(images), labels)
+        loss = cross_entropy(self.model(images), labels)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         self.optimizer.step()
@@ -79,7 +76,8 @@ class ImageTraining:
         """
         images, labels = self.held_out
         mine = slice(dist.get_rank(), None, dist.get_world_size())
-        total = cross_entropy(self.ddp.module(images[mine]), labels[mine], reduction="sum")
+        model = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
+        total = cross_entropy(model(images[mine]), labels[mine], reduction="sum")
         dist.all_reduce(total)
         return float(total / HELD_OUT_IMAGES)
 
@@ -150,73 +148,9 @@ class ResNet50(nn.Module):
         return logits
 
 
-# Configuration A of Simonyan and Zisserman, arXiv 1409.1556, table 1; None is a max pooling.
-_LAYERS = (64, None, 128, None, 256, 256, None, 512, 512, None, 512, 512, None)
-_HIDDEN = 2048  # half of the paper's, and one position in place of 7 x 7: an eighth of its parameters
-
-
-class VGG11(nn.Module):
-    """16.5 million parameters in 38 tensors: images [batch, 3, height, width] in, logits [batch, 1000] out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layers: list[nn.Module] = []
-        channels = 3
-        for width in _LAYERS:
-            if width is None:
-                layers.append(nn.MaxPool2d(2, ceil_mode=True))
-                continue
-            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
-            channels = width
-        layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
-        for _ in range(2):
-            layers += [nn.Linear(channels, _HIDDEN), nn.ReLU(inplace=True)]
-            channels = _HIDDEN
-        self.layers = nn.Sequential(*layers, nn.Linear(channels, CLASSES))
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Map images to logits."""
-        logits: Tensor = self.layers(images)
-        return logits
-
-
-_PATCH = 8  # pixels
-_WIDTH = 256
-_DEPTH = 6
-_HEADS = 4
-
-
-class ViT(nn.Module):
-    """5 million parameters: images [batch, 3, pixels, pixels] in, logits [batch, 1000] out.
-
-    As in Dosovitskiy et al., arXiv 2010.11929, section 3.1, with the mean over patches in place of a class token.
-    Raises ConfigurationError when the image is not made of whole patches.
-    """
-
-    def __init__(self, pixels: int) -> None:
-        super().__init__()
-        if pixels < _PATCH or pixels % _PATCH:
-            raise ConfigurationError(f"--pixels {pixels} must be a multiple of a patch, {_PATCH}; take 32")
-        self.patches = nn.Conv2d(3, _WIDTH, _PATCH, _PATCH)
-        self.positions = nn.Parameter(0.02 * torch.randn((pixels // _PATCH) ** 2, _WIDTH))
-        layer = nn.TransformerEncoderLayer(
-            _WIDTH, _HEADS, 4 * _WIDTH, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
-        )
-        self.blocks = nn.TransformerEncoder(layer, _DEPTH, enable_nested_tensor=False)
-        self.head = nn.Sequential(nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, CLASSES))
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Map images to logits."""
-        tokens = self.patches(images).flatten(2).transpose(1, 2) + self.positions
-        logits: Tensor = self.head(self.blocks(tokens).mean(dim=1))
-        return logits
-
-
 MODELS: dict[str, Callable[[argparse.Namespace, torch.device], Trainable]] = {
     "gpt": Training,
-    "resnet50": partial(ImageTraining, build=lambda pixels: ResNet50()),
-    "vgg11": partial(ImageTraining, build=lambda pixels: VGG11()),
-    "vit": partial(ImageTraining, build=ViT),
+    "resnet50": ImageTraining,
 }
 
 
@@ -227,4 +161,4 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_model_options(parser)
 
 
-__all__ = ["MODELS", "VGG11", "ImageTraining", "ResNet50", "Trainable", "ViT", "add_options"]
+__all__ = ["MODELS", "ImageTraining", "ResNet50", "Trainable", "add_options"]

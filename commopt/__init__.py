@@ -1,4 +1,4 @@
-"""Data-parallel training that stays fast on slow networks: DDP communication hooks and a standalone allreduce."""
+"""Data-parallel training that stays fast on slow networks: with DDP, with FSDP2, and a standalone all_reduce."""
 
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -18,12 +18,17 @@ from commopt.groups import NcclOptions, WireBytes
 from commopt.hooks import (
     PRESETS,
     Checkpointed,
+    CommState,
     DistributedDataParallel,
     HookState,
     Preset,
     attach,
-    auto,
     build_preset,
+    hook,
+    merged_state,
+)
+from commopt.hooks.presets import (
+    auto,
     dgc,
     flat,
     hierarchical,
@@ -32,8 +37,6 @@ from commopt.hooks import (
     hierarchical_onebit,
     hierarchical_powersgd,
     hierarchical_quantized,
-    hook,
-    merged_state,
     onebit,
     powersgd,
     quantized,
@@ -45,6 +48,7 @@ from commopt.version import __version__
 if TYPE_CHECKING:
     from commopt.collectives import Communicator, Work, all_reduce
     from commopt.cost import Links
+    from commopt.sharded import Weights
     from commopt.timeline import Report, Timeline
 
 # Loaded when they are first used: no hook needs them.
@@ -53,6 +57,7 @@ _LATER = {
     "Links": "commopt.cost",
     "Report": "commopt.timeline",
     "Timeline": "commopt.timeline",
+    "Weights": "commopt.sharded",
     "Work": "commopt.collectives",
     "all_reduce": "commopt.collectives",
 }
@@ -87,6 +92,7 @@ __all__ = [
     "BufferContext",
     "Cast",
     "Checkpointed",
+    "CommState",
     "CommoptError",
     "Communicator",
     "Compressed",
@@ -112,6 +118,7 @@ __all__ = [
     "Timeline",
     "TransportError",
     "UnsupportedTensorError",
+    "Weights",
     "WireBytes",
     "Work",
     "__version__",

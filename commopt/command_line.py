@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from ast import literal_eval
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import isfinite
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, TypeVar
@@ -57,21 +57,6 @@ def rich_console(stream: TextIO) -> Any | None:
     return Console(file=stream, soft_wrap=True, highlight=False)
 
 
-def print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[object]], stream: TextIO) -> None:
-    """Print a table of numbers: with rules where rich is installed, else with tabs."""
-    cells = [[str(cell) for cell in row] for row in rows]
-    console = rich_console(stream)
-    if console is None:
-        stream.write("".join(f"{line}\n" for line in (title, *("\t".join(row) for row in (headings, *cells)))))
-        return
-    from rich.table import Column, Table
-
-    table = Table(*(Column(heading, justify="right") for heading in headings), title=title)
-    for row in cells:
-        table.add_row(*row)
-    console.print(table)
-
-
 def reader_has_gone() -> None:
     """Let stdout lead nowhere after a BrokenPipeError (`| head` has seen enough), else Python complains at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -89,17 +74,18 @@ def whole(least: int = 0, most: int = _MOST) -> Callable[[str], int]:
     return parse
 
 
-def number(above: float = 0.0, most: float = float(_MOST)) -> Callable[[str], float]:
-    """Return a `type=` for finite numbers that are more than `above` and at most `most`."""
+def number(above: float = 0.0, most: float = float(_MOST), least: float | None = None) -> Callable[[str], float]:
+    """Return a `type=` for finite numbers that are more than `above`, or at least `least`, and at most `most`."""
+    from_where = f"more than {above:g}" if least is None else f"at least {least:g}"
 
     def parse(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
             value = float("nan")
-        if not (isfinite(value) and above < value <= most):
+        if not (isfinite(value) and (above < value if least is None else least <= value) and value <= most):
             raise argparse.ArgumentTypeError(
-                f"{text[:_LONGEST]!r} is not a number that is more than {above:g} and at most {most:g}"
+                f"{text[:_LONGEST]!r} is not a number that is {from_where} and at most {most:g}"
             )
         return value
 
@@ -107,13 +93,13 @@ def number(above: float = 0.0, most: float = float(_MOST)) -> Callable[[str], fl
 
 
 def parse_nbytes(text: str) -> int:
-    """Return the bytes meant by `1024`, `4K`, `1.5M` or `1G` (powers of 1024); raises ConfigurationError."""
+    """Return the bytes meant by `1024`, `4K`, `1.5M` or `1G` (powers of 1024), as a `type=`."""
     match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)([KMG]?)(?:I?B)?", text.strip().upper())
-    if match is None:
-        raise ConfigurationError(f"{text[:_LONGEST]!r} is not a number of bytes; write 1024, 4K, 32M or 1G")
-    nbytes = int(float(match[1]) * _UNITS[match[2]])
-    if nbytes > _MOST:
-        raise ConfigurationError(f"{text!r} is more than {_MOST >> 40} TiB; pass less")
+    nbytes = int(float(match[1]) * _UNITS[match[2]]) if match else 0
+    if not 1 <= nbytes <= _MOST:
+        raise argparse.ArgumentTypeError(
+            f"{text[:_LONGEST]!r} is not a number of bytes, 1 to {_MOST >> 40} TiB; write 1024, 4K, 32M or 1G"
+        )
     return nbytes
 
 

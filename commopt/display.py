@@ -1,12 +1,9 @@
-"""What commands show: tables, and the formats of pictures."""
+"""The tables that commands show."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TextIO
-
-from commopt.errors import ConfigurationError
 
 
 def aligned(headings: Sequence[str], rows: Sequence[Sequence[str]], left: int = 0) -> list[str]:
@@ -33,17 +30,4 @@ def aligned(headings: Sequence[str], rows: Sequence[Sequence[str]], left: int = 
 def show_table(title: str, rows: Sequence[Sequence[str]], left: int, caption: str, stream: TextIO) -> None:
     """Print rows under the first of them, whose cells are headings; the first `left` columns are text."""
     headings = [cell.replace(" ", "\n", 1) for cell in rows[0]]
-    print(title, *aligned(headings, rows[1:], left), caption, sep="\n", file=stream)
-
-
-FORMATS = (".svg", ".png", ".pdf")
-
-
-def require_drawable(path: Path) -> None:
-    """Raise ConfigurationError for a file whose format is none of FORMATS, and where matplotlib is missing."""
-    if path.suffix.lower() not in FORMATS:
-        raise ConfigurationError(f"{path}: no format to draw in; pass a name that ends in {', '.join(FORMATS)}")
-    try:
-        import matplotlib  # noqa: F401  (asked for, not used)
-    except ImportError:
-        raise ConfigurationError("a picture needs matplotlib: pip install matplotlib") from None
+    print(title, *aligned(headings, rows[1:], left), *filter(None, [caption]), sep="\n", file=stream, flush=True)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import is_dataclass
+from itertools import repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from commopt.errors import ConfigurationError
 
@@ -67,9 +69,9 @@ def one_line_each(content: Mapping[str, Any]) -> str:
 
 def load(text: str, what: str, format_number: int) -> Mapping[str, Any]:
     """Return the JSON object in `text`; raises ConfigurationError unless it has this format number."""
-    document = parse(text, what, "write it with to_json()")
+    document = parse(text, what, "it must be what to_json() returned")
     if not isinstance(document, dict):
-        raise ConfigurationError(f"{what}: a {type(document).__name__} instead of an object; write it with to_json()")
+        raise ConfigurationError(f"{what}: a {type(document).__name__} instead of an object, as to_json() returns")
     if document.get("format") != format_number:
         raise ConfigurationError(
             f"{what}: format {document.get('format')!r}, but this commopt reads format {format_number}; "
@@ -78,15 +80,46 @@ def load(text: str, what: str, format_number: int) -> Mapping[str, Any]:
     return document
 
 
-def field(document: Any, name: str, kind: type, where: str) -> Any:
-    """Return `document[name]`, which must be a `kind` (an int counts as a float, a bool as neither)."""
-    if not isinstance(document, dict) or name not in document:
-        raise ConfigurationError(f'{where}: "{name}" is missing; write it with to_json()')
-    value = document[name]
-    number = kind in (int, float) and isinstance(value, (int, kind)) and not isinstance(value, bool)
-    if not number and (kind in (int, float) or not isinstance(value, kind)):
-        raise ConfigurationError(f'{where}: "{name}" is {value!r}; it must be of type {kind.__name__}')
+def read_as(kind: Any, value: Any, where: str) -> Any:
+    """Return `value`, a part of a JSON document, as a `kind`.
+
+    kind: a dataclass or NamedTuple, a tuple, X | None, Any, text, a number or a bool. Raises ConfigurationError, which
+    says where, for anything else. An object may lack what its dataclass has a default for, and may have more than that
+    knows.
+    """
+    inner = get_args(kind)
+    if kind is Any:
+        return value
+    if type(None) in inner:
+        return None if value is None else read_as(inner[0], value, where)
+    if get_origin(kind) is tuple:
+        any_number = inner[-1] is ...
+        fits = isinstance(value, list) and (any_number or len(value) == len(inner))
+        _require(fits, value, where, "a list" if any_number else f"a list of {len(inner)}")
+        kinds = repeat(inner[0]) if any_number else inner
+        return tuple(
+            read_as(each, item, f"{where}[{n}]") for n, (each, item) in enumerate(zip(kinds, value, strict=False))
+        )
+    if is_dataclass(kind) or hasattr(kind, "_fields"):
+        _require(isinstance(value, dict), value, where, "an object")
+        given = {}
+        for name, each in get_type_hints(kind).items():
+            if name in value:
+                given[name] = read_as(each, value[name], f"{where}, {name}")
+            elif name not in vars(kind) or hasattr(kind, "_fields"):  # a dataclass has its defaults as attributes
+                raise ConfigurationError(f'{where}: "{name}" is missing; it must be what to_json() returned')
+        return kind(**given)
+    number = isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool)
+    _require(isinstance(value, bool) if kind is bool else number, value, where, _CALLED[kind])
     return value
+
+
+_CALLED = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+
+
+def _require(holds: bool, value: object, where: str, what: str) -> None:
+    if not holds:
+        raise ConfigurationError(f"{where} is {value!r:.80}; it must be {what}")
 
 
 def require_text(value: object, what: str) -> None:

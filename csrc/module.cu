@@ -15,7 +15,6 @@
 #include "dequantize.cuh"
 #include "factors.cuh"
 #include "lowrank.cuh"
-#include "pack.cuh"
 #include "quantize.cuh"
 #include "requantize.cuh"
 #include "sparse_accumulate.cuh"
@@ -42,10 +41,6 @@ Kernel describe(void (*entry)(Parameters...)) {
 
 const std::map<std::string, Kernel>& kernels() {
     static const std::map<std::string, Kernel> table = {
-        KERNEL(transfer_bits_32), KERNEL(transfer_bits_16),
-        KERNEL(transfer_f32_f32), KERNEL(transfer_f32_f16), KERNEL(transfer_f32_bf16),
-        KERNEL(transfer_f16_f32), KERNEL(transfer_f16_f16), KERNEL(transfer_f16_bf16),
-        KERNEL(transfer_bf16_f32), KERNEL(transfer_bf16_f16), KERNEL(transfer_bf16_bf16),
         KERNEL(encode_uniform8), KERNEL(encode_uniform4), KERNEL(encode_uniform2), KERNEL(encode_companded4),
         KERNEL(encode_centroids2), KERNEL(encode_sign_mean), KERNEL(encode_sign_rms),
         KERNEL(encode_uniform8_stochastic), KERNEL(encode_uniform4_stochastic), KERNEL(encode_uniform2_stochastic),

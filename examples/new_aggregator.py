@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commopt
-from commopt import AGGREGATORS, PRESETS, Aggregator, BufferContext, Layout, Preset
-from commopt.aggregate import Step, call, work
+from commopt import AGGREGATORS, PRESETS, Aggregator, BufferContext, Preset
+from commopt.aggregate import Buffer, Step, call, work
 from commopt.groups import Team, TeamShape
 
 
@@ -49,19 +49,13 @@ class InOrder(Aggregator):
         buffer.copy_(sent[:numel])
 
     # 3. The same as data: (what, bytes) of this rank. The tuner prices it, the simulator runs it, statistics count it.
-    def calls(
-        self,
-        layout: Layout,
-        dtype: torch.dtype,
-        team: TeamShape,
-        device: torch.device | None = None,
-        step: int | None = None,
-    ) -> tuple[Step, ...]:
+    def calls(self, buffer: Buffer, team: TeamShape) -> tuple[Step, ...]:
         """Return an all_to_all of everything and an all_gather of this rank's chunk, with a copy before and after."""
-        if layout.numel == 0:
+        numel = buffer.layout.numel
+        if numel == 0:
             return ()
-        chunk_nbytes = -(-layout.numel // team.size) * dtype.itemsize
-        copy = work("copy", "", layout.numel)
+        chunk_nbytes = -(-numel // team.size) * buffer.dtype.itemsize
+        copy = work("copy", "", numel)
         exchange = call(team, "all_to_all", chunk_nbytes * team.size)
         return (copy, *exchange, *call(team, "all_gather", chunk_nbytes), copy) if team.size > 1 else ()
 

@@ -50,13 +50,13 @@ class Training:
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
         torch.manual_seed(options.seed)
         model = build_model().to(device)
-        self.ddp = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
+        self.model = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
         learning_rate = options.learning_rate or LEARNING_RATES[options.optimizer]
         self.optimizer: torch.optim.Optimizer
         if options.optimizer == "sgd":
-            self.optimizer = torch.optim.SGD(self.ddp.parameters(), learning_rate, options.momentum)
+            self.optimizer = torch.optim.SGD(self.model.parameters(), learning_rate, options.momentum)
         else:
-            self.optimizer = torch.optim.AdamW(self.ddp.parameters(), learning_rate)
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), learning_rate)
         self.decay = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1.0, 0.0, options.steps)  # to zero at the end
         (self.images, self.labels), self.held_out = ([x.to(device) for x in part] for part in load_images())
         self.batches = self._batches(options.batch, torch.Generator().manual_seed(options.seed))
@@ -73,7 +73,7 @@ class Training:
     def step(self) -> Tensor:
         """Do one optimizer step on this rank's next batch; return this rank's loss, still on the device."""
         chosen = next(self.batches)
-        loss = cross_entropy(self.ddp(self.images[chosen]), self.labels[chosen])
+        loss = cross_entropy(self.model(self.images[chosen]), self.labels[chosen])
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()  # gradients are averaged in here, while it runs
         self.optimizer.step()
@@ -85,7 +85,7 @@ class Training:
         """Return the share of held-out images that are recognized, and the loss in nats; all ranks take a part."""
         mine = slice(dist.get_rank(), None, dist.get_world_size())
         images, labels = (x[mine] for x in self.held_out)
-        logits = self.ddp.module(images)
+        logits = self.model.module(images)
         right = (logits.argmax(1) == labels).sum()
         totals = torch.stack([right, cross_entropy(logits, labels, reduction="sum")])
         dist.all_reduce(totals)
@@ -122,7 +122,7 @@ def main() -> None:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     training = Training(options, device)
     if options.hook != "ddp":
-        commopt.attach(training.ddp, options.hook)  # <- this is all it takes
+        commopt.attach(training.model, options.hook)  # <- this is all it takes
     for step in range(1, options.steps + 1):
         training.step()
         if step % 50 == 0 or step == options.steps:

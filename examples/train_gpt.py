@@ -1,4 +1,4 @@
-"""Train a small GPT with DDP, and choose how its gradients are averaged.
+"""Train a small GPT with DDP or FSDP2 (--parallel), and choose how its gradients are averaged.
 
     torchrun --nproc-per-node 2 examples/train_gpt.py --strategy hierarchical --seconds 60
 
@@ -6,7 +6,7 @@ The model reads bytes (no tokenizer, no download): the source text of Python's o
 parameters learn the shape of Python code within minutes on a laptop. On several machines start the same command on
 each, with torchrun's --nnodes, --node-rank and --master-addr; commopt finds out by itself which ranks share a machine.
 
-The one line that matters is in `choose_averaging`. Everything else is an ordinary DDP training script.
+The one line that matters is in `choose_averaging`. Everything else is an ordinary training script.
 """
 
 # No `from __future__ import annotations`: what you copy from here may be a hook, whose annotations DDP reads.
@@ -31,7 +31,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commopt
 
-STRATEGIES = ("ddp", "noop", *commopt.PRESETS)
+PARALLEL = ("ddp", "hsdp", "fsdp")
+STRATEGIES = (*PARALLEL, "noop", *commopt.PRESETS)
 
 VOCABULARY = 256  # bytes
 CORPUS_BYTES = 8 * 2**20
@@ -117,14 +118,39 @@ def strategy_name(text: str) -> str:
     return text
 
 
-def choose_averaging(ddp: DistributedDataParallel, strategy: str, **options: Any) -> commopt.HookState | None:
-    """Make `ddp` average gradients by `strategy`; every rank must call this with the same name and options."""
-    if strategy == "ddp":  # stock DDP: one all_reduce per bucket over all ranks
+def choose_averaging(model: nn.Module, strategy: str, **options: Any) -> commopt.CommState | None:
+    """Make `model` average gradients by `strategy`; every rank must call this with the same name and options."""
+    if strategy in PARALLEL:  # torch's own averages
         return None
-    if strategy == "noop":  # no averaging: every rank learns alone, which shows what communication costs
-        ddp.register_comm_hook(None, noop_hook)
+    if strategy == "noop":  # no averaging between nodes, which shows what communication costs
+        if isinstance(model, DistributedDataParallel):
+            model.register_comm_hook(None, noop_hook)
         return None
-    return commopt.attach(ddp, strategy, **options)  # <- this is all it takes; options are not needed
+    return commopt.attach(model, strategy, **options)  # <- this is all it takes; options are not needed
+
+
+def parallelize(model: "GPT", parallel: str, device: torch.device) -> nn.Module:
+    """Return the model under DDP; sharded inside each node ("hsdp"), or over all ranks ("fsdp"), by FSDP2.
+
+    "node" is "hsdp" whose nodes do not communicate.
+    """
+    if parallel == "ddp":
+        return DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
+    from torch.distributed.device_mesh import init_device_mesh  # which DDP does not need
+    from torch.distributed.fsdp import fully_shard
+
+    world, local = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if world % local:
+        raise SystemExit(f"--parallel {parallel} needs equal nodes; {world} ranks are not a multiple of {local}")
+    mesh = init_device_mesh(device.type, (world // local, local), mesh_dim_names=("replicate", "shard"))
+    if parallel == "fsdp":
+        mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
+    elif parallel == "node":
+        mesh = mesh["shard"]
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
 
 
 # -------------------------------------------------------------------------------- 4. the training
@@ -136,14 +162,14 @@ class Training:
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
         torch.manual_seed(options.seed)
         model = GPT(options.layers, options.width, options.context).to(device)
-        self.ddp = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
+        self.model: nn.Module = parallelize(model, options.parallel, device)
         learning_rate = options.learning_rate or LEARNING_RATES[options.optimizer]
         self.optimizer: torch.optim.Optimizer
         if options.optimizer == "sgd":
-            self.optimizer = torch.optim.SGD(self.ddp.parameters(), learning_rate, options.momentum, fused=True)
+            self.optimizer = torch.optim.SGD(self.model.parameters(), learning_rate, options.momentum, fused=True)
         else:
             self.optimizer = torch.optim.AdamW(
-                self.ddp.parameters(), learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+                self.model.parameters(), learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True
             )
         linear = torch.optim.lr_scheduler.LinearLR
         schedules = [linear(self.optimizer, 1 / WARM_UP_STEPS, total_iters=WARM_UP_STEPS)]
@@ -160,7 +186,7 @@ class Training:
         """Do one optimizer step on this rank's next batch; return this rank's loss, still on the device."""
         starts = torch.randint(len(self.train) - self.context, (self.batch,), generator=self.draws)
         tokens, targets = windows_at(self.train, starts, self.context, self.device)
-        loss = cross_entropy(self.ddp(tokens).flatten(0, 1), targets.flatten())
+        loss = cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten())
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()  # gradients are averaged in here, while it runs
         self.optimizer.step()
@@ -173,7 +199,8 @@ class Training:
         starts = torch.linspace(0, len(self.held_out) - self.context - 1, HELD_OUT_WINDOWS).long()
         mine = starts[dist.get_rank() :: dist.get_world_size()]
         tokens, targets = windows_at(self.held_out, mine, self.context, self.device)
-        total = cross_entropy(self.ddp.module(tokens).flatten(0, 1), targets.flatten(), reduction="sum")
+        model = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
+        total = cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), reduction="sum")
         dist.all_reduce(total)
         return float(total / (HELD_OUT_WINDOWS * self.context))
 
@@ -187,6 +214,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--context", type=int, default=64, help="bytes the model sees (default 64)")
+    parser.add_argument("--parallel", choices=PARALLEL, default="ddp", help="how the model is spread (default ddp)")
     parser.add_argument("--batch", type=int, default=2, help="windows per rank and step (default 2)")
     parser.add_argument("--optimizer", choices=LEARNING_RATES, default="adamw")
     parser.add_argument("--momentum", type=float, default=0.9, help="of SGD; 0 when the hook has its own (default 0.9)")
@@ -250,7 +278,7 @@ def main() -> None:
 
     device = start_process_group()
     training = Training(options, device)
-    state = choose_averaging(training.ddp, options.strategy)
+    state = choose_averaging(training.model, options.strategy)
     step, done, message = 0, 0.0, options.strategy
     started = time.monotonic()
     with progress_bar() as show:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
-from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -25,7 +25,9 @@ from commopt import (
     Quantize,
 )
 from commopt.aggregate.hierarchical import Form
-from tests.ranks import Nodes
+from tests.ranks import Nodes, run
+
+T = TypeVar("T")
 
 # name: (world size, nodes); ranks are dealt to nodes in blocks unless they are listed one by one.
 LAYOUTS: dict[str, tuple[int, Nodes | None]] = {
@@ -40,6 +42,12 @@ LAYOUTS: dict[str, tuple[int, Nodes | None]] = {
     "2x2 interleaved": (4, ((0, 2), (1, 3))),
     "2+1 interleaved": (3, ((0, 2), (1,))),
 }
+
+
+def run_on(layout: str, fn: Callable[..., T], *args: object, **options: Any) -> list[T]:
+    """Return what `fn` returns on each rank of one of LAYOUTS; see tests.ranks.run."""
+    world_size, nodes = LAYOUTS[layout]
+    return run(fn, world_size, *args, nodes=nodes, **options)
 
 
 # All their combinations would be too many; a compressor that is not listed is tried as it is by default.
@@ -57,12 +65,6 @@ _WORTH_TRYING: dict[type[Compressor], list[Compressor]] = {
 }
 
 
-_COMPRESSED_INSIDE = [
-    Hierarchical(intra=Compressed(Cast(torch.bfloat16))),
-    Hierarchical(inter=Compressed(Quantize(4)), intra=Compressed(Quantize(8))),
-]
-
-
 def compressors() -> list[Compressor]:
     """Return every registered compressor in every configuration worth trying."""
     return [made for kind in COMPRESSORS.values() for made in _WORTH_TRYING.get(kind) or [kind()]]
@@ -72,15 +74,14 @@ def aggregators(name: str | None = None) -> list[Aggregator]:
     """Return every configuration of one registered aggregator, or of all; inner aggregators nest one level."""
     kinds = AGGREGATORS.values() if name is None else [AGGREGATORS[name]]
     leaves = [made for kind in AGGREGATORS.values() if not _nests(kind) for made in _variants(kind, inner=[])]
-    made = [aggregator for kind in kinds for aggregator in _variants(kind, inner=leaves)]
-    return made + [aggregator for aggregator in _COMPRESSED_INSIDE if type(aggregator) in kinds]
+    return [aggregator for kind in kinds for aggregator in _variants(kind, inner=leaves)]
 
 
 def representatives() -> list[Aggregator]:
     """Return one aggregator of every kind, every compressor among them, where all would take too long."""
     wires = [*(Compressed(made) for made in compressors()), PowerSGD()]
     forms: list[Aggregator] = [Hierarchical(form=form) for form in get_args(Form)]
-    return [Flat(), *wires, *forms, *(Hierarchical(inter=wire) for wire in wires[::2]), *_COMPRESSED_INSIDE]
+    return [Flat(), *wires, *forms, *(Hierarchical(inter=wire) for wire in wires[::2])]
 
 
 def uses_compression(aggregator: Any) -> list[Compressor]:

@@ -22,3 +22,14 @@ def leader_us(nbytes: float, nodes: int, per_node: int, intra: Link, inter: Link
     """reduce to one rank, a ring of everything over these ranks, broadcast; `inter` is what one rank has alone."""
     inside_us = sum(ring(primitive, per_node).time_us(nbytes, intra) for primitive in ("reduce", "broadcast"))
     return inside_us + ring_us(nbytes, nodes, inter)
+
+
+def ring_over_nodes_us(nbytes: float, nodes: int, per_node: int, intra: Link, inter: Link) -> float:
+    """A ring that crosses to the next node once in L hops; `inter` is what a whole node sends.
+
+    2 (N-1) alpha_n + 2 N (L-1) alpha_i + 2 (P-1)/P S max(beta_n, beta_i)
+    """
+    latency_us = 2 * (nodes - 1) * inter.alpha_us + 2 * nodes * (per_node - 1) * intra.alpha_us
+    ranks = nodes * per_node
+    used = [link.beta_us_per_byte for link, count in ((inter, nodes), (intra, per_node)) if count > 1]
+    return latency_us + ring("all_reduce", ranks).volume * nbytes * max(used, default=0.0)

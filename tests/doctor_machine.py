@@ -53,15 +53,11 @@ def basics(tree: Tree) -> Tree:
     """Everything outside PCI that a healthy machine has."""
     tree.write("proc/self/limits", LIMITS)
     tree.write("proc/self/status", STATUS)
-    tree.write("proc/self/mounts", "shm /dev/shm tmpfs rw,nosuid,nodev,size=16777216k 0 0")
-    tree.write("proc/meminfo", "MemTotal:       131072000 kB")
     tree.write("proc/cmdline", "quiet")
     tree.write("proc/net/route", ROUTES)
-    tree.write("var/log/kern.log", "kernel: [    0.000000] Linux version 6.8.0-45-generic")
+    tree.write("dev/kmsg", "6,0,0,-;Linux version 6.8.0-45-generic")
     tree.write("proc/sys/kernel/osrelease", "6.8.0-45-generic")
     tree.write("proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15")
-    tree.write("proc/sys/net/ipv4/ip_local_port_range", "32768\t60999")
-    tree.write("proc/sys/net/ipv4/tcp_congestion_control", "cubic")
     for name in ("rmem_max", "wmem_max"):
         tree.write(f"proc/sys/net/core/{name}", 67108864)
     for name in ("tcp_rmem", "tcp_wmem"):
@@ -136,9 +132,10 @@ def look(
     environ: Mapping[str, str] | None = None,
     nvml: NvmlFacts = NVML,
     software: Software = SOFTWARE,
+    shm_bytes: int | None = 16 << 30,
 ) -> Machine:
-    """The machine as `observe` sees it, with the answers of NVML and torch that a fixture tree cannot give."""
-    return replace(observe(tree.root, environ or {}), nvml=nvml, software=software)
+    """The machine as `observe` sees it, with what a fixture tree cannot give: NVML, torch, the size of /dev/shm."""
+    return replace(observe(tree.root, environ or {}), nvml=nvml, software=software, shm_bytes=shm_bytes)
 
 
 def troubles(findings: list[Finding]) -> set[tuple[str, str]]:

@@ -6,26 +6,25 @@ import ctypes
 import fcntl
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from shutil import which
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from commopt.kernels import lowrank, pack, quantize, sources, sparse
+from commopt.kernels import loader, sources
+from commopt.kernels.codec import DTYPES
 from commopt.kernels.loader import Arguments, Loader
-from commopt.kernels.pack import _rows
 
 _HEADER = Path(__file__).with_suffix(".hpp")
 _RUN = """
 extern "C" void run_{kernel}({parameters}, unsigned grid, unsigned block) {{
-    emulator::{launch}(grid, block, [&] {{ {kernel}({names}); }});
+    emulator::launch(grid, block, [&] {{ {kernel}({names}); }});
 }}
 """
 
@@ -121,27 +120,21 @@ def _load(built: Path) -> ctypes.CDLL:
     return library
 
 
-def launched_by(loader: Loader, module: ModuleType) -> Any:
-    """Have the wrappers of one module launch with `loader`, whatever the device."""
-    return patch.object(module, "_loader", lambda *arguments: loader)
+def launched_by(kernels: Loader) -> Any:
+    """Have the wrappers of all kernels launch with `kernels`, whatever the device."""
+    return patch.object(loader, "loader_for", lambda device, dtype=torch.float32: kernels if dtype in DTYPES else None)
 
 
 @contextmanager
-def on_the_cpu(loader: Loader) -> Iterator[None]:
-    """Have the wrappers of all kernels launch with `loader` what is on the CPU."""
-    packing = sys.modules[pack.__module__]
-    with ExitStack() as patches:
-        patches.enter_context(patch.object(torch.cuda, "device", nullcontext))
-        patches.enter_context(patch.object(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0)))
-        for module in (quantize, sparse, lowrank, packing):
-            patches.enter_context(launched_by(loader, module))
-        patches.enter_context(patch.object(packing, "_table", _table))
+def on_the_cpu(kernels: Loader) -> Iterator[None]:
+    """Have the wrappers of all kernels launch with `kernels` what is on the CPU."""
+    stream = SimpleNamespace(cuda_stream=0)
+    with (
+        patch.object(torch.cuda, "device", nullcontext),
+        patch.object(torch.cuda, "current_stream", lambda: stream),
+        launched_by(kernels),
+    ):
         yield
-
-
-def _table(device: torch.device, *list_of_tensors: Any) -> SimpleNamespace:
-    rows = torch.from_numpy(_rows(*list_of_tensors)).clone()  # memory that torch has handed out
-    return SimpleNamespace(chunks=int(rows[-1, 2]), address_for=lambda stream: rows.data_ptr())
 
 
 def _kernels(file: str) -> list[str]:
@@ -151,7 +144,4 @@ def _kernels(file: str) -> list[str]:
 def _run(kernel: str) -> str:
     parameters = signature(kernel)
     names = [parameter.split()[-1].lstrip("*") for parameter in parameters]
-    unit = sources.translation_unit(sources.file_of_kernel()[kernel])
-    together = "_sync(" in unit or "__syncthreads(" in unit
-    launch = "launch" if together else "launch_in_turn"
-    return _RUN.format(kernel=kernel, parameters=", ".join(parameters), names=", ".join(names), launch=launch)
+    return _RUN.format(kernel=kernel, parameters=", ".join(parameters), names=", ".join(names))

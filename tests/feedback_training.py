@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -41,19 +42,13 @@ def flat(name: str, **options: Any) -> Compressed:
 STRATEGIES: dict[str, Aggregator] = {
     **{name: flat(name) for name in COMPRESSORS},
     **{f"inter {name}": Hierarchical(flat(name)) for name in COMPRESSORS},
-    "inter 4 bits, intra 8 bits": Hierarchical(flat("4 bits"), flat("8 bits")),
-    "inter onebit mean, intra 4 bits": Hierarchical(flat("onebit mean"), flat("4 bits")),
     "late 4 bits": Compressed(Quantize(4, BLOCK, start_step=6)),
-    "inter stochastic, intra stochastic": Hierarchical(flat("stochastic"), flat("stochastic")),
     "top 60%": Compressed(DGC(0.6)),  # more than dense float32 if four ranks sent it to all: through servers
-    "inter 4 bits, intra top 25%": Hierarchical(flat("4 bits"), flat("top 25%")),
     "momentum": Compressed(DGC(0.05, momentum=0.9)),
     "inter momentum": Hierarchical(Compressed(DGC(0.05, momentum=0.9))),
     "rank 2": PowerSGD(2, start_step=0),
-    "rank 2 alternating": PowerSGD(2, start_step=0, alternating=True),
     "inter rank 2": Hierarchical(PowerSGD(2, start_step=0)),
-    "inter rank 1 alternating": Hierarchical(PowerSGD(1, start_step=0, alternating=True)),
-    "inter rank 2, intra 8 bits": Hierarchical(PowerSGD(2, start_step=0), flat("8 bits")),
+    "inter rank 1": Hierarchical(PowerSGD(1, start_step=0)),
     "late rank 2": PowerSGD(2, start_step=6),
 }
 MATRICES = ("first.weight", "third.weight")  # of Controlled: all that DGC and PowerSGD compress
@@ -159,31 +154,18 @@ def _sum_of(roles: Iterable[Vectors]) -> Vectors:
     return total
 
 
-def factors_of(state: Mapping[str, Any], *, in_use: bool = False) -> dict[tuple[str, str], Tensor]:
-    """Return PowerSGD's factors by parameter, and by level, range and side; or those of present blocks only."""
+def factors_of(state: Mapping[str, Any]) -> dict[tuple[str, str], Tensor]:
+    """Return PowerSGD's factors by parameter, and by level and range."""
     factors = {}
     for block in state["factors"]:
-        if in_use and not block["held"]:
-            continue
         name, begin, end = block["piece"][:3]
-        for side in ("left", "right"):
-            if isinstance(block[side], Tensor):
-                factors[name, f"{block['path']}[{begin}:{end}] {side}"] = block[side]
+        factors[name, f"{block['path']}[{begin}:{end}]"] = block["right"]
     return factors
 
 
 def same_residuals(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
     """Return whether two saved states of a rank hold the same bits: of residuals, momentum and factors."""
-    a, b = residuals_of(first), residuals_of(second)
-    return (
-        a.keys() == b.keys()
-        and all(_same(a[role], b[role]) for role in a)
-        and _same(factors_of(first), factors_of(second))
-    )
-
-
-def _same(first: Mapping[K, Tensor], second: Mapping[K, Tensor]) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+    return alike(residuals_of(first), residuals_of(second)) and alike(factors_of(first), factors_of(second))
 
 
 def alike(first: object, second: object) -> bool:
@@ -195,6 +177,17 @@ def alike(first: object, second: object) -> bool:
     if isinstance(first, list) and isinstance(second, list):
         return len(first) == len(second) and all(map(alike, first, second))
     return type(first) is type(second) and first == second
+
+
+class Records(logging.Handler):
+    """The warnings that a logger was given."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
 
 
 @dataclass

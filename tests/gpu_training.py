@@ -126,7 +126,5 @@ def kept(state: commopt.HookState) -> dict[str, Tensor]:
     saved = state.state_dict()
     found = {f"{role} {key}": values for role, pieces in saved["residuals"].items() for key, values in pieces.items()}
     for block in saved["factors"]:
-        for side in ("left", "right"):
-            if isinstance(block[side], Tensor):
-                found[f"{block['path']} {block['piece']} {side}"] = block[side]
+        found[f"{block['path']} {block['piece']}"] = block["right"]
     return found

@@ -77,6 +77,11 @@ def batch_of(rank: int, step: int, micro: int = 0) -> Batch:
     return (values.to(torch.get_default_device()),)
 
 
+def branching(peer: int, step: int, micro: int = 0) -> Batch:
+    """A batch for Branches: of its three branches one is used by nobody."""
+    return (*batch_of(peer, step, micro), (peer + step) % 2)
+
+
 def loss_of(module: nn.Module, batch: Batch) -> Tensor:
     output: Tensor = module(*batch)
     return output.float().square().sum()
@@ -178,41 +183,38 @@ def assert_identical(digests: list[str]) -> None:
     assert len(set(digests)) == 1, "replicas differ"
 
 
-def register_preset(module: nn.Module, preset: str, **options: Any) -> TorchDDP:
-    ddp = commopt.DistributedDataParallel(module, **options)
-    ddp.register_comm_hook(commopt.PRESETS[preset])
+def registered(ddp: TorchDDP, *hook: Any) -> TorchDDP:
+    ddp.register_comm_hook(*hook)
     return ddp
+
+
+def attached(ddp: TorchDDP, choice: Any, **options: Any) -> TorchDDP:
+    assert isinstance(commopt.attach(ddp, choice, **options), commopt.HookState)
+    return ddp
+
+
+def register_preset(module: nn.Module, preset: str, **options: Any) -> TorchDDP:
+    return registered(commopt.DistributedDataParallel(module, **options), commopt.PRESETS[preset])
 
 
 def register_torch_convention(module: nn.Module, preset: str, **options: Any) -> TorchDDP:
-    ddp = TorchDDP(module, **options)
-    ddp.register_comm_hook(commopt.HookState(), commopt.PRESETS[preset])
-    return ddp
+    return registered(TorchDDP(module, **options), commopt.HookState(), commopt.PRESETS[preset])
 
 
 def register_hook_function(module: nn.Module, preset: str, **options: Any) -> TorchDDP:
-    ddp = TorchDDP(module, **options)
-    ddp.register_comm_hook(commopt.HookState(commopt.PRESETS[preset].build()), commopt.hook)
-    return ddp
+    return registered(TorchDDP(module, **options), commopt.HookState(commopt.PRESETS[preset].build()), commopt.hook)
 
 
 def attach_preset(module: nn.Module, preset: str, **options: Any) -> TorchDDP:
-    ddp = TorchDDP(module, **options)
-    assert isinstance(commopt.attach(ddp, commopt.PRESETS[preset]), commopt.HookState)
-    return ddp
+    return attached(TorchDDP(module, **options), commopt.PRESETS[preset])
 
 
 def attach_name(module: nn.Module, preset: str, **options: Any) -> TorchDDP:
-    ddp = TorchDDP(module, **options)
-    commopt.attach(ddp, preset, timeout=60)
-    return ddp
+    return attached(TorchDDP(module, **options), preset, timeout=60)
 
 
 def attach_aggregator(module: nn.Module, preset: str, **options: Any) -> TorchDDP:
-    ddp = commopt.DistributedDataParallel(module, **options)
-    state = commopt.attach(ddp, commopt.PRESETS[preset].build())
-    assert state.aggregator == commopt.PRESETS[preset].build()
-    return ddp
+    return attached(commopt.DistributedDataParallel(module, **options), commopt.PRESETS[preset].build())
 
 
 WAYS = {

@@ -35,7 +35,7 @@ class Check:
         if in_place:
             out.copy_(moved)
         initial = None if initial is None else initial.to(self._device)
-        with launched_by(self._loader, lowrank):
+        with launched_by(self._loader):
             lowrank.orthogonalize(out if in_place else moved, out, initial)
         assert torch.equal(moved.cpu().nan_to_num(), factors.nan_to_num())
         assert (arena[:7] == 7).all()
@@ -55,7 +55,7 @@ class Check:
         for wanted, matrices in ((product, torch.full_like(before, 7.0)), (before - product, before)):
             arena = torch.full((before.numel() + 14,), 7.0, device=self._device)
             target = arena[7:-7].view(before.shape).copy_(matrices)
-            with launched_by(self._loader, lowrank):
+            with launched_by(self._loader):
                 if matrices is before:
                     lowrank.subtract(target, *moved)
                 else:

@@ -217,3 +217,29 @@ def plain(root: Path) -> Tree:
     tree.ethernet("lo")
     tree.ethernet("docker0", mbps=-1, operstate="down")
     return tree
+
+
+def rail_machine(gpus: int, nics_per_gpu: int = 1) -> str:
+    """A dump as of a big server: NVSwitches, two levels of PCIe switches, one switch per GPU with its NICs."""
+    lines = ['<system version="1">']
+    for gpu in range(gpus):
+        if gpu % (gpus // 2 or 1) == 0:
+            lines += ["</cpu>"] if gpu else []
+            numa = gpu // (gpus // 2 or 1)
+            lines.append(f'<cpu numaid="{numa}" affinity="ffff" arch="x86_64" vendor="GenuineIntel" familyid="6">')
+        link = 'link_speed="32.0 GT/s PCIe" link_width="16"'
+        lines.append(f'<pci busid="00{gpu:02x}:01:00.0" class="0x060400" vendor="0x1000" {link}>')
+        lines.append(f'<pci busid="00{gpu:02x}:02:00.0" class="0x060400" vendor="0x1000" {link}>')
+        lines.append(f'<pci busid="00{gpu:02x}:03:00.0" class="0x030200" vendor="0x10de" {link}>')
+        lines.append(f'<gpu dev="{gpu}" sm="90" rank="{gpu}" gdr="1">')
+        lines += [f'<nvlink target="0000:f{switch}:00.0" count="3" tclass="0x068000"/>' for switch in range(6)]
+        lines.append("</gpu></pci>")
+        for nic in range(nics_per_gpu):
+            number = gpu * nics_per_gpu + nic
+            lines.append(f'<pci busid="00{gpu:02x}:04:{nic:02x}.0" class="0x020700" vendor="0x15b3" {link}><nic>')
+            lines.append(
+                f'<net name="mlx5_{number}" dev="{number}" speed="400000" port="1" guid="0x{number:x}" gdr="1"/>'
+            )
+            lines.append("</nic></pci>")
+        lines.append("</pci></pci>")
+    return "\n".join([*lines, "</cpu>", "</system>"])

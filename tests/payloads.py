@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -10,11 +11,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from commopt.compress import Compressor, ErrorFeedback, RngKey
+from commopt.compress import Compressor, ErrorFeedback, Momentum, RngKey, Velocity
 from commopt.kernels.codec import Codec
 
+GAP = 48
 _GUARD = 0xA5
-_GAP = 48
 
 
 class Rows(NamedTuple):
@@ -25,17 +26,25 @@ class Rows(NamedTuple):
     chunk_numel: int
 
     def assert_guards(self) -> None:
-        assert (self.arena[:, :_GAP] == _GUARD).all()
-        assert (self.arena[:, _GAP + self.payload.shape[1] :] == _GUARD).all()
+        assert (self.arena[:, :GAP] == _GUARD).all()
+        assert (self.arena[:, GAP + self.payload.shape[1] :] == _GUARD).all()
+
+    def on(self, device: str) -> Tensor:
+        """Return the payload on a device, between the same guards."""
+        return self.arena.to(device)[:, GAP : GAP + self.payload.shape[1]]
+
+
+def guarded(rows: int, nbytes: int, chunk_numel: int, device: str = "cpu", gap: int = GAP) -> Rows:
+    """Return uninitialized rows of so many bytes."""
+    arena = torch.full((rows, nbytes + 2 * gap), _GUARD, dtype=torch.uint8, device=device)
+    return Rows(arena, arena[:, gap : gap + nbytes], chunk_numel)
 
 
 def rows_for(compressor: Compressor, numel: int, rows: int = 1, gap: bool = True) -> Rows:
     """Return uninitialized rows that hold `numel` elements in chunks as short as can be."""
     granularity = compressor.granularity
     chunk_numel = -(-numel // (rows * granularity)) * granularity
-    nbytes = compressor.payload_nbytes(chunk_numel)
-    arena = torch.full((rows, nbytes + (2 * _GAP if gap else 0)), _GUARD, dtype=torch.uint8)
-    return Rows(arena, arena[:, _GAP : _GAP + nbytes] if gap else arena, chunk_numel)
+    return guarded(rows, compressor.payload_nbytes(chunk_numel), chunk_numel, gap=GAP if gap else 0)
 
 
 def encode(
@@ -71,6 +80,34 @@ def relative_error(compressor: Compressor, values: Tensor) -> float:
     """Return the norm of what is lost over the norm of what is sent."""
     exact = values.double()
     return float((round_trip(compressor, values).double() - exact).norm() / exact.norm())
+
+
+@dataclass(frozen=True)
+class Carrying:
+    """How a residual and a velocity take part."""
+
+    loss_scale: float | None = None
+    decay: float = 1.0
+    momentum: Momentum | None = None
+    old_offset: int = 0
+    new_offset: int = 0
+
+
+class Kept:
+    """A carry in memory of its own, amid guards."""
+
+    def __init__(self, carrying: Carrying, old: Tensor, old_velocity: Tensor, device: str) -> None:
+        self.arenas = [torch.full((old.numel() + 9,), 7.0, device=device) for _ in range(2)]
+        new, new_velocity = (arena[carrying.new_offset :][: old.numel()] for arena in self.arenas)
+        old, old_velocity = (shifted(part, device, carrying.old_offset) for part in (old, old_velocity))
+        loss_scale = None if carrying.loss_scale is None else torch.tensor(carrying.loss_scale, device=device)
+        velocity = None if carrying.momentum is None else Velocity(old_velocity, new_velocity, carrying.momentum)
+        self.carry = ErrorFeedback(old, new, loss_scale, carrying.decay, velocity)
+
+
+def shifted(values: Tensor, device: str, offset: int) -> Tensor:
+    """Return a copy on a device, `offset` elements behind a boundary."""
+    return torch.empty(values.numel() + 9, dtype=values.dtype, device=device)[offset:][: values.numel()].copy_(values)
 
 
 def slow_codes(codec: Codec, row: Tensor, chunk_numel: int) -> npt.NDArray[np.int64]:

@@ -59,22 +59,3 @@ def finish_of(units: Sequence[Unit], ends: Sequence[int], costs: Costs, strategy
         lane = costs.overhead_us + costs.prices[strategy](nbytes)
         free = max(free, *(unit.ready_us for unit in members)) + lane
     return free
-
-
-def mg_wfbp(units: Sequence[Unit], alpha_us: float, us_per_byte: float) -> tuple[int, ...]:
-    """Where the buckets of MG-WFBP end (arXiv 1811.11141, Algorithm 1), for the price alpha + beta * bytes.
-
-    From the first gradient of backward on: merge what is pending into the next gradient if that is ready less than
-    alpha after what is pending could start. The starts of all that follow are those after the merges made so far.
-    """
-    ends, free, pending = [], 0.0, 0
-    for place, unit in enumerate(units):
-        pending += unit.nbytes
-        if place + 1 == len(units):
-            break
-        start = max(free, unit.ready_us)
-        if units[place + 1].ready_us < start + alpha_us:
-            continue
-        ends.append(place + 1)
-        free, pending = start + alpha_us + us_per_byte * pending, 0
-    return (*ends, len(units))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -61,3 +62,17 @@ def changing(kind: Any = Changing) -> Iterator[None]:
         patch.setattr(sync, "Search", kind)
         patch.setattr(controller, "FIRST_CALENDAR", kind.first)
         yield
+
+
+@contextmanager
+def heard(level: int = logging.WARNING) -> Iterator[list[tuple[str, str]]]:
+    """Take down what commopt logs meanwhile: levels and messages."""
+    said: list[tuple[str, str]] = []
+    handler, logger = logging.Handler(level), logging.getLogger("commopt")
+    handler.emit = lambda record: said.append((record.levelname, record.getMessage()))  # type: ignore[method-assign]
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    yield said
+    logger.removeHandler(handler)
+    logger.setLevel(before)

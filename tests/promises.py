@@ -26,10 +26,11 @@ _CONSERVATION = "test_feedback_conservation.py::test_nothing_is_lost"
 _NOT_FINITE = "test_feedback_nonfinite.py::test_without_a_scaler_each_bucket_is_dropped_by_itself"
 _RESUMING = "test_feedback_state.py::test_resuming_changes_no_bit"
 _DAMAGED = "test_feedback_damaged.py::"
-_PERIODIC = "test_periodic_training.py::"
+_LOCAL_SGD = "test_local_sgd_training.py::"
 _FEATURE = "test_hook_ddp_features.py::test_feature_of_ddp"
 _CLUSTERS = "test_hook_ddp_features.py::test_other_clusters"
 _PLANS = "test_hook_plans.py::test_gradients_stay_right_while_plans_change"
+_MODES = "test_sharded_modes.py::test_mode"
 _COUNTED = "test_wire_bytes.py::test_promised_bytes_are_sent"
 
 
@@ -45,12 +46,12 @@ def _all(kinds: tuple[str, ...], *tests: str) -> dict[str, tuple[str, ...]]:
 PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
     "right answer, to a stated tolerance, on every shape of world": {
         **_all(PRESETS_WITHOUT_AUTO, *(f"{_CONTRACT}test_representatives_of_every_kind[{each}]" for each in _LAYOUTS)),
-        "local_sgd": ("test_periodic.py::test_the_mean_is_over_ranks_whatever_they_hold[2+1-parameters]",),
+        "local_sgd": ("test_local_sgd.py::test_the_mean_is_over_ranks_whatever_they_hold[2+1-parameters]",),
         "auto": ("test_auto.py::test_switching_between_all_ways_loses_nothing[2+1]",),
     },
     "replicas bit-identical": {
         **_all(PRESETS_WITHOUT_AUTO, *(f"{_CONTRACT}test_representatives_of_every_kind[{each}]" for each in _LAYOUTS)),
-        "local_sgd": (f"{_PERIODIC}test_nodes_learn_by_themselves_and_meet[2+1]",),
+        "local_sgd": (f"{_LOCAL_SGD}test_nodes_learn_by_themselves_and_meet[2+1]",),
         "auto": ("test_auto.py::test_switching_between_all_ways_loses_nothing[2+1]",),
     },
     "nothing is lost": {
@@ -71,18 +72,18 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "onebit": (f"{_NOT_FINITE}[inter onebit mean-2x2]",),
         "dgc": (f"{_NOT_FINITE}[inter momentum-2x2]",),
         "powersgd": (f"{_NOT_FINITE}[inter rank 2-2x2]",),
-        "local_sgd": (f"{_PERIODIC}test_a_node_drops_a_step_alone_and_the_others_wait_for_nothing",),
+        "local_sgd": (f"{_LOCAL_SGD}test_a_node_drops_a_step_alone_and_the_others_wait_for_nothing",),
         "auto": ("test_handover.py::test_a_dropped_step_keeps_what_was_to_be_handed_over[2x2]",),
     },
     "state follows the parameter": {
         "quantized": (
-            f"{_RESUMING}[inter 4 bits, intra 8 bits-2x2-True-]",
-            "test_feedback_state.py::test_another_world_takes_over_every_residual[inter 4 bits, intra 8 bits-2x2-3x2]",
+            f"{_RESUMING}[inter stochastic-2x2-True-scaler]",
+            "test_feedback_state.py::test_another_world_takes_over_every_residual[inter 4 bits-2x2-3x2]",
         ),
         "onebit": (f"{_RESUMING}[inter onebit rms-2+1-False-]",),
         "dgc": (f"{_RESUMING}[inter momentum-2x2-False-]",),
         "powersgd": (f"{_RESUMING}[inter rank 2-2x2-True-]",),
-        "local_sgd": (f"{_PERIODIC}test_a_resumed_run_averages_at_the_same_steps",),
+        "local_sgd": (f"{_LOCAL_SGD}test_a_resumed_run_averages_at_the_same_steps",),
         "auto": ("test_auto.py::test_a_checkpoint_knows_the_tuning",),
     },
     "nobody hangs": {
@@ -105,13 +106,13 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
     "the returned tensor is legal": {
         **{kind: (f"{_FEATURE}[several_buckets-{_preset(kind)}]",) for kind in ("flat", "quantized", "powersgd")},
         **{kind: (f"{_CLUSTERS}[{_preset(kind)}-2-(1, 1)]",) for kind in ("hierarchical", "cast", "onebit", "dgc")},
-        "local_sgd": (f"{_PERIODIC}test_nodes_learn_by_themselves_and_meet[2+1]",),
+        "local_sgd": (f"{_LOCAL_SGD}test_nodes_learn_by_themselves_and_meet[2+1]",),
         "auto": (f"{_CLUSTERS}[auto-2-(1, 1)]",),
     },
     "accounting": {
         **_all(PRESETS_WITHOUT_AUTO, "test_cost_calls.py::test_calls_are_what_is_called[2x2]"),
         **_all(("quantized", "dgc", "powersgd"), f"{_COUNTED}[2x2-names2-bfloat16]"),
-        "local_sgd": (f"{_PERIODIC}test_nodes_learn_by_themselves_and_meet[2+1]",),
+        "local_sgd": (f"{_LOCAL_SGD}test_nodes_learn_by_themselves_and_meet[2+1]",),
     },
     "the same plan everywhere": {
         "hierarchical": (
@@ -121,6 +122,19 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "quantized": (f"{_PLANS}[hierarchical_quantized-default]",),
         "powersgd": (f"{_PLANS}[hierarchical_powersgd-default]",),
         "auto": ("test_auto.py::test_ranks_with_different_tunings_are_told",),
+    },
+    "FSDP2's modes leave torch's bits": {
+        "flat": (
+            f"{_MODES}[ten steps]",
+            f"{_MODES}[accumulated over the shards]",
+            f"{_MODES}[bfloat16, reduced in float32]",
+        ),
+    },
+    "all ranks compute with equal weights, none of them stale": {
+        "quantized": (
+            "test_sharded_1d.py::test_all_ranks_compute_with_equal_weights_in_forward_and_backward",
+            "test_sharded_1d.py::test_no_forward_computes_with_weights_of_before[True]",
+        ),
     },
     "never slower in silence": {
         "auto": (
@@ -148,6 +162,14 @@ WITHOUT: dict[str, dict[str, str]] = {
     "the same plan everywhere": {
         **dict.fromkeys(("flat", "cast", "onebit", "dgc"), "plans do not see which compressor it is"),
         "local_sgd": "has no plan",
+    },
+    "FSDP2's modes leave torch's bits": {
+        **dict.fromkeys(("hierarchical", *LOSSY), "adds up in another order, or leaves something out"),
+        **dict.fromkeys(("local_sgd", "auto"), "refused for models of FSDP2"),
+    },
+    "all ranks compute with equal weights, none of them stale": {
+        **dict.fromkeys(("flat", "hierarchical", "cast", "onebit"), "weights travel as they do with the quantized"),
+        **dict.fromkeys(("dgc", "powersgd", "local_sgd", "auto"), "refused for models sharded over all ranks"),
     },
     "never slower in silence": dict.fromkeys((*PRESETS_WITHOUT_AUTO, "local_sgd"), "was asked for by name"),
 }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,9 +13,10 @@ from commopt.kernels import quantize_reference as reference
 from commopt.kernels.codec import Codec, CodecName, ErrorFeedback, RngKey
 from commopt.kernels.loader import Loader
 from tests.emulator import launched_by
+from tests.payloads import GAP, Carrying, Kept, Rows, guarded, shifted
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-DICE = RngKey(seed=0xFEDC_BA98_7654_3210, step=2**31 + 5, stream=7)
+RNG = RngKey(seed=0xFEDC_BA98_7654_3210, step=2**31 + 5, stream=7)
 
 _KINDS: tuple[tuple[CodecName, int, bool], ...] = (
     ("uniform", 8, False),
@@ -61,40 +63,22 @@ def exact_values(codec: Codec, blocks: int, numel: int, dtype: torch.dtype) -> T
     return values.view(-1)[:numel].to(dtype)
 
 
-@dataclass(frozen=True)
-class Carrying:
-    """How a residual takes part."""
-
-    loss_scale: float | None = None
-    decay: float = 1.0
-    old_offset: int = 0
-    new_offset: int = 0
-
-    def make(self, old: Tensor) -> tuple[ErrorFeedback, Tensor]:
-        """Return a carry that adds about `old`, and the memory around its new residual."""
-        arena = torch.full((old.numel() + 9,), 7.0, device=old.device)
-        shifted = torch.empty(old.numel() + 9, device=old.device)[self.old_offset :][: old.numel()]
-        shifted.copy_(old / (self.loss_scale or 1.0))
-        loss_scale = None if self.loss_scale is None else torch.tensor(self.loss_scale, device=old.device)
-        return ErrorFeedback(shifted, arena[self.new_offset :][: old.numel()], loss_scale, self.decay), arena
-
-
-class Rows:
-    """Payload rows amid guard bytes."""
-
-    def __init__(self, codec: Codec, rows: int, row_blocks: int, device: str) -> None:
-        nbytes = codec.payload_nbytes(row_blocks * codec.block)
-        self.arena = torch.full((rows, nbytes + 48), 0xAB, dtype=torch.uint8, device=device)
-        self.payload = self.arena[:, 16 : 16 + nbytes]
+def rows_of(codec: Codec, rows: int, row_blocks: int, device: str = "cpu") -> Rows:
+    """Return rows of payload amid guards."""
+    chunk_numel = row_blocks * codec.block
+    return guarded(rows, codec.payload_nbytes(chunk_numel), chunk_numel, device)
 
 
 def encoded(codec: Codec, rows: int, row_blocks: int) -> Rows:
     """Return rows that hold random values."""
     numel = rows * row_blocks * codec.block
-    result = Rows(codec, rows, row_blocks, "cpu")
+    result = rows_of(codec, rows, row_blocks)
     values = random_values(codec, rows * row_blocks, numel, torch.float32)
-    reference.encode(codec, values, result.payload, row_blocks * codec.block, 1.0, None, DICE)
+    reference.encode(codec, values, result.payload, row_blocks * codec.block, 1.0, None, RNG)
     return result
+
+
+Encoding: TypeAlias = Callable[[Rows, ErrorFeedback | None], None]
 
 
 class Check:
@@ -117,18 +101,17 @@ class Check:
         fuzzy: bool = False,
     ) -> None:
         """Encode values `offset` elements behind a boundary."""
-        chunk_numel = row_blocks * codec.block
         old = torch.randn(values.numel()) * values.abs().float()
-        wanted, got = Rows(codec, rows, row_blocks, "cpu"), Rows(codec, rows, row_blocks, self._device)
-        moved = torch.empty(values.numel() + 9, dtype=values.dtype, device=self._device)[offset:][: values.numel()]
-        moved.copy_(values)
-        carry, wanted_new = carrying.make(old) if carrying else (None, None)
-        reference.encode(codec, values, wanted.payload, chunk_numel, scale, carry, DICE)
-        carry, got_new = carrying.make(old.to(self._device)) if carrying else (None, None)
-        with launched_by(self._loader, quantize):
-            quantize.encode(codec, moved, got.payload, chunk_numel, scale, carry, DICE)
+        moved = shifted(values, self._device, offset)
+
+        def launch(rows: Rows, carry: ErrorFeedback | None) -> None:
+            quantize.encode(codec, moved, rows.payload, rows.chunk_numel, scale, carry, RNG)
+
+        def refer(rows: Rows, carry: ErrorFeedback | None) -> None:
+            reference.encode(codec, values, rows.payload, rows.chunk_numel, scale, carry, RNG)
+
+        self._compare(codec, rows, row_blocks, old, carrying, refer, launch, fuzzy)
         assert torch.equal(moved.cpu(), values)
-        self._compare(codec, chunk_numel, wanted, got, wanted_new, got_new, fuzzy)
 
     def recode(
         self, codec: Codec, peers: int, row_blocks: int, numel: int, carrying: Carrying | None, *, fuzzy: bool
@@ -138,15 +121,16 @@ class Check:
         sources = encoded(codec, peers, row_blocks)
         total = torch.empty(chunk_numel)
         reference.accumulate(codec, sources.payload, total)
+        moved = sources.on(self._device)
+
+        def launch(rows: Rows, carry: ErrorFeedback | None) -> None:
+            quantize.recode(codec, moved, rows.payload, chunk_numel, numel, carry, RNG)
+
+        def refer(rows: Rows, carry: ErrorFeedback | None) -> None:
+            reference.recode(codec, sources.payload, rows.payload, chunk_numel, numel, carry, RNG)
+
         old = torch.randn(numel) * total[:numel].abs()
-        wanted, got = Rows(codec, 1, row_blocks, "cpu"), Rows(codec, 1, row_blocks, self._device)
-        carry, wanted_new = carrying.make(old) if carrying else (None, None)
-        reference.recode(codec, sources.payload, wanted.payload, chunk_numel, numel, carry, DICE)
-        carry, got_new = carrying.make(old.to(self._device)) if carrying else (None, None)
-        moved = self._moved(sources)
-        with launched_by(self._loader, quantize):
-            quantize.recode(codec, moved, got.payload, chunk_numel, numel, carry, DICE)
-        self._compare(codec, chunk_numel, wanted, got, wanted_new, got_new, fuzzy)
+        self._compare(codec, 1, row_blocks, old, carrying, refer, launch, fuzzy)
 
     def decode(self, codec: Codec, rows: int, row_blocks: int, numel: int, dtype: torch.dtype, offset: int) -> None:
         """Decode every row, exactly."""
@@ -155,9 +139,8 @@ class Check:
         wanted = torch.full((numel + 9,), 7.0, dtype=dtype)
         got = wanted.to(self._device, copy=True)
         reference.decode(codec, sources.payload, wanted[offset:][:numel], chunk_numel)
-        moved = self._moved(sources)
-        with launched_by(self._loader, quantize):
-            quantize.decode(codec, moved, got[offset:][:numel], chunk_numel)
+        with launched_by(self._loader):
+            quantize.decode(codec, sources.on(self._device), got[offset:][:numel], chunk_numel)
         assert torch.equal(got.cpu(), wanted)
 
     def accumulate(self, codec: Codec, peers: int, row_blocks: int) -> None:
@@ -166,54 +149,57 @@ class Check:
         wanted = torch.full((row_blocks * codec.block + 8,), 7.0)
         got = wanted.to(self._device, copy=True)
         reference.accumulate(codec, sources.payload, wanted[4:-4])
-        with launched_by(self._loader, quantize):
-            quantize.accumulate(codec, self._moved(sources), got[4:-4])
+        with launched_by(self._loader):
+            quantize.accumulate(codec, sources.on(self._device), got[4:-4])
         assert torch.equal(got.cpu(), wanted)
 
     def not_finite(self, codec: Codec, dtype: torch.dtype, bad: float, where: int) -> None:
         """One bad element must spoil its whole block and no other."""
         values = torch.randn(4, codec.block).to(dtype)
         values[1, where % codec.block] = bad
-        rows = Rows(codec, 1, 4, self._device)
+        rows = rows_of(codec, 1, 4, self._device)
         moved = values.view(-1).to(self._device)
-        with launched_by(self._loader, quantize):
-            quantize.encode(codec, moved, rows.payload, values.numel(), 1.0, None, DICE)
+        with launched_by(self._loader):
+            quantize.encode(codec, moved, rows.payload, values.numel(), 1.0, None, RNG)
         payload = rows.payload.cpu()
-        assert not reference.finite(codec, payload, values.numel())
+        assert not quantize.finite(codec, payload, values.numel())
         decoded = torch.empty(4, codec.block)
         reference.decode(codec, payload, decoded.view(-1), values.numel())
         finite = decoded.isfinite()
         assert finite[[0, 2, 3]].all()
         assert not finite[1].any()
 
-    def _moved(self, rows: Rows) -> Tensor:
-        """Return the payload where the kernels run, between the same guards."""
-        return rows.arena.to(self._device)[:, 16 : 16 + rows.payload.shape[1]]
-
     def _compare(
         self,
         codec: Codec,
-        chunk_numel: int,
-        wanted: Rows,
-        got: Rows,
-        wanted_new: Tensor | None,
-        got_new: Tensor | None,
+        rows: int,
+        row_blocks: int,
+        old: Tensor,
+        carrying: Carrying | None,
+        refer: Encoding,
+        launch: Encoding,
         fuzzy: bool,
     ) -> None:
+        """Encode by the reference and by the kernel, and compare what they leave."""
+        wanted, got = rows_of(codec, rows, row_blocks), rows_of(codec, rows, row_blocks, self._device)
+        way = carrying or Carrying()
+        kept = [Kept(way, old / (way.loss_scale or 1.0), old, device) for device in ("cpu", self._device)]
+        wanted_carry, got_carry = (each.carry if carrying else None for each in kept)
+        refer(wanted, wanted_carry)
+        with launched_by(self._loader):
+            launch(got, got_carry)
+        (wanted_new, _), (got_new, _) = (each.arenas for each in kept)
         # torch takes roots on the CPU with an error of up to an ulp.
         if (fuzzy and sums(codec)) or codec.name == "sign_rms":
-            return _compare_sums(codec, chunk_numel, wanted, got, wanted_new, got_new)
+            return _compare_sums(codec, wanted, got, wanted_new, got_new.cpu())
         assert torch.equal(got.arena.cpu(), wanted.arena)
-        if wanted_new is not None and got_new is not None:
-            assert torch.equal(got_new.cpu(), wanted_new)
+        assert torch.equal(got_new.cpu(), wanted_new)
 
 
-def _compare_sums(
-    codec: Codec, chunk_numel: int, wanted: Rows, got: Rows, wanted_new: Tensor | None, got_new: Tensor | None
-) -> None:
+def _compare_sums(codec: Codec, wanted: Rows, got: Rows, wanted_new: Tensor, got_new: Tensor) -> None:
     """Another order of a sum changes a mean by 2^-19, a bfloat16 by its last bit, and which of two levels is near."""
-    begin = codec.codes_nbytes(chunk_numel) + 16
-    end = begin + 4 * (chunk_numel // codec.block)
+    begin = codec.codes_nbytes(wanted.chunk_numel) + GAP
+    end = begin + 4 * (wanted.chunk_numel // codec.block)
     wanted_arena, got_arena = wanted.arena, got.arena.cpu()
     assert torch.equal(got_arena[:, end:], wanted_arena[:, end:])
     dtype, tolerance = (torch.bfloat16, 2.0**-7) if codec.name == "centroids" else (torch.float32, 2.0**-19)
@@ -221,6 +207,5 @@ def _compare_sums(
     torch.testing.assert_close(got_entries, wanted_entries, rtol=tolerance, atol=0.0)
     differing = got_arena[:, :begin] != wanted_arena[:, :begin]
     assert differing.sum() <= (0 if codec.bits == 1 else 1 + 1e-3 * differing.numel())
-    if wanted_new is not None and got_new is not None:
-        wrong = (got_new.cpu() - wanted_new).abs() > 2 * tolerance * wanted_new.abs().max()
-        assert wrong.sum() <= 8 * differing.sum()
+    wrong = (got_new - wanted_new).abs() > 2 * tolerance * wanted_new.abs().max()
+    assert wrong.sum() <= 8 * differing.sum()

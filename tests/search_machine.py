@@ -14,7 +14,6 @@ from commopt.schedule import (
     Calendar,
     Costs,
     Decision,
-    GradientQuality,
     Plan,
     PriceTable,
     Tuned,
@@ -22,9 +21,10 @@ from commopt.schedule import (
     Window,
     best_plan,
 )
-from commopt.schedule.decision import FIRST_CALENDAR
+from commopt.schedule.decision import FIRST_CALENDAR, Option
+from commopt.schedule.measure import StepTimes
 from commopt.schedule.search import Search
-from commopt.schedule.trials import Option
+from commopt.schedule.window import GradientQuality
 
 LARGEST_BYTES = 10**9
 M = TypeVar("M", bound="Machine")
@@ -59,15 +59,13 @@ FOLLOWS = GradientQuality(cosine=0.9, residual_norm=1.0)
 class Truth:
     """What really happens in a step: factors on the model's times; `bias` is on all of them, by plan.
 
-    overhead_us: of each message, beside that of the model. slowdown: backward takes 1 + slowdown times as long while
-    the lane is busy.
+    overhead_us: of each message, beside that of the model.
     """
 
     backward: float = 1.0
     transfers: Mapping[str, float] = field(default_factory=dict)
     bias: Callable[[Plan], float] = lambda _: 1.0
     overhead_us: float = 0.0
-    slowdown: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -77,10 +75,6 @@ class Step:
     ready_us: list[float]
     started_us: list[float]
     finished_us: list[float]
-
-    @property
-    def exposed_us(self) -> float:
-        return max(0.0, self.finished_us[-1] - max(self.ready_us))
 
 
 @dataclass
@@ -193,9 +187,8 @@ class Machine:
         )
         begin[: self.steps_lost] = np.nan
         plain = [replace(unit, ready_us=0.0) for unit in self.units]
-        window = Window.of(
-            replace(self.plan, origin="found"), plain, begin, ready.max(axis=1), ready, started, finished
-        )
+        times = StepTimes(begin, ready.max(axis=1), started, finished, ready)
+        window = Window.of(replace(self.plan, origin="found"), plain, times)
         shown = [quality for step, quality in self.quality.items() if step <= self.calendar.meet_at]
         return replace(window, quality=shown[-1] if shown else None, movable=self.movable)
 
@@ -203,26 +196,15 @@ class Machine:
         units, costs = self.conditions(step)
         truth = self.truth(step)
         scale = truth.bias(plan)
-        alone = {unit.names[0]: scale * unit.ready_us * jitter() for unit in units}
+        ready = {unit.names[0]: scale * unit.ready_us * jitter() for unit in units}
         sizes = {unit.names[0]: unit.nbytes for unit in units}
-        busy: list[tuple[float, float]] = []
-
-        def ready_us(name: str) -> float:
-            """When a gradient is ready beside the messages so far; later ones start after it."""
-            time_us = alone[name]
-            for begin, end in busy:
-                if time_us <= begin:
-                    break
-                # What is computed while the lane is busy takes longer; the rest of the work is moved back.
-                time_us += truth.slowdown * min(time_us - begin, (end - begin) / (1 + truth.slowdown))
-            return time_us
-
+        started, finished, free_us = [], [], 0.0
         for group in plan.groups:
-            start = max(busy[-1][1] if busy else 0.0, *(ready_us(name) for name in group))
+            started.append(max(free_us, *(ready[name] for name in group)))
             lane_us = costs.lane_us(sum(sizes[name] for name in group), plan.strategy)
-            busy.append((start, start + lane_us * scale * jitter()))
-        started, finished = zip(*busy, strict=True)
-        return Step([ready_us(unit.names[0]) for unit in units], list(started), list(finished))
+            free_us = started[-1] + lane_us * scale * jitter()
+            finished.append(free_us)
+        return Step(list(ready.values()), started, finished)
 
     def jitter(self) -> float:
         return float(np.exp(self.noise * self.rng.standard_normal()))

@@ -3,9 +3,8 @@
 The rule, so that nobody has to keep a list:
 
 - tests/durations.txt says what every test function takes. `make test-all` measures; `make durations` writes the file.
-- Every function gets the same time. One that takes longer runs as many of its cases as fit, those first that try a
-  value of a parameter which no case before them tried; with a single case that does not fit, it does not run.
-- The time of a function is the largest with which the sum stays within `SECONDS`.
+- Every function gets the same time, `MOST_S`. One that takes longer runs as many of its cases as fit, those first that
+  try a value of a parameter which no case before them tried; with a single case that does not fit, it does not run.
 - What is new or not in the file runs. What tests/promises.py names runs in any case.
 - What does not run in `make test` gets the marker `slow`. A test may carry it by itself: it then never runs there.
 """
@@ -26,7 +25,7 @@ DURATIONS = ROOT / "tests" / "durations.txt"
 MEASURED = ROOT / "build" / "durations.json"
 CHOSEN = pytest.StashKey[set[str]]()  # what of a session's tests `make test` runs, without `tests/`
 PROCESSES = 4  # at a time, on two processors
-SECONDS = 800.0  # of all processes together
+MOST_S = 5.0  # of a function: lower it when `make test` takes too long
 _WORTH_NOTING_S = 0.2  # a function that takes less is not in the file
 
 
@@ -39,10 +38,6 @@ class Duration(NamedTuple):
     def of(self, cases: int) -> float:
         """Return the seconds that so many cases take."""
         return self.once_s + cases * self.case_s if cases else 0.0
-
-    def times(self, number: int) -> Duration:
-        """Return what so many processes lose to this test."""
-        return Duration(number * self.once_s, number * self.case_s)
 
     def cases_in(self, seconds: float) -> int:
         """Return how many cases fit."""
@@ -66,7 +61,7 @@ def left_out(
     items: Collection[pytest.Item],
     durations: Mapping[str, Duration],
     promised: Collection[str],
-    seconds: float = SECONDS,
+    most_s: float = MOST_S,
 ) -> set[str]:
     """Return the ids of the tests that `make test` does not run.
 
@@ -75,26 +70,13 @@ def left_out(
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         cases.setdefault(function_of(item.nodeid), []).append(item)
-    needed = {name: _needed(name, own, promised) for name, own in cases.items()}
-    alone = {function_of(item.nodeid) for item in items if item.get_closest_marker("alone")}
-    durations = {name: each.times(PROCESSES) if name in alone else each for name, each in durations.items()}
-
-    def number(name: str, limit_s: float) -> int:
-        fits = durations[name].cases_in(limit_s) if name in durations else len(cases[name])
-        return min(len(cases[name]), max(fits, len(needed[name])))
-
-    def total_s(limit_s: float) -> float:
-        return sum(durations[name].of(number(name, limit_s)) for name in cases if name in durations)
-
-    low, high = seconds if total_s(seconds) <= seconds else 0.0, seconds
-    for _ in range(30):
-        middle = (low + high) / 2
-        low, high = (middle, high) if total_s(middle) <= seconds else (low, middle)
     out: set[str] = set()
     for name, own in cases.items():
-        keep = number(name, low)
-        if keep < len(own):
-            order = [*needed[name], *(item for item in _telling_first(own) if item not in needed[name])]
+        needed = _needed(name, own, promised)
+        processes = PROCESSES if own[0].get_closest_marker("alone") else 1  # those that wait for it
+        fits = durations[name].cases_in(most_s / processes) if name in durations else len(own)
+        if (keep := max(fits, len(needed))) < len(own):
+            order = [*needed, *(item for item in _telling_first(own) if item not in needed)]
             out |= {item.nodeid for item in order[keep:]}
     return out
 

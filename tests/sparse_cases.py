@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from commopt.kernels import sparse
 from commopt.kernels import sparse_reference as reference
-from commopt.kernels.codec import ErrorFeedback, Momentum, Velocity
+from commopt.kernels.codec import Momentum
 from commopt.kernels.loader import Loader
 from commopt.kernels.sparse import SparseRow
 from tests.emulator import launched_by
+from tests.payloads import Carrying, Kept, Rows, guarded, shifted
 
 VALUE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -72,17 +72,6 @@ def large_in_tiles(numbers: Sequence[int], *, ties: bool) -> Tensor:
     return values.flatten() * torch.randint(0, 2, (values.numel(),)).mul(2).sub(1)
 
 
-@dataclass(frozen=True)
-class Carrying:
-    """How a residual and a velocity take part."""
-
-    loss_scale: float | None = None
-    decay: float = 1.0
-    momentum: Momentum | None = None
-    old_offset: int = 0
-    new_offset: int = 0
-
-
 CARRYING = (
     None,
     Carrying(),
@@ -94,26 +83,6 @@ CARRYING = (
     Carrying(3.0, 0.7, Momentum(0.5, masking=False), new_offset=3),
     Carrying(3.0, momentum=Momentum(0.9, nesterov=True), old_offset=2),
 )
-
-
-class _Kept:
-    """A carry in memory of its own, amid guards."""
-
-    def __init__(self, carrying: Carrying, old: Tensor, old_velocity: Tensor, device: str) -> None:
-        self.arenas = [torch.full((old.numel() + 9,), 7.0, device=device) for _ in range(2)]
-        new, new_velocity = (arena[carrying.new_offset :][: old.numel()] for arena in self.arenas)
-        old, old_velocity = (_moved(part, device, carrying.old_offset) for part in (old, old_velocity))
-        loss_scale = None if carrying.loss_scale is None else torch.tensor(carrying.loss_scale, device=device)
-        velocity = None if carrying.momentum is None else Velocity(old_velocity, new_velocity, carrying.momentum)
-        self.carry = ErrorFeedback(old, new, loss_scale, carrying.decay, velocity)
-
-
-class Rows:
-    """Payload rows amid guard bytes."""
-
-    def __init__(self, row: SparseRow, rows: int, device: str) -> None:
-        self.arena = torch.full((rows, row.nbytes + 48), 0xAB, dtype=torch.uint8, device=device)
-        self.payload = self.arena[:, 16 : 16 + row.nbytes]
 
 
 class Check:
@@ -137,25 +106,23 @@ class Check:
         """Select from values `offset` elements behind a boundary; all bits count, except in the row called `spoilt`."""
         past = values.float().nan_to_num(0.0, 0.0, 0.0)
         old, old_velocity = past.roll(1) * 0.5, past.roll(3) * 0.25
-        wanted, got = Rows(row, rows, "cpu"), Rows(row, rows, self._device)
-        wanted_kept, got_kept = (
-            None if carrying is None else _Kept(carrying, old, old_velocity, device) for device in ("cpu", self._device)
-        )
-        reference.select(row, values, wanted.payload, scale, None if wanted_kept is None else wanted_kept.carry)
-        moved = _moved(values, self._device, offset)
-        carry = None if got_kept is None else got_kept.carry
-        with launched_by(self._loader, sparse):
-            sparse.select(row, moved, got.payload, scale, carry)
+        wanted, got = rows_of(row, rows), rows_of(row, rows, self._device)
+        kept = [Kept(carrying or Carrying(), old, old_velocity, device) for device in ("cpu", self._device)]
+        wanted_carry, got_carry = (each.carry if carrying else None for each in kept)
+        reference.select(row, values, wanted.payload, scale, wanted_carry)
+        moved = shifted(values, self._device, offset)
+        with launched_by(self._loader):
+            sparse.select(row, moved, got.payload, scale, got_carry)
         assert torch.equal(moved.cpu().nan_to_num(), values.nan_to_num())
         for number in range(rows):
             payload = got.payload[number].cpu()
-            assert reference.finite(row, payload[None]) == (number != spoilt)
+            assert sparse.finite(row, payload[None]) == (number != spoilt)
             if number == spoilt:
                 assert payload[row.values_begin : row.values_end].view(row.value_dtype)[0].isnan()
             else:
                 assert torch.equal(got.arena[number].cpu(), wanted.arena[number])
-        if got_kept is not None and wanted_kept is not None and spoilt is None:
-            for got_arena, wanted_arena in zip(got_kept.arenas, wanted_kept.arenas, strict=True):
+        if spoilt is None:
+            for wanted_arena, got_arena in zip(*(each.arenas for each in kept), strict=True):
                 assert torch.equal(got_arena.cpu(), wanted_arena)
 
     def scatter(self, row: SparseRow, rows: int, numel: int, dtype: torch.dtype, offset: int = 0) -> None:
@@ -164,8 +131,8 @@ class Check:
         wanted = torch.full((numel + 9,), 7.0, dtype=dtype)
         got = wanted.to(self._device, copy=True)
         reference.scatter(row, sources.payload, wanted[offset:][:numel])
-        with launched_by(self._loader, sparse):
-            sparse.scatter(row, self._payload(sources, row), got[offset:][:numel])
+        with launched_by(self._loader):
+            sparse.scatter(row, sources.on(self._device), got[offset:][:numel])
         assert torch.equal(got.cpu(), wanted)
 
     def accumulate(self, row: SparseRow, peers: int) -> None:
@@ -174,22 +141,18 @@ class Check:
         wanted = torch.full((row.chunk_numel + 8,), 7.0)
         got = wanted.to(self._device, copy=True)
         reference.accumulate(row, sources.payload, wanted[4:-4])
-        with launched_by(self._loader, sparse):
-            sparse.accumulate(row, self._payload(sources, row), got[4:-4])
+        with launched_by(self._loader):
+            sparse.accumulate(row, sources.on(self._device), got[4:-4])
         assert torch.equal(got.cpu(), wanted)
 
-    def _payload(self, rows: Rows, row: SparseRow) -> Tensor:
-        """Return the payload where the kernels run, between the same guards."""
-        return rows.arena.to(self._device)[:, 16 : 16 + row.nbytes]
+
+def rows_of(row: SparseRow, rows: int, device: str = "cpu") -> Rows:
+    """Return rows of payload amid guards."""
+    return guarded(rows, row.nbytes, row.chunk_numel, device)
 
 
 def selected(row: SparseRow, rows: int) -> Rows:
     """Return rows that hold random values."""
-    result = Rows(row, rows, "cpu")
+    result = rows_of(row, rows)
     reference.select(row, torch.randn(rows * row.chunk_numel), result.payload, 1.0, None)
     return result
-
-
-def _moved(values: Tensor, device: str, offset: int) -> Tensor:
-    """Return a copy on a device, `offset` elements behind a boundary."""
-    return torch.empty(values.numel() + 9, dtype=values.dtype, device=device)[offset:][: values.numel()].copy_(values)

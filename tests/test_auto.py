@@ -14,8 +14,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
 from commopt import Auto, ConfigurationError
-from commopt.cost import Speeds, nominal_links
-from commopt.groups import TeamShape
 from commopt.schedule import Calendar, Decision, Plan, Tried, Tuned, Window, controller, sync
 from tests.hook_training import SMALL_BUCKET, Tower, batch_of, expected_gradients, loss_of, seeded
 from tests.plan_changes import plan_of, tower_names
@@ -218,27 +216,26 @@ def resume(rank: int, world_size: int) -> tuple[bool, bool]:
     return bits(first.module) == bits(second.module), again.tuned == state.tuned
 
 
-def save_for_nccl(rank: int, world_size: int, folder: Path) -> list[str]:
-    ddp = TorchDDP(seeded(Tower), **SMALL_BUCKET)
-    state = commopt.attach(ddp, "hierarchical", plan="ddp")
-    links = nominal_links(TeamShape.of((2, 2)), Speeds(nic_gbps=25, intra_gb_per_s=20))
-    path = folder / f"nccl-{rank}.csv"
-    with pytest.raises(ConfigurationError, match="no step was taken"):
-        state.save_nccl_tuning(path, links)
-    step(ddp, rank, 0)
-    step(ddp, rank, 1)
-    state.save_nccl_tuning(path, links)
-    return [line for line in path.read_text().splitlines() if not line.startswith("#")]
-
-
-def test_nccl_is_told_what_suits_the_messages(tmp_path: Path) -> None:
-    lines = run(save_for_nccl, 4, tmp_path, nodes=(2, 2))
-    assert lines[0] == lines[3]
-    assert {line.split(",")[0] for line in lines[0]} == {"allreduce", "reducescatter", "allgather"}
-
-
 def test_a_checkpoint_knows_the_tuning() -> None:
     assert run(resume, 4, nodes=(2, 2)) == [(True, True)] * 4
+
+
+def resume_from_a_trial(rank: int, world_size: int) -> tuple[bool, bool]:
+    def attached() -> commopt.HookState:
+        return commopt.attach(TorchDDP(seeded(Tower), **SMALL_BUCKET), "auto", allow="quantized", plan="adaptive")
+
+    on_trial = attached().state_dict() | {"plan": plan_by_hand().to_json()}
+    later = on_trial | {"tuned": tuned_by_hand(plan_by_hand(8)).to_json()}
+    first, second = attached(), attached()
+    first.load_state_dict(on_trial)
+    second.load_state_dict(later)
+    has_tuned = second.plan == plan_by_hand(8)
+    second.load_state_dict(on_trial)
+    return first.plan is None is second.plan, has_tuned
+
+
+def test_a_checkpoint_from_the_middle_of_a_search_goes_on_with_what_was_before() -> None:
+    assert run(resume_from_a_trial, 4, nodes=(2, 2)) == [(True, True)] * 4
 
 
 @pytest.mark.parametrize(

@@ -73,129 +73,78 @@ def linear_ddp(kind: type[TorchDDP] = TorchDDP) -> TorchDDP:
 
 # ------------------------------------------------------------------------------ refused at once, on every rank
 
-# name: (call, error, what its message must contain)
-CALLS: dict[str, tuple[Callable[[], object], type[Exception], tuple[str, ...]]] = {
-    "unknown preset": (
-        lambda: commopt.attach(linear_ddp(), "hierarchicl"),
-        ConfigurationError,
-        ("'hierarchicl'", *commopt.PRESETS),
-    ),
-    "option misspelt": (
-        lambda: commopt.attach(linear_ddp(), "hierarchical", timeouts=4),
-        ConfigurationError,
-        ("timeouts=4", "did you mean timeout?", "ranks_per_node"),
-    ),
-    "unknown option": (
-        lambda: commopt.attach(linear_ddp(), commopt.hierarchical, matrix_rank=4),
-        ConfigurationError,
-        ("hierarchical", "matrix_rank"),
-    ),
+Calls = dict[str, tuple[Callable[[], object], tuple[str, ...]]]
+# name: (call, what the message of its ConfigurationError must contain)
+MISUSED: Calls = {
+    "unknown preset": (lambda: commopt.attach(linear_ddp(), "hierarchicl"), ("'hierarchicl'", *commopt.PRESETS)),
     "option for an aggregator": (
         lambda: commopt.attach(linear_ddp(), Flat(), matrix_rank=4),
-        ConfigurationError,
         ("Flat()", "matrix_rank"),
     ),
-    "ranks_per_node does not divide": (
-        lambda: HookState(ranks_per_node=3),
-        ConfigurationError,
-        ("3", "4", "ranks_per_node"),
-    ),
-    "ranks_per_node too large": (lambda: Communicator(ranks_per_node=8), ConfigurationError, ("8", "ranks_per_node")),
-    "ranks_per_node -2": (lambda: HookState(ranks_per_node=-2), ConfigurationError, ("-2", "ranks_per_node")),
-    "ddp as state": (lambda: HookState(linear_ddp()), ConfigurationError, ("aggregator", "attach")),  # type: ignore[arg-type]
+    "ranks_per_node does not divide": (lambda: HookState(ranks_per_node=3), ("3", "4", "ranks_per_node")),
+    "ranks_per_node too large": (lambda: Communicator(ranks_per_node=8), ("8", "ranks_per_node")),
+    "ddp as state": (lambda: HookState(linear_ddp()), ("aggregator", "attach")),  # type: ignore[arg-type]
     "ddp as process group": (
         lambda: HookState(process_group=linear_ddp()),
-        ConfigurationError,
         ("DistributedDataParallel", "ProcessGroup"),
     ),
     "attach to a bare module": (
-        lambda: commopt.attach(nn.Linear(4, 4), "flat"),  # type: ignore[arg-type]
-        ConfigurationError,
+        lambda: commopt.attach(nn.Linear(4, 4), "flat"),
         ("Linear", "DistributedDataParallel"),
     ),
     "attach's arguments swapped": (
-        lambda: commopt.attach("flat", linear_ddp()),  # type: ignore[arg-type]
-        ConfigurationError,
+        lambda: commopt.attach("flat", linear_ddp()),  # type: ignore[call-overload]
         ("str", "DistributedDataParallel"),
     ),
     "attach a number": (
-        lambda: commopt.attach(linear_ddp(), 8),  # type: ignore[arg-type]
-        ConfigurationError,
+        lambda: commopt.attach(linear_ddp(), 8),  # type: ignore[call-overload]
         ("8", "preset"),
     ),
     "preset name as state's aggregator": (
         lambda: HookState("hierarchical"),  # type: ignore[arg-type]
-        ConfigurationError,
         ("'hierarchical'", "attach"),
     ),
     "state without a hook": (
         lambda: linear_ddp(commopt.DistributedDataParallel).register_comm_hook(HookState()),  # type: ignore[call-arg]
-        ConfigurationError,
         ("hook", "commopt.hierarchical"),
     ),
-    "scaler that is none": (lambda: HookState(scaler=1024.0), ConfigurationError, ("float", "GradScaler")),
-    "module that is none": (lambda: HookState(module="gpt"), ConfigurationError, ("str", "Module")),  # type: ignore[arg-type]
-    "negative timeout": (lambda: HookState(timeout=-1), ConfigurationError, ("timeout", "-1")),
-    "op max": (lambda: commopt.all_reduce(torch.ones(2), op="max"), ConfigurationError, ("'max'", "'avg'", "'sum'")),  # type: ignore[arg-type]
-    "integer average": (
-        lambda: commopt.all_reduce(torch.ones(2, dtype=torch.int64)),
-        UnsupportedTensorError,
-        ("avg", "int64", "sum"),
-    ),
-    "integer through a lossy aggregator": (
-        lambda: commopt.all_reduce(torch.ones(2, dtype=torch.int64), op="sum", aggregator=Compressed(Cast())),
-        UnsupportedTensorError,
-        ("int64", "Flat()"),
-    ),
+    "scaler that is none": (lambda: HookState(scaler=1024.0), ("float", "GradScaler")),
+    "module that is none": (lambda: HookState(module="gpt"), ("str", "Module")),  # type: ignore[arg-type]
+    "negative timeout": (lambda: HookState(timeout=-1), ("timeout", "-1")),
+    "op max": (lambda: commopt.all_reduce(torch.ones(2), op="max"), ("'max'", "'avg'", "'sum'")),  # type: ignore[arg-type]
     "aggregator by name": (
         lambda: commopt.all_reduce(torch.ones(2), aggregator="flat"),  # type: ignore[arg-type]
-        ConfigurationError,
         ("'flat'", "commopt.Flat()"),
     ),
-    "complex tensor": (
-        lambda: commopt.all_reduce(torch.ones(2, dtype=torch.complex64)),
-        UnsupportedTensorError,
-        ("complex64", "view_as_real"),
+    "src out of range": (lambda: Communicator().broadcast(torch.ones(1), src=4), ("4", "0 to 3")),
+    "reduce_scatter shapes": (lambda: Communicator().reduce_scatter(torch.ones(3), torch.ones(13)), ("13", "3", "12")),
+    "all_gather shapes": (lambda: Communicator().all_gather(torch.ones(7), torch.ones(2)), ("7", "2", "8")),
+    "all_to_all shapes": (lambda: Communicator().all_to_all(torch.ones(6), torch.ones(6)), ("6", "world_size=4")),
+}
+# The same with an UnsupportedTensorError.
+UNSUPPORTED: Calls = {
+    "integer average": (lambda: commopt.all_reduce(torch.ones(2, dtype=torch.int64)), ("avg", "int64", "sum")),
+    "integer through a lossy aggregator": (
+        lambda: commopt.all_reduce(torch.ones(2, dtype=torch.int64), op="sum", aggregator=Compressed(Cast())),
+        ("int64", "Flat()"),
     ),
+    "complex tensor": (lambda: commopt.all_reduce(torch.ones(2, dtype=torch.complex64)), ("complex64", "view_as_real")),
     "complex parameter": (
         lambda: commopt.attach(TorchDDP(nn.Linear(2, 2, dtype=torch.complex64)), "flat"),
-        UnsupportedTensorError,
         ("'weight'", "complex64", "view_as_complex"),
     ),
-    "sparse tensor": (
-        lambda: commopt.all_reduce(torch.eye(3).to_sparse()),
-        UnsupportedTensorError,
-        ("sparse", "to_dense"),
-    ),
+    "sparse tensor": (lambda: commopt.all_reduce(torch.eye(3).to_sparse()), ("sparse", "to_dense")),
     "sparse gradients": (
         lambda: commopt.attach(TorchDDP(nn.Sequential(nn.Embedding(8, 2, sparse=True))), "flat"),
-        UnsupportedTensorError,
         ("'0.weight'", "sparse=False"),
     ),
-    "bool tensor": (
-        lambda: commopt.all_reduce(torch.ones(2, dtype=torch.bool), op="sum"),
-        UnsupportedTensorError,
-        ("bool", "int32"),
-    ),
-    "list": (lambda: commopt.all_reduce([1.0, 2.0]), UnsupportedTensorError, ("list", "torch", "NumPy")),
-    "strings": (lambda: commopt.all_reduce(np.array(["a"])), UnsupportedTensorError, ("NumPy",)),
-    "src out of range": (lambda: Communicator().broadcast(torch.ones(1), src=4), ConfigurationError, ("4", "0 to 3")),
-    "reduce_scatter shapes": (
-        lambda: Communicator().reduce_scatter(torch.ones(3), torch.ones(13)),
-        ConfigurationError,
-        ("13", "3", "12"),
-    ),
-    "all_gather shapes": (
-        lambda: Communicator().all_gather(torch.ones(7), torch.ones(2)),
-        ConfigurationError,
-        ("7", "2", "8"),
-    ),
-    "all_to_all shapes": (
-        lambda: Communicator().all_to_all(torch.ones(6), torch.ones(6)),
-        ConfigurationError,
-        ("6", "world_size=4"),
-    ),
+    "bool tensor": (lambda: commopt.all_reduce(torch.ones(2, dtype=torch.bool), op="sum"), ("bool", "int32")),
+    "list": (lambda: commopt.all_reduce([1.0, 2.0]), ("list", "torch", "NumPy")),
+    "strings": (lambda: commopt.all_reduce(np.array(["a"])), ("NumPy",)),
 }
+CALLS: dict[str, tuple[Callable[[], object], type[Exception], tuple[str, ...]]]
+CALLS = {name: (call, ConfigurationError, parts) for name, (call, parts) in MISUSED.items()}
+CALLS |= {name: (call, UnsupportedTensorError, parts) for name, (call, parts) in UNSUPPORTED.items()}
 
 
 def make_calls(rank: int, world_size: int) -> dict[str, Raised]:
@@ -233,7 +182,6 @@ def test_refused(name: str, refused: list[dict[str, Raised]]) -> None:
         (lambda: Compressed(DGC(momentum=0.9), feedback=None), ("momentum", "feedback")),
         (lambda: Compressed(PowerSGD()), ("PowerSGD", "Compressor")),  # type: ignore[arg-type]
         (lambda: PowerSGD(0), ("matrix_rank", "0")),
-        (lambda: Hierarchical(intra=PowerSGD()), ("PowerSGD", "Flat()")),  # type: ignore[arg-type]
         (lambda: commopt.all_reduce(torch.ones(1)), ("init_process_group",)),
         (lambda: HookState().cluster, ("init_process_group",)),
         (lambda: HookState(process_group=3), ("init_process_group",)),
@@ -256,7 +204,7 @@ def make_communicator(rank: int, world_size: int) -> Raised:
     return outcome(Communicator)
 
 
-@pytest.mark.parametrize("value", ["3", "zwei", "0", "-2"])
+@pytest.mark.parametrize("value", ["3", "zwei", "0"])
 def test_bad_ranks_per_node_in_the_environment(value: str) -> None:
     results = run(make_communicator, WORLD, env={"COMMOPT_RANKS_PER_NODE": value})
     assert_raised(results, ConfigurationError, value)
@@ -386,7 +334,7 @@ DIFFERENCES: list[tuple[str, Any, Any, tuple[str, ...]]] = [
     ("aggregator", Hierarchical(), Flat(), ("Hierarchical(", "Flat()")),
     ("aggregator", Compressed(Cast(torch.bfloat16)), Compressed(Cast(torch.float16)), ("bfloat16", "float16")),
     ("aggregator", Compressed(DGC(0.1)), Compressed(DGC(0.1, momentum=0.9)), ("momentum=0.9",)),
-    ("aggregator", PowerSGD(2), PowerSGD(2, alternating=True), ("PowerSGD(matrix_rank=2)", "alternating=True")),
+    ("aggregator", PowerSGD(2), PowerSGD(2, start_step=9), ("PowerSGD(matrix_rank=2)", "start_step=9")),
     ("aggregator", Flat(), None, ("Flat()",)),
     ("ranks_per_node", 2, 4, ("2", "4")),
     ("timeout", 30, 40, ("30", "40")),

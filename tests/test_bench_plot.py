@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from bench.evidence.scaling import report as scaling_report
 from bench.plot import evidence, training
 from bench.plot.__main__ import draw_all, main
 from bench.plot.pictures import PICTURES, drawings, kind_of
 from bench.training.report import read as read_training
-from tests.test_bench_scaling import ENVIRONMENT, FOUR, POINTS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -77,11 +74,12 @@ def test_all_is_drawn_from_the_files_alone(tmp_path: Path, capsys: pytest.Captur
     results, images = tmp_path / "results", tmp_path / "images"
     results.mkdir()
     images.mkdir()
-    for name in ("bucketing.json", "training_unshaped.json", "hook_overhead.json"):
+    for name in ("bucketing.json", "training_unshaped.json", "hook_overhead.json", "probe_200mbit.json"):
         (results / name).write_text((RESULTS / name).read_text())
     draw_all(results, images)
     assert sorted(path.name for path in images.iterdir()) == [
         "bucketing.png",
+        "probe.png",
         "training_unshaped.png",
     ]
     assert "bucketing.png: bucketing.json" in capsys.readouterr().out
@@ -131,22 +129,6 @@ def test_learning_has_a_mark_for_each_strategy_at_what_it_sent(figures: list[Fig
     (mib,), (end,) = np.asarray(lines["hierarchical"].get_data())
     assert mib == pytest.approx(own[0]["inter_bytes_per_step"] * 400 / 2**20, rel=1e-3)
     assert end == pytest.approx(np.mean([run["curve"][-1]["held_out_loss"] for run in own]))
-
-
-def test_scaling_has_a_line_through_the_fullest_nodes(tmp_path: Path, figures: list[Figure]) -> None:
-    beside = replace(FOUR, nodes=4, ranks_per_node=1, step_ms=500.0)
-    scaling_report.write(
-        tmp_path / "scaling.json", ENVIRONMENT, [*POINTS[:2], replace(FOUR, predicted_ms=250.0), beside]
-    )
-    evidence.draw_scaling(tmp_path / "scaling.json", Path("unused.png"))
-    efficiency, left = figures[0].axes
-    measured, hollow, expected, alone = efficiency.lines
-    np.testing.assert_allclose(np.asarray(measured.get_data()), [[1.0, 2.0, 4.0], [1.0, 0.8, 0.25]])
-    np.testing.assert_allclose(np.asarray(hollow.get_data()), [[4.0], [0.2]])
-    np.testing.assert_allclose(np.asarray(expected.get_data()), [[4.0], [0.4]])
-    assert (measured.get_linestyle(), expected.get_linestyle(), alone.get_linestyle()) == ("-", "--", ":")
-    np.testing.assert_allclose(np.asarray(alone.get_data()), [[1.0, 2.0, 4.0], [1.0, 90 / 120, 90 / 200]])
-    np.testing.assert_allclose(np.asarray(left.lines[0].get_data()), [[1.0, 2.0, 4.0], [0.9, 0.96, 0.5]])
 
 
 def test_time_to_a_loss_is_that_of_the_file(monkeypatch: pytest.MonkeyPatch) -> None:

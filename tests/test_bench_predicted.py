@@ -11,9 +11,8 @@ import pytest
 
 import commopt
 from bench.evidence.scaling import predicted
-from bench.evidence.scaling.predicted import GBPS, STRATEGIES, Assumptions, floors, predictions, read
+from bench.evidence.scaling.predicted import GBPS, STRATEGIES, Assumptions, predictions, read
 from bench.plot.pictures import drawings
-from commopt.simulate import strategy
 
 
 def given() -> Assumptions:
@@ -33,20 +32,6 @@ def test_more_gpus_are_less_efficient_and_faster_networks_more() -> None:
     for gbps in GBPS:
         for gpus in (8, 64, 512):
             assert by[gbps, gpus, "stock"] <= by[gbps, gpus, "lossless"] <= by[gbps, gpus, "lossy"] <= 1
-
-
-def test_a_floor_is_the_slowest_network_above_it() -> None:
-    for floor in floors(given(), 2):
-        if floor.gbps is None:
-            continue
-        row = predicted.scaling(floor.model, floor.gbps, given()).weak([2], [strategy(floor.strategy)], floor.batch)[0]
-        assert row.gpu_efficiency > floor.efficiency
-        slower = [gbps for gbps in predicted._NETWORKS_GBPS if gbps < floor.gbps]
-        if slower:
-            below = predicted.scaling(floor.model, slower[-1], given()).weak(
-                [2], [strategy(floor.strategy)], floor.batch
-            )[0]
-            assert below.gpu_efficiency <= floor.efficiency
 
 
 def test_file_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

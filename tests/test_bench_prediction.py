@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,12 +14,12 @@ from bench.evidence.models import MODELS, Subject, subject
 from bench.evidence.prediction import __main__ as prediction
 from bench.evidence.prediction import report
 from bench.evidence.prediction.__main__ import hold
-from bench.evidence.prediction.predict import predict, with_own_work
-from bench.evidence.prediction.probe import Probe, Probed, Processors, Wanted, delayed, sizes, wanted
+from bench.evidence.prediction.predict import predict
+from bench.evidence.prediction.probe import Probe, Probed, Processors, Wanted, delayed, wanted
 from bench.evidence.prediction.report import Configuration, Environment
-from bench.evidence.training_run import STOCK, Profile, TrainingRun
+from bench.evidence.training_run import Profile
 from commopt import ConfigurationError
-from commopt.cost import Curve, Header, LinkKey, Links, Speeds, WorkKey, cost, nominal_links
+from commopt.cost import Curve, Header, LinkKey, Links, cost
 from commopt.feedback import Layout
 from commopt.groups import TeamShape, join
 from commopt.schedule import Unit
@@ -39,23 +38,6 @@ def test_models_are_of_the_promised_kind(name: str) -> None:
     outputs = model(made.inputs(made.batch))
     outputs.float().square().mean().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("alexnet", "model 'alexnet' is unknown; known models: gpt, resnet50, vgg"),
-        (
-            "gpt:heads=2",
-            "'heads=2' in 'gpt:heads=2' is no option=number above 0; gpt takes layers, width, context",
-        ),
-        ("vgg:width=0", "'width=0' in 'vgg:width=0' is no option=number above 0"),
-        ("vgg:width", "'width' in 'vgg:width' is no option=number above 0"),
-    ],
-)
-def test_bad_models(text: str, message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        subject(text)
 
 
 # ------------------------------------------------------------------------------------ what is probed
@@ -93,17 +75,6 @@ def notes_on(aggregator: commopt.Aggregator, shape: TeamShape, links: Links) -> 
         return cost(aggregator, LAYOUT, torch.float32, shape, links).notes
     except ConfigurationError as error:
         return (str(error),)
-
-
-@pytest.mark.parametrize("blocks", [1, 2, 3, 8])
-@pytest.mark.parametrize("most", [100, 1_000_000, 26_214_401])
-def test_sizes_end_at_the_most(most: int, blocks: int) -> None:
-    found = sizes(4096, most, blocks)
-    assert len(found) >= 4
-    assert found[0] >= 4096
-    assert all(nbytes % (4 * blocks) == 0 for nbytes in found)
-    assert most <= found[-1] < max(most, 8 * 4096) + 4 * blocks
-    assert all(1.9 < larger / smaller < 2.1 for smaller, larger in pairwise(found))
 
 
 # --------------------------------------------------------------------------- processors that are shared
@@ -176,31 +147,6 @@ def test_a_profile_is_the_same_on_all_ranks() -> None:
     assert len(step_s) == 4
     assert 0 < workload.units[0].ready_us < workload.compute_us <= 1e6 * max(step_s)
     assert 0 <= tail_us < 1e6 * max(step_s)
-
-
-def train_in_turns(
-    rank: int, world_size: int
-) -> list[tuple[list[float], list[float], list[float], list[torch.Tensor]]]:
-    found = []
-    for strategy in (STOCK, "flat"):
-        training = TrainingRun(strategy, tiny())
-        not_kept = training.turn(2, counts=False)
-        kept = training.turn(3)
-        gradients = [parameter.grad.clone() for parameter in training.ddp.parameters() if parameter.grad is not None]
-        found.append((not_kept, kept, training.step_s, gradients))
-    return found
-
-
-def test_trainees_take_turns() -> None:
-    ranks = run(train_in_turns, 2)
-    for (not_kept, kept, step_s, stock), (*_, flat) in [ranks[0], ranks[1]]:
-        assert len(not_kept) == 2
-        assert kept == step_s
-        assert len(kept) == 3
-        assert min(kept) > 0
-        for ours, theirs in zip(flat, stock, strict=True):
-            torch.testing.assert_close(ours, theirs)
-    assert [each[:3] for each in ranks[0]] == [each[:3] for each in ranks[1]]  # of the slowest rank
 
 
 def probe_and_compare(rank: int, world_size: int) -> tuple[list[Configuration], Environment]:
@@ -290,25 +236,6 @@ def test_files_hold_several_runs(tmp_path: Path) -> None:
     assert (header["record"], header["kind"]) == ("environment", "prediction")
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "nonsense",
-        '{"record": "environment", "kind": "tuning"}',
-        '{"record": "configuration", "model": "gpt"}',
-        '{"record": "environment", "kind": "prediction", "date": ""}',
-        "[]",
-    ],
-)
-def test_other_files_are_refused(content: str, tmp_path: Path) -> None:
-    file = tmp_path / "a.json"
-    file.write_text(content)
-    with pytest.raises(ValueError, match=r"a\.json is not a file that bench\.evidence\.prediction --json wrote"):
-        report.read([file])
-    with pytest.raises(ValueError, match=r"none\.json is not a file"):
-        report.read([tmp_path / "none.json"])
-
-
 def test_the_table_has_steps_and_errors() -> None:
     runs = [
         (ENVIRONMENT, [made(100, 90), made(100, 105, "hierarchical")]),
@@ -319,43 +246,3 @@ def test_the_table_has_steps_and_errors() -> None:
     assert header == "| cluster, link | model | `flat` | `hierarchical` |"
     assert rows[0] == "| 1+1 ranks, 50mbit | gpt | 100 (-10 %) | 100 (+5 %) |"
     assert rows[1] == "| 2+2 ranks, 50mbit | vgg | 100 (+20 %) | - |"
-
-
-# ------------------------------------------------------------------------------------------ the matrix
-
-
-# ------------------------------------------------------------------------------------------- own work
-
-
-def probed_by_hand(what: str) -> Probed:
-    """All work takes 1 ns for a byte, and keeps a core for half of that."""
-    keys = [WorkKey(kind, name) for kind in ("encode", "decode", "recode") for name in (what, "Exact()")]
-    keys += [WorkKey("factor", "PowerSGD(4)"), WorkKey("refresh", "PowerSGD(4)"), WorkKey("copy", "")]
-    time, processor = (Links(Header(), {}, {key: Curve.linear(0.0, beta) for key in keys}) for beta in (1e-3, 0.5e-3))
-    return Probed(time, processor, 0.0)
-
-
-def own_work(rank: int, world_size: int, preset: str, nodes: tuple[int, ...]) -> tuple[float, float, bool]:
-    aggregator = commopt.build_preset(preset)
-    layouts = [Layout.of_parameters([("a", (200, 300)), ("b", (7,))]), Layout.of_parameters([("c", (64, 64))])]
-    shape, probed = TeamShape.of(nodes), probed_by_hand("Quantize(bits=8)")
-    links = nominal_links(shape, Speeds(nic_gbps=1.0, intra_gb_per_s=1.0))
-    probed = replace(probed, time=replace(probed.time, curves=links.curves))
-    probed = replace(probed, processor=replace(probed.processor, curves=links.curves))
-    slow = Processors(ranks=1000 * world_size, cores=1)  # so that what cores are busy for decides
-    suited = with_own_work(probed, aggregator, layouts, shape, slow)
-
-    def own_us(kind: Links) -> float:
-        return sum(cost(aggregator, layout, torch.float32, shape, kind).compress_us for layout in layouts)
-
-    return own_us(suited.time), own_us(suited.processor), suited is probed
-
-
-@pytest.mark.parametrize("preset", ["quantized", "hierarchical_quantized", "hierarchical_powersgd:start_step=0"])
-@pytest.mark.parametrize("nodes", [(1, 1), (2, 2)])
-def test_work_adds_up_to_the_aggregators_own(preset: str, nodes: tuple[int, ...]) -> None:
-    results = run(own_work, sum(nodes), preset, nodes, nodes=nodes)
-    assert len(set(results)) == 1
-    time_us, busy_us, _ = results[0]
-    assert busy_us > 0
-    assert time_us >= 0.999 * sum(nodes) * busy_us  # all ranks on one core

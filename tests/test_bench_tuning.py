@@ -17,8 +17,7 @@ from bench.evidence.matrix import World
 from bench.evidence.models import Subject
 from bench.evidence.tuning import report
 from bench.evidence.tuning.__main__ import FAMILIES, candidates
-from bench.evidence.tuning.comparison import Choice, compare, search, tune
-from bench.evidence.tuning.matrix import COMPARISONS
+from bench.evidence.tuning.comparison import Choice, compare, tune
 from bench.evidence.tuning.report import Configuration
 from tests.ranks import run
 
@@ -54,29 +53,6 @@ def tiny() -> Subject:
         return torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 32))
 
     return Subject("tiny", model, lambda count: torch.randn(count, 64), 4)
-
-
-def search_all(rank: int, world_size: int, compute_ms: float) -> list[tuple[str, float]]:
-    with patch("bench.evidence.tuning.comparison._SETTLING", 6):
-        found, fastest = search(tiny(), ["flat", "quantized"], compute_ms, 0.05, lambda message: None)
-    assert fastest.strategy == found[0].strategy
-    assert fastest.options["plan"] == found[0].plan
-    return [(each.name, each.step_ms) for each in found]
-
-
-def test_all_candidates_are_tried_with_both_kinds_of_buckets() -> None:
-    first, second = run(search_all, 2, 1e6, nodes=(1, 1))
-    assert first == second
-    assert {name for name, _ in first} == {"flat (ddp)", "flat (adaptive)", "quantized (ddp)", "quantized (adaptive)"}
-    assert [step_ms for _, step_ms in first] == sorted(step_ms for _, step_ms in first)
-
-
-def test_other_buckets_are_tried_only_where_they_could_win() -> None:
-    first, _ = run(search_all, 2, 0.0, nodes=(1, 1))
-    assert len(first) == 3  # nothing can be hidden behind a backward of no time: the fastest alone has another chance
-    adaptive = [name for name, _ in first if "adaptive" in name]
-    of_ddp = min((each for each in first if "ddp" in each[0]), key=lambda each: each[1])
-    assert adaptive == [of_ddp[0].replace("ddp", "adaptive")]
 
 
 @dataclass
@@ -198,10 +174,3 @@ def test_the_table_compares_with_the_fastest_and_with_stock_ddp(tmp_path: Path) 
 
 
 # ------------------------------------------------------------------------------------------ the matrix
-
-
-def test_another_choice_is_another_comparison() -> None:
-    first = COMPARISONS[0]
-    assert first.is_in([(WORLD, [made(110)])])
-    assert not first.is_in([(WORLD, [replace(made(110), allow=["lossless"])])])
-    assert not first.is_in([(replace(WORLD, emulated_rate="100mbit"), [made(110)])])

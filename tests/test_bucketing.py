@@ -21,10 +21,8 @@ from commopt.recording import BucketRecord, MessageRecord, StepRecord
 from commopt.schedule import Layouts, Unit, sync
 from commopt.schedule.calibration import LARGEST_NBYTES, prices_from_points, samples_of
 from commopt.schedule.measure import StepTimes, latest, own_times
+from tests.plan_changes import heard
 from tests.ranks import run
-
-# --------------------------------------------------------------------- what there is to choose from
-
 
 # --------------------------------------------------------------------- what is tried out
 
@@ -95,23 +93,22 @@ def test_steps_that_went_otherwise_than_the_last_do_not_count() -> None:
     assert np.isnan(own_of([usual[3], usual[4], usual[5]]).begin_us).tolist() == [True, False, False]
 
 
-def put_together(rank: int, world_size: int) -> tuple[list[float], list[float], list[float], list[float]]:
+def put_together(rank: int, world_size: int) -> tuple[list[float], list[float], list[float]]:
     team = join(None).team
     here = float(team.rank)
     nan = float("nan")
     column = np.array([[1e9 + 1e6 * here], [nan if team.rank else 5e9]])
     unknown = np.array([[nan, 7e9 - 1e6 * here], [nan, nan]])
-    times, lateness_us = latest(team, StepTimes(column[:, 0], 2 * column[:, 0], column, 3 * column, unknown))
-    return times.begin_us.tolist(), times.finished_us[:, 0].tolist(), times.ready_us[0].tolist(), list(lateness_us)
+    times = latest(team, StepTimes(column[:, 0], 2 * column[:, 0], column, 3 * column, unknown))
+    return times.begin_us.tolist(), times.finished_us[:, 0].tolist(), times.ready_us[0].tolist()
 
 
 def test_the_latest_of_all_ranks_counts_on_one_clock() -> None:
-    begin_us, finished_us, ready_us, lateness_us = run(put_together, 4, nodes=(2, 2))[0]
+    begin_us, finished_us, ready_us = run(put_together, 4, nodes=(2, 2))[0]
     # Emulated nodes share a clock, which is known to a few microseconds; a rank is a second later than the one before.
     assert begin_us == pytest.approx([1e9 + 3e6, 5e9], abs=2e5)
     assert finished_us == pytest.approx([3e9 + 9e6, 15e9], abs=2e5)
     assert ready_us == pytest.approx([1e9 + 3e6, 7e9], abs=2e5)  # what nobody knows was there from the start
-    assert lateness_us == pytest.approx([0.0, 2e6, 4e6, 6e6], abs=2e5)
 
 
 # --------------------------------------------------------------------- names
@@ -169,11 +166,6 @@ def test_patterns_that_match_nothing_are_named_with_what_there_is(caplog: pytest
 
 def train_with(rank: int, world_size: int, compiled: bool) -> tuple[set[str], list[str], int]:
     """Return what residuals are kept for, what rank 0 says, and the steps of a state that goes on from this one."""
-    heard: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
-    handler.setLevel(logging.WARNING)
-    logging.getLogger("commopt").addHandler(handler)
 
     def attached(module: nn.Module) -> tuple[TorchDDP, commopt.HookState]:
         ddp = TorchDDP(module)
@@ -182,40 +174,35 @@ def train_with(rank: int, world_size: int, compiled: bool) -> tuple[set[str], li
     plain = nn.ModuleDict({"body": nn.Linear(64, 64), "tie": nn.Linear(64, 64), "head": nn.Linear(64, 64)})
     plain["head"].weight = plain["tie"].weight
     plain.forward = lambda x: plain["head"](plain["tie"](plain["body"](x)))
-    ddp, state = attached(torch.compile(plain, backend="eager") if compiled else plain)  # type: ignore[arg-type]
-    ddp(torch.randn(2, 64)).sum().backward()
-    saved = state.state_dict()
-    _, other = attached(copy.deepcopy(plain) if compiled else torch.compile(copy.deepcopy(plain)))  # type: ignore[arg-type]
-    other.load_state_dict(saved)
+    with heard() as said:
+        ddp, state = attached(torch.compile(plain, backend="eager") if compiled else plain)  # type: ignore[arg-type]
+        ddp(torch.randn(2, 64)).sum().backward()
+        saved = state.state_dict()
+        _, other = attached(copy.deepcopy(plain) if compiled else torch.compile(copy.deepcopy(plain)))  # type: ignore[arg-type]
+        other.load_state_dict(saved)
     kept = {piece[0] for layouts in saved["layouts"].values() for pieces in layouts for piece in pieces}
-    return kept, heard, other.stats()["steps"]
+    return kept, [text for _, text in said], other.stats()["steps"]
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_training_with_shared_and_compiled_parameters(compiled: bool) -> None:
-    for rank, (kept, heard, steps) in enumerate(run(train_with, 2, compiled)):
+    for rank, (kept, said, steps) in enumerate(run(train_with, 2, compiled)):
         assert kept == {"body.weight"}
         assert steps == 1
-        assert [message.split(";")[0] for message in heard] == ["dense='typo' matches no parameter"] * 2 * (rank == 0)
+        assert [message.split(";")[0] for message in said] == ["dense='typo' matches no parameter"] * 2 * (rank == 0)
 
 
 # --------------------------------------------------------------------- what it keeps a training from
 
 
 def train_aloud(rank: int, world_size: int) -> list[tuple[str, str]]:
-    heard: list[tuple[str, str]] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: heard.append((record.levelname, record.getMessage()))  # type: ignore[method-assign]
-    logger = logging.getLogger("commopt")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
     ddp = TorchDDP(nn.Linear(256, 256))
     commopt.attach(ddp, "hierarchical", plan="adaptive")
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, heard(logging.INFO) as said:
         patch.setattr(sync, "_NOTICED_S", 0.0)
         for _ in range(16):
             ddp(torch.ones(1, 256)).sum().backward()
-    return heard
+    return said
 
 
 def test_a_training_that_waits_for_trials_says_so_before_and_after() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from commopt import Auto, Compressed, Flat, Hierarchical, PowerSGD, Quantize
 from commopt.feedback import Layout
 from commopt.groups import TeamShape
-from commopt.schedule.candidates import allowed_families, candidates, exact, replaceable
+from commopt.schedule.candidates import allowed_families, candidates, exact
 
 NODES, NODE = TeamShape.of((2, 2)), TeamShape.of((4,))
 
@@ -21,11 +21,11 @@ def gradient() -> tuple[Layout, Tensor]:
 
 def test_only_what_is_exact_and_not_asked_for_in_one_form_may_be_replaced() -> None:
     plain = Hierarchical()
-    assert list(replaceable(plain, NODES).values()) == [plain, Flat()]
+    assert list(exact(plain, NODES).values()) == [plain, Flat()]
     for aggregator, shape in ((plain, NODE), (Flat(), NODES), (Compressed(Quantize(4)), NODES)):
-        assert replaceable(aggregator, shape) == {repr(aggregator): aggregator}
-    assert list(exact(NODES)) == ["flat", "hierarchical"]
-    assert list(exact(NODE)) == ["flat"]
+        assert exact(aggregator, shape) == {repr(aggregator): aggregator}
+    assert list(exact(Auto(), NODES).values()) == [Flat(), Hierarchical()]
+    assert list(exact(Auto(), NODE).values()) == [Flat()]
 
 
 def test_each_family_has_one_candidate_in_each_form() -> None:
@@ -34,16 +34,16 @@ def test_each_family_has_one_candidate_in_each_form() -> None:
     found = candidates(families, [gradient()], None)
     names = ["bf16", "quantized", "powersgd"]
     assert {each.name for each in found} == {*names, *(f"hierarchical {name}" for name in names)}
-    usual = {each.name: each.aggregator for each in found}
-    assert usual["quantized"] == Compressed(Quantize(4))
-    assert usual["powersgd"] == PowerSGD(4)
+    usual = {each.name: each.strategy for each in found}
+    assert usual["quantized"] == repr(Compressed(Quantize(4)))
+    assert usual["powersgd"] == repr(PowerSGD(4))
     assert allowed_families(Auto(), NODES) == ()
 
 
 @pytest.mark.parametrize(("limit", "bits"), [(0.05, 8), (0.25, 4), (1.0, 2), (1e-4, None)])
 def test_with_a_limit_the_strongest_that_keeps_it_is_the_candidate(limit: float, bits: int | None) -> None:
     found = candidates(allowed_families(Auto("quantized"), NODE), [gradient()], limit)
-    assert [each.aggregator for each in found] == ([Compressed(Quantize(bits))] if bits else [])  # type: ignore[arg-type]
+    assert [each.strategy for each in found] == ([repr(Compressed(Quantize(bits)))] if bits else [])  # type: ignore[arg-type]
     assert all(0 < each.error <= limit for each in found)
 
 

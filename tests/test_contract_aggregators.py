@@ -27,10 +27,22 @@ from commopt import (
     ConfigurationError,
     Flat,
     Hierarchical,
+    Layout,
     PowerSGD,
+    WireBytes,
 )
 from commopt.cluster import Cluster
-from tests.catalogue import LAYOUTS, Mean, aggregators, assert_average, compressors, representatives, uses_compression
+from commopt.groups import TeamShape
+from tests.catalogue import (
+    LAYOUTS,
+    Mean,
+    aggregators,
+    assert_average,
+    compressors,
+    representatives,
+    run_on,
+    uses_compression,
+)
 from tests.ranks import run
 
 ROOT = Path(__file__).parents[1]
@@ -49,9 +61,6 @@ FEW_SIZES: Sizes = {
     torch.float64: (1, 40_001),
 }
 GUARD = 3  # elements around each buffer that nobody may touch; odd, so that buffers are unaligned too
-
-
-every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 
 def random_input(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
@@ -110,24 +119,22 @@ def assert_equal_bits(digests: Sequence[Mapping[str, str]]) -> None:
             assert digest == digests[0][name], f"{name}: rank {rank} holds other bits than rank 0"
 
 
-@every_layout
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_mean_is_right_and_bit_identical(layout: str) -> None:
-    world_size, nodes = LAYOUTS[layout]
     tried = aggregators() if layout in ("2", "2x2", "2+1") else representatives()
-    digests = run(average_everything, world_size, tried, nodes=nodes)
+    digests = run_on(layout, average_everything, tried)
     assert_equal_bits(digests)
     for aggregator in tried:
         if repr(aggregator) not in digests[0]:
             assert layout in UNEVEN, f"{aggregator} refused"
             assert isinstance(aggregator, Hierarchical)
-            assert aggregator.form == "reduce_scatter" or aggregator.intra != Flat(), f"{aggregator} refused"
+            assert aggregator.form == "reduce_scatter", f"{aggregator} refused"
 
 
 @pytest.mark.parametrize("layout", ["2", "2x2", "2+1"])
 def test_representatives_of_every_kind(layout: str) -> None:
     """A part of the test before, which is too long for `make test`."""
-    world_size, nodes = LAYOUTS[layout]
-    assert_equal_bits(run(average_everything, world_size, representatives(), nodes=nodes, sizes=FEW_SIZES))
+    assert_equal_bits(run_on(layout, average_everything, representatives(), sizes=FEW_SIZES))
 
 
 def average_large_values(rank: int, world_size: int, tried: Sequence[Aggregator], device: str = "cpu") -> None:
@@ -149,8 +156,7 @@ def average_large_values(rank: int, world_size: int, tried: Sequence[Aggregator]
 
 @pytest.mark.parametrize("layout", ["3", "2x2", "2+1"])
 def test_average_overflows_only_if_a_value_does(layout: str) -> None:
-    world_size, nodes = LAYOUTS[layout]
-    run(average_large_values, world_size, representatives(), nodes=nodes)
+    run_on(layout, average_large_values, representatives())
 
 
 def sum_integers(rank: int, world_size: int, tried: Sequence[Aggregator], device: str = "cpu") -> None:
@@ -171,8 +177,7 @@ def sum_integers(rank: int, world_size: int, tried: Sequence[Aggregator], device
 
 @pytest.mark.parametrize("layout", ["1", "3", "2x2", "2+1"])
 def test_sums_of_integers_are_exact(layout: str) -> None:
-    world_size, nodes = LAYOUTS[layout]
-    run(sum_integers, world_size, aggregators(), nodes=nodes)
+    run_on(layout, sum_integers, aggregators())
 
 
 # ------------------------------------------------------------------------------ not finite
@@ -208,15 +213,13 @@ def spread_non_finite(
 
 @pytest.mark.parametrize("layout", ["3", "2x2", "2+1"])
 def test_non_finite_values_reach_every_rank(layout: str) -> None:
-    world_size, nodes = LAYOUTS[layout]
-    run(spread_non_finite, world_size, aggregators(), nodes=nodes)
+    run_on(layout, spread_non_finite, aggregators())
 
 
 @pytest.mark.parametrize("layout", ["2", "2+1"])
 def test_non_finite_values_reach_every_rank_of_every_kind(layout: str) -> None:
     """A part of the test before, which is too long for `make test`."""
-    world_size, nodes = LAYOUTS[layout]
-    run(spread_non_finite, world_size, representatives(), nodes=nodes, every=4)
+    run_on(layout, spread_non_finite, representatives(), every=4)
 
 
 # ------------------------------------------------------------------------------ fp32 accumulation
@@ -287,18 +290,9 @@ def test_hooks_return_the_bucket_itself() -> None:
 # ------------------------------------------------------------------------------ promise 10
 
 
-def count_bytes(rank: int, world_size: int, numel: int, dtype: torch.dtype) -> dict[str, tuple[int, int]]:
+def count_bytes(rank: int, world_size: int, numel: int, dtype: torch.dtype) -> dict[str, WireBytes]:
     comm = Communicator()
-    counts = {}
-    for aggregator in aggregators():
-        wire = comm.wire_bytes(numel, dtype, aggregator)
-        counts[repr(aggregator)] = (wire.intra, wire.inter)
-    return counts
-
-
-def wire_ratio(aggregator: Hierarchical) -> float:
-    """Bytes per element inside the node over those of float32, and a little for rounding up."""
-    return 1.01 * uses_compression(aggregator.intra)[0].payload_nbytes(8192) / 8192 / 4
+    return {repr(each): comm.wire_bytes(numel, dtype, each) for each in aggregators()}
 
 
 def exchanged_nbytes(aggregator: Aggregator, ranks: int, numel: int, dtype: torch.dtype) -> float:
@@ -321,6 +315,14 @@ def test_wire_bytes_follow_the_formulas(layout: str, dtype: torch.dtype) -> None
     assert_wire_bytes(layout, dtype, "cpu")
 
 
+@pytest.mark.parametrize("nodes", [(1,), (2, 2)])
+def test_nothing_costs_nothing(nodes: tuple[int, ...]) -> None:
+    team = TeamShape.of(nodes)
+    for aggregator in aggregators():
+        for numel in (0, 1000) if team.size == 1 else (0,):
+            assert aggregator.wire_bytes(Layout.anonymous(numel), torch.float32, team) == WireBytes()
+
+
 def assert_wire_bytes(layout: str, dtype: torch.dtype, device: str) -> None:
     """Compare what all ranks of a layout say they send with closed forms."""
     world_size, nodes = LAYOUTS[layout]
@@ -328,13 +330,12 @@ def assert_wire_bytes(layout: str, dtype: torch.dtype, device: str) -> None:
     per_node = world_size // node_count
     numel = 12 * 4096
     counts = run(count_bytes, world_size, numel, dtype, nodes=nodes, device=device)
-    total_inter = {name: sum(mine[name][1] for mine in counts) for name in counts[0]}
-    total_intra = {name: sum(mine[name][0] for mine in counts) for name in counts[0]}
+    total_inter = {name: sum(mine[name].inter for mine in counts) for name in counts[0]}
+    total_intra = {name: sum(mine[name].intra for mine in counts) for name in counts[0]}
     nbytes = numel * dtype.itemsize
     ring = 2 * (world_size - 1) * nbytes // world_size  # each rank to its successor
     for aggregator in aggregators():
         name = repr(aggregator)
-        shares = isinstance(aggregator, Hierarchical) and aggregator.intra != Flat()  # float32, whatever the buffer is
         if isinstance(aggregator, Flat):
             leaving = node_count if node_count > 1 else 0
             assert total_inter[name] == leaving * ring
@@ -344,37 +345,16 @@ def assert_wire_bytes(layout: str, dtype: torch.dtype, device: str) -> None:
             assert total == exchanged_nbytes(aggregator, world_size, numel, dtype), name
         elif isinstance(aggregator, Hierarchical):
             shards = 1 if aggregator.form == "leader" else per_node
-            wire_dtype = torch.float32 if shares and per_node > 1 else dtype
-            across = shards * exchanged_nbytes(aggregator.inter, node_count, numel // shards, wire_dtype)
+            across = shards * exchanged_nbytes(aggregator.inter, node_count, numel // shards, dtype)
             assert total_inter[name] == across, name
             if aggregator.form == "leader" and node_count > 1:
                 assert total_intra[name] >= 2 * (per_node - 1) * nbytes * node_count, name
-            if node_count == 1 and not shares:
+            if node_count == 1:
                 assert total_intra[name] == total_intra[repr(Flat())], f"{name} has nothing to gain on one node"
-            if shares and per_node > 1 and dtype == torch.float32:
-                assert total_intra[name] < total_intra[repr(Hierarchical(form="reduce_scatter"))] * wire_ratio(
-                    aggregator
-                )
         if layout == "1+1":
             assert total_intra[name] == 0, name
         if node_count == 1:
             assert total_inter[name] == 0, name
-
-
-def count_no_bytes(rank: int, world_size: int) -> None:
-    comm = Communicator()
-    for aggregator in aggregators():
-        wire = comm.wire_bytes(0, torch.float32, aggregator)
-        assert (wire.intra, wire.inter) == (0, 0)
-        if world_size == 1:
-            wire = comm.wire_bytes(1000, torch.float32, aggregator)
-            assert (wire.intra, wire.inter) == (0, 0)
-
-
-@pytest.mark.parametrize("layout", ["1", "2x2"])
-def test_nothing_costs_nothing(layout: str) -> None:
-    world_size, nodes = LAYOUTS[layout]
-    run(count_no_bytes, world_size, nodes=nodes)
 
 
 @pytest.mark.cluster

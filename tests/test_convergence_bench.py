@@ -77,18 +77,6 @@ def test_every_preset_is_compared_and_every_strategy_exists() -> None:
         assert any(family in strategy for strategy in without_feedback)
 
 
-def test_cases_go_seed_by_seed_and_start_with_stock_ddp() -> None:
-    cases = plan.cases(plan.TASKS, plan.ENTRIES, (0, 1))
-    assert len({case.key for case in cases}) == len(cases)
-    half = len(cases) // 2
-    assert [case.seed for case in cases] == [0] * half + [1] * half
-    for index, case in enumerate(cases):
-        if index == 0 or (case.task, case.optimizer) != (cases[index - 1].task, cases[index - 1].optimizer):
-            assert case.entry.strategy == plan.STOCK
-    inside = [case for case in cases if "momentum" in case.entry.strategy]
-    assert {(case.optimizer, case.entry.momentum) for case in inside} == {("sgd", 0.0)}
-
-
 def test_options_of_the_ranks_are_those_of_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     arguments = ["--quick", "--task", "gpt", "--only", "onebit", "--json", str(tmp_path / "a.json")]
     monkeypatch.setattr(sys, "argv", ["bench.evidence.convergence", *arguments])
@@ -112,14 +100,6 @@ def test_file_round_trip(tmp_path: Path) -> None:
     assert [entry.name for entry in path.parent.iterdir()] == ["out.json"]
 
 
-@pytest.mark.parametrize("text", ["", "not json\n", "[]\n", '{"record": "run"}\n', '{"record": "environment"}\n'])
-def test_reading_something_else_is_refused(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "other.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=r"other\.json is not a file that bench\.evidence\.convergence --json wrote"):
-        report.read(path)
-
-
 def test_a_file_is_gone_on_with_only_when_it_was_made_alike(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     assert report.resume(path, ENVIRONMENT) == (ENVIRONMENT, [])
@@ -131,17 +111,6 @@ def test_a_file_is_gone_on_with_only_when_it_was_made_alike(tmp_path: Path) -> N
 
 
 # ----------------------------------------------------------------------------------- what follows
-
-
-def test_steps_to_a_loss_lie_between_two_looks() -> None:
-    stock = RUNS[0]
-    assert stock.steps_to(3.0) == 20
-    assert stock.steps_to(3.5) == 15
-    assert stock.steps_to(4.5) == 10  # before the first look nothing is known
-    assert stock.steps_to(1.9) is None
-    assert made("gpt", "x", [None, 2.0]).steps_to(2.5) == 20
-    assert made("gpt", "x", [3.0, None]).steps_to(2.5) is None
-    assert made("gpt", "x", [3.0, None]).loss == inf
 
 
 def test_summaries_compare_with_stock_ddp_seed_by_seed() -> None:

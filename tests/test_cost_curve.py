@@ -43,25 +43,6 @@ def test_one_law_is_one_segment() -> None:
     assert len(Curve.fit(bent).segments) == 1
 
 
-def test_a_segment_has_three_points() -> None:
-    law = Curve((Segment(0, 10, 1e-2), Segment(8192, 1000, 1e-3)))
-    points = [(nbytes, law.time_us(nbytes)) for nbytes in SIZES[:6]]
-    assert [len(Curve.fit(points[:count]).segments) for count in (5, 6)] == [1, 2]
-
-
-def test_segments_join_where_their_lines_cross() -> None:
-    fitted = Curve.fit((nbytes, min(10 + nbytes * 0.01, 110 + nbytes * 0.005)) for nbytes in SIZES)
-    assert [segment.from_nbytes for segment in fitted.segments] == pytest.approx([0, 20_000])
-    assert fitted.time_us(30_000) == pytest.approx(110 + 30_000 * 0.005)
-
-
-def test_a_line_that_is_below_the_one_before_begins_at_once() -> None:
-    law = [(nbytes, 10 + nbytes * 1e-2 if nbytes < 2**16 else 250 + nbytes / 640) for nbytes in SIZES]
-    fitted = Curve.fit(law)
-    assert fitted.mape < 1e-6
-    assert fitted.time_us(40_000) == pytest.approx(10 + 2**15 * 1e-2)  # level; on the line before it would be 410
-
-
 @settings(max_examples=30, deadline=None)
 @given(
     alpha=st.floats(1, 1e4),
@@ -92,12 +73,6 @@ def test_more_bytes_never_cost_less(points: dict[int, float], asked: list[float]
     times = [curve.time_us(nbytes) for nbytes in sizes]
     assert times == sorted(times)
     assert min(times) >= 0
-
-
-def test_of_several_times_of_a_size_the_median_counts() -> None:
-    fitted = Curve.fit([(1000, 20), (1000, 30), (1000, 900), (2000, 40)])
-    assert fitted.points == ((1000, 30), (2000, 40))
-    assert fitted == Curve.fit([(2000, 40), (1000, 30)])
 
 
 def test_four_times_the_largest_is_as_far_as_a_curve_goes() -> None:
@@ -156,3 +131,9 @@ def test_segments_that_make_no_curve() -> None:
             Curve(segments)
     with pytest.raises(ConfigurationError, match="by increasing bytes, each size once"):
         Curve((Segment(0, 1, 1),), ((2048, 1.0), (1024, 1.0)))
+
+
+def test_of_several_times_of_a_size_the_median_counts() -> None:
+    fitted = Curve.fit([(1000, 20), (1000, 30), (1000, 900), (2000, 40)])
+    assert fitted.points == ((1000, 30), (2000, 40))
+    assert fitted == Curve.fit([(2000, 40), (1000, 30)])

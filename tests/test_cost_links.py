@@ -43,11 +43,6 @@ def test_a_file_has_a_line_for_every_curve_with_the_quality_of_its_fit(links: Li
     assert entry["mape"] == pytest.approx(0, abs=1e-5)
 
 
-def test_what_was_measured_is_found_as_it_is(links: Links) -> None:
-    assert links.curve("inter", "all_reduce", 2) is SLOW
-    assert links.curve("inter", "all_reduce", 2, 2).time_us(2**19) > 1.5 * SLOW.time_us(2**19)
-
-
 def test_other_ranks_are_scaled_by_the_ring(links: Links) -> None:
     eight = links.curve("inter", "all_reduce", 8)
     assert eight.segments[0].alpha_us == pytest.approx(7 * SLOW.segments[0].alpha_us)
@@ -64,11 +59,6 @@ def test_the_nearest_number_of_ranks_is_taken() -> None:
     assert links.curve("inter", "all_gather", 12).note == "for 12 ranks from 16"
 
 
-def test_the_nearest_number_of_groups_is_taken() -> None:
-    curves = {LinkKey("inter", "all_gather", 2, groups): Curve.linear(groups, 0) for groups in (2, 8)}
-    assert Links(HEADER, curves).curve("inter", "all_gather", 2, 6).note == "for 6 groups at once from 8"
-
-
 def test_what_is_missing_altogether_is_said_with_what_there_is(links: Links) -> None:
     with pytest.raises(ConfigurationError) as caught:
         links.curve("world", "all_reduce", 4)
@@ -83,24 +73,20 @@ def changed(content: dict[str, Any], *path: str | int, to: Any) -> None:
 
 
 BROKEN: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "another format": (lambda c: changed(c, "format", to=99), "format 99 is not 1"),
-    "no format": (lambda c: c.pop("format"), "format None"),
-    "no links": (lambda c: c.pop("links"), "links is missing"),
+    "another format": (lambda c: changed(c, "format", to=99), "format 99, but"),
+    "no links": (lambda c: c.pop("links"), "links is None; it must be a list"),
     "links no list": (lambda c: changed(c, "links", to={}), "links is {}"),
-    "a link no table": (lambda c: changed(c, "links", 1, to=3), r"links\[1\] is 3"),
-    "unknown primitive": (lambda c: changed(c, "links", 0, "primitive", to="scan"), "'scan' is none of"),
-    "one rank": (lambda c: changed(c, "links", 0, "ranks", to=1), r"links\[0\]: ranks is 1"),
-    "ranks in words": (lambda c: changed(c, "links", 0, "ranks", to="two"), r"links\[0\]: ranks is 'two'"),
-    "no groups": (lambda c: changed(c, "links", 2, "groups", to=0), r"links\[2\]: ranks is 4, groups is 0"),
-    "the same twice": (lambda c: c["links"].append(c["links"][0]), r"links\[3\] has figures for \('inter'"),
+    "unknown primitive": (lambda c: changed(c, "links", 0, "primitive", to="scan"), "'scan'.* cannot be"),
+    "one rank": (lambda c: changed(c, "links", 0, "ranks", to=1), "ranks=1, groups=1.* cannot be"),
+    "no groups": (lambda c: changed(c, "links", 2, "groups", to=0), "ranks=4, groups=0.* cannot be"),
+    "the same twice": (lambda c: c["links"].append(c["links"][0]), r"links\[3\]: there are figures for \('inter'"),
     "no segments": (lambda c: changed(c, "links", 0, "segments", to=[]), "segments begin at"),
-    "a short segment": (lambda c: changed(c, "links", 0, "segments", 0, to=[0, 1]), r"segment \[0, 1\] is not 3"),
+    "a short segment": (
+        lambda c: changed(c, "links", 0, "segments", 0, to=[0, 1]),
+        r"segments\[0\] is \[0, 1\]; it must be a list of 3",
+    ),
     "negative bandwidth": (lambda c: changed(c, "links", 0, "segments", 0, to=[0, 1, -1]), "beta_us_per_byte"),
-    "points in words": (lambda c: changed(c, "links", 0, "points", 0, to=["a", 1]), "point"),
-    "work without kind": (lambda c: c["work"][0].pop("kind"), r"work\[0\]: kind is missing"),
-    "header with more": (lambda c: changed(c, "header", "speed", to=1), "unknown entry 'speed'"),
-    "header of numbers": (lambda c: changed(c, "header", "date", to=5), "date is 5"),
-    "nominal in words": (lambda c: changed(c, "nominal", to="yes"), "nominal is 'yes'"),
+    "header of numbers": (lambda c: changed(c, "header", "date", to=5), "date is 5; it must be text"),
 }
 
 
@@ -120,9 +106,6 @@ def test_broken_files_are_refused_by_what_is_wrong(case: str, links: Links, tmp_
 def test_files_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="cannot be read"):
         Links.load(tmp_path / "nowhere.json")
-    (tmp_path / "text").write_text("{")
-    with pytest.raises(ConfigurationError, match="not JSON"):
-        Links.load(tmp_path / "text")
     (tmp_path / "list").write_text("[]")
-    with pytest.raises(ConfigurationError, match="the file is"):
+    with pytest.raises(ConfigurationError, match="a list instead of an object"):
         Links.load(tmp_path / "list")

@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from functools import partial
-from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from commopt.kernels import lowrank, quantize, sources, sparse
-from commopt.kernels.codec import DTYPES
+from commopt.kernels import sources
 from commopt.kernels.loader import Arguments
-from tests.emulator import Emulator
+from tests.emulator import Emulator, on_the_cpu
 from tests.gpu_training import Learner, kept
 from tests.ranks import run
-
-pack = import_module("commopt.kernels.pack")  # the package has a function of this name
 
 STEPS = 4  # of which PowerSGD's first two are dense; DDP makes other buckets after the first
 
 # What each must have launched, so that it was no training without kernels.
 ENCODED = {
-    "hierarchical_bf16": "transfer_f32_bf16",
     "hierarchical_quantized": "encode_uniform8",
     "hierarchical_quantized:bits=4": "encode_companded4",
     "quantized:bits=2": "recode_centroids2",
@@ -35,7 +27,7 @@ ENCODED = {
     "hierarchical_dgc:density=0.05": "sparse_accumulate",
     "dgc:density=0.05:momentum=0.9": "sparse_decode",
     "hierarchical_powersgd": "lowrank_subtract",
-    "powersgd:alternating=True": "factor_solve",
+    "powersgd": "factor_solve",
 }
 INEXACT = [name for name in ENCODED if "powersgd" in name or "onebit" in name]  # sums in another order than torch's
 
@@ -52,35 +44,6 @@ class Recorder(Emulator):
         with self._alone:
             self.launched.add(kernel)
             super().launch(kernel, grid, block, stream, arguments)
-
-
-@contextmanager
-def emulated(recorder: Recorder) -> Iterator[None]:
-    """Let kernels run for tensors on the CPU wherever they would for those on a GPU."""
-    tables = []  # which a kernel reads while it runs
-
-    def table(_: object, chunk_numel: int, addresses: Sequence[int], numels: Sequence[int]) -> SimpleNamespace:
-        rows = torch.from_numpy(pack._rows(chunk_numel, tuple(addresses), tuple(numels)))
-        tables.append(rows)
-        return SimpleNamespace(chunks=int(rows[-1, 2]), address_for=lambda stream: rows.data_ptr())
-
-    def for_dtype(_: Tensor, dtype: torch.dtype) -> Recorder | None:
-        return recorder if dtype in DTYPES else None
-
-    def for_list(tensors: Sequence[Tensor], flat: Tensor) -> Recorder | None:
-        dtypes = {tensor.dtype for tensor in tensors}
-        known = len(dtypes) == 1 and pack._KERNEL_DTYPES.keys() >= dtypes | {flat.dtype}
-        return recorder if known and flat.numel() else None
-
-    with (
-        patch.object(quantize, "_loader", for_dtype),
-        patch.object(sparse, "_loader", for_dtype),
-        patch.object(lowrank, "_loader", lambda tensor: recorder),
-        patch.multiple(pack, _loader=for_list, _table=table),
-        patch.object(torch.cuda, "device", nullcontext),
-        patch.object(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0)),
-    ):
-        yield
 
 
 def train(strategy: str, rank: int) -> tuple[Tensor, dict[str, Tensor]]:
@@ -102,7 +65,7 @@ def train_twice(
     for strategy in strategies:
         plain = train(strategy, rank)
         recorder = Recorder(folder)
-        with emulated(recorder):
+        with on_the_cpu(recorder):
             results[strategy] = plain, train(strategy, rank), recorder.launched
     return results
 

@@ -144,15 +144,6 @@ def test_short_rows_stay_inside_their_chunk(numel: int, density: float) -> None:
         assert torch.equal(decode(compressor, made, 3 * made.chunk_numel).view(3, -1)[row], decoded)
 
 
-@pytest.mark.parametrize("numel", [1, 100, BLOCK, BLOCK + 1, 1_000_000])
-@pytest.mark.parametrize("density", [0.001, 0.01, 0.3, 1.0])
-def test_payload_nbytes(numel: int, density: float) -> None:
-    for dtype in FORMATS:
-        count = ceil(density * numel)
-        exact = 4 * ceil(numel / BLOCK) + ceil(2 * count / 4) * 4 + dtype.itemsize * count
-        assert DGC(density, value_dtype=dtype).payload_nbytes(numel) == ceil(exact / 16) * 16
-
-
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 def test_what_is_not_sent_is_kept_bit_by_bit(dtype: torch.dtype) -> None:
     """Of what is sent the residual keeps the rounding."""
@@ -189,17 +180,18 @@ def test_no_threshold_hides_what_is_not_finite(bad: float, where: str, place: in
     assert not total.isfinite().all()
 
 
-def test_all_nan() -> None:
-    compressor = DGC(0.01)
-    made = encode(compressor, torch.full((1000,), float("nan")))
+@pytest.mark.parametrize(
+    ("compressor", "values"),
+    [
+        (DGC(0.01), torch.full((1000,), float("nan"))),
+        (DGC(0.01, value_dtype=torch.float16), random_values(1000) * 1e6),  # too large for the wire
+    ],
+    ids=["all NaN", "float16"],
+)
+def test_what_cannot_travel_is_plain_to_see(compressor: DGC, values: Tensor) -> None:
+    made = encode(compressor, values)
     assert not compressor.finite(made.payload, made.chunk_numel)
     assert not decode(compressor, made, 1000).isfinite().all()
-
-
-def test_too_large_for_the_wire_is_plain_to_see() -> None:
-    compressor = DGC(0.01, value_dtype=torch.float16)
-    made = encode(compressor, random_values(1000) * 1e6)
-    assert not compressor.finite(made.payload, made.chunk_numel)
 
 
 # ------------------------------------------------------------------------------------------- settings
@@ -215,23 +207,12 @@ def test_defaults() -> None:
 def test_warmup_is_a_schedule_of_densities() -> None:
     compressor = DGC(0.01, momentum=0.9, warmup=((2, 0.5), (3, 0.1)))
     assert compressor.start_step == 5
-    for step, density in enumerate((0.5, 0.5, 0.1, 0.1, 0.1, 0.01, 0.01)):
-        there = compressor.at(step)
-        assert isinstance(there, DGC)
-        assert there.density == density
-        assert there.momentum == 0.9
-        if step < 5:
-            assert there == replace(compressor, density=density, warmup=())
-    last = compressor.at(None)
-    assert isinstance(last, DGC)
-    assert last.density == 0.01
-
-
-def test_the_base_compressor_starts_dense() -> None:
-    quantize = commopt.Quantize(8, start_step=3)
-    assert quantize.at(2) is None
-    assert quantize.at(3) == quantize
-    assert quantize.at(None) == quantize
+    for step, density in enumerate((0.5, 0.5, 0.1, 0.1, 0.1)):
+        assert compressor.at(step) == replace(compressor, density=density, warmup=())
+    assert compressor.at(5) == compressor.at(6) == compressor.at(None) == compressor
+    assert [compressor.phase(step) for step in range(7)] == [0, 0, 2, 2, 2, 5, 5]
+    quantize = commopt.Quantize(8, start_step=3)  # others start dense
+    assert [quantize.at(step) for step in (2, 3, None)] == [None, quantize, quantize]
 
 
 # ------------------------------------------------------------------------- the paper's formulas, in numpy
@@ -288,15 +269,6 @@ class Sender:
         self.v = p - decoded
         return decoded
 
-    def tell(self, g: Array) -> Array:
-        """Return what travels dense."""
-        m = self.config.momentum
-        if self.config.nesterov:
-            self.u = m * (self.u + g)
-            return self.u + g
-        self.u = m * self.u + g
-        return self.u
-
 
 def rounded(values: Array, dtype: torch.dtype) -> Array:
     return torch.from_numpy(values).to(dtype).double().numpy()
@@ -346,10 +318,6 @@ THROUGH_SERVERS: dict[str, DGC] = {
 }
 
 
-def compress_only(config: DGC, **options: Any) -> Compressed:
-    return Compressed(config, **options)
-
-
 def follow(
     rank: int, world_size: int, aggregators: Sequence[Aggregator], names: Sequence[str], scaled: bool
 ) -> list[Trace]:
@@ -382,7 +350,7 @@ def assert_results(traces: Sequence[Trace], name: str, want: Sequence[Array], co
 
 def dense_sums(config: DGC, gradients: Sequence[Sequence[Array]]) -> list[Array]:
     senders = [Sender(config, len(gradients[0][0])) for _ in gradients[0]]
-    return [np.sum([s.tell(g) for s, g in zip(senders, own, strict=True)], axis=0) for own in gradients]
+    return [np.sum([s.add(g) for s, g in zip(senders, own, strict=True)], axis=0) for own in gradients]
 
 
 @pytest.mark.parametrize(("world_size", "scaled"), [(2, False), (3, True)])
@@ -435,13 +403,6 @@ def test_between_nodes_the_nodes_are_the_workers(name: str) -> None:
     assert_results([traces[0] for traces in results], "matrix", want, name)
 
 
-def test_decay_is_for_what_was_not_sent() -> None:
-    config = FORMULAS["momentum"]
-    aggregator = Compressed(config, Feedback(decay=0.5))
-    results = run(follow, 2, [aggregator], ["matrix"], False)
-    assert_results([traces[0] for traces in results], "matrix", expected(config, 2, shares("matrix", 2), 0.5, 1), "")
-
-
 def test_momentum_goes_on_where_everything_travels_dense() -> None:
     """By name, because nothing would be saved, and with nesterov."""
     dense = [
@@ -459,12 +420,16 @@ def test_momentum_goes_on_where_everything_travels_dense() -> None:
                 assert kept(trace.states[-1], name, len(shares(name, 2)[0][0]), momentum=True).any()
 
 
-def test_without_feedback_nothing_is_remembered() -> None:
-    config = DGC(0.1, **F32)
-    results = run(follow, 2, [Compressed(config, None)], list(SHAPES), False)
-    want = [np.sum([Sender(config, NUMEL).send(g, 0.1, NUMEL) for g in own], axis=0) for own in shares("matrix", 2)]
-    assert_results([traces[0] for traces in results], "matrix", want, "")
-    assert not results[0][0].states[-1]["residuals"]
+def test_decay_and_no_feedback_at_all() -> None:
+    """Decay is for what was not sent; without feedback nothing is remembered."""
+    decaying, plain = FORMULAS["momentum"], DGC(0.1, **F32)
+    aggregators = [Compressed(decaying, Feedback(decay=0.5)), Compressed(plain, None)]
+    halved, forgetful = zip(*run(follow, 2, aggregators, ["matrix"], False), strict=True)
+    gradients = shares("matrix", 2)
+    assert_results(halved, "matrix", expected(decaying, 2, gradients, 0.5, 1), "decay")
+    want = [np.sum([Sender(plain, NUMEL).send(g, 0.1, NUMEL) for g in own], axis=0) for own in gradients]
+    assert_results(forgetful, "matrix", want, "no feedback")
+    assert not forgetful[0].states[-1]["residuals"]
 
 
 # ------------------------------------------------------------------------------------------------ costs
@@ -504,38 +469,28 @@ def test_rows_go_to_all_while_that_costs_no_more_than_a_dense_sum(world_size: in
         assert many.nbytes[-1] == (servers if world_size > 2 else above.payload_nbytes(numel))
 
 
-def count_bytes_kept(rank: int, world_size: int, scaled: bool) -> list[dict[str, Any]]:
-    stats = []
+def keep(rank: int, world_size: int, scaled: bool) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Return, without and with momentum, statistics and saved state after some steps."""
+    found = []
     for momentum in (0.0, 0.9):
-        aggregator = Compressed(DGC(0.05, momentum=momentum))
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if scaled else None
-        chooser = Chooser(aggregator, SHAPES, lambda step: dyadic(rank, step, world_size), scaler=scaler)
-        stats.append(chooser.run(3).stats)
-    return stats
+        aggregator = Compressed(DGC(0.05, momentum=momentum))
+        trace = Chooser(aggregator, SHAPES, lambda step: dyadic(rank, step, world_size), scaler=scaler).run(4)
+        found.append((trace.stats, trace.states[-1]))
+    return found
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-def test_bytes_kept(scaled: bool) -> None:
+def test_what_is_kept_is_counted(scaled: bool) -> None:
     """A residual, momentum also of what travels dense, and both twice with a scaler; nothing more with more ranks."""
-    for plain, momentum in run(count_bytes_kept, 3, scaled):
-        times = 2 if scaled else 1
+    times = 2 if scaled else 1
+    for (plain, _), (stats, state) in run(keep, 3, scaled):
         assert plain["residual_bytes"] == 4 * NUMEL * times
-        assert momentum["residual_bytes"] == 4 * (NUMEL + NUMEL + 7) * times
         assert "momentum_norm" not in plain
-        assert momentum["momentum_norm"] > 0
-
-
-def norms(rank: int, world_size: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    chooser = Chooser(Compressed(DGC(0.05, momentum=0.9)), SHAPES, lambda step: dyadic(rank, step, world_size))
-    trace = chooser.run(4)
-    return trace.stats, trace.states[-1]
-
-
-def test_residual_norm_is_without_momentum() -> None:
-    for stats, state in run(norms, 2):
-        residual = kept(state, "matrix", NUMEL)
+        assert stats["residual_bytes"] == 4 * (NUMEL + NUMEL + 7) * times
         momentum = torch.cat([kept(state, "matrix", NUMEL, momentum=True), kept(state, "bias", 7, momentum=True)])
-        assert stats["residual_norm"] == pytest.approx(float(residual.norm()), rel=1e-5)
+        assert momentum.any()
+        assert stats["residual_norm"] == pytest.approx(float(kept(state, "matrix", NUMEL).norm()), rel=1e-5)
         assert stats["momentum_norm"] == pytest.approx(float(momentum.norm()), rel=1e-5)
 
 

@@ -31,23 +31,22 @@ from commopt.doctor.compare import (
 )
 from commopt.doctor.finding import Severity, merge, warning
 from commopt.errors import MismatchError
-from tests.doctor_machine import look, rdma_server, tcp_server
+from tests.doctor_machine import ROUTES, look, rdma_server, tcp_server
 from topology.cluster import HostIdentity
-from topology.model import Gpu, Nic, Topology
 
-GPUS = tuple(Gpu(index, f"0000:{0x19 + index:02x}:00.0", 0, sm=90) for index in range(2))
-HARDWARE = Topology("test", GPUS, (Nic("mlx5_0", "0000:1a:00.0", 1, 0, 400.0),))
+SAME = ("torch 2.13.0", "570.86.15", "2 x NVIDIA H200", None, "1 x InfiniBand 400 Gb/s", "fastest 100 Gb/s", "9000")
 FACTS = RankFacts(
     HostIdentity("a", "boot-a", None, 0),
     "0000:19:00.0",
-    HARDWARE,
-    "torch 2.13.0, CUDA 12.8, NCCL 2.28.9",
-    "570.86.15",
-    (("eth0", 100.0, 9000),),
-    ("10.0.0.0/24",),
-    (("mlx5_0:1", 400.0, "InfiniBand"),),
-    (("NCCL_IB_HCA", "mlx5"),),
+    2,
+    400.0,
+    SAME,
+    {"NCCL_IB_HCA": "mlx5"},
 )
+
+
+def other(place: int, answer: str) -> dict[str, tuple[str | None, ...]]:
+    return {"equal": (*SAME[:place], answer, *SAME[place + 1 :])}
 
 
 def job(nodes: Sequence[str] = "aabb") -> list[RankFacts]:
@@ -64,25 +63,23 @@ def test_equal_nodes_have_nothing_to_mend() -> None:
     findings = compare(job())
     assert {finding.severity for finding in findings} == {Severity.OK}
     assert {finding.check for finding in findings} == {
-        "rank-layout", "nodes-versions", "nodes-settings", "nodes-machines", "nodes-network",
+        "rank-layout", "nodes-equal", "nodes-settings",
     }  # fmt: skip
-    (machines,) = [finding for finding in findings if finding.check == "nodes-machines"]
-    assert machines.value == "2 nodes x 2 rank(s), 1 rail(s), 400 Gb/s from the slowest node"
+    (equal,) = [finding for finding in findings if finding.check == "nodes-equal"]
+    assert equal.value == "2 nodes x 2 rank(s), 400 Gb/s from the slowest node"
 
 
 @pytest.mark.parametrize(
     ("change", "check", "severity", "value"),
     [
-        ({"versions": "torch 2.12.0, CUDA 12.8, NCCL 2.27.3"}, "nodes-versions", "error", "2.27.3 on b"),
-        ({"driver": "550.1"}, "nodes-versions", "warning", "550.1 on b"),
-        ({"nics": (("eth0", 25.0, 9000),)}, "nodes-network", "warning", "fastest 25 Gb/s on b"),
-        ({"nics": (("eth0", 100.0, 1500),)}, "nodes-network", "warning", "1500 on b"),
-        ({"ports": (("mlx5_0:1", 100.0, "InfiniBand"),)}, "nodes-network", "warning", "100 Gb/s on b"),
-        ({"ports": ()}, "nodes-network", "warning", "no RDMA port on b"),
-        ({"hardware": replace(HARDWARE, gpus=GPUS[:1])}, "nodes-machines", "warning", "GPUs: 2 on node 0 (a); 1 on n"),
-        ({"networks": ("192.168.0.0/24",)}, "nodes-network", "warning", "b: 192.168.0.0/24"),
-        ({"settings": ()}, "nodes-settings", "warning", "unset on ranks 3"),
-        ({"settings": (*FACTS.settings, ("NCCL_ALGO", "Ring"))}, "nodes-settings", "error", "Ring on ranks 3"),
+        (other(0, "torch 2.12.0"), "nodes-equal", "error", "torch 2.13.0 on a; torch 2.12.0 on b"),
+        (other(1, "550.1"), "nodes-equal", "warning", "550.1 on b"),
+        (other(2, "1 x NVIDIA H200"), "nodes-equal", "warning", "1 x NVIDIA H200 on b"),
+        (other(4, "no RDMA port"), "nodes-equal", "warning", "no RDMA port on b"),
+        (other(5, "fastest 25 Gb/s"), "nodes-equal", "warning", "fastest 25 Gb/s on b"),
+        (other(6, "1500"), "nodes-equal", "warning", "1500 on b"),
+        ({"settings": {}}, "nodes-settings", "warning", "unset on ranks 3"),
+        ({"settings": {**FACTS.settings, "NCCL_ALGO": "Ring"}}, "nodes-settings", "error", "Ring on ranks 3"),
         ({"gpu": "0000:19:00.0"}, "rank-layout", "error", "b: ranks 2, 3 on 0000:19:00.0"),
         ({"gpu": None}, "rank-layout", "error", "b: no GPU for ranks 3"),
     ],
@@ -111,7 +108,7 @@ def test_how_the_launcher_laid_out_the_ranks(nodes: str, expected: str, value: s
 
 
 def test_ranks_without_gpus_anywhere_are_no_trouble() -> None:
-    ranks = [replace(facts, gpu=None, hardware=Topology("test")) for facts in job()]
+    ranks = [replace(facts, gpu=None, gpus=0) for facts in job()]
     assert {finding.severity for finding in compare(ranks)} == {Severity.OK}
 
 
@@ -120,11 +117,14 @@ def test_the_facts_of_a_rank(tmp_path: Path) -> None:
     environ = {"LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "1,0", "NCCL_ALGO": "Ring", "NCCL_HOSTID": "x", "PATH": "/"}
     facts = rank_facts(look(rdma_server(tmp_path / "ib"), environ), host)
     assert facts.gpu == "0000:19:00.0"
-    assert facts.settings == (("NCCL_ALGO", "Ring"),)
-    assert facts.ports == (("mlx5_0:1", 400.0, "InfiniBand"), ("mlx5_1:1", 400.0, "InfiniBand"))
+    assert facts.settings == {"NCCL_ALGO": "Ring"}
+    assert facts.equal == (
+        *("torch 2.13.0, CUDA 12.8, NCCL 2.28.9", "none", "2 x NVIDIA H100 80GB HBM3", None),
+        *("2 x InfiniBand 400 Gb/s", "fastest 25 Gb/s", "1500"),
+    )
     tcp = tcp_server(tmp_path / "tcp")
     facts = rank_facts(look(tcp, {"LOCAL_RANK": "5"}), host)
-    assert (facts.gpu, facts.nics, facts.networks) == (None, (("eth0", 100.0, 9000),), ("10.0.0.0/24",))
+    assert (facts.gpu, facts.equal[5:]) == (None, ("fastest 100 Gb/s", "9000"))
     # A launcher that shows every rank one GPU means that one.
     assert rank_facts(look(tcp, {"LOCAL_RANK": "5", "CUDA_VISIBLE_DEVICES": "1"}), host).gpu == "0000:1a:00.0"
     uuid = "GPU-00019000-0000"
@@ -143,6 +143,8 @@ def test_the_addresses_that_a_rank_offers(tmp_path: Path, monkeypatch: pytest.Mo
     for index, name in enumerate(("docker0", "eth0", "tailscale0", "ib0")):
         tree.write(f"sys/class/net/{name}/operstate", "up")
         tree.write(f"sys/class/net/{name}/ifindex", index)
+    routes = [f"{name}\t0001A8C0\t00000000\t0001\t0\t0\t0\t00FFFFFF\t0\t0\t0" for name in ("tailscale0", "ib0")]
+    tree.write("proc/net/route", "\n".join([ROUTES, *routes]))
     known = {"docker0": "172.17.0.1", "eth0": "10.0.0.1", "tailscale0": "100.64.0.1"}
 
     def offers(**environ: str) -> dict[str, str]:
@@ -150,10 +152,8 @@ def test_the_addresses_that_a_rank_offers(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr("socket.getaddrinfo", lambda *args, **kwargs: [(2, 1, 6, "", ("127.0.1.1", 0))])
     assert offers() == {"NCCL": "10.0.0.1", "gloo": "127.0.1.1"}
-    assert offers(NCCL_SOCKET_IFNAME="tail", GLOO_SOCKET_IFNAME="docker0") == {
-        "NCCL": "100.64.0.1",
-        "gloo": "172.17.0.1",
-    }
+    named = offers(NCCL_SOCKET_IFNAME="tail", GLOO_SOCKET_IFNAME="docker0")
+    assert named == {"NCCL": "100.64.0.1", "gloo": "172.17.0.1"}
     known["ib0"] = "10.1.0.1"
     assert offers()["NCCL"] == "10.1.0.1"
     assert offers(NCCL_SOCKET_IFNAME="=none", GLOO_SOCKET_IFNAME="none") == {}
@@ -198,10 +198,7 @@ def test_every_rank_is_tried_by_as_many_others(world_size: int) -> None:
 )
 def test_an_address_that_does_not_answer(library: str, gpus: bool, severity: str) -> None:
     offers = (Offer("NCCL", "10.0.0.1"), Offer("gloo", "10.0.0.1"))
-    ranks = [
-        replace(facts, offers=offers, hardware=HARDWARE if gpus else Topology("test"), gpu=facts.gpu if gpus else None)
-        for facts in job()
-    ]
+    ranks = [replace(facts, offers=offers, gpus=2 if gpus else 0, gpu=facts.gpu if gpus else None) for facts in job()]
     (fine,) = [finding for finding in compare(ranks) if finding.check == "nodes-reach"]
     assert (fine.severity, fine.value) == (Severity.OK, "rank 0 offers NCCL 10.0.0.1, gloo 10.0.0.1")
     failed = (Unreached(3, Offer(library, "100.64.0.1"), "no answer within 5 s"),)

@@ -48,7 +48,6 @@ RDMA = (
     "Connected all rings",
 )
 VERSION = "NCCL version 2.28.9+cuda12.8\n"
-CHOICE = "AllReduce: 33554432 Bytes -> Algo RING proto SIMPLE channel{Lo..Hi}={0..3}"
 NO_RDMA = tuple(text for text in START if "NET/IB" not in text and "network IB" not in text)
 SOCKET = (
     *NO_RDMA,
@@ -59,16 +58,14 @@ SOCKET = (
 
 
 def test_the_facts_of_a_fast_run() -> None:
-    log = read(*RDMA, CHOICE, "NCCL_IB_HCA set by environment to mlx5.", more=(VERSION,))
+    log = read(*RDMA, "NCCL_IB_HCA set by environment to mlx5.", more=(VERSION,))
     assert log.version == (2, 28, 9)
     assert (log.ranks, log.nodes) == (4, 2)
     assert log.names("IB") == ["mlx5_0:1/IB", "mlx5_1:1/IB"]
-    assert dict(log.bootstrap) == {"ens1": 1}
     assert dict(log.networks) == {"IB": 1}
     # Each end counts: it has an adapter of its own, with or without GPUDirect RDMA.
     assert dict(log.channels) == {"NET/IB/GDRDMA": 3, "P2P/CUMEM/read": 1}
-    assert dict(log.adapters) == {"IB 0": 2, "IB 1": 1}
-    assert dict(log.choices) == {("AllReduce", "RING", "SIMPLE"): 1}
+    assert dict(log.adapters) == {("IB", 0): 2, ("IB", 1): 1}
     assert log.environment == {"NCCL_IB_HCA": "mlx5"}
 
 
@@ -97,7 +94,7 @@ CONNECTIONS = [
 def test_the_ways_in_which_versions_write_connections(text: str, transport: str, adapter: str | None) -> None:
     log = read(text)
     assert dict(log.channels) == {transport: 1}
-    assert dict(log.adapters) == ({adapter: 1} if adapter else {})
+    assert [f"{plugin} {place}" for plugin, place in log.adapters] == ([adapter] if adapter else [])
 
 
 def test_the_names_of_interfaces_come_without_their_addresses() -> None:
@@ -106,7 +103,7 @@ def test_the_names_of_interfaces_come_without_their_addresses() -> None:
 
 
 def test_a_fast_run_has_nothing_to_mend() -> None:
-    findings = examine(read(*RDMA, CHOICE, more=(VERSION,)))
+    findings = examine(read(*RDMA, more=(VERSION,)))
     assert {finding.severity for finding in findings} <= {Severity.OK, Severity.INFO}
     assert all(finding.value is not None for finding in findings)
 
@@ -115,7 +112,6 @@ def test_a_fast_run_has_nothing_to_mend() -> None:
 LINES = [
     ((*SOCKET, "NCCL_IB_DISABLE set by environment to 1."), "log-network", "error", "NCCL_IB_DISABLE",
         "unset NCCL_IB_DISABLE"),
-    ((*SOCKET, "NCCL_NET set by environment to Socket."), "log-network", "error", "NCCL_NET", "unset NCCL_NET"),
     ((*SOCKET, "NET/Plugin: libnccl-net.so: /lib/libc.so.6: version `GLIBC_2.38' not found (required by it)"),
         "log-network", "error", "GLIBC_2.38", "built for this image"),
     # Normal on a machine without an adapter, which the log does not tell.
@@ -136,7 +132,7 @@ LINES = [
          "Channel 00/0 : 1[1] -> 2[0] [send] via NET/AWS Libfabric/0"),
         "log-gdr", "warning", "0 of 1 times", "P4d, P5"),
     ((*NO_RDMA, "NET/OFI Selected provider is efa, fabric is efa (found 16 nics)"), "log-adapters", "info",
-        "libfabric over efa, 16 adapters", ""),
+        "libfabric over efa", ""),
     ((*NO_RDMA, 'NET/OFI Setting NCCL_PROTO to "simple"', "NCCL_PROTO set by environment to simple"),
         "log-environment", "info", "NCCL_PROTO=simple", ""),
     (
@@ -154,8 +150,6 @@ LINES = [
         "log-adapters", "warning", "mlx5_16:1/RoCE", "NCCL_IB_HCA"),
     ((*RDMA, "NCCL_NVLS_ENABLE set by environment to 0.", "8 coll channels, 0 collnet channels, 0 nvls channels"),
         "log-environment", "warning", "NCCL_NVLS_ENABLE=0", "unset"),
-    (("NCCL_P2P_LEVEL set by environment to SYS", "Channel 00 : 0[0] -> 1[1] via SHM/direct/direct"), "log-inside",
-        "warning", "SHM/direct/direct", "topo -p2p"),
     (("NCCL_P2P_LEVEL set by environment to LOC", "Channel 00 : 0[0] -> 1[1] via SHM/direct/direct"), "log-inside",
         "error", "NCCL_P2P_LEVEL=LOC", "unset NCCL_P2P_LEVEL"),
     ((*SOCKET, "NET/IB : No device found.", "NCCL_IB_HCA set by environment to mlx9."), "log-network", "error",
@@ -177,13 +171,7 @@ LINES = [
         "log-inside", "warning", "SHM/direct/direct 1 times", "topo -p2p"),
     (("NCCL_P2P_DISABLE set by environment to 1.", "Channel 00 : 0[0] -> 1[1] via SHM/direct/direct"), "log-inside",
         "error", "NCCL_P2P_DISABLE=1", "unset NCCL_P2P_DISABLE"),
-    (("AllReduce: 67108864 Bytes -> Algo TREE proto LL channel{Lo..Hi}={0..1}",), "log-algorithms", "warning",
-        "TREE/LL", "unset NCCL_PROTO"),
-    (("8388608 Bytes -> Algo 1 proto 2 time 331.5",), "log-algorithms", "info", "Ring/Simple 1 times", ""),
-    ((*RDMA, "NCCL_ALGO set by environment to Tree"), "log-environment", "warning", "NCCL_ALGO=Tree",
-        "unset NCCL_ALGO"),
-    ((*START, "Channel 00/0 : 1[1] -> 2[0] [send] via NET/IB/0/GDRDMA"), "log-adapters", "info", "IB 0 x1",
-        "NCCL_IB_HCA"),
+    ((*START, "Channel 00/0 : 1[1] -> 2[0] [send] via NET/IB/0/GDRDMA"), "log-adapters", "info", "IB 0 x1", ""),
     (
         ("NET/IB : Using [0]={[0] mlx5_2:1/RoCE, [1] mlx5_3:1/RoCE} [RO]; OOB bond0:10.0.0.9<0>",
          "Channel 00/0 : 1[0] -> 0[0] [send] via NET/IBext_v8/0/GDRDMA"),
@@ -227,16 +215,12 @@ def test_nodes_are_counted_by_name_where_nccl_does_not_say() -> None:
 
 def test_nodes_with_different_adapters_under_one_number_use_all_of_them() -> None:
     devices = "NET/IB : Using [0]mlx5_{}:1/IB [1]mlx5_{}:1/IB [RO]; OOB ib0:10.1.0.1<0>"
-    ends = tuple(f"Channel 0{place}/0 : 0[0] -> 1[1] [send] via NET/IB/{place}/GDRDMA" for place in range(2))
-    log = read(devices.format(0, 1), devices.format(4, 5), *ends)
+    log = read(devices.format(0, 1), devices.format(4, 5))
     assert log.names("IB") == ["mlx5_0:1/IB", "mlx5_1:1/IB", "mlx5_4:1/IB", "mlx5_5:1/IB"]
-    assert found(log, "log-adapters").expected == "all fast adapters"
-    pairs = "NET/IB : Using [0]={[0] mlx5_0:1/IB, [1] mlx5_1:1/IB} [1]={[2] mlx5_2:1/IB, [3] mlx5_3:1/IB} [RO]"
-    assert found(read(pairs, *ends), "log-adapters").expected == "all fast adapters"
-    assert "mlx5_2:1/IB+mlx5_3:1/IB" in found(read(pairs, ends[0]), "log-adapters").expected
-    merged = "NET/IB : Made virtual device [2] name=mlx5_0+mlx5_1 speed=80000 ndevs=2"
-    log = read(devices.format(0, 1), merged, "Channel 00/0 : 0[0] -> 1[1] [send] via NET/IB/2")
-    assert found(log, "log-adapters").expected == "all fast adapters"
+    pairs = "NET/IB : Using [0]={[0] mlx5_0:1/IB, [1] mlx5_1:1/IB} [1]={[2] mlx5_2:1/IB, [3] mlx5_3:1/RoCE} [RO]"
+    ends = [f"Channel 0{place}/0 : 0[0] -> 1[1] [send] via NET/IB/{place}/GDRDMA" for place in range(2)]
+    assert found(read(pairs, ends[0]), "log-adapters").severity is Severity.INFO
+    assert found(read(pairs, *ends), "log-adapters").severity is Severity.WARNING
 
 
 def test_a_library_that_old_versions_miss_loudly_is_no_warning_of_its_own() -> None:
@@ -276,7 +260,7 @@ def test_the_root_cause_stands_above_what_follows_from_it() -> None:
 
 def test_many_kinds_of_warnings_are_not_passed_over() -> None:
     findings = warned(*[f"WARN something {'x' * n} odd" for n in range(20)])
-    assert findings[-1].value == "12 more kinds of warnings"
+    assert findings[-1].value == "8 more kinds of warnings"
 
 
 COMPLETION = "WARN NET/IB : Got completion from peer 10.0.0.{}<{}> with status={} opcode={} len=0 vendor err {} (Recv)"
@@ -303,14 +287,12 @@ WARNINGS = [
     (("Call to ibv_modify_qp failed with error Invalid argument",), "GID index", "unset NCCL_IB_GID_INDEX"),
     (("NET/OFI Unable to register memory for device 0. RC: 12",), "locked", "memlock"),
     (("Call to ibv_modify_qp failed with error Network is unreachable",), "no route", "ip route get"),
-    (("Call to ibv_reg_mr_iova2 failed with error Cannot allocate memory",), "locked", "LimitMEMLOCK"),
     (("Call to ibv_reg_mr failed with error Invalid argument",), "GPUDirect RDMA does not work", "peermem"),
     (("failed to open CUDA IPC handle : 217 peer access",), "no peer access", "NCCL_P2P_DISABLE=1"),
     (("NET/IB : collective mismatch error",), "ranks disagree", "TORCH_DISTRIBUTED_DEBUG"),
     (("communicator encountered a fatal error (detected in ncclIbTest)",), "came before", "first error"),
     (("NET/IB : Got async event : port error",), "a port changed", "cable"),
     (("NET/IB : Got async event : local catastrophic error",), "adapter failed", "fw_ver"),
-    (("NET/IB : mlx5_1:1 async fatal event on QP: invalid request local work queue error",), "failed", "fw_ver"),
     (("NET/IB : mlx5_0:1 Got async event : local access violation work queue error",), "may not reach", "ACS"),
     (("Failed to bind NVLink SHARP (NVLS) Multicast memory : CUDA error 401",), "NVSwitch", "Fabric"),
     (("NET/OFI Request 0x7f completed with error. RC: 21",), "EFA does not reach", "security group"),
@@ -335,16 +317,6 @@ def test_errors_of_cuda_come_with_their_place() -> None:
     finding = found(log, "log-warnings")
     assert finding.value == "Cuda failure 1 'invalid argument' (transport/nvls.cc)"
     assert "NVSwitch" in finding.expected
-
-
-def test_nccls_own_hints_are_shown_where_they_belong() -> None:
-    hints = (
-        "INFO HINT: often ACS breaks it",
-        "INFO HINT: NIC on the same instance",
-        "INFO HINT: See https://example.com",
-    )
-    *_, shown = warned(COMPLETION.format(1, 4000, 4, 0, 81), *hints, *hints)
-    assert (shown.value, shown.expected) == ("often ACS breaks it", "NCCL's own hints")
 
 
 def test_the_error_that_torch_repeats_is_a_warning_too() -> None:
@@ -394,25 +366,15 @@ def test_the_settings_of_a_provider_are_left_alone() -> None:
     settings = tuple(
         f"NCCL_{name} set by environment to {value}" for name, value in (("ALGO", "Ring"), ("NVLS_ENABLE", "0"))
     )
-    assert found(read(*RDMA, *settings, "Using network gIB"), "log-environment").severity is Severity.INFO
-    assert (
-        found(read(*RDMA, *settings, "NCCL_FASTRAK_IFNAME set by environment to eth1"), "log-environment").severity
-        is Severity.INFO
-    )
+    for line in ("Using network gIB", "NCCL_FASTRAK_IFNAME set by environment to eth1"):
+        log = read(*RDMA, *settings, line)
+        told = [one for one in examine(log) if one.check == "log-environment"]
+        assert {one.severity for one in told} == {Severity.INFO}
+        assert "as Google A3" in told[0].expected
     assert {one.severity for one in examine(read(*RDMA, *settings)) if one.check == "log-environment"} == {
         Severity.WARNING,
         Severity.INFO,
     }
-
-
-def test_what_a_plugin_adds_is_not_a_persons_choice() -> None:
-    log = read(*RDMA, "NET/OFI Adding NCCL_PROTO=simple to environment", "NCCL_PROTO set by environment to simple")
-    assert found(log, "log-environment").severity is Severity.INFO
-
-
-def test_numbers_of_algorithms_are_names() -> None:
-    log = read("AllReduce: 8388608 Bytes -> Algo 1 proto 0 channel{Lo..Hi}={0..1}")
-    assert dict(log.choices) == {("AllReduce", "Ring", "LL"): 1}
 
 
 def test_sockets_of_a_plugin_lose_no_gpudirect() -> None:
@@ -446,7 +408,6 @@ def test_nvlink_between_nodes_needs_no_network() -> None:
 def test_a_log_without_connections_says_so() -> None:
     log = read("Using network IB")
     assert found(log, "log-network").value is None
-    assert found(log, "log-algorithms").value is None
     assert found(log, "log-version").value is None
 
 
@@ -513,12 +474,9 @@ def test_what_is_no_log_is_refused_in_one_line(
     ("environment", "provider"),
     [
         ({"NCCL_FASTRAK_IFNAME": "enp6s0,enp7s0"}, "Google A3 Mega (FasTrak)"),
-        ({"NCCL_TUNER_CONFIG_PATH": "/lib64/a3plus_tuner_config.textproto"}, "Google A3 Mega (FasTrak)"),
         ({"NCCL_GPUDIRECTTCPX_CTRL_DEV": "eth0"}, "Google A3 High (GPUDirect-TCPX)"),
-        ({"NCCL_NET": "gIB", "NCCL_CROSS_NIC": "0"}, "Google A3 Ultra, A4 (gIB)"),
         ({"NCCL_TUNER_CONFIG_PATH": "/usr/local/gib/configs/tuner_config_a3u.txtpb"}, "Google A3 Ultra, A4 (gIB)"),
         ({"NCCL_TUNER_PLUGIN": "/opt/amazon/ofi-nccl/lib/libnccl-ofi-tuner.so"}, "AWS (OFI plugin)"),
-        ({"NCCL_TUNER_PLUGIN": "ofi"}, "AWS (OFI plugin)"),
         ({"NCCL_TOPO_FILE": "/opt/aws-ofi-nccl/share/aws-ofi-nccl/xml/p4d-24xl-topo.xml"}, "AWS (OFI plugin)"),
         ({"NCCL_TOPO_FILE": "/opt/microsoft/ndv5-topo.xml"}, "Azure"),
         ({"NCCL_TUNER_PLUGIN": "/shared/libnccl-ocituner.so.1.0.2"}, "Oracle"),

@@ -293,46 +293,28 @@ def test_what_people_forget_for_gpudirect_rdma_comes_out_in_a_container_too(tmp_
     assert remedies["ib-hca"] == "export NCCL_IB_HCA==mlx5_0:1,mlx5_1:1"
 
 
-def test_a_module_that_an_old_nccl_does_not_look_for_is_as_good_as_absent(tmp_path: Path) -> None:
-    tree = rdma_server(tmp_path)
-    tree.write("proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01")
-    assert not [one for one in examined(tree) if one.severity in ALARMS]
-    (found,) = [one for one in examined(tree, nccl=(2, 21, 5)) if one.severity in ALARMS]
-    assert (found.check, "NCCL 2.21.5 does not look" in (found.value or "")) == ("gdr-module", True)
-    tree.write("sys/kernel/mm/memory_peers/nv_mem/version", "1.3")
-    assert not [one for one in examined(tree, nccl=(2, 21, 5)) if one.severity in ALARMS]
+TO_PLUGIN = {"NCCL_NET_PLUGIN": "/opt/amazon/ofi-nccl/lib/libnccl-net.so"}
 
 
 @pytest.mark.parametrize(
-    ("environ", "severity", "read"),
+    ("environ", "alarm"),
     [
-        ({"NCCL_NET": "Socket"}, "error", "NCCL_NET"),
-        ({"NCCL_NET": "IB"}, "error", "NCCL_NET"),
-        ({"NCCL_NET_PLUGIN": "none"}, "error", "NCCL_NET_PLUGIN"),
-        ({"NCCL_NET_PLUGIN": "/opt/gone/libnccl-net.so"}, "warning", "libnccl-net*.so"),
-        ({"FI_PROVIDER": "tcp"}, "error", "FI_PROVIDER"),
-        ({"FI_PROVIDER": "^efa"}, "error", "FI_PROVIDER"),
-        ({"FI_EFA_USE_DEVICE_RDMA": "0"}, "warning", "FI_EFA_USE_DEVICE_RDMA"),
+        ({"NCCL_NET": "Socket"}, ("settings", "error", "NCCL_NET")),
+        ({"NCCL_NET": "IB"}, ("settings", "error", "NCCL_NET")),
+        ({"NCCL_NET_PLUGIN": "none"}, ("settings", "error", "NCCL_NET_PLUGIN")),
+        ({"NCCL_NET_PLUGIN": "/opt/gone/libnccl-net.so"}, ("transport", "warning", "libnccl-net*.so")),
+        ({"FI_PROVIDER": "tcp"}, ("settings", "error", "FI_PROVIDER")),
+        ({"FI_PROVIDER": "^efa"}, ("settings", "error", "FI_PROVIDER")),
+        ({"FI_EFA_USE_DEVICE_RDMA": "0"}, ("settings", "warning", "FI_EFA_USE_DEVICE_RDMA")),
+        ({"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1"}, None),
+        (TO_PLUGIN, None),
+        ({"NCCL_NET": "AWS Libfabric", "NCCL_TUNER_PLUGIN": "libnccl-net.so"}, None),
     ],
 )
 def test_what_keeps_amazons_adapters_from_rdma(
-    environ: dict[str, str], severity: str, read: str, tmp_path: Path
+    environ: dict[str, str], alarm: tuple[str, str, str] | None, tmp_path: Path
 ) -> None:
-    assert alarms(examined(amazon_efa(tmp_path), environ=environ)) == [
-        ("transport" if read.startswith("lib") else "settings", severity, read)
-    ]
-
-
-@pytest.mark.parametrize(
-    "environ",
-    [
-        {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1"},
-        {"NCCL_NET_PLUGIN": "/opt/amazon/ofi-nccl/lib/libnccl-net.so"},
-        {"NCCL_NET": "AWS Libfabric", "NCCL_TUNER_PLUGIN": "libnccl-net.so"},
-    ],
-)
-def test_settings_that_leave_amazons_adapters_their_rdma(environ: dict[str, str], tmp_path: Path) -> None:
-    assert alarms(examined(amazon_efa(tmp_path), environ=environ)) == []
+    assert alarms(examined(amazon_efa(tmp_path), environ=environ)) == ([] if alarm is None else [alarm])
 
 
 def test_a_plugin_that_the_loader_knows_is_found(tmp_path: Path) -> None:

@@ -22,10 +22,10 @@ ROOT = Path(__file__).parents[1]
 TINY = ["--layers", "1", "--width", "32", "--context", "16"]
 
 
-def test_gpt_from_the_command_line() -> None:
-    launcher = [sys.executable, "-m", *local_ranks(1, 2)[0]]
+def example(name: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run an example on two ranks of two emulated nodes."""
     done = subprocess.run(
-        [*launcher, "examples/train_gpt.py", "--steps", "5", "--look-every", "2", *TINY],
+        [sys.executable, "-m", *local_ranks(1, 2)[0], f"examples/{name}.py", *options],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COMMOPT_RANKS_PER_NODE": "1"},
         capture_output=True,
@@ -33,6 +33,11 @@ def test_gpt_from_the_command_line() -> None:
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_gpt_from_the_command_line() -> None:
+    done = example("train_gpt", "--steps", "5", "--look-every", "2", *TINY)
     looks = re.findall(r"hierarchical: step (\d+), held-out loss [\d.]+ nats per byte", done.stderr)
     assert looks == ["2", "4", "5"]
     assert done.stdout.startswith("hierarchical: step 5, held-out loss ")
@@ -48,7 +53,7 @@ def losses(rank: int, world_size: int, strategies: list[str]) -> list[float]:
     found = []
     for strategy in strategies:
         training = train_gpt.Training(options, torch.device("cpu"))
-        train_gpt.choose_averaging(training.ddp, strategy)
+        train_gpt.choose_averaging(training.model, strategy)
         for _ in range(15):
             training.step()
         found.append(training.held_out_loss())
@@ -92,13 +97,6 @@ def test_corpus_holds_out_whole_files_and_is_capped(monkeypatch: pytest.MonkeyPa
     assert [len(text) for text in train_gpt.load_corpus()] == [95, 20]  # the budget ends within m11
 
 
-def test_targets_are_the_next_bytes() -> None:
-    text = torch.arange(50, dtype=torch.uint8)
-    tokens, targets = train_gpt.windows_at(text, torch.tensor([0, 7]), 4, torch.device("cpu"))
-    assert tokens.tolist() == [[0, 1, 2, 3], [7, 8, 9, 10]]
-    assert targets.tolist() == [[1, 2, 3, 4], [8, 9, 10, 11]]
-
-
 def test_gpt_has_five_million_parameters_and_sees_no_future() -> None:
     torch.manual_seed(0)
     assert sum(p.numel() for p in train_gpt.GPT(layers=6, width=256, context=64).parameters()) == pytest.approx(
@@ -114,16 +112,7 @@ def test_gpt_has_five_million_parameters_and_sees_no_future() -> None:
 
 
 def test_digits_from_the_command_line() -> None:
-    launcher = [sys.executable, "-m", *local_ranks(1, 2)[0]]
-    done = subprocess.run(
-        [*launcher, "examples/train_digits.py", "--hook", "hierarchical_quantized:bits=4", "--steps", "60"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COMMOPT_RANKS_PER_NODE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    done = example("train_digits", "--hook", "hierarchical_quantized:bits=4", "--steps", "60")
     looks = re.findall(r"hierarchical_quantized:bits=4: step (\d+), ([\d.]+) % right, loss [\d.]+", done.stdout)
     assert [step for step, _ in looks] == ["50", "60"]
     assert float(looks[-1][1]) > 70  # guessing gives 10
@@ -162,32 +151,3 @@ def test_digits_hold_out_a_third() -> None:
     assert (float(images.min()), float(images.max())) == (0.0, 1.0)
     assert len(labels) + len(held_out_labels) == 1797
     assert sum(parameter.numel() for parameter in train_digits.build_model().parameters()) == 151_306
-
-
-def test_gpt_decays_its_learning_rate() -> None:
-    assert run(learning_rates, 1) == [
-        pytest.approx([0.00361, 0.00504, 0.01, 0.0, 0.0], abs=1e-9)
-    ]  # 10 steps up, 20 down
-
-
-def learning_rates(rank: int, world_size: int) -> list[float]:
-    parser = argparse.ArgumentParser()
-    train_gpt.add_model_options(parser)
-    options = ["--optimizer", "sgd", "--learning-rate", "0.02", "--decay-steps", "20", *TINY]
-    training = train_gpt.Training(parser.parse_args(options), torch.device("cpu"))
-    rates = []
-    for _ in range(22):
-        training.step()
-        rates.append(training.optimizer.param_groups[0]["lr"])
-    return [rates[0], rates[1], rates[9], rates[19], rates[21]]
-
-
-def test_unknown_strategy_lists_the_known_ones(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["train_gpt.py", "--strategy", "hierarchy"])
-    with pytest.raises(SystemExit):
-        train_gpt.main()
-    message = capsys.readouterr().err
-    assert "'hierarchy'" in message
-    assert all(name in message for name in train_gpt.STRATEGIES)

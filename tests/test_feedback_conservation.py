@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from commopt import Feedback, Hierarchical
-from tests.catalogue import LAYOUTS
+from commopt import Feedback
+from tests.catalogue import run_on
 from tests.feedback_training import (
     NUMELS,
     SMALL_BUCKETS,
@@ -34,12 +34,7 @@ SHORT = (1, 2, 3, 15)  # DDP makes new buckets before step 2, or 3 with a static
 MIDDLE = (*SHORT, 25)
 LONG = (*SHORT, 200)
 ONE_BUCKET: dict[str, Any] = {}
-# Each kind of compressor flat, between nodes and inside them, and each layout once.
-LONG_CASES: list[tuple[str, str, str]] = [
-    ("inter 4 bits", "2x2", "float32"),
-    ("top 5%", "2", "bfloat16"),
-    ("rank 2", "2", "float32"),
-]
+# Each kind of compressor flat and between nodes, and each layout once.
 CASES: list[tuple[str, str, str]] = [
     ("2 bits", "4", "float32"),
     ("4 uniform", "2", "bfloat16"),
@@ -48,14 +43,23 @@ CASES: list[tuple[str, str, str]] = [
     ("inter 8 bits", "2+1", "float32"),
     ("inter 4 bits", "2x2 interleaved", "bfloat16"),
     ("inter onebit rms", "3x2", "float32"),
-    ("inter 4 bits, intra 8 bits", "2x2", "bfloat16"),
-    ("inter stochastic, intra stochastic", "2x2", "float32"),
+    ("inter stochastic", "2x2", "float32"),
     ("top 60%", "4", "bfloat16"),
     ("inter top 5%", "2+1 interleaved", "float32"),
-    ("inter 4 bits, intra top 25%", "2x2", "float32"),
-    ("rank 2 alternating", "2", "float32"),
     ("inter rank 2", "3x2", "bfloat16"),
-    ("inter rank 2, intra 8 bits", "2x2", "float32"),
+]
+# What else may be otherwise: the steps, the growth of a loss scale, DDP's options.
+OTHERS: list[tuple[str, str, str, tuple[int, ...], float | None, dict[str, Any]]] = [
+    ("inter 4 bits", "2x2", "float32", LONG, None, SMALL_BUCKETS),
+    ("top 5%", "2", "bfloat16", LONG, None, SMALL_BUCKETS),
+    ("rank 2", "2", "float32", LONG, None, SMALL_BUCKETS),
+    ("4 bits", "2x2", "float32", SHORT, None, {**SMALL_BUCKETS, "static_graph": True}),
+    ("inter rank 2", "2x2", "float32", SHORT, None, {**SMALL_BUCKETS, "static_graph": True}),
+    ("inter 4 bits", "2x2", "float32", SHORT, None, ONE_BUCKET),
+    ("inter rank 2", "2x2", "float32", SHORT, None, {**SMALL_BUCKETS, "gradient_as_bucket_view": True}),
+    ("inter onebit mean", "2x2", "float32", SHORT, 1.5, SMALL_BUCKETS),
+    ("inter top 5%", "2x2", "bfloat16", SHORT, 2.0, SMALL_BUCKETS),
+    ("rank 2", "2x2", "bfloat16", SHORT, 2.0, SMALL_BUCKETS),
 ]
 
 
@@ -65,10 +69,12 @@ def keep_books(
     strategy: str,
     dtype: str,
     snapshots: Sequence[int],
-    scaling: dict[str, Any] | None = None,
+    growth: float | None = None,
     options: dict[str, Any] = SMALL_BUCKETS,
 ) -> tuple[list[Books], str]:
-    scaler = None if scaling is None else torch.amp.GradScaler("cpu", **scaling)
+    scaler = None
+    if growth is not None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1000.0, growth_factor=growth, growth_interval=3)
     training = Training(rank, world_size, STRATEGIES[strategy], getattr(torch, dtype), scaler, options)
     books, plans = [], []
     for step in range(1, snapshots[-1] + 1):
@@ -87,38 +93,22 @@ def check(results: Sequence[tuple[list[Books], str]]) -> None:
     assert_something_left([books[-1] for books, _ in results])
 
 
-@pytest.mark.parametrize(("strategy", "layout", "dtype"), LONG_CASES)
-def test_nothing_is_lost_in_hundreds_of_steps(strategy: str, layout: str, dtype: str) -> None:
-    world_size, nodes = LAYOUTS[layout]
-    check(run(keep_books, world_size, strategy, dtype, LONG, nodes=nodes))
-
-
 @pytest.mark.parametrize(("strategy", "layout", "dtype"), CASES)
 def test_nothing_is_lost(strategy: str, layout: str, dtype: str) -> None:
-    world_size, nodes = LAYOUTS[layout]
-    check(run(keep_books, world_size, strategy, dtype, MIDDLE, nodes=nodes))
+    check(run_on(layout, keep_books, strategy, dtype, MIDDLE))
 
 
-@pytest.mark.parametrize("strategy", ["4 bits", "inter rank 2"])
-def test_static_graph_makes_its_buckets_later(strategy: str) -> None:
-    check(run(keep_books, 4, strategy, "float32", SHORT, None, {**SMALL_BUCKETS, "static_graph": True}, nodes=(2, 2)))
-
-
-@pytest.mark.parametrize(
-    ("strategy", "options"),
-    [("inter 4 bits", ONE_BUCKET), ("inter rank 2", {**SMALL_BUCKETS, "gradient_as_bucket_view": True})],
-)
-def test_other_buckets(strategy: str, options: dict[str, Any]) -> None:
-    check(run(keep_books, 4, strategy, "float32", SHORT, None, options, nodes=(2, 2)))
-
-
-@pytest.mark.parametrize(
-    ("strategy", "dtype", "growth"),
-    [("inter onebit mean", "float32", 1.5), ("inter top 5%", "bfloat16", 2.0), ("rank 2", "bfloat16", 2.0)],
-)
-def test_loss_scales_that_grow(strategy: str, dtype: str, growth: float) -> None:
-    scaling = {"init_scale": 1000.0, "growth_factor": growth, "growth_interval": 3}
-    check(run(keep_books, 4, strategy, dtype, SHORT, scaling, nodes=(2, 2)))
+@pytest.mark.parametrize(("strategy", "layout", "dtype", "snapshots", "growth", "options"), OTHERS)
+def test_nothing_is_lost_in_other_trainings(
+    strategy: str,
+    layout: str,
+    dtype: str,
+    snapshots: tuple[int, ...],
+    growth: float | None,
+    options: dict[str, Any],
+) -> None:
+    """Hundreds of steps, buckets that are made later or never, and loss scales that grow."""
+    check(run_on(layout, keep_books, strategy, dtype, snapshots, growth, options))
 
 
 def tiny_beside_large(rank: int, world_size: int, step: int, dtype: torch.dtype) -> Vectors:
@@ -154,33 +144,29 @@ def test_residuals_in_16_bits_do_not_drift() -> None:
     assert float(lost.square().mean().sqrt()) < truncation / 8
 
 
-def round_alike(rank: int, world_size: int, steps: int, dtype: torch.dtype, inside: bool) -> tuple[Tensor, str]:
+def round_alike(rank: int, world_size: int, steps: int, dtype: torch.dtype) -> tuple[Tensor, str]:
     """Return the residual of some steps in which all ranks have equal gradients, and the digest of the results."""
 
     def chosen(rank: int, step: int, dtype: torch.dtype) -> Vectors:
         return gradients(0, step, dtype)
 
-    feedback = Feedback(dtype=dtype)
-    across = flat("8 bits", feedback=feedback)
-    aggregator = Hierarchical(across, flat("8 bits", feedback=feedback)) if inside else across
+    aggregator = flat("8 bits", feedback=Feedback(dtype=dtype))
     training = Training(rank, world_size, aggregator, options=ONE_BUCKET, chosen=chosen)
     for _ in range(steps):
         training.step()
-    residuals = residuals_of(training.comm.state_dict())["intra/worker" if inside else "/worker"]
-    return residuals["first.weight"], training.digest()
+    return residuals_of(training.comm.state_dict())["/worker"]["first.weight"], training.digest()
 
 
 def test_ranks_round_residuals_by_dice_of_their_own() -> None:
-    exact, _ = run(round_alike, 2, 1, torch.float32, False)[0]
-    errors = torch.stack([kept - exact for kept, _ in run(round_alike, 2, 1, torch.bfloat16, False)])
+    exact, _ = run(round_alike, 2, 1, torch.float32)[0]
+    errors = torch.stack([kept - exact for kept, _ in run(round_alike, 2, 1, torch.bfloat16)])
     assert not torch.equal(*errors)
     one, mean = errors.square().mean().sqrt(), errors.mean(0).square().mean().sqrt()
     assert 0.6 * one < mean < 0.8 * one  # 1 / sqrt(2): errors that have nothing to do with each other
 
 
-@pytest.mark.parametrize("inside", [False, True])
-def test_replicas_with_residuals_in_16_bits_are_identical(inside: bool) -> None:
-    results = run(round_alike, 4, 4, torch.bfloat16, inside, nodes=(2, 2))
+def test_replicas_with_residuals_in_16_bits_are_identical() -> None:
+    results = run(round_alike, 4, 4, torch.bfloat16, nodes=(2, 2))
     assert_identical([digest for _, digest in results])
     assert len({tuple(kept.tolist()) for kept, _ in results}) == 4
 

@@ -11,10 +11,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
 from commopt import Aggregator, Flat, PowerSGD
-from tests.catalogue import LAYOUTS
+from tests.catalogue import run_on
 from tests.feedback_training import COMPRESSORS, STRATEGIES, flat
 from tests.hook_training import assert_identical, digest_of
-from tests.ranks import run
 
 NUMEL = 512
 SHAPE = (16, 32)  # for PowerSGD a matrix
@@ -23,7 +22,7 @@ WITHOUT = [
     flat("onebit mean", feedback=None),
     flat("2 bits", feedback=None),
     flat("top 5%", feedback=None),
-    PowerSGD(1, start_step=0, warm_start=False, alternating=True, feedback=None),
+    PowerSGD(1, start_step=0, feedback=None),
 ]
 
 
@@ -64,15 +63,14 @@ def descend(rank: int, world_size: int, aggregators: Sequence[Aggregator]) -> li
 
 
 def losses(layout: str, aggregators: Sequence[Aggregator]) -> list[float]:
-    world_size, nodes = LAYOUTS[layout]
-    results = run(descend, world_size, aggregators, nodes=nodes)
+    results = run_on(layout, descend, aggregators)
     for ends in zip(*results, strict=True):
         assert_identical([digest for _, digest in ends])
     return [loss for loss, _ in results[0]]
 
 
-EVERYWHERE = [*COMPRESSORS, "rank 2", "rank 2 alternating"]
-BETWEEN_NODES = ["inter 2 bits", "inter onebit mean", "inter 4 bits, intra 8 bits", "inter top 5%", "inter rank 2"]
+EVERYWHERE = [*COMPRESSORS, "rank 2"]
+BETWEEN_NODES = ["inter 2 bits", "inter onebit mean", "inter top 5%", "inter rank 2"]
 
 
 @pytest.mark.parametrize(("layout", "names"), [("3", EVERYWHERE), ("2x2", BETWEEN_NODES)])
@@ -85,4 +83,4 @@ def test_feedback_reaches_the_loss_of_dense_training(layout: str, names: Sequenc
 @pytest.mark.parametrize("layout", ["2", "3"])
 def test_low_bits_without_feedback_do_not(layout: str) -> None:
     dense, *compressed = losses(layout, [Flat(), *WITHOUT])
-    assert all(loss > 1.03 * dense for loss in compressed), [loss / dense for loss in compressed]
+    assert all(loss > 1.015 * dense for loss in compressed), [loss / dense for loss in compressed]

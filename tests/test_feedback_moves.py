@@ -19,7 +19,6 @@ STEPS = 14  # of zero gradients: at 4 bits little is left of a residual after ea
 
 FOUR = Compressed(Quantize(4, 64))
 INTER = Hierarchical(inter=FOUR)
-BOTH = Hierarchical(inter=FOUR, intra=Compressed(Quantize(8, 64)))
 TOP = Compressed(DGC(0.25))
 INTER_TOP = Hierarchical(inter=TOP)
 RANK = PowerSGD(16, min_compression_rate=1, start_step=0)  # removes 16 directions of a residual in each step
@@ -47,14 +46,11 @@ def drain(rank: int, world_size: int, aggregator: Aggregator, saved: dict[str, A
     ("old", "old_layout", "new", "new_layout"),
     [
         pytest.param(INTER, "2x2", INTER, "3", id="one node has no inter level"),
-        pytest.param(INTER, "2x2", BOTH, "3", id="one node with compression inside"),
-        pytest.param(BOTH, "2x2", BOTH, "1+1", id="one rank per node has no intra level"),
         pytest.param(Hierarchical(inter=FOUR, form="leader"), "2x2", INTER, "2x2", id="leader to shards"),
         pytest.param(INTER, "2x2", Hierarchical(inter=FOUR, form="leader"), "2x2", id="shards to leader"),
         pytest.param(INTER, "2x2", Hierarchical(inter=replace(FOUR, dense=("*",))), "2x2", id="all dense now"),
         pytest.param(FOUR, "3", replace(FOUR, dense=("first.*", "gain")), "3", id="some dense now"),
         pytest.param(FOUR, "3", LATE, "3", id="a later start"),
-        pytest.param(INTER, "2x2", replace(BOTH, inter=FOUR), "2x2", id="compression inside now"),
         pytest.param(INTER_TOP, "2x2", INTER_TOP, "3", id="sparse, one node has no inter level"),
         pytest.param(INTER_TOP, "2x2", INTER, "2x2", id="sparse to 4 bits"),
         pytest.param(TOP, "3", replace(TOP, dense=("*",)), "2", id="sparse, all dense now"),
@@ -66,8 +62,6 @@ def drain(rank: int, world_size: int, aggregator: Aggregator, saved: dict[str, A
         pytest.param(RANK, "3", replace(RANK, dense=("first.*",)), "3", id="low rank, dense now"),
         pytest.param(RANK, "3", replace(RANK, start_step=100), "2", id="low rank, a later start"),
         pytest.param(RANK, "2", FOUR, "2", id="low rank to 4 bits"),
-        # What two ranks owe each other in opposite directions is in no sum, so the paper's form would keep it.
-        pytest.param(FOUR, "2", replace(RANK, alternating=True), "2", id="4 bits to low rank"),
     ],
 )
 def test_residuals_are_sent_in_the_end(old: Aggregator, old_layout: str, new: Aggregator, new_layout: str) -> None:

@@ -12,11 +12,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import commopt
 from commopt import (
     DGC,
-    Cast,
     Compressed,
     ConfigurationError,
     Feedback,
-    Flat,
     Hierarchical,
     OneBit,
     PowerSGD,
@@ -47,33 +45,28 @@ def test_presets_are_these_aggregators() -> None:
     assert commopt.quantized.build(**options, dense=("*.bias",), feedback=bf16) == Compressed(
         quantize, bf16, ("*.bias",)
     )
-    assert commopt.hierarchical_quantized.build(**options, intra=Compressed(Quantize(8))) == Hierarchical(
-        Compressed(quantize), Compressed(Quantize(8))
-    )
+    assert commopt.hierarchical_quantized.build(**options) == Hierarchical(Compressed(quantize))
     assert commopt.onebit.build(scale="rms", feedback=None) == Compressed(OneBit(scale="rms"), None)
     assert commopt.hierarchical_onebit.build(start_step=2, block=64) == Hierarchical(
-        Compressed(OneBit(64, start_step=2)), Flat()
+        Compressed(OneBit(64, start_step=2))
     )
     sparse: dict[str, Any] = {"density": 0.01, "momentum": 0.9, "nesterov": True, "momentum_masking": False}
     sparse |= {"clip_norm": 2.0, "warmup": ((10, 0.25), (5, 0.1)), "value_dtype": torch.float32, "min_elements": 7}
     assert commopt.dgc.build() == Compressed(DGC(0.001, min_elements=1024), Feedback())
     assert commopt.dgc.build(**sparse, dense=("*.bias",), feedback=bf16) == Compressed(DGC(**sparse), bf16, ("*.bias",))
-    assert commopt.hierarchical_dgc.build(**sparse, intra=Compressed(Quantize(8))) == Hierarchical(
-        Compressed(DGC(**sparse)), Compressed(Quantize(8))
-    )
-    low_rank: dict[str, Any] = {"matrix_rank": 2, "min_compression_rate": 3, "start_step": 5, "warm_start": False}
-    low_rank |= {"alternating": True, "feedback": bf16, "dense": ("*.bias",)}
-    assert commopt.powersgd.build() == PowerSGD(4, 2, 2, True, False, Feedback(), ())
+    assert commopt.hierarchical_dgc.build(**sparse) == Hierarchical(Compressed(DGC(**sparse)))
+    low_rank: dict[str, Any] = {"matrix_rank": 2, "min_compression_rate": 3, "start_step": 5}
+    low_rank |= {"feedback": bf16, "dense": ("*.bias",)}
+    assert commopt.powersgd.build() == PowerSGD(4, 2, 2, Feedback(), ())
     assert commopt.powersgd.build(**low_rank) == PowerSGD(**low_rank)
-    assert commopt.hierarchical_powersgd.build(**low_rank) == Hierarchical(PowerSGD(**low_rank), Flat())
+    assert commopt.hierarchical_powersgd.build(**low_rank) == Hierarchical(PowerSGD(**low_rank))
 
 
 def errors_per_step(
     rank: int, world_size: int, preset: str, options: dict[str, Any], steps: int
 ) -> tuple[list[dict[str, float]], list[float], Books, str]:
     """Return each step's errors, relative to the mean magnitude, by parameter, and this rank's residual norms."""
-    aggregator = commopt.PRESETS[preset].build(**options)
-    training = Training(rank, world_size, aggregator)
+    training = Training(rank, world_size, commopt.PRESETS[preset].build(**options))
     errors, norms = [], []
     for step in range(steps):
         training.step()
@@ -91,9 +84,8 @@ WARMING: list[tuple[str, str, dict[str, Any]]] = [
     ("quantized", "3", {"bits": 8, **BLOCKS}),
     ("onebit", "2", BLOCKS),
     ("hierarchical_quantized", "2x2", {"bits": 4, **BLOCKS}),
-    ("hierarchical_quantized", "2x2", {"bits": 4, **BLOCKS, "intra": Compressed(Quantize(8, 64, start_step=3))}),
     ("powersgd", "3", {}),
-    ("hierarchical_powersgd", "2+1", {"alternating": True}),
+    ("hierarchical_powersgd", "2+1", {}),
 ]
 
 
@@ -118,7 +110,7 @@ DENSE: list[tuple[str, str, dict[str, Any]]] = [
     ("dgc", "3", {}),
     ("hierarchical_dgc", "2x2", {"density": 0.1}),
     ("powersgd", "2", {"start_step": 0}),
-    ("hierarchical_powersgd", "2x2", {"start_step": 0, "alternating": True}),
+    ("hierarchical_powersgd", "2x2", {"start_step": 0}),
 ]
 
 
@@ -200,14 +192,11 @@ def collect_errors(rank: int, world_size: int, attempts: Sequence[tuple[str, dic
     return messages
 
 
-# What is wrong, and what the message must name: the value and something that works.
+# One case of every rule: what is wrong, and what the message must name: the value and something that works.
 BAD: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("quantized", {"bits": 3}, ("bits", "3", "8", "4", "2")),
     ("quantized", {"bits": "8"}, ("bits", "'8'", "4")),
-    ("quantized", {"bits": 1}, ("bits", "1", "8")),
-    ("hierarchical_quantized", {"bits": 16}, ("bits", "16", "8")),
     ("quantized", {"block": 100}, ("block", "100", "64")),
-    ("quantized", {"block": 0}, ("block", "0", "64")),
     ("onebit", {"block": 8192}, ("block", "8192", "4096")),
     ("onebit", {"block": 512.0}, ("block", "512.0", "64")),
     ("quantized", {"levels": "log"}, ("levels", "log", "uniform")),
@@ -221,52 +210,26 @@ BAD: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("onebit", {"scale": "median"}, ("scale", "median", "mean", "rms")),
     ("onebit", {"bits": 1}, ("bits", "block", "scale")),
     ("quantized", {"start_step": -1}, ("start_step", "-1", "0")),
-    ("onebit", {"start_step": 2.5}, ("start_step", "2.5")),
     ("quantized", {"dense": "*.bias"}, ("dense", "*.bias", "(")),
     ("quantized", {"feedback": True}, ("feedback", "True", "Feedback")),
-    ("onebit", {"feedback": "float32"}, ("feedback", "float32", "Feedback")),
-    ("hierarchical_quantized", {"intra": Quantize(8)}, ("intra", "Quantize", "Compressed")),
-    ("hierarchical_quantized", {"intra": Hierarchical()}, ("intra", "Hierarchical", "Compressed")),
+    ("hierarchical_quantized", {"intra": Compressed(Quantize(8))}, ("intra", "bits", "dense")),
     ("quantized", {"scaler": 1024.0}, ("scaler", "float", "GradScaler")),
-    ("dgc", {"density": 0.0}, ("density", "0.0", "1")),
     ("dgc", {"density": 1.5}, ("density", "1.5", "1")),
-    ("dgc", {"density": "1%"}, ("density", "1%")),
-    ("hierarchical_dgc", {"density": float("nan")}, ("density", "nan")),
-    ("dgc", {"momentum": -0.1}, ("momentum", "-0.1")),
     ("dgc", {"momentum": 1.0}, ("momentum", "1.0")),
     ("dgc", {"nesterov": True}, ("nesterov", "momentum")),
     ("dgc", {"clip_norm": 0.0}, ("clip_norm", "0.0")),
-    ("dgc", {"clip_norm": -2.0}, ("clip_norm", "-2.0")),
-    ("dgc", {"warmup": (100, 0.25)}, ("warmup", "100", "0.25")),
     ("dgc", {"warmup": ((0, 0.25),)}, ("warmup", "0")),
     ("dgc", {"warmup": ((100, 2.0),)}, ("warmup", "2.0")),
     ("dgc", {"warmup": ((2.5, 0.25),)}, ("warmup", "2.5")),
     ("dgc", {"value_dtype": torch.int8}, ("value_dtype", "int8", "bfloat16")),
     ("dgc", {"min_elements": 0}, ("min_elements", "0", "1")),
-    ("dgc", {"min_elements": 2.0}, ("min_elements", "2.0")),
-    ("dgc", {"density": None}, ("density", "None")),
-    ("dgc", {"momentum": float("nan")}, ("momentum", "nan")),
-    ("dgc", {"clip_norm": float("nan")}, ("clip_norm", "nan")),
-    ("dgc", {"clip_norm": "1"}, ("clip_norm", "'1'")),
     ("dgc", {"warmup": 100}, ("warmup", "100")),
     ("dgc", {"warmup": ((1, 0.1, 0.2),)}, ("warmup", "0.2")),
-    ("dgc", {"value_dtype": "bfloat16"}, ("value_dtype", "bfloat16")),
     ("dgc", {"momentum": 0.9, "feedback": None}, ("momentum", "feedback")),
-    ("hierarchical_dgc", {"momentum": 0.9, "feedback": None}, ("momentum", "feedback")),
-    ("hierarchical_dgc", {"intra": DGC(0.1)}, ("intra", "DGC", "Compressed")),
     ("powersgd", {"matrix_rank": 0}, ("matrix_rank", "0", "1")),
-    ("powersgd", {"matrix_rank": 2.5}, ("matrix_rank", "2.5")),
     ("powersgd", {"matrix_rank": "4"}, ("matrix_rank", "'4'")),
     ("powersgd", {"min_compression_rate": float("nan")}, ("min_compression_rate", "nan")),
-    ("powersgd", {"dense": (1,)}, ("dense", "1")),
-    ("hierarchical_powersgd", {"matrix_rank": -3}, ("matrix_rank", "-3")),
-    ("powersgd", {"min_compression_rate": 0}, ("min_compression_rate", "0")),
-    ("powersgd", {"min_compression_rate": -1.0}, ("min_compression_rate", "-1.0")),
     ("powersgd", {"start_step": -1}, ("start_step", "-1", "0")),
-    ("powersgd", {"start_step": 2.5}, ("start_step", "2.5")),
-    ("powersgd", {"dense": "*.bias"}, ("dense", "*.bias", "(")),
-    ("powersgd", {"feedback": True}, ("feedback", "True", "Feedback")),
-    ("hierarchical_powersgd", {"intra": PowerSGD()}, ("intra", "PowerSGD", "Compressed")),
 ]
 
 
@@ -280,27 +243,16 @@ def test_bad_options_name_value_and_fix() -> None:
     assert not failures, "\n".join(sorted(set(failures)))
 
 
-@pytest.mark.parametrize("decay", [0.0, -0.5, 1.5, float("nan")])
-def test_feedback_refuses_a_decay(decay: float) -> None:
-    with pytest.raises(ConfigurationError, match=rf"decay={decay}.*1"):
-        Feedback(decay=decay)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int32])
-def test_feedback_refuses_a_dtype(dtype: torch.dtype) -> None:
-    with pytest.raises(ConfigurationError, match=rf"{dtype}.*torch\.float32.*torch\.bfloat16"):
-        Feedback(dtype=dtype)
-
-
-def refuse_unequal_nodes(rank: int, world_size: int) -> str:
-    aggregator = Hierarchical(Compressed(Quantize(4)), Compressed(Cast(torch.bfloat16)))
-    with pytest.raises(ConfigurationError) as caught:
-        commopt.attach(TorchDDP(Controlled()), aggregator)
-    return str(caught.value)
-
-
-def test_compression_in_unequal_nodes_is_refused_on_every_rank() -> None:
-    for message in run(refuse_unequal_nodes, 3, nodes=(2, 1)):
-        assert "intra" in message
-        assert "2" in message
-        assert "1" in message
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(({"decay": decay}, rf"decay={decay}.*1") for decay in (0.0, 1.5, float("nan"))),
+        *(
+            ({"dtype": dtype}, rf"{dtype}.*torch\.float32.*torch\.bfloat16")
+            for dtype in (torch.float16, torch.float64, torch.int32)
+        ),
+    ],
+)
+def test_feedback_refuses(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Feedback(**options)

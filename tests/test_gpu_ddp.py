@@ -105,12 +105,6 @@ def test_features_of_ddp(device: str, presets: list[str], world_size: int, nodes
 
 # ------------------------------------------------------------------------------------- mixed precision
 
-STRATEGIES: list[tuple[str, int, Nodes | None]] = [
-    ("quantized", 2, None),
-    ("powersgd:start_step=0", 2, None),
-    ("hierarchical_onebit", 4, (2, 2)),
-]
-every_strategy = pytest.mark.parametrize(("strategy", "world_size", "nodes"), STRATEGIES)
 POISONED = 6  # the step; buckets have settled before
 
 
@@ -133,11 +127,7 @@ def autocast(rank: int, world_size: int, device: str, strategy: str, dtype: torc
     armed = False
 
     def poison(gradient: Tensor) -> Tensor:
-        if not armed:
-            return gradient
-        bad = gradient.clone()
-        bad.view(-1)[3] = float("inf")
-        return bad
+        return torch.full_like(gradient, float("inf")) if armed else gradient
 
     parameter.register_hook(poison)
     losses, scales, moved = [], [], False
@@ -156,24 +146,20 @@ def autocast(rank: int, world_size: int, device: str, strategy: str, dtype: torc
 
 
 @every_device
-@every_strategy
-def test_autocast_with_a_scaler(device: str, strategy: str, world_size: int, nodes: Nodes | None) -> None:
-    results = on_ranks(device, autocast, world_size, strategy, torch.float16, nodes=nodes)
+@pytest.mark.parametrize(
+    ("strategy", "world_size", "nodes"),
+    [("quantized", 2, None), ("powersgd:start_step=0", 2, None), ("hierarchical_onebit", 4, (2, 2))],
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast(device: str, strategy: str, world_size: int, nodes: Nodes | None, dtype: torch.dtype) -> None:
+    results = on_ranks(device, autocast, world_size, strategy, dtype, nodes=nodes)
     assert_identical([mixed.digest for mixed in results])
-    for mixed in results:
+    assert any(mixed.stats["residual_bytes"] for mixed in results)
+    assert sum(mixed.losses[-1] for mixed in results) < 0.95 * sum(mixed.losses[0] for mixed in results)
+    for mixed in results if dtype == torch.float16 else []:
         assert mixed.scales == [2.0**8] * POISONED + [2.0**7] * (STEPS - POISONED), "skipped by all, and only once"
         assert not mixed.moved, "the step that was skipped left a trace"
         assert mixed.stats["dropped_commits"] == 1 or not mixed.stats["residual_bytes"]
-    assert any(mixed.stats["residual_bytes"] for mixed in results)
-    assert sum(mixed.losses[-1] for mixed in results) < 0.95 * sum(mixed.losses[0] for mixed in results)
-
-
-@every_device
-@every_strategy
-def test_autocast_to_bfloat16(device: str, strategy: str, world_size: int, nodes: Nodes | None) -> None:
-    results = on_ranks(device, autocast, world_size, strategy, torch.bfloat16, nodes=nodes)
-    assert_identical([mixed.digest for mixed in results])
-    assert sum(mixed.losses[-1] for mixed in results) < 0.95 * sum(mixed.losses[0] for mixed in results)
 
 
 def drop_steps(rank: int, world_size: int, device: str, strategy: str, dtype: str) -> tuple[Books, str, float, str]:
@@ -189,7 +175,7 @@ def drop_steps(rank: int, world_size: int, device: str, strategy: str, dtype: st
         ("8 bits", 2, None, "float32"),
         ("top 5%", 2, None, "bfloat16"),
         ("inter rank 2", 4, (2, 2), "bfloat16"),
-        ("inter 4 bits, intra 8 bits", 4, (2, 2), "float32"),
+        ("inter 4 bits", 4, (2, 2), "float32"),
     ],
 )
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])

@@ -7,19 +7,15 @@ test holds is compared.
 from __future__ import annotations
 
 import ctypes
-import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
 
 import pytest
 import torch
 
 from bench.gpu import every_kernel
 from commopt.kernels import loader as loaders
-from commopt.kernels import lowrank, pack, quantize, sources, sparse
+from commopt.kernels import sources
 from commopt.kernels.loader import Arguments, Loader
-from commopt.kernels.pack import _table
-from tests import lowrank_cases
 from tests.compare_loaders import CompareLoaders, Memory
 from tests.emulator import Emulator, launched_by, on_the_cpu
 
@@ -34,7 +30,6 @@ def both() -> Iterator[CompareLoaders]:
     except ImportError as error:
         pytest.skip(f"there are not two loaders to compare: {error}")
     torch.manual_seed(0)
-    _table.cache_clear()  # so that its tables are memory of this test
     with Memory("cuda") as memory:
         yield CompareLoaders(*pair, memory)
 
@@ -42,9 +37,7 @@ def both() -> Iterator[CompareLoaders]:
 @gpu
 @needs_gpu
 def test_both_loaders_write_the_same_bytes(both: CompareLoaders) -> None:
-    with ExitStack() as patches:
-        for module in (quantize, sparse, lowrank, sys.modules[pack.__module__]):
-            patches.enter_context(launched_by(both, module))
+    with launched_by(both):
         for call in every_kernel.calls(torch.device("cuda")):
             call()
     assert both.compared == set(sources.file_of_kernel())
@@ -55,28 +48,6 @@ def test_both_loaders_write_the_same_bytes(both: CompareLoaders) -> None:
 def test_the_compiled_module_has_the_same_kernels() -> None:
     native = pytest.importorskip("commopt._C")
     assert set(native.names()) == set(sources.file_of_kernel())
-
-
-def against_float64(check: lowrank_cases.Check, shape: tuple[int, int, int]) -> None:
-    """Orthogonalize, and ask in float64 whether columns are orthonormal and span what they did."""
-    factors = lowrank_cases.spread(*shape, smallest=0.1)
-    bases, values = check.orthogonalize(factors).double(), factors.double()
-    identity = torch.eye(shape[2], dtype=torch.float64).expand(shape[0], -1, -1)
-    torch.testing.assert_close(bases.mT @ bases, identity, rtol=0.0, atol=1e-4)
-    torch.testing.assert_close(bases @ (bases.mT @ values), values, rtol=0.0, atol=1e-4 * values.abs().max().item())
-
-
-@gpu
-@needs_gpu
-@pytest.mark.parametrize("name", ["native", "nvrtc"])
-@pytest.mark.parametrize("shape", [(3, 40, 4), (50, 2048, 4), (2, 2048, 32)], ids=str)
-def test_factors_agree_with_float64(name: str, shape: tuple[int, int, int]) -> None:
-    torch.manual_seed(0)
-    try:
-        loader = loaders._load(name)
-    except ImportError as error:
-        pytest.skip(f"{name}: {error}")
-    against_float64(lowrank_cases.Check(loader, "cuda"), shape)
 
 
 # ------------------------------------------------------------------------------ the comparison itself, on the CPU

@@ -15,7 +15,6 @@ from tests.hook_training import (
     SMALL_BUCKET,
     STEPS,
     WIDTH,
-    Batch,
     Branches,
     ManyDtypes,
     Owed,
@@ -24,6 +23,7 @@ from tests.hook_training import (
     assert_identical,
     attach_preset,
     batch_of,
+    branching,
     digest_of,
     expected_gradients,
     loss_of,
@@ -52,9 +52,6 @@ def accumulation(rank: int, world_size: int, preset: str) -> str:
 
 
 def unused_parameters(rank: int, world_size: int, preset: str) -> str:
-    def branching(peer: int, step: int, micro: int = 0) -> Batch:
-        return (*batch_of(peer, step, micro), (peer + step) % 2)  # branch 2 is used by nobody
-
     ddp = attach_preset(seeded(Branches), preset, find_unused_parameters=True, **SMALL_BUCKET)
     return train(ddp, rank, world_size, commopt.PRESETS[preset].build(), batch=branching)
 

@@ -10,12 +10,11 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
 from commopt import ConfigurationError, Links
-from commopt.aggregate import Aggregator
 from commopt.cost import Speeds, nominal_links
 from commopt.groups import TeamShape
 from commopt.schedule import BucketConfig, Layouts
 from commopt.schedule.calibration import require_prices
-from commopt.schedule.candidates import replaceable
+from commopt.schedule.candidates import exact
 from tests.hook_training import SMALL_BUCKET, Tower, assert_identical, seeded, train
 from tests.plan_changes import changing
 from tests.ranks import run
@@ -33,7 +32,7 @@ def links_without(*levels: str) -> Links:
 @pytest.mark.parametrize("known", [True, False], ids=["model", "no model"])
 def test_every_level_that_is_used_must_be_there(level: str, known: bool) -> None:
     layouts = Layouts(Tower() if known else None)
-    strategies = replaceable(commopt.Hierarchical(), SHAPE)
+    strategies = exact(commopt.Hierarchical(), SHAPE)
     assert len(strategies) == 2
     require_prices(strategies, layouts.parameters, layouts.whole, SHAPE, links_without())
     with pytest.raises(ConfigurationError) as raised:
@@ -45,24 +44,17 @@ def test_every_level_that_is_used_must_be_there(level: str, known: bool) -> None
     assert text.endswith("probe the cluster again; or leave links out, and messages are tried out instead")
 
 
-def test_what_is_not_used_may_be_missing() -> None:
-    flat: dict[str, Aggregator] = replaceable(commopt.Flat(), SHAPE)
-    layouts = Layouts(Tower())
-    require_prices(flat, layouts.parameters, layouts.whole, SHAPE, links_without("intra", "inter"))
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"links": 3}, "links is a int; use commopt.Links, the path"),
         ({"links": "nowhere.json"}, "nowhere.json cannot be read"),
-        ({"needed_first": "yes"}, "needed_first is 'yes'; use True or False"),
         ({"plan": 3}, "plan is a int; use 'adaptive', 'ddp', a commopt.Plan"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
-        BucketConfig.read(**({"plan": "adaptive", "links": None, "needed_first": False} | options))  # type: ignore[arg-type]
+        BucketConfig.read(**({"plan": "adaptive", "links": None} | options))
 
 
 def attach_with_links(rank: int, world_size: int, folder: Path) -> tuple[str, str, str, int]:
@@ -92,8 +84,3 @@ def test_attach_refuses_links_that_lack_a_level_on_every_rank(tmp_path: Path) ->
     assert all("ranks disagree about links: rank 3 has" in differing for _, differing, *_ in results)
     assert_identical([digest for *_, digest, _ in results])
     assert [decisions for *_, decisions in results] == [1] * 4
-
-
-def test_an_option_that_changes_nothing_says_so() -> None:
-    with pytest.warns(FutureWarning, match="needed_first=True changes nothing"):
-        BucketConfig.read(None, None, needed_first=True)

@@ -15,22 +15,17 @@ import commopt
 from commopt.schedule import Plan, reducer
 from tests.hook_training import (
     SMALL_BUCKET,
-    Batch,
     Branches,
     Tower,
     assert_identical,
     batch_of,
+    branching,
     ddp_buckets,
     seeded,
     train,
 )
 from tests.plan_changes import Changing, changing, needs_caps
 from tests.ranks import run
-
-
-def branching(peer: int, step: int, micro: int = 0) -> Batch:
-    return (*batch_of(peer, step, micro), (peer + step) % 2)
-
 
 # --------------------------------------------------------------------- forwards that not all ranks make
 
@@ -126,6 +121,7 @@ def test_a_torch_that_lacks_anything_that_is_needed_is_left_alone() -> None:
         ddp = SimpleNamespace(**dict.fromkeys(reducer._NEEDED), mixed_precision=None, static_graph=False)
         ddp.reducer = SimpleNamespace(**dict.fromkeys(reducer._NEEDED_OF_REDUCER))
         ddp._bucket_config = SimpleNamespace(per_bucket_bytes_caps=())
+        ddp._join_config = SimpleNamespace(enable=False)
         return ddp
 
     assert reducer.why_not(model(), {}) == ""
@@ -138,6 +134,9 @@ def test_a_torch_that_lacks_anything_that_is_needed_is_left_alone() -> None:
         ddp = model()
         setattr(ddp, name, True)
         assert reducer.why_not(ddp, {}) != "", name
+    ddp = model()
+    ddp._join_config.enable = True
+    assert "DDP.join()" in reducer.why_not(ddp, {})
 
 
 def name_by_number(rank: int, world_size: int) -> list[int]:

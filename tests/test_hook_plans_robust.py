@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import pickle
 from typing import Any
 from weakref import ref
@@ -18,7 +17,7 @@ import commopt
 from commopt.schedule import Plan
 from commopt.schedule.measure import Readiness
 from tests.hook_training import SMALL_BUCKET, Tower, assert_identical, batch_of, ddp_buckets, loss_of, seeded, train
-from tests.plan_changes import Changing, changing, needs_caps, plan_of
+from tests.plan_changes import Changing, changing, heard, needs_caps, plan_of
 from tests.ranks import run
 
 
@@ -125,13 +124,13 @@ def meet_and(rank: int, world_size: int, do: str) -> tuple[Plan | None, int]:
         steps(ddp, rank, 2)
         saved = {**state.state_dict(), "steps": 1000}
         steps(ddp, rank, 2)
-        assert state._controller.pending is not None
+        assert state._registration.controller.pending is not None
         if do == "freeze":
             state.freeze()
         else:
             state.load_state_dict(saved)
         steps(ddp, rank, 3)
-        return state.plan, state._controller._measuring.calendar.meet_at
+        return state.plan, state._registration.controller._measuring.calendar.meet_at
 
 
 def test_after_freeze_nothing_changes_any_more() -> None:
@@ -207,24 +206,6 @@ def test_a_plan_that_ddp_does_not_follow_keeps_its_own_prediction() -> None:
     assert more == others == 0
 
 
-def register_again(rank: int, world_size: int) -> tuple[int, int]:
-    ddp = TorchDDP(seeded(Tower))
-    names = [name for name, _ in reversed(list(ddp.module.named_parameters()))]
-    state = commopt.attach(ddp, commopt.Flat(), plan=plan_of(names[:2], names[2:]), record=True)
-    cap = ddp.bucket_bytes_cap
-    steps(ddp, rank, 3)
-    assert len(ddp_buckets(state)) == 2
-    with pytest.raises(commopt.ConfigurationError, match="has a communication hook already"):
-        commopt.attach(ddp, commopt.Flat())
-    return cap, ddp.bucket_bytes_cap
-
-
-@needs_caps
-def test_new_buckets_leave_the_rest_of_ddp_as_it_was() -> None:
-    ((before, after),) = run(register_again, 1)
-    assert before == after, "torch.compile refuses caps below 1 MiB"
-
-
 def late(rank: int, world_size: int) -> bool:
     """An interrupt while the ranks meet must not let this one miss what was decided."""
     ddp = TorchDDP(seeded(Tower), **SMALL_BUCKET)
@@ -236,7 +217,7 @@ def late(rank: int, world_size: int) -> bool:
             def interrupted(plan: Plan) -> None:
                 raise KeyboardInterrupt
 
-            patch.setattr(state._controller, "_follow", interrupted)
+            patch.setattr(state._registration.controller, "_follow", interrupted)
             if rank == 1:
                 with pytest.raises(KeyboardInterrupt):
                     ddp(*batch_of(rank, 0))
@@ -251,25 +232,20 @@ def test_ctrl_c_at_a_meeting_does_not_part_the_ranks() -> None:
 
 
 def compile_it(rank: int, world_size: int, options: dict[str, Any]) -> tuple[int, list[str], int]:
-    heard: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
-    handler.setLevel(logging.WARNING)
-    logging.getLogger("commopt").addHandler(handler)
     ddp = TorchDDP(seeded(Tower), **(SMALL_BUCKET | options if options else {}))  # torch.compile refuses small caps
-    with changing():
+    with changing(), heard() as said:
         state = commopt.attach(ddp, commopt.Flat(), plan="adaptive")
         trained: Any = ddp if options else torch.compile(ddp, backend="eager")
         steps(trained, rank, 9)
-    whole = [message for message in heard if "own buckets stay" in message]
+    whole = [message for _, message in said if "own buckets stay" in message]
     return len(state.decisions), whole, max(map(len, Changing.shown), default=0)
 
 
 @pytest.mark.parametrize(("options", "why"), [({}, "compiled from outside"), ({"static_graph": True}, "static_graph")])
 def test_where_ddp_keeps_its_buckets_that_is_said_once(options: dict[str, bool], why: str) -> None:
-    (decisions, heard, largest), (_, others, _) = run(compile_it, 2, options)
+    (decisions, said, largest), (_, others, _) = run(compile_it, 2, options)
     assert decisions >= 2
-    assert len(heard) == 1
-    assert why in heard[0]
+    assert len(said) == 1
+    assert why in said[0]
     assert others == []
     assert largest > 1, "units are DDP's buckets"

@@ -94,16 +94,20 @@ def test_training_goes_on_after_an_exception_in_backward(preset: str) -> None:
     assert_identical(run(survive_explosion, 4, preset, nodes=(2, 2)))
 
 
+def reloaded(ddp: TorchDDP) -> Any:
+    file = io.BytesIO()
+    torch.save(ddp, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
 def save_and_load(rank: int, world_size: int, preset: str) -> str:
     aggregator = commopt.PRESETS[preset].build()
     digests = ""
     for way in ("register_preset", "register_torch_convention", "attach_aggregator"):
         ddp = WAYS[way](seeded(Tower), preset, **SMALL_BUCKET)
         train(ddp, rank, world_size, aggregator, steps=2)
-        file = io.BytesIO()
-        torch.save(ddp, file)
-        file.seek(0)
-        loaded = torch.load(file, weights_only=False)
+        loaded = reloaded(ddp)
         assert digest_of(loaded.module) == digest_of(ddp.module)
         hook, state = loaded._comm_hooks[0]
         assert isinstance(state, commopt.HookState)
@@ -124,10 +128,7 @@ def use_loaded_model(rank: int, world_size: int) -> None:
     ddp = commopt.DistributedDataParallel(seeded(Tower), **SMALL_BUCKET)
     ddp.register_comm_hook(commopt.hierarchical_bf16)
     train(ddp, rank, world_size, commopt.hierarchical_bf16.build(), steps=2)
-    file = io.BytesIO()
-    torch.save(ddp, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
+    loaded = reloaded(ddp)
     train(loaded, rank, world_size, commopt.hierarchical_bf16.build(), steps=3)
     assert loaded._comm_hooks[0][1].stats()["buckets"] > 3, "training runs on, but without the hook"
 
@@ -139,10 +140,7 @@ def test_a_loaded_model_communicates_through_its_hook() -> None:
 def attach_to_loaded_stock_model(rank: int, world_size: int) -> None:
     ddp = TorchDDP(seeded(Tower), **SMALL_BUCKET)
     commopt.attach(ddp, commopt.hierarchical)
-    file = io.BytesIO()
-    torch.save(ddp, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)  # torch drops the hook, and keeps saying it is there
+    loaded = reloaded(ddp)  # torch drops the hook, and keeps saying it is there
     state = commopt.attach(loaded, commopt.hierarchical)
     train(loaded, rank, world_size, commopt.hierarchical.build(), steps=3)
     assert state.stats()["buckets"] > 3

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import copy
 import pickle
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
 from commopt import ConfigurationError
-from commopt.aggregate.rows import split
-from commopt.feedback import Layout
 from tests.hook_training import REPRESENTATIVES, SMALL_BUCKET, WAYS, Tower, batch_of, loss_of, seeded, train
 from tests.ranks import run
 
@@ -34,22 +30,6 @@ def train_each_way(rank: int, world_size: int, preset: str) -> dict[str, str]:
 def test_every_way_to_register_trains_alike(preset: str) -> None:
     digests = run(train_each_way, 4, preset, nodes=(2, 2))
     assert len({digest for mine in digests for digest in mine.values()}) == 1, digests
-
-
-@pytest.mark.parametrize("preset", ["quantized", "onebit", "dgc"])
-def test_the_model_of_these_tests_is_large_enough_to_be_compressed(preset: str) -> None:
-    aggregator = commopt.PRESETS[preset].build()
-    assert isinstance(aggregator, commopt.Compressed)
-    parameters = {name: tuple(parameter.shape) for name, parameter in Tower().named_parameters()}
-    spans, _ = split(Layout.of_parameters(list(parameters.items())), aggregator.compressor, torch.float32, ())
-    assert sum(end - begin for begin, end in spans) >= sum(prod(s) for s in parameters.values() if len(s) == 2)
-
-
-def test_a_preset_called_with_options_returns_its_aggregator() -> None:
-    assert commopt.hierarchical() == commopt.Hierarchical()
-    assert commopt.powersgd(matrix_rank=8) == commopt.PowerSGD(8)
-    for name, preset in commopt.PRESETS.items():
-        assert preset() == preset.build(), name
 
 
 def register_before_there_is_a_group(rank: int, world_size: int, folder: str) -> list[str]:
@@ -103,7 +83,7 @@ def close_a_state(rank: int, world_size: int) -> None:
     state = commopt.HookState()
     state.close()
     with pytest.raises(ConfigurationError, match="HookState 0 was closed, and this is its first bucket; make"):
-        state.decide(commopt.Flat(), "flat")
+        state._registration.decide(commopt.Flat(), "flat")
 
 
 def test_a_closed_state() -> None:

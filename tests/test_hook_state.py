@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import commopt
 from commopt import Compressed, ConfigurationError, Flat, Hierarchical, HookState, Layout, Quantize
 from commopt.groups import TeamShape
-from commopt.hooks.path import Traffic
+from commopt.hooks.reduction import Traffic
 from commopt.schedule import Plan
 from tests.feedback_training import STRATEGIES, Training, same_residuals
 from tests.hook_training import SMALL_BUCKET, Tower, batch_of, loss_of, seeded, train
@@ -131,3 +133,25 @@ def test_traffic_is_counted_over_any_number_of_steps() -> None:
         expected += aggregator.wire_bytes(layout, torch.float32, team, cpu, step)
     assert traffic.wire_bytes(team) == traffic.wire_bytes(team) == expected
     assert expected.inter < 150 * 4 * 4096
+
+
+# ------------------------------------------------------------------------------------------- timelines
+
+
+def try_files(rank: int, world_size: int, folder: str) -> str:
+    """Ask for a file that cannot be, train on, and ask for one that can."""
+    ddp = TorchDDP(torch.nn.Linear(4, 4))
+    state = commopt.attach(ddp, "flat", plan="ddp", record=True)
+    ddp(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(commopt.ConfigurationError) as caught:
+        state.timeline(f"{folder}/none/trace.json")
+    ddp(torch.ones(2, 4)).sum().backward()
+    state.timeline(f"{folder}/trace.json" if rank == 0 else None)
+    return str(caught.value)
+
+
+def test_every_rank_hears_of_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+    first, second = run(try_files, 2, str(tmp_path))
+    assert first == second
+    assert "none/trace.json cannot be written" in first
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

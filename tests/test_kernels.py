@@ -1,521 +1,344 @@
-"""pack and unpack against a NumPy oracle, their errors, and the GPU loaders against the reference."""
+"""Every kernel does what its reference does: in the emulator, and on a GPU with both loaders.
+
+Launch code, shuffles, barriers, tails, strides, alignment; selection and its order, ties; orthogonality and extremes.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import itertools
-import logging
-import re
-import shutil
-import sys
-from contextlib import nullcontext
-from importlib import import_module
-from importlib.metadata import distributions
-from pathlib import Path
-from types import SimpleNamespace
+from collections.abc import Iterator
+from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
-from commopt.errors import ConfigurationError, UnsupportedTensorError
-from commopt.kernels import loader, pack, sources, unpack
-from commopt.kernels.pack import pack_with_torch, unpack_with_torch
-from commopt.version import __version__
-from tests.emulator import Emulator
+from commopt.kernels import loader
+from commopt.kernels.codec import Codec, Momentum
+from commopt.kernels.loader import Loader
+from commopt.kernels.quantize_reference import uniform
+from commopt.kernels.sparse import SparseRow
+from tests import lowrank_cases, quantize_cases, sparse_cases
+from tests.emulator import Emulator, on_the_cpu
+from tests.lowrank_cases import SHAPES, orthonormal, spread
+from tests.payloads import Carrying
+from tests.quantize_cases import DTYPES, RNG, codec_id, codecs, exact_values, random_values
+from tests.sparse_cases import CAPACITY, CARRYING, CONTENTS, TILE_NUMEL, VALUE_DTYPES, large_in_tiles
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-PAIRS = list(itertools.product((*DTYPES, torch.float64), repeat=2))
-SCALES = (1.0, 0.5, 1 / 3, 1e-5, 3e38, -7.0)
-NUMELS = (0, 1, 7, 300, 0, 5, 1021, 2)
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+LOADERS = ["emulator", *(pytest.param(name, marks=ON_GPU) for name in ("native", "nvrtc"))]
+BAD = [float("inf"), -float("inf"), float("nan")]
 
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
-def to_float64(x: Tensor) -> npt.NDArray[np.float64]:
-    if x.dtype == torch.bfloat16:
-        bits = x.view(torch.int16).numpy().astype(np.uint16).astype(np.uint32) << 16
-        return bits.view(np.float32).astype(np.float64)
-    return x.numpy().astype(np.float64)
-
-
-def from_float64(x: npt.NDArray[np.float64], dtype: torch.dtype) -> Tensor:
-    """Round to float32, then to a 16-bit float, in NumPy and integer arithmetic only."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        if dtype == torch.float64:
-            return torch.from_numpy(x)
-        single = x.astype(np.float32)
-        if dtype == torch.float32:
-            return torch.from_numpy(single)
-        if dtype == torch.float16:
-            return torch.from_numpy(single.astype(np.float16))
-    bits = single.view(np.uint32).astype(np.uint64)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # ties to even; carries into infinity by itself
-    rounded[np.isnan(single)] = 0x7FC0
-    return torch.from_numpy(rounded.astype(np.uint16).view(np.int16)).view(torch.bfloat16)
+BLOCK_CARRYING = (None, Carrying(), Carrying(1024.0, 0.9), Carrying(3.0, 0.5, old_offset=1, new_offset=2))
+BLOCKS = (64, 192, 512, 1088)  # part of a warp, a whole one, all warps of a CUDA block with idle threads in the last
 
 
-def oracle(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
-    if scale == 1.0 and x.dtype == dtype:
-        return x.clone()
-    wide = torch.float64 in (x.dtype, dtype)
-    with np.errstate(over="ignore", invalid="ignore"):
-        factor = np.float64(scale if wide else np.float32(scale))
-        product = to_float64(x) * factor  # exact for two float32: 48 bits
-    if wide and dtype not in (torch.float32, torch.float64):
-        return torch.from_numpy(product).to(dtype)
-    return from_float64(product, dtype)
+class Kernels(NamedTuple):
+    """Where they run."""
+
+    loader: Loader
+    device: str
 
 
-def bits(x: Tensor) -> Tensor:
-    return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+@pytest.fixture(params=LOADERS)
+def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
+    torch.manual_seed(0)
+    if request.param == "emulator":
+        emulator = request.getfixturevalue("emulator")
+        with on_the_cpu(emulator):
+            yield Kernels(emulator, "cpu")
+        return
+    try:
+        yield Kernels(loader._load(request.param), "cuda")
+    except ImportError as error:
+        pytest.skip(f"{request.param}: {error}")
 
 
-def assert_same(actual: Tensor, expected: Tensor) -> None:
-    """Equal bits, except that a NaN may be any NaN."""
-    assert actual.dtype == expected.dtype
-    wrong = (bits(actual) != bits(expected)) & ~(actual.isnan() & expected.isnan())
-    assert not wrong.any(), f"{actual[wrong][:5]} instead of {expected[wrong][:5]}, {int(wrong.sum())} wrong"
+@pytest.fixture(params=[False, True])
+def either_first(request: pytest.FixtureRequest, emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Emulator:
+    """The emulator, with the first or the last of blocks, warps and lanes ahead of the others."""
+    monkeypatch.setattr(emulator, "last_first", request.param)
+    return emulator
 
 
-def every_16_bit_value(dtype: torch.dtype) -> Tensor:
-    return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+class TestBlocks:
+    @pytest.fixture
+    def check(self, kernels: Kernels) -> quantize_cases.Check:
+        return quantize_cases.Check(*kernels)
+
+    @pytest.mark.parametrize("codec", codecs(*BLOCKS), ids=codec_id)
+    def test_every_length(self, check: quantize_cases.Check, codec: Codec) -> None:
+        row_blocks = 4 if codec.block > 64 else 11
+        full = 2 * row_blocks * codec.block
+        for index, numel in enumerate((full, full - 3, full - row_blocks * codec.block - 36, 5, 0)):
+            carrying = BLOCK_CARRYING[index % len(BLOCK_CARRYING)]
+            exact = exact_values(codec, 2 * row_blocks, numel, torch.float32)
+            check.encode(codec, exact, 2, row_blocks, scale=0.25, offset=index)
+            values = random_values(codec, 2 * row_blocks, numel, torch.float32)
+            check.encode(codec, values, 2, row_blocks, scale=1 / 3, carrying=carrying, offset=index, fuzzy=True)
+        full = 2 * 3 * codec.block
+        for numel, (index, dtype) in itertools.product((full, full - 70, 0), enumerate(DTYPES)):
+            check.decode(codec, 2, 3, numel, dtype, offset=index)
+
+    @pytest.mark.parametrize("codec", codecs(*BLOCKS), ids=codec_id)
+    def test_sums(self, check: quantize_cases.Check, codec: Codec) -> None:
+        full = 3 * codec.block
+        for peers in (1, 4, 9):
+            check.accumulate(codec, peers, 3)
+        numels = (full, full - 5, full - codec.block, 3)
+        for peers, carrying, numel in zip((1, 2, 3, 6), BLOCK_CARRYING, numels, strict=True):
+            check.recode(codec, peers, 3, numel, carrying, fuzzy=True)
+
+    @pytest.mark.parametrize("codec", codecs(1536, 4096), ids=codec_id)
+    def test_no_warp_gets_too_far_ahead(self, either_first: Emulator, codec: Codec) -> None:
+        with on_the_cpu(either_first):
+            check = quantize_cases.Check(either_first, "cpu")
+            check.encode(codec, random_values(codec, 2, 2 * codec.block, torch.float32), 1, 2, fuzzy=True)
+            check.recode(codec, 2, 2, 2 * codec.block, None, fuzzy=True)
+
+    @pytest.mark.parametrize("codec", codecs(128, 576), ids=codec_id)
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_every_dtype_and_alignment(self, check: quantize_cases.Check, codec: Codec, dtype: torch.dtype) -> None:
+        for offset in range(4):
+            carrying = Carrying(2.0, 0.5, old_offset=(offset + 1) % 4, new_offset=(offset + 2) % 4)
+            exact = exact_values(codec, 3, 3 * codec.block - offset, dtype)
+            check.encode(codec, exact, 1, 3, scale=-0.5, offset=offset)
+            values = random_values(codec, 3, 3 * codec.block - offset, dtype)
+            check.encode(codec, values, 1, 3, scale=-0.1, carrying=carrying, offset=offset, fuzzy=True)
+        for bad, where in itertools.product(BAD, (0, 77, -1)):
+            check.not_finite(codec, dtype, bad, where)
 
 
-def awkward(dtype: torch.dtype) -> Tensor:
-    """Values where rounding, overflow and underflow happen, NaN and infinities included."""
-    if dtype in (torch.float16, torch.bfloat16):
-        return every_16_bit_value(dtype)
-    generator = torch.Generator().manual_seed(0)
-    random_bits = torch.randint(-(2**31), 2**31, (20_000,), generator=generator, dtype=torch.int64)
-    anything = random_bits.to(torch.int32).view(torch.float32)
-    ties = (torch.randint(0, 2**16, (5_000,), generator=generator, dtype=torch.int32) << 16) | 0x8000
-    near_half = torch.linspace(-70_000, 70_000, 5_001)
-    special = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-45, 65519.996, 65520.0, 3.4e38])
-    return torch.cat([anything, ties.view(torch.float32), near_half, near_half * 1e-9, special]).to(dtype)
+def test_philox_counts_past_32_bits(emulator: Emulator) -> None:
+    library = emulator.build(
+        "philox.cuh",
+        """extern "C" void fall(unsigned long long seed, unsigned step, unsigned stream, unsigned long long element,
+                                float* result) {
+            unsigned words[4];
+            philox({seed, step, stream}, element, words);
+            for (int k = 0; k < 4; ++k) result[k] = unit_interval(words[k]);
+        }""",
+    )
+    for element in (0, 4, 2**32 - 4, 2**32, 2**34 - 4, 2**34, 2**40 + 8):
+        got = torch.empty(4)
+        library.fall(
+            *(ctypes.c_ulonglong(RNG.seed), ctypes.c_uint(RNG.step), ctypes.c_uint(RNG.stream)),
+            *(ctypes.c_ulonglong(element), ctypes.c_void_p(got.data_ptr())),
+        )
+        assert torch.equal(got, uniform(element, 4, RNG, got.device))
 
 
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_transfer_matches_oracle(source: torch.dtype, target: torch.dtype, scale: float) -> None:
-    values = awkward(source)
-    expected = oracle(values, target, scale)
-    pieces = list(values.split(4099))
-    flat = torch.empty(values.numel(), dtype=target)
-    pack(pieces, flat, scale)
-    assert_same(flat, expected)
+class TestSparse:
+    @pytest.fixture
+    def check(self, kernels: Kernels) -> sparse_cases.Check:
+        return sparse_cases.Check(*kernels)
 
-    unpacked = [torch.empty(piece.numel(), dtype=target) for piece in pieces]
-    unpack(values, unpacked, scale)
-    assert_same(torch.cat(unpacked), expected)
+    @pytest.mark.parametrize("contents", CONTENTS)
+    @pytest.mark.parametrize("count", [1, 41, 1500, 5000])
+    def test_what_is_selected(self, check: sparse_cases.Check, contents: str, count: int) -> None:
+        """Two tiles, of which the second is partly past the end; one row of several has too few elements."""
+        values = CONTENTS[contents](2 * 5000 - 1200)
+        check.select(SparseRow(5000, count, torch.float32), values, 2, carrying=Carrying())
 
+    @pytest.mark.parametrize("numel", [3 * 999, 3 * 999 - 1, 2 * 999, 1000, 1, 0])
+    def test_padding_is_taken_last(self, check: sparse_cases.Check, numel: int) -> None:
+        for count in (1, 30, 999):
+            values = CONTENTS["mostly zero"](numel)
+            check.select(SparseRow(999, count, torch.bfloat16), values, 3, carrying=Carrying(2.0))
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_same_dtype_keeps_nan_payloads(dtype: torch.dtype) -> None:
-    values = awkward(dtype)
-    flat = torch.empty_like(values)
-    pack(list(values.split(1000)), flat)
-    assert torch.equal(bits(flat), bits(values))
+    @pytest.mark.parametrize("carrying", CARRYING, ids=str)
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_what_is_kept(self, check: sparse_cases.Check, carrying: Carrying | None, dtype: torch.dtype) -> None:
+        for offset, value_dtype in enumerate(VALUE_DTYPES):
+            values = torch.randn(2 * 700 - offset).to(dtype)
+            check.select(SparseRow(700, 33, value_dtype), values, 2, scale=-1 / 3, carrying=carrying, offset=offset)
 
+    @pytest.mark.parametrize("contents", ["normal", "ties"])
+    def test_indices_of_several_regions(self, either_first: Emulator, contents: str) -> None:
+        """No region need have an entry, and no warp may get too far ahead."""
+        row = SparseRow(2 * 65536 + 4500, 500, torch.bfloat16)
+        values = CONTENTS[contents](row.chunk_numel)
+        values[65536 : 2 * 65536] = 0.0
+        with on_the_cpu(either_first):
+            check = sparse_cases.Check(either_first, "cpu")
+            check.select(row, values, 1, carrying=Carrying())
+            check.scatter(row, 1, row.chunk_numel, torch.float32)
+            check.accumulate(row, 3)
 
-@settings(max_examples=60, deadline=None)
-@given(
-    shapes=st.lists(st.lists(st.integers(0, 5), max_size=3), max_size=6),
-    source=st.sampled_from(DTYPES),
-    target=st.sampled_from(DTYPES),
-    scale=st.sampled_from(SCALES),
-)
-def test_any_list_packs_in_order_and_unpacks(
-    shapes: list[list[int]], source: torch.dtype, target: torch.dtype, scale: float
-) -> None:
-    tensors = [torch.randn(shape).to(source) for shape in shapes]
-    joined = torch.cat([torch.empty(0, dtype=source), *(tensor.reshape(-1) for tensor in tensors)])
-    flat = torch.empty(joined.numel(), dtype=target)
-    pack(tensors, flat, scale)
-    assert_same(flat, oracle(joined, target, scale))
+    @pytest.mark.parametrize("tiles", [1, 8, 2048, 2049, 5003])
+    def test_offsets(self, emulator: Emulator, tiles: int) -> None:
+        """More tiles than one scan takes, and fewer; the second row has fewer ties than wanted in its last tiles."""
+        counts = torch.randint(0, 3, (2, tiles, 2), dtype=torch.int32)
+        row = SparseRow(tiles * TILE_NUMEL, int(counts[..., 0].sum(1).max()) + 7, torch.float32)
+        thresholds = torch.tensor([[0, 7, 0, 0], [0, 10**6, 0, 0]], dtype=torch.int32)
+        payload = torch.full((2, row.nbytes), 0xAB, dtype=torch.uint8)
+        begins = counts.cumsum(1).sub(counts)
+        ends = (counts[..., 0].cumsum(1) + counts[..., 1].cumsum(1).minimum(thresholds[:, 1:2])).tolist()
+        source = (counts.data_ptr(), row.chunk_numel, thresholds.data_ptr())
+        target = (payload.data_ptr(), payload.stride(0), row.count, 0)
+        emulator.launch("sparse_offsets", 2, 256, 0, (*source, *target))
+        assert torch.equal(counts.long(), begins)
+        last_tiles = [*range(15, tiles, 16), tiles - 1][: row.blocks]
+        for part, wanted in zip(payload, ends, strict=True):
+            assert part[: row.indices_begin].view(torch.int32).tolist() == [wanted[tile] for tile in last_tiles]
 
-    back = [torch.empty(shape, dtype=source) for shape in shapes]
-    unpack(flat, back)
-    for tensor, piece in zip(back, flat.split([t.numel() for t in back]), strict=True):
-        assert_same(tensor.reshape(-1), piece.to(source))
+    def test_collected_candidates(self, either_first: Emulator) -> None:
+        """Two rows of ten tiles, so two groups each, of which the last is not full."""
+        larges = [[0, 1, 40, CAPACITY - 1, CAPACITY, CAPACITY + 1, 300, 4096, 3, 17], [2] * 10]
+        p = torch.stack([large_in_tiles(numbers, ties=False) for numbers in larges])
+        p[0, 9 * TILE_NUMEL - 1] = float("nan")
+        larges[0][8] += 1
+        keys = torch.tensor([[1.0, 0, 0, 0], [1.0, 0, 0, 0]]).view(torch.int32)
+        candidates = torch.full((20, 385), -1, dtype=torch.int32)
+        bins = torch.zeros(2, 2048, dtype=torch.int32)
+        pointers = (keys.data_ptr(), candidates.data_ptr(), bins.data_ptr())
+        either_first.launch("sparse_collect", 4, 256, 0, (p.data_ptr(), p.numel(), p.shape[1], *pointers))
+        numbers = [number for row in larges for number in row]
+        assert candidates[:, -1].tolist() == numbers
+        for number, tile, own in zip(numbers, p.view(20, TILE_NUMEL), candidates, strict=True):
+            if number <= CAPACITY:
+                elements = (~(tile.abs() < 1.0)).nonzero().flatten()
+                assert torch.equal(own[:number], tile[elements].view(torch.int32))
+                assert own[CAPACITY:].view(torch.int16)[:number].tolist() == elements.tolist()
+        assert bins.sum(1).tolist() == [sum(larges[0]) - 1, sum(larges[1])]
 
-
-def test_mixed_dtypes_and_layouts() -> None:
-    tensors = [
-        torch.randn(3, 4).t(),
-        torch.randn(5).double(),
-        torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
-    ]
-    flat = torch.empty(sum(tensor.numel() for tensor in tensors))
-    pack(tensors, flat, 0.25)
-    assert torch.equal(flat, torch.cat([tensor.float().reshape(-1) for tensor in tensors]) * 0.25)
-
-    targets = [torch.zeros_like(tensor) for tensor in tensors]
-    unpack(flat, targets, 4.0)
-    for target, tensor in zip(targets, tensors, strict=True):
-        assert target.stride() == tensor.stride()
-        assert torch.equal(target, tensor.float().to(target.dtype))
-
-
-def test_parameters_that_require_grad() -> None:
-    parameter = torch.nn.Parameter(torch.ones(3))
-    flat = torch.empty(3)
-    pack([parameter], flat, 2.0)
-    unpack(flat, [parameter], 2.0)
-    assert parameter.tolist() == [4.0] * 3
-    assert not flat.requires_grad
-
-
-def test_integers_copy() -> None:
-    flat = torch.empty(3, dtype=torch.int64)
-    pack([torch.tensor([2**60 + 1]), torch.tensor([2, 3])], flat)
-    assert flat.tolist() == [2**60 + 1, 2, 3]
-
-
-shared = torch.zeros(8)
-
-
-@pytest.mark.parametrize(
-    ("tensors", "flat", "scale", "error", "message"),
-    [
-        (
-            [torch.ones(3)],
-            torch.ones(4),
-            1.0,
-            ConfigurationError,
-            "flat holds 4 elements and the 1 tensors 3; allocate",
-        ),
-        ([], torch.ones(2), 1.0, ConfigurationError, "flat holds 2 elements and the 0 tensors 0"),
-        (
-            [torch.ones(4)],
-            torch.ones(2, 2),
-            1.0,
-            ConfigurationError,
-            r"shape \(2, 2\).*must be 1-D and contiguous",
-        ),
-        (
-            [torch.ones(2)],
-            torch.ones(4)[::2],
-            1.0,
-            ConfigurationError,
-            r"stride \(2,\).*must be 1-D and contiguous",
-        ),
-        (
-            [torch.ones(2, device="meta")],
-            torch.ones(2),
-            1.0,
-            ConfigurationError,
-            "tensor 0 is on meta and flat on cpu",
-        ),
-        (
-            [torch.ones(1), shared[3:5]],
-            shared[2:5],
-            1.0,
-            ConfigurationError,
-            "tensor 1 shares memory with flat",
-        ),
-        (
-            [torch.ones(2).to_sparse()],
-            torch.ones(2),
-            1.0,
-            UnsupportedTensorError,
-            r"torch.sparse_coo.*to_dense\(\)",
-        ),
-        (
-            [torch.ones(2, dtype=torch.int64)],
-            torch.ones(2, dtype=torch.int64),
-            0.5,
-            UnsupportedTensorError,
-            "int64.*0.5",
-        ),
-        (
-            [torch.ones(2, dtype=torch.complex64)],
-            torch.ones(2),
-            1.0,
-            UnsupportedTensorError,
-            "complex64.*one dtype",
-        ),
-    ],
-)
-def test_bad_input(tensors: list[Tensor], flat: Tensor, scale: float, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        pack(tensors, flat, scale)
-    with pytest.raises(error, match=message):
-        unpack(flat, tensors, scale)
-
-
-def test_neighbours_in_one_buffer_do_not_overlap() -> None:
-    buffer = torch.arange(6.0)
-    pack([buffer[:3]], buffer[3:])
-    assert buffer.tolist() == [0, 1, 2, 0, 1, 2]
-
-
-def test_a_step_with_many_lists_uploads_each_table_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = import_module("commopt.kernels.pack")._table
-    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None))
-    monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
-    table.cache_clear()
-    for _ in range(2):
-        for address in range(1000):
-            table(torch.device("cpu"), 4096, (address,), (10,))
-    assert table.cache_info().misses == 1000
-    table.cache_clear()
-
-
-class TestChoice:
-    """`loader_for` on a pretended GPU."""
-
-    device = torch.device("cuda:0")
-
-    @pytest.fixture(autouse=True)
-    def pretend(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-        monkeypatch.setitem(sys.modules, "commopt._C", None)
-        monkeypatch.setattr(loader, "distributions", lambda name: ())
-        monkeypatch.setitem(sys.modules, "cupy", None)
-        loader._choose.cache_clear()
-        loader._load.cache_clear()
-
-    @pytest.mark.parametrize(("name", "fix"), [("native", "with nvcc on PATH"), ("nvrtc", "cupy-cuda12x")])
-    def test_forced_but_absent(self, monkeypatch: pytest.MonkeyPatch, name: str, fix: str) -> None:
-        monkeypatch.setenv(loader.VARIABLE, name)
-        with pytest.raises(ConfigurationError, match=f"COMMOPT_KERNELS={name} cannot work on cuda:0.*{fix}"):
-            loader.loader_for(self.device)
-
-    def test_unknown_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv(loader.VARIABLE, "cuda")
-        with pytest.raises(ConfigurationError, match="COMMOPT_KERNELS=cuda is unknown; set native, nvrtc or torch"):
-            loader.loader_for(self.device)
-
-    def test_torch_is_silent(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-        monkeypatch.setenv(loader.VARIABLE, "torch")
-        assert loader.loader_for(self.device) is None
-        assert not caplog.records
-
-    def test_last_resort_is_logged_once(
-        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    @pytest.mark.parametrize("carrying", [None, *CARRYING[1::2]], ids=str)
+    @pytest.mark.parametrize("ties", [False, True])
+    def test_tiles_that_fit_their_slots_and_others(
+        self, check: sparse_cases.Check, ties: bool, carrying: Carrying | None
     ) -> None:
-        monkeypatch.delenv(loader.VARIABLE, raising=False)
-        with caplog.at_level(logging.WARNING, logger="commopt"):
-            assert loader.loader_for(self.device) is None
-            assert loader.loader_for(self.device) is None
-        (record,) = caplog.records
-        assert "nvcc" in record.getMessage()
-        assert "cupy-cuda12x" in record.getMessage()
+        for numbers in ((CAPACITY, CAPACITY + 1, 0, 5, 2000, CAPACITY - 1, 33, 1, 70, 400), (CAPACITY + 1,) * 9):
+            values = large_in_tiles(numbers, ties=ties)
+            for count in (1, 600, sum(numbers) - 1):
+                check.select(SparseRow(values.numel(), count, torch.bfloat16), values, 1, carrying=carrying)
 
-    def test_old_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-        monkeypatch.setenv(loader.VARIABLE, "native")
-        with pytest.raises(ConfigurationError, match=r"compute capability 7\.5 and the kernels need 8\.0.*V100, T4"):
-            loader.loader_for(self.device)
+    @pytest.mark.parametrize("carrying", [None, Carrying(1024.0), Carrying(momentum=Momentum(0.9))], ids=str)
+    def test_rows_of_different_thresholds(self, check: sparse_cases.Check, carrying: Carrying | None) -> None:
+        """Rows of ten tiles, the last of them short. In the second row most is zero, the third is small."""
+        values = torch.randn(3, 37_000) * torch.tensor([100.0, 1.0, 1e-6])[:, None]
+        values[1, 700:] = 0.0
+        for missing, count in itertools.product((0, 5, 4500), (37, 800, 9000)):
+            row = SparseRow(37_000, count, torch.bfloat16)
+            check.select(row, values.flatten()[: 3 * 37_000 - missing], 3, carrying=carrying)
 
+    @pytest.mark.parametrize("crowded", [False, True])
+    def test_not_finite_among_candidates(self, check: sparse_cases.Check, crowded: bool) -> None:
+        values = large_in_tiles([300 if crowded else 30] * 10, ties=False)
+        for where in (0, 3 * TILE_NUMEL + 17, values.numel() - 1):
+            spoilt = torch.cat((values, values))
+            spoilt[where] = float("nan")
+            check.select(SparseRow(values.numel(), 50, torch.float32), spoilt, 2, carrying=Carrying(), spoilt=0)
 
-class TestInstalled:
-    """What a source tree without compiled kernels finds in the installed package; a Python file stands for them."""
+    @pytest.mark.parametrize("bad", [*BAD, -float("nan")])
+    @pytest.mark.parametrize("value_dtype", VALUE_DTYPES)
+    def test_not_finite(self, check: sparse_cases.Check, value_dtype: torch.dtype, bad: float) -> None:
+        for where, count in itertools.product((0, 4321, 4999), (1, 50)):
+            values = torch.randn(3 * 5000)
+            values[5000 + where] = bad
+            check.select(SparseRow(5000, count, value_dtype), values, 3, carrying=Carrying(), spoilt=1)
 
-    @pytest.fixture(autouse=True)
-    def installed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-        folder = tmp_path / "commopt"
-        shutil.copytree(sources.directory(), folder / "csrc", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
-        (folder / "_C.py").write_text("launched = []\ndef launch(*arguments): launched.append(arguments)\n")
-        metadata = tmp_path / f"commopt-{__version__}.dist-info"
-        metadata.mkdir()
-        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: commopt\nVersion: {__version__}\n")
-        monkeypatch.setattr(loader, "distributions", lambda name: distributions(name=name, path=[str(tmp_path)]))
-        monkeypatch.setitem(sys.modules, "commopt._C", None)  # the source tree's; put back at the end
-        return folder
-
-    def test_of_the_same_sources_is_used(self) -> None:
-        loader.Native().launch("kernel", 1, 2, 3, (4,))
-        assert sys.modules["commopt._C"].launched == [("kernel", 1, 2, 3, (4,))]
-
-    @pytest.mark.parametrize("change", ["edited", "added", "version"])
-    def test_of_other_sources_is_not(self, installed: Path, change: str) -> None:
-        if change == "version":
-            (metadata,) = installed.parent.glob("*.dist-info/METADATA")
-            metadata.write_text("Metadata-Version: 2.1\nName: commopt\nVersion: 0.0.1\n")
-        else:
-            (installed / "csrc" / ("pack.cuh" if change == "edited" else "other.cuh")).write_text("// an edit")
-        with pytest.raises(ImportError, match="compiled from other sources"):
-            loader.Native()
-
-    def test_without_compiled_kernels(self, installed: Path) -> None:
-        (installed / "_C.py").unlink()
-        with pytest.raises(ModuleNotFoundError, match=r"commopt\._C"):
-            loader.Native()
+    @pytest.mark.parametrize("value_dtype", VALUE_DTYPES)
+    def test_back(self, check: sparse_cases.Check, value_dtype: torch.dtype) -> None:
+        row = SparseRow(1111, 77, value_dtype)
+        for dtype, (offset, missing) in itertools.product(DTYPES, enumerate((0, 5, 1110, 3 * 1111 - 9, 3 * 1111))):
+            check.scatter(row, 3, 3 * 1111 - missing, dtype, offset)
+        for peers, count in itertools.product((1, 2, 5), (1, 300, 1111)):
+            check.accumulate(SparseRow(1111, count, value_dtype), peers)
 
 
-class Broken(loader.Loader):
-    """Imports, and then does what a loader does that does not suit the driver, or the GPU."""
+class TestLowrank:
+    @pytest.fixture
+    def check(self, kernels: Kernels) -> lowrank_cases.Check:
+        return lowrank_cases.Check(*kernels)
 
-    fix = "reinstall it"
+    @pytest.mark.parametrize("shape", SHAPES, ids=str)
+    def test_orthogonalize(self, either_first: Emulator, shape: tuple[int, int, int]) -> None:
+        with on_the_cpu(either_first):
+            self.orthogonalize(lowrank_cases.Check(either_first, "cpu"), shape)
 
-    def __init__(self, error: Exception | None) -> None:
-        self._error = error
+    @pytest.mark.parametrize("shape", [*SHAPES, (2, 9000, 32)], ids=str)
+    @pytest.mark.parametrize("kernels", LOADERS[1:], indirect=True)
+    def test_orthogonalize_on_a_gpu(self, check: lowrank_cases.Check, shape: tuple[int, int, int]) -> None:
+        self.orthogonalize(check, shape)
 
-    def launch(self, kernel: str, grid: int, block: int, stream: int, arguments: loader.Arguments) -> None:
-        if self._error is not None:
-            raise self._error  # else it launches what does nothing
+    def orthogonalize(self, check: lowrank_cases.Check, shape: tuple[int, int, int]) -> None:
+        factors = spread(*shape, smallest=0.1)
+        check.like_the_reference(factors, None)
+        check.like_the_reference(factors, orthonormal(*shape))
+        result = check.orthogonalize(factors)
+        assert torch.equal(check.orthogonalize(factors, in_place=True), result)
+        gram = result.double().mT @ result.double()
+        torch.testing.assert_close(gram, torch.eye(shape[2], dtype=torch.float64).expand_as(gram), rtol=0.0, atol=1e-4)
+        values = factors.double()
+        spanned = result.double() @ (result.double().mT @ values)
+        torch.testing.assert_close(spanned, values, rtol=0.0, atol=1e-4 * values.abs().max().item())
 
-
-class TestTrial:
-    """`loader_for` on the CPU, where the emulator's kernels work and others do not."""
-
-    device = torch.device("cpu")
-
-    @pytest.fixture(autouse=True)
-    def pretend(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.delenv(loader.VARIABLE, raising=False)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-        monkeypatch.setattr(torch.cuda, "device", nullcontext)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        loader._choose.cache_clear()
-        loader._load.cache_clear()
-
-    def install(self, patch: pytest.MonkeyPatch, **loaders: loader.Loader | Exception) -> None:
-        def make(name: str) -> loader.Loader:
-            made = loaders[name]
-            if isinstance(made, Exception):
-                raise made
-            return made
-
-        patch.setattr(loader, "_load", make)
-
-    def test_one_that_works_is_chosen_in_silence(
-        self, emulator: Emulator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    @pytest.mark.parametrize("shape", SHAPES, ids=str)
+    @pytest.mark.parametrize("scale", [1e-44, 1e-30, 1e30, 3e38])
+    def test_the_scale_is_of_no_consequence(
+        self, check: lowrank_cases.Check, shape: tuple[int, int, int], scale: float
     ) -> None:
-        absent = ModuleNotFoundError("No module named 'commopt._C'")
-        for native in (emulator, absent):
-            loader._choose.cache_clear()
-            self.install(monkeypatch, native=native, nvrtc=emulator)
-            assert loader.loader_for(self.device) is emulator
-        assert not caplog.records
+        """One factor is large or small, the others are not."""
+        factors = spread(*shape, smallest=0.1)
+        factors /= factors.abs().amax((1, 2), keepdim=True)
+        factors[0] *= scale
+        check.like_the_reference(factors, orthonormal(*shape))
+
+    @pytest.mark.parametrize("smallest", [1e-2, 1e-4, 1e-10])
+    @pytest.mark.parametrize("shape", [(4, 50, 4), (2, 3500, 8), (3, 300, 32)], ids=str)
+    def test_nearly_singular(self, check: lowrank_cases.Check, shape: tuple[int, int, int], smallest: float) -> None:
+        """No singular value exceeds 1 (checked in every call), the largest is kept, noise fills up what is missing."""
+        factors = spread(*shape, smallest=smallest)
+        for initial in (None, orthonormal(*shape)):
+            result = check.orthogonalize(factors, initial)
+            assert result.isfinite().all()
+            largest = torch.linalg.svd(factors).U[..., :1]
+            assert (result.mT @ largest).norm(dim=1).min() > 0.999
+        rank_one = torch.randn(5, 60, 1) * torch.randn(5, 1, 4)
+        assert check.orthogonalize(rank_one).isfinite().all()
+
+    @pytest.mark.parametrize("scale", [1e-30, 1e30])
+    def test_the_largest_may_be_in_any_slice(self, check: lowrank_cases.Check, scale: float) -> None:
+        factors = spread(2, 5000, 4, smallest=0.1)
+        factors[1, :2000] = 0.0
+        factors[1, -1000:] *= scale
+        factors[1, 2000:-1000] = 0.0
+        check.like_the_reference(factors, None)
+
+    def test_zeros(self, check: lowrank_cases.Check) -> None:
+        """Zeros stay zero, whatever their neighbours are; or become the initial factor."""
+        factors = spread(3, 3500, 4, smallest=0.1)
+        factors[1] = -0.0
+        assert (check.orthogonalize(factors)[1] == 0).all()
+        initial = orthonormal(3, 3500, 4)
+        torch.testing.assert_close(check.orthogonalize(factors, initial)[1], initial[1], rtol=0.0, atol=1e-4)
+
+    @pytest.mark.parametrize("bad", BAD)
+    def test_not_finite(self, check: lowrank_cases.Check, bad: float) -> None:
+        factors = spread(3, 3500, 4, smallest=0.1)
+        factors[1, 2000, 2] = bad
+        finite = check.orthogonalize(factors, orthonormal(3, 3500, 4)).isfinite()
+        assert finite[[0, 2]].all()
+        assert not finite[1].all()
 
     @pytest.mark.parametrize(
-        "native",
-        [
-            Broken(RuntimeError("the provided PTX was compiled with an unsupported toolchain")),
-            Broken(None),
-            ImportError("libcudart.so.13: cannot open shared object file"),
-        ],
-        ids=["launch", "result", "import"],
+        "shape",
+        [(1, 1, 1, 1), (3, 5, 7, 2), (2, 64, 128, 4), (2, 65, 129, 32), (1, 130, 300, 33), (1, 20, 30, 70)],
     )
-    def test_the_next_one_serves_and_one_warning_says_why(
-        self,
-        emulator: Emulator,
-        native: loader.Loader | Exception,
-        monkeypatch: pytest.MonkeyPatch,
-        caplog: pytest.LogCaptureFixture,
-    ) -> None:
-        self.install(monkeypatch, native=native, nvrtc=emulator)
-        with caplog.at_level(logging.WARNING, logger="commopt"):
-            assert loader.loader_for(self.device) is emulator
-            assert loader.loader_for(self.device) is emulator
-        (record,) = caplog.records
-        assert re.search(r"run by nvrtc \(native: .*(unsupported|instead of|libcudart).*nvcc", record.getMessage())
+    @pytest.mark.parametrize("precision", ["highest", "high"])
+    def test_multiply(self, check: lowrank_cases.Check, shape: tuple[int, int, int, int], precision: str) -> None:
+        """Every bit of float32 counts, whatever the user allows matrix units to do."""
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision(precision)
+        try:
+            check.multiply(*shape)
+        finally:
+            torch.set_float32_matmul_precision(before)
 
-    def test_none_works(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-        self.install(monkeypatch, native=Broken(RuntimeError("too old")), nvrtc=Broken(None))
-        with caplog.at_level(logging.WARNING, logger="commopt"):
-            assert loader.loader_for(self.device) is None
-        (record,) = caplog.records
-        assert re.search(r"slower plain torch.*native: too old;.*nvrtc: a kernel made \[0", record.getMessage())
-
-    def test_a_forced_one_that_does_not_work_is_an_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.install(monkeypatch, native=Broken(RuntimeError("driver too old")))
-        monkeypatch.setenv(loader.VARIABLE, "native")
-        with pytest.raises(
-            ConfigurationError, match="COMMOPT_KERNELS=native cannot work on cpu: native: driver too old"
-        ):
-            loader.loader_for(self.device)
-
-    def test_nothing_waits_while_a_graph_is_captured(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        self.install(monkeypatch, native=(never := Broken(AssertionError("launched"))))
-        assert loader.loader_for(self.device) is never
-
-
-@pytest.fixture(params=["native", "nvrtc"])
-def forced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Force one loader, or skip where it is not installed."""
-    name: str = request.param
-    try:
-        loader._load(name)
-    except ImportError as error:
-        pytest.skip(f"{name}: {error}")
-    monkeypatch.setenv(loader.VARIABLE, name)
-    return name
-
-
-@gpu
-@pytest.mark.gpu
-@pytest.mark.usefixtures("forced")
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize(("source", "target"), list(itertools.product(DTYPES, repeat=2)))
-class TestGpu:
-    """Both loaders, bit for bit against the reference on the CPU."""
-
-    def test_values(self, source: torch.dtype, target: torch.dtype, scale: float) -> None:
-        values = awkward(source)
-        expected = torch.empty(values.numel(), dtype=target)
-        pack_with_torch([values], expected, scale)
-        flat = torch.empty_like(expected, device="cuda")
-        pack([piece.cuda() for piece in values.split(4099)], flat, scale)
-        assert_same(flat.cpu(), expected)
-
-    @pytest.mark.parametrize("offset", range(4))
-    def test_alignment_and_guards(self, source: torch.dtype, target: torch.dtype, scale: float, offset: int) -> None:
-        tensors = [torch.randn(numel + 9).to(source).cuda()[i % 5 : i % 5 + numel] for i, numel in enumerate(NUMELS)]
-        tensors.append(torch.randn(100_003).to(source).cuda())
-        numel = sum(tensor.numel() for tensor in tensors)
-        arena = torch.full((numel + 16,), 7.0, dtype=target, device="cuda")
-        flat = arena[offset : offset + numel]
-        pack(tensors, flat, scale)
-        expected = torch.empty(numel, dtype=target)
-        pack_with_torch([tensor.cpu() for tensor in tensors], expected, scale)
-        assert_same(flat.cpu(), expected)
-        assert (arena[:offset] == 7).all()
-        assert (arena[offset + numel :] == 7).all()
-
-        outputs = [torch.zeros_like(tensor) for tensor in tensors]
-        wanted = [torch.zeros_like(tensor, device="cpu") for tensor in tensors]
-        unpack(flat, outputs, scale)
-        unpack_with_torch(flat.cpu(), wanted, scale)
-        for output, want in zip(outputs, wanted, strict=True):
-            assert_same(output.cpu(), want)
-
-
-@gpu
-@pytest.mark.gpu
-@pytest.mark.usefixtures("forced")
-def test_gpu_layouts_and_streams() -> None:
-    tensors = [torch.randn(64, 33, device="cuda").t(), torch.randn(5, device="cuda")]
-    expected = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    for _ in range(3):
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            flat = torch.empty_like(expected)
-            pack(tensors, flat)
-            outputs = [torch.zeros_like(tensor) for tensor in tensors]
-            unpack(flat, outputs)
-        stream.synchronize()
-        assert torch.equal(flat, expected)
-        assert all(torch.equal(output, tensor) for output, tensor in zip(outputs, tensors, strict=True))
-
-
-@gpu
-@pytest.mark.gpu
-def test_gpu_capture_replays_after_the_table_is_gone() -> None:
-    tensor = torch.ones(1000, device="cuda")
-    flat = torch.zeros(1000, device="cuda")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        pack([tensor], flat, 3.0)
-    graph.replay()
-    torch.cuda.synchronize()
-    assert (flat == 3).all()
+    def test_a_gram_matrix_that_roundings_made_indefinite(self, emulator: Emulator) -> None:
+        """Exact arithmetic knows no such matrix; the root of a negative pivot would be NaN."""
+        factors: Tensor = torch.randn(1, 5, 2)
+        gram = torch.tensor([[1.0, 1.0], [1.0, 1.0 - 2.0**-10]])
+        emulator.launch("factor_solve", 1, 256, 0, (factors.data_ptr(), 5, 2, gram.data_ptr(), 1, 1e-6, 0))
+        assert factors.isfinite().all()

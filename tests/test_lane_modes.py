@@ -7,11 +7,9 @@ dispatch mode. A run is compared with one that differs only in the lane's thread
 from __future__ import annotations
 
 import ast
-import hashlib
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,21 +20,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import commopt
-from commopt import LaneError, PowerSGD, lanes
+from commopt import LaneError, lanes
 from commopt.feedback import Layout
 from commopt.groups import broadcast_bytes, gather_bytes, join
-from commopt.hooks.path import BucketPath
+from commopt.hooks.buckets import DDPRegistration
 from commopt.lanes import WorkerLane, registry
 from commopt.lanes.lane import fresh_modes
 from commopt.schedule import calibration
 from tests.gpu_training import Learner, kept
-from tests.hook_training import assert_identical
 from tests.ranks import run
-from tests.test_hook_ddp_features import FEATURES
 
 DTYPES = (torch.bfloat16, torch.float16)
 STRATEGIES = [name for name in commopt.PRESETS if name != "auto"]  # whose choices depend on the clock
-OPTIONS = {"quantized": ":rounding=stochastic", "dgc": ":momentum=0.9", "powersgd": ":alternating=True"}
+OPTIONS = {"quantized": ":rounding=stochastic", "dgc": ":momentum=0.9"}
 
 
 # ------------------------------------------------------------------------------ the lane of a GPU, on the CPU
@@ -47,25 +43,19 @@ class Inline(WorkerLane):
 
     _order = threading.Lock()
 
-    def submit(
-        self,
-        operation: lanes.Operation,
-        work: Any,
-        result: Tensor,
-        inputs: Sequence[Tensor] = (),
+    def _start(
+        self, operation: lanes.Operation, task: Any, handle: lanes.Work, tensors: Sequence[Tensor]
     ) -> lanes.Work:
-        self._require_usable(operation)
-        ticket = lanes.Work(result)
         with self._order:
             self._own.busy = here.busy = True
             try:
-                error = self._run(operation, work, ticket)
+                error = self._run(operation, task, handle)
             finally:
                 self._own.busy = here.busy = False
-        ticket.settle(error)
+        handle.settle(error)
         if error is not None:
             raise LaneError(*error.args)
-        return ticket
+        return handle
 
 
 class Here(threading.local):
@@ -93,19 +83,16 @@ def modes(dtype: torch.dtype) -> Iterator[None]:
 
 
 @contextmanager
-def lane_under(dtype: torch.dtype | None, *, inline: bool) -> Iterator[None]:
+def lane_under(dtype: torch.dtype, *, inline: bool) -> Iterator[None]:
     """Let hooks be called in `modes`, and the lane be one that works inline, or not."""
-    reduce = BucketPath.reduce
+    reduce = DDPRegistration.reduce
 
-    def reduce_under_modes(self: BucketPath, bucket: Any) -> Any:
-        assert dtype is not None
+    def reduce_under_modes(self: DDPRegistration, bucket: Any) -> Any:
         with modes(dtype):
             return reduce(self, bucket)
 
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(registry, "WorkerLane", Inline if inline else WorkerLane))
-        if dtype is not None:
-            stack.enter_context(patch.object(BucketPath, "reduce", reduce_under_modes))
+    lane = patch.object(registry, "WorkerLane", Inline if inline else WorkerLane)
+    with lane, patch.object(DDPRegistration, "reduce", reduce_under_modes):
         yield
 
 
@@ -159,57 +146,6 @@ def test_every_preset_trains_to_the_same_bits_in_the_callers_thread() -> None:
     assert run(differing, 4, strategies, nodes=(2, 2), timeout_s=120.0) == [[]] * 4
 
 
-# ------------------------------------------------------------------------------ the arithmetic of PowerSGD
-
-
-def applied(rank: int, world_size: int, dtype: torch.dtype) -> tuple[str, float, float]:
-    """Average one gradient of known rank inline in `modes`; return a hash, the share of its norm, and the cosine."""
-    generator = torch.Generator().manual_seed(0)
-    left, right = (torch.randn(rows, 4, generator=generator) for rows in (96, 64))
-    true = 300 * left @ right.T  # float16 would hold it badly
-    layout = Layout.of_parameters([("weight", tuple(true.shape))])
-    results = []
-    for inline in (False, True):
-        buffer = true.flatten().clone()
-        registry._close_all()
-        membership = join()
-        context = commopt.BufferContext(layout, 5, 0, rank, commopt.feedback.ResidualStore())
-
-        average = partial(PowerSGD(matrix_rank=4).all_reduce, buffer, membership.team, 1.0 / world_size, context)
-        operation = lanes.Operation(membership, "test", int(inline), "all_reduce", buffer.numel(), "cpu")
-        with lane_under(None, inline=inline), modes(dtype):
-            lanes.lane_for(buffer.device).submit(operation, average, buffer).wait()
-        results.append(buffer)
-    assert torch.equal(*results), "other bits in the caller's thread"
-    got = results[1]
-    cosine = torch.nn.functional.cosine_similarity(got, true.flatten(), dim=0)
-    return hashlib.sha256(got.numpy().tobytes()).hexdigest(), float(got.norm() / true.norm()), float(cosine)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_powersgd_is_exact_to_float32_under_autocast(dtype: torch.dtype) -> None:
-    for digest, share, cosine in (results := run(applied, 2, dtype, nodes=(1, 1))):
-        assert digest == results[0][0]
-        assert share == pytest.approx(1, abs=1e-4)
-        assert cosine == pytest.approx(1, abs=1e-4)
-
-
-# ------------------------------------------------------------------------------ what DDP can do
-
-
-def features(rank: int, world_size: int, preset: str) -> dict[str, str]:
-    """Do what tests/test_hook_ddp_features.py does; every gradient is compared with the mean."""
-    with lane_under(None, inline=True):
-        return {name: feature(rank, world_size, preset) for name, feature in FEATURES.items()}
-
-
-@pytest.mark.parametrize("preset", ["flat", "hierarchical_quantized"])
-def test_features_of_ddp_in_the_callers_thread(preset: str) -> None:
-    results = run(features, 4, preset, nodes=(2, 2))
-    for name in FEATURES:
-        assert_identical([digests[name] for digests in results])
-
-
 # ------------------------------------------------------------------------------ between steps
 
 
@@ -227,7 +163,7 @@ def meeting(rank: int, world_size: int) -> tuple[list[bytes], bytes, int]:
 
     result = torch.zeros(1)
     operation = lanes.Operation(membership, "test", 0, "meeting", 1, "cpu")
-    with lane_under(None, inline=True), modes(torch.float16):
+    with lane_under(torch.float16, inline=True), modes(torch.float16):
         lanes.lane_for(result.device).submit(operation, work, result).wait()
     return found[0], found[1], found[2]
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pickle
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commopt
 from commopt import Communicator, ConfigurationError, HookState, MismatchError
 from commopt.groups import NcclOptions, build, join
-from commopt.groups.nccl import copied_options, missing_in_torch, require_nccl_options
+from commopt.groups.nccl import copied_options, require_nccl_options
 from tests.ranks import run
 
 UNSET = -(2**31)
@@ -30,42 +30,16 @@ class Torch:
 
     class Options:
         def __init__(self) -> None:
-            self.config = SimpleNamespace(min_ctas=UNSET, max_ctas=UNSET)
+            self.config = SimpleNamespace(max_ctas=UNSET)
 
 
 # ------------------------------------------------------------------------------ the options themselves
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_ctas": 0}, r"max_ctas=0\) must be a whole number, 1 or more"),
-        ({"min_ctas": -4}, "min_ctas=-4"),
-        ({"max_ctas": 2.0}, "max_ctas=2.0"),
-        ({"max_ctas": True}, "max_ctas=True"),
-        ({"cga_cluster_size": -1}, "0 or more"),
-        ({"cga_cluster_size": 9}, "use 0 to 8"),
-        ({"min_ctas": 8, "max_ctas": 4}, "min_ctas=8, max_ctas=4"),
-    ],
-)
-def test_values_that_cannot_be(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        NcclOptions(**options)
-
-
-def test_only_what_is_given_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(c10d, "ProcessGroupNCCL", Torch, raising=False)
-    options = NcclOptions(max_ctas=4)
-    made = options.for_torch()
-    assert (made.config.min_ctas, made.config.max_ctas) == (UNSET, 4)
-    assert options.for_torch() is not made, "torch writes the ranks of a group into it"
-
-
-def test_what_torch_lacks_is_found_before_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(c10d, "ProcessGroupNCCL", Torch, raising=False)
-    given = {"inter": NcclOptions(max_ctas=4), "intra": NcclOptions(max_ctas=2, cga_cluster_size=0)}
-    assert missing_in_torch(given) == ["cga_cluster_size"]
-    assert missing_in_torch({"inter": given["inter"]}) == missing_in_torch({}) == []
+@pytest.mark.parametrize("value", [0, -4, 2.0, True])
+def test_values_that_cannot_be(value: Any) -> None:
+    with pytest.raises(ConfigurationError, match=rf"max_ctas={value}\) must be a whole number, 1 or more"):
+        NcclOptions(max_ctas=value)
 
 
 @pytest.mark.parametrize(
@@ -73,23 +47,25 @@ def test_what_torch_lacks_is_found_before_it_is_set(monkeypatch: pytest.MonkeyPa
     [
         ({"internode": NcclOptions()}, {"cuda": "nccl"}, "'internode'; the levels are world, intra, inter"),
         ({"inter": NcclOptions(max_ctas=4)}, {"cpu": "gloo", "cuda": "gloo"}, "is for NCCL"),
+        ({"inter": NcclOptions(max_ctas=4)}, {"cpu": "gloo", "cuda": "nccl"}, None),
+        ({}, {"cpu": "gloo"}, None),
     ],
 )
-def test_options_that_nobody_would_read(nccl: Any, backends: dict[str, str], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
+def test_options_that_nobody_would_read(nccl: Any, backends: dict[str, str], message: str | None) -> None:
+    with nullcontext() if message is None else pytest.raises(ConfigurationError, match=message):
         require_nccl_options(nccl, backends)
 
 
-def test_options_without_a_level_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"nccl=NcclOptions\(.*max_ctas=4.* names no level"):
-        copied_options(NcclOptions(max_ctas=4))  # type: ignore[arg-type]  # what is tested
-    with pytest.raises(ConfigurationError, match=r"'inter'\] is a dict; pass for example commopt.NcclOptions"):
-        copied_options({"inter": {"max_ctas": 4}})  # type: ignore[dict-item]  # what is tested
-
-
-def test_options_of_nccl_beside_gloo_are_fine() -> None:
-    require_nccl_options({"inter": NcclOptions(max_ctas=4)}, {"cpu": "gloo", "cuda": "nccl"})
-    require_nccl_options({}, {"cpu": "gloo"})
+@pytest.mark.parametrize(
+    ("nccl", "message"),
+    [
+        (NcclOptions(max_ctas=4), r"nccl=NcclOptions\(.*max_ctas=4.* names no level"),
+        ({"inter": {"max_ctas": 4}}, r"'inter'\] is a dict; pass for example commopt.NcclOptions"),
+    ],
+)
+def test_options_without_a_level_are_refused(nccl: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        copied_options(nccl)
 
 
 # ------------------------------------------------------------------------------ from the user to the groups
@@ -97,12 +73,11 @@ def test_options_of_nccl_beside_gloo_are_fine() -> None:
 
 def be_refused(rank: int, world_size: int) -> None:
     nccl = {"inter": NcclOptions(max_ctas=4)}
-    with pytest.raises(ConfigurationError, match="is for NCCL"):
-        Communicator(nccl=nccl)
-    with pytest.raises(ConfigurationError, match="is for NCCL"):
-        HookState(nccl=nccl)
-    with pytest.raises(ConfigurationError, match="is for NCCL"):
-        commopt.attach(DistributedDataParallel(nn.Linear(2, 2)), "flat", nccl=nccl)
+    ddp = DistributedDataParallel(nn.Linear(2, 2))
+    calls: list[Callable[..., object]] = [Communicator, HookState, partial(commopt.attach, ddp, "flat")]
+    for call in calls:
+        with pytest.raises(ConfigurationError, match="is for NCCL"):
+            call(nccl=nccl)
 
 
 def test_gloo_takes_none() -> None:
@@ -110,7 +85,7 @@ def test_gloo_takes_none() -> None:
 
 
 @contextmanager
-def as_with_nccl(torch_of: type = Torch) -> Iterator[dict[str, Any]]:
+def as_with_nccl() -> Iterator[dict[str, Any]]:
     """Let commopt take gloo's groups for NCCL's too; give the options of each that is made, by its name."""
     given: dict[str, Any] = {}
     create = c10d._new_process_group_helper
@@ -121,13 +96,13 @@ def as_with_nccl(torch_of: type = Torch) -> Iterator[dict[str, Any]]:
         return create(*arguments, **options)
 
     backends = patch.object(build, "_backends", lambda parent: {"cpu": "gloo", "cuda": "nccl"})
-    options = patch.object(c10d, "ProcessGroupNCCL", torch_of, create=True)
+    options = patch.object(c10d, "ProcessGroupNCCL", Torch, create=True)
     with backends, options, patch.object(c10d, "_new_process_group_helper", record):
         yield given
 
 
 def give_options_to_levels(rank: int, world_size: int) -> None:
-    nccl = {"inter": NcclOptions(max_ctas=4), "world": NcclOptions(min_ctas=2)}
+    nccl = {"inter": NcclOptions(max_ctas=4), "world": NcclOptions(max_ctas=2)}
     with as_with_nccl() as given:
         comm = Communicator(nccl=nccl)
         team = comm._membership.team
@@ -137,7 +112,7 @@ def give_options_to_levels(rank: int, world_size: int) -> None:
         assert given.keys() == set(names)
         assert given[f"intra{rank // 2}"] is None, "torch's default"
         assert given[f"inter{rank % 2}"].config.max_ctas == 4
-        assert given["world"].config.min_ctas == 2
+        assert given["world"].config.max_ctas == 2
         assert given["world"]._timeout.total_seconds() == 60, "the world's"
         for level, name in zip((team, team.intra, team.inter), names, strict=True):
             group = level._live_group()
@@ -153,77 +128,28 @@ def test_each_level_gets_its_own_options_and_a_telling_name() -> None:
 
 def share_memberships(rank: int, world_size: int) -> None:
     with as_with_nccl():
-        plain, four = join(), join(nccl={"world": NcclOptions(max_ctas=4)})
+        given = {"world": NcclOptions(max_ctas=4)}
+        plain, four = join(), join(nccl=given)
         assert join(nccl={}) is plain
         assert four is not plain
-        assert join(nccl={"world": NcclOptions(max_ctas=4)}) is four
-        assert HookState(nccl={"world": NcclOptions(max_ctas=4)}).membership is four
-        assert join(nccl={"world": NcclOptions(max_ctas=5)}) is not four
-
-
-def test_equal_options_share_their_groups() -> None:
-    run(share_memberships, 2)
-
-
-def change_afterwards(rank: int, world_size: int) -> None:
-    """A mapping of the caller's, which may hold other options by the time a saved state finds its groups again."""
-    given = {"world": NcclOptions(max_ctas=4)}
-    with as_with_nccl():
         state = HookState(commopt.Flat(), nccl=given)
-        given["world"], given["inter"] = NcclOptions(max_ctas=5), NcclOptions()
-        assert pickle.loads(pickle.dumps(state)).membership is state.membership
+        assert state.membership is four
+        given["world"], given["inter"] = NcclOptions(max_ctas=5), NcclOptions()  # the caller's, which was copied
+        assert pickle.loads(pickle.dumps(state)).membership is four
+        assert join(nccl=given) is not four
+        with pytest.raises(MismatchError, match=r"NCCL options: rank 1 .*max_ctas=5.*rank 0 .*max_ctas=4"):
+            Communicator(nccl={"inter": NcclOptions(max_ctas=4 + rank)})
 
 
-def test_the_callers_mapping_is_copied() -> None:
-    run(change_afterwards, 2)
-
-
-def disagree(rank: int, world_size: int) -> None:
-    with as_with_nccl(), pytest.raises(MismatchError, match=r"NCCL options: rank 1 .*max_ctas=5.*rank 0 .*max_ctas=4"):
-        Communicator(nccl={"inter": NcclOptions(max_ctas=4 + rank)})
-
-
-def test_ranks_must_agree() -> None:
-    run(disagree, 2)
-
-
-class NewerTorch:
-    """Knows of clusters of thread blocks."""
-
-    class Options:
-        def __init__(self) -> None:
-            self.config = SimpleNamespace(min_ctas=UNSET, max_ctas=UNSET, cga_cluster_size=UNSET)
-
-
-def ask_for_clusters(rank: int, world_size: int, newer: int) -> tuple[str, list[str]]:
-    """Ask for what only the torch of the last `newer` ranks has; return what was said, and which groups were made."""
-    with as_with_nccl(NewerTorch if rank >= world_size - newer else Torch) as given:
-        try:
-            comm = Communicator(timeout=10, nccl={"world": NcclOptions(cga_cluster_size=2)})
-        except (ConfigurationError, MismatchError) as error:
-            return f"{type(error).__name__}: {error}", list(given)
-        return str(comm.all_reduce(torch.ones(1), op="sum").item()), list(given)
-
-
-@pytest.mark.parametrize(
-    ("newer", "message", "made"),
-    [
-        (0, r"ConfigurationError: .* have no cga_cluster_size; leave it out", []),
-        (1, r"MismatchError: .*torch lacks: rank 1 has \[\], rank 0 has \['cga_cluster_size'\]", []),
-        (2, r"2\.0", ["world"]),
-    ],
-)
-def test_what_some_torch_lacks_is_refused_on_every_rank(newer: int, message: str, made: list[str]) -> None:
-    for said, groups in run(ask_for_clusters, 2, newer):
-        assert re.match(message, said)
-        assert groups == made
+def test_equal_options_share_their_groups_and_ranks_must_agree() -> None:
+    run(share_memberships, 2)
 
 
 # ------------------------------------------------------------------------------ on a GPU
 
 
 def read_options(rank: int, world_size: int) -> tuple[str, str, int, int]:
-    comm = Communicator(nccl={"inter": NcclOptions(max_ctas=4, cga_cluster_size=0)})
+    comm = Communicator(nccl={"inter": NcclOptions(max_ctas=4)})
     values = torch.ones(100_000, device="cuda")
     assert (comm.all_reduce(values, op="sum") == world_size).all()
     team = comm._membership.team

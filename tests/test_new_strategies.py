@@ -11,7 +11,7 @@ import torch
 
 import commopt
 from commopt import AGGREGATORS, COMPRESSORS, PRESETS, Aggregator, Communicator, Compressed, Hierarchical, Layout
-from commopt.aggregate import Call, call, families
+from commopt.aggregate import Buffer, Call, call, families
 from commopt.cost import Speeds, cost, nominal_links
 from commopt.groups import Team, TeamShape
 from commopt.simulate.cluster import GPUS, gpu_work
@@ -29,7 +29,6 @@ NEW: list[Aggregator] = [
     Hierarchical(inter=InOrder()),
     Compressed(TopOfBlock(16)),
     Hierarchical(inter=Compressed(TopOfBlock(16), feedback=None)),
-    Hierarchical(inter=InOrder(), intra=Compressed(TopOfBlock(64))),
 ]
 CODEC: list[Callable[[Any], None]] = [
     *(
@@ -84,7 +83,7 @@ def compare(rank: int, world_size: int) -> None:
         made.clear()
         with patch.object(Communicator, "_compare"), overheard(listen):
             communicator.all_reduce(torch.ones(1001), aggregator=aggregator)
-        steps = aggregator.calls(Layout.anonymous(1001), torch.float32, team)
+        steps = aggregator.calls(Buffer(Layout.anonymous(1001), torch.float32), team)
         assert made == [each for each in steps if isinstance(each, Call)], aggregator
 
 

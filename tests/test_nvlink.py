@@ -1,9 +1,8 @@
-"""The shape in which NVLinks join GPUs, what they carry, and rings along them."""
+"""The shape in which NVLinks join GPUs, and what they carry."""
 
 from __future__ import annotations
 
 import random
-from collections import Counter
 from dataclasses import replace
 from itertools import combinations
 
@@ -14,12 +13,10 @@ from topology.matrix import read_matrix
 from topology.model import Distance, Gpu, NvLinks, PciDevice, PciLink, Topology
 from topology.queries import (
     NvlinkKind,
-    direct_links,
     links_between,
     links_per_gpu,
     nvlink_kind,
     peer_bandwidth_gbps,
-    rings,
 )
 
 Links = dict[tuple[int, int], int]
@@ -170,62 +167,6 @@ def test_an_idle_link_counts_at_its_best_speed_but_with_the_lanes_that_it_has() 
     first, second = machine.pci
     machine = replace(machine, pci=(replace(first, link_max=PciLink(16, 16)), second))
     assert peer_bandwidth_gbps(machine, 0, 1) == pytest.approx(126.03, abs=0.01)
-
-
-def hops(ring: tuple[int, ...]) -> list[tuple[int, int]]:
-    return [(min(a, b), max(a, b)) for a, b in zip(ring, (*ring[1:], ring[0]), strict=True)]
-
-
-@pytest.mark.parametrize(
-    ("gpus", "links", "count"),
-    [
-        (8, CUBE_MESH, 3),
-        (8, P100_CUBE, 2),
-        (8, renumbered(CUBE_MESH, 1), 3),
-        (4, UNEQUAL, 2),
-        (4, full(range(4), 4), 6),
-        (4, full(range(4), 6), 9),
-        (3, full(range(3), 2), 2),
-        (8, RING_OF_EIGHT, 2),
-    ],
-)
-def test_direct_links_make_rings_that_share_no_link(gpus: int, links: Links, count: int) -> None:
-    topology = machine(gpus, links)
-    found = rings(topology)
-    assert len(found) == count
-    assert all(sorted(ring) == list(range(gpus)) and ring[0] == 0 for ring in found)
-    used = Counter(hop for ring in found for hop in hops(ring))
-    wires = direct_links(topology)
-    assert all(number <= wires.get(hop, 0) for hop, number in used.items())
-
-
-def test_a_switch_serves_any_order() -> None:
-    assert rings(machine(8, full(range(8), 18))) == (tuple(range(8)),)
-
-
-def test_one_ring_keeps_pairs_and_nodes_together() -> None:
-    (ring,) = rings(machine(4, {(0, 2): 4, (1, 3): 4}))
-    assert {(0, 2), (1, 3)} <= set(hops(ring))
-    nodes = {pair: "NODE" for side in ((0, 2, 4, 6), (1, 3, 5, 7)) for pair in combinations(side, 2)}
-    (ring,) = rings(read_matrix(matrix(8, lambda a, b: nodes.get((a, b), "SYS")), "m.txt"))
-    assert sum(a % 2 != b % 2 for a, b in hops(ring)) == 2, "crosses between the sockets once each way"
-
-
-def test_one_ring_leaves_a_chain_only_once() -> None:
-    chain = {(0, 1): 4, (1, 2): 4, (0, 3): 4, (3, 4): 4}
-    (ring,) = rings(machine(5, chain))
-    assert sum(hop not in chain for hop in hops(ring)) == 1
-
-
-def test_few_or_unknown_gpus() -> None:
-    assert rings(Topology("test")) == rings(machine(1, {})) == ()
-    assert rings(machine(2, {(0, 1): 4})) == ((0, 1),)
-    assert rings(Topology("test", gpus=tuple(Gpu(place, None, None) for place in range(3)))) == ((0, 1, 2),)
-
-
-def test_many_gpus_take_no_time() -> None:
-    links = {(a, b): 4 for a, b in combinations(range(64), 2) if (b - a) % 64 in (1, 2, 62, 63)}
-    assert sorted(rings(machine(64, links))[0]) == list(range(64))
 
 
 def test_all_pairs_of_a_mesh_in_a_matrix_are_near() -> None:

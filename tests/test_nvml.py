@@ -1,8 +1,8 @@
-"""NVIDIA's driver as a source, played by a module that answers like pynvml."""
+"""NVIDIA's driver as a source of the topology and of the doctor, played by a module that answers like pynvml."""
 
 from __future__ import annotations
 
-import builtins
+import ctypes
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 
+from commopt.doctor.nvml import NvmlFacts, NvmlGpu, read_nvml
 from tests.machines import plain, server
-from topology.machine import add_nvml
 from topology.model import Distance, NvLinks
+from topology.nvml import add_nvml
 from topology.queries import gpu_distance, nvlink_kind
 from topology.sysfs import read_sysfs
 
+ESSENTIAL = ("nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex")
 MASKED = "FFFFFFF:FF:FF.0"  # an NVSwitch that a virtual machine hides
 
 
@@ -28,21 +30,29 @@ class NotSupported(NVMLError):
     """As in pynvml."""
 
 
-class Driver:
-    """The functions of pynvml that are asked, for GPUs given as (bus id, links); a link is (bus id, kind)."""
+class FabricInfo(ctypes.Structure):
+    """As in pynvml, which fills it in."""
+
+    _fields_ = [("clusterUuid", ctypes.c_uint8 * 16), ("status", ctypes.c_uint), ("state", ctypes.c_uint)]
+
+
+class FakeDriver:
+    """The functions of pynvml that are asked, for GPUs given as (bus id, links); a link is (bus id, kind).
+
+    Of the two GPUs that the doctor looks at, the second has a process, MIG, a bad row, and is hot.
+    """
 
     NVMLError = NVMLError
     NVMLError_NotSupported = NVMLError_InvalidArgument = NVMLError_FunctionNotFound = NotSupported
+    NVMLError_NoPermission = NotSupported
     NVML_NVLINK_DEVICE_TYPE_GPU, NVML_NVLINK_DEVICE_TYPE_IBMNPU, NVML_NVLINK_DEVICE_TYPE_SWITCH = 0, 1, 2
     NVML_NVLINK_MAX_LINKS = 18
     NVML_FEATURE_ENABLED = 1
+    c_nvmlGpuFabricInfoV_t = FabricInfo
 
-    def __init__(self, gpus: list[tuple[str, list[tuple[str, int]]]], level: int = 50, as_bytes: bool = False) -> None:
-        self.gpus, self.level, self.as_bytes = gpus, level, as_bytes
+    def __init__(self, gpus: list[tuple[str, list[tuple[str, int]]]], level: int = 50, p2p: int = 1) -> None:
+        self.gpus, self.level, self.p2p = gpus, level, p2p
         self.open = 0
-
-    def _text(self, text: str) -> Any:
-        return text.encode() if self.as_bytes else text
 
     def nvmlInit(self) -> None:
         self.open += 1
@@ -57,15 +67,15 @@ class Driver:
         return index
 
     def nvmlDeviceGetPciInfo(self, gpu: int) -> Any:
-        return SimpleNamespace(busId=self._text(self.gpus[gpu][0]))
+        return SimpleNamespace(busId=self.gpus[gpu][0])
 
     def nvmlDeviceGetCudaComputeCapability(self, gpu: int) -> tuple[int, int]:
         return (9, 0)
 
-    def nvmlDeviceGetName(self, gpu: int) -> Any:
-        return self._text("NVIDIA H200")
+    def nvmlDeviceGetName(self, gpu: int) -> str:
+        return "NVIDIA H200"
 
-    def nvmlDeviceGetUUID(self, gpu: int) -> Any:
+    def nvmlDeviceGetUUID(self, gpu: int) -> str:
         raise NotSupported
 
     def nvmlDeviceGetNvLinkState(self, gpu: int, link: int) -> int:
@@ -74,7 +84,7 @@ class Driver:
         return int(self.gpus[gpu][1][link][0] != "")
 
     def nvmlDeviceGetNvLinkRemotePciInfo(self, gpu: int, link: int) -> Any:
-        return SimpleNamespace(busId=self._text(self.gpus[gpu][1][link][0]))
+        return SimpleNamespace(busId=self.gpus[gpu][1][link][0])
 
     def nvmlDeviceGetNvLinkRemoteDeviceType(self, gpu: int, link: int) -> int:
         return self.gpus[gpu][1][link][1]
@@ -82,13 +92,35 @@ class Driver:
     def nvmlDeviceGetTopologyCommonAncestor(self, a: int, b: int) -> int:
         return self.level
 
+    def nvmlSystemGetCudaDriverVersion_v2(self) -> int:
+        return 12080
 
-Installer = Callable[[Driver], Driver]
+    def nvmlDeviceGetMigMode(self, gpu: int) -> list[int]:
+        return [gpu, gpu]
+
+    def nvmlDeviceGetComputeRunningProcesses(self, gpu: int) -> list[Any]:
+        return [SimpleNamespace(pid=1)] * gpu
+
+    def nvmlDeviceGetGpuFabricInfoV(self, gpu: int, info: Any) -> int:
+        info._obj.state = 3
+        return 0
+
+    def nvmlDeviceGetCurrentClocksEventReasons(self, gpu: int) -> int:
+        return (0x1, 0x45)[gpu]
+
+    def nvmlDeviceGetRemappedRows(self, gpu: int) -> tuple[int, ...]:
+        return (0, 1, gpu, 0)
+
+    def nvmlDeviceGetP2PStatus(self, a: int, b: int, kind: int) -> int:
+        return self.p2p
+
+
+Installer = Callable[[FakeDriver], FakeDriver]
 
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Installer:
-    def install(driver: Driver) -> Driver:
+    def install(driver: FakeDriver) -> FakeDriver:
         monkeypatch.setitem(sys.modules, "pynvml", driver)
         return driver
 
@@ -97,17 +129,16 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Installer:
 
 def test_the_real_module_has_every_name() -> None:
     pynvml = pytest.importorskip("pynvml")
-    asked = {name for name in vars(Driver) if name.lower().startswith("nvml")}
+    asked = {name for name in vars(FakeDriver) if name.lower().startswith("nvml")}
     assert {name for name in asked if not hasattr(pynvml, name)} == set()
     assert all(
-        getattr(pynvml, name) == getattr(Driver, name) for name in asked if name.startswith("NVML_NVLINK_DEVICE")
+        getattr(pynvml, name) == getattr(FakeDriver, name) for name in asked if name.startswith("NVML_NVLINK_DEVICE")
     )
 
 
-@pytest.mark.parametrize("as_bytes", [False, True])
-def test_nvswitches(tmp_path: Path, install: Installer, as_bytes: bool) -> None:
+def test_nvswitches(tmp_path: Path, install: Installer) -> None:
     links = [("0000:F1:00.0", 2)] * 2 + [("0000:F2:00.0", 2), ("", 2)]
-    driver = install(Driver([("00000000:19:00.0", links), ("00000000:1A:00.0", links)], as_bytes=as_bytes))
+    driver = install(FakeDriver([("00000000:19:00.0", links), ("00000000:1A:00.0", links)]))
     found = add_nvml(read_sysfs(server(tmp_path, gpus=2).root))
     assert found.nvlinks == tuple(
         NvLinks(gpu, None, count, target, "switch")
@@ -122,7 +153,9 @@ def test_nvswitches(tmp_path: Path, install: Installer, as_bytes: bool) -> None:
 
 
 def test_direct_links_and_masked_switches(tmp_path: Path, install: Installer) -> None:
-    install(Driver([("0000:19:00.0", [("0000:1a:00.0", 255), (MASKED, 255)]), ("0000:1a:00.0", [("0000:19:00.0", 0)])]))
+    install(
+        FakeDriver([("0000:19:00.0", [("0000:1a:00.0", 255), (MASKED, 255)]), ("0000:1a:00.0", [("0000:19:00.0", 0)])])
+    )
     found = add_nvml(read_sysfs(server(tmp_path, gpus=2).root))
     assert found.nvlinks == (
         NvLinks(0, 1, 1, "0000:1a:00.0", "gpu"),
@@ -132,14 +165,14 @@ def test_direct_links_and_masked_switches(tmp_path: Path, install: Installer) ->
 
 
 def test_links_that_lead_to_their_own_gpu_join_something_unknown(tmp_path: Path, install: Installer) -> None:
-    install(Driver([("0000:19:00.0", [("0000:19:00.0", 255)] * 12), ("0000:1a:00.0", [("0000:1a:00.0", 0)] * 12)]))
+    install(FakeDriver([("0000:19:00.0", [("0000:19:00.0", 255)] * 12), ("0000:1a:00.0", [("0000:1a:00.0", 0)] * 12)]))
     found = add_nvml(read_sysfs(server(tmp_path, gpus=2).root))
     assert nvlink_kind(found) == "unknown"
     assert [(link.peer, link.count) for link in found.nvlinks or ()] == [(None, 12)] * 2
 
 
 def test_gpus_that_the_process_may_not_use_are_left_out(tmp_path: Path, install: Installer) -> None:
-    install(Driver([("0000:3a:00.0", []), ("0000:19:00.0", [])]))
+    install(FakeDriver([("0000:3a:00.0", []), ("0000:19:00.0", [])]))
     found = add_nvml(read_sysfs(server(tmp_path, gpus=4).root))
     assert [(gpu.index, gpu.busid, gpu.numa) for gpu in found.gpus] == [(0, "0000:3a:00.0", 1), (1, "0000:19:00.0", 0)]
     assert {device.busid for device in found.pci if device.kind == "gpu"} == {"0000:3a:00.0", "0000:19:00.0"}
@@ -152,7 +185,7 @@ def test_gpus_that_the_process_may_not_use_are_left_out(tmp_path: Path, install:
 
 
 def test_gpus_that_are_not_on_the_bus(tmp_path: Path, install: Installer) -> None:
-    install(Driver([("0000:01:00.0", []), ("0000:02:00.0", [])], level=40))
+    install(FakeDriver([("0000:01:00.0", []), ("0000:02:00.0", [])], level=40))
     found = add_nvml(read_sysfs(plain(tmp_path).root))
     assert [gpu.busid for gpu in found.gpus] == ["0000:01:00.0", "0000:02:00.0"]
     assert gpu_distance(found, 0, 1) is Distance.NODE
@@ -165,7 +198,7 @@ def test_a_driver_in_trouble_is_a_warning(
     def fail(*_: object) -> None:
         raise NVMLError("Driver/library version mismatch")
 
-    driver = install(Driver([("0000:19:00.0", []), ("0000:1a:00.0", [])]))
+    driver = install(FakeDriver([("0000:19:00.0", []), ("0000:1a:00.0", [])]))
     monkeypatch.setattr(driver, method, fail)
     seen = read_sysfs(server(tmp_path, gpus=2).root)
     found = add_nvml(seen)
@@ -176,14 +209,53 @@ def test_a_driver_in_trouble_is_a_warning(
 
 
 def test_without_pynvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def without(name: str, *arguments: Any) -> Any:
-        if name == "pynvml":
-            raise ImportError(name)
-        return real(name, *arguments)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, "pynvml", None)
     [warning] = add_nvml(read_sysfs(server(tmp_path / "gpus", gpus=2).root)).warnings
     assert "pip install nvidia-ml-py" in warning
     assert not any("nvml" in text for text in add_nvml(read_sysfs(plain(tmp_path / "plain").root)).warnings)
+    assert "pip install nvidia-ml-py" in (read_nvml().missing or "")
+
+
+PAIR = [("0000:19:00.0", [("0000:1a:00.0", 0)] * 4), ("0000:1a:00.0", [("0000:19:00.0", 0), *[("", 0)] * 3])]
+
+
+def test_what_the_doctor_asks(install: Installer) -> None:
+    install(FakeDriver(PAIR))
+    assert read_nvml() == NvmlFacts(
+        (
+            NvmlGpu(0, False, 0, "completed", 0, False, 4, 0, False, False),
+            NvmlGpu(1, True, 1, "completed", 0, False, 1, 0x44, True, False),
+        ),
+        ((0, 1, "chipset not supported"), (1, 0, "chipset not supported")),
+        (12, 8),
+    )
+    for fine in (0, 6):  # and unknown
+        install(FakeDriver(PAIR, p2p=fine))
+        assert read_nvml().no_peer_access == ()
+
+
+@pytest.mark.parametrize("error", [NotSupported, AttributeError])
+def test_a_driver_that_tells_the_doctor_little(
+    install: Installer, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise error
+
+    driver = install(FakeDriver(PAIR))
+    for name in vars(FakeDriver):
+        if name.startswith(("nvmlDevice", "nvmlSystem", "c_nvml")) and name not in ESSENTIAL:
+            monkeypatch.setattr(driver, name, refuse)
+    found = read_nvml()
+    assert found.gpus[1] == NvmlGpu(1)
+    assert (found.no_peer_access, found.cuda, found.missing) == ((), None, None)
+
+
+@pytest.mark.parametrize("method", ["nvmlInit", "nvmlDeviceGetHandleByIndex", "nvmlDeviceGetMigMode"])
+def test_a_driver_in_trouble_tells_the_doctor_why(
+    install: Installer, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise NVMLError("GPU is lost")
+
+    monkeypatch.setattr(install(FakeDriver(PAIR)), method, fail)
+    assert read_nvml() == NvmlFacts(missing="NVML says: GPU is lost")

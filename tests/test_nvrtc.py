@@ -13,7 +13,7 @@ from commopt.kernels import nvrtc, sources
 from commopt.kernels.loader import Nvrtc
 from commopt.kernels.nvrtc import CompileError, compile_file, compiled
 
-FILE = "pack.cuh"  # the one that compiles fastest
+FILE = "lowrank.cuh"
 
 
 @pytest.fixture(autouse=True)
@@ -89,5 +89,5 @@ def test_each_gpu_gets_code_for_its_architecture(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch, "cuda", fake)
     loader = Nvrtc()
     for current[0] in (0, 1, 0):
-        loader.launch("transfer_bits_32", 1, 32, 0, (1, 2))
-    assert launched == [(f"pack_sm_{arch}", "transfer_bits_32", (1, 2)) for arch in (80, 90, 80)]
+        loader.launch("lowrank_decode", 1, 32, 0, (1, 2))
+    assert launched == [(f"lowrank_sm_{arch}", "lowrank_decode", (1, 2)) for arch in (80, 90, 80)]

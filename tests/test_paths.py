@@ -64,17 +64,6 @@ def test_nearest_nics_come_in_file_order_with_their_distance() -> None:
     assert nearest_nics(machine(device("g0", None, "gpu"), nics=hidden), 0) == ([1, 2], Distance.PHB)
 
 
-def test_a_port_on_the_switch_itself_is_one_switch_away() -> None:
-    merged = machine(device("s0"), device("g0", "s0", "gpu"), nics=[nic("both", busid="s0")])
-    assert nic_distance(merged, 0, 0) is Distance.PIX
-
-
-def test_two_gpus_of_one_device_are_close() -> None:
-    halves = machine(device("g0", None, "gpu"))
-    halves = Topology("test", gpus=(gpu(0, "g0"), gpu(1, "g0")), cpus=halves.cpus, pci=halves.pci)
-    assert gpu_distance(halves, 0, 1) is Distance.PIX
-
-
 def test_nothing_is_guessed() -> None:
     lost = machine(
         device("g0", None, "gpu", cpu=None),

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import builtins
+import sys
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.machines import Tree, server
-from topology.layout import Box, layout
 from topology.model import Distance, Gpu, Nic, NvLinks, Topology, TopologyError
-from topology.picture import draw
+from topology.picture import Box, arcs_of, boxes_of, draw, draw_box
 from topology.sysfs import read_sysfs
 
 
@@ -64,33 +62,30 @@ def inside(inner: Box, outer: Box) -> bool:
 @pytest.mark.parametrize("gpus", [1, 2, 4, 8, 16])
 def test_every_part_has_a_place_of_its_own(tmp_path: Path, gpus: int) -> None:
     topology = read_sysfs(server(tmp_path, gpus=gpus).root)
-    for seen, nvlinks in ((topology, 0), (with_nvswitch(topology), gpus)):
-        placed = layout(seen)
-        parts = [box for box in placed.boxes if box.kind in ("gpu", "nic", "switch", "fabric")]
-        assert overlapping(parts) == []
-        nodes = [box for box in placed.boxes if box.kind == "node"]
-        assert overlapping(nodes) == []
+    for seen, fabrics in ((topology, 0), (with_nvswitch(topology), 1)):
+        boxes = boxes_of(seen)
+        parts = [box for box in boxes if box.kind in ("gpu", "nic", "fabric")]
+        for kinds in (("gpu", "nic", "fabric"), ("node",), ("switch",)):
+            assert overlapping([box for box in boxes if box.kind in kinds]) == []
+        nodes = [box for box in boxes if box.kind == "node"]
         assert all(sum(inside(box, node) for node in nodes) == 1 for box in parts if box.kind != "fabric")
         for kind, count in (("gpu", len(topology.gpus)), ("nic", len(topology.nics))):
             assert sorted(box.place for box in parts if box.kind == kind and box.place is not None) == [*range(count)]
-        assert sum(wire.kind == "nvlink" for wire in placed.wires) == nvlinks
-        left, _, right, _ = placed.span
-        assert right - left < 1.7 * gpus + 4  # inches: eight are readable on one screen
+        assert sum(box.kind == "fabric" for box in boxes) == fabrics
+        assert max(box.x + box.width for box in boxes) < 1.7 * gpus + 4  # inches: eight are readable on one screen
 
 
 def test_direct_nvlinks_are_arcs_with_ends_of_their_own() -> None:
-    placed = layout(cube_mesh())
-    assert len(placed.arcs) == 16
-    ends = [round(x, 6) for arc in placed.arcs for x in (arc.x, arc.to_x)]
-    assert len(set(ends)) == 32
-    assert sorted({arc.links for arc in placed.arcs}) == [1, 2]
+    arcs = arcs_of(cube_mesh(), boxes_of(cube_mesh()))
+    assert len(arcs) == 16
+    assert len({round(x, 6) for arc in arcs for x in (arc.x, arc.to_x)}) == 32
+    assert sorted({arc.links for arc in arcs}) == [1, 2]
 
 
 def test_distances_alone_make_groups() -> None:
-    placed = layout(cube_mesh())
-    [near] = [box for box in placed.boxes if box.text == ("PCIe switches",)]
-    above = [wire for wire in placed.wires if near.x <= wire.x <= near.x + near.width]
-    assert len(above) == 3  # two GPUs and the port
+    boxes = boxes_of(cube_mesh())
+    [near] = [box for box in boxes if box.text == ("PCIe switches",)]
+    assert [box.text[0] for box in boxes if box is not near and inside(box, near)] == ["GPU 0", "GPU 1", "mlx5_0"]
 
 
 def test_inner_switches_are_in_a_box(tmp_path: Path) -> None:
@@ -101,19 +96,20 @@ def test_inner_switches_are_in_a_box(tmp_path: Path) -> None:
         inner = tree.switch(f"0000:{number}3:00.0", outer, numa=0)
         tree.gpu(f"0000:{number}5:00.0", inner, numa=0)
         tree.rdma(f"mlx5_{number}", f"0000:{number}6:00.0", inner, numa=0)
-    placed = layout(read_sysfs(tmp_path))
-    [around] = [box for box in placed.boxes if box.kind == "outer"]
-    assert around.text == ("PCIe switch 11:00.0 · Gen5 x16",)
-    assert all(inside(box, around) for box in placed.boxes if box.kind in ("gpu", "nic", "switch"))
+    boxes = boxes_of(read_sysfs(tmp_path))
+    around, *inner_ones = [box for box in boxes if box.kind == "switch"]
+    assert (around.text, len(inner_ones)) == (("PCIe switch 11:00.0", "Gen5 x16"), 2)
+    assert overlapping(inner_ones) == []
+    assert all(inside(box, around) for box in boxes if box.kind != "node")
 
 
 def test_narrow_links_stand_out(tmp_path: Path) -> None:
     tree = Tree(tmp_path)
     tree.gpu("0000:01:00.0", "pci0000:00", width=8, max_width=16)
     tree.gpu("0000:02:00.0", "pci0000:00", gts=2.5, max_gts=32.0)
-    assert [(wire.kind, wire.text) for wire in layout(read_sysfs(tmp_path)).wires] == [
-        ("narrow", "Gen5 x8 (of x16)"),
-        ("pcie", "Gen5 x16"),
+    assert [(box.narrow, box.text[-1]) for box in boxes_of(read_sysfs(tmp_path)) if box.kind == "gpu"] == [
+        (True, "Gen5 x8 (of x16)"),
+        (False, "Gen5 x16"),
     ]
 
 
@@ -143,13 +139,11 @@ def test_text_fits_its_box(tmp_path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    from topology.picture import _box
-
     figure = Figure(figsize=(4, 2))
     renderer = FigureCanvasAgg(figure).get_renderer()
     axes = figure.add_axes((0, 0, 1, 1), xlim=(0, 4), ylim=(0, 2))
     for text in ("0107:00:00.0", "rdmap201s0", "mlx5_0 port 1", "enp129s0f0np0", "GeForce RTX 4090"):
-        _box(axes, Box("nic", 0.5, 0.5, 1.0, 0.44, (text, text)))
+        draw_box(axes, Box("nic", 0.5, 0.5, 1.0, 0.44, (text, text)))
     widths = [text.get_window_extent(renderer).width / figure.dpi for text in axes.texts]
     assert max(widths) <= 1.0
 
@@ -160,13 +154,6 @@ def test_an_empty_machine_can_be_drawn(tmp_path: Path) -> None:
 
 
 def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def without(name: str, *arguments: Any) -> Any:
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return real(name, *arguments)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(TopologyError, match="pip install matplotlib"):
         draw(cube_mesh(), tmp_path / "machine.svg")

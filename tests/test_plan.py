@@ -22,12 +22,6 @@ def test_json_round_trip() -> None:
         assert Plan.from_json(plan.to_json()) == plan
 
 
-def test_decisions_round_trip() -> None:
-    for plan in (PLAN, None):
-        decision = Decision(plan, Calendar(16, 25), "3 buckets -> 7 buckets")
-        assert Decision.from_json(decision.to_json()) == decision
-
-
 def test_a_decision_may_bring_a_new_prediction_for_the_plan_that_goes_on() -> None:
     assert PLAN.predicted is not None
     later = replace(PLAN.predicted, exposed_us=PLAN.predicted.exposed_us + 50.0)
@@ -76,20 +70,18 @@ def changed(path: str, value: Any) -> str:
         ("format", ..., "format None"),
         ("groups", ..., '"groups" is missing'),
         ("groups", [], "no groups"),
-        ("groups", {"a": 1}, "must be of type list"),
-        ("groups/0", "p0", "give a tuple of at least one parameter name"),
+        ("groups", {"a": 1}, "must be a list"),
+        ("groups/0", "p0", "groups[0] is 'p0'; it must be a list"),
         ("groups/0", [], "at least one parameter name"),
         ("groups/0", ["p0", ""], "must be text"),
         ("groups/0", [["p0"]], "must be text"),
         ("groups/0", ["p0", "q0", "p5"], "'p5' is in it more than once"),
-        ("strategy", 3, "must be of type str"),
+        ("strategy", 3, "strategy is 3; it must be text"),
         ("strategy", "", "must be text"),
-        ("origin", None, "must be of type str"),
-        ("predicted", 5, '"compute_us" is missing'),
-        ("predicted/finish_us", "late", "must be of type float"),
-        ("predicted/finish_us", float("nan"), "finish_us is nan; it must be a finite number"),
+        ("origin", None, "it must be text"),
+        ("predicted", 5, "predicted is 5; it must be an object"),
+        ("predicted/finish_us", "late", "must be a number"),
         ("predicted/group_finish_us", [1.0], "1 predicted finish times"),
-        ("predicted/group_finish_us/0", -1.0, "group_finish_us is -1.0"),
     ],
 )
 def test_a_document_that_is_no_plan_is_refused(path: str, value: Any, message: str) -> None:

@@ -1,4 +1,4 @@
-"""The planner against every partition there is, against MG-WFBP, and against the clock."""
+"""The planner against every partition there is, and against the clock."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commopt import ConfigurationError
-from commopt.schedule import Costs, Plan, PriceTable, Unit, best_plan, simulate
-from tests.plan_cases import cost_models, finish_of, mg_wfbp, partitions, unit_lists
+from commopt.schedule import SPARE, Costs, Plan, PriceTable, Unit, best_plan, simulate
+from tests.plan_cases import cost_models, finish_of, partitions, unit_lists
 
 # Of this process alone, whatever else is going on. Measured: 0.06-0.25 s.
 MOST_SECONDS = 1.5
@@ -28,59 +28,40 @@ def close(one: float, other: float) -> bool:
     return abs(one - other) <= 1e-9 * max(1.0, abs(other))
 
 
-@settings(deadline=None, max_examples=60)
-@given(units=unit_lists(), costs=cost_models(), max_bytes=st.one_of(st.none(), st.integers(1, 300)))
-def test_as_good_as_the_best_of_all_partitions(units: list[Unit], costs: Costs, max_bytes: int | None) -> None:
-    plan = best_plan(units, costs, max_bytes)
-    ends = ends_of(plan, units)
-    choices = list(partitions(units, max_bytes))
-    best = min(finish_of(units, choice, costs, strategy) for choice in choices for strategy in costs.prices)
-    finish = {choice: finish_of(units, choice, costs, plan.strategy) for choice in choices}
-    assert close(finish[ends], best)
-    assert plan.predicted is not None
-    assert close(plan.predicted.finish_us, max(best, max(unit.ready_us for unit in units)))
-    # Of those that are as good (to rounding): fewest buckets, then the earliest boundaries.
-    equal = [choice for choice, time in finish.items() if time <= best * (1 + 1e-13)]
-    assert (len(ends), ends) <= min((len(choice), choice) for choice in equal)
-
-
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=100)
 @given(
     units=unit_lists(),
     costs=cost_models(),
     max_bytes=st.one_of(st.none(), st.integers(1, 300)),
-    spare=st.sampled_from([0.01, 0.1, 0.5, 3.0]),
+    spare=st.sampled_from([0.0, 0.01, 0.1, 0.5, 3.0]),
 )
-def test_spare_time_saves_as_many_buckets_as_it_can(
+def test_the_first_of_all_partitions_that_need_fewest_buckets(
     units: list[Unit], costs: Costs, max_bytes: int | None, spare: float
 ) -> None:
-    plan = best_plan(units, costs, max_bytes, spare=spare)
+    plan = best_plan(units, costs, max_bytes, spare)
     ends = ends_of(plan, units)
-    finish = {choice: finish_of(units, choice, costs, plan.strategy) for choice in partitions(units, max_bytes)}
-    latest = (1 + spare) * min(finish.values())
+    choices = list(partitions(units, max_bytes))
+    best = min(finish_of(units, choice, costs, strategy) for choice in choices for strategy in costs.prices)
+    finish = {choice: finish_of(units, choice, costs, plan.strategy) for choice in choices}
+    assert close(min(finish.values()), best)
+    latest = (1 + spare) * best
     assert finish[ends] <= latest + 1e-9 * max(1.0, latest)
     assert len(ends) <= min(len(choice) for choice, time in finish.items() if time <= latest)
-    as_few = {choice: time for choice, time in finish.items() if len(choice) <= len(ends)}
-    assert close(finish[ends], min(as_few.values()))
-    equal = [choice for choice, time in as_few.items() if time <= min(as_few.values()) * (1 + 1e-13)]
-    assert (len(ends), ends) <= min((len(choice), choice) for choice in equal)
+    assert close(finish[ends], min(time for choice, time in finish.items() if len(choice) <= len(ends)))
+    assert plan.predicted is not None
+    assert close(plan.predicted.finish_us, max(finish[ends], max(unit.ready_us for unit in units)))
 
 
 def line(alpha_us: float, us_per_byte: float) -> PriceTable:
     return PriceTable((0, 10**6), (alpha_us, alpha_us + us_per_byte * 10**6))
 
 
-def test_ties_are_broken_by_count_then_by_place() -> None:
-    """Messages without latency: merging gains nothing, but one bucket less is one bucket less."""
+def test_without_latency_one_bucket_less_is_one_bucket_less() -> None:
     units = [Unit((f"p{number}",), 10, 0.0, "float32") for number in range(4)]
     assert ends_of(best_plan(units, Costs({"flat": line(0.0, 1.0)})), units) == (4,)
     # The last gradient is late, and the lane has long been idle: where to cut the ones before makes no difference.
     late = [*units, Unit(("late",), 10, 500.0, "float32")]
     assert ends_of(best_plan(late, Costs({"flat": line(1.0, 1.0)})), late) == (4, 5)
-    # 20 bytes a bucket: three buckets are needed, and the first boundary can be after one unit.
-    assert ends_of(best_plan(late, Costs({"flat": line(1.0, 1.0)}), max_bytes=20), late) == (2, 4, 5)
-    odd = [Unit((f"p{number}",), 10, 0.0, "float32") for number in range(3)]
-    assert ends_of(best_plan(odd, Costs({"flat": line(1.0, 1.0)}), max_bytes=20), odd) == (1, 3)
 
 
 def test_a_bucket_has_one_dtype_and_respects_the_cap() -> None:
@@ -110,24 +91,6 @@ def test_bad_input() -> None:
         best_plan([Unit(("p",), 1, 0.0, "float32")], costs, spare=-0.1)
 
 
-def test_never_behind_mg_wfbp_and_often_ahead() -> None:
-    rng = np.random.default_rng(0)
-    ratios = []
-    for _ in range(200):
-        count = int(rng.integers(2, 40))
-        gaps, sizes = rng.exponential(100.0, count), rng.lognormal(6.0, 1.5, count).astype(int)
-        ready = np.cumsum(gaps).tolist()
-        units = [Unit((f"p{n}",), int(sizes[n]), ready[n], "float32") for n in range(count)]
-        alpha_us, us_per_byte = float(rng.exponential(200.0)), float(rng.uniform(0.3, 3.0) * gaps.sum() / sizes.sum())
-        costs = Costs({"flat": line(alpha_us, us_per_byte)})
-        best = best_plan(units, costs).predicted
-        assert best is not None
-        ratios.append(finish_of(units, mg_wfbp(units, alpha_us, us_per_byte), costs) / best.finish_us)
-    assert min(ratios) >= 1 - 1e-9
-    assert sum(ratio > 1.001 for ratio in ratios) > 20
-    assert max(ratios) > 1.05
-
-
 def large_problem(profile: str) -> list[Unit]:
     rng = np.random.default_rng(7)
     gap_us = {"hidden": 3000.0, "balanced": 300.0, "exposed": 3.0, "tied": 400.0}[profile]
@@ -138,23 +101,14 @@ def large_problem(profile: str) -> list[Unit]:
     return [Unit((f"p{number}",), sizes[number], ready[number], "float32") for number in range(2000)]
 
 
-@pytest.mark.parametrize("spare", [0.0, 0.01])
 @pytest.mark.parametrize("profile", ["hidden", "balanced", "exposed", "tied"])
-def test_two_thousand_units_take_a_moment(profile: str, spare: float) -> None:
-    def price(alpha_us: float, us_per_byte: float) -> PriceTable:
-        def time_us(nbytes: int) -> float:
-            return alpha_us + (1.2 if nbytes > 10**6 else 1.0) * us_per_byte * nbytes
-
-        return PriceTable.of(time_us, 4 * 10**9)
-
+def test_two_thousand_units_take_a_moment(profile: str) -> None:
     lines = {"flat": (200.0, 8e-4), "hierarchical": (400.0, 5e-4), "quantized": (700.0, 3e-4)}
-    prices = {name: price(*of) for name, of in lines.items()}
+    costs = Costs({name: PriceTable.of(lambda n, of=of: of[0] + of[1] * n, 4 * 10**9) for name, of in lines.items()})  # type: ignore[misc]
     if profile == "tied":  # no latency, and messages just as fast as backward
-        prices = {"flat": PriceTable((0, 10**9), (0.0, 10**6))}
+        costs = Costs({"flat": PriceTable((0, 10**9), (0.0, 10**6))})
     units = large_problem(profile)
     begun = process_time()
-    costs = Costs(prices, overhead_us=0.0 if profile == "tied" else 100.0)
-    plan = best_plan(units, costs, max_bytes=100 * 2**20, spare=spare)
-    seconds = process_time() - begun
-    assert seconds < MOST_SECONDS
+    plan = best_plan(units, costs, max_bytes=100 * 2**20, spare=SPARE)
+    assert process_time() - begun < MOST_SECONDS
     assert plan.predicted == simulate(units, plan.groups, plan.strategy, costs)

@@ -16,11 +16,6 @@ def test_a_table_is_flat_before_straight_between_and_straight_after() -> None:
     assert PriceTable((100,), (30.0,))(1000) == 30
 
 
-def test_a_table_along_a_line() -> None:
-    table = PriceTable((100, 200, 400), (10.0, 30.0, 40.0)).along(2.0, 5.0)
-    assert [table(nbytes) for nbytes in (0, 100, 150, 400, 600)] == [25, 25, 45, 85, 105]
-
-
 def test_tabulating_a_straight_line_is_exact_and_a_bend_is_close() -> None:
     table = PriceTable.of(lambda nbytes: 50 + 0.01 * nbytes, 10**8)
     sizes = np.array([1, 100, 5000, 123_456, 10**8, 3 * 10**8])

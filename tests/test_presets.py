@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import json
 import pickle
+import subprocess
+import sys
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,7 +34,7 @@ PARTS: dict[str, tuple[type[Any], ...]] = {
     "hierarchical_powersgd": (PowerSGD, Hierarchical),
     "auto": (commopt.Auto,),
 }
-OF_OUTER: dict[type[Any], set[str]] = {Compressed: {"feedback", "dense"}, Hierarchical: {"intra"}}
+OF_OUTER: dict[type[Any], set[str]] = {Compressed: {"feedback", "dense"}, Hierarchical: set()}
 
 
 def options_of(name: str) -> dict[str, Any]:
@@ -47,7 +51,7 @@ def test_every_preset_is_told_of_here() -> None:
 def test_options_and_documents_come_from_the_dataclasses(name: str) -> None:
     expected = set()
     for kind in PARTS[name]:
-        expected |= OF_OUTER.get(kind) or {field.name for field in fields(kind)}
+        expected |= OF_OUTER.get(kind, {field.name for field in fields(kind)})
         assert str(inspect.getdoc(kind)) in str(PRESETS[name].__doc__)
     assert options_of(name).keys() == expected
     assert PRESETS[name].build(**options_of(name)) == PRESETS[name]()
@@ -55,7 +59,7 @@ def test_options_and_documents_come_from_the_dataclasses(name: str) -> None:
 
 def test_a_signature_shows_defaults_and_types() -> None:
     shown = str(inspect.signature(commopt.hierarchical_powersgd))
-    for part in ("matrix_rank: int = 4", "alternating: bool = False", "feedback: ", " = Flat()"):
+    for part in ("matrix_rank: int = 4", "start_step: int = 2", "feedback: "):
         assert part in shown
     assert options_of("hierarchical_dgc")["min_elements"] == FREE
     assert commopt.hierarchical_dgc() == Hierarchical(Compressed(DGC(min_elements=FREE)))
@@ -68,8 +72,8 @@ def test_a_signature_shows_defaults_and_types() -> None:
         ("quantized", {"bits": 4, "dense": ("*.bias",)}, Compressed(Quantize(4), dense=("*.bias",))),
         (
             "hierarchical_onebit",
-            {"start_step": 9, "feedback": None, "intra": Compressed(Quantize())},
-            Hierarchical(Compressed(OneBit(start_step=9), None), Compressed(Quantize())),
+            {"start_step": 9, "feedback": None},
+            Hierarchical(Compressed(OneBit(start_step=9), None)),
         ),
     ],
 )
@@ -94,7 +98,7 @@ def test_an_unknown_name_is_told_the_near_ones(ask: Any, words: str) -> None:
 
 
 def test_attach_takes_what_a_state_takes() -> None:
-    of_attach = set(inspect.signature(commopt.attach).parameters) - {"ddp", "choice", "preset_options"}
+    of_attach = set(inspect.signature(commopt.attach).parameters) - {"model", "choice", "weights", "preset_options"}
     assert of_attach == set(inspect.signature(commopt.HookState).parameters) - {"aggregator", "module"}
 
 
@@ -115,3 +119,22 @@ def register_without_a_state(rank: int, world_size: int) -> None:
 
 def test_a_preset_alone() -> None:
     run(register_without_a_state, 2, fresh=True)
+
+
+def test_what_every_preset_costs_the_host_is_measured(tmp_path: Path) -> None:
+    file = tmp_path / "overhead.json"
+    options = ["--pairs", "1", "--steps", "2", "--json", str(file)]
+    command = [sys.executable, "-m", "bench.evidence.hook_overhead", *options]
+    subprocess.run(command, check=True, timeout=240, cwd=Path(__file__).parent.parent)
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["preset"] for row in rows] == list(commopt.PRESETS)
+    for row in rows:
+        assert row["buckets"] == 64
+        assert row["hook_us_per_bucket"] > 0
+
+
+def test_the_old_names_warn() -> None:
+    with pytest.warns(DeprecationWarning, match=r"commopt\.PeriodicAverage is now commopt\.LocalSGD"):
+        assert commopt.PeriodicAverage is commopt.LocalSGD
+    with pytest.warns(DeprecationWarning, match=r"commopt\.Account is now commopt\.BufferContext"):
+        assert commopt.Account is commopt.BufferContext

@@ -14,17 +14,12 @@ from commopt.errors import ConfigurationError
 from commopt.groups import Team, TeamShape
 from commopt.probe import Settings
 from commopt.probe.operations import COLLECTIVES, Job, groups_of, jobs_of, known_compressors
-from commopt.probe.prober import nbytes_text
-from commopt.probe.timing import AloneTimer, Measured, Repeats, disturbed, repeats, sweep
+from commopt.probe.timing import Measured, Repeats, repeats, sweep
 
 WANTED = Repeats(5, 20)
 MIB = 2**20
 
 # ------------------------------------------------------------------------------ sizes
-
-
-def test_sizes_for_people() -> None:
-    assert [nbytes_text(nbytes) for nbytes in (64, 1024, 3 * 2**19, 2**33)] == ["64 B", "1 KiB", "1.5 MiB", "8 GiB"]
 
 
 @pytest.mark.parametrize(
@@ -138,17 +133,6 @@ def test_what_stays_disturbed_is_measured_three_times_more_and_counts_with_its_l
     assert found.points[1] == (2048, 1.9 * 2024)
     busy = Link(1000.0, 2.0, lambda call: 1 + 2 * (call % 2))
     assert sweep((1024, 2048, 4096, 8192), 3e5, WANTED, busy.measure).spent_us <= 3e5  # but not beyond its time
-
-
-def test_disturbed_is_what_takes_clearly_longer_than_more_bytes() -> None:
-    assert disturbed({1: 10.0, 2: 10.5, 4: 10.0, 8: 30.0, 16: 20.0, 32: 40.0}) == [8]
-    assert disturbed({1: 50.0, 2: 40.0, 4: 30.0}) == [1, 2]
-    assert disturbed({}) == []
-
-
-def test_what_a_clock_cannot_see_takes_more_than_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("commopt.recording.recorder.perf_counter_ns", lambda: 7)
-    assert AloneTimer(torch.device("cpu")).time(lambda: lambda: None, Repeats(1, 3)).time_us == 0.1
 
 
 # ------------------------------------------------------------------------------ who measures what

@@ -29,7 +29,6 @@ GROUPS = {
     **dict.fromkeys(("quantize", "requantize", "dequantize"), "quantize"),
     **dict.fromkeys(("sparse_accumulate", "sparse_decode", "sparse_select", "sparse_write"), "sparse"),
     **dict.fromkeys(("factors", "lowrank"), "lowrank"),
-    "pack": "pack",
 }
 COMPILED_IN = {"team": "quantize", "scan": "sparse_select"}
 

@@ -188,7 +188,6 @@ def test_a_step_that_raised_is_forgotten(where: str) -> None:
     else:
         with pytest.raises(ZeroDivisionError), recording.running(begin(told, 1)):
             raise ZeroDivisionError
-        assert recording.current() is None
     record(told, 2)
     assert numbers_of(told) == [0, 2]
 
@@ -222,15 +221,14 @@ def test_of_several_forwards_the_first_counts(ticks: Ticks) -> None:
     assert second.forward_us > first.completed_us
 
 
-def test_the_current_message_belongs_to_a_thread() -> None:
-    message = begin(recorder(), 0)
-    seen: list[Message | None] = []
-    with recording.running(message):
-        assert recording.current() is message
-        thread = threading.Thread(target=lambda: seen.append(recording.current()))
+def test_a_collective_is_of_the_message_of_its_own_thread_if_there_is_one() -> None:
+    told = recorder()
+    thread = threading.Thread(target=work, args=(None,))
+    with recording.running(begin(told, 0)), recording.primitive("world", "mine", 1):
         thread.start()
         thread.join()
-    assert seen == [recording.current()] == [None]
+    work(None)
+    assert [span.name for span in told.steps()[0].messages[0].spans] == ["mine"]
 
 
 def test_collectives_are_in_the_order_in_which_they_began() -> None:
@@ -241,11 +239,6 @@ def test_collectives_are_in_the_order_in_which_they_began() -> None:
         with recording.primitive("intra", "third", 1):
             pass
     assert [span.name for span in told.steps()[0].messages[0].spans] == ["first", "second", "third"]
-
-
-def test_a_collective_outside_of_messages_goes_unrecorded() -> None:
-    with recording.running(None), recording.primitive("world", "all_reduce", 1):
-        assert recording.current() is None
 
 
 # ------------------------------------------------------------------------------------------ what it costs

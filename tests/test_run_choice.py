@@ -30,11 +30,6 @@ def test_options_are_python_values_or_else_text() -> None:
     }
 
 
-def test_strategies_are_presets_with_their_options() -> None:
-    for text in ("flat", "hierarchical_powersgd:matrix_rank=2", "auto:allow=lossless+quantized"):
-        assert Choice.read(text) == Choice(text, {})
-
-
 BAD: list[tuple[str, list[str], str]] = [
     ("hierarchy", [], "preset 'hierarchy' is unknown"),
     ("quantized:bits", [], "is no option=value"),
@@ -47,10 +42,10 @@ BAD: list[tuple[str, list[str], str]] = [
     ("flat", ["=3"], "is no OPTION=VALUE"),
     ("flat", ["scaler=1"], r"commopt.attach\(ddp, 'flat', scaler=...\)"),
     ("flat", ["process_group=dp"], "no value that a command line can hold"),
-    ("flat", ["timeout=soon"], "timeout takes a int or float"),
-    ("flat", ["timeout=True"], "timeout=True is a bool"),
-    ("flat", ["ranks_per_node=2.0"], "ranks_per_node takes a int"),
-    ("flat", ["record=1"], "record takes a bool"),
+    ("flat", ["timeout=soon"], "timeout 'soon' is a str"),
+    ("flat", ["timeout=True"], "timeout True is a bool"),
+    ("flat", ["ranks_per_node=2.0"], "ranks_per_node 2.0 is a float"),
+    ("flat", ["record=1"], "record=1 is neither"),
     ("flat", ["plan=mine.json"], "mine.json cannot be read"),
     ("flat", ["links=a=b.json"], r"a=b\.json' cannot be read|a=b\.json cannot be read"),
     ("auto", ["tuned=none.json"], "none.json"),

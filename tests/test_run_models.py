@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import io
-import logging
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +21,7 @@ from commopt.run.cli import show
 from commopt.run.models import Models, watching
 from commopt.run.script import Choice
 from tests.hook_training import SMALL_BUCKET, Tower, batch_of, digest_of, loss_of, seeded
+from tests.plan_changes import heard
 from tests.ranks import run
 
 STRATEGY = "hierarchical_quantized:bits=4"  # every step depends on the ones before, and on who shares a block
@@ -80,16 +80,6 @@ def compiled_step(rank: int, attach: Attach) -> str:
     return digest_of(ddp.module)
 
 
-def evaluated_before(rank: int, attach: Attach) -> str:
-    """One rank alone looks at the untrained model."""
-    ddp = TorchDDP(seeded(Tower), **SMALL_BUCKET)
-    if rank == 0:
-        with torch.no_grad():
-            loss_of(ddp, batch_of(rank, 0))
-    attach(ddp)
-    return train(ddp, rank)
-
-
 def two_models(rank: int, attach: Attach) -> str:
     models = [TorchDDP(seeded(Tower), **SMALL_BUCKET) for _ in range(2)]
     for ddp in models:
@@ -114,7 +104,7 @@ def loss_scaling(rank: int, attach: Attach) -> str:
     return train(ddp, rank, scaler=scaler)
 
 
-WAYS = (plain, compiled, compiled_step, evaluated_before, two_models, copied, loss_scaling)
+WAYS = (plain, compiled, compiled_step, two_models, copied, loss_scaling)
 
 
 def both(rank: int, world_size: int, name: str) -> tuple[str, str, str, int]:
@@ -144,34 +134,16 @@ def test_it_trains_as_if_attached_by_hand(name: str) -> None:
 # --------------------------------------------------------------------------------------- what is left alone
 
 
-class Heard(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-    def __enter__(self) -> Heard:
-        logging.getLogger("commopt").addHandler(self)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        logging.getLogger("commopt").removeHandler(self)
-
-
 def leave_alone(rank: int, world_size: int) -> None:
     models = Models(Choice(STRATEGY))
-    with watching(models), Heard() as heard:
+    with watching(models), heard() as said:
         theirs = TorchDDP(seeded(Tower))
         theirs.register_comm_hook(None, default_hooks.fp16_compress_hook)
         train(theirs, rank)
         ours = TorchDDP(seeded(Tower))
         state = commopt.attach(ours, "flat")
         train(ours, rank)
-    assert [line.rpartition("is left alone: ")[2] for line in heard.lines] == [
+    assert [line.rpartition("is left alone: ")[2] for _, line in said] == [
         "the script has registered the communication hook fp16_compress_hook itself",
         "the script has registered the communication hook hook itself",
     ]
@@ -186,21 +158,17 @@ def test_a_model_with_a_hook_is_left_alone() -> None:
 
 def leave_the_unhookable_alone(rank: int, world_size: int) -> list[str]:
     models = Models(Choice(STRATEGY))
-    found = []
     module = seeded(Tower)
     frozen, *delayed = list(module.named_parameters())
     frozen[1].requires_grad_(False)  # DDP wants one that is not delayed
-    with Heard() as heard:
+    with heard() as said:
         models.before_forward(
             TorchDDP(module, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=delayed[-1][1])
         )
-        found += heard.lines
-    with watching(models), Heard() as heard, torch._dynamo.config.patch(optimize_ddp="python_reducer"):
-        ddp = TorchDDP(seeded(Tower))
-        loss_of(ddp, batch_of(rank, 0)).backward()
-        found += heard.lines
+        with watching(models), torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+            loss_of(TorchDDP(seeded(Tower)), batch_of(rank, 0)).backward()
     assert not models.trained
-    return found
+    return [line for _, line in said]
 
 
 def test_models_without_buckets_are_left_alone() -> None:
@@ -245,10 +213,10 @@ def share_scalers(rank: int, world_size: int) -> dict[str, list[str]]:
     for name, count, enabled in (("several", 2, 2), ("one enabled", 2, 1), ("one", 1, 1)):
         made = scalers(count, enabled)
         models = Models(Choice(STRATEGY))
-        with watching(models), Heard() as heard:
+        with watching(models), heard() as said:
             ddp = TorchDDP(seeded(Tower))
             train(ddp, rank, scaler=made[0])
-        found[name] = heard.lines
+        found[name] = [line for _, line in said]
         del ddp, made
     return found
 
@@ -262,19 +230,17 @@ def test_of_several_scalers_none_is_taken() -> None:
         assert found["one enabled"] == found["one"] == []
 
 
-def overheard(expect: Callable[[Any], None], states: list[commopt.HookState]) -> Callable[[Any], None]:
-    def both_of_them(state: commopt.HookState) -> None:
-        states.append(state)
-        expect(state)
-
-    return both_of_them
-
-
 def follow_a_scaler(rank: int, world_size: int) -> None:
     models = Models(Choice(STRATEGY))
     states: list[commopt.HookState] = []
     with watching(models), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(models.scalers, "expect", overheard(models.scalers.expect, states))
+        expect = models.scalers.expect
+
+        def overheard(state: commopt.HookState) -> None:
+            states.append(state)
+            expect(state)
+
+        patch.setattr(models.scalers, "expect", overheard)
         ddp = TorchDDP(seeded(Tower))
         loss = loss_of(ddp, batch_of(rank, 0))
         scaler = torch.amp.GradScaler("cpu")  # made as late as can be

@@ -104,14 +104,6 @@ def test_exceptions_pass_through_and_nothing_is_left_behind(
     assert (sys.argv, sys.path, sys.modules["__main__"]) == before
 
 
-def test_what_the_script_made_lives_as_long_as_the_result(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("import weakref\nclass Thing: pass\nthing = Thing()\nThing.seen = weakref.ref(thing)")
-    made = Script(str(script)).run()
-    seen = made.Thing.seen  # type: ignore[attr-defined]  # the module
-    assert seen() is not None
-
-
 def test_what_is_there_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(folder / "scripts"))
     Script(str(folder / "link.py")).require_there()
@@ -120,3 +112,11 @@ def test_what_is_there_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -
         Script(str(folder / "scripts")).require_there()
     with pytest.raises(ConfigurationError, match="leave -m out"):
         Script("package.test", is_module=True).require_there()
+
+
+def test_what_the_script_made_lives_as_long_as_the_result(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import weakref\nclass Thing: pass\nthing = Thing()\nThing.seen = weakref.ref(thing)")
+    made = Script(str(script)).run()
+    seen = made.Thing.seen  # type: ignore[attr-defined]  # the module
+    assert seen() is not None

@@ -35,26 +35,19 @@ def test_all_run_where_all_fit() -> None:
 
 def test_cases_that_fit_try_every_value_first() -> None:
     tests = items("test_a.py::test_x", 4, 3)
-    names = kept(tests, {"test_a.py::test_x": Duration(1, 1)}, set(), 5.5)
+    names = kept(tests, {"test_a.py::test_x": Duration(1, 1)}, set(), 5.0)
     assert len(names) == 4
     cases = [name[-4:-1].split("-") for name in names]
     assert {case[0] for case in cases} == set("0123")
     assert {case[1] for case in cases} == set("012")
 
 
-def test_what_takes_longest_is_cut_first() -> None:
-    tests = items("test_a.py::test_x", 10) + items("test_a.py::test_y") + items("test_a.py::test_new")
-    durations = {"test_a.py::test_x": Duration(0, 1), "test_a.py::test_y": Duration(0, 2)}
-    names = kept(tests, durations, set(), 6.5)
-    assert len(names) == 6
-    assert names[-2:] == ["test_a.py::test_y", "test_a.py::test_new"]
-
-
-def test_a_test_that_runs_alone_costs_the_time_of_all_processes() -> None:
-    tests = items("test_a.py::test_x") + items("test_a.py::test_alone")
-    durations = {"test_a.py::test_x": Duration(0, 3), "test_a.py::test_alone": Duration(0, 1)}
-    assert kept(tests, durations, set(), 6.5) == ["test_a.py::test_x"]
-    assert len(kept(tests, durations, set(), 7.5)) == 2
+def test_every_function_gets_the_same_time_and_one_that_runs_alone_a_part_of_it() -> None:
+    tests = items("test_a.py::test_x", 10) + items("test_a.py::test_alone", 9) + items("test_a.py::test_new", 9)
+    tests += items("test_a.py::test_long")
+    durations = {f"test_a.py::test_{name}": Duration(0, s) for name, s in (("x", 1), ("alone", 0.5), ("long", 9))}
+    names = [name.partition("[")[0] for name in kept(tests, durations, set(), 6.0)]
+    assert names == ["test_a.py::test_x"] * 6 + ["test_a.py::test_alone"] * 3 + ["test_a.py::test_new"] * 9
 
 
 def test_promises_run_whatever_they_take() -> None:

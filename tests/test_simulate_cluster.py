@@ -19,14 +19,13 @@ from commopt.cost import (
     WorkKey,
     cost,
     nominal_links,
-    ring_over_nodes_us,
     tree_us,
 )
 from commopt.errors import ConfigurationError
 from commopt.groups import TeamShape
 from commopt.simulate import ClusterSpec, Network, gpu
 from commopt.simulate.cluster import LAUNCH_US, MEMORY_EFFICIENCY, gpu_work
-from tests.closed_forms import sharded_us
+from tests.closed_forms import ring_over_nodes_us, sharded_us
 
 GPUS = {"cpu": "gloo", "cuda": "nccl"}
 SHAPE = TeamShape.of((8,) * 4, backends=GPUS)
@@ -77,18 +76,6 @@ def test_trees_take_over_where_they_are_faster() -> None:
     assert links.curve("world", "all_gather", 32) == PLAIN.links(SHAPE).curve("world", "all_gather", 32)
 
 
-def test_trees_do_nothing_between_two_nodes_or_inside_one() -> None:
-    """A ring of two is as short as a tree, and moves less."""
-    shape = TeamShape.of((1, 1), backends=GPUS)
-    assert Network(25, 200, efficiency=1.0).links(shape) == PLAIN.links(shape)
-    one = TeamShape.of((8,), backends=GPUS)
-    assert Network(25, 200, efficiency=1.0).links(one) == PLAIN.links(one)
-    with_trees, without = Network(25, 200, efficiency=1.0).links(SHAPE), PLAIN.links(SHAPE)
-    inside = [key for key in without.curves if key.level == "intra"]
-    assert inside
-    assert all(with_trees.curves[key] == without.curves[key] for key in inside)
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -125,7 +112,7 @@ def test_work_is_bytes_over_bandwidth() -> None:
         Compressed(Quantize(4)),
         Hierarchical(inter=Compressed(Cast(torch.bfloat16), feedback=None)),
         Hierarchical(inter=Compressed(DGC(density=0.01, warmup=((10, 0.1),)))),
-        Hierarchical(inter=PowerSGD(2), intra=Compressed(Quantize(8))),
+        Hierarchical(inter=PowerSGD(2)),
         Compressed(Quantize(8), dense=("*.bias",)),
     ],
     ids=repr,
@@ -145,15 +132,6 @@ def test_selecting_reads_its_values_once_more() -> None:
     wire = compressor.payload_nbytes(2**20) / 2**20
     moved_us = NUMEL * (16 + wire) / (MEMORY_EFFICIENCY * card.memory_gb_per_s * 1e3)
     assert found.time_us(S) == pytest.approx(9 * LAUNCH_US + moved_us)
-
-
-def test_more_rows_share_one_sum() -> None:
-    """An owner reads every row, and writes its sum and residual once, however many rows there are."""
-    keys = [WorkKey("recode", repr(Quantize(8))), WorkKey("recode", repr(DGC()))]
-    cluster = ClusterSpec(8, gpu("a100"), PLAIN)
-    both = [Compressed(Quantize(8)), Compressed(DGC())]
-    few, many = (cluster.links_for(cluster.shape(nodes), both).work for nodes in (2, 64))
-    assert all(many[key].time_us(S) < few[key].time_us(S) for key in keys)
 
 
 def test_measured_work_comes_before_estimates() -> None:

@@ -33,18 +33,6 @@ def test_weak_scaling_compares_steps_of_equal_batches() -> None:
     assert rows[1].exposed_share == pytest.approx(1 - alone_us / cluster_us)
 
 
-def test_strong_scaling_shares_one_batch() -> None:
-    """E_s(P) = T(P0) P0 / (T(P) P)."""
-    rows = scaling().strong([1, 2, 8], [strategy("hierarchical")], 128)
-    assert [row.batch for row in rows] == [32, 16, 4]
-    alone_us, node_us = by_batch(128).compute_us, rows[0].outcome.step_us
-    for row in rows:
-        assert row.gpu_efficiency == pytest.approx(alone_us / (row.outcome.step_us * row.ranks))
-        assert row.node_efficiency == pytest.approx(node_us * 4 / (row.outcome.step_us * row.ranks))
-    with pytest.raises(ConfigurationError, match="128 samples cannot be shared equally by 12 GPUs"):
-        scaling().strong([3], [strategy("stock")], 128)
-
-
 def test_groups_take_the_fastest() -> None:
     members = ["stock", *LOSSLESS, *LOSSY]
     found = {row.strategy: row for row in scaling().weak([8], [strategy(name) for name in members], 8)}
@@ -56,12 +44,6 @@ def test_groups_take_the_fastest() -> None:
     assert lossy.outcome.step_us < lossless.outcome.step_us
 
 
-def test_groups_contain_what_they_say() -> None:
-    assert [str(each) for each in strategy("lossless").candidates] == ["stock", "flat", "hierarchical"]
-    assert [str(each) for each in strategy("lossy").candidates] == ["stock", "flat", "hierarchical", *LOSSY]
-    assert all(not each.build().lossless for each in strategy("lossy").candidates[3:])
-
-
 def test_stock_has_the_buckets_of_ddp_whatever_the_others_have() -> None:
     assert (
         strategy("stock", "planned").candidates
@@ -70,31 +52,6 @@ def test_stock_has_the_buckets_of_ddp_whatever_the_others_have() -> None:
     )
     row = scaling().weak([2], [strategy("stock")], 8)[0]
     assert len(row.outcome.buckets) == 5
-
-
-@pytest.mark.parametrize("efficiency", [0.2, 0.6, 0.75, 0.9])
-@pytest.mark.parametrize("name", ["stock"])
-def test_the_smallest_batch_is_the_first_that_is_enough(name: str, efficiency: float) -> None:
-    job = scaling(Stragglers(0.01))
-    found = job.smallest_batch(4, strategy(name, "ddp"), efficiency)
-    assert found is not None
-    tried = [1, found // 2, found - 2, found - 1, found, found + 1, 2 * found]
-    rows = [job.weak([4], [strategy(name, "ddp")], batch)[0] for batch in tried]
-    assert [row.gpu_efficiency >= efficiency for row in rows] == [False] * 4 + [True] * 3
-
-
-def test_no_batch_may_be_enough() -> None:
-    """Waiting for the slowest of 16 takes more than a hundredth, whatever the batch."""
-    assert scaling(Stragglers(0.05)).smallest_batch(4, strategy("stock"), 0.99) is None
-    with pytest.raises(ConfigurationError, match=r"between 0 and 1, for example 0\.9"):
-        scaling().smallest_batch(4, strategy("stock"), 1.0)
-
-
-def test_more_nodes_are_never_more_efficient() -> None:
-    rows = scaling(Stragglers(0.02)).weak([2**k for k in range(8)], [strategy("hierarchical", "ddp")], 32)
-    efficiencies = [row.gpu_efficiency for row in rows]
-    assert efficiencies == sorted(efficiencies, reverse=True)
-    assert all(0 < efficiency < 1 for efficiency in efficiencies)
 
 
 def test_strategies_that_there_are_not() -> None:

@@ -33,13 +33,10 @@ def test_a_server(tmp_path: Path) -> None:
     assert found.gpus[0].name == "NVIDIA H100 80GB HBM3"
     assert found.gpus[0].uuid is not None
     assert [nic.name for nic in found.nics] == ["mlx5_0", "mlx5_1", "mlx5_2", "mlx5_3", "eth0"]
-    assert nic(found, "mlx5_2") == Nic(
-        "mlx5_2", "0000:3b:00.0", 1, 1, 400.0, "InfiniBand", guid=0xB8CEF6030000003B, gdr=None
-    )
+    assert nic(found, "mlx5_2") == Nic("mlx5_2", "0000:3b:00.0", 1, 1, 400.0, "InfiniBand", gdr=None)
     assert nic(found, "eth0") == Nic("eth0", "0000:01:00.0", None, 0, 25.0, "Ethernet", gdr=False)
-    assert [(cpu.numa, cpu.arch, cpu.vendor, cpu.family, cpu.model) for cpu in found.cpus] == [
-        (0, "x86_64", "GenuineIntel", 6, 143),
-        (1, "x86_64", "GenuineIntel", 6, 143),
+    assert [(cpu.numa, cpu.arch, cpu.vendor) for cpu in found.cpus] == [
+        (numa, "x86_64", "GenuineIntel") for numa in range(2)
     ]
     assert found.cpus[0].affinity == (*range(32), *range(64, 96))
     assert found.nvlinks is None

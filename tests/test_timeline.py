@@ -10,23 +10,13 @@ import pytest
 
 from commopt.errors import ConfigurationError
 from commopt.groups import WireBytes
-from commopt.recording import MessageRecord, Span, StepRecord
+from commopt.recording import MessageRecord, Span
 from commopt.timeline import StepTimes, Timeline, TrafficOutside, analyse, report
 from commopt.timeline.analysis import lateness_us
-from commopt.timeline.recordings import Segment, after, before, length, segments, union
-from commopt.timeline.text import numbers
+from commopt.timeline.recordings import Segment, segments
 from tests.timelines import training
 
 MS = 1000.0
-
-
-def test_intervals() -> None:
-    mixed = [(5.0, 7.0), (0.0, 2.0), (5.5, 6.0), (1.0, 3.0), (3.0, 4.0), (9.0, 9.0)]
-    assert union(mixed) == [(0.0, 4.0), (5.0, 7.0)]
-    assert length(mixed) == 6
-    assert length(before(mixed, 6.0)) == 5
-    assert length(after(mixed, 6.0)) == 1
-    assert length([]) == 0
 
 
 def test_a_message_is_cut_into_stages_without_gaps() -> None:
@@ -72,15 +62,6 @@ def test_a_late_rank_by_hand() -> None:
     assert (straggler.rank, straggler.late_us, straggler.bucket) == (1, 3 * MS, 1)
 
 
-def test_parts_of_a_message_add_up_when_it_was_not_queued_at_once() -> None:
-    plain = training(ranks=1, nodes=1, buckets=2)
-    queued = [tuple(replace(m, queued_us=m.queued_us + 300) for m in step[0].messages) for step in plain.steps]
-    steps = tuple((replace(step[0], messages=each),) for step, each in zip(plain.steps, queued, strict=True))
-    second = analyse(replace(plain, steps=steps)).messages[1]
-    assert second.queue_us == 1 * MS
-    assert second.ready_us + second.queue_us + sum(second.stages_us.values()) == pytest.approx(second.finished_us)
-
-
 def test_a_step_of_unknown_beginning_counts_only_if_there_is_no_other() -> None:
     plain = training(ranks=2, buckets=2, steps=2)
     unknown = tuple(replace(record, forward_us=None) for record in plain.steps[0])
@@ -104,10 +85,6 @@ def test_only_steps_with_the_present_buckets_are_compared() -> None:
     found = analyse(mixed)
     assert (found.first_step, found.last_step, found.compared_steps, found.recorded_steps) == (3, 7, 5, 8)
     assert len(found.messages) == 2
-
-
-def test_a_single_step_begins_with_its_forward() -> None:
-    assert analyse(training(ranks=2, buckets=2, steps=1)).mean.step_us == 27 * MS
 
 
 def test_parts_add_up_and_odd_steps_do_not_count() -> None:
@@ -160,23 +137,6 @@ def test_a_slow_rank_is_named_with_the_place_where_it_falls_behind(ranks: int, b
     assert straggler.bucket == (bucket if bucket > 0 else None)
     assert straggler.late_us == pytest.approx(200 * MS, rel=0.05)
     assert ("before backward" in str(straggler)) == (bucket <= 0)
-
-
-def test_a_rank_that_ends_its_messages_later_is_waited_for_in_the_next_step() -> None:
-    slow = training(delay_us=lambda step, rank, at: 9 * MS if (rank, at) == (1, -1) else 0.0)
-
-    def later(record: StepRecord) -> StepRecord:
-        *others, last = record.messages
-        return replace(record, messages=(*others, replace(last, finished_us=last.finished_us + 9 * MS)))
-
-    steps = tuple((first, later(second), *others) for first, second, *others in slow.steps)
-    assert named(replace(slow, steps=steps)) == [(1, None)]
-
-
-def test_several_slow_ranks_are_named_the_latest_first() -> None:
-    delays = {1: 50 * MS, 4: 80 * MS}
-    slow = training(ranks=6, jitter_us=1000, delay_us=lambda step, rank, at: delays.get(rank, 0.0) * (at == 1))
-    assert named(slow) == [(4, 1), (1, 1)]
 
 
 @pytest.mark.parametrize("jitter_us", [0.0, 300.0, 3000.0, 10_000.0])
@@ -285,16 +245,6 @@ def test_the_report_fits_many_ranks_and_long_names() -> None:
     assert "predicted" not in str(late)
 
 
-def test_of_many_late_ranks_the_latest_are_named() -> None:
-    late = training(ranks=60, buckets=2, delay_us=lambda step, rank, at: (20 + rank) * MS * (at == 1 and rank < 20))
-    lines = str(report(late, WireBytes(), TrafficOutside())).split("\n")
-    named = [line for line in lines if line.startswith("slowest: rank")]
-    assert len(named) == 16
-    assert named[0].startswith("slowest: rank 19 is 39.00 ms")
-    assert named[0].endswith("in backward, by half of that or more up to bucket 1 (layer1)")
-    assert "slowest: 4 more ranks, less late than these" in lines
-
-
 def test_long_parameter_names_keep_their_ends() -> None:
     timeline = training(ranks=1, nodes=1, buckets=1, name="transformer.blocks.11.attention.output.weight .. x.bias")
     assert "...tention.output.weight .. x.bias" in str(report(timeline, WireBytes(), TrafficOutside()))
@@ -310,8 +260,3 @@ def test_the_report_is_json() -> None:
 def test_a_prediction_of_other_messages_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="1 times for 2 messages"):
         report(training(buckets=2), WireBytes(), TrafficOutside(), predicted_finish_us=[1.0])
-
-
-def test_bucket_numbers_are_written_briefly() -> None:
-    assert numbers((0, 1, 2, 3, 7, 9, 10)) == "0-3,7,9-10"
-    assert numbers((5,)) == "5"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -120,31 +119,6 @@ def test_a_machine_without_gpu_from_the_shell(tmp_path: Path) -> None:
     assert "eth0" in done.stdout
 
 
-def test_write_xml_and_read_it_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    server(tmp_path / "machine", gpus=4)
-    file = tmp_path / "topo.xml"
-    assert main(["--root", str(tmp_path / "machine"), "--write-xml", str(file), "--json"]) == 0
-    live = json.loads(capsys.readouterr().out)
-    assert main(["show", str(file), "--json"]) == 0
-    read = json.loads(capsys.readouterr().out)
-    assert sorted(read["nics"], key=str) == sorted(live["nics"], key=str)
-    assert [(gpu["busid"], gpu["nearest_nics"]) for gpu in read["gpus"]] == [
-        (gpu["busid"], gpu["nearest_nics"]) for gpu in live["gpus"]
-    ]
-
-
-@pytest.mark.skipif("COMMOPT_TOPOLOGIES" not in os.environ, reason="COMMOPT_TOPOLOGIES names no recorded topologies")
-def test_every_recorded_file_is_shown_or_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    index = json.loads((Path(os.environ["COMMOPT_TOPOLOGIES"]) / "INDEX.json").read_text())
-    for name in (name for name in index if not name.startswith("_")):
-        file = str(Path(os.environ["COMMOPT_TOPOLOGIES"]) / name)
-        for options in ([], ["--json"]):
-            status = main(["show", file, *options])
-            out, err = capsys.readouterr()
-            assert (status, bool(out), err.count("\n")) in ((0, True, 0), (2, False, 1)), name
-            assert status == 0 or "negative" in name or "partial" in name, name
-
-
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -157,7 +131,6 @@ def test_every_recorded_file_is_shown_or_refused_in_one_line(capsys: pytest.Capt
         (["--root", "{folder}/absent"], "is no folder"),
         (["--root", "{folder}", "--plot", "{folder}/machine.doc"], ".svg, .png, .pdf"),
         (["--root", "{folder}", "--plot", "{folder}/absent/machine.svg"], "No such file"),
-        (["--root", "{folder}", "--write-xml", "{folder}/absent/topo.xml"], "No such file"),
     ],
 )
 def test_refused_input_is_one_line(

@@ -10,16 +10,14 @@ import torch
 
 from commopt import WireBytes
 from commopt.groups import Team
-from tests.catalogue import LAYOUTS
+from tests.catalogue import run_on
 from tests.feedback_training import STRATEGIES, Training
 from tests.overheard import overheard
-from tests.ranks import run
 
 SETTLED = 4  # steps: then buckets change no more, and no residual moves to another rank
 STEPS = 6  # one of each kind
-ALONE = ["top 5%", "momentum", "rank 2", "rank 2 alternating", "late rank 2"]
-BETWEEN = ["inter 4 bits", "inter top 5%", "inter momentum", "inter rank 2", "inter rank 1 alternating"]
-INSIDE = ["inter 4 bits, intra 8 bits", "inter 4 bits, intra top 25%", "inter rank 2, intra 8 bits"]
+ALONE = ["top 5%", "momentum", "rank 2", "late rank 2"]
+BETWEEN = ["inter 4 bits", "inter top 5%", "inter momentum", "inter rank 2", "inter rank 1"]
 
 
 @contextmanager
@@ -60,11 +58,9 @@ def compare(rank: int, world_size: int, names: Sequence[str], dtype: str) -> lis
         ("3", ALONE, "bfloat16"),
         ("4", ["top 60%"], "float32"),
         ("2x2", BETWEEN, "bfloat16"),
-        ("2x2", INSIDE, "float32"),
         ("2+1", BETWEEN[2:], "float32"),
     ],
 )
 def test_promised_bytes_are_sent(layout: str, names: Sequence[str], dtype: str) -> None:
-    world_size, nodes = LAYOUTS[layout]
-    differences = [each for mine in run(compare, world_size, names, dtype, nodes=nodes) for each in mine]
+    differences = [each for mine in run_on(layout, compare, names, dtype) for each in mine]
     assert not differences, "\n".join(differences)

@@ -14,74 +14,34 @@ from typing import TYPE_CHECKING, Any
 from topology.cluster import Cluster, HostIdentity, read_host_identity
 
 if TYPE_CHECKING:
-    from topology.fabric import Fabric, Rail
-    from topology.files import read
-    from topology.machine import discover
-    from topology.matrix import read_matrix
-    from topology.model import Cpu, Distance, Gpu, Nic, NvLinks, PciDevice, PciLink, Topology, TopologyError
-    from topology.queries import (
-        gpu_distance,
-        links_per_gpu,
-        nearest_nics,
-        nic_distance,
-        node_nic_gbps,
-        nvlink_kind,
-        peer_bandwidth_gbps,
-        rail_nics,
-        rings,
-    )
-    from topology.text import as_json
-    from topology.xml_reader import read_nccl_xml
-    from topology.xml_writer import write_nccl_xml
+    from topology.files import read as read
+    from topology.machine import discover as discover
+    from topology.matrix import read_matrix as read_matrix
+    from topology.model import *  # noqa: F403
+    from topology.queries import *  # noqa: F403
+    from topology.text import as_json as as_json
+    from topology.xml_reader import read_nccl_xml as read_nccl_xml
 
-__all__ = [
-    "Cluster",
-    "Cpu",
-    "Distance",
-    "Fabric",
-    "Gpu",
-    "HostIdentity",
-    "Nic",
-    "NvLinks",
-    "PciDevice",
-    "PciLink",
-    "Rail",
-    "Topology",
-    "TopologyError",
-    "as_json",
-    "discover",
-    "gpu_distance",
-    "links_per_gpu",
-    "nearest_nics",
-    "nic_distance",
-    "node_nic_gbps",
-    "nvlink_kind",
-    "peer_bandwidth_gbps",
-    "rail_nics",
-    "read",
-    "read_host_identity",
-    "read_matrix",
-    "read_nccl_xml",
-    "rings",
-    "write_nccl_xml",
-]
-
-_MODEL = ("Cpu", "Distance", "Gpu", "Nic", "NvLinks", "PciDevice", "PciLink", "Topology", "TopologyError")
-_HOME = dict.fromkeys(_MODEL, "model") | {
-    "Fabric": "fabric",
-    "Rail": "fabric",
-    "as_json": "text",
-    "discover": "machine",
-    "read": "files",
-    "read_matrix": "matrix",
-    "read_nccl_xml": "xml_reader",
-    "write_nccl_xml": "xml_writer",
+_NAMES = {
+    "files": ("read",),
+    "machine": ("discover",),
+    "matrix": ("read_matrix",),
+    "model": ("Cpu", "Distance", "Gpu", "Nic", "NvLinks", "PciDevice", "PciLink", "Topology", "TopologyError"),
+    "queries": (
+        *("gpu_distance", "links_per_gpu", "nearest_nics", "nic_distance", "node_nic_gbps", "nvlink_kind"),
+        *("peer_bandwidth_gbps", "rail_nics"),
+    ),
+    "text": ("as_json",),
+    "xml_reader": ("read_nccl_xml",),
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
+
+__all__ = ["Cluster", "HostIdentity", "read_host_identity", *_HOME]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(import_module(f"{__name__}.{_HOME.get(name, 'queries')}"), name)
+    found = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
     globals()[name] = found
     return found

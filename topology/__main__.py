@@ -7,8 +7,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -16,7 +15,6 @@ from topology.files import read
 from topology.machine import discover
 from topology.model import Topology, TopologyError
 from topology.text import as_json, as_text
-from topology.xml_writer import write_nccl_xml
 
 _LONGEST = 600
 
@@ -43,7 +41,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print JSON: null for unknown, speeds in Gb/s")
     parser.add_argument("--plot", metavar="FILE", help="draw a picture: .svg, .png or .pdf (needs matplotlib)")
     parser.add_argument("--root", metavar="DIR", default="/", help="read a copy of another machine's /sys and /proc")
-    parser.add_argument("--write-xml", metavar="FILE", help="write XML that NCCL accepts as NCCL_TOPO_FILE")
     return parser
 
 
@@ -74,14 +71,8 @@ def _refused(why: str) -> int:
 
 def _run(options: argparse.Namespace) -> None:
     topology = read(options.file) if options.command else _machine(Path(options.root))
-    if options.write_xml:
-        with _writing(options.write_xml):
-            Path(options.write_xml).write_text(write_nccl_xml(topology), encoding="utf-8")
     if options.plot:
-        from topology.picture import draw
-
-        with _writing(options.plot):
-            draw(topology, Path(options.plot))
+        _draw(topology, Path(options.plot))
     if options.json:
         print(json.dumps(as_json(topology), indent=2))
     else:
@@ -90,16 +81,17 @@ def _run(options: argparse.Namespace) -> None:
         print(*as_text(topology), sep="\n")
 
 
-@contextmanager
-def _writing(path: str) -> Iterator[None]:
+def _draw(topology: Topology, path: Path) -> None:
     """Name the file when it cannot be written; an error of a write itself, as on a full disk, does not."""
+    from topology.picture import draw
+
+    if path.is_fifo():  # which would block until somebody reads it
+        raise TopologyError(f"{path} cannot be written: it is a pipe; pass the name of a file")
     try:
-        if Path(path).is_fifo():  # which would block until somebody reads it
-            raise TopologyError(f"{path} cannot be written: it is a pipe; pass the name of a file")
-        yield
+        draw(topology, path)
+    except TopologyError:
+        raise
     except (OSError, ValueError) as error:
-        if isinstance(error, TopologyError):
-            raise
         reason = error.strerror if isinstance(error, OSError) else error
         raise TopologyError(f"{path} cannot be written: {reason}; pass a file in a folder that exists") from None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 
@@ -44,6 +45,14 @@ def cpu_list(content: str | None) -> tuple[int, ...] | None:
         return None
     ends = [part.split("-") for part in content.split(",")]
     return tuple(cpu for end in ends for cpu in range(int(end[0]), int(end[-1]) + 1))
+
+
+def ranges(numbers: Collection[int]) -> str:
+    """The list of some CPUs as the kernel writes it: "0-3,8"."""
+    ordered, members = sorted(numbers), set(numbers)
+    starts = [number for number in ordered if number - 1 not in members]
+    ends = [number for number in ordered if number + 1 not in members]
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
 
 
 def fields(content: str | None) -> dict[str, str]:

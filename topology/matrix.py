@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from dataclasses import dataclass
 from itertools import combinations, islice
 
 from topology.kernel_files import cpu_list
@@ -37,77 +36,102 @@ MOST_LINKS_TO_EACH_OF_SEVERAL = 6
 """No board joins a GPU directly to two or more others with more links than this to each."""
 
 
-@dataclass(frozen=True)
-class MatrixText:
-    """What the text says, and what is wrong with it.
-
-    rows: by label, devices of the header only. nic_names: from the NIC legend ("NIC0" -> "mlx5_0").
-    hides_nvlink: written by `topo -mp`; the command stands above, or the legend has no line about NVLink.
-    """
-
-    header: Header
-    rows: dict[str, Row]
-    nic_names: dict[str, str]
-    hides_nvlink: bool
-    warnings: tuple[str, ...]
-
-
 def read_matrix(text: str, source: str) -> Topology:
     """Read the first connection matrix in `text`; `source` names it in messages.
 
-    NICs are called as in the legend, or by their columns where there is none; their speeds are None. `stated` calls
-    devices "GPU0", "GPU1", ... and "NIC0", "NIC1", ... by their places in `gpus` and `nics`. What the text lacks is
-    None, and `warnings` say so. Raises TopologyError where there is no such matrix.
+    It is looked for in the first four million characters, and 50,000 lines about a GPU. NICs are called as in the
+    legend, or by their columns where there is none; their speeds are None. `stated` calls devices "GPU0", "GPU1", ...
+    and "NIC0", "NIC1", ... by their places in `gpus` and `nics`. What the text lacks is None, and `warnings` say so.
+    Raises TopologyError where there is no such matrix, saying what there is instead.
     """
-    matrix = find_matrix(text, source)
-    warnings = list(matrix.warnings)
-    columns = matrix.header.columns
-    labels = [label for label in columns if label.startswith("GPU")]
-    present = [label for label in labels if label in matrix.rows]
+    text = text[:_MOST_CHARACTERS]
+    if not re.search("GPU[0-9]", text):
+        raise _refusal(source, text[:_MOST_LINES].splitlines(), [], [])
+    lines = _LINE_END.split(_INVISIBLE.sub("", _COLOUR.sub("", text)).replace("\\t", "\t"))
+    warnings: list[str] = []
+    header, end, found = _first_matrix(lines, source, warnings)
+    rows = _keep(header, found, warnings)
+    labels = [label for label in header.columns if label.startswith("GPU")]
+    present = [label for label in labels if label in rows]
     if not present:
         raise TopologyError(
-            f"{source}:{matrix.header.line}: a header for {len(labels)} GPU(s), but no row of a GPU that can be "
+            f"{source}:{header.line}: a header for {len(labels)} GPU(s), but no row of a GPU that can be "
             "read below it; save the whole output of `nvidia-smi topo -m`"
         )
     if len(present) < len(labels):
         warnings.append(f"only {len(present)} of {len(labels)} GPU rows present: the text is cut")
-    nics = [label for label in columns if not label.startswith("GPU")]
-    cells = _cells(matrix, warnings)
+    nics = [label for label in header.columns if not label.startswith("GPU")]
+    names = _nic_names(header, lines[header.line : end], warnings)
+    cells = _cells(header.columns, rows, warnings)
     places = {label: f"GPU{place}" for place, label in enumerate(labels)}
     places |= {label: f"NIC{place}" for place, label in enumerate(nics)}
     return Topology(
         source=f"nvidia-smi matrix {source}",
-        gpus=tuple(_gpu(matrix, label) for label in labels),
-        nics=tuple(Nic(matrix.nic_names.get(label, label), None, None, None, None) for label in nics),
-        cpus=_cpus(matrix, present, warnings),
-        nvlinks=_nvlinks(matrix, labels, cells, warnings),
+        gpus=tuple(_gpu(label, rows.get(label)) for label in labels),
+        nics=tuple(Nic(names.get(label, label), None, None, None, None) for label in nics),
+        cpus=_cpus([rows[label] for label in present], warnings),
+        nvlinks=_nvlinks(labels, cells, _hides_nvlink(header, lines, end), warnings),
         stated=tuple((places[a], places[b], _distance(cell)) for (a, b), cell in cells.items()),
         warnings=tuple(warnings),
     )
 
 
-def _cells(matrix: MatrixText, warnings: list[str]) -> dict[tuple[str, str], str]:
+def _first_matrix(lines: list[str], source: str, warnings: list[str]) -> tuple[Header, int, list[Row]]:
+    """The header of the first matrix, the line below it, and its rows."""
+    mentions = islice(((number, line) for number, line in enumerate(lines, 1) if "GPU" in line), _MOST_MENTIONS)
+    headers = list(islice(filter(None, (parse_header(number, line) for number, line in mentions)), _MOST_HEADERS))
+    next_lines = [*(header.line - 1 for header in headers[1:]), len(lines)]
+    ends = [min(header.line + _MOST_LINES, below) for header, below in zip(headers, next_lines, strict=False)]
+    found = [
+        (header, end, rows) for header, end in zip(headers, ends, strict=True) if (rows := _rows(header, lines, end))
+    ]
+    matrices = [(header, end, rows) for header, end, rows in found if not _is_foreign(rows)]
+    if not matrices:
+        raise _refusal(source, lines, headers, [rows for _, _, rows in found])
+    header, end, rows = matrices[0]
+    for line in lines[: header.line]:
+        if match := _NICS_LEFT_OUT.search(line):
+            warnings.append(f"nvidia-smi found {match[1]} NICs but shows {match[2]}: the others are missing here")
+    if len(matrices) > 1:
+        other = matrices[1][0].line
+        warnings.append(f"another matrix begins at line {other}: only the one at line {header.line} is read")
+    for row in rows:
+        if row.line < len(lines) and _CELLS_ALONE.fullmatch(lines[row.line]):
+            raise TopologyError(
+                f"{source}:{row.line + 1}: the row of {row.label} goes on in another line: the matrix was wrapped by a "
+                "narrow window; save the output of `nvidia-smi topo -m` to a file"
+            )
+    return header, end, rows
+
+
+def _hides_nvlink(header: Header, lines: list[str], end: int) -> bool:
+    """Whether `topo -mp` wrote it: the command stands above, or the legend has no line about NVLink."""
+    if any(re.search(r"\btopo -mp\b", line) for line in lines[max(0, header.line - 4) : header.line - 1]):
+        return True
+    below = lines[header.line : end]
+    # Drivers that wrote SOC are older than NVLink.
+    return any("= Self" in line for line in below) and not any("NVLink" in line or "SOC " in line for line in below)
+
+
+def _cells(columns: tuple[str, ...], rows: dict[str, Row], warnings: list[str]) -> dict[tuple[str, str], str]:
     """Cells of pairs by label in the order of the columns: from either row, where both do not contradict."""
-    columns = matrix.header.columns
+
+    def cell(label: str, column: int) -> str | None:
+        row = rows.get(label)
+        return row.cells[column] if row is not None and column < len(row.cells) else None
+
     cells: dict[tuple[str, str], str] = {}
     contradicting: list[str] = []
-    for place, a in enumerate(columns):
-        for other in range(place + 1, len(columns)):
-            b = columns[other]
-            seen = {cell for cell in (_cell(matrix, a, other), _cell(matrix, b, place)) if cell is not None}
-            if len(seen) == 1:
-                cells[a, b] = seen.pop()
-            elif seen:
-                contradicting.append(f"{a}-{b} {' or '.join(sorted(seen))}")
+    for (place, a), (other, b) in combinations(enumerate(columns), 2):
+        seen = {one for one in (cell(a, other), cell(b, place)) if one is not None}
+        if len(seen) == 1:
+            cells[a, b] = seen.pop()
+        elif seen:
+            contradicting.append(f"{a}-{b} {' or '.join(sorted(seen))}")
     if contradicting:
         more = ", ..." if len(contradicting) > 8 else ""
         warnings.append(f"rows contradict each other, taken as unknown: {', '.join(contradicting[:8])}{more}")
     return cells
-
-
-def _cell(matrix: MatrixText, label: str, column: int) -> str | None:
-    row = matrix.rows.get(label)
-    return row.cells[column] if row is not None and column < len(row.cells) else None
 
 
 def _distance(cell: str) -> Distance:
@@ -117,12 +141,12 @@ def _distance(cell: str) -> Distance:
 
 
 def _nvlinks(
-    matrix: MatrixText, labels: list[str], cells: dict[tuple[str, str], str], warnings: list[str]
+    labels: list[str], cells: dict[tuple[str, str], str], hidden: bool, warnings: list[str]
 ) -> tuple[NvLinks, ...] | None:
     place = {label: number for number, label in enumerate(labels)}
     among_gpus = {(place[a], place[b]): cell for (a, b), cell in cells.items() if a in place and b in place}
     counts = {pair: int(cell[2:]) for pair, cell in among_gpus.items() if cell.startswith("NV")}
-    if not counts and matrix.hides_nvlink and len(labels) > 1:
+    if not counts and hidden and len(labels) > 1:
         warnings.append("NVLinks are unknown: this is of `topo -mp`, which hides them; run `nvidia-smi topo -m`")
         return None
     links = nvlinks_of_cells(counts, len(labels))
@@ -142,8 +166,7 @@ def _nvlinks(
     return links
 
 
-def _gpu(matrix: MatrixText, label: str) -> Gpu:
-    row = matrix.rows.get(label)
+def _gpu(label: str, row: Row | None) -> Gpu:
     affinity = row.affinity if row is not None else {}
     numa = affinity.get(NUMA, "")
     return Gpu(int(label[3:]), None, int(numa) if _is_node(numa) else None, affinity=affinity.get(CPUS))
@@ -159,14 +182,13 @@ def _is_node(numa: str) -> bool:
     return numa.isdecimal() and len(numa) < 6
 
 
-def _cpus(matrix: MatrixText, present: list[str], warnings: list[str]) -> tuple[Cpu, ...]:
+def _cpus(rows: list[Row], warnings: list[str]) -> tuple[Cpu, ...]:
     """NUMA nodes that have a GPU, with CPUs where the rows agree on them."""
     affinity: dict[int, dict[str, str]] = {}
     lists: list[str] = []
     damaged: dict[str, list[str]] = {}
-    for label in present:
-        values = matrix.rows[label].affinity
-        numa, cpus = values.get(NUMA, ""), values.get(CPUS, "N/A")
+    for row in rows:
+        label, numa, cpus = row.label, row.affinity.get(NUMA, ""), row.affinity.get(CPUS, "N/A")
         if _is_node(numa):
             affinity.setdefault(int(numa), {})[cpus] = label
         elif numa not in ("", "N/A"):
@@ -208,55 +230,6 @@ def nvlinks_of_cells(cells: dict[tuple[int, int], int], gpus: int) -> tuple[NvLi
 
 def _needs_switch(counts: list[int]) -> bool:
     return sum(counts) > MOST_LINKS or (len(counts) > 1 and min(counts) > MOST_LINKS_TO_EACH_OF_SEVERAL)
-
-
-def find_matrix(text: str, source: str) -> MatrixText:
-    """The first connection matrix in a text (in its first four million characters, and 50,000 lines about a GPU).
-
-    Raises TopologyError when there is none, saying what there is instead.
-    """
-    text = text[:_MOST_CHARACTERS]
-    if not re.search("GPU[0-9]", text):
-        raise _refusal(source, text[:_MOST_LINES].splitlines(), [], [])
-    lines = _LINE_END.split(_INVISIBLE.sub("", _COLOUR.sub("", text)).replace("\\t", "\t"))
-    mentions = islice(((number, line) for number, line in enumerate(lines, 1) if "GPU" in line), _MOST_MENTIONS)
-    headers = list(islice(filter(None, (parse_header(number, line) for number, line in mentions)), _MOST_HEADERS))
-    next_lines = [*(header.line - 1 for header in headers[1:]), len(lines)]
-    ends = [min(header.line + _MOST_LINES, below) for header, below in zip(headers, next_lines, strict=False)]
-    found = [
-        (header, end, rows) for header, end in zip(headers, ends, strict=True) if (rows := _rows(header, lines, end))
-    ]
-    matrices = [(header, end, rows) for header, end, rows in found if not _is_foreign(rows)]
-    if not matrices:
-        raise _refusal(source, lines, headers, [rows for _, _, rows in found])
-    header, end, rows = matrices[0]
-    warnings = [
-        f"nvidia-smi found {match[1]} NICs but shows {match[2]}: the others are missing here"
-        for line in lines[: header.line]
-        if (match := _NICS_LEFT_OUT.search(line))
-    ]
-    if len(matrices) > 1:
-        other = matrices[1][0].line
-        warnings.append(f"another matrix begins at line {other}: only the one at line {header.line} is read")
-    for row in rows:
-        if row.line < len(lines) and _CELLS_ALONE.fullmatch(lines[row.line]):
-            raise TopologyError(
-                f"{source}:{row.line + 1}: the row of {row.label} goes on in another line: the matrix was wrapped by a "
-                "narrow window; save the output of `nvidia-smi topo -m` to a file"
-            )
-    kept = _keep(header, rows, warnings)
-    below = lines[header.line : end]
-    legend = any("= Self" in line for line in below)
-    above = lines[max(0, header.line - 4) : header.line - 1]
-    return MatrixText(
-        header=header,
-        rows=kept,
-        nic_names=_nic_names(header, below, warnings),
-        # Drivers that wrote SOC are older than NVLink.
-        hides_nvlink=any(re.search(r"\btopo -mp\b", line) for line in above)
-        or (legend and not any("NVLink" in line or "SOC " in line for line in below)),
-        warnings=tuple(warnings),
-    )
 
 
 def _rows(header: Header, lines: list[str], end: int) -> list[Row]:

@@ -1,7 +1,7 @@
 """What one machine is made of: frozen facts as a reader found them, None where it could not know.
 
-Readers (xml_reader, matrix, machine) build a `Topology`; everything that asks about one (queries, the writer, text,
-picture, the doctor) takes nothing else.
+Readers (xml_reader, matrix, machine) build a `Topology`; everything that asks about one (queries, text, picture, the
+doctor) takes nothing else.
 """
 
 from __future__ import annotations
@@ -68,8 +68,6 @@ class PciDevice:
     cpu: int | None
     """Index into Topology.cpus."""
     pci_class: int | None = None
-    vendor: int | None = None
-    device: int | None = None
     link: PciLink = PciLink(None, None)
     """Towards the parent, as it runs."""
     link_max: PciLink = PciLink(None, None)
@@ -86,9 +84,6 @@ class Cpu:
     """"GenuineIntel", "AuthenticAMD", ..."""
     affinity: tuple[int, ...] | None = None
     """CPU numbers."""
-    host_hash: int | None = None
-    family: int | None = None
-    model: int | None = None
 
 
 @dataclass(frozen=True)
@@ -102,9 +97,6 @@ class Gpu:
     """None also where it is given as a list; then `affinity` has the text."""
     sm: int | None = None
     """Compute capability as in 90."""
-    gdr: bool | None = None
-    """Whether GPUDirect RDMA works on its side."""
-    rank: int | None = None
     name: str | None = None
     uuid: str | None = None
     affinity: str | None = None
@@ -123,11 +115,9 @@ class Nic:
     speed_gbps: float | None
     link_layer: Literal["InfiniBand", "Ethernet"] | None = None
     gdr: bool | None = None
-    guid: int | None = None
+    """Whether it does GPUDirect RDMA."""
     virtual: bool = False
     """No hardware behind it (docker0, veth, lo): never a rail."""
-    index: int | None = None
-    """NCCL's dev."""
 
 
 @dataclass(frozen=True)

@@ -1,33 +1,177 @@
-"""The picture of a machine: NUMA nodes, switches, GPUs, network ports and the links between them (needs matplotlib)."""
+"""The picture of a machine: NUMA nodes and switches as boxes in boxes, GPUs, network ports, NVLinks (needs matplotlib).
+
+All GPUs stand in one row with the network ports of their switch above, so that NVLinks have the room below.
+"""
 
 from __future__ import annotations
 
 import re
 import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from topology.layout import Arc, Box, Layout, Wire, layout
 from topology.model import Topology, TopologyError
-from topology.text import notes, summary
+from topology.queries import direct_links, links_per_gpu, nvlink_kind
+from topology.text import (
+    Part,
+    cpu_words,
+    gpu_words,
+    is_narrow,
+    link_words,
+    notes,
+    nvlink_words,
+    outline,
+    speed_words,
+    summary,
+)
 
 FORMATS = (".svg", ".png", ".pdf")
 
-_INK = "#1f2933"
+_INK, _RED, _GREEN = "#1f2933", "#d64545", "#4d7c0f"
 _COLOURS = {  # fill and edge
     "node": ("#f5f7fa", "#9aa5b1"),
-    "outer": ("#e4e9ef", "#9aa5b1"),
-    "switch": ("#cbd2d9", "#616e7c"),
-    "gpu": ("#b9de8f", "#4d7c0f"),
+    "switch": ("#e4e9ef", "#616e7c"),
+    "gpu": ("#b9de8f", _GREEN),
     "nic": ("#a9cdf0", "#2b6cb0"),
-    "fabric": ("#8cbf4d", "#4d7c0f"),
+    "fabric": ("#8cbf4d", _GREEN),
 }
-_WIRES = {"pcie": "#616e7c", "narrow": "#d64545", "nvlink": "#4d7c0f"}
-_MARGIN = 0.2
-_NARROWEST = 6.4  # inches: room for the text
-_LINE = 1.5  # line height in font sizes
+# In inches: the width of a device, heights, the room around a box, for its label, and around the picture.
+_COLUMN, _GPU, _NIC, _FABRIC, _PAD, _LABEL, _MARGIN = 1.25, 0.7, 0.6, 0.32, 0.12, 0.42, 0.2
+_MOST_STACKED = 4  # network ports on top of each other
+_NARROWEST = 6.4  # room for the text
 _CHARACTER = 0.58  # width of a character in font sizes
 _MOST_WARNINGS = 4
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle, in inches and y upwards, with lines of text: in its middle, or above what it has inside."""
+
+    kind: Literal["node", "switch", "gpu", "nic", "fabric"]
+    x: float
+    y: float
+    width: float
+    height: float
+    text: tuple[str, ...]
+    place: int | None = None
+    """Of a GPU or port in the topology."""
+    narrow: bool = False
+    """Whether its PCIe link runs on fewer lanes than it could."""
+
+
+@dataclass(frozen=True)
+class Arc:
+    """Direct NVLinks between two GPUs, from their lower edges."""
+
+    x: float
+    to_x: float
+    depth: float
+    links: int
+
+
+def boxes_of(topology: Topology) -> list[Box]:
+    """Place the parts of a machine, outer boxes first; NUMA nodes with nothing attached are left out."""
+    nodes = [node for node in outline(topology) if node.parts]
+    row = _Row(topology, nodes)
+    x, level = 0.0, max(map(_levels, nodes), default=0)
+    for node in nodes:
+        x = row.add(node, x, level) + _PAD
+    if nvlink_kind(topology) == "switch":
+        bottom = -level * _PAD - 2 * _FABRIC
+        row.boxes.append(Box("fabric", 0.0, bottom, x - _PAD, _FABRIC, (nvlink_words(topology),)))
+    return row.boxes
+
+
+def _levels(part: Part) -> int:
+    """Boxes in boxes, this one included."""
+    return 1 + max(map(_levels, part.own("switch")), default=0)
+
+
+def _groups(parts: Sequence[Part]) -> list[Part]:
+    """The nodes and switches, inner ones too."""
+    return [group for part in parts if part.parts for group in (part, *_groups(part.parts))]
+
+
+class _Row:
+    """Nodes side by side, with the lower edge of the GPUs at y 0."""
+
+    def __init__(self, topology: Topology, nodes: Sequence[Part]) -> None:
+        self.topology = topology
+        self.boxes: list[Box] = []
+        # As many ports on top of each other as make the columns of the GPUs enough for them.
+        heights = [ceil(len(part.own("nic")) / len(part.own("gpu"))) for part in _groups(nodes) if part.own("gpu")]
+        self.stacked = min(_MOST_STACKED, max([1, *heights]))
+        self.nic_y = _GPU + _PAD if topology.gpus else 0.0
+        has_nics = any(node.within("nic") for node in nodes)
+        self.top = self.nic_y + self.stacked * _NIC if has_nics else _GPU
+
+    def add(self, part: Part, left: float, level: int) -> float:
+        """A box, in it the devices directly below, then the inner switches; returns where it ends."""
+        place, x = len(self.boxes), left + _PAD
+        gpus, nics = part.own("gpu"), part.own("nic")
+        columns = max(len(gpus), ceil(len(nics) / self.stacked))
+        for number, gpu in enumerate(gpus):
+            self._device(gpu, x + columns * _COLUMN * (number + 0.5) / len(gpus), 0.0, _GPU - _PAD)
+        stacks = min(len(nics), columns)
+        for number in range(stacks):
+            middle = x + columns * _COLUMN * (number + 0.5) / stacks
+            some = nics[len(nics) * number // stacks : len(nics) * (number + 1) // stacks]
+            for height, nic in enumerate(reversed(some)):
+                self._device(nic, middle, self.nic_y + height * _NIC, _NIC - _PAD)
+        x += columns * _COLUMN
+        for inner in part.own("switch"):
+            x = self.add(inner, x, level - 1) + _PAD
+        kind: Literal["node", "switch"] = "switch" if part.kind == "switch" else "node"
+        bottom, top = -_PAD * level, self.top + _LABEL * level
+        self.boxes.insert(place, Box(kind, left, bottom, x - left, top - bottom, self._label(part)))
+        return x
+
+    def _label(self, part: Part) -> tuple[str, ...]:
+        if part.kind == "switch":  # distances alone name no switch, and do not tell one from several
+            words = (f"PCIe switch {_short(part.label)}" if part.label else "PCIe switches", link_words(part.device))
+        else:
+            cpus = "" if part.place is None else cpu_words(self.topology.cpus[part.place]).split(" (")[0]
+            words = (part.label, cpus)
+        return tuple(filter(None, words))
+
+    def _device(self, part: Part, middle: float, y: float, height: float) -> None:
+        width, place, link = _COLUMN - 2 * _PAD, part.place or 0, link_words(part.device)
+        kind: Literal["gpu", "nic"] = "gpu" if part.kind == "gpu" else "nic"
+        if kind == "gpu":
+            gpu = self.topology.gpus[place]
+            alike = len({gpu_words(each) for each in self.topology.gpus}) == 1
+            words = [part.label, _short(gpu.busid or ""), "" if alike else gpu_words(gpu), link]
+        else:
+            nic = self.topology.nics[place]
+            port = f" port {nic.port}" if sum(each.name == nic.name for each in self.topology.nics) > 1 else ""
+            words = [_short(part.label) + port, speed_words(nic.speed_gbps), link]
+        text = tuple(filter(None, words))
+        self.boxes.append(Box(kind, middle - width / 2, y, width, height, text, place, is_narrow(part.device)))
+
+
+def _short(busid: str) -> str:
+    return busid.removeprefix("0000:")
+
+
+def arcs_of(topology: Topology, boxes: Sequence[Box]) -> list[Arc]:
+    """Direct NVLinks; they leave a GPU side by side, those to near peers outside, so that they nest and few cross."""
+    direct = direct_links(topology)
+    gpus = {box.place: box for box in boxes if box.kind == "gpu"}
+    peers: dict[int, list[int]] = {}
+    for a, b in direct:
+        peers.setdefault(a, []).append(b)
+        peers.setdefault(b, []).append(a)
+    for place, others in peers.items():
+        others.sort(key=lambda other, own=gpus[place].x: (gpus[other].x > own, -gpus[other].x))  # type: ignore[misc]
+
+    def way_out(place: int, peer: int) -> float:
+        return gpus[place].x + gpus[place].width * (peers[place].index(peer) + 1) / (len(peers[place]) + 1)
+
+    ends = [(way_out(a, b), way_out(b, a), links) for (a, b), links in direct.items()]
+    return [Arc(x, to_x, 0.2 + 0.16 * abs(x - to_x) / _COLUMN, links) for x, to_x, links in ends]
 
 
 def draw(topology: Topology, path: str | Path) -> None:
@@ -43,65 +187,48 @@ def draw(topology: Topology, path: str | Path) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise TopologyError("--plot needs matplotlib: pip install matplotlib") from None
-    placed = layout(topology)
-    left, bottom, right, top = placed.span
-    width = max(right - left, _NARROWEST)
-    left = (left + right - width) / 2
-    blocks = [
-        (_wrapped([re.sub(r"\S*/(?=\S)", "", topology.source)], width, 13), 13, "bold"),  # without folders
-        (_wrapped([summary(topology)], width, 10), 10, "normal"),
-    ]
-    foot = _wrapped(_foot(topology, placed), width, 8)
-    head_height = sum(_height(lines, points) for lines, points, _ in blocks) + 0.15
-    foot_height = _height(foot, 8) + 0.15
-    x0, y0 = left - _MARGIN, bottom - foot_height - _MARGIN
-    wide, high = width + 2 * _MARGIN, top - bottom + head_height + foot_height + 2 * _MARGIN
-    figure = Figure(figsize=(wide, high), facecolor="white")
-    axes = figure.add_axes((0.0, 0.0, 1.0, 1.0), xlim=(x0, x0 + wide), ylim=(y0, y0 + high))
+    boxes = boxes_of(topology)
+    arcs = arcs_of(topology, boxes)
+    right = max([_NARROWEST] + [box.x + box.width for box in boxes])
+    top = max((box.y + box.height for box in boxes), default=0.0)
+    bottom = min([box.y for box in boxes] + [-arc.depth for arc in arcs], default=-0.1)
+    edge = 0.03  # half a line, which a box at the border has outside
+    figure = Figure(figsize=(right + 2 * edge, top - bottom + 2 * edge), facecolor="white")
+    axes = figure.add_axes((0.0, 0.0, 1.0, 1.0), xlim=(-edge, right + edge), ylim=(bottom - edge, top + edge))
     axes.set_axis_off()
-    for box in placed.boxes:
-        _box(axes, box)
-    for wire in placed.wires:
-        _wire(axes, wire)
-    for arc in placed.arcs:
-        _arc(axes, arc, max(each.links for each in placed.arcs))
-    y = top + head_height
-    for lines, points, weight in blocks:
-        axes.text(left, y, "\n".join(lines), fontsize=points, weight=weight, color=_INK, va="top")
-        y -= _height(lines, points)
-    axes.text(left, bottom - 0.15, "\n".join(foot), fontsize=8, color=_INK, va="top")
+    for box in boxes:
+        draw_box(axes, box)
+    _draw_nvlinks(axes, topology, boxes, arcs)
+    source = re.sub(r"\S*/(?=\S)", "", topology.source)  # without folders
+    _write(axes, [source], right, top + 0.6, 13, weight="bold", va="bottom")
+    _write(axes, [summary(topology)], right, top + 0.45, 10, va="top")
+    _write(axes, _foot(topology, arcs), right, bottom - 0.15, 8, va="top")
+    metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
     with matplotlib.rc_context({"svg.hashsalt": "topology"}):  # the same file for the same machine
-        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
+        figure.savefig(path, dpi=150, metadata=metadata, bbox_inches="tight", pad_inches=_MARGIN)
 
 
-def _foot(topology: Topology, placed: Layout) -> list[str]:
-    counts = sorted({arc.links for arc in placed.arcs})
-    lines = notes(topology)
-    if len(counts) > 1:
-        lines.insert(0, f"green lines: {counts[0]} to {counts[-1]} NVLinks, the more the thicker")
-    elif counts:
-        lines.insert(0, f"green lines: {counts[0]} NVLink{'s' if counts[0] > 1 else ''} each")
-    lines += [f"! {warning}" for warning in topology.warnings[:_MOST_WARNINGS]]
+def _write(axes: Any, texts: list[str], width: float, y: float, points: float, **style: str) -> None:
+    """Write lines that fit `width` inches, each number on one line with its unit; `$` is no formula."""
+    texts = [text.replace("$", r"\$").replace(" Gb/s", "\N{NO-BREAK SPACE}Gb/s") for text in texts]
+    lines = [line for text in texts for line in textwrap.wrap(text, int(width * 72 / (points * _CHARACTER)))]
+    axes.text(0.0, y, "\n".join(lines), fontsize=points, color=_INK, **style)
+
+
+def _foot(topology: Topology, arcs: Sequence[Arc]) -> list[str]:
+    counts = sorted({arc.links for arc in arcs})
+    span = "" if not counts else f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    lines = [f"green lines: {span} NVLink(s), the more the thicker"] if counts else []
+    lines += notes(topology) + [f"! {warning}" for warning in topology.warnings[:_MOST_WARNINGS]]
     more = len(topology.warnings) - _MOST_WARNINGS
     return lines + ([f"! {more} more warnings"] if more > 0 else [])
 
 
-def _wrapped(texts: list[str], width: float, points: float) -> list[str]:
-    """Lines that fit `width` inches, each number on one line with its unit; `$` is no formula."""
-    characters = int(width * 72 / (points * _CHARACTER))
-    texts = [text.replace("$", r"\$").replace(" Gb/s", "\N{NO-BREAK SPACE}Gb/s") for text in texts]
-    return [line for text in texts for line in textwrap.wrap(text, characters)]
-
-
-def _height(lines: list[str], points: float) -> float:
-    return len(lines) * points * _LINE / 72
-
-
-def _box(axes: Any, box: Box) -> None:
+def draw_box(axes: Any, box: Box) -> None:
+    """Draw one box and its text, which is made small enough for it."""
     from matplotlib.patches import FancyBboxPatch
 
     fill, edge = _COLOURS[box.kind]
-    around = box.kind in ("node", "outer")
     axes.add_patch(
         FancyBboxPatch(
             (box.x, box.y),
@@ -109,58 +236,38 @@ def _box(axes: Any, box: Box) -> None:
             box.height,
             boxstyle="round,pad=0,rounding_size=0.05",
             facecolor=fill,
-            edgecolor=edge,
-            linewidth=1.0,
-            zorder=0 if around else 2,
+            edgecolor=_RED if box.narrow else edge,
+            linewidth=2.2 if box.narrow else 1.0,
         )
     )
-    if around:
-        points = _fitting(box.text[0], box.width - 0.2, 9.5, bold=True)
-        top = box.y + box.height - 0.07
-        axes.text(box.x + 0.1, top, box.text[0], fontsize=points, weight="bold", color=_INK, va="top")
-        return
-    step = box.height / (len(box.text) + 0.5)
+    around = box.kind in ("node", "switch")
+    step = 0.16 if around else box.height / (len(box.text) + 0.2)
+    first = box.y + (box.height - 0.14 if around else box.height / 2 + (len(box.text) - 1) / 2 * step)
     for number, text in enumerate(box.text):
-        y = box.y + box.height / 2 + ((len(box.text) - 1) / 2 - number) * step
-        strong = number == 0 and box.kind in ("gpu", "nic", "fabric")
         axes.text(
-            box.x + box.width / 2,
-            y,
+            box.x + (0.1 if around else box.width / 2),
+            first - number * step,
             text,
-            fontsize=_fitting(text, box.width - 0.08, 9.5 if strong else 8, bold=strong),
-            weight="bold" if strong else "normal",
+            fontsize=min(9.0 if number == 0 else 8.0, (box.width - 0.1) * 72 / (_CHARACTER * 1.15 * len(text))),
+            weight="bold" if number == 0 else "normal",
             color=_INK,
-            ha="center",
+            ha="left" if around else "center",
             va="center_baseline",
-            zorder=3,
         )
 
 
-def _wire(axes: Any, wire: Wire) -> None:
-    colour = _WIRES[wire.kind]
-    axes.plot([wire.x, wire.x], [wire.y, wire.to_y], color=colour, linewidth=2.2, solid_capstyle="butt", zorder=1)
-    axes.text(
-        wire.x + 0.06,
-        wire.y + (wire.to_y - wire.y) * (0.3 if wire.kind == "nvlink" else 0.5),  # outside the NUMA box
-        wire.text,
-        fontsize=7 if wire.kind != "narrow" else 6,
-        color=colour,
-        va="center_baseline",
-        zorder=3,
-    )
-
-
-def _arc(axes: Any, arc: Arc, most: int) -> None:
+def _draw_nvlinks(axes: Any, topology: Topology, boxes: Sequence[Box], arcs: Sequence[Arc]) -> None:
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path as Curve
 
-    low = arc.y - arc.depth * 4 / 3  # a cubic curve reaches three quarters of the way to its control points
-    points = [(arc.x, arc.y), (arc.x, low), (arc.to_x, low), (arc.to_x, arc.y)]
-    curve = Curve(points, [Curve.MOVETO, Curve.CURVE4, Curve.CURVE4, Curve.CURVE4])
-    width = 1.0 + 2.0 * arc.links / most
-    axes.add_patch(PathPatch(curve, fill=False, edgecolor=_WIRES["nvlink"], linewidth=width, zorder=1, alpha=0.85))
-
-
-def _fitting(text: str, width: float, points: float, bold: bool) -> float:
-    """The font size, at most `points`, at which `text` is not wider than `width` inches."""
-    return min(points, width * 72 / (_CHARACTER * (1.15 if bold else 1.0) * max(len(text), 1)))
+    counts = links_per_gpu(topology)
+    for fabric in (box for box in boxes if box.kind == "fabric"):
+        for gpu in (box for box in boxes if box.kind == "gpu" and counts[box.place or 0]):
+            middle = gpu.x + gpu.width / 2
+            axes.plot([middle, middle], [fabric.y + fabric.height, gpu.y], color=_GREEN, linewidth=2.2)
+    for arc in arcs:
+        low = -arc.depth * 4 / 3  # a cubic curve reaches three quarters of the way to its control points
+        points = [(arc.x, 0.0), (arc.x, low), (arc.to_x, low), (arc.to_x, 0.0)]
+        curve = Curve(points, [Curve.MOVETO, Curve.CURVE4, Curve.CURVE4, Curve.CURVE4])
+        width = 1.0 + 2.0 * arc.links / max(each.links for each in arcs)
+        axes.add_patch(PathPatch(curve, fill=False, edgecolor=_GREEN, linewidth=width, alpha=0.85))

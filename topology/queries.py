@@ -1,13 +1,15 @@
-"""What follows from a topology: the ports that count, the shape of NVLinks, distances, bandwidth, rings."""
+"""What follows from a topology: the ports that count, the shape of NVLinks, distances, bandwidth."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Hashable, Iterable
 from itertools import combinations
-from typing import Literal
+from typing import Literal, TypeVar
 
 from topology.model import Distance, PciDevice, PciLink, Topology
+
+_T = TypeVar("_T", bound=Hashable)
 
 
 def usable_nics(topology: Topology) -> tuple[int, ...]:
@@ -63,7 +65,7 @@ def nvlink_kind(topology: Topology) -> NvlinkKind:
         return "switch" if all(a in switched and b in switched for a, b in joined) else "irregular"
     if any(link.kind == "unknown" for link in links):
         return "unknown"
-    groups = _groups(set(joined))
+    groups = [set(group) for group in connected(range(len(topology.gpus)), joined) if len(group) > 1]
     if not groups:
         return "none"
     kinds = {_kind_of_group(group, set(joined)) for group in groups}
@@ -108,13 +110,16 @@ def direct_links(topology: Topology) -> dict[tuple[int, int], int]:
     return {(a, b): max(one_way.get((a, b), 0), one_way.get((b, a), 0)) for a, b in sorted(pairs)}
 
 
-def _groups(pairs: set[tuple[int, int]]) -> list[set[int]]:
-    """GPUs that direct links join, however indirectly."""
-    groups: list[set[int]] = []
-    for pair in sorted(pairs):
-        touched = [group for group in groups if group & set(pair)]
-        groups = [group for group in groups if not group & set(pair)] + [set(pair).union(*touched)]
-    return groups
+def connected(members: Iterable[_T], pairs: Iterable[tuple[_T, _T]]) -> list[list[_T]]:
+    """The members in groups that the pairs join, however indirectly; both in the order of the members."""
+    group_of = {member: [member] for member in members}
+    order = list(group_of)
+    for a, b in pairs:
+        if group_of[a] is not group_of[b]:
+            group_of[a] += group_of[b]
+            group_of |= dict.fromkeys(group_of[b], group_of[a])
+    groups = {id(group): group for group in group_of.values()}
+    return [sorted(group, key=order.index) for group in groups.values()]
 
 
 def _kind_of_group(group: set[int], pairs: set[tuple[int, int]]) -> NvlinkKind:
@@ -169,7 +174,7 @@ class Paths:
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
         self._devices = {device.busid: device for device in topology.pci}
-        self._chains: dict[str, list[str]] = {}
+        self._switches: dict[str | None, list[str] | None] = {}
         self._stated = {frozenset((a, b)): distance for a, b, distance in topology.stated or ()}
         self._usable = usable_nics(topology)
         links = topology.nvlinks or ()
@@ -196,9 +201,10 @@ class Paths:
             return self._stated.get(frozenset((f"GPU{a}", f"GPU{b}")))
         return self._between(self._topology.gpus[a].busid, self._topology.gpus[b].busid)
 
-    def nearest(self, gpu_place: int) -> tuple[list[int], Distance] | None:
-        """See `nearest_nics`."""
-        known = [(place, distance) for place in self._usable if (distance := self.nic(gpu_place, place))]
+    def nearest(self, gpu_place: int, nics: Iterable[int] | None = None) -> tuple[list[int], Distance] | None:
+        """See `nearest_nics`; of these ports only, where `nics` are given."""
+        places = self._usable if nics is None else nics
+        known = [(place, distance) for place in places if (distance := self.nic(gpu_place, place))]
         if not known:
             return None
         least = min((distance for _, distance in known), key=lambda distance: distance.rank)
@@ -209,29 +215,23 @@ class Paths:
         return frozenset((a, b)) in self._linked or {a, b} <= self._switched
 
     def _between(self, a: str | None, b: str | None) -> Distance | None:
-        switches_a, switches_b = self._switches(a), self._switches(b)
-        if switches_a is None or switches_b is None:
+        above_a, above_b = self._above(a), self._above(b)
+        if above_a is None or above_b is None:
             return None
         if a == b:
             return Distance.PIX
-        for above_a, switch in enumerate(switches_a):
-            if switch in switches_b:
-                return Distance.PIX if above_a + switches_b.index(switch) == 0 else Distance.PXB
+        for steps, switch in enumerate(above_a):
+            if switch in above_b:
+                return Distance.PIX if steps + above_b.index(switch) == 0 else Distance.PXB
         return self._between_cpus(self._cpu(a), self._cpu(b))
 
-    def _switches(self, busid: str | None) -> list[str] | None:
-        """Bus ids from a device up to its CPU, without its own unless it is a switch; None when not in the tree."""
-        device = self._devices.get(busid) if busid else None
-        if device is None:
-            return None
-        if device.busid not in self._chains:
-            chain = [device.busid] if device.kind == "switch" else []
-            above = device.parent
-            while above is not None and above not in chain:
-                chain.append(above)
-                above = self._devices[above].parent if above in self._devices else None
-            self._chains[device.busid] = chain
-        return self._chains[device.busid]
+    def _above(self, busid: str | None) -> list[str] | None:
+        """Bus ids of the switches above a device, nearest first, a switch's own too; None when not in the tree."""
+        if busid not in self._switches:
+            chain = _chain(self._devices, busid)
+            first = 0 if chain and chain[0].kind == "switch" else 1
+            self._switches[busid] = [device.busid for device in chain[first:]] if chain else None
+        return self._switches[busid]
 
     def _cpu(self, busid: str | None) -> int | None:
         device = self._devices.get(busid) if busid else None
@@ -267,129 +267,25 @@ def peer_bandwidth_gbps(topology: Topology, a: int, b: int) -> float | None:
     if links:
         rates = [NVLINK_GBPS.get(topology.gpus[place].sm or 0) for place in (a, b)]
         return links * min(rate for rate in rates if rate is not None) if None not in rates else None
-    return _pcie_gbps(topology, a, b)
-
-
-def _pcie_gbps(topology: Topology, a: int, b: int) -> float | None:
     devices = {device.busid: device for device in topology.pci}
     up_a, up_b = (_chain(devices, topology.gpus[place].busid) for place in (a, b))
     if not up_a or not up_b or up_a[0] == up_b[0]:
         return None
     shared = {device.busid for device in up_a} & {device.busid for device in up_b}
-    rates = [_attainable(device).gbps for device in (*up_a, *up_b) if device.busid not in shared]
-    return min(rate for rate in rates if rate is not None) if rates and None not in rates else None
+    speeds = [_attainable(device).gbps for device in (*up_a, *up_b) if device.busid not in shared]
+    return min(speed for speed in speeds if speed is not None) if speeds and None not in speeds else None
 
 
 def _chain(devices: dict[str, PciDevice], busid: str | None) -> list[PciDevice]:
     """A device and the switches above it, nearest first; empty when it is not in the tree."""
     chain: list[PciDevice] = []
-    device = devices.get(busid) if busid else None
+    device = devices.get(busid or "")
     while device is not None and device not in chain:
         chain.append(device)
-        device = devices.get(device.parent) if device.parent else None
+        device = devices.get(device.parent or "")
     return chain
 
 
 def _attainable(device: PciDevice) -> PciLink:
     """Lanes as they run, at the best speed: an idle link clocks down, but keeps its lanes."""
     return PciLink(device.link_max.gts or device.link.gts, device.link.width or device.link_max.width)
-
-
-Ring = tuple[int, ...]
-Links = dict[tuple[int, int], int]
-
-SEARCH_STEPS = 5_000
-"""Bound of each search: enough for every wiring of eight GPUs that is built, and a fraction of a second."""
-MOST_GPUS = 16
-"""Beyond, no machine has direct NVLinks, and a ring is not improved by exchanges."""
-
-
-def rings(topology: Topology) -> tuple[Ring, ...]:
-    """Rings over all GPUs (by place, beginning at 0, the last sends to the first).
-
-    Where direct NVLinks allow rings over all GPUs: as many as share no link, so that the same ring may appear as often
-    as it has links (a cube mesh of V100 has three). Otherwise one ring: through NVSwitches in the order of the GPUs,
-    else with as few and as short hops outside NVLink as can be found. Each ring can be run in both directions at once.
-    Empty for fewer than two GPUs.
-    """
-    count = len(topology.gpus)
-    if count < 2:
-        return ()
-    if nvlink_kind(topology) == "switch":
-        return (tuple(range(count)),)
-    if count == 2:
-        return ((0, 1),)
-    links = direct_links(topology) if count <= MOST_GPUS else {}
-    return _disjoint(_hamiltonian(links, count), links, count) or (_shortest(topology, count),)
-
-
-def _hamiltonian(links: Links, count: int) -> list[Ring]:
-    """Rings along links, each in one direction only; not all of them where there are very many."""
-    peers = {a: [b for b in range(count) if (min(a, b), max(a, b)) in links] for a in range(count)}
-    found: list[Ring] = []
-    steps = 0
-    stack: list[Ring] = [(0,)]
-    while stack and steps < SEARCH_STEPS:
-        steps += 1
-        path = stack.pop()
-        if len(path) == count:
-            if 0 in peers[path[-1]] and path[1] < path[-1]:
-                found.append(path)
-            continue
-        stack += [(*path, peer) for peer in reversed(peers[path[-1]]) if peer not in path]
-    return found
-
-
-def _disjoint(candidates: list[Ring], links: Links, count: int) -> tuple[Ring, ...]:
-    """The largest choice of rings, with repetition, that uses no link twice (the largest found, past the bound)."""
-    most = min(sum(links[pair] for pair in links if place in pair) // 2 for place in range(count))
-    best: list[Ring] = []
-    steps = 0
-
-    def search(first: int, left: Links, chosen: list[Ring]) -> None:
-        nonlocal best, steps
-        if len(chosen) > len(best):
-            best = list(chosen)
-        for number in range(first, len(candidates)):
-            steps += 1
-            if len(best) == most or steps > SEARCH_STEPS:
-                return
-            hops = _hops(candidates[number])
-            if all(left[hop] for hop in hops):
-                search(number, left | {hop: left[hop] - 1 for hop in hops}, [*chosen, candidates[number]])
-
-    search(0, links, [])
-    return tuple(best)
-
-
-def _hops(ring: Ring) -> list[tuple[int, int]]:
-    return [(min(a, b), max(a, b)) for a, b in zip(ring, (*ring[1:], ring[0]), strict=True)]
-
-
-def _shortest(topology: Topology, count: int) -> Ring:
-    """One ring with small distances between neighbours: the nearest next, then exchanges while they help."""
-    paths = Paths(topology)
-    far = len(Distance)
-    cost = [[0] * count for _ in range(count)]
-    for a, b in combinations(range(count), 2):
-        distance = paths.gpu(a, b)
-        # Squares: two near hops and a far one are better than three of middle length.
-        cost[a][b] = cost[b][a] = (far if distance is None else distance.rank) ** 2
-    ring = [0]
-    while len(ring) < count:
-        ring.append(min((place for place in range(count) if place not in ring), key=lambda p: (cost[ring[-1]][p], p)))
-    if count > MOST_GPUS:
-        return tuple(ring)
-    return _improved(ring, lambda order: sum(cost[a][b] for a, b in _hops(tuple(order))))
-
-
-def _improved(ring: list[int], cost: Callable[[list[int]], int]) -> Ring:
-    """Reverse a stretch of the ring as long as that makes it cheaper."""
-    best = cost(ring)
-    for _ in range(len(ring)):
-        turns = (ring[:i] + ring[i:j][::-1] + ring[j:] for i, j in combinations(range(1, len(ring) + 1), 2))
-        candidate = min(turns, key=cost)
-        if cost(candidate) >= best:
-            break
-        ring, best = candidate, cost(candidate)
-    return tuple(ring)

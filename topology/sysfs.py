@@ -36,31 +36,20 @@ class Slot:
         """
         return self.above[-2::-2]
 
-    @property
-    def pci_class(self) -> int | None:
-        """0x030200 for a 3D controller."""
-        return number(self.folder / "class")
-
-    @property
-    def vendor(self) -> int | None:
-        """0x10de for NVIDIA."""
-        return number(self.folder / "vendor")
-
-    @property
-    def device(self) -> int | None:
-        """The vendor's number of the model."""
-        return number(self.folder / "device")
+    def number(self, name: str) -> int | None:
+        """One of its files that hold a number: "class" is 0x030200 for a 3D controller, "vendor" 0x10de for NVIDIA."""
+        return number(self.folder / name)
 
     @property
     def numa(self) -> int | None:
         """NUMA node; None where the firmware tells none (-1)."""
-        node = number(self.folder / "numa_node")
+        node = self.number("numa_node")
         return None if node is None or node < 0 else node
 
     def link(self, which: str) -> PciLink:
         """The "current" or the "max" link; virtual machines often say Unknown, or a width of 0 or 255."""
         speed = re.match(r"(\d+(\.\d+)?) GT/s", text(self.folder / f"{which}_link_speed") or "")
-        width = number(self.folder / f"{which}_link_width")
+        width = self.number(f"{which}_link_width")
         return PciLink(float(speed[1]) if speed else None, width if width in _WIDTHS else None)
 
 
@@ -141,7 +130,6 @@ def _rdma_ports(root: Path, name: str, slots: dict[str, Slot]) -> list[Nic]:
     folder = root / _RDMA / name
     busid = _busid(folder)
     loaded = any((root / file).exists() for file in GDR_FILES)
-    guid = text(folder / "sys_image_guid") or text(folder / "node_guid") or ""
     return [
         Nic(
             name=name,
@@ -151,7 +139,6 @@ def _rdma_ports(root: Path, name: str, slots: dict[str, Slot]) -> list[Nic]:
             speed_gbps=_rdma_gbps(folder / "ports" / port),
             link_layer=_link_layer(text(folder / "ports" / port / "link_layer")),
             gdr=True if loaded and busid else None,  # without the module DMA-BUF may do it, which no file tells
-            guid=int(guid.replace(":", ""), 16) if re.fullmatch("[0-9a-f]{4}(:[0-9a-f]{4}){3}", guid) else None,
             virtual=busid is None,  # RDMA in software, over an interface that is listed itself
         )
         for port in names(folder / "ports")
@@ -264,7 +251,8 @@ def read_sysfs(root: Path = Path("/")) -> Topology:
 
 def _nvidia_kind(slot: Slot) -> _Kind | None:
     """Graphics chips of others (a server's VGA) are no GPUs here."""
-    kind = device_kind(slot.pci_class, slot.vendor, ()) if slot.vendor == _NVIDIA else "other"
+    vendor = slot.number("vendor")
+    kind = device_kind(slot.number("class"), vendor, ()) if vendor == _NVIDIA else "other"
     return kind if kind in ("gpu", "nvswitch") else None
 
 
@@ -302,8 +290,6 @@ def _cpus(root: Path, of_devices: set[int | None]) -> tuple[Cpu, ...]:
             arch=_arch(info),
             vendor=info.get("vendor_id") or _VENDORS.get(implementer or "", implementer),
             affinity=affinities.get(numa) if numa is not None else None,
-            family=_whole(info.get("cpu family")),
-            model=_whole(info.get("model")),
         )
         for numa in found
     )
@@ -315,10 +301,6 @@ def _arch(info: dict[str, str]) -> str | None:
     if "CPU implementer" in info:
         return "arm64"
     return "ppc64" if info.get("cpu", "").startswith("POWER") else None
-
-
-def _whole(value: str | None) -> int | None:
-    return int(value) if value and value.isdecimal() else None
 
 
 def _tree(slots: dict[str, Slot], kinds: dict[str, _Kind], cpus: tuple[Cpu, ...]) -> tuple[PciDevice, ...]:
@@ -338,9 +320,7 @@ def _tree(slots: dict[str, Slot], kinds: dict[str, _Kind], cpus: tuple[Cpu, ...]
                     kind=kinds.get(place, "switch"),
                     parent=parent,
                     cpu=cpu,
-                    pci_class=slot.pci_class,
-                    vendor=slot.vendor,
-                    device=slot.device,
+                    pci_class=slot.number("class"),
                     link=slot.link("current"),
                     link_max=slot.link("max"),
                 ),
@@ -372,7 +352,9 @@ def _warnings(root: Path, slots: dict[str, Slot], kinds: dict[str, _Kind]) -> li
     hidden = [
         slot.busid
         for slot in slots.values()
-        if (slot.pci_class or 0) >> 8 in _CARD_CLASSES and slot.busid not in kinds and not _is_virtual_function(slot)
+        if (slot.number("class") or 0) >> 8 in _CARD_CLASSES
+        and slot.busid not in kinds
+        and not _is_virtual_function(slot)
     ]
     if hidden:
         found.append(f"network cards without an interface here (no driver, or a container): {', '.join(hidden)}")

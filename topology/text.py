@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any, Literal
 
+from topology.kernel_files import ranges
 from topology.model import Cpu, Distance, Gpu, Nic, PciDevice, Topology
 from topology.queries import (
     Paths,
+    connected,
     links_between,
     links_per_gpu,
     node_nic_gbps,
     nvlink_kind,
     peer_bandwidth_gbps,
-    rings,
     usable_nics,
 )
 
@@ -86,15 +87,19 @@ def _by_distance(topology: Topology) -> list[Part]:
     leaves = {f"{leaf.kind.upper()}{leaf.place}": leaf for leaf in _leaves(topology)}
     near = [(a, b, far) for a, b, far in topology.stated or () if a in leaves and b in leaves]
     numas = {label: _subject(topology, leaf).numa for label, leaf in leaves.items()}
-    same_node = {(a, b) for a, b, far in near if far not in (Distance.NVL, Distance.SYS) and _agree(numas[a], numas[b])}
-    same_node |= {(a, b) for a, b in combinations(leaves, 2) if numas[a] is not None and numas[a] == numas[b]}
-    same_switch = {(a, b) for a, b, far in near if far in (Distance.PIX, Distance.PXB)} & same_node
-    nodes = [group for group in _joined(leaves, same_node) if len(group) > 1 or numas[group[0]] is not None]
+    same_node = [(a, b) for a, b, far in near if far not in (Distance.NVL, Distance.SYS)]
+    same_node = [(a, b) for a, b in same_node if numas[a] == numas[b] or None in (numas[a], numas[b])]
+    same_node += [(a, b) for a, b in combinations(leaves, 2) if numas[a] is not None and numas[a] == numas[b]]
+    pairs = set(same_node)
+    same_switch = [(a, b) for a, b, far in near if far in (Distance.PIX, Distance.PXB) and (a, b) in pairs]
     parts = []
-    for group in nodes:
+    for group in connected(leaves, same_node):
         known = {numa for label in group if (numa := numas[label]) is not None}
+        if len(group) == 1 and not known:
+            continue
         cpu = next((place for place, cpu in enumerate(topology.cpus) if {cpu.numa} == known), None)
-        inside = [[leaves[label] for label in switch] for switch in _joined(group, same_switch)]
+        switches = connected(group, [pair for pair in same_switch if pair[0] in group])
+        inside = [[leaves[label] for label in switch] for switch in switches]
         parts.append(
             Part(
                 "node",
@@ -111,23 +116,6 @@ def _subject(topology: Topology, leaf: Part) -> Gpu | Nic:
     return topology.gpus[place] if leaf.kind == "gpu" else topology.nics[place]
 
 
-def _agree(a: int | None, b: int | None) -> bool:
-    return a is None or b is None or a == b
-
-
-def _joined(labels: Iterable[str], pairs: set[tuple[str, str]]) -> list[list[str]]:
-    """The labels in groups that the pairs connect, in the order of their first members."""
-    groups: list[list[str]] = []
-    for label in labels:
-        partners = {b if a == label else a for a, b in pairs if label in (a, b)}
-        touched = [group for group in groups if partners & set(group)]
-        merged = [member for group in touched for member in group] + [label]
-        groups = [group for group in groups if group not in touched]
-        groups.append(merged)
-    order = {label: place for place, label in enumerate(labels)}
-    return sorted((sorted(group, key=order.__getitem__) for group in groups), key=lambda group: order[group[0]])
-
-
 _GENERATIONS = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}
 _NVLINK = {
     "switch": "NVSwitch",
@@ -142,7 +130,7 @@ _NVLINK = {
 
 def cpu_words(cpu: Cpu) -> str:
     """As in "64 CPUs (0-31,64-95)"."""
-    return f"{len(cpu.affinity)} CPUs ({_ranges(cpu.affinity)})" if cpu.affinity else ""
+    return f"{len(cpu.affinity)} CPUs ({ranges(cpu.affinity)})" if cpu.affinity else ""
 
 
 def gpu_words(gpu: Gpu) -> str:
@@ -216,12 +204,6 @@ def notes(topology: Topology) -> list[str]:
         span = speed_words(known[0]) + (f" to {speed_words(known[-1])}" if len(known) > 1 else "")
         some = "" if None not in rates else ", where known"
         found.append(f"GPU to GPU: {span} in each direction{some}")
-    if len(topology.gpus) > 2 and nvlink_kind(topology) not in ("switch", "none", "unknown"):
-        orders = ["-".join(str(topology.gpus[place].index) for place in ring) for ring in rings(topology)]
-        words = [
-            f"{order} (x{count})" if (count := orders.count(order)) > 1 else order for order in dict.fromkeys(orders)
-        ]
-        found.append(f"rings along NVLinks, as far as they go: {', '.join(words)}")
     virtual = [nic.name for nic in topology.nics if nic.virtual]
     if virtual:
         more = f" and {len(virtual) - 6} more" if len(virtual) > 6 else ""
@@ -233,14 +215,6 @@ def _counted(number: int, noun: str) -> str:
     return f"{number or 'no'} {noun}{'' if number == 1 else 's'}"
 
 
-def _ranges(numbers: tuple[int, ...]) -> str:
-    """As in "0-31,64-95"."""
-    ordered = sorted(numbers)
-    starts = [number for number in ordered if number - 1 not in set(numbers)]
-    ends = [number for number in ordered if number + 1 not in set(numbers)]
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
-
-
 def as_json(topology: Topology) -> dict[str, Any]:
     """Plain values that other tools may rely on; None for unknown.
 
@@ -250,32 +224,26 @@ def as_json(topology: Topology) -> dict[str, Any]:
     paths = Paths(topology)
     nearest = [paths.nearest(place) for place in range(len(topology.gpus))]
     unknown: list[str] | None = None if usable_nics(topology) else []
+    gpus = [
+        {
+            **_fields(gpu, "index", "busid", "numa"),
+            "nvlinks": links,
+            "nearest_nics": [topology.nics[place].name for place in near[0]] if near else unknown,
+            "nearest_distance": near[1].value if near else None,
+        }
+        for gpu, links, near in zip(topology.gpus, links_per_gpu(topology), nearest, strict=True)
+    ]
     return {
-        "gpus": [
-            {
-                "index": gpu.index,
-                "busid": gpu.busid,
-                "numa": gpu.numa,
-                "nvlinks": links,
-                "nearest_nics": [topology.nics[place].name for place in near[0]] if near else unknown,
-                "nearest_distance": near[1].value if near else None,
-            }
-            for gpu, links, near in zip(topology.gpus, links_per_gpu(topology), nearest, strict=True)
-        ],
-        "nics": [
-            {
-                "name": nic.name,
-                "busid": nic.busid,
-                "port": nic.port,
-                "numa": nic.numa,
-                "speed_gbps": nic.speed_gbps,
-            }
-            for nic in topology.nics
-        ],
+        "gpus": gpus,
+        "nics": [_fields(nic, "name", "busid", "port", "numa", "speed_gbps") for nic in topology.nics],
         "nvlink": nvlink_kind(topology),
         "node_nic_gbps": node_nic_gbps(topology),
         "warnings": list(topology.warnings),
     }
+
+
+def _fields(of: Gpu | Nic, *names: str) -> dict[str, Any]:
+    return {name: getattr(of, name) for name in names}
 
 
 def as_text(topology: Topology) -> list[str]:

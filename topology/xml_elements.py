@@ -139,22 +139,16 @@ class Notes:
     """What a reader has to say about its input, a sentence each; past forty only their number."""
 
     def __init__(self) -> None:
-        self._kept: list[str] = []
-        self._more = 0
+        self._kept: dict[str, None] = {}
 
     def add(self, sentence: str, line: int | None = None) -> None:
         """Keep `sentence` once, with the line of the file in front where there is one."""
-        note = sentence if line is None else f"line {line}: {sentence}"
-        if note in self._kept:
-            return
-        if len(self._kept) < _NOTES_KEPT:
-            self._kept.append(note)
-        else:
-            self._more += 1
+        self._kept[sentence if line is None else f"line {line}: {sentence}"] = None
 
     def sentences(self) -> tuple[str, ...]:
         """Return all that was kept."""
-        return (*self._kept, *([f"and {self._more} more remarks of these kinds"] if self._more else []))
+        first, more = [*self._kept][:_NOTES_KEPT], len(self._kept) - _NOTES_KEPT
+        return (*first, *([f"and {more} more remarks of these kinds"] if more > 0 else []))
 
 
 class Attributes:

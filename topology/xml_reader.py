@@ -83,9 +83,6 @@ class Walk:
                 arch=attributes.text("arch"),
                 vendor=attributes.text("vendor"),
                 affinity=attributes.affinity(),
-                host_hash=attributes.integer("host_hash", 0),
-                family=attributes.integer("familyid", 0),
-                model=attributes.integer("modelid", 0),
             )
         )
         cpu = len(self.cpus) - 1
@@ -113,8 +110,6 @@ class Walk:
                 parent=parent,
                 cpu=cpu,
                 pci_class=pci_class,
-                vendor=vendor,
-                device=attributes.integer("device", 0),
                 link=attributes.link(),
             )
             self.lines[busid] = element.line
@@ -159,8 +154,6 @@ class Walk:
                 busid=busid,
                 numa=self.cpus[cpu].numa,
                 sm=attributes.integer("sm", 1, 9999),
-                gdr=attributes.flag("gdr"),
-                rank=attributes.integer("rank", 0),
             )
         )
         if attributes.text("mlopart") is not None:
@@ -192,8 +185,8 @@ class Walk:
                 self.ignore(child)
         for net in _nets(element):
             attributes = Attributes(net, self.notes)
-            index, speed = attributes.integer("dev", 0), attributes.integer("speed", highest=10**9)
-            name = attributes.text("name") or busid or ("net" if index is None else f"net{index}")
+            speed = attributes.integer("speed", highest=10**9)
+            name = attributes.text("name") or busid or f"net{attributes.text('dev') or ''}"
             if busid is None and self.loose.setdefault(name, cpu) != cpu:
                 # NCCL lists a port without a PCI device once for each rank, at the rank's CPU.
                 if _VIRTUAL_NAME.fullmatch(name) is None:
@@ -210,9 +203,7 @@ class Walk:
                     speed_gbps=speed / 1000 if speed is not None and speed > 0 else None,
                     link_layer=link_layer(self.pci[busid].pci_class) if busid is not None else None,
                     gdr=attributes.flag("gdr"),
-                    guid=attributes.integer("guid", 0),
                     virtual=busid is None and _VIRTUAL_NAME.fullmatch(name) is not None,
-                    index=index,
                 )
             )
 

@@ -87,7 +87,7 @@ def main() -> None:
 
 def _environment(device: torch.device) -> dict[str, Any]:
     cuda = device.type == "cuda"
-    loader = loader_for(device) if cuda else None
+    loader = loader_for(device)
     return {
         **machine(),
         "command": shlex.join(["python", "-m", "bench.compressors", *sys.argv[1:]]),

@@ -171,7 +171,6 @@ METHODS: dict[str, Beside | None] = {
     "torch.powerSGD:r=4": None,
     "torch.powerSGD:r=4:batched": None,
     "powersgd": Beside("torch.powerSGD:r=4", target=4.0),
-    "powersgd:alternating=True": Beside("torch.powerSGD:r=4"),
     "hierarchical_powersgd": Beside("torch.powerSGD:r=4"),
     "torch.powerSGD:r=32": None,
     "torch.powerSGD:r=32:batched": None,

@@ -18,7 +18,7 @@ from bench.compressors.methods import Gradients, Method, Start
 from bench.output import print_rows, write_lines
 from commopt.feedback import Layout
 
-_WARM_UP_STEPS = 2  # alternating PowerSGD refreshes its two factors in turns
+_WARM_UP_STEPS = 2
 _REHEARSAL = (Layout.of_parameters([("weight", (512, 512)), ("bias", (512,))]),)
 
 
@@ -125,7 +125,6 @@ def _start_counting(device: torch.device) -> int | None:
 
 
 KIND = "compressors"
-_WIDTH = 120  # without a terminal
 _MIB = 2**20
 
 
@@ -191,4 +190,4 @@ def print_table(title: str, found: Sequence[Measurement], failed: Sequence[Failu
         for each in found
     ]
     missing = [f"{each.method}: {each.reason}" for each in failed]
-    print_rows(title, headings, rows, "\n".join(missing), _WIDTH)
+    print_rows(title, headings, rows, "\n".join(missing))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import mean
 from typing import TypeAlias
 
 import torch
 
 from bench.compute_only import LoneRank
 from commopt import Aggregator, build_preset
-from commopt.aggregate import Call
+from commopt.aggregate import Buffer, Call
 from commopt.feedback import Layout
 from commopt.simulate import ddp_buckets, gpu, model, of_model
 
@@ -65,7 +64,6 @@ class Gradients:
 
 
 RANKS_PER_NODE = (2, 2)
-_TURNS = 2  # alternating PowerSGD refreshes its two factors in turns
 
 
 def preset(text: str) -> Method:
@@ -91,12 +89,9 @@ def _nothing_to_wait_for() -> None:
 def _payload_nbytes(aggregator: Aggregator, gradients: Gradients) -> float:
     team = LoneRank(aggregator, gradients.layouts, RANKS_PER_NODE, device=gradients.device).team
     first = aggregator.start_step
-    return mean(
-        sum(
-            each.nbytes
-            for layout in gradients.layouts
-            for each in aggregator.calls(layout, torch.float32, team, gradients.device, step)
-            if isinstance(each, Call) and each.level != "intra"
-        )
-        for step in range(first, first + _TURNS)
+    return sum(
+        each.nbytes
+        for layout in gradients.layouts
+        for each in aggregator.calls(Buffer(layout, torch.float32, gradients.device, first), team)
+        if isinstance(each, Call) and each.level != "intra"
     )

@@ -8,11 +8,10 @@ alternate, and the figure is the median over pairs.
 from __future__ import annotations
 
 import json
-import platform
 import tempfile
-from datetime import datetime, timezone
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 
 import commopt
+from bench.environment import machine
+from bench.output import print_rows
 from commopt.command_line import Parser, output_file, whole
 
 _LAYERS = 64
@@ -44,7 +45,7 @@ def step_us(ddp: nn.Module, steps: int) -> float:
     return total / steps * 1e6
 
 
-def measure(preset: commopt.Preset, pairs: int, steps: int) -> dict[str, object]:
+def measure(preset: commopt.Preset, pairs: int, steps: int) -> dict[str, Any]:
     """Return the host cost per bucket of one preset in microseconds."""
     plain, hooked = build(), build()
     plain.register_comm_hook(None, noop_hook)
@@ -75,18 +76,11 @@ def main() -> None:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
         rows = [measure(preset, options.pairs, options.steps) for preset in commopt.PRESETS.values()]
         dist.destroy_process_group()
-    print(f"{'preset':<20}{'buckets':>9}{'step us/bucket':>17}{'hook us/bucket':>17}")
-    for row in rows:
-        print(
-            f"{row['preset']:<20}{row['buckets']:>9}{row['step_us_per_bucket']:>17.1f}{row['hook_us_per_bucket']:>17.1f}"
-        )
+    figures = ("step_us_per_bucket", "hook_us_per_bucket")
+    shown = [[row["preset"], str(row["buckets"]), *(f"{row[name]:.1f}" for name in figures)] for row in rows]
+    print_rows("On the host", ["preset", "buckets", "step us/bucket", "hook us/bucket"], shown)
     if options.json is not None:
-        environment = {
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "command": "python -m bench.evidence.hook_overhead",
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        }
+        environment = {**machine(), "command": "python -m bench.evidence.hook_overhead"}
         options.json.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")
 
 

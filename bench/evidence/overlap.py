@@ -28,7 +28,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import commopt
 from bench.environment import gather, run_of
-from bench.output import print_rows
+from bench.output import print_rows, write_results
 from commopt.command_line import Parser, output_file, whole
 from examples.train_gpt import GPT, VOCABULARY, strategy_name
 
@@ -88,7 +88,7 @@ def overlap_of(events: Iterable[Event], step_name: str) -> Overlap:
         backward_kernels=0 if backward is None else len(by_stream[backward]),
         lane_ms=length(on_lane) / 1000,
         backward_ms=length(on_backward) / 1000,
-        both_ms=length(common(on_lane, on_backward)) / 1000,
+        both_ms=both(on_lane, on_backward) / 1000,
         waits=dict(sorted(_waits(whole, steps).items())),
     )
 
@@ -104,24 +104,14 @@ def union(spans: Iterable[Span]) -> list[Span]:
     return joined
 
 
-def common(first: Sequence[Span], second: Sequence[Span]) -> list[Span]:
-    """Return the times that are in both unions."""
-    found: list[Span] = []
-    one, other = 0, 0
-    while one < len(first) and other < len(second):
-        begin, end = max(first[one][0], second[other][0]), min(first[one][1], second[other][1])
-        if begin < end:
-            found.append((begin, end))
-        if first[one][1] < second[other][1]:
-            one += 1
-        else:
-            other += 1
-    return found
-
-
 def length(spans: Iterable[Span]) -> float:
     """Return the sum of their lengths."""
     return sum(end - begin for begin, end in spans)
+
+
+def both(first: Sequence[Span], second: Sequence[Span]) -> float:
+    """Return how long the times are that are in both unions."""
+    return length(first) + length(second) - length(union([*first, *second]))
 
 
 def _covers(spans: Sequence[Span], time: float) -> bool:
@@ -217,7 +207,6 @@ class Steps:
 
 
 KIND = "overlap"
-_WIDTH = 110  # without a terminal
 
 
 def trace_of(profiler: profile) -> dict[str, Any]:
@@ -229,17 +218,10 @@ def trace_of(profiler: profile) -> dict[str, Any]:
     return trace
 
 
-def write_trace(path: Path, trace: dict[str, Any]) -> None:
-    """Write a trace for ui.perfetto.dev, which reads it as it is."""
-    with gzip.open(path, "wt") as file:
-        json.dump(trace, file)
-
-
 def write(path: Path, environment: dict[str, Any], overlaps: Sequence[Overlap]) -> None:
-    """Write one JSON object per line, each naming its kind under "record": the environment, then every rank."""
-    records = [{"record": "environment", "kind": KIND, **environment}]
-    records += [{"record": "rank", "rank": rank, **asdict(overlap)} for rank, overlap in enumerate(overlaps)]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    """Write JSON lines: the environment, then every rank."""
+    ranks = ({"rank": rank, **asdict(overlap)} for rank, overlap in enumerate(overlaps))
+    write_results(path, {"kind": KIND, **environment}, "rank", ranks)
 
 
 def print_table(title: str, overlaps: Sequence[Overlap]) -> None:
@@ -263,7 +245,7 @@ def print_table(title: str, overlaps: Sequence[Overlap]) -> None:
         for rank, overlap in enumerate(overlaps)
         for call, count in overlap.waits.items()
     ]
-    print_rows(title, headings, rows, "\n".join(waits), width=_WIDTH)
+    print_rows(title, headings, rows, "\n".join(waits))
 
 
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -300,7 +282,8 @@ def measure(options: argparse.Namespace, device: torch.device) -> list[Overlap]:
         if options.json:
             write(options.json, environment, overlaps)
         if options.trace:
-            write_trace(options.trace, trace)
+            with gzip.open(options.trace, "wt") as file:  # ui.perfetto.dev reads it as it is
+                json.dump(trace, file)
         print_table(f"{options.strategy} on {name}, sums over the steps", overlaps)
     return overlaps
 

@@ -66,7 +66,7 @@ def main() -> None:
                 file.write(json.dumps(found) + "\n")
         rows = [[name, f"{step_ms:.2f}"] for name, step_ms in found["step_ms"].items()]
         rows += [[name, f"{ratio:.4f}"] for name, ratio in found["ratios"].items()]
-        print_rows(f"{options.model}, {found['buckets']} messages", ["recording", "step ms"], rows, width=60)
+        print_rows(f"{options.model}, {found['buckets']} messages", ["recording", "step ms"], rows)
     dist.destroy_process_group()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import signal
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,8 +42,7 @@ def main() -> int:
         parser.error(str(error))
     if options.list:
         for step in chosen:
-            beside = f" (beside {step.beside})" if step.beside else ""
-            print(f"{_PARTS[step.part - 1]:<8}{step.name:<16}{step.limit_s:>4.0f} s  {step.shows}{beside}")
+            print(f"{_PARTS[step.part - 1]:<8}{step.name:<16}{step.limit_s:>4.0f} s  {step.shows}")
         return 0
     if not torch.cuda.is_available():
         print(f"bench.gpu: {no_gpu()}", file=sys.stderr)
@@ -52,9 +50,8 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     command = shlex.join(["python", "-m", "bench.gpu", *sys.argv[1:]])
     try:
-        with _ending_when_told(), tempfile.TemporaryDirectory(prefix="bench-gpu-") as files:
-            place = Place(options.out, Path(files), options.build, torch.cuda.device_count())
-            order = [step.name for step in known]
+        with _ending_when_told():
+            order, place = [step.name for step in known], Place(options.out, options.build)
             outcomes = session(chosen, place, options.limit_s, {**machine(), "command": command}, order)
     except ValueError as error:  # the file in --out is another's
         parser.error(str(error))

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from commopt.command_line import Parser
 from commopt.errors import ConfigurationError
-from commopt.kernels import lowrank, pack, quantize, sources, sparse, unpack
+from commopt.kernels import lowrank, quantize, sources, sparse
 from commopt.kernels.codec import Codec, CodecName, ErrorFeedback, Momentum, RngKey, Velocity
 from commopt.kernels.loader import VARIABLE, loader_for
 from commopt.kernels.sparse import BLOCK, SparseRow
@@ -40,16 +40,7 @@ _KINDS: tuple[tuple[CodecName, int, bool], ...] = (
 _BLOCKS = (64, 192, 4096)  # a part of a warp's, an odd number of them, several warps together
 _FACTORS = ((2, 37, 130, 1), (3, 70, 5, 4), (1, 3001, 65, 31), (1, 70, 130, 33))  # a second panel begins at rank 33
 _PEERS = 3
-_DICE = RngKey(seed=2**63 + 1, step=7, stream=3)
-
-
-def _transfers(device: torch.device) -> Iterator[Call]:
-    for inside, flat_dtype in itertools.product(_DTYPES, _DTYPES):
-        tensors = [_random(numel, device).to(inside) for numel in (1, 7, 0, 1023, 40_001)]
-        flat = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=flat_dtype, device=device)
-        for scale in (1.0, 0.5):
-            yield partial(pack, tensors, flat, scale)
-            yield partial(unpack, flat, tensors, scale)
+_RNG = RngKey(seed=2**63 + 1, step=7, stream=3)
 
 
 def _blocks(codec: Codec, device: torch.device) -> Iterator[Call]:
@@ -59,10 +50,10 @@ def _blocks(codec: Codec, device: torch.device) -> Iterator[Call]:
     for dtype, carrying in itertools.product(_DTYPES, (False, True)):
         values, payload, sent = _random(numel, device).to(dtype), rows(_PEERS), rows(1)
         carry, owned = (_carry(count, device) if carrying else None for count in (numel, chunk_numel - 5))
-        yield partial(quantize.encode, codec, values, payload, chunk_numel, 0.5, carry, _DICE)
+        yield partial(quantize.encode, codec, values, payload, chunk_numel, 0.5, carry, _RNG)
         yield partial(quantize.decode, codec, payload, torch.empty_like(values), chunk_numel)
         yield partial(quantize.accumulate, codec, payload, torch.empty(chunk_numel, device=device))
-        yield partial(quantize.recode, codec, payload, sent, chunk_numel, chunk_numel - 5, owned, _DICE)
+        yield partial(quantize.recode, codec, payload, sent, chunk_numel, chunk_numel - 5, owned, _RNG)
 
 
 def _sparse(value_dtype: torch.dtype, device: torch.device) -> Iterator[Call]:
@@ -95,7 +86,6 @@ def _low_rank(device: torch.device) -> Iterator[Call]:
 
 # By what they are of. Calls of a group belong together: what one writes the next reads.
 GROUPS: dict[str, list[Callable[[torch.device], Iterator[Call]]]] = {
-    "pack": [_transfers],
     "quantize": [
         partial(_blocks, Codec(name, bits, block, stochastic))
         for (name, bits, stochastic), block in itertools.product(_KINDS, _BLOCKS)

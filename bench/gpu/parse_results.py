@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,8 +15,6 @@ from bench.gpu.runner import Place
 from bench.training import report as training
 
 _WHOLE_DEVICE = "cudaDeviceSynchronize"
-_LATE = re.compile(r"was still running after|Timeout \(?>|rank \d+ took \d+\.\d s")  # of tests/ranks.py, pytest-timeout
-_OTHERWISE = re.compile(r"^--- rank [\d, ]+ (raised|died|returned)", re.MULTILINE)
 _NO_LOADER = ("native: ", "nvrtc: ", "there are not two loaders")  # why tests of kernels were skipped
 
 Read = Callable[[Place], "Parsed"]
@@ -42,11 +39,11 @@ def tests(file: str) -> Read:
     """Return what reads the file of pytest's --junitxml among the files."""
 
     def read(place: Place) -> Parsed:
-        cases = list(ElementTree.parse(place.files / file).iter("testcase"))
+        cases = list(ElementTree.parse(place.out / file).iter("testcase"))
         failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
         skipped = sum(case.find("skipped") is not None for case in cases)
-        failures, late = [_name(case) for case in failed], [_name(case) for case in failed if _is_late(case)]
-        counted = Counted(len(cases) - len(failures) - skipped, len(failures), skipped, failures, late)
+        failures = [f"{case.get('classname', '')}::{case.get('name', '')}" for case in failed]
+        counted = Counted(len(cases) - len(failures) - skipped, len(failures), skipped, failures)
         if failures:
             return Parsed(counted, why=f"{len(failures)} of {len(cases)} tests failed")
         for reason in (each.get("message", "") for case in cases for each in case.iter("skipped")):
@@ -57,16 +54,6 @@ def tests(file: str) -> Read:
     return read
 
 
-def _is_late(case: ElementTree.Element) -> bool:
-    """Tell whether a test failed by its limit of time alone, on every rank."""
-    text = "\n".join(each.get("message", "") for kind in ("failure", "error") for each in case.iter(kind))
-    return bool(_LATE.search(text)) and not _OTHERWISE.search(text)
-
-
-def _name(case: ElementTree.Element) -> str:
-    return f"{case.get('classname', '')}::{case.get('name', '')}"
-
-
 def learned(file: str, strategies: Sequence[str]) -> Read:
     """Return what reads a file of bench.training among the files, in which all of `strategies` should be.
 
@@ -74,7 +61,7 @@ def learned(file: str, strategies: Sequence[str]) -> Read:
     """
 
     def read(place: Place) -> Parsed:
-        _, outcomes = training.read(place.files / file)
+        _, outcomes = training.read(place.out / file)
         losses = {each.strategy: [look.held_out_loss for look in each.curve] for each in outcomes}
         failures = [name for name, curve in losses.items() if not (isfinite(curve[-1]) and curve[-1] < curve[0])]
         missing = [name for name in strategies if name not in losses]
@@ -88,7 +75,7 @@ def learned(file: str, strategies: Sequence[str]) -> Read:
 
 def kernels(place: Place) -> Parsed:
     """Read what is the target of kernels, and whether they achieve it; a kernel that cannot run is a failure."""
-    file = place.files / "kernels.json"
+    file = place.out / "kernels.json"
     targets = [
         Target(
             f"{record['name']}, {record['variant']}",
@@ -105,7 +92,7 @@ def kernels(place: Place) -> Parsed:
 
 def compressors(place: Place) -> Parsed:
     """Read what is the target of presets; one that could not be measured is a failure, one of torch's is none."""
-    file = place.files / "compressors.json"
+    file = place.out / "compressors.json"
     targets = [
         Target(
             f"{record['method']} on {record['model']}",
@@ -122,7 +109,7 @@ def compressors(place: Place) -> Parsed:
 
 def overlap(place: Place) -> Parsed:
     """Read what part of the lane's work ran beside backward on each rank, and whether a step waited for the device."""
-    ranks = _records(place.files / "overlap.json", "rank")
+    ranks = _records(place.out / "overlap.json", "rank")
     parts = [each["both_ms"] / each["lane_ms"] if each["lane_ms"] else 0.0 for each in ranks]
     waits = [each["waits"] for each in ranks]
     wrong = [f"rank {rank}: nothing ran beside backward" for rank, part in enumerate(parts) if part == 0]
@@ -138,6 +125,6 @@ def _records(file: Path, kind: str) -> list[dict[str, Any]]:
 
 def machine(place: Place) -> Parsed:
     """Read the record of the machine."""
-    record = json.loads((place.files / "machine.json").read_text())
+    record = json.loads((place.out / "machine.json").read_text())
     facts = {**record["versions"], **record["device"], **record["rates"]}
     return Parsed(facts=facts, why="; ".join(record["failures"]))

@@ -17,18 +17,17 @@ from commopt.command_line import Parser
 
 KIND, FILE = "gpu", "gpu.json"
 
-Verdict = Literal["passed", "failed", "timed out", "not judged", "skipped"]
+Verdict = Literal["passed", "failed", "timed out", "skipped"]
 
 
 @dataclass(frozen=True)
 class Counted:
-    """What pytest counted; `failures` names the tests that failed, `late` those of them that only took too long."""
+    """What pytest counted; `failures` names the tests that failed."""
 
     passed: int
     failed: int
     skipped: int
     failures: list[str] = field(default_factory=list)
-    late: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,6 @@ def merged(old: Sequence[Outcome], new: Sequence[Outcome], order: Sequence[str])
 BEGIN, END = "<!-- results: written by bench.gpu.report -->", "<!-- end of results -->"
 _STEPS = ["step", "outcome", "s", "tests passed", "failed", "skipped", "targets", "met", "why"]
 _TARGETS = ["what", "target", "measured", "met"]
-_WIDTH = 150  # without a terminal
 
 
 def step_rows(outcomes: Sequence[Outcome]) -> list[list[str]]:
@@ -128,9 +126,9 @@ def title(environment: dict[str, Any]) -> str:
 def print_tables(path: Path) -> None:
     """Print what a file of `bench.gpu` says; raises ValueError when it is another's."""
     environment, outcomes = read(path)
-    print_rows(title(environment), _STEPS, step_rows(outcomes), width=_WIDTH)
+    print_rows(title(environment), _STEPS, step_rows(outcomes))
     if rows := target_rows(outcomes):
-        print_rows("Targets", _TARGETS, rows, width=_WIDTH)
+        print_rows("Targets", _TARGETS, rows)
 
 
 def markdown(environment: dict[str, Any], outcomes: Sequence[Outcome]) -> str:

@@ -19,7 +19,6 @@ GRACE_S = 25.0  # for pytest to write what it knows, for launchers to end their 
 MARK = "BENCH_GPU_STEP"
 _KILL_S = 10.0
 _NUMBERS = count()
-_running: set[str] = set()  # marks
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,6 @@ def run(
     mark = f"{os.getpid()}-{next(_NUMBERS)}"
     started = time.monotonic()
     status: int | None = None
-    _running.add(mark)
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
@@ -64,14 +62,7 @@ def run(
                 os.killpg(process.pid, signal.SIGKILL)
             _kill_marked(mark)
             process.wait()
-            _running.discard(mark)
     return Ended(status, time.monotonic() - started)
-
-
-def stop_all() -> None:
-    """Kill what runs now, in whatever thread it was started; there `run` returns."""
-    for mark in list(_running):
-        _kill_marked(mark)
 
 
 def _heed_interrupts() -> None:
@@ -103,16 +94,10 @@ CUDA_TOOLS = Path("/usr/local/cuda/bin")  # where nvcc and compute-sanitizer are
 
 @dataclass(frozen=True)
 class Place:
-    """Folders of a session, and how many GPUs there are.
-
-    out: what the user named, for the records and the archive. files: what steps write and print, all in the archive.
-    build: where commopt is installed.
-    """
+    """Folders of a session: `out` has all that steps write and print, in `build` commopt is installed."""
 
     out: Path
-    files: Path
     build: Path | None = None
-    gpus: int = 1
 
     @property
     def python(self) -> Path:
@@ -120,24 +105,10 @@ class Place:
         built = None if self.build is None else self.build.resolve() / "bin" / "python"
         return built if built and built.exists() else Path(sys.executable)
 
-    def takes_turns(self, ranks: int) -> bool:
-        """Whether so many ranks are given the GPU one after the other: every small collective then takes 25 ms or more.
-
-        Two ranks take turns too, in 2 to 6 ms, with which all limits can be kept.
-        """
-        return ranks > 2 * self.gpus
-
     def filled(self, words: Sequence[str]) -> list[str]:
         """Return a step's command for this place."""
-        return self._replaced(
-            words,
-            {
-                "{python}": str(self.python),
-                "{first python}": sys.executable,
-                "{out}": str(self.files),
-                "{build}": "" if self.build is None else str(self.build.absolute()),
-            },
-        )
+        values = {"{python}": str(self.python), "{first python}": sys.executable, "{out}": str(self.out.absolute())}
+        return self._replaced(words, {**values, "{build}": str(self.build and self.build.absolute())})
 
     def shown(self, words: Sequence[str]) -> str:
         """Return a step's command as a reader can repeat it in the project's folder."""

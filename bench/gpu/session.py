@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import tarfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -15,7 +12,7 @@ from typing import Any
 
 from bench.gpu.parse_results import Parsed, Read, nothing
 from bench.gpu.report import FILE, Outcome, Verdict, merged, read, write
-from bench.gpu.runner import Ended, Place, environment, run, stop_all
+from bench.gpu.runner import Ended, Place, environment, run
 
 LEAST_S = 15.0  # with less time left a step is not begun
 _WHY_CHARACTERS = 300
@@ -36,10 +33,6 @@ class Step:
     """Target just before: why it cannot run on this machine, None when it can."""
     refusal: str | None = None
     """What the program says on a machine that it cannot serve."""
-    ranks: int = 1
-    """That share the GPU."""
-    beside: str | None = None
-    """The step at whose side it runs where it follows that one."""
     part: int = 1
     """What is to be done first, in one call of eight minutes, or second."""
 
@@ -57,7 +50,7 @@ def take(step: Step, place: Place, left_s: float) -> Outcome:
         return _outcome(step, place, 0.0, "skipped", why)
     limit_s = min(step.limit_s, left_s)
     for file in step.results:
-        (place.files / file).unlink(missing_ok=True)  # what an earlier session left is no result of this one
+        (place.out / file).unlink(missing_ok=True)  # what an earlier session left is no result of this one
     log = log_of(step.name, place)
     started = time.monotonic()
     try:
@@ -68,14 +61,12 @@ def take(step: Step, place: Place, left_s: float) -> Outcome:
         return _outcome(step, place, ended.seconds, "skipped", why)
     found, unread = _found(step, place)
     verdict, why = _verdict(ended, limit_s, found.why or _last_line(log), found.why or unread)
-    if place.takes_turns(step.ranks) and _only_late(verdict, found):
-        verdict, why = "not judged", f"time-sliced, not judged: {step.ranks} ranks took turns on a GPU; {why}"
     return _outcome(step, place, ended.seconds, verdict, why, found)
 
 
 def log_of(name: str, place: Place) -> Path:
     """Return where all that a step prints goes."""
-    return place.files / f"{name}.log"
+    return place.out / f"{name}.log"
 
 
 def _found(step: Step, place: Place) -> tuple[Parsed, str]:
@@ -93,12 +84,6 @@ def _verdict(ended: Ended, limit_s: float, said: str, wrong: str) -> tuple[Verdi
     if ended.status != 0:
         return "failed", f"exit status {ended.status}; {said}"
     return ("failed", wrong) if wrong else ("passed", "")
-
-
-def _only_late(verdict: Verdict, found: Parsed) -> bool:
-    """Tell whether nothing is known to be wrong but the time it took."""
-    failures, late = (found.tests.failures, found.tests.late) if found.tests else ([], [])
-    return failures == late and (verdict == "timed out" or (verdict == "failed" and bool(late)))
 
 
 def _refusal(step: Step, log: Path) -> str | None:
@@ -134,7 +119,6 @@ def _outcome(
     )
 
 
-ARCHIVE = "gpu.tar.gz"
 _SHOWN_LINES = 12  # of one that fell through
 
 
@@ -148,77 +132,21 @@ def session(
 ) -> list[Outcome]:
     """Take all steps within `limit_s`, write what is known after each, and return the outcomes of these steps.
 
-    Outcomes of other steps that the file has from before stay in it; `order` names all that are known. The archive has
-    every file and all that was printed, also of a step that was under way when this was told to end.
+    Outcomes of other steps that the file has from before stay in it; `order` names all that are known.
     """
     file = place.out / FILE
     before = read(file)[1] if file.exists() else []
-    _unpack(place)
     started = clock()
     outcomes: list[Outcome] = []
-    try:
-        for group in together(steps):
-            for number, step in enumerate(group, len(outcomes) + 1):
-                print(f"[{number}/{len(steps)}] {step.name}: {step.shows}", file=sys.stderr, flush=True)
-            left_s = float("inf") if limit_s is None else limit_s - (clock() - started)
-            for outcome in _take_all(group, place, left_s):
-                outcomes.append(outcome)
-                _say(outcome, place)
-            known = merged(before, outcomes, order)
-            write(file, {**environment, **_machine(known)}, known)
-            _pack(place)
-    finally:
-        _pack(place)
+    for number, step in enumerate(steps, 1):
+        print(f"[{number}/{len(steps)}] {step.name}: {step.shows}", file=sys.stderr, flush=True)
+        left_s = float("inf") if limit_s is None else limit_s - (clock() - started)
+        outcomes.append(take(step, place, left_s))
+        _say(outcomes[-1], place)
+        known = merged(before, outcomes, order)
+        facts = next((outcome.facts for outcome in known if outcome.name == "machine"), {})
+        write(file, {**environment, **facts}, known)
     return outcomes
-
-
-def together(steps: Sequence[Step]) -> list[list[Step]]:
-    """Return the steps in groups that run at the same time."""
-    groups: list[list[Step]] = []
-    for step in steps:
-        if groups and groups[-1][0].name == step.beside:
-            groups[-1].append(step)
-        else:
-            groups.append([step])
-    return groups
-
-
-def _take_all(group: Sequence[Step], place: Place, left_s: float) -> list[Outcome]:
-    if len(group) == 1:
-        return [take(group[0], place, left_s)]
-    with ThreadPoolExecutor(len(group)) as pool:
-        taken = [pool.submit(take, step, place, left_s) for step in group]
-        try:
-            return [each.result() for each in taken]
-        except BaseException:  # a signal: the pool waits for its threads
-            stop_all()
-            raise
-
-
-def _pack(place: Place) -> None:
-    """Write the archive; whoever is killed meanwhile leaves the old one."""
-    unfinished = place.out / f"{ARCHIVE}.new"
-    with tarfile.open(unfinished, "w:gz") as archive:
-        for file in sorted([*place.files.iterdir(), *place.out.glob(FILE)]):
-            if file.is_file():
-                archive.add(file, file.name)
-    os.replace(unfinished, place.out / ARCHIVE)
-
-
-def _unpack(place: Place) -> None:
-    """Go on with the files of an earlier session."""
-    file = place.out / ARCHIVE
-    if not file.exists():
-        return
-    with tarfile.open(file) as archive:
-        for member in archive:
-            data = archive.extractfile(member)
-            if data is not None and "/" not in member.name and member.name != FILE:
-                (place.files / member.name).write_bytes(data.read())
-
-
-def _machine(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    return next((outcome.facts for outcome in outcomes if outcome.name == "machine"), {})
 
 
 def _say(outcome: Outcome, place: Place) -> None:

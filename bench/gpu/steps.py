@@ -14,14 +14,14 @@ from bench.gpu.runner import ROOT, environment
 from bench.gpu.session import Step
 from commopt.cluster import Cluster
 
-KERNEL_TESTS = tuple(f"tests/test_{name}.py" for name in ("kernels", "gpu_kernels", "gpu_loaders"))
+KERNEL_TESTS = tuple(f"tests/test_{name}.py" for name in ("kernels", "gpu_loaders"))
 CONTRACT, CAPTURE, DDP, FAILURES, SOAK = RANKS_TESTS = tuple(
     f"tests/test_gpu_{name}.py" for name in ("contract", "capture", "ddp", "failures", "soak")
 )
 _TWO = "[2] or [1+1]"  # names of worlds of two ranks
 _FLAT_GRAPHS = "replays and flat"
 _PRESETS_OF_TWO = "every_preset and not nodes"
-KERNEL_NAMES = ("transfer_", "encode_", "decode_", "recode_", "sparse_", "factor_", "lowrank_")  # how ours begin
+KERNEL_NAMES = ("encode_", "decode_", "recode_", "sparse_", "factor_", "lowrank_")  # how ours begin
 PRESETS = (
     "ddp",
     "flat",
@@ -64,11 +64,9 @@ def steps(build: bool) -> list[Step]:
         ),
         _build(build),
         _tests("kernel-tests", "both loaders compute what the reference does", 150, *KERNEL_TESTS, at_once=True),
-        replace(_sanitizer("memcheck"), beside="kernel-tests"),
-        replace(_sanitizer("racecheck"), beside="kernel-tests"),
         _benchmark("kernels", "what part of the memory's speed each kernel reaches", 100, kernels),
-        _ranks_tests("nccl-tests", "two ranks average over NCCL: right, and the same bits", 2, 60, CONTRACT, k=_TWO),
-        _ranks_tests("graph-tests", "a CUDA graph replays steps of flat presets", 2, 60, CAPTURE, k=_FLAT_GRAPHS),
+        _tests("nccl-tests", "two ranks average over NCCL: right, and the same bits", 60, CONTRACT, k=_TWO),
+        _tests("graph-tests", "a CUDA graph replays steps of flat presets", 60, CAPTURE, k=_FLAT_GRAPHS),
         _benchmark(
             "overlap",
             "communication overlaps with backward; nothing waits for the device",
@@ -77,35 +75,30 @@ def steps(build: bool) -> list[Step]:
             "--trace",
             "{out}/overlap-trace.json.gz",
             module="bench.evidence.overlap",
-            ranks=2,
         ),
-        _ranks_tests("ddp-tests", "every preset inside DDP, two ranks", 2, 90, DDP, k=_PRESETS_OF_TWO),
-        _ranks_tests("failures", "a failing or dying rank is known to all", 4, 120, FAILURES),
+        _tests("ddp-tests", "every preset inside DDP, two ranks", 90, DDP, k=_PRESETS_OF_TWO),
+        _tests("failures", "a failing or dying rank is known to all", 120, FAILURES),
         *(replace(step, part=2) for step in _second_part()),
     ]
 
 
 def _second_part() -> list[Step]:
     return [
-        _ranks_tests(
-            "contract-tests", "the contract of all aggregators over NCCL", 8, 240, CONTRACT, k=f"not ({_TWO})"
-        ),
-        _ranks_tests(
+        _tests("contract-tests", "the contract of all aggregators over NCCL", 240, CONTRACT, k=f"not ({_TWO})"),
+        _tests(
             "nodes-tests",
             "DDP's features, AMP and CUDA graphs on nodes",
-            4,
             240,
             *(DDP, CAPTURE),
             k=f"not ({_PRESETS_OF_TWO}) and not ({_FLAT_GRAPHS})",
         ),
-        _ranks_tests("option-tests", "options of communicators, recordings, ranks", 4, 120, *_other_tests()),
+        _tests("option-tests", "options of communicators, recordings, ranks", 120, *_other_tests()),
         _benchmark("compressors", "what a step of each preset costs beside torch's hooks", 120, compressors),
-        _ranks_tests("soak", "500 steps: nothing grows", 2, 100, SOAK),
+        _tests("soak", "500 steps: nothing grows", 100, SOAK),
         _training("training", "a GPT learns by every preset on 2 x 2 ranks", PRESETS, 150),
         _tuner("exact-tuning", "auto"),
         _tuner("lossy-tuning", "auto:allow=quantized+powersgd"),
-        _sanitizer("initcheck"),
-        _sanitizer("synccheck"),
+        *map(_sanitizer, SANITIZER_TOOLS),
         _emulated_network(),
     ]
 
@@ -135,10 +128,6 @@ def _tests(name: str, shows: str, limit_s: float, *files: str, at_once: bool = F
     return Step(name, shows, _module("pytest", *options, *files), limit_s, tests(file))
 
 
-def _ranks_tests(name: str, shows: str, ranks: int, limit_s: float, *files: str, k: str = "") -> Step:
-    return replace(_tests(name, shows, limit_s, *files, k=k), ranks=ranks)
-
-
 def _other_tests() -> list[str]:
     """Return every other file with tests that need a GPU, none forgotten."""
     files = sorted((ROOT / "tests").glob("test_*.py"))
@@ -146,11 +135,9 @@ def _other_tests() -> list[str]:
     return [name for name in marked if name not in (*KERNEL_TESTS, *RANKS_TESTS)]
 
 
-def _benchmark(
-    name: str, shows: str, limit_s: float, read: Read, *arguments: str, module: str = "", ranks: int = 1
-) -> Step:
+def _benchmark(name: str, shows: str, limit_s: float, read: Read, *arguments: str, module: str = "") -> Step:
     command = _module(module or f"bench.{name}", "--json", f"{{out}}/{name}.json", *arguments)
-    return Step(name, shows, command, limit_s, read, ranks=ranks)
+    return Step(name, shows, command, limit_s, read)
 
 
 def _sanitizer(tool: str) -> Step:
@@ -185,13 +172,13 @@ def _training(name: str, shows: str, strategies: Sequence[str], limit_s: float) 
     file = f"{name}.json"
     arguments = ("--strategies", ",".join(strategies), *_TIMES, "--json", f"{{out}}/{file}")
     command = _ranks("bench.training", *arguments)
-    return Step(name, shows, command, limit_s, learned(file, strategies), settings=_TWO_NODES, ranks=4)
+    return Step(name, shows, command, limit_s, learned(file, strategies), settings=_TWO_NODES)
 
 
 def _tuner(name: str, strategy: str) -> Step:
     script = ("examples/train_gpt.py", "--strategy", "ddp", "--steps", "80", "--look-every", "40")
     command = _ranks("commopt", "run", "--strategy", strategy, "--report", *script)
-    return Step(name, f"{strategy} measures, tries and decides over NCCL", command, 90, settings=_TWO_NODES, ranks=4)
+    return Step(name, f"{strategy} measures, tries and decides over NCCL", command, 90, settings=_TWO_NODES)
 
 
 def _emulated_network() -> Step:
@@ -206,5 +193,4 @@ def _emulated_network() -> Step:
         learned("network.json", _ACROSS),
         settings=_TWO_NODES,
         missing=lambda: Cluster.missing(_LINK_RATE),
-        ranks=4,
     )

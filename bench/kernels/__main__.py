@@ -19,7 +19,6 @@ from bench.kernels.measure import DeviceCopy, Missing, Record, ResultFile, descr
 from bench.timing import Clock, clock_of, events_us
 from commopt.command_line import Parser, content_of, output_file, whole
 from commopt.kernels.loader import loader_for
-from commopt.simulate.model_zoo import gpt2, resnet50
 
 _GPU_REPEATS, _CPU_REPEATS = 30, 7
 
@@ -27,7 +26,7 @@ _GPU_REPEATS, _CPU_REPEATS = 30, 7
 def records(setting: Setting, only: set[str], repeats: int, clock: Clock) -> Iterator[Record]:
     """Measure the kernels of these names; what fails leaves a record and does not keep others from being measured."""
     copy = DeviceCopy(setting.device)
-    for family in families((resnet50(), gpt2())):
+    for family in families():
         if only.isdisjoint(family.names):
             continue
         try:
@@ -41,7 +40,7 @@ def records(setting: Setting, only: set[str], repeats: int, clock: Clock) -> Ite
 
 def main() -> None:
     """Measure every kernel, print and write the figures; exits with 1 when something failed."""
-    names = sorted({name for family in families(()) for name in family.names})
+    names = sorted({name for family in families() for name in family.names})
     parser = Parser(prog="python -m bench.kernels", description=(bench.kernels.__doc__ or "").splitlines()[0])
     parser.add_argument("--numel", type=whole(1), default=25_000_000, help="elements of the gradient")
     parser.add_argument("--peers", type=whole(1), default=PEERS, help="ranks whose rows an owner adds up")
@@ -85,7 +84,7 @@ def _table(path: Path) -> Callable[[Container[str]], str]:
 
 def _loader(device: torch.device) -> str | None:
     """Return what launches the kernels, None where plain torch does their work."""
-    loader = loader_for(device) if device.type == "cuda" else None
+    loader = loader_for(device)
     return None if loader is None else type(loader).__name__.lower()
 
 

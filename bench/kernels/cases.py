@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from math import ceil, isqrt
 
 import torch
-from torch import Tensor
 
 from bench.kernels.case import (
     SCALE,
@@ -28,51 +27,15 @@ from bench.kernels.case import (
     topk_route,
 )
 from commopt.compress import COMPRESSORS, Blockwise, Cast, Compressor, OneBit, Quantize
-from commopt.kernels import lowrank, pack, quantize, sparse, unpack
+from commopt.kernels import lowrank, quantize, sparse
 from commopt.kernels import lowrank_reference as lowrank_reference
 from commopt.kernels import quantize_reference as reference
 from commopt.kernels import sparse_reference as sparse_reference
 from commopt.kernels.codec import Codec, ErrorFeedback, Momentum, RngKey, Velocity
-from commopt.kernels.pack import pack_with_torch, unpack_with_torch
 from commopt.kernels.sparse import SparseRow
-from commopt.simulate.model_zoo import Model
-
-_PACKING = ("pack", "unpack")
-_TENSORS = 64
-_LEAST_OF_COPY = 0.85
-
-
-def of_model(model: Model) -> Family:
-    """Return the gradients of a model, whatever the setting's number of elements."""
-
-    def build(setting: Setting) -> Iterator[Case]:
-        gradients = [setting.random(*parameter.shape) for parameter in model.parameters]
-        return _packing_cases(gradients, f"{model.name}: {len(gradients)} tensors")
-
-    return Family(f"gradients of {model.name}", _PACKING, build)
-
-
-def _even(setting: Setting) -> Iterator[Case]:
-    return _packing_cases([piece.clone() for piece in setting.values.tensor_split(_TENSORS)], f"{_TENSORS} tensors")
-
-
-EVEN = Family(f"{_TENSORS} tensors of one length", _PACKING, _even)
-
-
-def _packing_cases(tensors: list[Tensor], title: str) -> Iterator[Case]:
-    numel, every, targets = sum(tensor.numel() for tensor in tensors), tuple(tensors), (of_copy(_LEAST_OF_COPY),)
-    for dtype in (torch.float32, torch.bfloat16):
-        flat = torch.empty(numel, dtype=dtype, device=tensors[0].device)
-        pack_with_torch(tensors, flat)
-        variant = f"{title}, float32 and {str(dtype).removeprefix('torch.')}"
-        yield Case("pack", variant, pack, pack_with_torch, (tensors, flat, SCALE), every, (flat,), targets=targets)
-        yield Case(
-            "unpack", variant, unpack, unpack_with_torch, (flat, tensors, SCALE), (flat,), every, targets=targets
-        )
-
 
 _INT8 = Quantize(8).codec
-_DICE = RngKey(seed=1)
+_RNG = RngKey(seed=1)
 
 
 def of_codec(codec: Codec) -> Family:
@@ -92,7 +55,7 @@ def _of_a_rank(codec: Codec, variant: str, setting: Setting) -> Iterator[Case]:
     values, carry = setting.values, setting.carry
     chunk_numel = ceil(setting.numel / (setting.peers * codec.block)) * codec.block
     payload = rows(setting.peers, codec.payload_nbytes(chunk_numel), setting.device)
-    quantize.encode(codec, values, payload, chunk_numel, SCALE, None, _DICE)
+    quantize.encode(codec, values, payload, chunk_numel, SCALE, None, _RNG)
     sent, decoded = torch.empty_like(payload), torch.empty_like(values)
     on_gpu = codec == _INT8 and setting.device.type == "cuda"
     yield Case(
@@ -100,7 +63,7 @@ def _of_a_rank(codec: Codec, variant: str, setting: Setting) -> Iterator[Case]:
         variant,
         quantize.encode,
         reference.encode,
-        (codec, values, sent, chunk_numel, SCALE, carry, _DICE),
+        (codec, values, sent, chunk_numel, SCALE, carry, _RNG),
         (values, carry.old),
         (sent, carry.new),
         others=(compiled_int8_blocks(values, carry.old, SCALE, codec.block),) if on_gpu else (),
@@ -124,7 +87,7 @@ def _of_an_owner(codec: Codec, variant: str, setting: Setting) -> Iterator[Case]
     payloads = rows(setting.peers, codec.payload_nbytes(chunk_numel), setting.device)
     for peer in range(setting.peers):
         own = setting.values.roll(peer)
-        quantize.encode(codec, own, payloads[peer : peer + 1], chunk_numel, SCALE, None, _DICE)
+        quantize.encode(codec, own, payloads[peer : peer + 1], chunk_numel, SCALE, None, _RNG)
     total, sent = torch.empty(chunk_numel, device=setting.device), torch.empty_like(payloads[:1])
     variant = f"{variant}, {setting.peers} peers"
     yield Case(
@@ -142,7 +105,7 @@ def _of_an_owner(codec: Codec, variant: str, setting: Setting) -> Iterator[Case]
         variant,
         quantize.recode,
         reference.recode,
-        (codec, payloads, sent, chunk_numel, setting.numel, carry, _DICE),
+        (codec, payloads, sent, chunk_numel, setting.numel, carry, _RNG),
         (payloads, carry.old),
         (sent, carry.new),
         targets=_block_targets(codec, "recode"),
@@ -262,7 +225,7 @@ def _bases(setting: Setting) -> Iterator[Case]:
             "orthogonalize",
             f"{_COUNT} of {_ROWS} x {matrix_rank}",
             lowrank.orthogonalize,
-            lowrank_reference.orthogonalize,
+            lambda *stack: lowrank_reference.orthogonalize_each([stack]),
             (factors, out, initial),
             (factors, initial),
             (out,),
@@ -288,10 +251,8 @@ def timed_compressors() -> list[Compressor]:
     return [*_CHOSEN, *(kind() for kind in COMPRESSORS.values() if kind not in known)]
 
 
-def families(models: Sequence[Model]) -> Iterator[Family]:
-    """Return all cases, with the lists of gradients of `models`."""
-    yield from map(of_model, models)
-    yield EVEN
+def families() -> Iterator[Family]:
+    """Return all cases."""
     for compressor in timed_compressors():
         if isinstance(compressor, Blockwise):
             yield of_codec(compressor.codec)
@@ -300,8 +261,8 @@ def families(models: Sequence[Model]) -> Iterator[Family]:
     yield PRODUCTS
 
 
-def cases(numel: int, device: torch.device, models: Sequence[Model] = ()) -> Iterator[Case]:
+def cases(numel: int, device: torch.device) -> Iterator[Case]:
     """Yield a case for every kernel and variant, of about `numel` elements of gradient on `device`."""
     setting = Setting(numel, PEERS, device)
-    for family in families(models):
+    for family in families():
         yield from family.build(setting)

@@ -19,7 +19,6 @@ from bench.output import print_rows, written_by
 from bench.timing import Clock, Timings, interleave
 
 KIND = "kernels"
-_WIDTH = 150  # without a terminal
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,7 @@ def print_table(title: str, records: Sequence[Record]) -> None:
     ]
     missing = [each for each in records if isinstance(each, Missing)]
     told = [f"{each.name}, {each.variant}, {each.implementation}: {each.why}" for each in missing]
-    print_rows(title, headings, rows, "\n".join(told), width=_WIDTH)
+    print_rows(title, headings, rows, "\n".join(told))
 
 
 def _told(verdict: Verdict) -> str:

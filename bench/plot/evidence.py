@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.ticker import EngFormatter
 
 from bench.evidence.bucketing import DEFAULT
 from bench.evidence.convergence.plan import NO_FEEDBACK
@@ -25,7 +26,9 @@ from bench.evidence.scaling.report import read as read_scaling
 from bench.evidence.training_run import NOTHING
 from bench.evidence.tuning.report import read as read_tuning
 from bench.plot.style import COLOURS, GREY, LIGHT_GREY, MARKERS, log_bytes, panels, save, styles, unframe
+from commopt.cost import Curve, Links
 from commopt.probe.prober import nbytes_text
+from commopt.probe.report import gigabytes_per_s
 
 _ADAPTIVE = "adaptive"
 _BUCKETING_TITLE = "Buckets that adapt, and buckets that were chosen by hand"
@@ -325,3 +328,56 @@ def draw_tuning(file: Path, path: Path) -> None:
     unframe(panel, "", "share of stock DDP's step")
     figure.legend(fontsize=8, frameon=False, loc="outside lower center", ncols=len(bars))
     save(figure, path)
+
+
+# ------------------------------------------------------------------------------------------------- probe
+
+_LEVELS = {"intra": "Inside a node", "inter": "Between the nodes", "world": "All ranks as one group"}
+_REACH = 4.0  # where curves are taken for extrapolated
+
+
+def draw_probe(file: Path, path: Path) -> None:
+    """Draw points and curves of a file of links, a panel for each level and one for encoding."""
+    links = Links.load(file)
+    shown: dict[str, list[tuple[str, str, Curve]]] = {}
+    for key, curve in sorted(links.curves.items(), key=lambda item: ([*_LEVELS].index(item[0].level), item[0])):
+        at_once = f", {key.groups} groups at once" if key.groups > 1 else ""
+        panel = shown.setdefault(f"{_LEVELS[key.level]}: {key.ranks} ranks", [])
+        panel.append((key.primitive, f"{key.primitive}{at_once}", curve))
+    for work, curve in links.work.items():
+        if work.kind == "encode":
+            encoders = shown.setdefault("Encoding float32, on one rank", [])
+            encoders.append((work.what, f"{work.what}, {gigabytes_per_s(curve)} GB/s", curve))
+    figure, axes = panels(len(shown), "What messages and compression cost", height=4.9)
+    for panel_axes, (title, curves) in zip(axes, shown.items(), strict=True):
+        _draw_curves(panel_axes, title, curves)
+    header = links.header
+    where = f"{len(header.nodes)} node(s), {'+'.join(map(str, header.nodes))} ranks, {header.device}"
+    lines = "points: measured, the slowest rank's median; lines: fitted, dotted where extrapolated"
+    how = f"{header.backend}, torch {header.torch}, {header.date[:10]}"
+    figure.supxlabel(f"{lines}\n{where}, {how}", fontsize=8.5, color=GREY)
+    save(figure, path)
+
+
+def _draw_curves(axes: Axes, title: str, curves: Sequence[tuple[str, str, Curve]]) -> None:
+    """Draw curves with their names and labels; those of one name share a colour, the second of them is dashed."""
+    drawn: set[str] = set()
+    names = [name for name, _, _ in curves]
+    for (name, label, curve), (colour, marker) in zip(curves, styles(names), strict=True):
+        line, face = ("--", "white") if name in drawn else ("-", colour)
+        drawn.add(name)
+        nbytes, time_us = np.array(curve.points).T
+        axes.plot(nbytes, time_us / 1e6, ls="", marker=marker, ms=5, color=colour, mfc=face)
+        last = nbytes[-1]
+        for begin, end, style, shown in ((nbytes[0], last, line, label), (last, last * _REACH, ":", None)):
+            sizes = np.geomspace(begin, end, 160)
+            times_s = [curve.time_us(each) / 1e6 for each in sizes]
+            axes.plot(sizes, times_s, color=colour, ls=style, lw=1.4, label=shown)
+    unframe(axes, f"{title} (mean error of the fits {mean(curve.mape for _, _, curve in curves):.1%})", "bytes")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.xaxis.set_major_formatter(lambda nbytes, _: nbytes_text(nbytes))
+    axes.yaxis.set_major_formatter(EngFormatter("s"))
+    low, high = axes.get_ylim()
+    axes.set_ylim(top=high * (high / low) ** 0.4)  # room for the names
+    axes.legend(fontsize=7.5, frameon=False, loc="upper left", ncols=2)

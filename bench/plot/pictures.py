@@ -10,9 +10,7 @@ from typing import Any
 
 from bench.evidence.scaling.predicted import KIND as PREDICTED
 from bench.plot import evidence, training
-from commopt.cost import Links
 from commopt.document import parse, read_text
-from commopt.probe.report import draw as draw_probe
 
 _PROBE = "probe"
 _LAUNCHERS = ("bench.cluster",)
@@ -65,11 +63,6 @@ class Picture:
     """The one file that it is drawn of unless it is asked for."""
 
 
-def probe(file: Path, path: Path) -> None:
-    """Draw a file of links."""
-    draw_probe(Links.load(file), path)
-
-
 def _each(name: str, kind: str, draw: Callable[[Path, Path], None], only: str | None = None) -> Picture:
     return Picture(name, kind, lambda files, path: draw(files[0], path), only=only)
 
@@ -86,7 +79,7 @@ PICTURES = (
     _each("tuning", "tuning", evidence.draw_tuning),
     Picture("busbw", "bandwidth", evidence.draw_busbw, together=True),
     _each("bucketing", "bucketing", evidence.draw_bucketing),
-    _each("probe", "probe", probe),
+    _each("probe", _PROBE, evidence.draw_probe),
 )
 
 # What documents show under another name than that of the file it is drawn from.

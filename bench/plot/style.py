@@ -16,7 +16,7 @@ MARKERS = ("s", "D", "o", "^", "v", "P", "*", "p", "<", ">")
 GREY = "#555555"
 LIGHT_GREY = "#D9D9D9"
 _STOCK_STYLE = (GREY, "X")  # what the rest stands against
-_STOCK = ("ddp", "torch", "ddp default")
+_STOCK = ("ddp", "hsdp", "fsdp", "torch", "ddp default")
 
 Style = tuple[str, str]
 

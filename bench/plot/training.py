@@ -26,7 +26,7 @@ def draw_bars(
     axes.barh(rows, exposed_ms, left=compute_ms, color=[colour for colour, _ in looks])
     for row, exposed, outcome in zip(rows, exposed_ms, outcomes, strict=True):
         fraction = fraction_of_stock(outcome, outcomes)
-        of_stock = "" if fraction is None or outcome.strategy == STOCK else f"\n{fraction:.2f} of stock's"
+        of_stock = "" if fraction is None or outcome.strategy in STOCK else f"\n{fraction:.2f} of stock's"
         axes.annotate(
             f"{outcome.exposed_ms:.0f} ms{of_stock}",
             (compute_ms + exposed, row),
@@ -72,13 +72,13 @@ def draw_curves(
     unframe(axes, title, xlabel, f"nats per {unit}")
 
 
-_MODELS = {"gpt": "GPT", "resnet50": "ResNet-50", "vgg11": "VGG-11", "vit": "ViT"}
+_MODELS = {"gpt": "GPT", "resnet50": "ResNet-50"}
 _USUAL = 8  # strategies: more need a higher picture
 
 
 def headline(environment: Environment, outcomes: Sequence[Outcome]) -> str:
     """Say in one sentence what the picture shows."""
-    stock = next((outcome for outcome in outcomes if outcome.strategy == STOCK), None)
+    stock = next((outcome for outcome in outcomes if outcome.strategy in STOCK), None)
     fastest = max(outcomes, key=lambda outcome: outcome.steps)
     if stock is None or stock is fastest:
         return f"{environment.seconds:g} s of training with each strategy"

@@ -33,13 +33,14 @@ def describe(options: argparse.Namespace, cluster: Cluster, training: Trainable,
         nodes=len(cluster.nodes),
         ranks_per_node=ranks_per_node,
         emulated_rate=link_rate(),
-        parameters=sum(parameter.numel() for parameter in training.ddp.parameters()),
+        parameters=sum(parameter.numel() for parameter in training.model.parameters()),
         seconds=options.seconds,
         seed=options.seed,
         compute_ms=compute_ms,
         evaluation=f"{training.evaluation}, shared out over all ranks",
         model=options.model,
         target_loss=options.target_loss,
+        parallel=options.parallel,
     )
 
 

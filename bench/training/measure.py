@@ -41,6 +41,8 @@ class Run:
 
     def __init__(self, strategy: str, options: argparse.Namespace, device: torch.device) -> None:
         self.strategy = strategy
+        if strategy == "noop" and options.parallel != "ddp":  # sharded inside nodes that do not communicate
+            options = argparse.Namespace(**{**vars(options), "parallel": "node"})
         self.training, self.state = enter(MODELS[options.model](options, device), strategy, options.plan)
         self.step_s: list[float] = []
 

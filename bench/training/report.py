@@ -32,7 +32,7 @@ def first_below(curve: Iterable[tuple[float, float]], level: float) -> float | N
     return None
 
 
-STOCK = "ddp"
+STOCK = ("ddp", "hsdp", "fsdp")  # without commopt
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,13 @@ class Environment(Header):
     seconds: float
     seed: int
     compute_ms: float
-    """Step with a hook that returns the bucket unchanged: median over steps of the slowest rank's."""
+    """Step without messages between nodes: median over steps of the slowest rank's."""
     evaluation: str
     model: str = "gpt"
     target_loss: float | None = None
     """The held-out loss to which seconds are reported."""
+    parallel: str = "ddp"
+    """ddp, hsdp (FSDP2 inside a node, replicas on the others) or fsdp (FSDP2 over all ranks)."""
     kind: str = "training"
 
     @property
@@ -109,9 +111,9 @@ class Outcome:
 
 
 def fraction_of_stock(outcome: Outcome, outcomes: Sequence[Outcome]) -> float | None:
-    """Return the exposed time as a fraction of stock DDP's; None when stock DDP was not run or hid everything."""
+    """Return the exposed time as a fraction of what torch takes; None when that was not run or hid everything."""
     for other in outcomes:
-        if other.strategy == STOCK and other.exposed_ms > 0:
+        if other.strategy in STOCK and other.exposed_ms > 0:
             return outcome.exposed_ms / other.exposed_ms
     return None
 
@@ -140,7 +142,8 @@ def _model_in(command: str) -> str:
 def print_table(environment: Environment, outcomes: Sequence[Outcome], notes: Sequence[str] = ()) -> None:
     """Print one row per strategy to stdout, and notes below."""
     title = (
-        f"{environment.nodes} nodes x {max(environment.ranks_per_node)} ranks, {environment.network}; "
+        f"{environment.parallel.upper()}, {environment.nodes} nodes x {max(environment.ranks_per_node)} ranks, "
+        f"{environment.network}; "
         f"no-op step {environment.compute_ms:.0f} ms; {environment.seconds:g} s each"
     )
     target_loss = environment.target_loss

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ import bench.training
 import commopt
 from bench.models import Trainable, add_options
 from commopt.command_line import Parser, number, output_file, whole
-from examples.train_gpt import STRATEGIES, choose_averaging, strategy_name
+from examples.train_gpt import PARALLEL, STRATEGIES, choose_averaging, strategy_name
 
 
 class LowRankAverage:
@@ -60,13 +61,13 @@ class Unoverlapped:
 
     def __init__(self, training: Trainable, average: LowRankAverage) -> None:
         self._training = training
-        self.ddp, self.optimizer, self.device = training.ddp, training.optimizer, training.device
+        self.model, self.optimizer, self.device = training.model, training.optimizer, training.device
         self.evaluation = training.evaluation
         self.optimizer.register_step_pre_hook(lambda optimizer, arguments, options: average())
 
     def step(self) -> Tensor:
         """Do one step; gradients are averaged before the optimizer's."""
-        with self.ddp.no_sync():
+        with _ddp_of(self).no_sync():
             return self._training.step()
 
     def held_out_loss(self) -> float:
@@ -101,9 +102,14 @@ _ONE_BUCKET_MB = 2**20
 Entry = Callable[[Trainable], Trainable]
 
 
+def _ddp_of(training: Trainable) -> DistributedDataParallel:
+    assert isinstance(training.model, DistributedDataParallel)  # as require_known made sure
+    return training.model
+
+
 def torch_fp16(training: Trainable) -> Trainable:
     """Put torch's fp16_compress_hook on the model."""
-    training.ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    _ddp_of(training).register_comm_hook(None, default_hooks.fp16_compress_hook)
     return training
 
 
@@ -114,7 +120,7 @@ def bf16_hook(state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch
 
 def torch_bf16(training: Trainable) -> Trainable:
     """Put torch's bf16_compress_hook on the model."""
-    training.ddp.register_comm_hook(None, bf16_hook)
+    _ddp_of(training).register_comm_hook(None, bf16_hook)
     return training
 
 
@@ -123,16 +129,17 @@ def torch_powersgd(training: Trainable) -> Trainable:
 
     With more the hook hangs on gloo: it starts collectives of several buckets from gloo's threads, in any order.
     """
-    old = training.ddp
-    training.ddp = DistributedDataParallel(old.module, device_ids=old.device_ids, bucket_cap_mb=_ONE_BUCKET_MB)
+    old = _ddp_of(training)
+    ddp = DistributedDataParallel(old.module, device_ids=old.device_ids, bucket_cap_mb=_ONE_BUCKET_MB)
     state = PowerSGDState(None, matrix_approximation_rank=MATRIX_RANK, start_powerSGD_iter=_DENSE_STEPS)
-    training.ddp.register_comm_hook(state, powerSGD_hook)
+    ddp.register_comm_hook(state, powerSGD_hook)
+    training.model = ddp
     return training
 
 
 def unoverlapped_powersgd(training: Trainable) -> Trainable:
     """Average low-rank factors of all gradients once backward has ended."""
-    return Unoverlapped(training, LowRankAverage(training.ddp.module.parameters(), MATRIX_RANK))
+    return Unoverlapped(training, LowRankAverage(_ddp_of(training).module.parameters(), MATRIX_RANK))
 
 
 OTHERS: Mapping[str, Entry] = {
@@ -143,26 +150,41 @@ NOTES: Mapping[str, str] = {
     f"steps, since torch's hook hangs on gloo with more than one",
     "unoverlapped_powersgd": f"unoverlapped_powersgd: rank {MATRIX_RANK}, plain torch after backward has ended",
 }
+WEIGHTS: Mapping[str, commopt.Weights] = {
+    "weights8": commopt.Weights(commopt.Quantize(bits=8), second_copy=True),
+    "weights4": commopt.Weights(commopt.Quantize(bits=4), second_copy=True, difference=True),
+}
+"""What may follow a strategy of --parallel fsdp after a plus sign."""
+
 KNOWN = (*STRATEGIES, *OTHERS)
 
 
-def enter(training: Trainable, strategy: str, plan: str) -> tuple[Trainable, commopt.HookState | None]:
+def enter(training: Trainable, strategy: str, plan: str) -> tuple[Trainable, commopt.CommState | None]:
     """Return the training with `strategy` in it, and the state of commopt's hook if it is one of commopt's.
 
-    plan: of the buckets, for presets; what tunes itself chooses its own. Collective.
+    plan: of DDP's buckets, for presets; what tunes itself chooses its own. Collective.
     """
     if strategy in OTHERS:
         return OTHERS[strategy](training), None
-    options = {} if strategy.partition(":")[0] == AUTO else {"plan": plan}
-    return training, choose_averaging(training.ddp, strategy, **options)
+    name, _, weights = strategy.partition("+")
+    options: dict[str, Any] = {} if name.partition(":")[0] == AUTO else {"plan": plan}
+    if weights:
+        options["weights"] = WEIGHTS[weights]
+    return training, choose_averaging(training.model, name, **options)
 
 
-def require_known(strategy: str) -> None:
-    """Raise ValueError, with all that is known, unless `strategy` can be entered."""
+def require_known(strategy: str, parallel: str = "ddp") -> None:
+    """Raise ValueError, with what is known, unless `strategy` can be entered."""
+    name, _, weights = strategy.partition("+")
     try:
-        strategy in OTHERS or strategy_name(strategy)
+        if name not in OTHERS:
+            strategy_name(name)
     except argparse.ArgumentTypeError as error:
         raise ValueError(f"strategy {strategy!r} is unknown; known: {', '.join(KNOWN)} ({error})") from error
+    if (name in OTHERS and parallel != "ddp") or (name in PARALLEL and name != parallel):
+        raise ValueError(f"strategy {strategy!r} is not for --parallel {parallel}; torch's own is {parallel!r}")
+    if weights not in ("", *WEIGHTS) or (weights and parallel != "fsdp"):
+        raise ValueError(f"strategy {strategy!r}: only --parallel fsdp sends weights; + one of {', '.join(WEIGHTS)}")
 
 
 def split_strategies(text: str) -> list[str]:
@@ -187,6 +209,17 @@ DEFAULT_STRATEGIES = (
     "hierarchical_dgc:density=0.01",
     "hierarchical_powersgd",
 )
+
+
+SHARDED_STRATEGIES = {
+    "hsdp": ("hsdp", "flat", *DEFAULT_STRATEGIES[2:5], DEFAULT_STRATEGIES[-1]),
+    "fsdp": (
+        "fsdp",
+        *DEFAULT_STRATEGIES[1:4],
+        "hierarchical_quantized+weights8",
+        "hierarchical_quantized:bits=4+weights4",
+    ),
+}
 
 
 def add_strategies(parser: argparse.ArgumentParser, default: tuple[str, ...]) -> None:
@@ -225,9 +258,13 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--plot", type=output_file, metavar="FILE", help="draw a picture (PNG, SVG, PDF)")
     add_options(parser)
     options = parser.parse_args()
+    if options.parallel != "ddp" and options.strategies == list(DEFAULT_STRATEGIES):
+        options.strategies = list(SHARDED_STRATEGIES[options.parallel])
     try:
+        if options.parallel != "ddp" and options.model != "gpt":
+            raise ValueError(f"--parallel {options.parallel} trains --model gpt, not {options.model}")
         for name in options.strategies:
-            require_known(name)
+            require_known(name, options.parallel)
     except ValueError as error:
         parser.error(str(error))
     if options.plot and not find_spec("matplotlib"):

@@ -1,7 +1,7 @@
 """Aggregators, one file each; a new one is one file and one line in AGGREGATORS."""
 
 from commopt.aggregate.auto import Auto, auto_of, families
-from commopt.aggregate.base import Aggregator, Call, Flat, Step, TwoHalves, Work, WorkKind, call, context_for, work
+from commopt.aggregate.base import Aggregator, Buffer, Call, Flat, Step, Work, WorkKind, call, context_for, work
 from commopt.aggregate.compressed import Compressed
 from commopt.aggregate.hierarchical import Hierarchical
 from commopt.aggregate.local_sgd import LocalSGD
@@ -18,6 +18,7 @@ __all__ = [
     "AGGREGATORS",
     "Aggregator",
     "Auto",
+    "Buffer",
     "Call",
     "Compressed",
     "Flat",
@@ -25,7 +26,6 @@ __all__ = [
     "LocalSGD",
     "PowerSGD",
     "Step",
-    "TwoHalves",
     "Work",
     "WorkKind",
     "auto_of",

@@ -7,15 +7,12 @@ from dataclasses import dataclass, replace
 from math import isfinite
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
-from commopt.aggregate.base import Aggregator, Flat, Step
+from commopt.aggregate.base import Aggregator, Flat
 from commopt.aggregate.compressed import Compressed
 from commopt.compress import COMPRESSORS, Trials
 from commopt.errors import ConfigurationError
-from commopt.feedback import BufferContext, Feedback, Layout, checked_patterns
-from commopt.groups import Team, TeamShape
+from commopt.feedback import Feedback, checked_patterns
+from commopt.groups import TeamShape
 
 LOSSLESS = "lossless"
 
@@ -36,7 +33,7 @@ def families() -> dict[str, Trials[Aggregator]]:
 
 
 @dataclass(frozen=True, repr=False)
-class Auto(Aggregator):
+class Auto(Flat):
     """Measure, then let all buckets travel in the one way that pays; Flat() until that is known, and where none does.
 
     For DDP models only: commopt.attach(ddp, "auto", ...) tries what `allow` names on live steps.
@@ -74,21 +71,6 @@ class Auto(Aggregator):
                 f"Auto(max_error={error!r}) must be above 0 and at most 1, or None for that of the usual strengths"
             )
         object.__setattr__(self, "dense", checked_patterns("Auto", self.dense))
-
-    def all_reduce(self, buffer: Tensor, team: Team, scale: float, context: BufferContext) -> None:
-        """Do as stock DDP with what no plan has a way for yet."""
-        Flat().all_reduce(buffer, team, scale, context)
-
-    def calls(
-        self,
-        layout: Layout,
-        dtype: torch.dtype,
-        team: TeamShape,
-        device: torch.device | None = None,
-        step: int | None = None,
-    ) -> tuple[Step, ...]:
-        """Return those of buckets that no plan has a way for."""
-        return Flat().calls(layout, dtype, team, device, step)
 
     @property
     def lossless(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from commopt.compress import Passes, Trials
 from commopt.concise_repr import ConciseRepr
 from commopt.errors import ConfigurationError
-from commopt.feedback import BufferContext, Layout, ResidualStore
+from commopt.feedback import BufferContext, Layout, ResidualStore, Spans
 from commopt.groups import Team, TeamShape, WireBytes
 
 WorkKind = Literal["encode", "decode", "recode", "factor", "refresh", "copy"]
@@ -52,6 +52,24 @@ class Work:
 Step = Call | Work
 
 
+@dataclass(frozen=True)
+class Buffer:
+    """A buffer that is to be averaged, as data: what lies in it, as which dtype, on which device, at which step.
+
+    None means the device the team is for (the GPU where NCCL is there), and the step after all warm-up.
+    """
+
+    layout: Layout
+    dtype: torch.dtype
+    device: torch.device | None = None
+    step: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Its length."""
+        return self.layout.numel * self.dtype.itemsize
+
+
 def call(team: TeamShape, primitive: str, nbytes: int, root: int | None = None) -> tuple[Call, ...]:
     """Return a collective over `team`: none where nobody else is in it."""
     return (Call(team.level, primitive, nbytes, root),) if team.size > 1 else ()
@@ -80,18 +98,10 @@ class Aggregator(ConciseRepr, ABC):
         """
 
     @abstractmethod
-    def calls(
-        self,
-        layout: Layout,
-        dtype: torch.dtype,
-        team: TeamShape,
-        device: torch.device | None = None,
-        step: int | None = None,
-    ) -> tuple[Step, ...]:
-        """Return, in order, what this rank does in one all_reduce of a buffer of `layout` on `device`: pure.
+    def calls(self, buffer: Buffer, team: TeamShape) -> tuple[Step, ...]:
+        """Return, in order, what this rank does in one all_reduce of `buffer`: pure.
 
-        None means the device the team is for (the GPU where NCCL is there), and the step after all warm-up. Work that
-        takes no more than a pass over the buffer in place is left out, and so is the rare move of residuals.
+        Work that takes no more than a pass over the buffer in place is left out, and so is the rare move of residuals.
         """
 
     @property
@@ -128,7 +138,7 @@ class Aggregator(ConciseRepr, ABC):
 
     def phase(self, step: int) -> int:
         """Return the earliest step whose messages are as long as those of `step`."""
-        return min(step, self.start_step)
+        return self.start_step if step >= self.start_step else 0
 
     def check(self, team: TeamShape) -> None:
         """Raise ConfigurationError when this aggregator cannot run on `team`."""
@@ -146,6 +156,14 @@ class Aggregator(ConciseRepr, ABC):
 
     # ------------------------------------------------------------------------- what can be done better
 
+    def divide(self, layout: Layout, dtype: torch.dtype, parts: int) -> tuple[Spans, ...] | None:
+        """Return what of a buffer each of `parts` ranks of a node is to take across, None when equal pieces will do.
+
+        `dtype` is what the values will be rounded to in the end. Together the spans are all elements, each once. The
+        same on every rank.
+        """
+        return None
+
     def with_dense(self, patterns: Sequence[str]) -> Aggregator:
         """Return the same where parameters whose names match travel uncompressed: itself if nothing is compressed."""
         return self
@@ -156,10 +174,6 @@ class Aggregator(ConciseRepr, ABC):
     def trials(cls) -> Trials[Aggregator] | None:
         """Return what a tuner may try, None for nothing."""
         return None
-
-    def variants(self) -> Mapping[str, Aggregator]:
-        """Return the forms of this aggregator that may be asked for, by name."""
-        return {}
 
     def squared_error(self, layout: Layout, buffer: Tensor) -> float:
         """Return the squared L2 norm of what one average of `buffer` leaves out, without feedback and after warm-up.
@@ -181,33 +195,8 @@ class Aggregator(ConciseRepr, ABC):
         step: int | None = None,
     ) -> WireBytes:
         """Return the payload bytes this rank sends in what `calls` describes. Sums over the ranks are exact."""
-        steps = self.calls(layout, dtype, team, device, step)
+        steps = self.calls(Buffer(layout, dtype, device, step), team)
         return sum((each.wire_bytes(team) for each in steps if isinstance(each, Call)), WireBytes())
-
-
-class TwoHalves(Aggregator):
-    """An aggregator whose all_reduce falls into two halves: between them each rank holds a share of the sum.
-
-    `Hierarchical` takes one for its way inside the node.
-    """
-
-    @abstractmethod
-    def reduce_scatter(self, buffer: Tensor, team: Team, scale: float, context: BufferContext) -> tuple[Tensor, Layout]:
-        """Return this rank's share of `scale * sum` (float32) and what lies in it."""
-
-    @abstractmethod
-    def all_gather(self, share: Tensor, buffer: Tensor, team: Team, context: BufferContext) -> None:
-        """Fill `buffer` with all ranks' shares, as `reduce_scatter` made them."""
-
-    @abstractmethod
-    def share_layout(self, layout: Layout, dtype: torch.dtype, team: TeamShape, step: int | None) -> Layout:
-        """Return what lies in this rank's share."""
-
-    @abstractmethod
-    def half_calls(
-        self, layout: Layout, dtype: torch.dtype, team: TeamShape, step: int | None
-    ) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
-        """Return what each half does, in the form of `calls`."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -219,16 +208,9 @@ class Flat(Aggregator):
         if buffer.numel():
             team.all_reduce(buffer, scale=scale)
 
-    def calls(
-        self,
-        layout: Layout,
-        dtype: torch.dtype,
-        team: TeamShape,
-        device: torch.device | None = None,
-        step: int | None = None,
-    ) -> tuple[Step, ...]:
+    def calls(self, buffer: Buffer, team: TeamShape) -> tuple[Step, ...]:
         """Return one all_reduce."""
-        return call(team, "all_reduce", layout.numel * dtype.itemsize) if layout.numel else ()
+        return call(team, "all_reduce", buffer.nbytes) if buffer.nbytes else ()
 
     @property
     def lossless(self) -> bool:

@@ -17,7 +17,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from commopt.aggregate.base import Step, TwoHalves, WorkKind, call, mark_non_finite, work
+from commopt.aggregate.base import Aggregator, Buffer, Step, WorkKind, call, mark_non_finite, work
 from commopt.aggregate.rows import Region, RowFormat, row_format, split
 from commopt.compress import Compressor, ErrorFeedback, Exact, Passes, RngKey, Velocity
 from commopt.errors import ConfigurationError
@@ -40,7 +40,7 @@ _EVERYTHING = ("*",)
 
 
 @dataclass(frozen=True, repr=False)
-class Compressed(TwoHalves):
+class Compressed(Aggregator):
     """Exchange `compressor`'s payloads instead of the values.
 
     feedback: how what compression leaves out is kept for the next step; None forgets it. Only hooks remember: a
@@ -65,33 +65,26 @@ class Compressed(TwoHalves):
                 f"feedback=Feedback(), or momentum=0"
             )
 
-    # --------------------------------------------------------------------------------- all at once
+    # --------------------------------------------------------------------------------- all_reduce
 
     def all_reduce(self, buffer: Tensor, team: Team, scale: float, context: BufferContext) -> None:
         """Exchange, or scatter and gather; one rank alone sends nothing, but applies what was kept before."""
         if buffer.numel() == 0:
             return
+        if self.compressor.clip_norm is not None:
+            clip(buffer, self.compressor.clip_norm, team.size, scale, context.loss_scale)
         if team.size == 1:
-            self._alone(buffer, team, scale, context)
+            self._alone(buffer, scale, context)
             return
-        rows = self._rows(context.layout, context.result_dtype or buffer.dtype, 1, context.step)
-        if team.size == 2 or _exchanges(rows, context.layout, team):
+        dtype = context.result_dtype or buffer.dtype
+        rows = self._rows(context.layout, dtype, 1, context.step)
+        if _exchanges(rows, context.layout, team):
             self._exchange(rows, buffer, team, scale, context)
         else:
-            rows, received = self._send_chunks(buffer, team, scale, context)
-            served = rows.take(1, "served", context.scratch, buffer.device)
-            carries = []
-            for region in rows.regions:
-                carry, begin, end = self._owned(region, team, context, buffer.device)
-                carries.append(carry)
-                sources, target = region.payload(received), region.payload(served)
-                rng = context.rng("server", team.rank)
-                region.compressor.recompress(sources, target, region.chunk_numel, end - begin, carry, rng)
-            self._send_sums(rows, served, carries, buffer, team, context)
+            rows = self._rows(context.layout, dtype, team.size, context.step)
+            self._through_servers(rows, buffer, team, scale, context)
 
-    def _alone(self, buffer: Tensor, team: Team, scale: float, context: BufferContext) -> None:
-        if self.compressor.clip_norm is not None:
-            self._clip(buffer, self.compressor.clip_norm, team, scale, context)
+    def _alone(self, buffer: Tensor, scale: float, context: BufferContext) -> None:
         velocity = context.velocity(context.layout, self.feedback, buffer.device, self.compressor.local_momentum)
         kept = None if self.feedback is None else context.leftover(context.layout, buffer.device)
         if velocity is None:
@@ -116,59 +109,39 @@ class Compressed(TwoHalves):
             region.write(buffer, total[: region.numel])
         self._judge(rows, received, buffer, context)
 
-    # ------------------------------------------------------------------------- in two halves
-
-    def reduce_scatter(self, buffer: Tensor, team: Team, scale: float, context: BufferContext) -> tuple[Tensor, Layout]:
-        """Send chunks to their servers and add them up."""
-        rows, received = self._send_chunks(buffer, team, scale, context)
-        sums = []
+    def _through_servers(
+        self, rows: RowFormat, buffer: Tensor, team: Team, scale: float, context: BufferContext
+    ) -> None:
+        """Send each rank the chunk that it is the server of; it adds up and encodes the sum, which all gather."""
+        scratch, device = context.scratch, buffer.device
+        encoded = rows.take(team.size, "sent", scratch, device)
+        self._encode(rows, buffer, encoded, team, scale, context)
+        received, served = rows.take(team.size, "received", scratch, device), rows.take(1, "served", scratch, device)
+        team.all_to_all(received.view(-1), encoded.view(-1))
+        carries = []
         for region in rows.regions:
             begin, end = region.chunk(team.rank)
-            total = torch.empty(region.chunk_numel, dtype=torch.float32, device=buffer.device)
-            region.compressor.accumulate(region.payload(received), total)
-            sums.append(total[: end - begin])
-        return torch.cat(sums), self.share_layout(context.layout, rows.dtype, team, context.step)
-
-    def all_gather(self, share: Tensor, buffer: Tensor, team: Team, context: BufferContext) -> None:
-        """Encode the share and gather those of all servers."""
-        rows = self._rows(context.layout, context.result_dtype or buffer.dtype, team.size, context.step)
-        served = rows.take(1, "served", context.scratch, buffer.device)
-        carries = []
-        offset = 0
-        for region in rows.regions:
-            carry, begin, end = self._owned(region, team, context, buffer.device)
+            carry = self._carry(region, "server", region.layout.cut(begin, end), context, device)
             carries.append(carry)
-            values, target = share[offset : offset + end - begin], region.payload(served)
-            offset += end - begin
-            rng = context.rng("server", team.rank)
-            region.compressor.compress(values, target, region.chunk_numel, 1.0, carry, rng)
-        self._send_sums(rows, served, carries, buffer, team, context)
-
-    def share_layout(self, layout: Layout, dtype: torch.dtype, team: TeamShape, step: int | None) -> Layout:
-        """Return what lies in this rank's chunks of all regions."""
-        regions = self._rows(layout, dtype, team.size, step).regions
-        shares = (region.layout.cut(*region.chunk(team.rank)) for region in regions)
-        return Layout(tuple(piece for share in shares for piece in share.pieces))
-
-    # ----------------------------------------------------------------------------------- the parts
-
-    def _send_chunks(
-        self, buffer: Tensor, team: Team, scale: float, context: BufferContext
-    ) -> tuple[RowFormat, Tensor]:
-        """Encode a row for each rank and return those meant for this one."""
-        rows = self._rows(context.layout, context.result_dtype or buffer.dtype, team.size, context.step)
-        encoded = rows.take(team.size, "sent", context.scratch, buffer.device)
-        self._encode(rows, buffer, encoded, team, scale, context)
-        received = rows.take(team.size, "received", context.scratch, buffer.device)
-        team.all_to_all(received.view(-1), encoded.view(-1))
-        return rows, received
+            sources, target, rng = region.payload(received), region.payload(served), context.rng("server")
+            region.compressor.recompress(sources, target, region.chunk_numel, end - begin, carry, rng)
+        gathered = encoded  # is sent, and as long
+        team.all_gather(gathered.view(-1), served.view(-1))
+        for region, carry in zip(rows.regions, carries, strict=True):
+            if carry is not None and rows.rounds:
+                exact = scratch.take("total", carry.new.numel(), torch.float32, device)
+                region.compressor.decompress(region.payload(served), exact, region.chunk_numel)
+                _keep_rounding(exact, rows.dtype, carry.new, carry)
+            # The server, too, takes what it sent: otherwise its replica would differ from all others.
+            values = region.target(buffer, rows.dtype, region.numel, scratch)
+            region.compressor.decompress(region.payload(gathered), values, region.chunk_numel)
+            region.write(buffer, values)
+        self._judge(rows, gathered, buffer, context)
 
     def _encode(
         self, rows: RowFormat, buffer: Tensor, payload: Tensor, team: Team, scale: float, context: BufferContext
     ) -> list[ErrorFeedback | None]:
         """Encode all regions of `buffer`; return what each leaves out."""
-        if self.compressor.clip_norm is not None:
-            self._clip(buffer, self.compressor.clip_norm, team, scale, context)
         local_momentum, carries = self.compressor.local_momentum, []
         for region in rows.regions:
             values, factor = region.read(buffer, context.scratch), scale
@@ -178,59 +151,11 @@ class Compressed(TwoHalves):
                 velocity = context.velocity(region.layout, self.feedback, buffer.device, local_momentum)
                 if velocity is not None:
                     values, factor = _advanced(values, scale, velocity, context), 1.0
-            target = region.payload(payload)
-            rng = context.rng("worker", team.rank) if region.compressor.stochastic else RngKey()
-            region.compressor.compress(values, target, region.chunk_numel, factor, carry, rng)
+            rng = context.rng("worker") if region.compressor.stochastic else RngKey()
+            region.compressor.compress(values, region.payload(payload), region.chunk_numel, factor, carry, rng)
             if carry is not None and not region.dense and context.step % SAMPLE_EVERY_STEPS == 0:
                 context.sample(values, scale, carry)
         return carries
-
-    def _clip(self, buffer: Tensor, limit: float, team: Team, scale: float, context: BufferContext) -> None:
-        """Scale `buffer` down, in place, so that this rank's part of the average has at most its share of the norm.
-
-        That is limit / sqrt(ranks), L2: parts that are independent then add up to `limit` (arXiv 1712.01887,
-        section 3.2). `scale * buffer` is the part, times the loss scale. What is not finite stays so; no host waits for
-        a device.
-        """
-        norm = torch.linalg.vector_norm(buffer, dtype=torch.float64) * scale  # float32 would overflow where values fit
-        if context.loss_scale is not None:
-            norm = norm / context.loss_scale
-        factor = (limit * team.size**-0.5 / norm).clamp(max=1.0)  # of a norm of 0, too
-        if buffer.dtype.itemsize < torch.float32.itemsize:
-            buffer.copy_(buffer.float().mul_(factor))
-        else:
-            buffer.mul_(factor)
-
-    def _owned(
-        self, region: Region, team: Team, context: BufferContext, device: torch.device
-    ) -> tuple[ErrorFeedback | None, int, int]:
-        """Return the residual of this rank's chunk of a region, and where that begins and ends."""
-        begin, end = region.chunk(team.rank)
-        return self._carry(region, "server", region.layout.cut(begin, end), context, device), begin, end
-
-    def _send_sums(
-        self,
-        rows: RowFormat,
-        served: Tensor,
-        carries: list[ErrorFeedback | None],
-        buffer: Tensor,
-        team: Team,
-        context: BufferContext,
-    ) -> None:
-        """Gather the encoded sums of all servers and decode them into `buffer`."""
-        gathered = rows.take(team.size, "sent", context.scratch, buffer.device)
-        team.all_gather(gathered.view(-1), served.view(-1))
-        for region, carry in zip(rows.regions, carries, strict=True):
-            begin, end = region.chunk(team.rank)
-            if carry is not None and rows.rounds:
-                exact = context.scratch.take("total", end - begin, torch.float32, buffer.device)
-                region.compressor.decompress(region.payload(served), exact, region.chunk_numel)
-                _keep_rounding(exact, rows.dtype, carry.new, carry)
-            # The server, too, takes what it sent: otherwise its replica would differ from all others.
-            values = region.target(buffer, rows.dtype, region.numel, context.scratch)
-            region.compressor.decompress(region.payload(gathered), values, region.chunk_numel)
-            region.write(buffer, values)
-        self._judge(rows, gathered, buffer, context)
 
     def _judge(self, rows: RowFormat, payloads: Tensor, buffer: Tensor, context: BufferContext) -> None:
         """Tell the context whether the result is finite, and show it in the buffer's first element."""
@@ -260,39 +185,25 @@ class Compressed(TwoHalves):
 
     # -------------------------------------------------------------------------------------- facts
 
-    def calls(
-        self,
-        layout: Layout,
-        dtype: torch.dtype,
-        team: TeamShape,
-        device: torch.device | None = None,
-        step: int | None = None,
-    ) -> tuple[Step, ...]:
+    def calls(self, buffer: Buffer, team: TeamShape) -> tuple[Step, ...]:
         """Return one all_gather of rows, or an all_to_all and an all_gather of chunks."""
-        if layout.numel == 0 or team.size == 1:
+        if buffer.nbytes == 0 or team.size == 1:
             return ()
-        rows = self._rows(layout, dtype, 1, step)
-        if _exchanges(rows, layout, team):
+        rows = self._rows(buffer.layout, buffer.dtype, 1, buffer.step)
+        if _exchanges(rows, buffer.layout, team):
             return (
                 *_work("encode", rows),
                 *call(team, "all_gather", rows.nbytes),
                 *_work("decode", rows, team.size),
             )
-        rows = self._rows(layout, dtype, team.size, step)
-        scattered, gathered = self._halves(rows, team)
-        return scattered + _work("recode", rows) + gathered
-
-    def half_calls(
-        self, layout: Layout, dtype: torch.dtype, team: TeamShape, step: int | None
-    ) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
-        """Return an all_to_all and an all_gather of chunks."""
-        rows = self._rows(layout, dtype, team.size, step)
-        scattered, gathered = self._halves(rows, team)
-        return scattered + _work("decode", rows), _work("encode", rows, 1 / team.size) + gathered
-
-    def _halves(self, rows: RowFormat, team: TeamShape) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
-        scattered = _work("encode", rows) + call(team, "all_to_all", rows.nbytes * team.size)
-        return scattered, call(team, "all_gather", rows.nbytes) + _work("decode", rows)
+        rows = self._rows(buffer.layout, buffer.dtype, team.size, buffer.step)
+        return (
+            *_work("encode", rows),
+            *call(team, "all_to_all", rows.nbytes * team.size),
+            *_work("recode", rows),
+            *call(team, "all_gather", rows.nbytes),
+            *_work("decode", rows),
+        )
 
     @property
     def lossless(self) -> bool:
@@ -349,6 +260,22 @@ class Compressed(TwoHalves):
         return {(kind, repr(each)): passes for each in encoders for kind, passes in each.passes(ranks).items()}
 
 
+def clip(buffer: Tensor, limit: float, ranks: int, scale: float, loss_scale: Tensor | None) -> None:
+    """Scale `buffer` down, in place, so that this rank's part of the average has at most its share of the norm.
+
+    That is limit / sqrt(ranks), L2: parts that are independent then add up to `limit` (arXiv 1712.01887, section 3.2).
+    `scale * buffer` is the part, times the loss scale. What is not finite stays so; no host waits for a device.
+    """
+    norm = torch.linalg.vector_norm(buffer, dtype=torch.float64) * scale  # float32 would overflow where values fit
+    if loss_scale is not None:
+        norm = norm / loss_scale
+    factor = (limit * ranks**-0.5 / norm).clamp(max=1.0)  # of a norm of 0, too
+    if buffer.dtype.itemsize < torch.float32.itemsize:
+        buffer.copy_(buffer.float().mul_(factor))
+    else:
+        buffer.mul_(factor)
+
+
 def _exchanges(rows: RowFormat, layout: Layout, team: TeamShape) -> bool:
     """Return whether every rank sends one row to all others, rather than a chunk to each server."""
     if team.size == 2:
@@ -366,9 +293,9 @@ def affordable_to_all(row_nbytes: int, numel: int, ranks: int) -> bool:
     return row_nbytes * ranks <= 8 * numel
 
 
-def _work(kind: WorkKind, rows: RowFormat, times: float = 1) -> tuple[Step, ...]:
+def _work(kind: WorkKind, rows: RowFormat, times: int = 1) -> tuple[Step, ...]:
     """Return the work on all elements of a buffer, or on `times` as many."""
-    return tuple(work(kind, region.compressor, round(region.numel * times)) for region in rows.regions)
+    return tuple(work(kind, region.compressor, region.numel * times) for region in rows.regions)
 
 
 def _advanced(values: Tensor, scale: float, velocity: Velocity, context: BufferContext) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from commopt.aggregate.base import mark_non_finite
 from commopt.aggregate.matrices import Group, Plan
 from commopt.compress import ErrorFeedback
-from commopt.feedback import SAMPLE_EVERY_STEPS, BufferContext, Factors, Feedback, Side, Spans
+from commopt.feedback import SAMPLE_EVERY_STEPS, BufferContext, Feedback, Side, Spans
 from commopt.groups import Team
 from commopt.kernels import lowrank
 from commopt.kernels.residual import piece_numel
@@ -22,7 +22,7 @@ _WORDS = 4  # uniform numbers that make one that is nearly normal
 class Exchange:
     """The matrices of one buffer in one step, stacked by shape in the memory of the next residual.
 
-    All is float32, unscaled and in units of the average, until `write` multiplies by the loss scale.
+    All is float32, unscaled and in units of the average, until it is written back times the loss scale.
     dtype: what the values will be rounded to in the end.
     """
 
@@ -55,27 +55,48 @@ class Exchange:
         else:
             self._kept = context.scratch.take("matrices", plan.stacked.numel, torch.float32, self._device)
 
+    def run(self, team: Team) -> None:
+        """P = orth(sum of M Q), then Q = sum of M^T P and the update P Q^T, where Q starts from the last step's."""
+        plan, context = self._plan, self._context
+        factors = context.factors(plan.stacked, self._matrix_rank, plan.heights["right"], self._random)
+        numel = plan.rows["left"] * self._matrix_rank
+        message = context.scratch.take("message", numel + plan.dense.numel, torch.float32, self._device)
+        left, dense = message[:numel].view(-1, self._matrix_rank), message[numel:]
+        self._fill_dense(dense)
+        for group in plan.parts(piece_numel(self._device)):  # a cache still holds what was just written
+            self._fill(group)
+            stack, lefts = group.stack(self._kept), group.factors("left", left)
+            lowrank.project(stack, group.factors("right", factors.rights), lefts)
+        team.all_reduce(message)
+        self._orthogonalize("left", left, left, factors.initial["left"])
+        shape = (plan.rows["right"], self._matrix_rank)
+        right = context.scratch.take("second message", shape, torch.float32, self._device)
+        for group in plan.parts(piece_numel(self._device)):
+            stack, lefts, rights = group.stack(self._kept), group.factors("left", left), group.factors("right", right)
+            lowrank.project(stack, lefts, rights, transposed=True)
+            lowrank.subtract(stack, lefts, rights)
+        self._sample()
+        team.all_reduce(right.view(-1))
+        if context.store is not None:
+            self._orthogonalize("right", right, context.store.stage_factors(factors.rights), factors.initial["right"])
+        self._write(left, right, dense, team)
+
     # ------------------------------------------------------------------------------------- factors
 
-    def remembered(self) -> Factors:
-        """Return the factors that the last step left."""
-        return self._context.factors(self._plan.stacked, self._matrix_rank, self._plan.shapes, self.random)
-
-    def random(self, side: Side, step: int | None = None) -> Tensor:
+    def _random(self, side: Side) -> Tensor:
         """Return orthonormal factors [rows of all, r] that are random, but the same on every rank and machine."""
         drawn = torch.empty(self._plan.rows[side], self._matrix_rank, dtype=torch.float32, device="cpu")
-        heights = [rows if side == "left" else cols for rows, cols in self._plan.shapes]
-        for piece, part in zip(self._plan.stacked.pieces, drawn.split(heights), strict=True):
+        for piece, part in zip(self._plan.stacked.pieces, drawn.split(self._plan.heights[side]), strict=True):
             # Not by name: who registers without a module has no names, and trains alike.
-            text = f"{piece.shape} {piece.begin}:{piece.end} {side} {step}"
+            text = f"{piece.shape} {piece.begin}:{piece.end} {side}"
             generator = torch.Generator().manual_seed(crc32(text.encode()))
             words = torch.randint(1 << 16, (_WORDS, *part.shape), generator=generator, device="cpu")
             torch.sub(words.sum(0), (_WORDS * 0xFFFF) // 2, out=part)  # integers: every machine draws the same
         factors = drawn.to(self._device)
-        self.orthogonalize(side, factors, factors, None)
+        self._orthogonalize(side, factors, factors, None)
         return factors
 
-    def orthogonalize(self, side: Side, factors: Tensor, out: Tensor, initial: Tensor | None) -> None:
+    def _orthogonalize(self, side: Side, factors: Tensor, out: Tensor, initial: Tensor | None) -> None:
         """Set `out` to the orthogonalized factors [rows of all, r] of one side; all matrices of a height at once."""
         by_height = self._plan.by_height[side]
         stacks = self._by_height(factors, by_height)
@@ -93,44 +114,9 @@ class Exchange:
             for height, spans in by_height
         ]
 
-    def remember(self, factors: Factors, side: Side, total: Tensor) -> None:
-        """Let the next step start from `total`, the sum of what all ranks sent."""
-        store = self._context.store
-        if store is not None:
-            self.orthogonalize(side, total, store.stage_factors(factors.now[side]), factors.initial[side])
-
     # ------------------------------------------------------------------------------------- sending
 
-    def message(self, side: Side) -> tuple[Tensor, Tensor, Tensor]:
-        """Return memory for a message, and what is in it: factors of one side [rows of all, r], the dense elements."""
-        factor_numel = self._plan.rows[side] * self._matrix_rank
-        numel = factor_numel + self._plan.dense.numel
-        whole = self._context.scratch.take("message", numel, torch.float32, self._device)
-        return whole, whole[:factor_numel].view(-1, self._matrix_rank), whole[factor_numel:]
-
-    def second_message(self, side: Side) -> Tensor:
-        """Return memory for a message of nothing but factors: [rows of all, r]."""
-        shape = (self._plan.rows[side], self._matrix_rank)
-        return self._context.scratch.take("second message", shape, torch.float32, self._device)
-
-    def encode(self, side: Side, other: Tensor, own: Tensor, *, fill: bool, leave_out: bool) -> None:
-        """Set `own`, the factors of one side, to the products of the matrices with those of the `other` side.
-
-        fill: make the matrices first, of gradients and residuals. leave_out: subtract what the factors stand for.
-        """
-        for group in self._plan.parts(piece_numel(self._device)):  # a cache still holds what was just written
-            stack = group.stack(self._kept)
-            if fill:
-                self._fill(group)
-            mine, theirs = group.factors(side, own), group.factors(_other(side), other)
-            lowrank.project(stack, theirs, mine, transposed=side == "right")
-            if leave_out:
-                left, right = (mine, theirs) if side == "left" else (theirs, mine)
-                lowrank.subtract(stack, left, right)
-        if leave_out:
-            self._sample()
-
-    def fill_dense(self, target: Tensor) -> None:
+    def _fill_dense(self, target: Tensor) -> None:
         """Put the dense elements into their part of a message, with what is kept for them from before."""
         carry, first = self._leftover, 0
         if self._carry is not None and self._all_kept:
@@ -142,10 +128,9 @@ class Exchange:
             done += end - begin
 
     def _fill(self, group: Group) -> None:
-        numel = group.rows * group.cols
-        for number, matrix in enumerate(group.matrices):
-            first = group.offset + number * numel
-            self._add(self._buffer[matrix.begin : matrix.end], self._carry, first, self._kept[first : first + numel])
+        """Make matrices of gradients and residuals."""
+        for matrix, first, last in group.places():
+            self._add(self._buffer[matrix.begin : matrix.end], self._carry, first, self._kept[first:last])
 
     def _add(self, values: Tensor, carry: ErrorFeedback | None, first: int, out: Tensor) -> None:
         """Set `out` to the unscaled `values` plus the old residual from element `first` on: in one pass if possible."""
@@ -171,26 +156,25 @@ class Exchange:
 
     # ----------------------------------------------------------------------------------- receiving
 
-    def write(self, side: Side, total: Tensor, other: Tensor, dense: Tensor, team: Team) -> None:
+    def _write(self, left: Tensor, right: Tensor, dense: Tensor, team: Team) -> None:
         """Put the products of the factors, and the dense elements, into the buffer, and report whether all is finite.
 
-        total: the sum of the factors of one side, which is changed, as is `dense`. other: those of the other side.
+        The right factors and the dense elements are changed.
         """
         if self._context.loss_scale is not None:
-            total.mul_(self._context.loss_scale)
+            right.mul_(self._context.loss_scale)
             dense.mul_(self._context.loss_scale)
-        finite = total.isfinite().all() & dense.isfinite().all()
-        left, right = (total, other) if side == "left" else (other, total)
+        finite = right.isfinite().all() & dense.isfinite().all()
         direct = self._buffer.dtype == torch.float32
         for group in self._plan.groups:
             lefts, rights = group.factors("left", left), group.factors("right", right)
-            numel = group.rows * group.cols
-            for number, matrix in enumerate(group.matrices):
-                target = self._buffer[matrix.begin : matrix.end]
-                values = target if direct else self._context.scratch.take("decoded", numel, torch.float32, self._device)
+            for number, (matrix, first, last) in enumerate(group.places()):
+                target = values = self._buffer[matrix.begin : matrix.end]
+                if not direct:
+                    values = self._context.scratch.take("decoded", last - first, torch.float32, self._device)
                 one = slice(number, number + 1)
                 lowrank.decode(lefts[one], rights[one], values.view(1, group.rows, group.cols))
-                self._keep_rounding(group.offset + number * numel, values, team)
+                self._keep_rounding(first, values, team)
                 if not direct:
                     target.copy_(values)
         self._keep_rounding(self._plan.stacked.numel, dense, team)
@@ -214,7 +198,3 @@ class Exchange:
         if self._context.loss_scale is not None:
             lost /= self._context.loss_scale
         self._kept[offset + begin : offset + begin + exact.numel()] += lost
-
-
-def _other(side: Side) -> Side:
-    return "right" if side == "left" else "left"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Literal, get_args
@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from commopt.aggregate.base import Aggregator, Flat, Step, TwoHalves, WorkKind, call, work
+from commopt.aggregate.base import Aggregator, Buffer, Flat, Step, WorkKind, call, work
 from commopt.aggregate.shards import division, reshard
 from commopt.compress import Passes
 from commopt.errors import ConfigurationError
@@ -24,18 +24,14 @@ _SHARD_FROM_NBYTES = 64 * 1024
 
 @dataclass(frozen=True, repr=False)
 class Hierarchical(Aggregator):
-    """Two-level all_reduce with `inter` between the nodes.
+    """Two-level all_reduce with `inter` between the nodes; inside them sums are exact.
 
     Forms: "reduce_scatter" (reduce_scatter in the node, `inter` on this rank's shard, all_gather in the node),
-    "leader" (reduce to one rank, `inter` on everything there, broadcast). None lets `choose_form` decide. On one node,
-    or with one rank per node, only the level that exists is run.
-
-    intra: Flat(), or a Compressed(...) that carries the reduce_scatter and the all_gather in the node, where its
-    ranks are joined by PCIe rather than NVLink; it has that one form and needs equally many ranks on every node.
+    "leader" (reduce to one rank, `inter` on everything there, broadcast). None lets `choose_form` decide. On one node
+    it is Flat(), and with one rank per node `inter`.
     """
 
     inter: Aggregator = field(default_factory=Flat)
-    intra: Flat | TwoHalves = field(default_factory=Flat)
     form: Form | None = None
 
     def __post_init__(self) -> None:
@@ -43,15 +39,6 @@ class Hierarchical(Aggregator):
             raise ConfigurationError(
                 f"Hierarchical(inter={self.inter!r}) needs an aggregator, for example "
                 f"inter=Compressed(Cast(torch.bfloat16))"
-            )
-        if not isinstance(self.intra, (Flat, TwoHalves)):
-            raise ConfigurationError(
-                f"Hierarchical(intra={self.intra!r}) cannot be split in two halves; use Flat() or Compressed(...)"
-            )
-        if any(map(is_momentum, self.intra.residual_paths)):
-            raise ConfigurationError(
-                f"Hierarchical(intra={self.intra!r}) would lose its momentum where a node has one rank; give "
-                f"the momentum to inter"
             )
         if self.inter.node_local:
             raise ConfigurationError(
@@ -65,18 +52,14 @@ class Hierarchical(Aggregator):
             )
         if self.form not in (None, *get_args(Form)):
             raise ConfigurationError(f"form {self.form!r} is unknown; use None or one of {', '.join(get_args(Form))}")
-        if isinstance(self.intra, TwoHalves) and self.form == "leader":
-            raise ConfigurationError(
-                f"form {self.form!r} cannot be had with intra={self.intra}; use form=None or intra=Flat()"
-            )
 
     def check(self, team: TeamShape) -> None:
         """Refuse shards on nodes of unequal length, and what `inter` refuses."""
-        if (self.form == "reduce_scatter" or isinstance(self.intra, TwoHalves)) and not team.uniform:
-            what = f"form {self.form!r}" if self.form else f"intra={self.intra}"
+        if self.form == "reduce_scatter" and not team.uniform:
+            counts = "+".join(map(str, team.ranks_per_node))
             raise ConfigurationError(
-                f"{what} needs equally many ranks on every node, and nodes hold {_counts(team)}; "
-                f"use form='leader' or None, with intra=Flat()"
+                f"form {self.form!r} needs equally many ranks on every node, and nodes hold {counts} ranks; use "
+                f"form='leader' or None"
             )
         inter = team if team.intra is None else team.inter
         if inter is not None:
@@ -89,22 +72,19 @@ class Hierarchical(Aggregator):
         if buffer.numel() == 0:
             return
         if team.intra is None:
-            level, aggregator = self._single_level(team)
-            aggregator.all_reduce(buffer, team, scale, context.within(level, context.layout, context.result_dtype))
+            across = context.within("inter", context.layout, context.result_dtype)
+            self._alone(team).all_reduce(buffer, team, scale, across)
             return
-        if isinstance(self.intra, TwoHalves):
-            seen = self._through_shares(self.intra, buffer, team, scale, context)
-        elif (self.form or self._best_form(team, buffer.nbytes, team.backend(buffer.device))) == "leader":
-            seen = self._through_leader(buffer, team, scale, context)
-        else:
-            seen = self._through_shards(buffer, team, scale, context)
+        leader = self._form(team, buffer.nbytes, team.backend(buffer.device)) == "leader"
+        through = self._through_leader if leader else self._through_shards
+        seen = through(buffer, team, scale, context)
         if self.inter.residual_paths:  # all ranks commit, or none does
             context.report(seen.isfinite().all())
 
     def _through_leader(self, buffer: Tensor, team: Team, scale: float, context: BufferContext) -> Tensor:
         """Reduce to one rank, which alone talks to those of other nodes, then broadcast.
 
-        Returns, as the other two do, elements of the result that are not finite if any is not.
+        Returns, as `_through_shards` does, elements of the result that are not finite if any is not.
         """
         intra, inter = team.intra, team.inter
         assert intra is not None
@@ -115,7 +95,7 @@ class Hierarchical(Aggregator):
         intra.reduce(values, dst=0)
         if leads:
             assert inter is not None
-            self._exchange_inter(values, inter, context.layout, buffer.dtype, context)
+            self.inter.all_reduce(values, inter, 1.0, context.within("inter", context.layout, buffer.dtype))
         if values is not buffer and intra.rank == 0:
             buffer.copy_(values)
         intra.broadcast(buffer, src=0)
@@ -136,7 +116,8 @@ class Hierarchical(Aggregator):
         shard = context.scratch.take("shard", divided.shard_numel, source.dtype, source.device)
         intra.reduce_scatter(shard, source)
         if mine.numel:
-            self._exchange_inter(shard[: mine.numel], inter, mine, buffer.dtype, context)
+            across = context.within("inter", mine, buffer.dtype)
+            self.inter.all_reduce(shard[: mine.numel], inter, 1.0, across)
         whole = buffer
         if not divided.in_place:
             whole = context.scratch.take("gathered shards", divided.whole_numel, buffer.dtype, buffer.device)
@@ -145,141 +126,92 @@ class Hierarchical(Aggregator):
             divided.put_back(whole, buffer)
         return whole[:: divided.shard_numel]
 
-    def _through_shares(
-        self, halves: TwoHalves, buffer: Tensor, team: Team, scale: float, context: BufferContext
-    ) -> Tensor:
-        """Run the two halves of a compressed all_reduce inside the node; between them each share goes across."""
-        intra, inter = team.intra, team.inter
-        assert intra is not None
-        assert inter is not None  # as above
-        within = context.within("intra", context.layout, replicas=team.node_count)
-        if self.inter.residual_paths and not context.memory.settled:
-            mine = halves.share_layout(context.layout, buffer.dtype, intra, context.step)
-            name = f"shares of {halves} from step {halves.phase(context.step)}"
-            reshard(self.inter, name, mine, intra, context, buffer.device)
-        share, layout = halves.reduce_scatter(buffer, intra, scale, within)
-        if layout.numel:
-            self._exchange_inter(share, inter, layout, None, context)
-        halves.all_gather(share, buffer, intra, within)
-        return buffer
-
     def _scaled(self, buffer: Tensor, scale: float) -> Tensor:
         """Return `scale * buffer`: in place, or in float32 where feedback has to know of every rounding."""
         if self.inter.residual_paths and buffer.dtype.itemsize < torch.float32.itemsize:
             return buffer.float().mul_(scale)
         return apply_scale(buffer, scale)
 
-    def _exchange_inter(
-        self, values: Tensor, inter: Team, layout: Layout, result_dtype: torch.dtype | None, context: BufferContext
-    ) -> None:
-        self.inter.all_reduce(values, inter, 1.0, context.within("inter", layout, result_dtype))
-
     # --------------------------------------------------------------------------------------- facts
 
-    def calls(
-        self,
-        layout: Layout,
-        dtype: torch.dtype,
-        team: TeamShape,
-        device: torch.device | None = None,
-        step: int | None = None,
-    ) -> tuple[Step, ...]:
+    def calls(self, buffer: Buffer, team: TeamShape) -> tuple[Step, ...]:
         """Return the calls of the node, those between nodes, and those of the node again."""
+        layout, dtype, intra, inter = buffer.layout, buffer.dtype, team.intra, team.inter
         if layout.numel == 0:
             return ()
-        intra, inter = team.intra, team.inter
         if intra is None:
-            return self._single_level(team)[1].calls(layout, dtype, team, device, step)
-        if isinstance(self.intra, TwoHalves):
-            assert inter is not None  # check() refused unequal nodes
-            first, second = self.intra.half_calls(layout, dtype, intra, step)
-            shares = self.intra.share_layout(layout, dtype, intra, step)
-            return first + self.inter.calls(shares, torch.float32, inter, device, step) + second
+            return self._alone(team).calls(buffer, team)
         # Feedback makes the way to the slow network float32.
         summed = torch.promote_types(dtype, torch.float32) if self.inter.residual_paths else dtype
-        backend = team.backend(device or team.default_device)
-        form = self.form or self._best_form(team, layout.numel * dtype.itemsize, backend)
-        if form == "leader":
+        backend = team.backend(buffer.device or team.default_device)
+        if self._form(team, buffer.nbytes, backend) == "leader":
             leads = intra.rank == 0 and inter is not None
-            across = self.inter.calls(layout, dtype, inter, device, step) if leads and inter else ()
+            across = self.inter.calls(buffer, inter) if leads and inter else ()
             reduced = call(intra, "reduce", layout.numel * summed.itemsize, 0)
-            return (*reduced, *across, *call(intra, "broadcast", layout.numel * dtype.itemsize, 0))
+            return (*reduced, *across, *call(intra, "broadcast", buffer.nbytes, 0))
         assert inter is not None  # as above
         divided = division(self.inter, layout, dtype, intra.size)
         moved = () if divided.in_place else (work("copy", "", layout.numel),)
         reduced = call(intra, "reduce_scatter", divided.whole_numel * summed.itemsize)
-        across = self.inter.calls(divided.layouts[intra.rank], dtype, inter, device, step)
+        across = self.inter.calls(replace(buffer, layout=divided.layouts[intra.rank]), inter)
         return (*moved, *reduced, *across, *call(intra, "all_gather", divided.shard_numel * dtype.itemsize), *moved)
 
     @cached_property
     def lossless(self) -> bool:
-        """If both levels are."""
-        return self.inter.lossless and self.intra.lossless
+        """If `inter` is."""
+        return self.inter.lossless
 
     @property
     def error_bound(self) -> float:
-        """The bounds of both levels multiplied."""
-        return (1 + self.inter.error_bound) * (1 + self.intra.error_bound) - 1
+        """That of `inter`."""
+        return self.inter.error_bound
 
     @property
     def start_step(self) -> int:
-        """The later one of both levels."""
-        return max(self.inter.start_step, self.intra.start_step)
+        """That of `inter`."""
+        return self.inter.start_step
 
     def phase(self, step: int) -> int:
-        """Return the earliest step at which no level's messages differ in length."""
-        parts = (self.inter, self.intra)
-        phases = [part.phase(step) for part in parts]
-        earliest = max(phases)
-        # Levels may take turns: then some step soon after has what each of them does now.
-        alike = (at for at in range(earliest, min(step, earliest + 2)) if [part.phase(at) for part in parts] == phases)
-        return next(alike, step)
+        """Return that of `inter`."""
+        return self.inter.phase(step)
 
     def check_capture(self, step: int, team: TeamShape) -> None:
-        """Ask both levels; the level says what has to be changed."""
+        """Ask what averages between the nodes."""
         if team.intra is None:
-            self._single_level(team)[1].check_capture(step, team)
-            return
-        self.inter.check_capture(step, team.inter or team)  # also where only other ranks of the node talk across
-        self.intra.check_capture(step, team.intra)
+            self._alone(team).check_capture(step, team)
+        else:  # also where only other ranks of the node talk across
+            self.inter.check_capture(step, team.inter or team)
 
     @cached_property
     def residual_paths(self) -> tuple[str, ...]:
-        """Those of both levels, by the name of the level."""
-        return _paths("intra", self.intra) + _paths("inter", self.inter)
+        """Those of `inter`, below its level."""
+        return _paths(self.inter)
 
     def residual_paths_on(self, team: TeamShape) -> tuple[str, ...]:
-        """Return those of the only level there is, or of both."""
-        return self.residual_paths if team.intra is not None else _paths(*self._single_level(team))
+        """Return those of what averages there."""
+        return self.residual_paths if team.intra is not None else _paths(self._alone(team))
 
     def with_dense(self, patterns: Sequence[str]) -> Aggregator:
-        """Tell both levels."""
-        inter, intra = self.inter.with_dense(patterns), self.intra.with_dense(patterns)
-        assert isinstance(intra, (Flat, TwoHalves))  # it only has more patterns
-        return replace(self, inter=inter, intra=intra)
-
-    def variants(self) -> Mapping[str, Aggregator]:
-        """Return both forms."""
-        forms = get_args(Form) if isinstance(self.intra, Flat) else ()
-        return {form: replace(self, form=form) for form in forms}
+        """Tell `inter`."""
+        return replace(self, inter=self.inter.with_dense(patterns))
 
     def squared_error(self, layout: Layout, buffer: Tensor) -> float:
-        """Return the sum of both levels' errors."""
-        return self.inter.squared_error(layout, buffer) + self.intra.squared_error(layout, buffer)
+        """Return that of `inter`."""
+        return self.inter.squared_error(layout, buffer)
 
     def passes(self, ranks: int) -> dict[tuple[WorkKind, str], Passes]:
-        """Return those of both levels."""
-        return self.intra.passes(ranks) | self.inter.passes(ranks)
+        """Return those of `inter`."""
+        return self.inter.passes(ranks)
 
-    def _single_level(self, team: TeamShape) -> tuple[str, Aggregator]:
+    def _alone(self, team: TeamShape) -> Aggregator:
+        """Return what averages over a team of one level: over nodes of one rank, or over one node."""
         if team.node_count > 1:
-            return "inter", self.inter
-        if any(map(is_momentum, self.inter.residual_paths)):
-            return "inter", self.inter.with_dense(("*",))  # one node needs the momentum too
-        return "intra", self.intra
+            return self.inter
+        # One node needs the momentum too.
+        return self.inter.with_dense(("*",)) if any(map(is_momentum, self.inter.residual_paths)) else Flat()
 
-    def _best_form(self, team: TeamShape, nbytes: int, backend: str) -> Form:
-        return choose_form(backend, nbytes, uniform=team.uniform, lossless=self.inter.lossless)
+    def _form(self, team: TeamShape, nbytes: int, backend: str) -> Form:
+        return self.form or choose_form(backend, nbytes, uniform=team.uniform, lossless=self.inter.lossless)
 
 
 @lru_cache(maxsize=1024)
@@ -297,10 +229,5 @@ def choose_form(backend: str, nbytes: int, *, uniform: bool, lossless: bool = Tr
     return "reduce_scatter" if sharded else "leader"
 
 
-def _paths(level: str, part: Aggregator) -> tuple[str, ...]:
-    return tuple(f"{level}.{path}".rstrip(".") for path in part.residual_paths)
-
-
-def _counts(team: TeamShape) -> str:
-    nodes = team.wire.nodes
-    return "+".join(str(nodes.count(node)) for node in dict.fromkeys(nodes)) + " ranks"
+def _paths(inter: Aggregator) -> tuple[str, ...]:
+    return tuple(f"inter.{path}".rstrip(".") for path in inter.residual_paths)

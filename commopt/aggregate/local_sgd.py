@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from commopt.aggregate.base import Aggregator, Step
+from commopt.aggregate.base import Aggregator, Buffer, Step
 from commopt.aggregate.hierarchical import Hierarchical
 from commopt.errors import ConfigurationError
-from commopt.feedback import BufferContext, Layout
+from commopt.feedback import BufferContext
 from commopt.groups import Team, TeamShape, apply_scale
 
 _log = logging.getLogger("commopt")
@@ -86,26 +85,15 @@ class LocalSGD(Aggregator):
         else:
             apply_scale(buffer, scale * team.size)
 
-    def calls(
-        self,
-        layout: Layout,
-        dtype: torch.dtype,
-        team: TeamShape,
-        device: torch.device | None = None,
-        step: int | None = None,
-    ) -> tuple[Step, ...]:
+    def calls(self, buffer: Buffer, team: TeamShape) -> tuple[Step, ...]:
         """Return those of a buffer of gradients. What parameters cost is in HookState.stats()."""
-        reach = team.intra if self._stays_inside(team, step) else team
-        return () if reach is None else self.gradients.calls(layout, dtype, reach, device, step)
+        reach = team.intra if self._stays_inside(team, buffer.step) else team
+        return () if reach is None else self.gradients.calls(buffer, reach)
 
     def phase(self, step: int) -> int:
         """Return the earliest step that reaches as far and sends as much."""
         earliest = self.gradients.phase(step)
-        if step < self.start_step or earliest >= self.start_step:
-            return earliest
-        # Levels of `gradients` may take turns: then a step soon after the start has what each of them does now.
-        nearby = range(self.start_step, min(step, self.start_step + 2))
-        return next((at for at in nearby if self.gradients.phase(at) == earliest), step)
+        return earliest if step < self.start_step else max(earliest, self.start_step)
 
     def check_capture(self, step: int, team: TeamShape) -> None:
         """Refuse where there are several nodes."""

@@ -6,12 +6,13 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from math import ceil, prod
 
 import torch
 from torch import Tensor
 
-from commopt.feedback import Layout, Piece, Side, Spans, joined_spans, matches
+from commopt.feedback import Layout, Piece, Side, Spans, gaps, joined_spans, matches
 
 _OVERSAMPLING = 8
 _COLUMNS_AT_ONCE = 16  # products with odd numbers of columns take several times as long
@@ -75,6 +76,12 @@ class Group:
                 self.right_row + first * self.cols,
             )
 
+    def places(self) -> Iterator[tuple[Matrix, int, int]]:
+        """Iterate over the matrices, each with its first element and its end in what is kept."""
+        numel = self.rows * self.cols
+        for number, matrix in enumerate(self.matrices):
+            yield matrix, self.offset + number * numel, self.offset + (number + 1) * numel
+
     def stack(self, kept: Tensor) -> Tensor:
         """Return the matrices in `kept`: [count, rows, cols]."""
         numel = self.count * self.rows * self.cols
@@ -100,9 +107,10 @@ class Plan:
         return tuple(matrix for group in self.groups for matrix in group.matrices)
 
     @cached_property
-    def shapes(self) -> tuple[tuple[int, int], ...]:
-        """Rows and columns of each matrix."""
-        return tuple((matrix.rows, matrix.cols) for matrix in self.matrices)
+    def heights(self) -> dict[Side, tuple[int, ...]]:
+        """Rows of the left, and of the right factor of each matrix."""
+        matrices = self.matrices
+        return {"left": tuple(each.rows for each in matrices), "right": tuple(each.cols for each in matrices)}
 
     @cached_property
     def stacked(self) -> Layout:
@@ -127,19 +135,18 @@ class Plan:
     @cached_property
     def rows(self) -> dict[Side, int]:
         """Rows of all left, and of all right factors together."""
-        return {"left": sum(rows for rows, _ in self.shapes), "right": sum(cols for _, cols in self.shapes)}
+        return {side: sum(heights) for side, heights in self.heights.items()}
 
     @cached_property
     def by_height(self) -> dict[Side, tuple[tuple[int, Spans], ...]]:
         """Where, among the rows of all left or right factors, those of one height are: (height, spans)."""
-        spans: dict[Side, dict[int, list[tuple[int, int]]]] = {"left": defaultdict(list), "right": defaultdict(list)}
-        for group in self.groups:
-            spans["left"][group.rows].append((group.left_row, group.left_row + group.count * group.rows))
-            spans["right"][group.cols].append((group.right_row, group.right_row + group.count * group.cols))
-        return {
-            side: tuple((height, joined_spans(found)) for height, found in by_height.items())
-            for side, by_height in spans.items()
-        }
+        found: dict[Side, tuple[tuple[int, Spans], ...]] = {}
+        for side, heights in self.heights.items():
+            spans: dict[int, list[tuple[int, int]]] = defaultdict(list)
+            for height, end in zip(heights, accumulate(heights), strict=True):
+                spans[height].append((end - height, end))
+            found[side] = tuple((height, joined_spans(each)) for height, each in spans.items())
+        return found
 
 
 @lru_cache(maxsize=1024)
@@ -162,7 +169,7 @@ def plan(layout: Layout, rule: Rule) -> Plan:
         left_row += len(matrices) * rows
         right_row += len(matrices) * cols
     taken = sorted((matrix.begin, matrix.end) for group in groups for matrix in group.matrices)
-    return Plan(layout, tuple(groups), tuple(_gaps(taken, layout.numel)))
+    return Plan(layout, tuple(groups), tuple(gaps(taken, layout.numel)))
 
 
 @lru_cache(maxsize=1024)
@@ -226,14 +233,6 @@ def _row_blocks(matrix: Matrix, rule: Rule, share: int) -> Iterator[tuple[int, i
     for number in range(count):
         first, last = number * matrix.rows // count, (number + 1) * matrix.rows // count
         yield matrix.begin + first * matrix.cols, matrix.begin + last * matrix.cols
-
-
-def _gaps(taken: list[tuple[int, int]], numel: int) -> Iterator[tuple[int, int]]:
-    done = 0
-    for begin, end in [*taken, (numel, numel)]:
-        if done < begin:
-            yield done, begin
-        done = end
 
 
 @torch.no_grad()

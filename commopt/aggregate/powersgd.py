@@ -14,19 +14,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from commopt.aggregate.base import Aggregator, Step, WorkKind, call, mark_non_finite, work
+from commopt.aggregate.base import Aggregator, Buffer, Step, WorkKind, call, mark_non_finite, work
 from commopt.aggregate.exchange import Exchange
 from commopt.aggregate.matrices import Rule, beyond_rank, divide, plan
-from commopt.aggregate.shards import Divisible
 from commopt.compress import ErrorFeedback, Passes, Trials
 from commopt.errors import ConfigurationError
 from commopt.feedback import (
     BufferContext,
-    Factors,
     Feedback,
     Layout,
-    Shapes,
-    Side,
     Spans,
     checked_patterns,
     require_feedback,
@@ -39,7 +35,7 @@ _NBYTES = torch.float32.itemsize
 
 
 @dataclass(frozen=True, repr=False)
-class PowerSGD(Divisible):
+class PowerSGD(Aggregator):
     """Exchange low-rank factors of the matrices in a buffer; everything else travels dense, in the first message.
 
     A parameter of two dimensions or more is a matrix; (out, in, height, width) becomes (out, in * height * width) or
@@ -50,10 +46,6 @@ class PowerSGD(Divisible):
     min_compression_rate: matrices that would shrink by less travel dense.
     start_step: the first step to compress; everything travels dense before. Advised: 10 % of all steps, and no less
         than the learning rate takes to warm up.
-    warm_start: start from the last step's factors rather than from random ones.
-    alternating: False is the paper's algorithm, both factors refreshed in every step, in two messages. True refreshes
-        one per step, P in even and Q in odd ones (arXiv 2008.01425): half the bytes and one message, for the slowest
-        of networks only: the model learns more slowly by steps (docs/convergence.md).
     feedback: how what the product leaves out is kept for the next step; None forgets it, which is for experiments.
     dense: patterns of parameter names that travel uncompressed ("*.bias").
     """
@@ -61,8 +53,6 @@ class PowerSGD(Divisible):
     matrix_rank: int = 4
     min_compression_rate: float = 2
     start_step: int = 2
-    warm_start: bool = True
-    alternating: bool = False
     feedback: Feedback | None = Feedback()
     dense: tuple[str, ...] = ()
 
@@ -77,9 +67,6 @@ class PowerSGD(Divisible):
                 f"PowerSGD(min_compression_rate={rate!r}) must be a number from 1 on; at 1 everything that shrinks at "
                 f"all is compressed"
             )
-        for name in ("warm_start", "alternating"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigurationError(f"PowerSGD({name}={getattr(self, name)!r}) must be True or False")
         require_feedback("PowerSGD", self.feedback)
         object.__setattr__(self, "dense", checked_patterns("PowerSGD", self.dense))
 
@@ -96,7 +83,8 @@ class PowerSGD(Divisible):
         elif self._as_it_is(context.layout, dtype, context.step):
             self._reduce_as_it_is(buffer, dtype, team, scale, context)
         else:
-            self._reduce_factors(buffer, dtype, team, scale, context)
+            found = plan(context.layout, self._rule)
+            Exchange(found, self.matrix_rank, self.feedback, buffer, dtype, scale, context).run(team)
 
     def _reduce_as_it_is(
         self, buffer: Tensor, dtype: torch.dtype, team: Team, scale: float, context: BufferContext
@@ -121,100 +109,28 @@ class PowerSGD(Divisible):
             return context.carry("worker", context.layout, self.feedback, device)
         return context.leftover(context.layout, device)
 
-    def _reduce_factors(
-        self, buffer: Tensor, dtype: torch.dtype, team: Team, scale: float, context: BufferContext
-    ) -> None:
-        found = plan(context.layout, self._rule)
-        exchange = Exchange(found, self.matrix_rank, self.feedback, buffer, dtype, scale, context)
-        factors = exchange.remembered() if self.warm_start else None
-        if self.alternating:
-            self._refresh_one(exchange, factors, team, context.step)
-        else:
-            self._refresh_both(exchange, factors, team, context.step)
-
-    def _refresh_one(self, exchange: Exchange, factors: Factors | None, team: Team, step: int) -> None:
-        """P = M Q and the update P Q^T, where Q has orthonormal columns; in odd steps all of it transposed."""
-        side, other = self._sides(step)
-        basis = exchange.random(other, step) if factors is None else factors.now[other]
-        message, product, dense = exchange.message(side)
-        exchange.fill_dense(dense)
-        exchange.encode(side, basis, product, fill=True, leave_out=True)
-        team.all_reduce(message)
-        if factors is not None:
-            exchange.remember(factors, side, product)
-        exchange.write(side, product, basis, dense, team)
-
-    def _refresh_both(self, exchange: Exchange, factors: Factors | None, team: Team, step: int) -> None:
-        """P = orth(sum of M Q), then Q = sum of M^T P and the update P Q^T."""
-        start = exchange.random("right", step) if factors is None else factors.now["right"]
-        message, basis, dense = exchange.message("left")
-        exchange.fill_dense(dense)
-        exchange.encode("left", start, basis, fill=True, leave_out=False)
-        team.all_reduce(message)
-        exchange.orthogonalize("left", basis, basis, None if factors is None else factors.initial["left"])
-        product = exchange.second_message("right")
-        exchange.encode("right", basis, product, fill=False, leave_out=True)
-        team.all_reduce(product.view(-1))
-        if factors is not None:
-            exchange.remember(factors, "right", product)
-        exchange.write("right", product, basis, dense, team)
-
     # -------------------------------------------------------------------------------------- facts
 
-    def calls(
-        self,
-        layout: Layout,
-        dtype: torch.dtype,
-        team: TeamShape,
-        device: torch.device | None = None,
-        step: int | None = None,
-    ) -> tuple[Step, ...]:
-        """Return one or two all_reduces; without a step, of an even one: if factors alternate, left ones travel."""
-        if layout.numel == 0 or team.size == 1:
+    def calls(self, buffer: Buffer, team: TeamShape) -> tuple[Step, ...]:
+        """Return one all_reduce of all values, or one of left factors and what is dense, and one of right ones."""
+        if buffer.nbytes == 0 or team.size == 1:
             return ()
-        if self._as_it_is(layout, dtype, step):
-            return call(team, "all_reduce", layout.numel * dtype.itemsize)
-        found = plan(layout, self._rule)
-        side = "left" if step is None or not self.alternating else self._sides(step)[0]
-        nbytes = _NBYTES * (found.rows[side] * self.matrix_rank + found.dense.numel)
+        if self._as_it_is(buffer.layout, buffer.dtype, buffer.step):
+            return call(team, "all_reduce", buffer.nbytes)
+        found = plan(buffer.layout, self._rule)
         what, numel = f"PowerSGD({self.matrix_rank})", found.stacked.numel
-        first: tuple[Step, ...] = (work("factor", what, numel), *call(team, "all_reduce", nbytes))
-        if self.alternating:
-            return first
-        right_nbytes = _NBYTES * found.rows["right"] * self.matrix_rank
-        return (*first, work("refresh", what, numel), *call(team, "all_reduce", right_nbytes))
-
-    def phase(self, step: int) -> int:
-        """Return 0 before the start; left and right factors, if they alternate, are not equally long."""
-        if step < self.start_step:
-            return 0
-        return self.start_step + ((step - self.start_step) % 2 if self.alternating else 0)
+        left, right = (_NBYTES * found.rows[side] * self.matrix_rank for side in ("left", "right"))
+        first = call(team, "all_reduce", left + _NBYTES * found.dense.numel)
+        return work("factor", what, numel), *first, work("refresh", what, numel), *call(team, "all_reduce", right)
 
     def check_capture(self, step: int, team: TeamShape) -> None:
-        """Require factors of both sides every time, from those of the step before."""
+        """Refuse residuals that are rounded at random."""
         super().check_capture(step, team)
         require_repeatable(str(self), self.feedback)
-        if self.alternating:
-            raise ConfigurationError(
-                f"{self} refreshes left and right factors in turns and a CUDA graph would refresh one of them for "
-                f"ever; use alternating=False"
-            )
-        if not self.warm_start:
-            raise ConfigurationError(
-                f"{self} draws other factors in every step and a CUDA graph would repeat one draw for ever; use "
-                f"warm_start=True"
-            )
 
     def divide(self, layout: Layout, dtype: torch.dtype, parts: int) -> tuple[Spans, ...] | None:
         """Return whole matrices, or blocks of rows."""
         return divide(layout, self._rule, parts) if plan(layout, self._rule).groups else None
-
-    def shared_factors(self, layout: Layout) -> Shapes:
-        """Return right factors, which suit all rows of a parameter."""
-        if not self.warm_start:
-            return ()
-        matrices = plan(layout, self._rule).matrices
-        return tuple((matrix.piece.name, matrix.cols, self.matrix_rank) for matrix in matrices)
 
     @property
     def lossless(self) -> bool:
@@ -268,7 +184,3 @@ class PowerSGD(Divisible):
             return False
         keeps_rounding = self.feedback is not None and dtype.itemsize < _NBYTES
         return not keeps_rounding or layout.names == {""}
-
-    def _sides(self, step: int) -> tuple[Side, Side]:
-        """Return which factors a step refreshes, and which ones it starts from."""
-        return ("left", "right") if (step - self.start_step) % 2 == 0 else ("right", "left")

@@ -11,24 +11,8 @@ import torch
 from torch import Tensor
 
 from commopt.aggregate.base import Aggregator
-from commopt.feedback import BufferContext, Layout, Scratch, Shapes, Spans
+from commopt.feedback import BufferContext, Layout, Scratch, Spans
 from commopt.groups import Team
-
-
-class Divisible(Aggregator):
-    """An aggregator that wants to say which elements each rank of a node takes across."""
-
-    def divide(self, layout: Layout, dtype: torch.dtype, parts: int) -> tuple[Spans, ...] | None:
-        """Return what of a buffer each of `parts` ranks should be given, None when equal pieces will do.
-
-        `dtype` is what the values will be rounded to in the end. Together the spans are all elements, each once. The
-        same on every rank.
-        """
-        return None
-
-    def shared_factors(self, layout: Layout) -> Shapes:
-        """Return which factors are alike for all parts of a parameter, so that they may follow it to other ranks."""
-        return ()
 
 
 @dataclass(frozen=True)
@@ -69,7 +53,7 @@ class Division:
 @lru_cache(maxsize=1024)
 def division(aggregator: Aggregator, layout: Layout, dtype: torch.dtype, parts: int) -> Division:
     """Divide a buffer, whose values end as `dtype`, as `aggregator` wants it: by default in equal pieces."""
-    segments = aggregator.divide(layout, dtype, parts) if isinstance(aggregator, Divisible) else None
+    segments = aggregator.divide(layout, dtype, parts)
     if segments is None:
         numel = ceil(layout.numel / parts)
         ends = [min(place * numel, layout.numel) for place in range(parts + 1)]
@@ -98,17 +82,13 @@ def reshard(
     if store is None or not store.place(path, context.layout, division_name):
         return
     paths = [f"{path}.{part}".rstrip(".") for part in inter.residual_paths]
-    numel = context.layout.numel
+    store.factors.forget(path, context.layout.names - (frozenset() if mine is None else mine.names))
     for each in paths:
         store.dissolve(each, context.layout)
-    held = [store.collect(each, context.layout, device) for each in paths]
-    factors = inter.shared_factors(context.layout) if isinstance(inter, Divisible) else ()
-    moving = torch.cat([*held, store.factors.first_rights(path, factors, device)])
+    moving = torch.cat([store.collect(each, context.layout, device) for each in paths])
     intra.all_reduce(moving)
     if mine is not None:
         spans = context.layout.spans_of(mine)
-        for begin, each in zip(range(0, numel * len(paths), numel), paths, strict=True):
-            parts = [moving[begin + first : begin + last] for first, last in spans]
+        for each, whole in zip(paths, moving.view(len(paths), -1), strict=True):
+            parts = [whole[first:last] for first, last in spans]
             store.deposit(each, mine, torch.cat(parts) if parts else moving[:0])
-    rights = moving[numel * len(paths) :]
-    store.factors.keep_rights(path, factors, rights, frozenset() if mine is None else mine.names)

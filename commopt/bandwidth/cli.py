@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import time
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from itertools import pairwise
 
 import torch
@@ -19,7 +19,9 @@ from commopt.bandwidth.settings import Settings, add_arguments, settings_of
 from commopt.collectives import Communicator
 from commopt.command_line import refuse
 from commopt.errors import ConfigurationError, MismatchError, UnsupportedTensorError
-from commopt.probe.cli import start
+from commopt.groups import join
+from commopt.probe.cli import require_usable, start
+from commopt.recording import clock_for
 
 __all__ = ["add_arguments", "measure", "run"]
 
@@ -98,8 +100,13 @@ def time_calls(call: Callable[[], object], iterations: int, warm_up_iterations: 
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     _sum_over_ranks(0)  # a barrier that never touches the GPU
-    measure = _ends_on_gpu if device.type == "cuda" else _ends_on_cpu
-    ends_us = torch.tensor(measure(call, iterations), dtype=torch.float64, device="cpu")
+    clock = clock_for(device)
+    marks = [clock.mark()]
+    for _ in range(iterations):
+        call()
+        marks.append(clock.mark())
+    ((begin_us, *ended_us),) = clock.times_us([marks])
+    ends_us = torch.tensor(ended_us, dtype=torch.float64, device="cpu") - begin_us
     dist.all_reduce(ends_us, op=dist.ReduceOp.MAX)
     return timing_of(ends_us.tolist())
 
@@ -110,33 +117,15 @@ def timing_of(ends_us: list[float]) -> Timing:
     return Timing(ends_us[-1] / len(ends_us), percentile(singles_us, 0.50), percentile(singles_us, 0.99))
 
 
-def _ends_on_cpu(call: Callable[[], object], iterations: int) -> list[float]:
-    ends_us = []
-    start_s = time.perf_counter()
-    for _ in range(iterations):
-        call()
-        ends_us.append((time.perf_counter() - start_s) * 1e6)
-    return ends_us
-
-
-def _ends_on_gpu(call: Callable[[], object], iterations: int) -> list[float]:
-    begin, *ends = [torch.cuda.Event(enable_timing=True) for _ in range(iterations + 1)]
-    begin.record()
-    for end in ends:
-        call()
-        end.record()
-    ends[-1].synchronize()
-    return [begin.elapsed_time(end) * 1e3 for end in ends]
-
-
 def measure(settings: Settings, device: torch.device) -> int:
     """Measure everything, print on rank 0, and return the exit status; needs an initialized world.
 
     The world must have a backend for CPU tensors, and one for `device`. Raises ConfigurationError and MismatchError
     on every rank for settings that cannot work.
     """
-    report.require_same_everywhere(settings)
-    report.require_json(settings.json)
+    stated = {field.name: str(getattr(settings, field.name)) for field in fields(settings)}
+    join(None, settings.ranks_per_node).agree("a table of bandwidths", **stated)
+    require_usable(settings.json)
     bench = Bench(settings, device)
     width = max(len("aggregator"), *map(len, settings.aggregators))
     rows: list[Row] = []

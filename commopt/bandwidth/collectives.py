@@ -7,21 +7,20 @@ missing unnoticed. All are small whole numbers that no order of additions can ro
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from math import ceil
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commopt.aggregate import AGGREGATORS, Aggregator, Compressed, Hierarchical
+from commopt.aggregate import Aggregator, Hierarchical
 from commopt.aggregate.hierarchical import Form
 from commopt.collectives import Communicator
 from commopt.collectives.communicator import Op
-from commopt.compress import COMPRESSORS
 from commopt.groups import WireBytes, all_gather_single, reduce_scatter_single
 from commopt.hooks import PRESETS, build_preset
 
@@ -29,36 +28,38 @@ COMMOPT = "commopt"
 TORCH = "torch"
 
 
+Call = Callable[[], object]
+
+
 @dataclass(frozen=True)
 class Implementation:
-    """Who runs the collectives."""
+    """Who runs the collectives.
+
+    functions: by the collective, of (recv, send) or, in place (all_reduce, broadcast), of recv. wire_bytes: what this
+    rank sends in one call of (collective, numel, dtype); None where no formula says.
+    """
 
     name: str
-    bind: Callable[[str, Tensor, Tensor, int], Callable[[], object]]
-    """Of (collective, recv, send, root): a call that runs it once; those in place (all_reduce, broadcast) use recv."""
+    functions: Mapping[str, Callable[..., object]]
     wire_bytes: Callable[[str, int, torch.dtype], WireBytes | None] = lambda collective, numel, dtype: None
-    """The bytes this rank sends in one call of (collective, numel, dtype); None where no formula says."""
     error_bound: float = 0.0
 
 
 def of_commopt(name: str, comm: Communicator, op: Op) -> Implementation:
     """Return a Communicator's methods; the aggregator of that name is used by all_reduce."""
     aggregator = find_aggregator(name)
-
-    def bind(collective: str, recv: Tensor, send: Tensor, root: int) -> Callable[[], object]:
-        calls: dict[str, Callable[[], object]] = {
-            "all_reduce": partial(comm.all_reduce, recv, op=op, aggregator=aggregator),
-            "reduce_scatter": partial(comm.reduce_scatter, recv, send, op=op),
-            "all_gather": partial(comm.all_gather, recv, send),
-            "broadcast": partial(comm.broadcast, recv, src=root),
-            "all_to_all": partial(comm.all_to_all, recv, send),
-        }
-        return calls[collective]
+    functions: dict[str, Callable[..., object]] = {
+        "all_reduce": partial(comm.all_reduce, op=op, aggregator=aggregator),
+        "reduce_scatter": partial(comm.reduce_scatter, op=op),
+        "all_gather": comm.all_gather,
+        "broadcast": comm.broadcast,
+        "all_to_all": comm.all_to_all,
+    }
 
     def wire_bytes(collective: str, numel: int, dtype: torch.dtype) -> WireBytes | None:
         return comm.wire_bytes(numel, dtype, aggregator) if collective == "all_reduce" else None
 
-    return Implementation(name, bind, wire_bytes, 0.0 if aggregator is None else aggregator.error_bound)
+    return Implementation(name, functions, wire_bytes, 0.0 if aggregator is None else aggregator.error_bound)
 
 
 def of_torch(op: Op, device: torch.device) -> Implementation:
@@ -67,24 +68,20 @@ def of_torch(op: Op, device: torch.device) -> Implementation:
     divides = op == "avg" and device.type == "cuda"
     reduce_op = dist.ReduceOp.AVG if divides else dist.ReduceOp.SUM
 
-    def averaged(reduce: Callable[[], object], recv: Tensor) -> Callable[[], object]:
-        def reduce_and_divide() -> None:
-            reduce()
-            recv.div_(dist.get_world_size())
+    def reducing(function: Callable[..., object]) -> Callable[..., object]:
+        function = partial(function, op=reduce_op)
+        if op == "sum" or divides:
+            return function
+        return lambda recv, *send: (function(recv, *send), recv.div_(dist.get_world_size()))
 
-        return reduce_and_divide if op == "avg" and not divides else reduce
-
-    def bind(collective: str, recv: Tensor, send: Tensor, root: int) -> Callable[[], object]:
-        calls: dict[str, Callable[[], object]] = {
-            "all_reduce": averaged(partial(dist.all_reduce, recv, op=reduce_op), recv),
-            "reduce_scatter": averaged(partial(reduce_scatter_single, recv, send, op=reduce_op), recv),
-            "all_gather": partial(all_gather_single, recv, send),
-            "broadcast": partial(dist.broadcast, recv, src=root),
-            "all_to_all": partial(dist.all_to_all_single, recv, send),
-        }
-        return calls[collective]
-
-    return Implementation(TORCH, bind)
+    functions = {
+        "all_reduce": reducing(dist.all_reduce),
+        "reduce_scatter": reducing(reduce_scatter_single),
+        "all_gather": all_gather_single,
+        "broadcast": dist.broadcast,
+        "all_to_all": dist.all_to_all_single,
+    }
+    return Implementation(TORCH, functions)
 
 
 def find_aggregator(name: str) -> Aggregator | None:
@@ -92,33 +89,13 @@ def find_aggregator(name: str) -> Aggregator | None:
 
     Raises ConfigurationError for options that a preset does not have.
     """
-    known = known_aggregators()
-    if name in known or "=" not in name:
-        return known.get(name)
-    return build_preset(name)
+    return build_preset(name) if "=" in name else known_aggregators().get(name)
 
 
 def known_aggregators() -> dict[str, Aggregator]:
-    """Return every aggregator that has a name: what the registries and presets hold, and variants of those.
-
-    `NAME:FORM` fixes the form of a hierarchical one, `NAME:COMPRESSOR` fills in what an aggregator compresses with, on
-    its way between the nodes where it is hierarchical.
-    """
-    known: dict[str, Aggregator] = {}
-    for name, kind in AGGREGATORS.items():
-        make: Any = kind
-        needed = [field.name for field in fields(make) if field.default is field.default_factory is MISSING]
-        if not needed:
-            known[name] = make()
-        elif needed == ["compressor"]:
-            known |= {f"{name}:{compressor}": make(COMPRESSORS[compressor]()) for compressor in COMPRESSORS}
-    known |= {name: preset.build() for name, preset in PRESETS.items()}
-    for name, aggregator in list(known.items()):
-        if hasattr(aggregator, "form"):
-            variant: Any = aggregator
-            known |= {f"{name}:{form}": replace(variant, form=form) for form in get_args(Form)}
-    inters = {name: Compressed(kind()) for name, kind in COMPRESSORS.items()}
-    return known | {f"hierarchical:{name}": Hierarchical(inter=inter) for name, inter in inters.items()}
+    """Return every preset, and each form of the hierarchical one ("hierarchical:leader")."""
+    forms = {f"hierarchical:{form}": Hierarchical(form=form) for form in get_args(Form)}
+    return {name: preset.build() for name, preset in PRESETS.items()} | forms
 
 
 PERIOD = 1021
@@ -257,17 +234,14 @@ class Collective:
         fill(send, pattern.of_rank(rank))
         return send, recv
 
-    def bind(self, implementation: Implementation, rank: int, send: Tensor, recv: Tensor) -> Callable[[], object]:
+    def bind(self, implementation: Implementation, rank: int, send: Tensor, recv: Tensor) -> Call:
         """Return a call that runs it once; out of place a collective that works in place gets a copy first."""
-        run = implementation.bind(self.name, recv, send, self.root)
+        run = partial(implementation.functions[self.name], recv, *([send] if self.blocks else []))
+        if self.root >= 0:
+            run = partial(run, src=self.root)
         if self.blocks or send.data_ptr() == recv.data_ptr() or self.root not in (-1, rank):
             return run
-
-        def copy_and_run() -> None:
-            recv.copy_(send)
-            run()
-
-        return copy_and_run
+        return lambda: (recv.copy_(send), run())
 
     def expected(self, pattern: Pattern, rank: int, count: int, op: str) -> list[Tensor]:
         """Return the pattern of every block of `count` elements of recv, float64."""

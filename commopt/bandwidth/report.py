@@ -8,10 +8,9 @@ import shlex
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from math import ceil
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +19,6 @@ import torch.distributed as dist
 from commopt.bandwidth.collectives import TORCH, Implementation, Pattern
 from commopt.bandwidth.settings import Settings
 from commopt.cluster import link_rate
-from commopt.command_line import require_writable
-from commopt.errors import ConfigurationError, MismatchError
 from commopt.version import __version__
 from topology import Cluster
 
@@ -202,33 +199,6 @@ def notes(settings: Settings, implementations: Sequence[Implementation], device:
     if any(one.error_bound for one in implementations):
         lines.append("algbw and busbw of aggregators that round are effective: dense bytes, whatever was sent.")
     return lines
-
-
-def require_same_everywhere(settings: Settings) -> None:
-    """Raise MismatchError on every rank unless all were started with the same settings."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, {field.name: str(getattr(settings, field.name)) for field in fields(settings)})
-    for rank, theirs in enumerate(everyone):
-        for name, value in theirs.items():
-            if value != everyone[0][name]:
-                raise MismatchError(
-                    f"rank {rank} was started with {name} {value}, rank 0 with {everyone[0][name]}; start all alike"
-                )
-
-
-def require_json(path: Path | None) -> None:
-    """Raise ConfigurationError on every rank if rank 0 cannot write to `path`: now, not after the measurements."""
-    if path is None:
-        return
-    problem: list[str | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            require_writable(path)
-        except ConfigurationError as error:
-            problem = [str(error)]
-    dist.broadcast_object_list(problem, src=0)
-    if problem[0] is not None:
-        raise ConfigurationError(f"--json {problem[0]}")
 
 
 def document(settings: Settings, cluster: Cluster, device: torch.device, rows: Sequence[Row]) -> dict[str, Any]:

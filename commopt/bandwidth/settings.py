@@ -37,10 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     with_what += f"(default hierarchical); {COMMOPT} for other collectives"
     nodes = "declare blocks of L ranks to be nodes (default: ask hosts)"
     add: Any = parser.add_argument
-    add("-b", dest="min_nbytes", default="32M", metavar="BYTES", help="smallest size: 8, 4K, 32M, 1G (default 32M)")
-    add("-e", dest="max_nbytes", default="32M", metavar="BYTES", help="largest size (default 32M)")
+    size = {"type": parse_nbytes, "metavar": "BYTES"}
+    add("-b", dest="min_nbytes", default="32M", **size, help="smallest size: 8, 4K, 32M, 1G (default 32M)")
+    add("-e", dest="max_nbytes", default="32M", **size, help="largest size (default 32M)")
     add("-f", dest="step_factor", type=whole(1), default=1, metavar="N", help="multiply sizes by N (default: add -i)")
-    add("-i", dest="step_nbytes", default="1M", metavar="BYTES", help="add this to each size (default 1M)")
+    add("-i", dest="step_nbytes", default="1M", **size, help="add this to each size (default 1M)")
     add("-n", dest="iterations", type=whole(1), default=20, metavar="N", help="timed iterations (default 20)")
     add("-w", dest="warm_up_iterations", type=whole(0, 10**6), default=5, metavar="N", help="untimed ones (default 5)")
     add("-c", dest="check", type=int, choices=(0, 1), default=1, help="check results before timing (default 1)")
@@ -86,8 +87,6 @@ class Settings:
 def settings_of(options: argparse.Namespace) -> Settings:
     """Check the options of a command line; raises ConfigurationError."""
     given = {name: value for name, value in vars(options).items() if name in Settings.__dataclass_fields__}
-    for name in ("min_nbytes", "max_nbytes", "step_nbytes"):
-        given[name] = parse_nbytes(given[name])
     collective = COLLECTIVES[options.collective]
     names = options.aggregator or ("hierarchical" if collective.aggregates else COMMOPT)
     given |= {
@@ -96,9 +95,6 @@ def settings_of(options: argparse.Namespace) -> Settings:
         "aggregators": tuple(dict.fromkeys(names.split(","))),
     }
     settings = Settings(**given)
-    for flag, nbytes in (("-b", settings.min_nbytes), ("-i", settings.step_nbytes)):
-        if nbytes < 1:
-            raise ConfigurationError(f"{flag} {nbytes} is too small; the least is 1")
     if settings.min_nbytes > settings.max_nbytes:
         raise ConfigurationError(
             f"-b {settings.min_nbytes} is more than -e {settings.max_nbytes} bytes; raise -e or lower -b"
@@ -106,10 +102,10 @@ def settings_of(options: argparse.Namespace) -> Settings:
     whole_numbers = not settings.dtype.is_floating_point
     if collective.reduces and settings.op == "avg" and whole_numbers:
         raise ConfigurationError(f"-o avg of -d {settings.type_name} is no integer; use -o sum")
+    known = (TORCH, *sorted(known_aggregators())) if collective.aggregates else (TORCH, COMMOPT)
     for name in settings.aggregators:
         aggregator = find_aggregator(name) if collective.aggregates else None
-        if aggregator is None and name not in (TORCH, *(() if collective.aggregates else (COMMOPT,))):
-            known = (TORCH, *sorted(known_aggregators())) if collective.aggregates else (TORCH, COMMOPT)
+        if aggregator is None and name not in known:
             raise ConfigurationError(
                 f"--aggregator {name!r} is unknown for {collective.name}; known: {', '.join(known)}"
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import signal
@@ -14,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, Any
@@ -30,7 +29,8 @@ from commopt.cluster.network import (
     address,
     uninterrupted,
 )
-from commopt.command_line import output_file, print_table, refuse, whole
+from commopt.command_line import refuse, whole
+from commopt.display import show_table
 
 # How long nodes get to fail by themselves after the first one did, and then to react to SIGTERM.
 _GRACE_S = 5.0
@@ -239,43 +239,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "The exit status is that of the rank that failed first."
     add: Any = parser.add_argument
     add("--nodes", type=whole(1), default=2, help="number of nodes (default 2)")
-    add("--ranks-per-node", default="2", metavar="L[,L...]", help="ranks on every node, or one number per node")
+    ranks = "ranks on every node, or one number per node (default 2)"
+    add("--ranks-per-node", type=_ranks_per_node, default=2, metavar="L[,L...]", help=ranks)
     add("--rate", default="200mbit", help="of every node's link, each way: 1gbit, none (default 200mbit)")
     add("--delay", default="0ms", help="one-way delay of the network: 500us, 5ms (default 0ms)")
-    add("--json", type=output_file, metavar="FILE", help="write what was run and each node's traffic to FILE")
     add("-m", "--module", action="store_true", help="SCRIPT is a module, as in `python -m`")
     add("script", metavar="SCRIPT")
     add("arguments", metavar="ARGS", nargs=argparse.REMAINDER)
 
 
 def _ranks_per_node(text: str) -> int | list[int]:
-    try:
-        counts = [int(count) for count in text.split(",")]
-    except ValueError:
-        raise ValueError(f"ranks_per_node {text!r} must be a number such as 2, or one per node such as 2,1") from None
+    counts = [whole(1)(count) for count in text.split(",")]
     return counts if "," in text else counts[0]
 
 
-def _report(cluster: Cluster, command: list[str], result: Result) -> dict[str, Any]:
-    return {
-        "command": command,
-        "ranks_per_node": cluster.ranks_per_node,
-        **asdict(cluster.link),
-        "returncode": result.returncode,
-        "seconds": round(result.seconds, 3),
-        "nodes": [asdict(node) for node in result.nodes],
-    }
-
-
-def _print_table(cluster: Cluster, result: Result) -> None:
-    title = f"{len(result.nodes)} nodes at {cluster.rate}, {result.seconds:.1f} s"
-    headings = ("node", "ranks", "sent MiB", "packets", "received MiB", "packets", "inside the node MiB")
-    rows = []
+def _show(cluster: Cluster, result: Result) -> None:
+    rows = [["node", "ranks", "sent MiB", "sent packets", "received MiB", "received packets", "inside MiB"]]
     for node in result.nodes:
         link, inside = node.traffic.link, node.traffic.loopback
         sent, received, kept = (f"{n / 2**20:.2f}" for n in (link.tx_bytes, link.rx_bytes, inside.tx_bytes))
-        rows.append((node.node_rank, node.ranks, sent, link.tx_packets, received, link.rx_packets, kept))
-    print_table(title, headings, rows, sys.stderr)
+        figures = (node.node_rank, node.ranks, sent, link.tx_packets, received, link.rx_packets, kept)
+        rows.append([*map(str, figures)])
+    title = f"{len(result.nodes)} nodes at {cluster.rate}, {result.seconds:.1f} s"
+    show_table(title, rows, 0, "inside: between the ranks of a node", sys.stderr)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
@@ -290,12 +276,9 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.module and not os.path.isfile(arguments.script):  # which takes any text for a path
         return refuse("commopt cluster", f"there is no file {arguments.script}; before the name of a module put -m")
     try:
-        ranks = _ranks_per_node(arguments.ranks_per_node)
-        with Cluster(arguments.nodes, ranks, arguments.rate, arguments.delay) as cluster:
+        with Cluster(arguments.nodes, arguments.ranks_per_node, arguments.rate, arguments.delay) as cluster:
             result = cluster.run(command, capture=False)
     except (ClusterUnavailableError, ValueError) as error:
         return refuse("commopt cluster", error)
-    _print_table(cluster, result)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(_report(cluster, command, result), indent=2) + "\n")
+    _show(cluster, result)
     return result.returncode

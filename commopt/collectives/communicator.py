@@ -142,7 +142,7 @@ class Communicator:
         `input` holds world_size blocks of output.numel() elements: rank i gets block i.
         """
         number, target, source = next(self._sequence), writable(output), readable(input)
-        self._require_blocks("reduce_scatter", large=source, small=target)
+        self._require_blocks("reduce_scatter", source, target, self.world_size)
         scale = self._scale(op, source)
 
         def work() -> None:
@@ -158,7 +158,7 @@ class Communicator:
         Returns `output`, or a Work.
         """
         number, target, source = next(self._sequence), writable(output), readable(input)
-        self._require_blocks("all_gather", large=target, small=source)
+        self._require_blocks("all_gather", target, source, self.world_size)
 
         def work() -> None:
             gathered = movement.all_gather(_as_bytes(source.flat()), self._membership)
@@ -187,12 +187,12 @@ class Communicator:
         message per rank and remote node crosses the network instead of one per pair of ranks.
         """
         number, target, source = next(self._sequence), writable(output), readable(input)
-        if source.tensor.numel() != target.tensor.numel() or source.tensor.numel() % self.world_size:
+        self._require_blocks("all_to_all", target, source, 1)
+        if source.tensor.numel() % self.world_size:
             raise ConfigurationError(
-                f"all_to_all of {source.tensor.numel()} into {target.tensor.numel()} elements; both must hold "
-                f"world_size={self.world_size} blocks of one length"
+                f"all_to_all: {source.tensor.numel()} elements are not world_size={self.world_size} blocks of one "
+                f"length; pass a multiple of {self.world_size}"
             )
-        _require_same_kind("all_to_all", target, source)
 
         def work() -> None:
             blocks = _as_bytes(source.flat()).view(self.world_size, -1)
@@ -286,13 +286,16 @@ class Communicator:
             raise UnsupportedTensorError(f"op 'avg' of {operand.tensor.dtype} is no integer; use op='sum' and divide")
         return 1.0 / self.world_size if op == "avg" else 1.0
 
-    def _require_blocks(self, name: str, large: Operand, small: Operand) -> None:
-        if large.tensor.numel() != self.world_size * small.tensor.numel():
+    def _require_blocks(self, name: str, large: Operand, small: Operand, ratio: int) -> None:
+        """Raise ConfigurationError unless the larger array has `ratio` times the elements, of one dtype and device."""
+        needed, kinds = ratio * small.tensor.numel(), [f"{x.tensor.dtype} on {x.tensor.device}" for x in (large, small)]
+        if large.tensor.numel() != needed:
             raise ConfigurationError(
-                f"{name}: {large.tensor.numel()} elements are not world_size={self.world_size} blocks of "
-                f"{small.tensor.numel()}; make the larger array {self.world_size * small.tensor.numel()} elements long"
+                f"{name} in a group of world_size={self.world_size}: {large.tensor.numel()} elements are not {ratio} x "
+                f"{small.tensor.numel()}; make that array {needed} elements long"
             )
-        _require_same_kind(name, large, small)
+        if kinds[0] != kinds[1]:
+            raise ConfigurationError(f"{name} between {kinds[0]} and {kinds[1]}; make them alike")
 
 
 def all_reduce(
@@ -308,12 +311,6 @@ def all_reduce(
         return communicator.all_reduce(x, op=op, aggregator=aggregator, async_op=async_op)
     finally:
         communicator._client.close(groups=False)  # the next call will need the groups
-
-
-def _require_same_kind(name: str, one: Operand, other: Operand) -> None:
-    kinds = [(str(operand.tensor.dtype), str(operand.tensor.device)) for operand in (one, other)]
-    if kinds[0] != kinds[1]:
-        raise ConfigurationError(f"{name} between {' on '.join(kinds[0])} and {' on '.join(kinds[1])}; make them alike")
 
 
 def _as_bytes(flat: Tensor) -> Tensor:

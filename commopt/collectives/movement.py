@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from commopt.errors import UnsupportedTensorError
-from commopt.groups import Membership
+from commopt.groups import Membership, Team
 
 _FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _INTEGER = (torch.int64, torch.int32, torch.uint8, torch.int8)
@@ -123,58 +123,52 @@ def _from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
 
 def reduce_scatter(blocks: Tensor, membership: Membership) -> Tensor:
     """Return this rank's row of the sum of `blocks` [world_size, n] over ranks."""
-    team = membership.team
+    mine, levels = torch.empty_like(blocks[0]), _two_levels(membership)
     if blocks.numel() == 0:
-        return blocks[0]
-    if not _two_levels(membership):
-        mine = torch.empty_like(blocks[0])
-        team.reduce_scatter(mine, _node_by_node(blocks, membership).view(-1))
         return mine
-    assert team.intra is not None
-    assert team.inter is not None
-    by_place = _by_place(blocks, membership)  # [place, node, n]
-    per_node = blocks.new_empty(team.inter.size, blocks.shape[1])
-    team.intra.reduce_scatter(per_node.view(-1), by_place.view(-1))
-    mine = torch.empty_like(blocks[0])
-    team.inter.reduce_scatter(mine, per_node.view(-1))
+    if levels is None:
+        membership.team.reduce_scatter(mine, _node_by_node(blocks, membership).view(-1))
+        return mine
+    intra, inter = levels
+    per_node = blocks.new_empty(inter.size * blocks.shape[1])
+    intra.reduce_scatter(per_node, _by_place(blocks, membership).view(-1))  # of [place, node, n]
+    inter.reduce_scatter(mine, per_node)
     return mine
 
 
 def all_gather(block: Tensor, membership: Membership) -> Tensor:
     """Return the rows [world_size, n] of all ranks' `block` [n]."""
-    team = membership.team
+    team, levels = membership.team, _two_levels(membership)
     gathered = block.new_empty(team.size, block.numel())
     if block.numel() == 0:
         return gathered
-    if not _two_levels(membership):
+    if levels is None:
         team.all_gather(gathered.view(-1), block)
         return _rank_by_rank(gathered, membership)
-    assert team.intra is not None
-    assert team.inter is not None
-    across = block.new_empty(team.inter.size, block.numel())
-    team.inter.all_gather(across.view(-1), block)
-    everything = block.new_empty(team.intra.size, team.inter.size, block.numel())
-    team.intra.all_gather(everything.view(-1), across.view(-1))
-    return _rank_by_rank(everything.transpose(0, 1).reshape(gathered.shape), membership)
+    intra, inter = levels
+    across = block.new_empty(inter.size * block.numel())
+    inter.all_gather(across, block)
+    by_place = block.new_empty(intra.size, inter.size, block.numel())
+    intra.all_gather(by_place.view(-1), across)
+    return _rank_by_rank(by_place.transpose(0, 1).reshape(gathered.shape), membership)
 
 
 def all_to_all(blocks: Tensor, membership: Membership) -> Tensor:
     """Return the rows [world_size, n] that the ranks sent here; row j of `blocks` goes to rank j."""
-    team = membership.team
+    levels = _two_levels(membership)
     if blocks.numel() == 0:
         return blocks
-    if not _two_levels(membership):
+    if levels is None:
         received = torch.empty_like(blocks)
-        team.all_to_all(received.view(-1), _node_by_node(blocks, membership).view(-1))
+        membership.team.all_to_all(received.view(-1), _node_by_node(blocks, membership).view(-1))
         return _rank_by_rank(received, membership)
-    assert team.intra is not None
-    assert team.inter is not None
+    intra, inter = levels
     by_place = _by_place(blocks, membership)  # [destination place, destination node, n]
     collected = torch.empty_like(by_place)  # [source place, destination node, n]
-    team.intra.all_to_all(collected.view(-1), by_place.view(-1))
+    intra.all_to_all(collected.view(-1), by_place.view(-1))
     by_node = collected.transpose(0, 1).contiguous()  # [destination node, source place, n]
     received = torch.empty_like(by_node)  # [source node, source place, n]
-    team.inter.all_to_all(received.view(-1), by_node.view(-1))
+    inter.all_to_all(received.view(-1), by_node.view(-1))
     return _rank_by_rank(received.view(blocks.shape), membership)
 
 
@@ -199,8 +193,12 @@ def broadcast(flat: Tensor, src: int, membership: Membership) -> None:
         team.intra.broadcast(flat, gate)
 
 
-def _two_levels(membership: Membership) -> bool:
-    return membership.team.intra is not None and membership.cluster.uniform
+def _two_levels(membership: Membership) -> tuple[Team, Team] | None:
+    """Return the teams inside the node and between nodes, None where there is one level or nodes are unequal."""
+    team = membership.team
+    if team.intra is None or team.inter is None or not membership.cluster.uniform:
+        return None
+    return team.intra, team.inter
 
 
 def _node_by_node(rows: Tensor, membership: Membership) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from commopt.compress.base import CodingWork, Compressor, Passes, Trials
+from commopt.compress.quantize import check_choice
 from commopt.errors import ConfigurationError
 from commopt.kernels import sparse
 from commopt.kernels.codec import ErrorFeedback, Momentum, RngKey
@@ -56,18 +57,14 @@ class DGC(Compressor):
         _check_density("density", self.density)
         if not _is_number(self.momentum) or not 0 <= self.momentum < 1:
             raise ConfigurationError(f"DGC(momentum={self.momentum!r}) must be at least 0 and below 1, for example 0.9")
-        for name in ("nesterov", "momentum_masking"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigurationError(f"DGC({name}={getattr(self, name)!r}) must be True or False")
+        check_choice("DGC", "nesterov", self.nesterov, (True, False))
+        check_choice("DGC", "momentum_masking", self.momentum_masking, (True, False))
         if self.nesterov and self.momentum == 0:
             raise ConfigurationError("DGC(nesterov=True) needs a momentum above 0; add for example momentum=0.9")
         clip_norm = self.clip_norm
         if clip_norm is not None and not (_is_number(clip_norm) and clip_norm > 0 and isfinite(clip_norm)):
             raise ConfigurationError(f"DGC(clip_norm={clip_norm!r}) must be a norm above 0, or None for no clipping")
-        if self.value_dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ConfigurationError(
-                f"DGC(value_dtype={self.value_dtype}) cannot travel; use torch.bfloat16, torch.float16 or torch.float32"
-            )
+        check_choice("DGC", "value_dtype", self.value_dtype, (torch.bfloat16, torch.float16, torch.float32))
         if type(self.min_elements) is not int or self.min_elements < 1:
             raise ConfigurationError(f"DGC(min_elements={self.min_elements!r}) must be a whole number from 1 on")
         object.__setattr__(self, "warmup", _checked_warmup(self.warmup))
@@ -81,22 +78,21 @@ class DGC(Compressor):
 
     def at(self, step: int | None) -> Compressor | None:
         """Return the one of the density in force; there always is some."""
-        if self.warmup and step is not None:
-            end = 0
-            for steps, density in self.warmup:
-                end += steps
-                if step < end:
-                    return replace(self, density=density, warmup=())
-        return self
+        if step is None or step >= self.start_step:
+            return self
+        return replace(self, density=self._stage(step)[1], warmup=())
 
     def phase(self, step: int) -> int:
         """Return the first step of the density in force."""
+        return self._stage(step)[0]
+
+    def _stage(self, step: int) -> tuple[int, float]:
         begin = 0
-        for steps, _ in self.warmup:
+        for steps, density in self.warmup:
             if step < begin + steps:
-                break
+                return begin, density
             begin += steps
-        return begin
+        return begin, self.density
 
     def should_compress(self, shape: tuple[int, ...]) -> bool:
         """Not one dimension: biases and the weights of norms are few and matter at once."""
@@ -182,8 +178,6 @@ def _checked_warmup(warmup: object) -> tuple[tuple[int, float], ...]:
         ) from None
     for steps, density in stages:
         if type(steps) is not int or steps < 1:
-            raise ConfigurationError(
-                f"DGC(warmup={warmup!r}) has a stage of {steps!r} steps; give each a whole number from 1 on"
-            )
+            raise ConfigurationError(f"DGC(warmup={warmup!r}) has a stage of {steps!r} steps; whole numbers from 1 on")
         _check_density("warmup density", density)
     return stages

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from commopt import kernels
 from commopt.compress.base import CodingWork, Compressor, Passes, Trials
 from commopt.errors import ConfigurationError
 from commopt.kernels.codec import ErrorFeedback, RngKey
@@ -54,23 +53,18 @@ class Plain(Compressor):
         begin = 0
         for row in self._rows(payload):
             end = min(begin + row.numel(), values.numel())
-            part, encoded = values[begin:end], row[: end - begin]
-            if carry is None and part.dtype == encoded.dtype == torch.float32:
-                torch.mul(part, scale, out=encoded)
-            elif carry is None:
-                kernels.pack([part], encoded, scale)  # one rounding of the float32 product
-            else:
-                part_of_carry = ErrorFeedback(carry.old[begin:end], carry.new[begin:end], carry.loss_scale, carry.decay)
-                round_with_carry(part, encoded, scale, part_of_carry)
+            own = carry and replace(carry, old=carry.old[begin:end], new=carry.new[begin:end])
+            round_with_carry(values[begin:end], row[: end - begin], scale, own)
             row[end - begin :].zero_()
             begin = end
 
+    @torch.no_grad()
     def decompress(self, payload: Tensor, values: Tensor, chunk_numel: int) -> None:
         """Convert every element."""
         begin = 0
         for row in self._rows(payload):
             end = min(begin + row.numel(), values.numel())
-            kernels.unpack(row[: end - begin], [values[begin:end]])
+            values[begin:end].copy_(row[: end - begin])
             begin = end
 
     def accumulate(self, payloads: Tensor, total: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from commopt.cost.curve import Curve, Point, Segment
 from commopt.cost.links import PRIMITIVES, Header, Link, LinkKey, Links, WorkKey, ring
-from commopt.cost.nominal import Speeds, nominal_links, ring_over_nodes_us, tree_us
+from commopt.cost.nominal import Speeds, nominal_links, tree_us
 from commopt.cost.pricing import Cost, Pricing, cost, price
 
 __all__ = [
@@ -22,6 +22,5 @@ __all__ = [
     "nominal_links",
     "price",
     "ring",
-    "ring_over_nodes_us",
     "tree_us",
 ]

@@ -9,6 +9,8 @@ from itertools import combinations, pairwise
 from math import inf, isfinite, nan, sqrt
 from statistics import fmean, median
 
+import numpy as np
+
 from commopt.errors import ConfigurationError
 
 Point = tuple[float, float]
@@ -186,20 +188,16 @@ def _joined(points: tuple[Point, ...], cut: list[tuple[int, int]], lines: list[S
 
 def _line(points: tuple[Point, ...]) -> Segment:
     """Return the line of alpha, beta >= 0 that minimizes the sum of squares of (alpha + beta n) / t - 1."""
-    scale = points[-1][0]
-    us = [1 / time for _, time in points]
-    vs = [nbytes / scale / time for nbytes, time in points]
-    u, v = sum(us), sum(vs)
-    uu, uv, vv = (sum(map(float.__mul__, a, b)) for a, b in ((us, us), (us, vs), (vs, vs)))
-    determinant = uu * vv - uv * uv
-    choices = [(u / uu, 0.0), (0.0, v / vv)]
-    if determinant > 1e-12 * uu * vv:
-        free = ((u * vv - v * uv) / determinant, (v * uu - u * uv) / determinant)
-        if min(free) >= 0:
-            choices = [free]
+    sizes, times = np.array(points).T
+    rows = np.stack([np.ones(len(sizes)), sizes / sizes[-1]], axis=1) / times[:, None]
 
-    def left(choice: tuple[float, float]) -> float:
-        return sum((choice[0] * a + choice[1] * b - 1) ** 2 for a, b in zip(us, vs, strict=True))
+    def fitted(columns: list[int]) -> tuple[float, float, float]:
+        """Return what is left, and the line, where only these columns may count."""
+        line = np.zeros(2)
+        line[columns] = np.linalg.lstsq(rows[:, columns], np.ones(len(rows)), rcond=None)[0]
+        return float(((rows @ line - 1) ** 2).sum()), float(line[0]), float(line[1] / sizes[-1])
 
-    alpha, beta = min(choices, key=left)
-    return Segment(0.0, alpha, beta / scale)
+    _, *free = fitted([0, 1])
+    if min(free) < 0:
+        _, *free = min(fitted([0]), fitted([1]))
+    return Segment(0.0, *free)

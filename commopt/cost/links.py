@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, astuple, dataclass, field
 from math import isnan, log
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from commopt.cost.curve import Curve, Segment
-from commopt.document import one_line_each, parse, read_text
+from commopt.document import load, one_line_each, read_as, read_text
 from commopt.errors import ConfigurationError
 
 FORMAT = 1
@@ -138,93 +138,47 @@ class Links:
     @classmethod
     def load(cls, path: str | Path) -> Links:
         """Read what `save` wrote. Raises ConfigurationError, naming what is wrong, for anything else."""
-        content = parse(read_text(path), str(path))
         try:
-            return _from_json(content)
+            content = load(read_text(path), "the file", FORMAT)
+            nominal: bool = read_as(bool, content.get("nominal"), "nominal")
+            header: Header = read_as(Header, content.get("header"), "header")
+            curves = _table(LinkKey, content, "links")
+            for key in curves:
+                if key.primitive not in PRIMITIVES or key.ranks < 2 or key.groups < 1:
+                    raise ConfigurationError(
+                        f"{key} cannot be: it must be one of {', '.join(PRIMITIVES)} over 2 or more ranks in 1 or more "
+                        f"groups"
+                    )
+            return cls(header, curves, _table(WorkKey, content, "work"), nominal)
         except ConfigurationError as error:
             raise ConfigurationError(f"{path}: {error}; probe the cluster again") from None
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A curve in the file, beside its key and the quality of its fit."""
+
+    segments: tuple[tuple[float, float, float], ...]
+    points: tuple[tuple[float, float], ...]
+    note: str
+
+
+def _table(kind: Any, content: Mapping[str, Any], name: str) -> dict[Any, Curve]:
+    """Return the curves of a list in the file; the key of each is a `kind`."""
+    found: dict[Any, Curve] = {}
+    for number, row in enumerate(read_as(tuple[Any, ...], content.get(name), name)):
+        where = f"{name}[{number}]"
+        key, entry = read_as(kind, row, where), read_as(_Entry, row, where)
+        try:
+            if key in found:
+                raise ConfigurationError(f"there are figures for {tuple(key)} already")
+            found[key] = Curve(tuple(Segment(*each) for each in entry.segments), entry.points, entry.note)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{where}: {error}") from None
+    return found
 
 
 def _as_json(curve: Curve) -> dict[str, Any]:
     quality = {"r_squared": curve.r_squared, "mape": curve.mape}
     fit = {name: None if isnan(value) else round(value, 6) for name, value in quality.items()}
-    segments = [[each.from_nbytes, each.alpha_us, each.beta_us_per_byte] for each in curve.segments]
-    return fit | {"segments": segments, "points": [list(point) for point in curve.points], "note": curve.note}
-
-
-def _from_json(document: Any) -> Links:
-    content = _checked(document, dict, "the file")
-    found = content.get("format")
-    if found != FORMAT:
-        raise ConfigurationError(f"format {found!r} is not {FORMAT}, the one this version of commopt reads")
-    curves: dict[LinkKey, Curve] = {}
-    for place, entry in _entries(content, "links"):
-        ranks, groups = _entry(entry, "ranks", int, place), _entry(entry, "groups", int, place)
-        if ranks < 2 or groups < 1:
-            raise ConfigurationError(f"{place}: ranks is {ranks}, groups is {groups}; they must be 2 and 1 or more")
-        key = LinkKey(_entry(entry, "level", str, place), _entry(entry, "primitive", str, place), ranks, groups)
-        if key.primitive not in PRIMITIVES:
-            raise ConfigurationError(f"{place}: primitive {key.primitive!r} is none of {', '.join(PRIMITIVES)}")
-        _add(curves, key, entry, place)
-    work: dict[WorkKey, Curve] = {}
-    for place, entry in _entries(content, "work"):
-        _add(work, WorkKey(_entry(entry, "kind", str, place), _entry(entry, "what", str, place)), entry, place)
-    return Links(_header(content), curves, work, _entry(content, "nominal", bool, "the file"))
-
-
-def _header(content: Mapping[str, Any]) -> Header:
-    known = {each.name: each.default for each in fields(Header)}
-    facts: dict[str, Any] = {}
-    for name, value in _entry(content, "header", dict, "the file").items():
-        if name not in known:
-            raise ConfigurationError(f"header has an unknown entry {name!r}; there are {', '.join(known)}")
-        kind = str if isinstance(known[name], str) else list
-        _checked(value, kind, f"header: {name}")
-        facts[name] = tuple(value) if kind is list else value
-    return Header(**facts)
-
-
-def _add(known: dict[Any, Curve], key: Any, entry: Mapping[str, Any], place: str) -> None:
-    if key in known:
-        raise ConfigurationError(f"{place} has figures for {tuple(key)}, of which there were some already")
-    segments = [_numbers(row, 3, f"{place}: segment") for row in _entry(entry, "segments", list, place)]
-    points = [_numbers(row, 2, f"{place}: point") for row in _entry(entry, "points", list, place)]
-    try:
-        known[key] = Curve(
-            tuple(Segment(*row) for row in segments),
-            tuple((n, us) for n, us in points),
-            _entry(entry, "note", str, place),
-        )
-    except ConfigurationError as error:
-        raise ConfigurationError(f"{place}: {error}") from None
-
-
-def _entries(content: Mapping[str, Any], name: str) -> list[tuple[str, dict[str, Any]]]:
-    rows = _entry(content, name, list, "the file")
-    return [(f"{name}[{place}]", _checked(row, dict, f"{name}[{place}]")) for place, row in enumerate(rows)]
-
-
-def _entry(entry: Mapping[str, Any], name: str, kind: type, place: str) -> Any:
-    return _checked(entry.get(name), kind, f"{place}: {name}")
-
-
-def _checked(value: Any, kind: type, what: str) -> Any:
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        shown = "missing" if value is None else repr(value)[:80]
-        raise ConfigurationError(f"{what} is {shown}; it must be {_KINDS[kind]}")
-    return value
-
-
-_KINDS = {
-    str: "text",
-    int: "a whole number",
-    bool: "true or false",
-    list: "a list",
-    dict: "a table of names and values",
-}
-
-
-def _numbers(row: Any, count: int, what: str) -> list[float]:
-    if not isinstance(row, list) or len(row) != count or any(type(each) not in (int, float) for each in row):
-        raise ConfigurationError(f"{what} {row!r:.80} is not {count} numbers")
-    return [float(each) for each in row]
+    return fit | {"segments": [astuple(each) for each in curve.segments], "points": curve.points, "note": curve.note}

@@ -7,7 +7,7 @@ link between two ranks of a node, `inter` the one to other nodes. docs/cost.md h
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from math import isfinite, log2
 
 from commopt.cost.curve import Curve
@@ -34,14 +34,10 @@ class Speeds:
     intra_latency_us: float = 3.0
 
     def __post_init__(self) -> None:
-        for name in ("nic_gbps", "intra_gb_per_s", "nics"):
-            value = getattr(self, name)
-            if not (isfinite(value) and value > 0):
-                raise ConfigurationError(f"Speeds({name}={value!r}) must be a finite number above 0")
-        for name in ("inter_latency_us", "intra_latency_us"):
-            value = getattr(self, name)
-            if not (isfinite(value) and value >= 0):
-                raise ConfigurationError(f"Speeds({name}={value!r}) must be a finite number, 0 or more")
+        for name, value in asdict(self).items():
+            least = "0 or more" if name.endswith("latency_us") else "above 0"
+            if not (isfinite(value) and value >= 0) or (value == 0 and least == "above 0"):
+                raise ConfigurationError(f"Speeds({name}={value!r}) must be a finite number, {least}")
 
     @property
     def intra(self) -> Link:
@@ -57,17 +53,6 @@ class Speeds:
     def node(self) -> Link:
         """Between nodes, for a whole node."""
         return replace(self, nics=1).inter(1)
-
-
-def ring_over_nodes_us(nbytes: float, nodes: int, per_node: int, intra: Link, inter: Link) -> float:
-    """A ring that crosses to the next node once in L hops; `inter` is what a whole node sends.
-
-    2 (N-1) alpha_n + 2 N (L-1) alpha_i + 2 (P-1)/P S max(beta_n, beta_i)
-    """
-    latency_us = 2 * (nodes - 1) * inter.alpha_us + 2 * nodes * (per_node - 1) * intra.alpha_us
-    ranks = nodes * per_node
-    used = [link.beta_us_per_byte for link, count in ((inter, nodes), (intra, per_node)) if count > 1]
-    return latency_us + ring("all_reduce", ranks).volume * nbytes * max(used, default=0.0)
 
 
 def tree_us(nbytes: float, nodes: int, per_node: int, intra: Link, inter: Link) -> float:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import ceil
 from typing import NamedTuple
 
 import torch
 
-from commopt.aggregate import Aggregator, Call, Step
-from commopt.cost.curve import Curve
+from commopt.aggregate import Aggregator, Buffer, Call, Step
 from commopt.cost.links import Links, WorkKey
 from commopt.feedback import Layout
 from commopt.groups import TeamShape
@@ -77,7 +76,7 @@ class Pricing:
         aggregator.check(shape)
         self._aggregator, self._dtype, self._shape, self._links = aggregator, dtype, shape, links
         self._device = shape.default_device
-        self._curves: dict[tuple[str, str, int, int], Curve] = {}
+        self._curve = cache(links.curve)
 
     def cost(self, layout: Layout) -> Cost:
         """Return what one all_reduce of a buffer of `layout` costs."""
@@ -118,16 +117,9 @@ class Pricing:
         Encoding and decoding between the levels belong to what is sent across. A rank that sends nothing across is cut
         where the others do, after as many collectives.
         """
-        per_rank = [self._aggregator.calls(layout, self._dtype, shape, self._device) for shape in shapes]
-        cuts = [_across(steps) for steps in per_rank]
-        calls_up = next((_calls(steps[: cut[0]]) for steps, cut in zip(per_rank, cuts, strict=True) if cut), 0)
-        found = []
-        for steps, cut in zip(per_rank, cuts, strict=True):
-            if cut is None:
-                ends = [place + 1 for place in range(len(steps)) if isinstance(steps[place], Call)]
-                cut = (ends[calls_up - 1],) * 2 if 0 < calls_up <= len(ends) else (0, 0)
-            found.append((steps[: cut[0]], steps[slice(*cut)], steps[cut[1] :]))
-        return found
+        per_rank = [self._aggregator.calls(Buffer(layout, self._dtype, self._device), shape) for shape in shapes]
+        calls_up = next((_calls_before(steps) for steps in per_rank if any(map(_is_inter, steps))), 0)
+        return [_cut(steps, calls_up) for steps in per_rank]
 
     def _slowest(self, classes: Sequence[_RankClass], share: float) -> Cost:
         """Return what it costs when every message and all work have only a `share` of their bytes.
@@ -152,7 +144,8 @@ class Pricing:
             nbytes = step.nbytes * share
             if isinstance(step, Call):
                 team = shape.at(step.level)
-                curve = self._curve(step, team, shape, groups)
+                at_once = {"inter": groups, "intra": shape.ranks_per_node.count(team.size)}.get(step.level, 1)
+                curve = self._curve(step.level, step.primitive, team.size, at_once)
                 what = f"{step.primitive} at level {step.level}"
                 spent["inter" if team.node_count > 1 else "intra"] += curve.time_us(nbytes)
             else:
@@ -169,29 +162,24 @@ class Pricing:
                 notes[f"{what}: {nbytes:.0f} bytes are far beyond the largest measured"] = None
         return spent
 
-    def _curve(self, step: Call, team: TeamShape, shape: TeamShape, groups: int) -> Curve:
-        at_once = {"inter": groups, "intra": shape.ranks_per_node.count(team.size)}.get(step.level, 1)
-        key = (step.level, step.primitive, team.size, at_once)
-        if key not in self._curves:
-            self._curves[key] = self._links.curve(*key)
-        return self._curves[key]
+
+def _cut(steps: Sequence[Step], calls_up: int) -> Directions:
+    """Return the parts before, with and after all collectives between nodes and the work around these.
+
+    calls_up: how many collectives come before where none is between nodes.
+    """
+    calls = [place for place, step in enumerate(steps) if isinstance(step, Call)]
+    across = [number for number, place in enumerate(calls) if _is_inter(steps[place])]
+    first, last = (across[0], across[-1] + 1) if across else (min(calls_up, len(calls)),) * 2
+    begin = calls[first - 1] + 1 if first else 0
+    end = begin if not across else calls[last] if last < len(calls) else len(steps)
+    return tuple(steps[:begin]), tuple(steps[begin:end]), tuple(steps[end:])
 
 
-def _across(steps: Sequence[Step]) -> tuple[int, int] | None:
-    """Return which steps belong to collectives between nodes: all of them, and the work around; None without any."""
-    places = [place for place, step in enumerate(steps) if _is_inter(step)]
-    if not places:
-        return None
-    begin, end = places[0], places[-1] + 1
-    while begin > 0 and not isinstance(steps[begin - 1], Call):
-        begin -= 1
-    while end < len(steps) and not isinstance(steps[end], Call):
-        end += 1
-    return begin, end
-
-
-def _calls(steps: Iterable[Step]) -> int:
-    return sum(isinstance(step, Call) for step in steps)
+def _calls_before(steps: Sequence[Step]) -> int:
+    """Return how many collectives come before the first between nodes."""
+    calls = [step for step in steps if isinstance(step, Call)]
+    return next(number for number, step in enumerate(calls) if _is_inter(step))
 
 
 def _is_inter(step: Step) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 from commopt.doctor import ethernet, gpudirect, gpus, host, rdma, settings
 from commopt.doctor.finding import Check, Finding, Severity, in_order, unread
 from commopt.doctor.machine import Machine, Software, Version
-from commopt.doctor.nvml import NvmlFacts, read_nvml
+from commopt.doctor.nvml import read_nvml
 from topology.machine import discover
 from topology.sysfs import read_sysfs
 
@@ -20,21 +21,22 @@ LIVE = Path("/")
 
 # In the order of repair: what stops everything, what takes the fast way away, what slows the fast way, details.
 CHECKS: tuple[Check[Machine], ...] = (
-    *(settings.versions, settings.topology_file, gpus.fabric, gpus.memory, gpus.xid),
-    *(rdma.port, ethernet.choice, rdma.transport, settings.settings, settings.configuration),
-    *(host.memlock, host.shm, host.files, gpus.clocks, gpus.peers, rdma.choice, rdma.gid),
-    *(gpudirect.module, gpudirect.level, gpudirect.acs, gpudirect.iommu, gpudirect.links),
-    *(ethernet.speed, ethernet.mtu, ethernet.sockets, ethernet.tcp, host.cpus, host.governor, host.balancing),
-    *(host.remove_ipc, host.stack, host.numa_container, gpus.tenants, rdma.counters),
+    *(settings.versions, settings.topology_file, gpus.nvswitch, gpus.gpu_memory, gpus.xid),
+    *(rdma.ib_port, ethernet.interface, rdma.transport, settings.settings, settings.nccl_conf),
+    *(host.memlock, host.shm, host.open_files, gpus.gpu_clocks, gpus.peer_access, rdma.ib_hca, rdma.roce_gid),
+    *(gpudirect.gdr_module, gpudirect.gdr_level, gpudirect.acs, gpudirect.iommu, gpudirect.pcie_link),
+    *(ethernet.nic_speed, ethernet.mtu, ethernet.sockets, ethernet.tcp_buffers, host.cpu_affinity, host.cpu_governor),
+    *(host.numa_balancing, host.remove_ipc, host.stack, host.numa_container, gpus.tenants, rdma.counters),
 )
 
 
 def observe(root: Path = LIVE, environ: Mapping[str, str] = os.environ) -> Machine:
-    """Look at a machine once; NVML and the installed versions only for the live one."""
+    """Look at a machine once; NVML, the installed versions and the size of /dev/shm only for the live one."""
     environ = settings.effective(root, environ)
-    nvml = read_nvml() if root == LIVE else NvmlFacts(missing="not asked: these are another machine's files")
-    software = _software() if root == LIVE else Software()
-    machine = Machine(root, environ, discover(root, environ), read_sysfs(root), nvml, software)
+    machine = Machine(root, environ, discover(root, environ), read_sysfs(root))
+    if root == LIVE:
+        shm_bytes = shutil.disk_usage("/dev/shm").total if os.path.ismount("/dev/shm") else None
+        machine = replace(machine, nvml=read_nvml(), software=_software(), shm_bytes=shm_bytes)
     return replace(machine, counters=rdma.read_counters(machine))
 
 

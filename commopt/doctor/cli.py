@@ -11,21 +11,16 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from commopt.command_line import BAD_INPUT, reader_has_gone, refuse, rich_console
 from commopt.doctor import LIVE, diagnose, observe
-from commopt.doctor.compare import gather, launched, rank_facts
-from commopt.doctor.finding import Finding, Severity, check, exit_status, in_order, ok, unread, warning
+from commopt.doctor.compare import gather, rank_facts
+from commopt.doctor.finding import Finding, Severity, exit_status
 from commopt.doctor.log_findings import examine
 from commopt.doctor.log_reader import HOW, read_logs
-from commopt.doctor.machine import Machine
 from commopt.errors import ConfigurationError, MismatchError
 from topology.cluster import read_host_identity
-from topology.queries import node_nic_gbps
-
-if TYPE_CHECKING:
-    from commopt.cost import Links  # with torch, which a machine is examined without
 
 WATCH_S = 1.0
 """Between two readings of error counters."""
@@ -35,9 +30,12 @@ EPILOG = f"""exit status: 0 nothing wrong, 1 warnings, 3 errors, {BAD_INPUT} bad
 The environment is always this process's; NVML and versions are asked on the live machine only.
 Under torchrun every rank examines its machine; rank 0 compares and prints, and it alone has a status other than 0."""
 
-MARKS = {Severity.ERROR: "ERROR", Severity.WARNING: "WARN", Severity.INFO: "INFO", Severity.OK: "OK"}
-COLOURS = {"ERROR": "bold red", "WARN": "yellow", "INFO": "cyan", "OK": "green", "?": "dim"}
-EMULATED = ("BENCH_CLUSTER_RATE=", "COMMOPT_RANKS_PER_NODE=")
+MARKS = {
+    Severity.ERROR: ("ERROR", "bold red"),
+    Severity.WARNING: ("WARN", "yellow"),
+    Severity.INFO: ("INFO", "cyan"),
+    Severity.OK: ("OK", "green"),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--json", action="store_true", help="print findings as JSON")
     parser.add_argument("--all", action="store_true", help="also print what is fine")
-    parser.add_argument("--links", type=Path, metavar="FILE", help="compare what a probe measured with the line rate")
     parser.add_argument("--root", type=Path, default=LIVE, metavar="DIR", help="read /sys, /proc, /dev below DIR")
     logs = "read logs of NCCL_DEBUG=INFO (all of one job) instead of the machine"
     parser.add_argument("--log", type=Path, nargs="+", metavar="FILE|FOLDER", help=logs)
@@ -82,32 +79,9 @@ def _findings(options: argparse.Namespace, environ: Mapping[str, str]) -> Sequen
     if machine.counters and options.root == LIVE:
         time.sleep(WATCH_S)
     findings = diagnose(machine)
-    if options.links is not None and environ.get("RANK", "0") == "0":
-        from commopt.cost import Links
-
-        findings = in_order([*findings, *measured((machine, Links.load(options.links), str(options.links)))])
-    if not launched(environ):
+    if machine.ranks < 2:
         return findings
     return gather(rank_facts(machine, read_host_identity(environ, options.root)), findings)
-
-
-@check("measured", "Measured bandwidth between nodes", "--links", "at least half of the line rate")
-def measured(given: tuple[Machine, Links, str]) -> Iterator[Finding]:
-    """Compare the fastest curve of a probe with the line rate of this machine, which stands for all nodes."""
-    from commopt.probe.report import LineRate
-
-    machine, links, path = given
-    made_up = links.nominal or any(name in links.header.command for name in EMULATED)
-    network = None if made_up else LineRate.of(links, node_nic_gbps(machine.topology))
-    if network is None:
-        yield unread("no measured curve leaves a machine", "torchrun ... -m commopt probe -o links.json", path)
-    elif network.share is None:
-        yield unread("the line rate of this machine is unknown", "python -m topology", path)
-    else:
-        told = f"{network.measured_gbps:.3g} of {network.nominal_gbps:g} Gb/s ({100 * network.share:.0f} %)"
-        remedy = "fix what else is found here; then NCCL_DEBUG=INFO and: python -m commopt doctor --log FILE"
-        expected = "at least half: TCP on one socket, one rail of many, or a port that is slower than it says"
-        yield warning(told, expected, remedy, "medium", path) if network.slow else ok(told, read=path)
 
 
 def as_json(findings: Sequence[Finding]) -> str:
@@ -120,20 +94,19 @@ def as_json(findings: Sequence[Finding]) -> str:
 def show(
     findings: Sequence[Finding], everything: bool, closing: str | None = None, stream: TextIO | None = None
 ) -> None:
-    """Print what needs attention, then what could not be read, then a summary; `everything` adds what is fine,
-    `closing` a last line.
+    """Print what needs attention, what could not be read, and a summary; `everything` adds what is fine.
 
     In colour when rich is installed and the output is a terminal, otherwise plain.
     """
     stream = sys.stdout if stream is None else stream
-    unread_ones = [finding for finding in findings if finding.value is None]
     wanted = [one for one in findings if one.value is not None and (everything or one.severity is not Severity.OK)]
+    unread_ones = [one for one in findings if one.value is None]
     lines = [line for number, finding in enumerate(wanted, 1) for line in _block(number, finding)]
     if unread_ones:
         lines.append(("", "Not checked, because it could not be read:"))
         for one in unread_ones:
             hint = f" (try: {one.remedy})" if one.remedy else ""
-            lines.append(("?", f"  {one.title} [{one.check}]{_on(one)}: {one.read}: {one.expected}{hint}"))
+            lines.append(("dim", f"  {one.title} [{one.check}]{_on(one)}: {one.read}: {one.expected}{hint}"))
         lines.append(("", ""))
     lines += [("", text) for text in (_summary(findings), closing) if text is not None]
     console = rich_console(stream)
@@ -142,8 +115,8 @@ def show(
         return
     from rich.text import Text
 
-    for mark, text in lines:
-        console.print(Text(text, style=COLOURS.get(mark, "")))
+    for style, text in lines:
+        console.print(Text(text, style=style))
 
 
 def _on(finding: Finding) -> str:
@@ -152,8 +125,8 @@ def _on(finding: Finding) -> str:
 
 
 def _block(number: int, finding: Finding) -> Iterator[tuple[str, str]]:
-    mark = MARKS[finding.severity]
-    yield mark, f"{number:2}. {mark:5} {finding.title} [{finding.check}]{_on(finding)}"
+    mark, style = MARKS[finding.severity]
+    yield style, f"{number:2}. {mark:5} {finding.title} [{finding.check}]{_on(finding)}"
     for name, text in (("read", finding.read), ("value", finding.value or ""), ("expected", finding.expected)):
         wrapped = textwrap.wrap(f"{name:9}{text}", 106, subsequent_indent=" " * 9, break_long_words=False)
         yield from (("", f"      {line}") for line in wrapped)

@@ -6,21 +6,21 @@ import fcntl
 import pickle
 import socket
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
-from commopt.doctor.finding import Finding, check, error, in_order, merge, ok, warning
+from commopt.doctor.finding import Finding, Severity, check, error, in_order, merge, ok, warning
 from commopt.doctor.machine import Machine, own_gpu
-from commopt.doctor.network import DeviceList, active_ports, used_by_nccl
+from commopt.doctor.network import active_ports, used_by_nccl
 from commopt.errors import MismatchError
 from topology.cluster import Cluster, HostIdentity
-from topology.fabric import Fabric
-from topology.model import Topology
+from topology.queries import node_nic_gbps, nvlink_kind
 
 PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "CUDA_DEVICE_MAX_CONNECTIONS")
 # These have to differ, or may.
@@ -38,6 +38,64 @@ _PREFIX = "commopt/doctor"
 _SIOCGIFADDR = 0x8915
 
 
+class Equal(NamedTuple):
+    """What has to be the same on every node."""
+
+    read: str
+    severity: Severity
+    of: Callable[[Machine], str | None]
+    """None where it is unknown, which is not compared."""
+    expected: str
+    remedy: str
+
+
+def _counted(names: Iterable[str]) -> str:
+    return ", ".join(f"{count} x {name}" for name, count in sorted(Counter(names).items()))
+
+
+def _gbps(value: float | None) -> str:
+    return f"{value:g} Gb/s" if value else "speed unknown"
+
+
+def _gpus(machine: Machine) -> str:
+    return _counted(gpu.name or "GPU" for gpu in machine.hardware.gpus) or "no GPU"
+
+
+def _nvlinks(machine: Machine) -> str | None:
+    kind = nvlink_kind(machine.topology)
+    return None if kind == "unknown" else f"NVLink {kind}"
+
+
+def _ports(machine: Machine) -> str:
+    ports = active_ports(machine)
+    return _counted(f"{port.link_layer or 'unknown'} {_gbps(port.gbps)}" for port in ports) or "no RDMA port"
+
+
+WARNING = Severity.WARNING
+EQUAL = tuple(Equal(*row) for row in (
+    ("torch, CUDA, NCCL", Severity.ERROR, lambda machine: str(machine.software),
+     "the same on every rank: NCCL refuses other versions",
+     "pip install the same torch on every node (pip freeze > constraints.txt)"),
+    ("/sys/module/nvidia/version", WARNING, lambda machine: machine.text("sys/module/nvidia/version") or "none",
+     "the same driver on every node", "install the same driver on every node"),
+    ("/sys/bus/pci/devices", WARNING, _gpus, "the same GPUs on every node: all wait for the slowest",
+     "python -m topology on each of these nodes"),
+    ("NVML: NVLinks", WARNING, _nvlinks, "the same NVLinks on every node: all wait for the slowest",
+     "nvidia-smi nvlink -s on each of these nodes"),
+    ("/sys/class/infiniband/*/ports/*/rate", WARNING, _ports,
+     "the same ports on every node: all wait for the slowest, and NCCL connects equal kinds only",
+     "ibstat on the node that differs"),
+    ("/sys/class/net/*/speed", WARNING,
+     lambda machine: "fastest " + _gbps(max((one.gbps or 0 for one in used_by_nccl(machine)), default=0)),
+     "the same speed on every node: all wait for the slowest",
+     "ethtool INTERFACE on the slow node; check cable and switch port"),
+    ("/sys/class/net/*/mtu", WARNING,
+     lambda machine: ", ".join(sorted({str(one.mtu) for one in used_by_nccl(machine) if one.mtu})) or None,
+     "the same frame size on every node: large messages hang where it is smaller",
+     "sudo ip link set INTERFACE mtu VALUE, the same everywhere"),
+))  # fmt: skip
+
+
 class Offer(NamedTuple):
     """An address that a library ("NCCL" or "gloo") on a rank tells the other ranks to connect to."""
 
@@ -45,8 +103,7 @@ class Offer(NamedTuple):
     address: str
 
 
-@dataclass(frozen=True)
-class Unreached:
+class Unreached(NamedTuple):
     """Another rank's offer that did not answer, and why."""
 
     rank: int
@@ -61,15 +118,13 @@ class RankFacts:
     host: HostIdentity
     gpu: str | None
     """Bus id of its GPU, or CUDA's name for it; None when it has none, or none is known."""
-    hardware: Topology
-    versions: str
-    driver: str
-    nics: tuple[tuple[str, float | None, int | None], ...]
-    """Name, Gb/s and MTU of the interfaces NCCL would use."""
-    networks: tuple[str, ...]
-    ports: tuple[tuple[str, float | None, str | None], ...]
-    """Name, Gb/s and link layer of the active RDMA ports."""
-    settings: tuple[tuple[str, str], ...]
+    gpus: int
+    """In its machine."""
+    gbps: float | None
+    """What its machine can send at once."""
+    equal: tuple[str | None, ...]
+    """The answers to EQUAL."""
+    settings: Mapping[str, str]
     offers: tuple[Offer, ...] = ()
     """The addresses that others are to connect to, as far as they are known."""
     unreached: tuple[Unreached, ...] = ()
@@ -82,18 +137,15 @@ class RankFacts:
 
 def rank_facts(machine: Machine, host: HostIdentity) -> RankFacts:
     """Collect what `compare` needs of this rank."""
-    used, (place, name) = used_by_nccl(machine), own_gpu(machine)
+    place, name = own_gpu(machine)
     chosen = ((name, value) for name, value in machine.environ.items() if name.startswith(PREFIXES) and value)
     return RankFacts(
         host,
         name if place is None else machine.hardware.gpus[place].busid,
-        machine.hardware,
-        str(machine.software),
-        machine.text("sys/module/nvidia/version") or "none",
-        tuple((interface.name, interface.gbps, interface.mtu) for interface in used),
-        tuple(sorted(str(network) for interface in used for network in interface.networks)),
-        tuple((port.name, port.gbps, port.link_layer) for port in active_ports(machine)),
-        tuple(sorted((name, value) for name, value in chosen if name not in OWN)),
+        len(machine.hardware.gpus),
+        node_nic_gbps(machine.topology),
+        tuple(row.of(machine) for row in EQUAL),
+        {name: value for name, value in chosen if name not in OWN},
         own_offers(machine) if machine.root == Path("/") else (),
     )
 
@@ -105,56 +157,39 @@ Ranks = Sequence[RankFacts]
 
 def compare(ranks: Ranks) -> list[Finding]:
     """Report differences between ranks and nodes, in the order of repair; `ranks[rank]` is what that rank told."""
-    checks = (reach, layout, versions, settings, machines, networks)
+    checks = (nodes_reach, rank_layout, nodes_settings, nodes_equal)
     return [replace(finding, nodes=("all nodes",)) for look in checks for finding in look(ranks)]
 
 
-def _unequal(ranks: Ranks, key: Callable[[RankFacts], object]) -> str | None:
-    """Return who answers what ("A on node0, node1; B on node2"), the answer of the most first; None if all agree."""
-    groups: dict[object, dict[str, None]] = {}
-    for facts in ranks:
-        groups.setdefault(key(facts), {})[facts.node] = None
-    parts = []
-    for value, nodes in sorted(groups.items(), key=lambda item: -len(item[1]))[:4]:
-        more = f" and {len(nodes) - 3} more" if len(nodes) > 3 else ""
-        parts.append(f"{value} on {', '.join(list(nodes)[:3])}{more}")
-    return "; ".join(parts) if len(groups) > 1 else None
-
-
-@check("nodes-reach", "Addresses that answer to all ranks", "a TCP connection between each two nodes")
-def reach(ranks: Ranks) -> Iterator[Finding]:
-    """Name the addresses that other ranks could not connect to."""
+@check("a TCP connection between each two nodes")
+def nodes_reach(ranks: Ranks) -> Iterator[Finding]:
+    """Addresses that answer to all ranks"""
     for library in ("NCCL", "gloo"):
         silent: dict[Unreached, dict[str, None]] = {}
         for facts in ranks:
             for one in facts.unreached:
-                if one.offer.library == library:
-                    silent.setdefault(one, {})[facts.node] = None
+                silent.setdefault(one, {})[facts.node] = None
         shown = [
             f"{one.offer.address} of rank {one.rank} ({ranks[one.rank].node}), from {', '.join(nodes)}: {one.why}"
             for one, nodes in silent.items()
+            if one.offer.library == library
         ]
         if not shown:
             continue
         value = "; ".join(shown[:4]) + (f"; and {len(shown) - 4} more" if len(shown) > 4 else "")
         expected = f"an answer: {library} connects to these addresses, and waits without an end or fails"
-        remedy = (
-            f"export {library.upper()}_SOCKET_IFNAME to an interface on the network that all nodes share; open the "
-        )
-        remedy += "firewall between them for all ports; correct a name in /etc/hosts that means 127.0.1.1"
+        remedy = f"export {library.upper()}_SOCKET_IFNAME to an interface on the network that all nodes share; "
+        remedy += "open the firewall between them for all ports; correct a name in /etc/hosts that means 127.0.1.1"
         # A job on GPUs may do without gloo.
-        kind = warning if library == "gloo" and any(facts.hardware.gpus for facts in ranks) else error
-        yield kind(value, expected, remedy)
+        yield (warning if library == "gloo" and any(facts.gpus for facts in ranks) else error)(value, expected, remedy)
     if ranks[0].offers and not any(facts.unreached for facts in ranks):
         offers = ", ".join(f"{offer.library} {offer.address}" for offer in ranks[0].offers)
         yield ok(f"rank 0 offers {offers}", "an answer from all")
 
 
-@check(
-    "rank-layout", "Layout of the ranks", "host name, boot id, NCCL_HOSTID of every rank", "one rank per GPU, in order"
-)
-def layout(ranks: Ranks) -> Iterator[Finding]:
-    """Look for ranks that share a GPU or have none, and for nodes whose ranks are not in sequence."""
+@check("host name, boot id, NCCL_HOSTID of every rank", "torchrun --nproc-per-node the same everywhere")
+def rank_layout(ranks: Ranks) -> Iterator[Finding]:
+    """Layout of the ranks: one per GPU, as many on every node, in sequence."""
     cluster = Cluster.from_hosts([facts.host for facts in ranks])
     read = "LOCAL_RANK, CUDA_VISIBLE_DEVICES"
     for name, node in zip(cluster.names, cluster.nodes, strict=True):
@@ -162,12 +197,12 @@ def layout(ranks: Ranks) -> Iterator[Finding]:
         for rank in node:
             by_gpu.setdefault(ranks[rank].gpu, []).append(rank)
         lost = ", ".join(map(str, by_gpu.pop(None, [])))
-        gpus = len(ranks[node[0]].hardware.gpus)
         for gpu, sharing in by_gpu.items():
             if len(sharing) > 1:
                 remedy = "torch.cuda.set_device(int(os.environ['LOCAL_RANK'])); check CUDA_VISIBLE_DEVICES"
                 value = f"{name}: ranks {', '.join(map(str, sharing))} on {gpu}"
                 yield error(value, "one rank per GPU: NCCL refuses duplicates", remedy, read=read)
+        gpus = ranks[node[0]].gpus
         if lost and gpus:
             remedy = "torchrun --nproc-per-node as many as CUDA_VISIBLE_DEVICES shows"
             value = f"{name}: no GPU for ranks {lost} ({gpus} in the machine)"
@@ -180,96 +215,43 @@ def layout(ranks: Ranks) -> Iterator[Finding]:
         expected = "the ranks of a node in sequence: a ring crosses the network at every hop otherwise"
         yield warning(shown, expected, "torchrun numbers them so; Slurm: --distribution=block; MPI: --map-by slot")
     if not cluster.uniform:
-        expected = "as many ranks on every node: the node with fewer waits, or has less bandwidth"
-        yield warning(str(cluster), expected, "torchrun --nproc-per-node the same everywhere")
+        yield warning(str(cluster), "as many ranks on every node: the node with fewer waits, or has less bandwidth")
 
 
-@check("nodes-versions", "Equal versions", "torch, CUDA, NCCL, driver", "the same on every rank")
-def versions(ranks: Ranks) -> Iterator[Finding]:
-    """Compare what is installed."""
-    if shown := _unequal(ranks, lambda facts: facts.versions):
-        remedy = "pip install the same torch on every node (pip freeze > constraints.txt)"
-        yield error(shown, "the same on every rank: NCCL refuses other versions", remedy)
-    if shown := _unequal(ranks, lambda facts: facts.driver):
-        remedy = "install the same driver on every node"
-        yield warning(shown, "the same driver on every node", remedy, "medium", "/sys/module/nvidia/version")
-
-
-@check("nodes-settings", "Equal settings", "NCCL_*, GLOO_*", "the same on every rank")
-def settings(ranks: Ranks) -> Iterator[Finding]:
-    """Compare the variables that NCCL, gloo and torch read."""
-    tables = [dict(facts.settings) for facts in ranks]
-    for name in sorted({name for table in tables for name in table}):
+@check("NCCL_*, GLOO_*")
+def nodes_settings(ranks: Ranks) -> Iterator[Finding]:
+    """Equal settings: the variables that NCCL, gloo and torch read are the same on every rank."""
+    for name in sorted({name for facts in ranks for name in facts.settings}):
         values: dict[str, list[str]] = {}
-        for rank, table in enumerate(tables):
-            values.setdefault(table.get(name, "unset"), []).append(str(rank))
+        for rank, facts in enumerate(ranks):
+            values.setdefault(facts.settings.get(name, "unset"), []).append(str(rank))
         if len(values) > 1:
             shown = "; ".join(f"{value} on ranks {', '.join(on[:8])}" for value, on in values.items())
             remedy = f"export {name} for all ranks (mpirun -x {name}; sbatch --export), or unset it"
-            kind = error if name in VITAL else warning
-            yield kind(shown, "the same on every rank", remedy, "high" if name in VITAL else "medium", name)
+            kind, sure = (error, "high") if name in VITAL else (warning, "medium")
+            yield kind(shown, remedy=remedy, confidence=sure, read=name)
 
 
-@check("nodes-machines", "Equal machines", "/sys/bus/pci/devices, NVML", "the same on every node")
-def machines(ranks: Ranks) -> Iterator[Finding]:
-    """Compare GPUs and NVLinks."""
-    cluster = Cluster.from_hosts([facts.host for facts in ranks])
-    fabric = Fabric.from_ranks(cluster, [facts.hardware for facts in ranks])
-    different = [what for what in ("GPUs", "GPU models", "NVLink") if what in fabric.differences]
-    for what in different:
-        expected = "the same on every node: all wait for the slowest"
-        yield warning(f"{what}: {fabric.differences[what]}", expected, "python -m topology on each of these nodes")
-    if not different:
-        speed = (
-            "speed unknown" if fabric.slowest_gbps is None else f"{fabric.slowest_gbps:g} Gb/s from the slowest node"
-        )
-        yield ok(f"{cluster}, {len(fabric.rails)} rail(s), {speed}")
-
-
-# What is read, what is compared, what it should be, and what to do.
-_NETWORK: tuple[tuple[str, Callable[[RankFacts], str], str, str], ...] = (
-    (
-        "/sys/class/infiniband/*/ports/*/rate",
-        lambda facts: _counted(f"{layer or 'unknown'} {_gbps(gbps)}" for _, gbps, layer in facts.ports),
-        "the same ports on every node: all wait for the slowest, and NCCL connects equal kinds only",
-        "ibstat on the node that differs",
-    ),
-    (
-        "/sys/class/net/*/speed",
-        lambda facts: "fastest " + _gbps(max((gbps or 0 for _, gbps, _ in facts.nics), default=0)),
-        "the same speed on every node: all wait for the slowest",
-        "ethtool INTERFACE on the slow node; check cable and switch port",
-    ),
-    (
-        "/sys/class/net/*/mtu",
-        lambda facts: ", ".join(sorted({str(mtu) for _, _, mtu in facts.nics if mtu})) or "unknown",
-        "the same frame size on every node: large messages hang where it is smaller",
-        "sudo ip link set INTERFACE mtu VALUE, the same everywhere",
-    ),
-)
-
-
-@check("nodes-network", "Equal networks", "/sys/class/net, /sys/class/infiniband", "equal on every node")
-def networks(ranks: Ranks) -> Iterator[Finding]:
-    """Compare ports and interfaces, and look for a network that all nodes are in."""
-    for read, key, expected, remedy in _NETWORK:
-        if shown := _unequal(ranks, key):
-            yield warning(shown, expected, remedy, read=read)
-    joined = {facts.node: set(facts.networks) for facts in ranks}
-    if all(joined.values()) and not set.intersection(*joined.values()):
-        value = "; ".join(f"{node}: {', '.join(sorted(its))}" for node, its in list(joined.items())[:4])
-        expected = "one network that all nodes share, unless a router between them is meant"
-        remedy = "export NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the shared network's interface on each node"
-        yield warning(value, expected, remedy, "medium", "/proc/net/route")
-
-
-def _counted(names: Iterable[str]) -> str:
-    listed = sorted(names)
-    return ", ".join(f"{listed.count(name)} x {name}" for name in dict.fromkeys(listed)) or "no RDMA port"
-
-
-def _gbps(value: float | None) -> str:
-    return f"{value:g} Gb/s" if value else "speed unknown"
+@check("versions, GPUs, network")
+def nodes_equal(ranks: Ranks) -> Iterator[Finding]:
+    """Equal nodes: the same versions, GPUs and network; all wait for the slowest."""
+    fine = True
+    for place, row in enumerate(EQUAL):
+        groups: dict[str, dict[str, None]] = {}
+        for facts in ranks:
+            if (answer := facts.equal[place]) is not None:
+                groups.setdefault(answer, {})[facts.node] = None
+        if len(groups) > 1:
+            fine = False
+            shown = [  # the answer of the most first
+                f"{value} on {', '.join(list(nodes)[:3])}" + (f" and {len(nodes) - 3} more" if len(nodes) > 3 else "")
+                for value, nodes in sorted(groups.items(), key=lambda item: -len(item[1]))[:4]
+            ]
+            yield Finding(row.severity, "; ".join(shown), row.expected, row.remedy, read=row.read)
+    if fine:
+        cluster, speeds = Cluster.from_hosts([facts.host for facts in ranks]), [facts.gbps for facts in ranks]
+        slowest = None if None in speeds else min(speed for speed in speeds if speed is not None)
+        yield ok(f"{cluster}, {_gbps(slowest)} from the slowest node")
 
 
 # ------------------------------------------------------------------------------------------ reaching
@@ -277,25 +259,17 @@ def _gbps(value: float | None) -> str:
 
 def ipv4_of(interface: str) -> str | None:
     """Return the address of an interface of this machine; None when it has none."""
-    with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as asker:
-        try:
-            answer = fcntl.ioctl(asker, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-        except OSError:
-            return None
-    return socket.inet_ntoa(answer[20:24])
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
+        return socket.inet_ntoa(fcntl.ioctl(asker, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))[20:24])
+    return None
 
 
 def own_offers(machine: Machine, address_of: Callable[[str], str | None] = ipv4_of) -> tuple[Offer, ...]:
     """Return what this rank would offer; what cannot be known is left out."""
-    folder = "sys/class/net"
-    names = sorted(machine.listing(folder), key=lambda name: machine.number(f"{folder}/{name}/ifindex") or 0)
-    up = [name for name in names if machine.text(f"{folder}/{name}/operstate") in ("up", "unknown")]
-    nccl, gloo = (machine.variable(f"{library}_SOCKET_IFNAME") for library in ("NCCL", "GLOO"))
-    # NCCL tries what is named; else InfiniBand's, the others, Docker's and lo.
-    tried = sorted(up, key=lambda name: (not name.startswith("ib"), name.startswith(("docker", "lo", "virbr"))))
-    if nccl is not None:
-        tried = [name for name in up if DeviceList.parse(nccl).selects(name)]
-    nccl_at = next(filter(None, map(address_of, tried if machine.hardware.gpus else [])), None)
+    gloo, used = machine.variable("GLOO_SOCKET_IFNAME"), used_by_nccl(machine) if machine.hardware.gpus else []
+    place = {one.name: machine.number(f"sys/class/net/{one.name}/ifindex") or 0 for one in used}
+    tried = sorted(place, key=lambda name: (not name.startswith("ib"), place[name]))  # as NCCL does
+    nccl_at = next(filter(None, map(address_of, tried)), None)
     gloo_at = _address_of_host() if gloo is None else next(filter(None, map(address_of, gloo.split(","))), None)
     return tuple(Offer(library, at) for library, at in (("NCCL", nccl_at), ("gloo", gloo_at)) if at is not None)
 
@@ -341,12 +315,6 @@ def unreached(targets: Sequence[tuple[int, int, Offer]], limit_s: float = CONNEC
 
 
 # ------------------------------------------------------------------------------------------ gathering
-
-
-def launched(environ: Mapping[str, str]) -> bool:
-    """Whether a launcher started this process as one of several ranks."""
-    world = environ.get("WORLD_SIZE", "")
-    return world.isdecimal() and int(world) > 1
 
 
 def gather(facts: RankFacts, findings: Sequence[Finding], timeout_s: float = TIMEOUT_S) -> list[Finding] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from commopt.doctor.finding import Finding, check, error, info, ok, unread, warning
+from commopt.doctor.finding import Finding, Unread, check, error, info, ok, warning
 from commopt.doctor.machine import Machine
 from commopt.doctor.network import AMAZON, GOOGLE, DeviceList, Interface, candidates, interfaces, tcp_interfaces
 
@@ -18,14 +18,13 @@ BUFFERS = {
 }
 
 
-@check("interface", "Network interface", "/sys/class/net, /proc/net/route", "one interface, or one that is named")
-def choice(machine: Machine) -> Iterator[Finding]:
-    """NCCL and gloo each choose an interface; with several, different nodes can choose differently."""
+@check("/sys/class/net, /proc/net/route", "ip address; ip route")
+def interface(machine: Machine) -> Iterator[Finding]:
+    """Network interface: one with an address that other nodes can reach, or one that is named."""
     possible, fine = candidates(machine), True
-    names = ", ".join(interface.name for interface in possible)
+    names = ", ".join(one.name for one in possible)
     if not machine.listing("sys/class/net"):
-        yield unread(machine.why_not("sys/class/net"), "ip address", "/sys/class/net")
-        return
+        raise Unread(machine.why_not("sys/class/net"), "ip address", "/sys/class/net")
     # For data over TCP the fastest; where RDMA carries it, the one all nodes share, not one of its rails.
     tcp = bool(tcp_interfaces(machine))
     ranked = sorted(possible, key=lambda one: (tcp * (one.gbps or 0), one.default_route, one.gbps or 0), reverse=True)
@@ -40,58 +39,52 @@ def choice(machine: Machine) -> Iterator[Finding]:
             yield kind(f"unset, with {names} to choose from", expected, fix, "medium", variable)
         fine &= value is None and len(possible) == 1
     if not possible:
-        yield info(
-            "no such interface", "one with an address that other nodes can reach", "ip address; ip route", "medium"
-        )
+        yield info("no such interface", confidence="medium")
     elif fine:
         yield ok(names)
 
 
 def _chosen(machine: Machine, variable: str, value: str, fix: str) -> Iterator[Finding]:
     existing, possible = interfaces(machine), candidates(machine)
-    everything = [interface.name for interface in existing]
+    everything = [one.name for one in existing]
     # gloo knows neither prefixes nor signs.
     listed = DeviceList.parse(value if variable.startswith("NCCL") else f"={value}")
-    chosen = [interface for interface in existing if listed.selects(interface.name)]
-    usable = [interface for interface in chosen if interface.usable]
-    others = ", ".join(interface.name for interface in possible) or "none"
-    stretched = listed.stretched(everything)
+    chosen = [one for one in existing if listed.selects(one.name)]
+    usable = [one for one in chosen if one.usable]
+    others = ", ".join(one.name for one in possible) or "none"
     if not chosen or (not listed.exclude and listed.unmatched(everything)):
         expected = f"an interface of this machine ({', '.join(everything)}): initialisation fails otherwise"
         yield error(value, expected, fix, read=variable)
     elif not usable:
         yield error(value, f"an interface that is up and has an address ({others})", fix, read=variable)
-    elif all(interface.internal for interface in usable) and (possible or machine.several_nodes):
+    elif all(one.internal for one in usable) and (possible or machine.several_nodes):
         kind = error if machine.several_nodes else warning
         yield kind(value, f"an interface that leads to other nodes ({others})", fix, read=variable)
-    elif stretched:
+    elif stretched := listed.stretched(everything):
         expected = f"whole names: NCCL takes {value} for the beginning of {', '.join(stretched)} too"
-        selected = f"{value} selects {', '.join(interface.name for interface in chosen)}"
+        selected = f"{value} selects {', '.join(one.name for one in chosen)}"
         yield warning(selected, expected, f"export {variable}=={value}", "medium", variable)
 
 
-@check("nic-speed", "Speed of the network interface", "/sys/class/net/*/speed", "the same as siblings, full duplex")
-def speed(machine: Machine) -> Iterator[Finding]:
-    """A link that came up slower than it should, or that states no speed at all, so that NCCL takes it for 10 Gb/s."""
+@check("/sys/class/net/*/speed")
+def nic_speed(machine: Machine) -> Iterator[Finding]:
+    """Speed of the network interface: stated, and that of its siblings of the same make."""
     everything = [one for one in interfaces(machine) if one.vendor is not None and one.state != "down"]
-    for interface in tcp_interfaces(machine):
-        folder = f"/sys/class/net/{interface.name}"
-        alike = [one for one in everything if (one.vendor, one.model) == (interface.vendor, interface.model)]
-        best = max((one.gbps or 0 for one in alike), default=0)
-        yield from _members(machine, interface)
-        if interface.gbps is None:
+    for one in tcp_interfaces(machine):
+        read = f"/sys/class/net/{one.name}/speed"
+        alike = [other for other in everything if (other.vendor, other.model) == (one.vendor, one.model)]
+        best = max((other.gbps or 0 for other in alike), default=0)
+        yield from _members(machine, one)
+        if one.gbps is None:  # normal for virtio, and harmless where there is only one way anyway
             remedy = (
-                "python -m topology --write-xml topo.xml; correct speed= there; export NCCL_TOPO_FILE=$PWD/topo.xml"
+                "NCCL_TOPO_DUMP_FILE=topo.xml in one run; correct speed= there; export NCCL_TOPO_FILE=$PWD/topo.xml"
             )
-            # Normal for virtio, and harmless where there is only one way anyway.
-            yield info("not stated", "a speed: NCCL assumes 10 Gb/s without one", remedy, "low", f"{folder}/speed")
-        elif interface.gbps < best:
-            remedy = f"ethtool {interface.name}; check cable, module and switch port"
-            expected = f"{best:g} Gb/s, as its siblings of the same make"
-            yield warning(f"{interface.gbps:g} Gb/s", expected, remedy, "medium", f"{folder}/speed")
-        if interface.duplex == "half":
-            remedy = f"sudo ethtool -s {interface.name} autoneg on"
-            yield error("half", "full: half duplex loses packets under load", remedy, read=f"{folder}/duplex")
+            yield info("not stated", "a speed: NCCL assumes 10 Gb/s without one", remedy, "low", read)
+        elif one.gbps < best:
+            remedy = f"ethtool {one.name}; check cable, module and switch port"
+            yield warning(
+                f"{one.gbps:g} Gb/s", f"{best:g} Gb/s, as its siblings of the same make", remedy, "medium", read
+            )
 
 
 def _members(machine: Machine, bond: Interface) -> Iterator[Finding]:
@@ -107,62 +100,49 @@ def _members(machine: Machine, bond: Interface) -> Iterator[Finding]:
             yield warning(shown, expected, remedy, read=f"/sys/class/net/{name}/speed")
 
 
-@check("mtu", "Frame size (MTU)", "/sys/class/net/*/mtu", f"9000 where TCP runs over {FAST_GBPS} Gb/s or more")
+@check("/sys/class/net/*/mtu")
 def mtu(machine: Machine) -> Iterator[Finding]:
-    """Small frames cost CPU time on fast links that carry TCP; the switches have to carry large ones too."""
-    for interface in tcp_interfaces(machine):
-        if (interface.gbps or 0) < FAST_GBPS or (interface.mtu or 9000) > 1500:
+    """Frame size (MTU): 9000 on every node and switch, where TCP runs over 25 Gb/s or more."""
+    for one in tcp_interfaces(machine):
+        if (one.gbps or 0) < FAST_GBPS or (one.mtu or 9000) > 1500:
             continue
-        value, read = str(interface.mtu), f"/sys/class/net/{interface.name}/mtu"
+        read = f"/sys/class/net/{one.name}/mtu"
         if machine.virtual:  # a larger frame than the provider's network carries is lost
             remedy = (
                 "change the network first (Google: gcloud compute networks update NETWORK --mtu=8896), then the nodes"
             )
-            yield info(value, "up to 9000, where the provider's network carries that", remedy, "low", read)
+            yield info(str(one.mtu), "up to 9000, where the provider's network carries that", remedy, "low", read)
             continue
-        private = bool(interface.networks) and all(network.is_private for network in interface.networks)
-        expected = "9000 on a private network this fast, on every node and switch between them"
-        remedy = f"sudo ip link set {interface.name} mtu 9000; then: ping -M do -s 8972 OTHER_NODE"
-        yield (warning if private else info)(value, expected, remedy, "medium" if private else "low", read)
+        private = bool(one.networks) and all(network.is_private for network in one.networks)
+        remedy = f"sudo ip link set {one.name} mtu 9000; then: ping -M do -s 8972 OTHER_NODE"
+        kind = warning if private else info
+        yield kind(str(one.mtu), remedy=remedy, confidence="medium" if private else "low", read=read)
 
 
-@check("tcp-buffers", "TCP buffers and ports", "/proc/sys/net", "buffers of 16 MiB where TCP runs over a fast link")
-def tcp(machine: Machine) -> Iterator[Finding]:
-    """One socket fills a fast link only if its window may grow; many sockets need many ports."""
-    if any((interface.gbps or 0) >= FAST_GBPS for interface in tcp_interfaces(machine)):
-        small = {}
-        for name in BUFFERS:
-            path = f"proc/sys/{name.replace('.', '/')}"
-            text = machine.text(path)
-            most = (text or "").split()[-1:]
-            if text is None:
-                yield unread(machine.why_not(path), f"sysctl {name}", f"/{path}")
-            elif not most or not most[0].isdecimal() or int(most[0]) < BUFFER_BYTES:
-                small[name] = text.replace("\t", " ")
-        if small:
-            expected = f"a maximum of {BUFFER_BYTES} bytes or more on {FAST_GBPS} Gb/s"
-            remedy = "sudo sysctl -w " + " ".join(f"{name}='{BUFFERS[name]}'" for name in small)
-            yield warning("; ".join(f"{name}={text}" for name, text in small.items()), expected, remedy, "medium")
-    path = "proc/sys/net/ipv4/ip_local_port_range"
-    bounds = [int(bound) for bound in (machine.text(path) or "").split() if bound.isdecimal()]
-    if len(bounds) == 2 and bounds[1] - bounds[0] < 16384:
-        remedy = "sudo sysctl -w net.ipv4.ip_local_port_range='32768 60999'"
-        expected = "at least 16384 ports: large jobs run out of them"
-        yield warning(f"{bounds[0]} to {bounds[1]}", expected, remedy, "medium", f"/{path}")
+@check("/proc/sys/net")
+def tcp_buffers(machine: Machine) -> Iterator[Finding]:
+    """TCP buffers: 16 MiB and more where TCP runs over a fast link, since one socket has to fill it."""
+    if not any((one.gbps or 0) >= FAST_GBPS for one in tcp_interfaces(machine)):
+        return
+    texts = {name: machine.need(f"proc/sys/{name.replace('.', '/')}") for name in BUFFERS}
+    most = {name: text.split()[-1] for name, text in texts.items()}
+    small = [name for name in BUFFERS if not most[name].isdecimal() or int(most[name]) < BUFFER_BYTES]
+    if small:
+        shown = "; ".join(f"{name}={texts[name]}".replace("\t", " ") for name in small)
+        expected = f"a maximum of {BUFFER_BYTES} bytes or more on {FAST_GBPS} Gb/s"
+        remedy = "sudo sysctl -w " + " ".join(f"{name}='{BUFFERS[name]}'" for name in small)
+        yield warning(shown, expected, remedy, "medium")
 
 
-@check("sockets", "Sockets per connection", "NCCL_SOCKET_NTHREADS, NCCL_NSOCKS_PERTHREAD", "several on a fast TCP link")
+@check("NCCL_SOCKET_NTHREADS, NCCL_NSOCKS_PERTHREAD", "export NCCL_SOCKET_NTHREADS=4 NCCL_NSOCKS_PERTHREAD=4")
 def sockets(machine: Machine) -> Iterator[Finding]:
-    """NCCL opens one socket per connection unless it knows the cloud; one rarely fills 25 Gb/s."""
+    """Sockets per connection: several on a fast TCP link; NCCL opens one, unless it knows the cloud."""
     values = [machine.variable(name) for name in ("NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD")]
     threads, each = (int(value) if value and value.isdecimal() else 1 for value in values)
     shown = ", ".join(value or "unset" for value in values)
-    remedy = "export NCCL_SOCKET_NTHREADS=4 NCCL_NSOCKS_PERTHREAD=4"
     used = [one for one in tcp_interfaces(machine) if one.vendor not in (AMAZON, GOOGLE)]
     fast = ", ".join(f"{one.name} {one.gbps:g} Gb/s" for one in used if (one.gbps or 0) >= FAST_GBPS)
     if threads * each > 64 or threads > 16:
-        yield warning(shown, "at most 16 threads, and a product of at most 64", remedy)
+        yield warning(shown, "at most 16 threads, and a product of at most 64")
     elif fast and values == [None, None]:
-        yield warning(
-            shown, f"several sockets on a link this fast ({fast}): NCCL opens one", f"try: {remedy}", "medium"
-        )
+        yield warning(shown, f"several sockets on a link this fast ({fast}): NCCL opens one", confidence="medium")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
-from typing import Any, Generic, Literal, TypeVar
+from functools import partial
+from typing import Any, Generic, TypeVar
 
-Confidence = Literal["high", "medium", "low"]
 T = TypeVar("T")
 
 
@@ -27,23 +27,23 @@ class Severity(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One result of one check."""
+    """One result of one check. What is left empty, the check that yields it adds."""
 
-    check: str
-    """The check's id: "memlock"."""
-    title: str
-    """The check's name for people."""
     severity: Severity
-    read: str
-    """The file, variable or call that was looked at."""
     value: str | None
     """What it said; None when it could not be read (then `expected` says why, and the severity is INFO)."""
-    expected: str
+    expected: str = ""
     """What it should be, and what it costs when it is not."""
     remedy: str | None = None
     """A command or a setting; None when there is nothing to do."""
-    confidence: Confidence = "high"
-    """How sure the check is that this is what makes communication slow."""
+    confidence: str = "high"
+    """How sure the check is that this is what makes communication slow: "high", "medium", "low"."""
+    read: str = ""
+    """The file, variable or call that was looked at."""
+    check: str = ""
+    """The check's id: "memlock"."""
+    title: str = ""
+    """The check's name for people."""
     nodes: tuple[str, ...] = ()
     """The machines that reported it; empty when only this one was asked."""
 
@@ -52,34 +52,24 @@ class Finding:
         return {**asdict(self), "severity": self.severity.value, "nodes": list(self.nodes)}
 
 
-# The five below leave id and title to the check that yields them; without `read`, that is the check's too.
-
-
-def error(value: str, expected: str, remedy: str, confidence: Confidence = "high", read: str = "") -> Finding:
-    """Broken, or several times slower than it could be."""
-    return Finding("", "", Severity.ERROR, read, value, expected, remedy, confidence)
-
-
-def warning(value: str, expected: str, remedy: str, confidence: Confidence = "high", read: str = "") -> Finding:
-    """Probably costs speed, or will break in a likely situation."""
-    return Finding("", "", Severity.WARNING, read, value, expected, remedy, confidence)
-
-
-def info(
-    value: str, expected: str, remedy: str | None = None, confidence: Confidence = "high", read: str = ""
-) -> Finding:
-    """Worth knowing."""
-    return Finding("", "", Severity.INFO, read, value, expected, remedy, confidence)
-
-
-def ok(value: str, expected: str = "", read: str = "") -> Finding:
-    """As it should be; without `expected`, that is the check's."""
-    return Finding("", "", Severity.OK, read, value, expected)
+# Broken or several times slower than it could be; costs speed, probably or in a likely situation; worth knowing; fine.
+error = partial(Finding, Severity.ERROR)
+warning = partial(Finding, Severity.WARNING)
+info = partial(Finding, Severity.INFO)
+ok = partial(Finding, Severity.OK)
 
 
 def unread(why: str, remedy: str | None = None, read: str = "") -> Finding:
     """Could not be looked at: never passed over in silence."""
-    return Finding("", "", Severity.INFO, read, None, why, remedy, "low")
+    return Finding(Severity.INFO, None, why, remedy, "low", read)
+
+
+class Unread(Exception):
+    """Raised by what a check asks for and cannot be read; the check then ends with such a finding."""
+
+    def __init__(self, why: str, remedy: str | None = None, read: str = "") -> None:
+        super().__init__(why)
+        self.finding = unread(why, remedy, read)
 
 
 @dataclass(frozen=True)
@@ -91,11 +81,16 @@ class Check(Generic[T]):
     read: str
     expected: str
     """What is reported as fine when nothing else is; "" reports nothing then."""
+    remedy: str | None
     look: Callable[[T], Iterable[Finding]]
 
     def __call__(self, subject: T) -> list[Finding]:
         """Return what is worth telling about `subject`, in the order of repair."""
-        found = list(self.look(subject))
+        found: list[Finding] = []
+        try:
+            found.extend(self.look(subject))
+        except Unread as missing:
+            found.append(missing.finding)
         if not found and self.expected:
             found = [ok("nothing to fix")]
         return [self.named(finding) for finding in found]
@@ -103,12 +98,22 @@ class Check(Generic[T]):
     def named(self, finding: Finding) -> Finding:
         """Return a finding with this check's id and title, and what it left to the check."""
         read, expected = finding.read or self.read, finding.expected or self.expected
-        return replace(finding, check=self.id, title=self.title, read=read, expected=expected)
+        wrong = finding.value is not None and finding.severity is not Severity.OK
+        remedy = self.remedy if wrong and finding.remedy is None else finding.remedy
+        return replace(finding, check=self.id, title=self.title, read=read, expected=expected, remedy=remedy)
 
 
-def check(id: str, title: str, read: str, expected: str = "") -> Callable[[Callable[[T], Iterable[Finding]]], Check[T]]:
-    """Make a check of a function that yields findings: errors, warnings and notes, or nothing where all is fine."""
-    return lambda look: Check(id, title, read, expected, look)
+def check(read: str, remedy: str | None = None) -> Callable[[Callable[[T], Iterable[Finding]]], Check[T]]:
+    """Make a check of a function that yields findings: errors, warnings and notes, or nothing where all is fine.
+
+    Its name is the check's id. Its docstring is the check's title, a colon, and what is expected.
+    """
+
+    def made(look: Callable[[T], Iterable[Finding]]) -> Check[T]:
+        title, _, expected = " ".join((look.__doc__ or "").split()).rstrip(".").partition(": ")
+        return Check(look.__name__.replace("_", "-"), title, read, expected, remedy, look)
+
+    return made
 
 
 def in_order(findings: Iterable[Finding]) -> list[Finding]:

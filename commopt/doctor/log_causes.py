@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from enum import IntEnum
 from typing import NamedTuple
 
 from commopt.doctor.finding import Finding, error, info, warning
 
-MOST_CAUSES = 8
-MOST_OTHERS = 3
+MOST = 12
 
 
 class Kind(IntEnum):
@@ -42,10 +40,26 @@ MEMLOCK = "ulimit -l unlimited (limits.conf; docker run --ulimit memlock=-1; ser
 IMEX = "nvidia-imex-ctl -N; ls /dev/nvidia-caps-imex-channels (one channel per container, one IMEX domain per job)"
 SLEEPING_FABRIC = "sudo systemctl enable --now nvidia-fabricmanager; nvidia-smi -q | grep -A3 Fabric"
 NVLS = "nvidia-smi -q | grep -A3 Fabric; reboot; to go on without: NCCL_NVLS_ENABLE=0; between nodes: "
+COMPLETION = r"Got completion .*?(?:status=|error )(?:IBV_WC_\w+\()?"
+"""In front of InfiniBand's completion status."""
 ON_BOTH = "python -m commopt doctor on both nodes, during the job"
 
 # The first pattern that is found in a warning (or in the error that torch repeats) says what it means.
 MEANINGS = tuple((re.compile(pattern, re.IGNORECASE), Meaning(kind, why, fix)) for pattern, kind, why, fix in (
+    (f"{COMPLETION}4\\b", CAUSE,
+     "local protection error: the adapter may not reach the buffer; often ACS, which breaks GPUDirect RDMA",
+     "disable ACS: sudo python -m commopt doctor; to be sure, one run with NCCL_NET_GDR_LEVEL=LOC"),
+    (f"{COMPLETION}5\\b", CONSEQUENCE, "flushed: another request failed before; or adapters of one node cannot talk",
+     f"{FIRST}; otherwise: ib_write_bw between two adapters of the node"),
+    (f"{COMPLETION}(?:9|10)\\b", CAUSE,
+     "remote access error: the peer's adapter may not reach its buffer, or is not for traffic between nodes",
+     "NCCL_IB_HCA to the adapters between the nodes; one run with NCCL_NET_GDR_LEVEL=LOC, to see if GPUDirect fails"),
+    (f"{COMPLETION}12\\b", NETWORK,
+     "no answer: rails that do not reach each other, GID, packet loss, or the peer ended",
+     "ib_write_bw between the two adapters; unset NCCL_IB_GID_INDEX; NCCL_CROSS_NIC=0; then NCCL_IB_TIMEOUT=22"),
+    (f"{COMPLETION}13\\b", NETWORK, "receiver not ready: the peer takes nothing",
+     f"{FIRST}; otherwise flow control: {ON_BOTH}"),
+    (COMPLETION, NETWORK, "the network failed", f"cable, switch or flow control: {ON_BOTH}"),
     # Of a plugin of Google, in runs that are well.
     ("Cannot get incoming CPU|Maximum retry reached", Kind.HARMLESS, "this one does no harm", ""),
     ("IMEX|MNNVL", CAUSE, "NVLink between nodes (MNNVL) needs an IMEX channel and domain", IMEX),
@@ -122,28 +136,7 @@ MEANINGS = tuple((re.compile(pattern, re.IGNORECASE), Meaning(kind, why, fix)) f
      CONSEQUENCE, "another error came before", FIRST),
 ))  # fmt: skip
 
-_COMPLETION = re.compile(r"Got completion .*?(?:status=|error )(?:IBV_WC_\w+\()?(\d+)\)?")
 _VENDOR = re.compile(r"vendor[ _]err[ =](\d+)")
-_REMOTE_ACCESS = (
-    CAUSE,
-    "remote access error: the peer's adapter may not reach its buffer, or is not for traffic between nodes",
-    "NCCL_IB_HCA to the adapters between the nodes; one run with NCCL_NET_GDR_LEVEL=LOC, to see if GPUDirect fails",
-)
-# InfiniBand's completion status.
-STATUS = {status: Meaning(*rest) for status, rest in {
-    4: (CAUSE, "local protection error: the adapter may not reach the buffer; often ACS, which breaks GPUDirect RDMA",
-        "disable ACS: sudo python -m commopt doctor; to be sure, one run with NCCL_NET_GDR_LEVEL=LOC"),
-    5: (CONSEQUENCE, "flushed: another request failed before; or adapters of one node cannot talk",
-        f"{FIRST}; otherwise: ib_write_bw between two adapters of the node"),
-    9: _REMOTE_ACCESS,
-    10: _REMOTE_ACCESS,
-    12: (NETWORK, "no answer: rails that do not reach each other, GID, packet loss, or the peer ended",
-         "ib_write_bw between the two adapters; unset NCCL_IB_GID_INDEX; NCCL_CROSS_NIC=0; then NCCL_IB_TIMEOUT=22"),
-    13: (NETWORK, "receiver not ready: the peer takes nothing", f"{FIRST}; otherwise flow control: {ON_BOTH}"),
-}.items()}  # fmt: skip
-_OTHER_STATUS = Meaning(NETWORK, "the network failed", f"cable, switch or flow control: {ON_BOTH}")
-# NCCL prints the hints of later cases too (2.31): only those that belong to a status which was seen are shown.
-_HINTS = {"ACS": 4, "NCCL_NET_GDR_LEVEL": 4, "same instance": 5, "NCCL_IB_TIMEOUT": 12, "Default value is 20": 12}
 
 # What differs between two warnings of one kind: files, peers, addresses, numbers.
 _VARYING = (
@@ -164,41 +157,22 @@ def alike(text: str) -> str:
     return first + code + last
 
 
-def status_of(text: str) -> int | None:
-    """Return the completion status in a warning; None where there is none."""
-    match = _COMPLETION.search(text)
-    return None if match is None else int(match[1])
-
-
 def meaning_of(text: str) -> Meaning:
     """Return what is known about a warning."""
-    status = status_of(text)
-    if status is not None:
-        return STATUS.get(status, _OTHER_STATUS)
     known = (meaning for pattern, meaning in MEANINGS if pattern.search(text))
     return next(known, Meaning(Kind.UNKNOWN, "no warning", "read the lines before it"))
 
 
-def explain(warnings: Mapping[str, tuple[str, int]], hints: Iterable[str]) -> Iterable[Finding]:
+def explain(warnings: Mapping[str, tuple[str, int]]) -> Iterable[Finding]:
     """Say what the warnings mean, causes first; `warnings` has the first of each kind, in the order of the log.
 
     Where there is a cause, what may follow from it is no error of its own.
     """
     known = sorted(((meaning_of(text), text, count) for text, count in warnings.values()), key=lambda one: one[0].kind)
-    nearest, left = known[0][0].kind if known else Kind.HARMLESS, 0
-    seen: Counter[Kind] = Counter()
-    for meaning, text, count in known:
-        seen[meaning.kind] += 1
-        if seen[meaning.kind] > (MOST_CAUSES if meaning.kind is nearest else MOST_OTHERS):
-            left += 1
-            continue
-        yield _finding(meaning, text[:160] + (f" ({count} times)" if count > 1 else ""), text, nearest)
-    if left:
-        yield info(f"{left} more kinds of warnings", "no warning", "grep 'NCCL WARN'")
-    statuses = {status_of(text) for text, _ in warnings.values()}
-    belonging = [hint for hint in hints if all(status in statuses for part, status in _HINTS.items() if part in hint)]
-    if belonging:
-        yield info(" ".join(belonging), "NCCL's own hints", None, "medium")
+    for meaning, text, count in known[:MOST]:
+        yield _finding(meaning, text[:160] + (f" ({count} times)" if count > 1 else ""), text, known[0][0].kind)
+    if known[MOST:]:
+        yield info(f"{len(known) - MOST} more kinds of warnings", "no warning", "grep 'NCCL WARN'")
 
 
 def _finding(meaning: Meaning, value: str, text: str, nearest: Kind) -> Finding:

@@ -1,4 +1,4 @@
-"""What a log of NCCL means: which transports, adapters and algorithms were used, what that costs, what to do."""
+"""What a log of NCCL means: which transports, adapters and settings were used, what that costs, what to do."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from commopt.doctor.finding import Finding, Severity, check, error, in_order, info, ok, unread, warning
+from commopt.doctor.finding import Finding, Severity, Unread, check, error, in_order, info, ok, warning
 from commopt.doctor.gpudirect import LOAD
 from commopt.doctor.log_causes import explain
 from commopt.doctor.log_reader import HOW, TCP, Log
 from commopt.doctor.machine import Machine, version_text
-from commopt.doctor.settings import DEBUG, TUNING, harmful, provider_profile
+from commopt.doctor.settings import DEBUG, TUNING, harmful
 
 # Plugins for InfiniBand and RoCE: NCCL's own, NVIDIA's under its names, Google's.
 INFINIBAND = ("IB", "NCCL RDMA", "gIB", "SHARP", "UCX")
@@ -21,45 +21,43 @@ UNSET_BOTH = "unset NCCL_P2P_DISABLE NCCL_SHM_DISABLE"
 
 def examine(log: Log) -> list[Finding]:
     """Say what the log tells, worst first."""
-    checks = (causes, network, gpudirect, inside, adapters, algorithms, environment, version)
+    checks = (log_warnings, log_network, log_gdr, log_inside, log_adapters, log_environment, log_version)
     return in_order(replace(finding, read=log.source) for look in checks for finding in look(log))
 
 
-def _times(counts: Iterable[tuple[str, int]]) -> str:
-    return ", ".join(f"{name} {count} times" for name, count in sorted(counts))
+def _times(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count} times" for name, count in sorted(counts.items()))
 
 
-@check("log-warnings", "Warnings of NCCL", "log")
-def causes(log: Log) -> Iterable[Finding]:
-    """Explain the warnings, causes first."""
-    return explain(log.warnings, log.hints)
+@check("log")
+def log_warnings(log: Log) -> Iterable[Finding]:
+    """Warnings of NCCL"""
+    return explain(log.warnings)
 
 
-@check("log-version", "NCCL", "log")
-def version(log: Log) -> Iterator[Finding]:
-    """Name the version and the size of the job."""
+@check("log")
+def log_version(log: Log) -> Iterator[Finding]:
+    """NCCL"""
     if log.version is None:
-        yield unread("no line with NCCL's version", HOW)
-        return
+        raise Unread("no line with NCCL's version", HOW)
     nodes = f" on {log.machines} node(s)" if log.machines else ""
     yield info(f"{version_text(log.version)}, {log.ranks or 'unknown number of'} ranks{nodes}", "for reference")
 
 
-@check("log-network", "Transport between nodes", "log")
-def network(log: Log) -> Iterator[Finding]:
-    """Say what carried the data between nodes, and why it was TCP if it was."""
-    used, names = log.network_channels, _times(log.network_channels.items())
+@check("log")
+def log_network(log: Log) -> Iterator[Finding]:
+    """Transport between nodes"""
+    used, names = log.network_channels, _times(log.network_channels)
     if used and log.all_over_network:
         expected = "unset: ranks of one machine talk over the network, if there are several"
         yield error(f"{names}; NCCL_P2P_DISABLE=1 and NCCL_SHM_DISABLE=1", expected, UNSET_BOTH)
         if log.machines == 1:
             return
     if not used:
-        yield from _no_network(log)
+        yield _no_network(log)
     elif log.machines == 1:
         remedy = f"{UNSET_BOTH}; ranks in different containers: --ipc=host on all"
-        expected = "P2P or shared memory: one node needs no network"
-        yield warning(f"{names}, inside one node", expected, remedy, "medium")
+        yield warning(f"{names}, inside one node", "P2P or shared memory: one node needs no network", remedy, "medium")
     elif any(name.endswith("NET/Socket") for name in used):
         yield _sockets(log, names)
     elif log.provider in ("tcp", "sockets", "udp", "net"):
@@ -72,33 +70,31 @@ def network(log: Log) -> Iterator[Finding]:
         yield info(names, "the fast network")
 
 
-def _no_network(log: Log) -> Iterator[Finding]:
+def _no_network(log: Log) -> Finding:
     mnnvl, names = "NVLink between the nodes (MNNVL)", ", ".join(log.networks)
     if any(name.startswith("P2P/MNNVL") for name in log.channels):
-        yield ok(mnnvl, "the fast network")
-    elif log.machines == 1 or (log.channels and log.machines is None):
-        yield ok("no connection over a network", "one node")
-    elif log.mnnvl:
-        yield info(mnnvl, "the fast network; no connection in this log")
-    elif names == "Socket" and _why_sockets(log) is not None:
-        yield _sockets(log, "Using network Socket")
-    else:
-        why = f"only `Using network {names}`" if names else "not in this log"
-        yield unread(f"no line `Channel ... via NET`: {why}", HOW)
+        return ok(mnnvl, "the fast network")
+    if log.machines == 1 or (log.channels and log.machines is None):
+        return ok("no connection over a network", "one node")
+    if log.mnnvl:
+        return info(mnnvl, "the fast network; no connection in this log")
+    if names == "Socket" and _why_sockets(log) is not None:
+        return _sockets(log, "Using network Socket")
+    why = f"only `Using network {names}`" if names else "not in this log"
+    raise Unread(f"no line `Channel ... via NET`: {why}", HOW)
 
 
 def _sockets(log: Log, names: str) -> Finding:
     cost = "RDMA where there is any: TCP copies every byte through both CPUs, often at half the line rate"
     because = _why_sockets(log)
-    if because is None:
-        remedy = "no RDMA adapter? then: NCCL_SOCKET_NTHREADS=4 NCCL_NSOCKS_PERTHREAD=4, and compress between nodes"
-        if (log.sockets or 1) > 1:
-            names, remedy = f"{names}, {log.sockets} sockets each", "no RDMA adapter? then: compress between nodes"
-        return warning(names, cost, remedy, "medium")
-    why, remedy = because
-    if "libibverbs" in why:  # normal where there is no adapter, which the log does not tell
-        return warning(f"{names}; {why}", cost, remedy, "medium")
-    return error(f"{names}; {why}", cost, remedy)
+    if because is not None:
+        # libibverbs is normally absent where there is no adapter, which the log does not tell.
+        kind, sure = (warning, "medium") if "libibverbs" in because[0] else (error, "high")
+        return kind(f"{names}; {because[0]}", cost, because[1], sure)
+    remedy = "no RDMA adapter? then: NCCL_SOCKET_NTHREADS=4 NCCL_NSOCKS_PERTHREAD=4, and compress between nodes"
+    if log.sockets > 1:
+        names, remedy = f"{names}, {log.sockets} sockets each", "no RDMA adapter? then: compress between nodes"
+    return warning(names, cost, remedy, "medium")
 
 
 def _why_sockets(log: Log) -> tuple[str, str] | None:
@@ -106,9 +102,8 @@ def _why_sockets(log: Log) -> tuple[str, str] | None:
     hca, names = log.environment.get("NCCL_IB_HCA"), ", ".join(log.names("IB"))
     install = "apt-get install libibverbs1 ibverbs-providers, where ls /sys/class/infiniband lists adapters"
     rebuild = "ldd libnccl-net.so in the container; a plugin that was built for this image and this libfabric"
-    disabled = log.environment.get("NCCL_IB_DISABLE", "0") not in ("0", "0.")
     reasons = (
-        (disabled, "NCCL_IB_DISABLE is set", "unset NCCL_IB_DISABLE"),
+        (log.environment.get("NCCL_IB_DISABLE", "0") != "0", "NCCL_IB_DISABLE is set", "unset NCCL_IB_DISABLE"),
         (log.environment.get("NCCL_NET", "").lower() == "socket", "NCCL_NET is Socket", "unset NCCL_NET"),
         (log.plugin_error, f"the network plugin does not load: {log.plugin_error}", rebuild),
         (log.no_verbs, "libibverbs is not installed", install),
@@ -118,15 +113,20 @@ def _why_sockets(log: Log) -> tuple[str, str] | None:
     return next(((why, remedy) for holds, why, remedy in reasons if holds), None)
 
 
-@check("log-gdr", "GPUDirect RDMA in use", "log")
-def gpudirect(log: Log) -> Iterator[Finding]:
-    """Count the connections over RDMA that went directly to GPU memory."""
+@check("log")
+def log_gdr(log: Log) -> Iterator[Finding]:
+    """GPUDirect RDMA in use"""
     rdma = sum(log.ends.values())
     direct = sum(count for (_, is_direct), count in log.ends.items() if is_direct)
-    if not rdma:
-        yield from _gpudirect_foretold(log)
-        return
     reasons = [text for text, _ in log.no_gdr.most_common(3)]
+    if not rdma:
+        # Before the first connection adapters without it are named; pairs that are too far apart need not be used.
+        without = [text for text in reasons if "distance" not in text]
+        only_tcp = bool(log.networks) and set(log.networks) <= {*TCP}
+        if without and log.machines != 1 and not only_tcp and log.no_gdr_gpu is None:
+            expected = "enabled: messages between nodes are copied through CPU memory otherwise"
+            yield warning(f"disabled for {'; '.join(without)}", expected, _fix_gpudirect(log, without), "medium")
+        return
     value = f"{direct} of {rdma} times" + (f"; disabled for {'; '.join(reasons)}" if reasons else "")
     expected = "on all: other messages are copied through CPU memory, which can halve the bandwidth "
     expected += "(GeForce cards and GB10 have none)"
@@ -147,36 +147,27 @@ def gpudirect(log: Log) -> Iterator[Finding]:
         yield (warning if direct else error)(value, expected, _fix_gpudirect(log, reasons))
 
 
-def _gpudirect_foretold(log: Log) -> Iterator[Finding]:
-    """Before the first connection: adapters without it are named; pairs that are too far apart need not be used."""
-    without = [text for text in log.no_gdr if "distance" not in text]
-    only_tcp = bool(log.networks) and set(log.networks) <= {*TCP}
-    if without and log.machines != 1 and not only_tcp and log.no_gdr_gpu is None:
-        expected = "enabled: messages between nodes are copied through CPU memory otherwise"
-        yield warning(f"disabled for {'; '.join(without[:3])}", expected, _fix_gpudirect(log, without), "medium")
-
-
 def _fix_gpudirect(log: Log, reasons: list[str]) -> str:
     for name in ("NCCL_NET_GDR_LEVEL", "NCCL_IB_GDR_LEVEL"):
         if log.environment.get(name, "").upper() in ("LOC", "0"):
             return f"unset {name}"
     if any("distance" in reason for reason in reasons):
         return "a nearer adapter (NCCL_IB_HCA), or try: export NCCL_NET_GDR_LEVEL=PHB (or SYS)"
-    return LOAD if any("no module" in reason for reason in reasons) else f"{LOAD}; then: python -m commopt doctor"
+    return f"{LOAD}; then: python -m commopt doctor"
 
 
-@check("log-inside", "Transport inside the nodes", "log")
-def inside(log: Log) -> Iterator[Finding]:
-    """Say how the GPUs of a node exchanged data."""
+@check("log")
+def log_inside(log: Log) -> Iterator[Finding]:
+    """Transport inside the nodes"""
     used = {name: count for name, count in log.channels.items() if name not in log.network_channels}
-    shown, shared = _times(used.items()), sum(count for name, count in used.items() if name.startswith("SHM"))
+    shown, shared = _times(used), sum(count for name, count in used.items() if name.startswith("SHM"))
     off = [
-        f"{name}={value}"
+        name
         for name, words in (("NCCL_P2P_DISABLE", ("1",)), ("NCCL_P2P_LEVEL", ("LOC", "0")))
-        if (value := log.environment.get(name, "")).upper() in words
+        if log.environment.get(name, "").upper() in words
     ]
     if shared and off:
-        yield error(f"{shown}; {off[0]}", "peer access between GPUs", f"unset {off[0].split('=')[0]}")
+        yield error(f"{shown}; {off[0]}={log.environment[off[0]]}", "peer access between GPUs", f"unset {off[0]}")
     elif shared and log.no_gdr_gpu == "GeForce":
         yield info(shown, "GeForce cards have no peer access, except those on an NVLink bridge")
     elif shared:
@@ -185,82 +176,43 @@ def inside(log: Log) -> Iterator[Finding]:
         kind = warning if log.no_peer or shared == sum(used.values()) else info
         yield kind(shown, expected, remedy, "medium")
     elif "P2P/indirect" in used:
-        expected = "P2P: an indirect connection goes through a third GPU"
-        yield info(shown, expected, "nvidia-smi topo -m", "medium")
+        yield info(shown, "P2P: an indirect connection goes through a third GPU", "nvidia-smi topo -m", "medium")
     elif used:
         yield info(shown, "P2P")
 
 
-@check("log-adapters", "Adapters in use", "log")
-def adapters(log: Log) -> Iterator[Finding]:
-    """Compare the adapters that NCCL found with those that its connections use."""
+@check("log")
+def log_adapters(log: Log) -> Iterator[Finding]:
+    """Adapters in use"""
     listed = {plugin: names for plugin in log.devices if (names := log.names(plugin))}
     if not listed and not log.adapters and log.provider is None:
         return
     shown = "; ".join(f"{plugin}: {', '.join(names)}" for plugin, names in listed.items()) or "not listed"
     if log.adapters:
-        shown += "; used: " + ", ".join(f"{name} x{count}" for name, count in sorted(log.adapters.items()))
+        shown += "; used: " + ", ".join(f"{name} {place} x{n}" for (name, place), n in sorted(log.adapters.items()))
     if log.provider:
-        shown += f"; libfabric over {log.provider}" + (f", {log.provider_nics} adapters" if log.provider_nics else "")
-    if log.bootstrap:
-        shown += f"; first contact over {', '.join(log.bootstrap)}"
-    plugins = {name.rsplit(" ", 1)[0] for name in log.adapters}
-    places = [(f"{plugin} {place}", names) for plugin, of in log.devices.items() for place, names in of.items()]
-    idle = [
-        "/".join(names) for place, names in places if place.rsplit(" ", 1)[0] in plugins and place not in log.adapters
-    ]
-    kinds = {
-        name.split("/")[1].split("+")[0]
-        for place, names in places
-        for name in names
-        if place in log.adapters and "/" in name
-    }
-    if len(kinds) > 1:
+        shown += f"; libfabric over {log.provider}"
+    used = [name for plugin, place in log.adapters for name in log.devices.get(plugin, {}).get(place, [])]
+    if len({name.split("/")[1] for name in used if "/" in name}) > 1:
         remedy = "export NCCL_IB_HCA to the adapters of one kind: ibstat | grep -e CA -e layer"
         yield warning(shown, "one kind of network: NCCL cannot connect InfiniBand with Ethernet", remedy, "medium")
-    elif idle and not log.merged:
-        variable = "NCCL_SOCKET_IFNAME" if set(listed) <= {*TCP} else "NCCL_IB_HCA"
-        remedy = f"normal with few ranks; otherwise export {variable} to the wanted list"
-        yield info(shown, f"all of them; no connection uses {', '.join(idle)}", remedy, "low")
     else:
-        yield info(shown, "all fast adapters")
+        yield info(shown, "all fast adapters, with enough ranks")
 
 
-@check("log-algorithms", "Algorithms", "log")
-def algorithms(log: Log) -> Iterator[Finding]:
-    """Show which algorithm and protocol NCCL chose, and how often."""
-    if not log.choices:
-        yield unread("no line `Bytes -> Algo`: add TUNING to NCCL_DEBUG_SUBSYS", HOW)
-        return
-    shown = "; ".join(
-        f"{what}: {algorithm}/{protocol} {count} times, up to {log.largest[what, algorithm, protocol]} bytes"
-        for (what, algorithm, protocol), count in log.choices.most_common(6)
-    )
-    if any(key[2].upper() == "LL" and log.largest[key] >= 4 << 20 for key in log.choices):
-        expected = "Simple or LL128 for messages of megabytes: LL sends a flag with every 4 bytes, half the bandwidth"
-        yield warning(shown, expected, "unset NCCL_PROTO", "medium")
-    else:
-        yield info(shown, "chosen by NCCL for each size")
-
-
-@check("log-environment", "NCCL's settings", "log")
-def environment(log: Log) -> Iterator[Finding]:
-    """Judge what was set by the same rules as a process's own environment."""
+@check("log")
+def log_environment(log: Log) -> Iterator[Finding]:
+    """NCCL's settings"""
     shown = ", ".join(f"{name}={value}" for name, value in sorted(log.environment.items()))
-    chosen = {
-        name: value
-        for name, value in log.environment.items()
-        if name not in log.by_plugin and not name.startswith("NCCL_DEBUG")
-    }
-    found = [*harmful(Machine(Path(os.devnull), chosen), (DEBUG, TUNING)), *_gid_index(log)]
-    alarms = [one for one in found if one.severity in (Severity.ERROR, Severity.WARNING)]
-    networks = [{"NCCL_NET": network} for network in log.networks] or [{}]
-    provider = next(filter(None, (provider_profile(network | log.environment) for network in networks)), None)
-    if alarms and provider is not None:
-        expected = f"these look like the settings of {provider}, made for its machines: leave them, unset only your own"
-        yield info(shown, expected, None, "medium")
-        return
-    yield from (replace(one, value=f"{one.read}={one.value}") for one in alarms)
+    own = {name: value for name, value in log.environment.items() if name not in log.by_plugin}
+    own = {name: value for name, value in own.items() if not name.startswith("NCCL_DEBUG")}
+    network = next((name for name in log.networks if name not in ("IB", *TCP)), "")  # of a provider
+    # By the same rules as a process's own environment.
+    for one in (*harmful(Machine(Path(os.devnull), {"NCCL_NET": network} | own), (DEBUG, TUNING)), *_gid_index(log)):
+        if one.severity is not Severity.INFO:
+            yield replace(one, value=f"{one.read}={one.value}")
+        elif not one.read:  # what a provider chose
+            yield one
     if shown:
         yield info(shown, "for reference")
 

@@ -15,17 +15,15 @@ from commopt.doctor.machine import Version
 from commopt.document import plain_file, reason_of
 from commopt.errors import ConfigurationError
 
-HOW = "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,ENV,NET,GRAPH,TUNING NCCL_DEBUG_FILE=nccl.%h.%p"
+HOW = "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,ENV,NET,GRAPH NCCL_DEBUG_FILE=nccl.%h.%p"
 LONGEST = 4000  # characters of a line that are looked at: rings of large jobs are longer, and not needed
-MOST_RANKS = 100_000
 MOST = 200  # different lines of one kind that are kept
+MOST_RANKS = 100_000
+TCP = ("Socket", "FastSocket")
+"""Plugins that send through the kernel; all others do RDMA, or what a provider has in its place."""
 
 _T = TypeVar("_T")
 _K = TypeVar("_K")
-ALGORITHMS = ("Tree", "Ring", "CollNetDirect", "CollNetChain", "NVLS", "NVLSTree", "PAT")
-PROTOCOLS = ("LL", "LL128", "Simple")
-TCP = ("Socket", "FastSocket")
-"""Plugins that send through the kernel; all others do RDMA, or what a provider has in its place."""
 
 
 @dataclass
@@ -44,28 +42,20 @@ class Log:
     networks: Counter[str] = field(default_factory=Counter)
     devices: dict[str, dict[int, list[str]]] = field(default_factory=dict)
     """Names of adapters and interfaces by NET plugin ("IB", "Socket") and number, which nodes may give differently."""
-    merged: bool = False
-    """Whether NCCL made one adapter of several, under a number of its own."""
     provider: str | None = None
     """What libfabric goes over: "efa", "tcp"."""
-    provider_nics: str | None = None
-    sockets: int | None = None
-    """Sockets per connection, where NCCL opens more than one."""
-    bootstrap: Counter[str] = field(default_factory=Counter)
+    sockets: int = 1
+    """Of each connection."""
     channels: Counter[str] = field(default_factory=Counter)
     """Ends of connections by transport: "NET/IB/GDRDMA", "NET/Socket", "P2P/CUMEM", "SHM/direct/direct"."""
     ends: Counter[tuple[str, bool]] = field(default_factory=Counter)
     """"send" or "receive" and whether directly to GPU memory, of those over RDMA."""
-    adapters: Counter[str] = field(default_factory=Counter)
-    """Ends of connections by "IB 0": plugin and device number."""
+    adapters: Counter[tuple[str, int]] = field(default_factory=Counter)
+    """Ends of connections by plugin and device number."""
     no_gdr: Counter[str] = field(default_factory=Counter)
     environment: dict[str, str] = field(default_factory=dict)
     by_plugin: dict[str, bool] = field(default_factory=dict)
     """Variables that a network plugin set, not a person."""
-    choices: Counter[tuple[str, str, str]] = field(default_factory=Counter)
-    """Collective, algorithm, protocol, and how often."""
-    largest: dict[tuple[str, str, str], int] = field(default_factory=dict)
-    """The same, and the largest message in bytes."""
     plugin_error: str | None = None
     """Why a network plugin that is there does not load."""
     no_verbs: bool = False
@@ -77,8 +67,6 @@ class Log:
     """Whether the nodes share NVLink."""
     warnings: dict[str, tuple[str, int]] = field(default_factory=dict)
     """The first of each kind of warnings, and how many there were, in the order of the log."""
-    hints: dict[str, bool] = field(default_factory=dict)
-    """What NCCL itself advises."""
 
     @property
     def network_channels(self) -> dict[str, int]:
@@ -101,8 +89,7 @@ class Log:
 
     def names(self, plugin: str) -> list[str]:
         """Return the names of a plugin's adapters: "mlx5_0:1/IB"."""
-        parts = (name.split("+") for names in self.devices.get(plugin, {}).values() for name in names)
-        return sorted(dict.fromkeys(name for part in parts for name in part))
+        return sorted({name for names in self.devices.get(plugin, {}).values() for name in names})
 
 
 def read_logs(paths: Sequence[Path]) -> Log:
@@ -216,7 +203,7 @@ def _channel(log: Log, found: re.Match[str]) -> None:
     if network := _OVER_NETWORK.match(way):
         kind, plugin, place, direct = network.groups(default="")
         _count(log.channels, f"{kind}/{plugin}{direct}")
-        _count(log.adapters, f"{plugin} {place}")
+        _count(log.adapters, (plugin, int(place)))
         if plugin not in TCP:
             log.ends[found[1] or "", bool(direct)] += 1
     elif way.startswith("direct shared memory"):  # before NCCL 2.12
@@ -225,39 +212,14 @@ def _channel(log: Log, found: re.Match[str]) -> None:
         _count(log.channels, inside[0])
 
 
-def _choice(log: Log, found: re.Match[str]) -> None:
-    """Names stay as they are; some versions write numbers."""
-    what, nbytes, algorithm, protocol = found.groups(default="collective")
-    key = what, _named(algorithm, ALGORITHMS), _named(protocol, PROTOCOLS)
-    _count(log.choices, key)
-    _keep(log.largest, key, max(log.largest.get(key, 0), int(nbytes)))
-
-
-def _named(text: str, names: Sequence[str]) -> str:
-    return names[int(text)] if text.isdecimal() and int(text) < len(names) else text
-
-
-def _no_gdr(log: Log, found: re.Match[str]) -> None:
-    if "Socket" not in found[0]:  # sockets never do
-        _count(log.no_gdr, found[1].strip())
-
-
-def _provider(log: Log, found: re.Match[str]) -> None:
-    log.provider, log.provider_nics = found[1], found[2] or log.provider_nics
-
-
-def _threads(log: Log, found: re.Match[str]) -> None:
-    log.sockets = int(found[1]) * int(found[2])
-
-
 def _devices(log: Log, found: re.Match[str]) -> None:
     _keep(log.devices, found[1], log.devices.get(found[1], {}))
     places = log.devices.get(found[1], {})
-    for place, group, single in _DEVICE.findall(found[2].split("; OOB")[0]):
-        shown = "+".join(name for _, _, name in _DEVICE.findall(group)) or single
+    for place, fused, single in _DEVICE.findall(found[2].split("; OOB")[0]):
         there = places.get(int(place), [])
-        if shown not in there and len(there) < MOST:
-            _keep(places, int(place), [*there, shown])
+        new = [name for name in [name for _, _, name in _DEVICE.findall(fused)] or [single] if name not in there]
+        if new and len(there) < MOST:
+            _keep(places, int(place), there + new)
 
 
 def _comm(log: Log, found: re.Match[str]) -> None:
@@ -269,37 +231,39 @@ def _comm(log: Log, found: re.Match[str]) -> None:
         log.mnnvl |= "MNNVL 1" in found.string
 
 
-def _flag(name: str, value: bool | None = True) -> Callable[[Log, re.Match[str]], None]:
+def _no_gdr(log: Log, found: re.Match[str]) -> None:
+    if "Socket" not in found[0]:  # sockets never do
+        _count(log.no_gdr, found[1].strip())
+
+
+def _set(name: str, value: object = None) -> Callable[[Log, re.Match[str]], None]:
     """Set an attribute: to `value`, or to the first group."""
-    return lambda log, found: setattr(log, name, found[1] if value is None else value)
+    return lambda log, found: setattr(log, name, value or found[1])
 
 
 # Ranks that share an output run into each other, so only what is known to belong to a name is taken.
-_OVER_NETWORK = re.compile(r"(NET|COLLNET)/([^/]+)/(\d+)(?:\(\d+\))?(/GDRDMA)?")
+_OVER_NETWORK = re.compile(r"(NET|COLLNET)/([^/]+)/(\d{1,9})(?:\(\d+\))?(/GDRDMA)?")
 _INSIDE = re.compile(r"P2P/(?:direct pointer|indirect|IPC|CUMEM|MNNVL|\w+)(?:/read)?(?:/CE)?|SHM(?:/(?:direct|CE))*")
-_DEVICE = re.compile(r"\[(\d+)\](?:=\{([^}]*)\}| ?([\w.\-]+:\d+/\w+|[\w.\-]+))")
+_DEVICE = re.compile(r"\[(\d{1,9})\](?:=\{([^}]*)\}| ?([\w.\-]+:\d+/\w+|[\w.\-]+))")
 
 # What a line of INFO says: the first pattern that is found counts.
 _LINES: tuple[tuple[re.Pattern[str], Callable[[Log, re.Match[str]], None]], ...] = tuple(
     (re.compile(pattern), take) for pattern, take in (
         (r"(?:(?:Channel|Ring) \d+(?:/\d+)? : \d+(?:\[\w+\])? -> \d+(?:\[\w+\])?|Coll(?:Net)? \d+(?:/\d+)? : \d+) "
          r"(?:\[(send|receive)\] )?via (.+)", _channel),
-        (r"(?:(\w+): )?(\d+) Bytes -> Algo (\w+) proto (\w+)", _choice),
         (r"(?:NET/\S+ .*?)?GPU Direct RDMA Disabled for (.*)", _no_gdr),
-        (r"NET/OFI Selected [Pp]rovider is ([\w;\-]+)(?:.*\(found (\d+) nics\))?", _provider),
-        (r"NET/Socket ?: Using (\d+) threads and (\d+) sockets per thread", _threads),
+        (r"NET/OFI Selected [Pp]rovider is ([\w;\-]+)", _set("provider")),
+        (r"NET/Socket ?: Using (\d+) threads and (\d+) sockets per thread",
+         lambda log, found: setattr(log, "sockets", int(found[1]) * int(found[2]))),
         (r"Using network ([\w.\-]+(?: [\w.\-]+)*)", lambda log, found: _count(log.networks, found[1])),
         (r"NET/(\S+?) ?: Using (.*)", _devices),
-        (r"Bootstrap ?: Using (?:\[\d+\])?([\w.\-]+):", lambda log, found: _count(log.bootstrap, found[1])),
         (r"(NCCL_\w+) set (?:by environment )?to (\S+)",
          lambda log, found: _keep(log.environment, found[1], found[2].rstrip(". "))),
-        (r"HINT: (?!See )(.*)", lambda log, found: _keep(log.hints, found[1], True)),
         (r"NET/\S+ .*\b(?:[Ss]etting|Adding) (NCCL_\w+)", lambda log, found: _keep(log.by_plugin, found[1], True)),
-        (r"NET/Plugin.*?(version `[\w.]+' not found|undefined symbol: \w+)", _flag("plugin_error", None)),
-        (r"Made virtual device \[\d+\] name=\S+\+", _flag("merged")),
-        (_NO_VERBS, _flag("no_verbs")),
-        ("NET/IB : No device found", _flag("no_ib_device")),
-        ("P2P is disabled between|Could not enable P2P between|P2P not supported between", _flag("no_peer")),
+        (r"NET/Plugin.*?(version `[\w.]+' not found|undefined symbol: \w+)", _set("plugin_error")),
+        (_NO_VERBS, _set("no_verbs", True)),
+        ("NET/IB : No device found", _set("no_ib_device", True)),
+        ("P2P is disabled between|Could not enable P2P between|P2P not supported between", _set("no_peer", True)),
         (r"comm \S+ rank (\d+) n[rR]anks (\d+)(?:.*? nNodes (\d+))?", _comm),
     )
 )  # fmt: skip

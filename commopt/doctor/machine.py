@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 
-from commopt.doctor.nvml import NvmlFacts
+from commopt.doctor.finding import Unread
+from commopt.doctor.nvml import NvmlFacts, NvmlGpu
 from topology import kernel_files
 from topology.model import Topology
 
@@ -41,8 +45,10 @@ class Machine:
     """What NCCL will see: the file that it is told to read, otherwise the hardware."""
     hardware: Topology = field(default_factory=lambda: Topology("nothing"))
     """What the kernel says, with the state of every PCIe link."""
-    nvml: NvmlFacts = field(default_factory=lambda: NvmlFacts(missing="not asked"))
+    nvml: NvmlFacts = field(default_factory=lambda: NvmlFacts(missing="not asked: these are another machine's files"))
     software: Software = field(default_factory=Software)
+    shm_bytes: int | None = None
+    """Size of /dev/shm."""
     counters: Mapping[str, int] = field(default_factory=dict)
     """Error counters by path, as they were some time ago: a check compares them with what they are now."""
 
@@ -60,59 +66,73 @@ class Machine:
 
     def content(self, path: str) -> bytes:
         """Return a binary file, as much of it as this user may read; empty when there is nothing."""
-        try:
+        with suppress(OSError):
             return (self.root / path).read_bytes()
-        except OSError:
-            return b""
+        return b""
 
     def exists(self, path: str) -> bool:
         """Whether there is such a file or directory, as far as this user can see."""
-        try:
-            return (self.root / path).exists()
-        except OSError:
-            return False
+        return os.path.exists(self.root / path)
 
     def why_not(self, path: str) -> str:
         """Say for people why `text` or `listing` returned nothing."""
-        try:
-            (self.root / path).stat()
-        except PermissionError:
-            return "not readable for this user"
-        except OSError:
-            return "absent"
-        return "empty, or not readable for this user"
+        return "empty, or not readable for this user" if self.exists(path) else "absent, or out of sight"
+
+    def need(self, path: str) -> str:
+        """Return a file without the white space around it; raises Unread when there is none, or nothing in it."""
+        found = self.text(path)
+        if not found:
+            raise Unread(self.why_not(path), read=f"/{path}")
+        return found
 
     def variable(self, name: str) -> str | None:
         """Return an environment variable; None when it is unset or empty, which NCCL takes for the same."""
         return self.environ.get(name) or None
 
-    def status(self, name: str) -> str | None:
-        """Return a line of /proc/self/status ("Mems_allowed_list"), None when it is not there."""
-        return kernel_files.fields(self.text("proc/self/status")).get(name)
+    def status(self, name: str) -> str:
+        """Return a line of /proc/self/status ("Seccomp"), "" when it is not there; raises Unread without the file."""
+        return kernel_files.fields(self.need("proc/self/status")).get(name, "")
 
     def capable(self, bit: int) -> bool | None:
         """Whether this process has a Linux capability in effect; None when unknown."""
         try:
-            return bool(int(self.status("CapEff") or "", 16) >> bit & 1)
-        except ValueError:
+            return bool(int(self.status("CapEff"), 16) >> bit & 1)
+        except (ValueError, Unread):
             return None
 
-    def limit(self, name: str) -> int | None:
-        """Return a soft limit of this process ("Max stack size") in bytes, -1 for unlimited, None when unknown."""
-        found = re.search(rf"^{name} +(unlimited\b|\d+\b)", self.text("proc/self/limits") or "", re.MULTILINE)
-        return None if found is None else -1 if found[1] == "unlimited" else int(found[1])
+    def limit(self, name: str) -> float:
+        """Return a soft limit of this process ("Max stack size"), inf for unlimited; raises Unread when unknown."""
+        path = "proc/self/limits"
+        found = re.search(rf"^{name} +(unlimited\b|\d+\b)", self.need(path), re.MULTILINE)
+        if found is None:
+            raise Unread(f"no line {name!r}", read=f"/{path}")
+        return inf if found[1] == "unlimited" else int(found[1])
 
     @property
     def ranks_here(self) -> int:
         """Processes that share this machine: what the launcher says, else one for each GPU, at least 1."""
-        declared = self.environ.get("LOCAL_WORLD_SIZE", "")
-        return int(declared) if declared.isdecimal() and int(declared) > 0 else max(1, len(self.hardware.gpus))
+        return self._count("LOCAL_WORLD_SIZE") or max(1, len(self.hardware.gpus))
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the job, as the launcher says; 0 when it does not."""
+        return self._count("WORLD_SIZE")
+
+    def _count(self, name: str) -> int:
+        text = self.environ.get(name, "")
+        return int(text) if text.isdecimal() else 0
 
     @property
     def several_nodes(self) -> bool:
         """Whether the launcher says that the job spans machines."""
-        world = self.environ.get("WORLD_SIZE", "")
-        return world.isdecimal() and int(world) > self.ranks_here
+        return self.ranks > self.ranks_here
+
+    @property
+    def driver_gpus(self) -> tuple[NvmlGpu, ...]:
+        """The GPUs as NVML has them; raises Unread where there are some that it does not tell about."""
+        if self.nvml.missing is not None and self.hardware.gpus:
+            raise Unread(self.nvml.missing)
+        return self.nvml.gpus
 
     @property
     def virtual(self) -> bool:
@@ -152,11 +172,8 @@ def own_gpu(machine: Machine) -> tuple[int | None, str | None]:
 
     A launcher that shows each rank one GPU means that one; otherwise a rank takes the one of its local number.
     """
-    shown = machine.environ.get("CUDA_VISIBLE_DEVICES")
-    if shown is None:
-        names = [str(place) for place in range(len(machine.hardware.gpus))]
-    else:
-        names = [item.strip() for item in shown.split(",") if item.strip()]
+    shown = machine.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(len(machine.hardware.gpus)))))
+    names = [item.strip() for item in shown.split(",") if item.strip()]
     rank = machine.environ.get("LOCAL_RANK", "")
     if not rank.isdecimal() or not names or (len(names) > 1 and int(rank) >= len(names)):
         return None, None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-import socket
-import struct
+import sys
+from contextlib import suppress
 from dataclasses import dataclass
-from ipaddress import IPv4Network, IPv6Address, IPv6Network
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
+from typing import NamedTuple
 
 from commopt.doctor.machine import Machine
 from topology.machine import VIRTUAL_TOPOLOGY
@@ -33,7 +34,6 @@ class Interface:
     gbps: float | None
     """None when the driver states no speed."""
     mtu: int | None
-    duplex: str | None
     vendor: int | None
     model: int | None
     """The vendor's number of the card."""
@@ -90,15 +90,12 @@ class Port:
         return self.state.startswith("4")
 
 
-@dataclass(frozen=True)
-class Gid:
-    """One entry of a RoCE port's table of addresses."""
+class Gid(NamedTuple):
+    """An entry of a RoCE port's table of addresses: "RoCE v2" or "IB/RoCE v1"; no address when it cannot be read."""
 
-    index: str
+    number: str
     kind: str
-    """"RoCE v2", "IB/RoCE v1"."""
     address: IPv6Address | None
-    """None when it cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +127,7 @@ class DeviceList:
         return [item[0] for item in self.items if not any(self._matches(item, name, item[1]) for name in names)]
 
     def stretched(self, names: list[str]) -> list[str]:
-        """Return the names that are selected only because an item that is another's whole name is their beginning."""
+        """Return the names that are selected only because another's whole name, which is listed, is their beginning."""
         wanted = [item for item, _ in self.items]
         whole = tuple(item for item in wanted if item in names and not self.exact and not self.exclude)
         return [name for name in names if name not in wanted and name.startswith(whole)]
@@ -158,7 +155,6 @@ def interfaces(machine: Machine) -> list[Interface]:
                 machine.text(f"{folder}/operstate") or "unknown",
                 mbps / 1000 if mbps > 0 else None,
                 machine.number(f"{folder}/mtu"),
-                machine.text(f"{folder}/duplex"),
                 machine.number(f"{folder}/device/vendor"),
                 machine.number(f"{folder}/device/device"),
                 tuple(network for network in mine if network.prefixlen),
@@ -170,14 +166,12 @@ def interfaces(machine: Machine) -> list[Interface]:
 
 
 def _routes(text: str) -> list[tuple[str, IPv4Network]]:
-    """Read /proc/net/route: addresses are little-endian hexadecimal."""
+    """Read /proc/net/route: addresses are hexadecimal, in the order of the machine's bytes."""
     routes = []
     for fields in map(str.split, text.splitlines()[1:]):
-        try:
-            address, mask = (socket.inet_ntoa(struct.pack("=I", int(fields[place], 16))) for place in (1, 7))
+        with suppress(IndexError, ValueError, OverflowError):
+            address, mask = (IPv4Address(int(fields[place], 16).to_bytes(4, sys.byteorder)) for place in (1, 7))
             routes.append((fields[0], IPv4Network(f"{address}/{mask}", strict=False)))
-        except (IndexError, ValueError, struct.error):
-            continue
     return routes
 
 
@@ -189,10 +183,9 @@ def candidates(machine: Machine) -> list[Interface]:
 def used_by_nccl(machine: Machine) -> list[Interface]:
     """Return the interfaces that NCCL's sockets would use: what NCCL_SOCKET_IFNAME selects, else all candidates."""
     chosen = machine.variable("NCCL_SOCKET_IFNAME")
-    if chosen is None:
-        return candidates(machine)
-    listed = DeviceList.parse(chosen)
-    return [interface for interface in interfaces(machine) if interface.usable and listed.selects(interface.name)]
+    listed = None if chosen is None else DeviceList.parse(chosen)
+    usable = (one for one in interfaces(machine) if one.usable)
+    return [one for one in usable if (listed.selects(one.name) if listed else not one.internal)]
 
 
 def tcp_interfaces(machine: Machine) -> list[Interface]:
@@ -225,14 +218,9 @@ def ports(machine: Machine) -> list[Port]:
     return found
 
 
-def active_ports(machine: Machine) -> list[Port]:
-    """Return the ports that can carry data: with one of them NCCL uses RDMA unless it is told not to."""
-    return [port for port in ports(machine) if port.active]
-
-
-def roce_ports(machine: Machine) -> list[Port]:
-    """Return the active ports that do RDMA over Ethernet."""
-    return [port for port in active_ports(machine) if port.link_layer == "Ethernet"]
+def active_ports(machine: Machine, layer: str | None = None) -> list[Port]:
+    """Return the ports (of one link layer) that can carry data: with one NCCL uses RDMA unless it is told not to."""
+    return [port for port in ports(machine) if port.active and layer in (None, port.link_layer)]
 
 
 def gids(machine: Machine, port: Port) -> list[Gid]:
@@ -260,10 +248,9 @@ def nearest_ports(machine: Machine) -> list[tuple[str, Distance | None, str]]:
     places = tuple(place for place in places if topology.nics[place].name in active) or places
     found = []
     for gpu_place, gpu in enumerate(topology.gpus):
-        known = [(place, distance) for place in places if (distance := paths.nic(gpu_place, place)) is not None]
-        least = min((distance for _, distance in known), key=lambda distance: distance.rank, default=None)
-        names = ",".join(topology.nics[place].name for place, distance in known if distance is least)
-        found.append((f"GPU{gpu.index}", least, names))
+        near = paths.nearest(gpu_place, places)
+        names = ",".join(topology.nics[place].name for place in near[0]) if near else ""
+        found.append((f"GPU{gpu.index}", near[1] if near else None, names))
     return found
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Iterator
 from ctypes import byref
 from dataclasses import dataclass
-from functools import partial
 from itertools import permutations
-from typing import Any, TypeVar
+from typing import Any
 
-T = TypeVar("T")
+from topology.nvml import Driver, NoDriver, driver
 
 NVLINKS = 18  # the most that a GPU has, so far
 P2P_READ = 0  # the binding's own NVML_P2P_CAPS_INDEX_READ is a tuple by mistake
@@ -72,71 +71,43 @@ class NvmlFacts:
 
 
 def read_nvml() -> NvmlFacts:
-    """Ask the driver; without it, or without nvidia-ml-py, say so in `missing`."""
+    """Ask the driver; where it does not answer, or nvidia-ml-py is missing, say so in `missing`."""
     try:
-        import pynvml
-    except ImportError:
-        return NvmlFacts(missing="nvidia-ml-py is not installed: pip install nvidia-ml-py")
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        return NvmlFacts(missing=f"NVML does not start: {error}")
-    try:
-        return _ask(pynvml)
-    except pynvml.NVMLError as error:  # a GPU that fell off the bus, or that this user may not open
-        return NvmlFacts(missing=f"NVML stopped answering: {error}")
-    finally:
-        pynvml.nvmlShutdown()
+        with driver() as asked:
+            cuda = asked.ask("nvmlSystemGetCudaDriverVersion_v2")
+            return NvmlFacts(
+                tuple(_gpu(asked, index, handle) for index, handle in enumerate(asked.handles)),
+                tuple(_pairs_apart(asked)),
+                None if cuda is None else (cuda // 1000, cuda % 1000 // 10),
+            )
+    except NoDriver as why:
+        return NvmlFacts(missing=str(why))
 
 
-def _ask(nvml: Any) -> NvmlFacts:
-    def ask(question: Callable[[], T]) -> T | None:
-        # Older drivers, older bindings and virtual GPUs each lack some answers.
-        try:
-            return question()
-        except (nvml.NVMLError, AttributeError):
-            return None
-
-    handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-    cuda = ask(lambda: int(nvml.nvmlSystemGetCudaDriverVersion_v2()))
-    return NvmlFacts(
-        tuple(_gpu(nvml, ask, index, handle) for index, handle in enumerate(handles)),
-        tuple(_pairs_apart(nvml, ask, handles)),
-        None if cuda is None else (cuda // 1000, cuda % 1000 // 10),
-    )
-
-
-def _gpu(nvml: Any, ask: Callable[[Callable[[], Any]], Any], index: int, handle: Any) -> NvmlGpu:
-    fabric = ask(lambda: _fabric(nvml, handle))
-    slowed = ask(lambda: int(nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)))
-    if slowed is None:  # older bindings know the older name only
-        slowed = ask(lambda: int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)))
-    states = [ask(partial(nvml.nvmlDeviceGetNvLinkState, handle, link)) for link in range(NVLINKS)]
-    processes = ask(lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle))
+def _gpu(asked: Driver, index: int, handle: Any) -> NvmlGpu:
+    mig, rows = asked.ask("nvmlDeviceGetMigMode", handle), asked.ask("nvmlDeviceGetRemappedRows", handle)
+    slowed = asked.ask("nvmlDeviceGetCurrentClocksEventReasons", handle)
+    states = [asked.ask("nvmlDeviceGetNvLinkState", handle, link) for link in range(NVLINKS)]
+    processes = asked.ask("nvmlDeviceGetComputeRunningProcesses", handle)
+    fabric = asked.ask("c_nvmlGpuFabricInfoV_t")
+    if fabric is not None and asked.ask("nvmlDeviceGetGpuFabricInfoV", handle, byref(fabric)) is None:
+        fabric = None
     return NvmlGpu(
         index,
-        mig=ask(lambda: bool(nvml.nvmlDeviceGetMigMode(handle)[0])),
+        mig=None if mig is None else bool(mig[0]),
         tenants=None if processes is None else sum(process.pid != os.getpid() for process in processes),
         fabric=fabric and FABRIC_STATES.get(int(fabric.state)),
         fabric_status=fabric and int(fabric.status),
         multi_node=fabric and any(bytes(fabric.clusterUuid)),
         nvlinks_up=None if all(state is None for state in states) else sum(bool(state) for state in states),
         slowed_by=None if slowed is None else sum(bit for bit in SLOWED_BY if slowed & bit),
-        rows_pending=ask(lambda: bool(nvml.nvmlDeviceGetRemappedRows(handle)[2])),
-        rows_failed=ask(lambda: bool(nvml.nvmlDeviceGetRemappedRows(handle)[3])),
+        rows_pending=None if rows is None else bool(rows[2]),
+        rows_failed=None if rows is None else bool(rows[3]),
     )
 
 
-def _fabric(nvml: Any, handle: Any) -> Any:
-    info = nvml.c_nvmlGpuFabricInfoV_t()
-    nvml.nvmlDeviceGetGpuFabricInfoV(handle, byref(info))
-    return info
-
-
-def _pairs_apart(nvml: Any, ask: Callable[[Callable[[], Any]], Any], handles: list[Any]) -> list[tuple[int, int, str]]:
-    apart = []
-    for a, b in permutations(range(len(handles)), 2):
-        state = ask(partial(nvml.nvmlDeviceGetP2PStatus, handles[a], handles[b], P2P_READ))
+def _pairs_apart(asked: Driver) -> Iterator[tuple[int, int, str]]:
+    for a, b in permutations(range(len(asked.handles)), 2):
+        state = asked.ask("nvmlDeviceGetP2PStatus", asked.handles[a], asked.handles[b], P2P_READ)
         if state is not None and state not in P2P_FINE_OR_UNKNOWN:
-            apart.append((a, b, P2P_STATES.get(int(state), f"state {state}")))
-    return apart
+            yield a, b, P2P_STATES.get(int(state), f"state {state}")

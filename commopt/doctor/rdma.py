@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from math import inf
 
-from commopt.doctor.finding import Confidence, Finding, check, error, info, ok, unread, warning
-from commopt.doctor.machine import Machine, before, version_text
-from commopt.doctor.network import LINK_LOCAL, DeviceList, Port, active_ports, candidates, gids, ports, roce_ports
+from commopt.doctor.finding import Finding, Unread, check, error, info, unread, warning
+from commopt.doctor.machine import Machine
+from commopt.doctor.network import LINK_LOCAL, DeviceList, Port, active_ports, candidates, gids, ports
 from commopt.doctor.settings import amazon
 
 LIBRARIES = ("usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu", "usr/lib64", "lib64", "usr/lib", "usr/local/lib")
@@ -15,48 +15,42 @@ PLUGINS = ("opt/amazon/ofi-nccl/lib", "opt/aws-ofi-nccl/lib", "opt/amazon/ofi-nc
 PORTS = "/sys/class/infiniband/*/ports/*"
 
 
-@check("transport", "RDMA instead of TCP", "/dev/infiniband, libibverbs, plugins of NCCL", "RDMA within NCCL's reach")
+@check("/dev/infiniband, libibverbs, plugins of NCCL")
 def transport(machine: Machine) -> Iterator[Finding]:
-    """Look for what stands between NCCL and the RDMA devices that the kernel has."""
+    """RDMA instead of TCP: device files, libibverbs and plugins in NCCL's reach, which falls back to TCP otherwise."""
     if not active_ports(machine):
         return
     plugin = machine.variable("NCCL_NET_PLUGIN")
     if amazon(machine) and (plugin or "").lower() != "none" and not _has_plugin(machine, plugin or "libnccl-net"):
-        expected = "installed: without EFA's plugin NCCL falls back to TCP"
         remedy = "install aws-ofi-nccl; export LD_LIBRARY_PATH=/opt/amazon/ofi-nccl/lib:$LD_LIBRARY_PATH"
-        yield warning(f"not found: {plugin or 'unset'}", expected, remedy, "medium", "libnccl-net*.so")
+        yield warning(f"not found: {plugin or 'unset'}", "EFA's plugin", remedy, "medium", "libnccl-net*.so")
     if not machine.listing("dev/infiniband"):
-        expected = "the device files: without them NCCL silently falls back to TCP"
         remedy = "docker run --device=/dev/infiniband ... (on the host: sudo modprobe ib_uverbs)"
-        yield error(machine.why_not("dev/infiniband"), expected, remedy, read="/dev/infiniband")
+        yield error(machine.why_not("dev/infiniband"), remedy=remedy, read="/dev/infiniband")
     folders = [folder for folder in LIBRARIES if machine.exists(folder)]
     names = [name for folder in folders for name in machine.listing(folder)]
     if folders and not any(name.startswith("libibverbs.so.1") for name in names):
         value = "not in " + ", ".join(f"/{folder}" for folder in folders)
-        expected = "installed: NCCL reaches RDMA devices through it, and falls back to TCP without it"
         remedy = "sudo apt-get install libibverbs1 ibverbs-providers (or: sudo dnf install libibverbs)"
-        yield warning(value, expected, remedy, "medium", "libibverbs.so.1")
+        yield warning(value, remedy=remedy, confidence="medium", read="libibverbs.so.1")
 
 
 def _has_plugin(machine: Machine, wanted: str) -> bool:
     """Whether a library is where the loader looks; `wanted`: NCCL_NET_PLUGIN, a list of names, files or endings."""
-    cache = machine.content("etc/ld.so.cache")
     named = [folder.strip("/") for folder in (machine.variable("LD_LIBRARY_PATH") or "").split(":")]
     there = [name for folder in (*named, *LIBRARIES, *PLUGINS) if folder for name in machine.listing(folder)]
+    cache = machine.content("etc/ld.so.cache")
     for name in filter(None, map(str.strip, wanted.split(","))):
-        if "/" in name and machine.exists(name.lstrip("/")):
-            return True
-        if "/" not in name and any(file.startswith((name, f"libnccl-net-{name}")) for file in there):
-            return True
-        if "/" not in name and name.encode() in cache:
+        installed = any(file.startswith((name, f"libnccl-net-{name}")) for file in there) or name.encode() in cache
+        if machine.exists(name.lstrip("/")) if "/" in name else installed:
             return True
     return False
 
 
-@check("ib-port", "RDMA ports", PORTS, "ACTIVE, LinkUp, equal rates")
-def port(machine: Machine) -> Iterator[Finding]:
-    """Every port that is there should be up, at the speed of its siblings."""
-    active, fine = active_ports(machine), True
+@check(PORTS)
+def ib_port(machine: Machine) -> Iterator[Finding]:
+    """RDMA ports: ACTIVE, LinkUp, at the rate of their siblings."""
+    active = active_ports(machine)
     for one in ports(machine):
         if not one.active:
             remedy = f"ibstat {one.device}; check cable and switch"
@@ -65,36 +59,28 @@ def port(machine: Machine) -> Iterator[Finding]:
             state = f"{one.state}, {machine.text(f'{one.path}/phys_state') or 'physical state unreadable'}"
             # A port nobody cabled is common, a second one even usual; none at all is not.
             spare = one.device in {other.device for other in active} or not _selected(machine, one)
-            kind = error if not active else info if spare else warning
-            yield kind(state, "4: ACTIVE, 5: LinkUp", remedy, "medium" if active else "high", f"/{one.path}/state")
+            kind, sure = (error, "high") if not active else (info if spare else warning, "medium")
+            yield kind(state, "4: ACTIVE, 5: LinkUp", remedy, sure, f"/{one.path}/state")
         elif one.gbps is None:
             yield unread(machine.why_not(f"{one.path}/rate"), f"ibstat {one.device}", f"/{one.path}/rate")
-        fine &= one.active and one.gbps is not None
     for layer in ("InfiniBand", "Ethernet"):
-        rates = {one: one.gbps for one in active if one.link_layer == layer and one.gbps}
+        rates = {one: one.gbps for one in active_ports(machine, layer) if one.gbps}
         best = max(rates.values(), default=0)
         slower = [one for one, gbps in rates.items() if gbps < best]
         if slower and all(_selected(machine, one) for one in slower):
             fast = ",".join(one.name for one in rates if one not in slower)
             remedy = f"ibstat; check cables; if these are for storage: export NCCL_IB_HCA=={fast}"
             yield warning(_rates(slower), f"{best:g} Gb/s like the others, or not used at all", remedy, "medium")
-            fine = False
     # A cable that is split, or bad, or half plugged in leaves a port of InfiniBand with fewer lanes than four.
+    few = [one for one in active_ports(machine, "InfiniBand") if one.lanes in (1, 2) and _selected(machine, one)]
     slots = {device.busid: device.link_max.gbps for device in machine.hardware.pci}
     room = {nic.name: slots.get(nic.busid or "") or inf for nic in machine.hardware.nics}
-    narrow = [
-        one
-        for one in active
-        if one.link_layer == "InfiniBand" and _selected(machine, one)
-        if one.lanes == 1 or (one.lanes == 2 and room.get(one.device, inf) >= 2 * (one.gbps or 0))
-    ]
+    narrow = [one for one in few if one.lanes == 1 or room.get(one.device, inf) >= 2 * (one.gbps or 0)]
     if narrow:
         shown = ", ".join(f"{one.name} {one.lanes}X {one.gbps or 0:g} Gb/s" for one in narrow)
+        expected = "4X: fewer lanes carry less (2X is right for split cables)"
         remedy = f"sudo mlxlink -d {narrow[0].device}; then reseat or replace the cable"
-        sure: Confidence = "high" if any(one.lanes == 1 for one in narrow) else "medium"
-        yield warning(shown, "4X: fewer lanes carry less (2X is right for split cables)", remedy, sure)
-    elif fine and active:
-        yield ok(_rates(active))
+        yield warning(shown, expected, remedy, "high" if any(one.lanes == 1 for one in narrow) else "medium")
 
 
 def _rates(of: list[Port]) -> str:
@@ -105,57 +91,53 @@ def _selected(machine: Machine, one: Port) -> bool:
     return DeviceList.parse(machine.variable("NCCL_IB_HCA") or "").selects(one.device, one.number)
 
 
-@check("ib-hca", "Choice of RDMA adapters", "NCCL_IB_HCA, /sys/class/infiniband", "all equal ports of one network")
-def choice(machine: Machine) -> Iterator[Finding]:
-    """NCCL_IB_HCA should select all ports of the fast network and nothing else."""
+@check("NCCL_IB_HCA, /sys/class/infiniband", "unset NCCL_IB_HCA, or list them all")
+def ib_hca(machine: Machine) -> Iterator[Finding]:
+    """Choice of RDMA adapters: all equal ports of the fast network, and nothing else."""
     active, value = active_ports(machine), machine.variable("NCCL_IB_HCA") or ""
     names = ", ".join(one.name for one in active)
     used = [one for one in active if _selected(machine, one)]
     if not active:
         return
     if not used:
-        expected = f"active ports of this machine ({names}): NCCL uses TCP otherwise"
-        yield error(value, expected, "unset NCCL_IB_HCA")
+        yield error(value, f"active ports of this machine ({names}): NCCL uses TCP otherwise")
         return
     layers = sorted({one.link_layer for one in used if one.link_layer})
     if len(layers) > 1:
         best = max(layers, key=lambda layer: sum(one.gbps or 0 for one in used if one.link_layer == layer))
-        listed = ",".join(one.name for one in used if one.link_layer == best)
         shown = ", ".join(f"{one.name} {one.link_layer}" for one in used)
-        expected = "one kind of network: NCCL cannot connect InfiniBand with Ethernet"
-        yield warning(shown, expected, f"export NCCL_IB_HCA=={listed}", "medium")
+        remedy = f"export NCCL_IB_HCA=={','.join(one.name for one in used if one.link_layer == best)}"
+        yield warning(shown, "one kind of network: NCCL cannot connect InfiniBand with Ethernet", remedy, "medium")
     rate, kinds = max(one.gbps or 0 for one in used), {one.link_layer for one in used}
     idle = [one.name for one in active if one not in used and one.link_layer in kinds and (one.gbps or 0) >= rate]
     if idle:
-        expected = f"all equal ports: {', '.join(idle)} stay idle"
-        yield warning(value, expected, "unset NCCL_IB_HCA, or add them", "medium")
-    listed_devices, devices = DeviceList.parse(value), [one.device for one in ports(machine)]
-    unknown = [] if listed_devices.exclude else listed_devices.unmatched(devices)
+        yield warning(value, f"all equal ports: {', '.join(idle)} stay idle", confidence="medium")
+    listed, devices = DeviceList.parse(value), [one.device for one in ports(machine)]
+    unknown = [] if listed.exclude else listed.unmatched(devices)
     if unknown:
         yield warning(f"{', '.join(unknown)} fits no device", f"devices of this machine ({names})", "ibstat -l")
-    stretched = listed_devices.stretched(devices)
-    if stretched:
+    if stretched := listed.stretched(devices):
         expected = f"whole names: NCCL takes {value} for the beginning of {', '.join(stretched)} too"
         shown = f"{value} selects {', '.join(one.name for one in used)}"
         yield warning(shown, expected, f"export NCCL_IB_HCA=={value}", "medium")
 
 
-@check("roce-gid", "RoCE addresses", f"NCCL_IB_GID_INDEX, {PORTS}/gid_attrs/types", "a RoCE v2 address on every port")
-def gid(machine: Machine) -> Iterator[Finding]:
-    """RoCE needs an address of version 2 (NCCL finds it by itself since 2.21), and room for packets of 4096 bytes."""
+@check(f"NCCL_IB_GID_INDEX, {PORTS}/gid_attrs/types", "unset NCCL_IB_GID_INDEX (or -1)")
+def roce_gid(machine: Machine) -> Iterator[Finding]:
+    """RoCE addresses: one of version 2 on every port, which NCCL finds by itself, and packets of 4096 bytes."""
     value = machine.variable("NCCL_IB_GID_INDEX")
-    value = None if value == "-1" else value
-    for one in roce_ports(machine):
-        yield from _addresses(machine, one, value)
+    value, roce = None if value == "-1" else value, active_ports(machine, "Ethernet")
+    wrong = [finding for one in roce for finding in _addresses(machine, one, value)]
+    yield from wrong
+    if value is not None and roce and not wrong:
+        yield warning(value, "unset: NCCL chooses for each port", confidence="medium", read="NCCL_IB_GID_INDEX")
+    for one in roce:
         interface = machine.text(f"{one.path}/gid_attrs/ndevs/0")
         mtu = machine.number(f"sys/class/net/{interface}/mtu") if interface else None
         if mtu is not None and mtu < 4200:
             expected = "9000 (at least 4200) on every node and switch, so that RoCE uses packets of 4096 bytes"
             remedy = f"sudo ip link set {interface} mtu 9000"
             yield warning(str(mtu), expected, remedy, "medium", f"/sys/class/net/{interface}/mtu")
-    if value is not None and roce_ports(machine) and before(machine.software.nccl, (2, 21)) is not True:
-        expected = f"unset: NCCL {version_text(machine.software.nccl)} chooses for each port (since 2.21)"
-        yield warning(value, expected, "unset NCCL_IB_GID_INDEX", "medium", "NCCL_IB_GID_INDEX")
 
 
 def _addresses(machine: Machine, one: Port, chosen: str | None) -> Iterator[Finding]:
@@ -163,59 +145,54 @@ def _addresses(machine: Machine, one: Port, chosen: str | None) -> Iterator[Find
     second = [entry for entry in table if entry.kind == "RoCE v2"]
     give = "give the port's interface an IP address: sudo ip address add ADDRESS/PREFIX dev "
     give += machine.text(f"{one.path}/gid_attrs/ndevs/0") or "INTERFACE"
+    known = [entry.address for entry in second if entry.address is not None]
     if not table:
         yield unread(machine.why_not(folder), "show_gids", f"/{folder}")
     elif not second:
         kinds = ", ".join(sorted({entry.kind for entry in table}))
-        expected = "RoCE v2: version 1 is not routed and many switches drop it"
-        yield error(kinds, expected, give, read=f"/{folder}")
+        yield error(kinds, "RoCE v2: version 1 is not routed and many switches drop it", give, read=f"/{folder}")
     elif chosen is not None:
-        kind = next((entry.kind for entry in table if entry.index == chosen), "empty")
+        kind = next((entry.kind for entry in table if entry.number == chosen), "empty")
         if kind != "RoCE v2":
-            expected = f"RoCE v2, which is {' or '.join(entry.index for entry in second)} there"
-            remedy = "unset NCCL_IB_GID_INDEX (or -1)"
-            yield error(f"{chosen} is {kind} on {one.name}", expected, remedy, read="NCCL_IB_GID_INDEX")
-    elif all(entry.address is not None for entry in second):
-        known = [entry.address for entry in second if entry.address is not None]
+            expected = f"RoCE v2, which is {' or '.join(entry.number for entry in second)} there"
+            yield error(f"{chosen} is {kind} on {one.name}", expected, read="NCCL_IB_GID_INDEX")
+    elif len(known) == len(second):
         routed = [address for address in known if address not in LINK_LOCAL]
         wants_six = machine.variable("NCCL_IB_ADDR_FAMILY") == "AF_INET6"
-        if any((address.ipv4_mapped is None) == wants_six for address in routed):
-            return
         expected = "an address that is not link-local (fe80): NCCL passes over those, and ends with RoCE v1"
-        if routed:
-            expected = "an IPv4 address, or the other family allowed: NCCL looks at IPv4 only"
-            give = "export NCCL_IB_ADDR_FAMILY=AF_INET6"
         if wants_six:
             expected, give = "a global IPv6 address: NCCL_IB_ADDR_FAMILY asks for one", "unset NCCL_IB_ADDR_FAMILY"
-        yield error(", ".join(map(str, known)), expected, give, read=f"/{one.path}/gids")
+        elif routed:
+            expected = "an IPv4 address, or the other family allowed: NCCL looks at IPv4 only"
+            give = "export NCCL_IB_ADDR_FAMILY=AF_INET6"
+        if not any((address.ipv4_mapped is None) == wants_six for address in routed):
+            yield error(", ".join(map(str, known)), expected, give, read=f"/{one.path}/gids")
 
 
+ETHERNET = ("rx_crc_errors", "rx_missed_errors", "rx_fifo_errors", "tx_carrier_errors")
 LINK = ("symbol_error", "link_error_recovery", "link_downed", "port_rcv_errors")
-DISCARDS = ("port_xmit_discards", "excessive_buffer_overrun_errors")
-TRAFFIC = ("out_of_sequence", "packet_seq_err", "local_ack_timeout_err", "rnr_nak_retry_err", "out_of_buffer")
+LOST = (
+    *("port_xmit_discards", "excessive_buffer_overrun_errors", "out_of_sequence", "packet_seq_err"),
+    *("local_ack_timeout_err", "rnr_nak_retry_err", "out_of_buffer"),
+)
 # Notices of congestion (CNP), marked packets, waits for credit: normal now and then, many of them are a busy network.
 CONGESTION = ("np_cnp_sent", "rp_cnp_handled", "np_ecn_marked_roce_packets", "port_xmit_wait")
-ETHERNET = ("rx_crc_errors", "rx_missed_errors", "rx_fifo_errors", "tx_carrier_errors")
 
 
 def read_counters(machine: Machine) -> Mapping[str, int]:
     """Return the error counters of every RDMA port and of the interfaces to other nodes, by path."""
-    places: list[tuple[str, tuple[str, ...]]] = [
-        (f"{one.path}/counters", LINK + DISCARDS + CONGESTION) for one in ports(machine)
-    ]
-    places += [(f"{one.path}/hw_counters", TRAFFIC + CONGESTION) for one in ports(machine)]
-    places += [(f"sys/class/net/{interface.name}/statistics", ETHERNET) for interface in candidates(machine)]
-    paths = [f"{folder}/{name}" for folder, names in places for name in names]
+    paths = [f"sys/class/net/{one.name}/statistics/{name}" for one in candidates(machine) for name in ETHERNET]
+    folders = [f"{one.path}/{folder}" for one in ports(machine) for folder in ("counters", "hw_counters")]
+    paths += [f"{folder}/{name}" for folder in folders for name in LINK + LOST + CONGESTION]
     return {path: value for path in paths if (value := machine.number(path)) is not None}
 
 
-@check("counters", "Error counters", f"{PORTS}/{{counters,hw_counters}}, /sys/class/net/*/statistics", "0")
+@check(f"{PORTS}/{{counters,hw_counters}}, /sys/class/net/*/statistics")
 def counters(machine: Machine) -> Iterator[Finding]:
-    """Compare the counters with what they were when the machine was first looked at: only growth is trouble now."""
+    """Error counters: 0, or at least no growth since the doctor first looked; every error costs a retransmission."""
     now = read_counters(machine)
     if not now:
-        yield unread("no port has counters that this user can read", "ethtool -S INTERFACE")
-        return
+        raise Unread("no port has counters that this user can read", "ethtool -S INTERFACE")
     layers = {one.device: one.link_layer for one in ports(machine)}
     grown = {path: more for path, value in now.items() if (more := value - machine.counters.get(path, value)) > 0}
     for path, more in grown.items():
@@ -225,8 +202,7 @@ def counters(machine: Machine) -> Iterator[Finding]:
             remedy = "look for a slow link or many senders to one port; the same counters on the switches"
             yield info(told, "few: the network makes senders wait", remedy, "low", f"/{path}")
         else:
-            expected = "no growth: every error costs a retransmission"
-            yield error(told, expected, _repair(device, name, layers.get(device)), read=f"/{path}")
+            yield error(told, remedy=_repair(device, name, layers.get(device)), read=f"/{path}")
     old = {path: value for path, value in now.items() if value and not path.endswith(CONGESTION)}
     if old and not grown:
         worst = sorted(old.items(), key=lambda item: -item[1])[:4]
@@ -236,10 +212,10 @@ def counters(machine: Machine) -> Iterator[Finding]:
 
 
 def _repair(device: str, name: str, layer: str | None) -> str:
-    if name in TRAFFIC + DISCARDS and layer == "Ethernet":
+    if name in LOST and layer == "Ethernet":
         remedy = "export NCCL_IB_TC to the class that PFC and ECN protect (mlnx_qos -i INTERFACE, and the switches); "
         return remedy + "ethtool -S INTERFACE | grep -E 'pause|discard'"
-    if name in TRAFFIC + DISCARDS:
+    if name in LOST:
         return "sudo ibdiagnet (errors and congestion on the way); perfquery -x on both ends"
     if name in ("rx_missed_errors", "rx_fifo_errors"):
         return f"sudo ethtool -g {device}; sudo ethtool -G {device} rx 8192 (at most its maximum)"

@@ -7,39 +7,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from commopt.doctor.finding import Confidence, Finding, Severity, check, error, info, ok, unread, warning
+from commopt.doctor.finding import Finding, Severity, Unread, check, error, info, ok, warning
 from commopt.doctor.machine import Machine, before, version_text
-from commopt.doctor.network import active_ports, ports, roce_ports, switches_hidden
+from commopt.doctor.network import active_ports, ports, switches_hidden
 from topology.kernel_files import text
 from topology.machine import VIRTUAL_TOPOLOGY
 
 ERROR, WARNING, INFO = Severity.ERROR, Severity.WARNING, Severity.INFO
 DEBUG, TUNING, SWITCH = "debug", "tuning", "switch"
-
-
-def anything(value: str | None) -> bool:
-    """Whether it is set."""
-    return value is not None
-
-
-def unset(value: str | None) -> bool:
-    """Whether it is not set."""
-    return value is None
-
-
-def one_of(*words: str) -> Callable[[str | None], bool]:
-    """Return whether it is one of these, in capitals or not."""
-    return lambda value: value is not None and value.upper() in words
-
-
-def switched_on(value: str | None) -> bool:
-    """Whether it is set to anything but 0."""
-    return value not in (None, "0")
-
-
-def excludes_efa(value: str | None) -> bool:
-    """Whether libfabric is told to use something else than EFA."""
-    return value is not None and ("efa" in value.lower()) == value.startswith("^")
 
 
 def amazon(machine: Machine) -> bool:
@@ -70,19 +45,21 @@ def _strict_order_is_slow(machine: Machine) -> bool:
 
 
 def _roce_of_ones_own(machine: Machine) -> bool:
-    return bool(roce_ports(machine)) and provider_profile(machine.environ) is None
+    return bool(active_ports(machine, "Ethernet")) and provider_profile(machine.environ) is None
 
 
 def _roce_without_class(machine: Machine) -> bool:
-    forced = (f"sys/class/infiniband/{port.device}/tc/{port.number}/traffic_class" for port in roce_ports(machine))
-    return _roce_of_ones_own(machine) and not all(machine.text(path) for path in forced)
+    roce = active_ports(machine, "Ethernet")
+    forced = (machine.text(f"sys/class/infiniband/{port.device}/tc/{port.number}/traffic_class") for port in roce)
+    return _roce_of_ones_own(machine) and not all(forced)
 
 
 class Rule(NamedTuple):
     """A variable with a value that hurts."""
 
     name: str
-    hurts: Callable[[str | None], bool]
+    hurts: str | None
+    """A pattern of the whole value, in capitals or not; None: it is not set."""
     severity: Severity
     kind: str
     """A switch for debugging, which nobody means in a long run; a choice of tuning, which may have been measured and
@@ -92,11 +69,15 @@ class Rule(NamedTuple):
     remedy: str = ""
     """Without one: unset it."""
 
+    def fits(self, value: str | None) -> bool:
+        """Whether a value hurts, or that there is none."""
+        if self.hurts is None or value is None:
+            return self.hurts is value
+        return re.fullmatch(self.hurts, value, re.IGNORECASE | re.DOTALL) is not None
 
-FEW = one_of(*(str(number) for number in range(18)))
-MANY = one_of(*(str(number) for number in range(21, 32)))
-OFF, ON = one_of("0"), one_of("1")
-NEAR, FAR = ("NVL", "C2C", "PIX", "PXB"), ("PHB", "SYS", "P2C", "PXN")  # NCCL's words for distances
+
+ANY, OFF, ON, SWITCHED_ON = ".*", "0", "1", "(?!0$).*"
+NEAR, FAR = "NVL|C2C|PIX|PXB", "PHB|SYS|P2C|PXN"  # NCCL's words for distances
 TCP = "unset: RDMA devices are there and TCP is several times slower"
 STANDS_STILL = "unset: the process stands still during each collective"
 HANGS = "unset: when a rank dies, the others wait forever"
@@ -104,52 +85,52 @@ MEASURED = "unset, unless measured"
 
 RULES = tuple(Rule(*row) for row in (
     # What takes the fast network or NVLink away
-    ("NCCL_IB_DISABLE", switched_on, ERROR, SWITCH, TCP, lambda machine: active_ports(machine) and not amazon(machine)),
-    ("NCCL_NET", one_of("SOCKET"), ERROR, SWITCH, TCP, active_ports),
-    ("NCCL_NET", one_of("IB"), ERROR, SWITCH, "unset: there is no RDMA device, and NCCL does not start",
+    ("NCCL_IB_DISABLE", SWITCHED_ON, ERROR, SWITCH, TCP, lambda machine: active_ports(machine) and not amazon(machine)),
+    ("NCCL_NET", "SOCKET", ERROR, SWITCH, TCP, active_ports),
+    ("NCCL_NET", "IB", ERROR, SWITCH, "unset: there is no RDMA device, and NCCL does not start",
      lambda machine: not ports(machine)),
-    ("NCCL_NET", one_of("IB"), ERROR, SWITCH, "unset: NCCL itself does not know EFA, and does not start", amazon),
-    ("NCCL_NET_PLUGIN", one_of("NONE"), ERROR, SWITCH, "unset: without EFA's plugin NCCL falls back to TCP", amazon),
-    ("FI_PROVIDER", excludes_efa, ERROR, SWITCH, "efa, or unset: libfabric goes over TCP otherwise", amazon),
+    ("NCCL_NET", "IB", ERROR, SWITCH, "unset: NCCL itself does not know EFA, and does not start", amazon),
+    ("NCCL_NET_PLUGIN", "NONE", ERROR, SWITCH, "unset: without EFA's plugin NCCL falls back to TCP", amazon),
+    ("FI_PROVIDER", r"\^.*efa.*|(?!\^|.*efa).*", ERROR, SWITCH, "efa, or unset: libfabric goes over TCP otherwise",
+     amazon),
     ("FI_EFA_USE_DEVICE_RDMA", OFF, WARNING, SWITCH, "unset: every message is copied", amazon),
-    ("NCCL_P2P_DISABLE", switched_on, ERROR, SWITCH, "unset: GPUs exchange through CPU memory"),
-    ("NCCL_SHM_DISABLE", switched_on, ERROR, SWITCH, "unset: GPUs without peer access exchange over the network"),
-    ("NCCL_P2P_LEVEL", one_of("LOC", "0"), ERROR, SWITCH, "unset: LOC means no peer access at all"),
-    ("NCCL_P2P_LEVEL", anything, WARNING, SWITCH, "unset: NCCL knows how far peer access pays"),
+    ("NCCL_P2P_DISABLE", SWITCHED_ON, ERROR, SWITCH, "unset: GPUs exchange through CPU memory"),
+    ("NCCL_SHM_DISABLE", SWITCHED_ON, ERROR, SWITCH, "unset: GPUs without peer access exchange over the network"),
+    ("NCCL_P2P_LEVEL", "LOC|0", ERROR, SWITCH, "unset: LOC means no peer access at all"),
+    ("NCCL_P2P_LEVEL", ANY, WARNING, SWITCH, "unset: NCCL knows how far peer access pays"),
     ("NCCL_CUMEM_ENABLE", OFF, ERROR, SWITCH, "unset: NVLink between nodes (MNNVL) needs it", nvlink_between_nodes),
     ("NCCL_MNNVL_ENABLE", OFF, ERROR, SWITCH, "unset: NVLink between nodes (MNNVL) needs it", nvlink_between_nodes),
     ("NCCL_DMABUF_ENABLE", OFF, WARNING, SWITCH, "unset: DMA-BUF is NCCL's first choice", needs_gpudirect),
-    ("NCCL_IB_GDR_LEVEL", anything, WARNING, SWITCH, "NCCL_NET_GDR_LEVEL, its name since NCCL 2.4", needs_gpudirect),
-    ("NCCL_NET_GDR_LEVEL", one_of("LOC", "0"), ERROR, SWITCH, "unset: LOC switches GPUDirect off", needs_gpudirect),
-    ("NCCL_NET_GDR_LEVEL", one_of(*NEAR), WARNING, SWITCH, "unset: adapters are reached through the CPU (P2C)",
+    ("NCCL_IB_GDR_LEVEL", ANY, WARNING, SWITCH, "NCCL_NET_GDR_LEVEL, its name since NCCL 2.4", needs_gpudirect),
+    ("NCCL_NET_GDR_LEVEL", "LOC|0", ERROR, SWITCH, "unset: LOC switches GPUDirect off", needs_gpudirect),
+    ("NCCL_NET_GDR_LEVEL", NEAR, WARNING, SWITCH, "unset: adapters are reached through the CPU (P2C)",
      through_own_cpu),
-    ("NCCL_NET_GDR_LEVEL", one_of(*NEAR, *FAR), INFO, SWITCH, "unset, unless it was measured", needs_gpudirect),
-    ("NCCL_NET_GDR_LEVEL", anything, WARNING, SWITCH, "PIX, PXB, PHB or SYS; numbers are read differently",
+    ("NCCL_NET_GDR_LEVEL", f"{NEAR}|{FAR}", INFO, SWITCH, "unset, unless it was measured", needs_gpudirect),
+    ("NCCL_NET_GDR_LEVEL", ANY, WARNING, SWITCH, "PIX, PXB, PHB or SYS; numbers are read differently",
      needs_gpudirect, "unset NCCL_NET_GDR_LEVEL, or export one of these words"),
     # Left over from debugging
     ("CUDA_LAUNCH_BLOCKING", ON, ERROR, DEBUG, "unset: every kernel waits for the one before, nothing overlaps"),
-    ("TORCH_DISTRIBUTED_DEBUG", one_of("DETAIL"), ERROR, DEBUG, "unset: every collective is checked with another one"),
+    ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", ERROR, DEBUG, "unset: every collective is checked with another one"),
     ("TORCH_NCCL_BLOCKING_WAIT", ON, WARNING, DEBUG, STANDS_STILL),
     ("NCCL_BLOCKING_WAIT", ON, WARNING, DEBUG, STANDS_STILL),
     ("TORCH_NCCL_ASYNC_ERROR_HANDLING", OFF, WARNING, DEBUG, HANGS),
     ("NCCL_ASYNC_ERROR_HANDLING", OFF, WARNING, DEBUG, HANGS),
-    ("NCCL_DEBUG", one_of("TRACE"), WARNING, DEBUG, "WARN, or unset: tracing slows each operation"),
-    ("NCCL_DEBUG", one_of("INFO"), INFO, DEBUG, "WARN, or unset, in production"),
-    ("NCCL_CHECKS_DISABLE", anything, INFO, DEBUG, "unset: obsolete, replaced by NCCL_CHECK_POINTERS"),
+    ("NCCL_DEBUG", "TRACE", WARNING, DEBUG, "WARN, or unset: tracing slows each operation"),
+    ("NCCL_DEBUG", "INFO", INFO, DEBUG, "WARN, or unset, in production"),
+    ("NCCL_CHECKS_DISABLE", ANY, INFO, DEBUG, "unset: obsolete, replaced by NCCL_CHECK_POINTERS"),
     ("NCCL_CHECK_POINTERS", ON, WARNING, DEBUG, "unset: every call checks its pointers"),
-    ("NCCL_CHECK_MODE", one_of("DEBUG_LOCAL"), WARNING, DEBUG, "unset: every call checks its arguments"),
-    ("NCCL_CHECK_MODE", one_of("DEBUG_GLOBAL"), WARNING, DEBUG, "unset: ranks compare the arguments of their calls"),
+    ("NCCL_CHECK_MODE", "DEBUG_LOCAL|DEBUG_GLOBAL", WARNING, DEBUG, "unset: every call checks its arguments"),
     ("NCCL_P2P_DIRECT_DISABLE", ON, INFO, DEBUG, "unset: threads of one process exchange by a longer way"),
-    ("NCCL_LAUNCH_MODE", one_of("GROUP"), INFO, DEBUG, "unset: PARALLEL is the default"),
+    ("NCCL_LAUNCH_MODE", "GROUP", INFO, DEBUG, "unset: PARALLEL is the default"),
     # Choices that NCCL makes better for each size
-    ("NCCL_ALGO", anything, WARNING, TUNING, "unset: one algorithm for all sizes is slow for some of them"),
-    ("NCCL_PROTO", anything, WARNING, TUNING, "unset: LL costs bandwidth, Simple latency; LL128 is unsafe on some"),
-    ("NCCL_BUFFSIZE", anything, WARNING, TUNING, "unset (4 MiB), unless measured"),
-    ("NCCL_NTHREADS", anything, WARNING, TUNING, MEASURED),
-    ("NCCL_MIN_CTAS", anything, WARNING, TUNING, f"{MEASURED}: CTAs are taken from computation"),
-    ("NCCL_MAX_CTAS", anything, WARNING, TUNING, f"{MEASURED}: too few CTAs cap the bandwidth"),
-    ("NCCL_MIN_NCHANNELS", anything, WARNING, TUNING, f"{MEASURED}: channels are taken from computation"),
-    ("NCCL_MAX_NCHANNELS", anything, WARNING, TUNING, f"{MEASURED}: too few channels cap the bandwidth"),
+    ("NCCL_ALGO", ANY, WARNING, TUNING, "unset: one algorithm for all sizes is slow for some of them"),
+    ("NCCL_PROTO", ANY, WARNING, TUNING, "unset: LL costs bandwidth, Simple latency; LL128 is unsafe on some"),
+    ("NCCL_BUFFSIZE", ANY, WARNING, TUNING, "unset (4 MiB), unless measured"),
+    ("NCCL_NTHREADS", ANY, WARNING, TUNING, MEASURED),
+    ("NCCL_MIN_CTAS", ANY, WARNING, TUNING, f"{MEASURED}: CTAs are taken from computation"),
+    ("NCCL_MAX_CTAS", ANY, WARNING, TUNING, f"{MEASURED}: too few CTAs cap the bandwidth"),
+    ("NCCL_MIN_NCHANNELS", ANY, WARNING, TUNING, f"{MEASURED}: channels are taken from computation"),
+    ("NCCL_MAX_NCHANNELS", ANY, WARNING, TUNING, f"{MEASURED}: too few channels cap the bandwidth"),
     ("NCCL_NVLS_ENABLE", OFF, WARNING, TUNING, "unset: without additions in the NVSwitch traffic doubles"),
     ("NCCL_CUMEM_ENABLE", OFF, INFO, TUNING, "unset: switches off NVLS and user buffers too"),
     ("NCCL_CUMEM_HOST_ENABLE", OFF, INFO, TUNING, "unset: needed in containers with NCCL 2.24 to 2.26.4 only"),
@@ -157,11 +138,11 @@ RULES = tuple(Rule(*row) for row in (
     ("NCCL_NET_GDR_READ", OFF, WARNING, TUNING, "unset: what a GPU sends is copied through CPU memory first"),
     ("NCCL_NET_GDR_C2C", OFF, WARNING, TUNING, "unset: on Grace machines nothing goes directly from GPU to adapter"),
     ("NCCL_CROSS_NIC", ON, INFO, TUNING, "unset (2), or 0 where every rail has switches of its own"),
-    ("NCCL_IB_TIMEOUT", FEW, WARNING, TUNING, "unset (20): a busy network breaks the connection earlier"),
-    ("NCCL_IB_TIMEOUT", MANY, INFO, TUNING, "unset (20): a longer time hides a network that loses packets"),
+    ("NCCL_IB_TIMEOUT", r"1?[0-7]|[89]", WARNING, TUNING, "unset (20): a busy network breaks the connection earlier"),
+    ("NCCL_IB_TIMEOUT", r"2[1-9]|3[01]", INFO, TUNING, "unset (20): a longer time hides a network that loses packets"),
     ("NCCL_IB_ADAPTIVE_ROUTING", OFF, INFO, TUNING, "unset: NCCL uses it on InfiniBand, not on Ethernet"),
     ("NCCL_IB_SPLIT_DATA_ON_QPS", ON, INFO, TUNING, "unset (0): each message is split over all its connections"),
-    ("NCCL_GRAPH_FILE", anything, INFO, TUNING, "unset: a graph made for another machine is slow on this one"),
+    ("NCCL_GRAPH_FILE", ANY, INFO, TUNING, "unset: a graph made for another machine is slow on this one"),
     # What counts on some machines
     ("CUDA_DEVICE_MAX_CONNECTIONS", ON, WARNING, SWITCH, "unset: with one queue communication waits for computation"),
     ("NCCL_IB_PCI_RELAXED_ORDERING", OFF, WARNING, SWITCH, "unset: this platform loses bandwidth with strict ordering",
@@ -169,9 +150,9 @@ RULES = tuple(Rule(*row) for row in (
     ("NCCL_IB_PCI_RELAXED_ORDERING", OFF, INFO, SWITCH, "unset: NCCL uses it where it exists", active_ports),
     ("NCCL_LAUNCH_ORDER_IMPLICIT", ON, WARNING, SWITCH, "CUDA 12.3 or newer: before it, operations do not overlap",
      lambda machine: min(filter(None, (machine.software.cuda, machine.nvml.cuda)), default=(99,)) < (12, 3)),
-    ("NCCL_IB_TC", unset, INFO, SWITCH, "the class that the switches protect (PFC, ECN), unless that is class 0",
+    ("NCCL_IB_TC", None, INFO, SWITCH, "the class that the switches protect (PFC, ECN), unless that is class 0",
      _roce_without_class, "ask who runs the network; export NCCL_IB_TC=NUMBER (4 times the DSCP; 106 is common)"),
-    ("NCCL_IB_QPS_PER_CONNECTION", unset, INFO, SWITCH, "several, where switches spread flows over paths (ECMP)",
+    ("NCCL_IB_QPS_PER_CONNECTION", None, INFO, SWITCH, "several, where switches spread flows over paths (ECMP)",
      _roce_of_ones_own, "try: export NCCL_IB_QPS_PER_CONNECTION=4"),
 ))  # fmt: skip
 
@@ -183,21 +164,25 @@ def harmful(machine: Machine, kinds: tuple[str, ...] = (DEBUG, TUNING, SWITCH)) 
     told, theirs = set(), []
     for rule in RULES:
         value = machine.variable(rule.name)
-        if rule.name in told or rule.kind not in kinds or not rule.hurts(value) or not rule.when(machine):
+        if rule.name in told or rule.kind not in kinds or not rule.fits(value) or not rule.when(machine):
             continue
         told.add(rule.name)
         if provider is not None and rule.kind is TUNING:
             theirs.append(f"{rule.name}={value}")
             continue
         # An explicit choice may have been measured; a debugging switch cannot be meant.
-        sure: Confidence = "medium" if rule.hurts in (anything, unset) else "high"
+        sure = "medium" if rule.hurts in (ANY, None) else "high"
         remedy = rule.remedy or f"unset {rule.name}"
-        yield Finding("", "", rule.severity, rule.name, value or "unset", rule.expected, remedy, sure)
+        yield Finding(rule.severity, value or "unset", rule.expected, remedy, sure, rule.name)
     if theirs:
         yield info(", ".join(theirs), f"as {provider} wants it: its plugin may refuse anything else", None, "medium")
 
 
-settings = check("settings", "Settings of NCCL and torch", "environment", "none that is known to cost speed")(harmful)
+@check("environment")
+def settings(machine: Machine) -> Iterator[Finding]:
+    """Settings of NCCL and torch: none that is known to cost speed."""
+    yield from harmful(machine)
+
 
 # In the order of asking: variable, its value, whose it is. Only what no other place sets: a tuner's name or a
 # topology file alone may be anybody's.
@@ -249,9 +234,9 @@ def effective(root: Path, environ: Mapping[str, str]) -> dict[str, str]:
     return {**_settings_of(root, SYSTEM_FILE), **_settings_of(root, _own_file(environ)), **environ}
 
 
-@check("nccl-conf", "NCCL's configuration files", "~/.nccl.conf, /etc/nccl.conf", "none, or those of the provider")
-def configuration(machine: Machine) -> Iterator[Finding]:
-    """Name the settings that come from files: they count where the environment says nothing, and nobody sees them."""
+@check("~/.nccl.conf, /etc/nccl.conf")
+def nccl_conf(machine: Machine) -> Iterator[Finding]:
+    """NCCL's configuration files: none, or those of the provider; they count where the environment says nothing."""
     for path in (_own_file(machine.environ), SYSTEM_FILE):
         shown = ", ".join(f"{name}={value}" for name, value in _settings_of(machine.root, path).items())
         if shown:
@@ -259,11 +244,10 @@ def configuration(machine: Machine) -> Iterator[Finding]:
             yield info(shown, expected, f"sudoedit /{path}", "medium", f"/{path}")
 
 
-@check("topology-file", "Topology file", "NCCL_TOPO_FILE", "unset, or the provider's file")
+@check("NCCL_TOPO_FILE", "unset NCCL_TOPO_FILE, or: ls -l $NCCL_TOPO_FILE")
 def topology_file(machine: Machine) -> Iterator[Finding]:
-    """A file given to NCCL replaces what NCCL would find by itself, right or wrong."""
+    """Topology file: unset, or the provider's; it replaces what NCCL would find by itself, right or wrong."""
     value = machine.variable("NCCL_TOPO_FILE")
-    unset_it = "unset NCCL_TOPO_FILE"
     unusable = [line for line in machine.topology.warnings if "is refused" in line or "cannot be read" in line]
     told, real = len(machine.topology.gpus), len(machine.hardware.gpus)
     if value is None and not machine.exists(VIRTUAL_TOPOLOGY):
@@ -275,33 +259,24 @@ def topology_file(machine: Machine) -> Iterator[Finding]:
             shown = "unset, in a virtual machine that shows no PCIe switches"
             yield warning(shown, expected, f"export NCCL_TOPO_FILE={file}")
     elif unusable:
-        yield error(
-            unusable[0], "NCCL's XML: NCCL fails, or plans without it", f"{unset_it}, or: ls -l $NCCL_TOPO_FILE"
-        )
+        yield error(unusable[0], "NCCL's XML: NCCL fails, or plans without it")
     elif told and told < real:
         shown = f"{value or f'/{VIRTUAL_TOPOLOGY}'}: {told} GPUs"
-        yield warning(shown, f"the {real} GPUs of this machine: the file is another one's", unset_it, "medium")
+        yield warning(shown, f"the {real} GPUs of this machine: the file is another one's", confidence="medium")
 
 
-@check("versions", "Versions", "torch.version.cuda, torch.cuda.nccl.version(), NVML", "driver, CUDA and NCCL fit")
+@check("torch.version.cuda, torch.cuda.nccl.version(), NVML")
 def versions(machine: Machine) -> Iterator[Finding]:
-    """Compare NCCL, CUDA and the driver with each other and with what needs them."""
+    """Versions: driver, CUDA and NCCL fit together."""
     software, driver = machine.software, machine.nvml.cuda
     if software.torch is None:
-        yield unread("not looked at: these are another machine's files", "pip show torch", "torch")
-        return
-    fits = True
+        raise Unread("not looked at: these are another machine's files", "pip show torch", "torch")
     if machine.hardware.gpus and software.cuda is None:
         remedy = "pip install torch --index-url https://download.pytorch.org/whl/cu128"
         yield error(str(software), "a torch built for CUDA: this one cannot use the GPUs", remedy)
-        fits = False
-    if driver is not None and software.cuda is not None and driver[0] < software.cuda[0]:
+    elif driver is not None and software.cuda is not None and driver[0] < software.cuda[0]:
         value = f"driver for CUDA {version_text(driver)}, torch for CUDA {version_text(software.cuda)}"
         remedy = "update the driver, or install a torch for the older CUDA"
         yield error(value, f"a driver for CUDA {software.cuda[0]} or newer", remedy)
-        fits = False
-    if software.nccl is not None and software.nccl < (2, 26):
-        expected = "NCCL 2.26: before it, operations of two communicators can deadlock on different orders"
-        yield info(str(software), expected, "pip install --upgrade torch", "medium")
-    elif fits:
+    else:
         yield ok(str(software))

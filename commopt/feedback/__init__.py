@@ -9,8 +9,8 @@ from commopt.feedback.context import (
     require_repeatable,
     scale_and_add,
 )
-from commopt.feedback.factors import Factors, FactorStore, Shapes, Side
-from commopt.feedback.layout import Layout, Piece, Spans, checked_patterns, joined_spans, matches
+from commopt.feedback.factors import Factors, FactorStore, Side
+from commopt.feedback.layout import Layout, Piece, Spans, checked_patterns, gaps, joined_spans, matches
 from commopt.feedback.quality import GradientCosine, sample_numel
 from commopt.feedback.store import Kind, Residual, ResidualStore, Scratch, is_momentum, momentum_path
 
@@ -27,10 +27,10 @@ __all__ = [
     "Residual",
     "ResidualStore",
     "Scratch",
-    "Shapes",
     "Side",
     "Spans",
     "checked_patterns",
+    "gaps",
     "is_momentum",
     "joined_spans",
     "layout_of",

@@ -87,19 +87,19 @@ def spread(
 ) -> None:
     """Give this rank of a new world its part of what all old ranks held: the sum over all ranks stays what it was."""
     sums: dict[str, dict[str, Tensor]] = {}
-    held: dict[tuple[str, Piece], Kept] = {}  # by several nodes alike
+    factors: dict[tuple[str, Piece], Kept] = {}  # several nodes have the same
     for saved in ranks:
         for path, _, layouts, values in _residuals(saved, numels, largest):
             for piece in {str(piece): piece for layout in layouts for piece in layout.pieces}.values():
                 zero = torch.zeros(numels[piece.name], dtype=torch.float64, device="cpu")
                 sums.setdefault(path, {}).setdefault(piece.name, zero)[piece.begin : piece.end] += values[str(piece)]
-        held |= {(path, kept.piece): kept for path, kept in _factors(saved, numels) if kept.held}
+        factors |= {(path, kept.piece): kept for path, kept in _factors(saved, numels)}
     for path, by_name in sums.items():
         for name, total in by_name.items():
             layout = Layout.of_parameters([(name, total.numel())])
             store.deposit(path, layout, (total / world_size).float())
-    for (path, _), kept in held.items():
-        store.factors.keep(path, Kept(kept.piece, kept.left, kept.right, held=False))
+    for (path, _), kept in factors.items():
+        store.factors.keep(path, kept)
     store.warm = True
 
 
@@ -165,16 +165,13 @@ def _factors(saved: Mapping[str, Any], numels: Mapping[str, int]) -> Iterator[tu
     for number, entry in enumerate(field(saved, "factors", list)):
         where = f"factors[{number}]"
         required(entry, dict, where)
-        path, held = field(entry, "path", str, where), field(entry, "held", bool, where)
+        path = field(entry, "path", str, where)
         name, begin, end = required_length(field(entry, "piece", list, where), 3, where)
         piece = _piece(name, begin, end, numels, where)
         right = _factor(field(entry, "right", Tensor, where), f"{where}['right']")
-        left = None if entry.get("left") is None else _factor(entry["left"], f"{where}['left']")
-        if left is not None and (
-            left.shape[1] != right.shape[1] or left.shape[0] * right.shape[0] != piece.numel
-        ):  # of other ranks than here they may be: then they are not used
-            refuse(f"{where}['left']", left, f"a factor that makes the {piece.numel} elements of {piece} with 'right'")
-        yield path, Kept(piece, left, right, held)
+        if piece.numel % len(right):  # of another number of factors than here it may be: then it is not used
+            refuse(f"{where}['right']", right, f"of as many rows as the {piece.numel} elements of {piece} have columns")
+        yield path, Kept(piece, right)
 
 
 def _factor(values: object, where: str) -> Tensor:
@@ -191,9 +188,7 @@ def _entry_of(path: str, kept: Kept) -> dict[str, Any]:
     return {
         "path": path,
         "piece": [kept.piece.name, kept.piece.begin, kept.piece.end],
-        "left": None if kept.left is None else kept.left.detach().to("cpu", copy=True),
         "right": kept.right.detach().to("cpu", copy=True),
-        "held": kept.held,
     }
 
 

@@ -13,7 +13,7 @@ from commopt.concise_repr import ConciseRepr
 from commopt.errors import ConfigurationError
 from commopt.feedback.factors import Factors, FactorStore, Make
 from commopt.feedback.layout import Layout
-from commopt.feedback.store import Kind, Memory, Residual, ResidualStore, Scratch, momentum_path
+from commopt.feedback.store import Kind, Memory, ResidualStore, Scratch, momentum_path
 from commopt.groups import apply_scale
 from commopt.kernels.residual import advance, round_with_carry
 
@@ -63,7 +63,6 @@ class BufferContext:
     number: tells the buffers of one step apart. rank: global. path: the level of the aggregator that asks.
     loss_scale: what the gradients were multiplied by, 0-d float32 on their device; None for 1.
     result_dtype: what the buffer's values will be rounded to in the end, None for its own dtype.
-    replicas: how many teams do the same with the same values, as nodes that each gather the sum inside.
     memory: what earlier steps have found for the buffer.
     """
 
@@ -75,7 +74,6 @@ class BufferContext:
     loss_scale: Tensor | None = None
     path: str = ""
     result_dtype: torch.dtype | None = None
-    replicas: int = 1
     memory: Memory = field(default_factory=Memory)
     scratch: Scratch = field(default_factory=Scratch)  # where to take buffers from
 
@@ -84,20 +82,14 @@ class BufferContext:
         """Describe a tensor that belongs to no model; each `step` has other random bits."""
         return cls(Layout.anonymous(numel), step, rank=rank)
 
-    def within(
-        self, level: str, layout: Layout, result_dtype: torch.dtype | None = None, replicas: int = 1
-    ) -> BufferContext:
+    def within(self, level: str, layout: Layout, result_dtype: torch.dtype | None = None) -> BufferContext:
         """Return the context of a part of the buffer at a level below."""
         path = f"{self.path}.{level}" if self.path else level
-        return replace(self, layout=layout, path=path, result_dtype=result_dtype, replicas=replicas)
+        return replace(self, layout=layout, path=path, result_dtype=result_dtype)
 
-    def rng(self, kind: Kind, place: int) -> RngKey:
-        """Return the key of one encoding's random bits: another for each buffer, step, level, kind and rank.
-
-        A server's depends on its `place` in the team only: servers of the same sum in other teams must round alike.
-        """
-        rank = self.rank if kind == "worker" else place
-        return RngKey(crc32(f"{self.path} {kind}".encode()) | rank << 32, self.step, self.number)
+    def rng(self, kind: Kind) -> RngKey:
+        """Return the key of one encoding's random bits: another for each buffer, step, level, kind and rank."""
+        return RngKey(crc32(f"{self.path} {kind}".encode()) | self.rank << 32, self.step, self.number)
 
     # ---------------------------------------------------------------------------------- residuals
 
@@ -125,13 +117,8 @@ class BufferContext:
         if kind == "worker":
             velocity = None if momentum is None else self.velocity(layout, feedback, device, momentum)
             return ErrorFeedback(old, new, self.loss_scale, feedback.decay, velocity)
-        # Each replica of a server keeps its part, so that the sum over ranks counts what is missing once. Decay is
-        # for what grows old while it waits; a sum is sent to all at once.
-        scale = self.loss_scale
-        if self.replicas > 1:
-            one = torch.ones((), dtype=torch.float32, device=device) if scale is None else scale
-            scale = one * self.replicas
-        return ErrorFeedback(old, new, scale)
+        # Decay is for what grows old while it waits; a sum is sent to all at once.
+        return ErrorFeedback(old, new, self.loss_scale)
 
     def velocity(
         self, layout: Layout, feedback: Feedback | None, device: torch.device, momentum: Momentum | None
@@ -152,11 +139,10 @@ class BufferContext:
 
     def leftover(self, layout: Layout, device: torch.device) -> ErrorFeedback | None:
         """Return what was left out of earlier, inexact encodings of `layout`, if anything was: to be sent once."""
-        if self.store is None or self.memory.settled:
+        if self.store is None or not self.holds(layout):
             return None
-        slot: Residual | None = self.store.leftover(self.path, layout, device)
-        if slot is None:
-            return None
+        slot = self.store.slot(self.path, "worker", layout, device, torch.float32, layout)
+        slot.once = True
         self.memory.found[self.path, "leftover", layout] = slot
         return ErrorFeedback(slot.values, self.store.stage(slot, self.rank), self.loss_scale)
 
@@ -172,10 +158,10 @@ class BufferContext:
         scale_and_add(buffer, buffer, scale, carry)
         return 1.0
 
-    def factors(self, layout: Layout, matrix_rank: int, shapes: tuple[tuple[int, int], ...], make: Make) -> Factors:
+    def factors(self, layout: Layout, matrix_rank: int, columns: tuple[int, ...], make: Make) -> Factors:
         """Return what the last step left of the factors of the matrices in `layout`; see FactorStore.take."""
         store = FactorStore() if self.store is None else self.store.factors
-        return store.take(self.path, layout, matrix_rank, shapes, make)
+        return store.take(self.path, layout, matrix_rank, columns, make)
 
     # ------------------------------------------------------------------------------------ verdicts
 

@@ -2,66 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from threading import RLock
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from commopt.feedback.layout import Layout, Piece
 
 Side = Literal["left", "right"]
-Shapes = Sequence[tuple[str, int, int]]
-"""Right factors of parameters: name, columns and r of each."""
-
 Make = Callable[[Side], Tensor]
 
 
 @dataclass(eq=False)
 class Factors:
-    """Both factors of every matrix in a buffer, one after the other: [rows of all, r] and [columns of all, r], float32.
+    """The right factors of every matrix in a buffer, one after the other: [columns of all, r], float32.
 
-    layout: the elements of each matrix, whole rows of a parameter. shapes: rows and columns of each.
-    initial: the ones to begin with, at hand also because they keep a direction from getting lost.
+    layout: the elements of each matrix, whole rows of a parameter. columns: of each.
+    initial: factors of both sides to begin with, at hand also because they keep a direction from getting lost.
     """
 
     layout: Layout
-    shapes: tuple[tuple[int, int], ...]
-    now: dict[Side, Tensor]
+    columns: tuple[int, ...]
+    rights: Tensor
     initial: dict[Side, Tensor]
 
-    @property
-    def matrix_rank(self) -> int:
-        """The r of all of them."""
-        return self.now["right"].shape[1]
-
-    def each(self) -> Iterator[tuple[Piece, Tensor, Tensor]]:
-        """Iterate over the matrices, each with its left and its right factor."""
-        lefts = self.now["left"].split([rows for rows, _ in self.shapes])
-        rights = self.now["right"].split([cols for _, cols in self.shapes])
-        yield from zip(self.layout.pieces, lefts, rights, strict=True)
+    def each(self) -> Iterator[tuple[Piece, Tensor]]:
+        """Iterate over the matrices, each with its factor."""
+        yield from zip(self.layout.pieces, self.rights.split(self.columns), strict=True)
 
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """The factors of one matrix, in store for whoever asks.
-
-    `held`: this rank had it in use, as no other rank of its node did. Otherwise it is a copy, which any may have.
-    """
+    """The right factor [columns, r] of one matrix, in store until its rows, or others of its parameter, are sent."""
 
     piece: Piece
-    left: Tensor | None  # [rows, r]; None when only the columns are known to be the same
-    right: Tensor  # [cols, r]
-    held: bool
+    right: Tensor
 
 
 @dataclass(eq=False)
 class FactorStore:
     """The factors of one registration. Equal on all ranks that reduce the same buffers among each other.
 
+    They stay on their rank: rows that another rank of the node sends from now on begin with random ones there.
     Changed by one thread at a time, as residuals are; any thread may ask what there is.
     """
 
@@ -69,28 +53,27 @@ class FactorStore:
     _kept: dict[str, dict[str, list[Kept]]] = field(default_factory=dict)  # by path and name
     _lock: RLock = field(default_factory=RLock, repr=False)
 
-    def take(
-        self, path: str, layout: Layout, matrix_rank: int, shapes: tuple[tuple[int, int], ...], make: Make
-    ) -> Factors:
+    def take(self, path: str, layout: Layout, matrix_rank: int, columns: tuple[int, ...], make: Make) -> Factors:
         """Return the factors of a buffer's matrices: as they were for the same rows, else the nearest known ones.
 
         A right factor suits all blocks of rows of a parameter: that of the first block known starts the others. What
-        nobody knows begins with what `make` returns, as do left factors of other rows than before, and those that were
-        of another rank.
+        nobody knows, or only with another `matrix_rank`, begins with what `make` returns.
         """
         key = (path, layout)
-        if key in self._used and self._used[key].matrix_rank == matrix_rank:
+        if key in self._used and self._used[key].rights.shape[1] == matrix_rank:
             return self._used[key]
         with self._lock:
             self.release(path, layout.names)
             initial: dict[Side, Tensor] = {"left": make("left"), "right": make("right")}
-            factors = Factors(layout, shapes, {side: values.clone() for side, values in initial.items()}, initial)
+            factors = self._used[key] = Factors(layout, columns, initial["right"].clone(), initial)
             known = self._kept.get(path, {})
-            for piece, left, right in factors.each():
-                _fill(left, right, piece, known.get(piece.name, []))
+            for piece, right in factors.each():
+                suiting = [kept for kept in known.get(piece.name, []) if kept.right.shape == right.shape]
+                same = [kept for kept in suiting if (kept.piece.begin, kept.piece.end) == (piece.begin, piece.end)]
+                if suiting:
+                    right.copy_(same[0].right if same else min(suiting, key=lambda kept: kept.piece.begin).right)
             for name in layout.names:
                 known.pop(name, None)
-            self._used[key] = factors
             return factors
 
     def release(self, path: str, names: Iterable[str]) -> None:
@@ -100,11 +83,19 @@ class FactorStore:
             for key, factors in list(self._used.items()):
                 if key[0] == path and not factors.layout.names.isdisjoint(names):
                     del self._used[key]
-                    for piece, left, right in factors.each():
-                        self.keep(path, Kept(piece, left, right, held=True))
+                    for piece, right in factors.each():
+                        self.keep(path, Kept(piece, right))
+
+    def forget(self, path: str, names: Iterable[str]) -> None:
+        """Keep nothing of these parameters, whose rows others of the node send from now on."""
+        names = frozenset(names)
+        with self._lock:
+            self.release(path, names)
+            for name in names:
+                self._kept.get(path, {}).pop(name, None)
 
     def keep(self, path: str, kept: Kept) -> None:
-        """Keep the factors of one matrix until they are asked for."""
+        """Keep the factor of one matrix until it is asked for."""
         with self._lock:
             self._kept.setdefault(path, {}).setdefault(kept.piece.name, []).append(kept)
 
@@ -112,46 +103,13 @@ class FactorStore:
         """Return what there is, with its path."""
         with self._lock:
             used = [
-                (path, Kept(piece, left, right, held=True))
+                (path, Kept(piece, right))
                 for (path, _), factors in self._used.items()
-                for piece, left, right in factors.each()
+                for piece, right in factors.each()
             ]
-            kept = [
-                (path, kept) for path, by_name in self._kept.items() for kepts in by_name.values() for kept in kepts
+            return used + [
+                (path, kept) for path, by_name in self._kept.items() for each in by_name.values() for kept in each
             ]
-            return used + kept
-
-    # -------------------------------------------------------------------------------------- moving
-
-    def first_rights(self, path: str, shapes: Shapes, device: torch.device) -> Tensor:
-        """Return the right factors of the first rows of parameters, joined, zeros for those that this rank had not.
-
-        Of the ranks among which a parameter is divided one holds its first rows, so that adding up moves them exactly.
-        """
-        self.release(path, (name for name, _, _ in shapes))
-        joined = torch.zeros(
-            sum(cols * matrix_rank for _, cols, matrix_rank in shapes), dtype=torch.float32, device=device
-        )
-        for (name, _, _), part in zip(shapes, _parts(joined, shapes), strict=True):
-            for kept in self._kept.get(path, {}).get(name, []):
-                if kept.held and kept.piece.begin == 0 and kept.right.shape == part.shape:
-                    part.copy_(kept.right)
-        return joined
-
-    def keep_rights(self, path: str, shapes: Shapes, joined: Tensor, here: Container[str]) -> None:
-        """Keep the sum of what all ranks' `first_rights` returned, for the parameters that this rank will have rows of.
-
-        What it had itself stays for the case that it gets the same rows again.
-        """
-        with self._lock:
-            by_name = self._kept.setdefault(path, {})
-            for (name, _, _), part in zip(shapes, _parts(joined, shapes), strict=True):
-                before = by_name.pop(name, [])
-                if name in here:
-                    known = bool(part.any())  # else nobody had it; a host sync, but when buffers change only
-                    moved = [Kept(Piece(name, 0, 0), None, part.clone(), held=False)] if known else []
-                    own = [replace(kept, held=False) for kept in before if kept.held or not known]
-                    by_name[name] = moved + own
 
     # --------------------------------------------------------------------------------------- facts
 
@@ -160,26 +118,4 @@ class FactorStore:
         """Bytes kept, initial factors included."""
         with self._lock:
             initial = [tensor for factors in self._used.values() for tensor in factors.initial.values()]
-            now = [tensor for _, kept in self.everything() for tensor in (kept.left, kept.right) if tensor is not None]
-        return sum(tensor.numel() * tensor.element_size() for tensor in initial + now)
-
-
-def _fill(left: Tensor, right: Tensor, piece: Piece, known: list[Kept]) -> None:
-    """Overwrite a block's factors with those known to suit it."""
-    suiting = [kept for kept in known if kept.right.shape == right.shape]
-    for kept in suiting:
-        same = (kept.piece.begin, kept.piece.end) == (piece.begin, piece.end)
-        if same and kept.left is not None and kept.left.shape == left.shape:
-            left.copy_(kept.left)
-            right.copy_(kept.right)
-            return
-    if suiting:
-        right.copy_(min(suiting, key=lambda kept: kept.piece.begin).right)
-
-
-def _parts(joined: Tensor, shapes: Shapes) -> list[Tensor]:
-    ends = [0, *accumulate(cols * matrix_rank for _, cols, matrix_rank in shapes)]
-    return [
-        joined[begin:end].view(cols, matrix_rank)
-        for begin, end, (_, cols, matrix_rank) in zip(ends[:-1], ends[1:], shapes, strict=True)
-    ]
+            return sum(tensor.nbytes for tensor in [*initial, *(kept.right for _, kept in self.everything())])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -81,15 +81,25 @@ class Layout:
         return (0, *accumulate(piece.numel for piece in self.pieces))[:-1]
 
     @cached_property
-    def _ranges(self) -> dict[str, list[tuple[int, int]]]:
-        ranges: dict[str, list[tuple[int, int]]] = {}
-        for piece in self.pieces:
-            ranges.setdefault(piece.name, []).append((piece.begin, piece.end))
-        return ranges
+    def _by_name(self) -> dict[str, list[tuple[int, Piece]]]:
+        """The pieces of each parameter, and where they begin."""
+        found: dict[str, list[tuple[int, Piece]]] = {}
+        for offset, piece in zip(self.offsets, self.pieces, strict=True):
+            found.setdefault(piece.name, []).append((offset, piece))
+        return found
 
-    def has_part_of(self, piece: Piece) -> bool:
-        """Return whether any element of `piece` is among these."""
-        return any(max(begin, piece.begin) < min(end, piece.end) for begin, end in self._ranges.get(piece.name, ()))
+    def common(self, other: Layout) -> list[tuple[int, int, int]]:
+        """Return the elements that are in both, by their order in `other`.
+
+        In runs: where each begins in this buffer, where in the other, and its length.
+        """
+        found = []
+        for there, theirs in zip(other.offsets, other.pieces, strict=True):
+            for here, own in self._by_name.get(theirs.name, ()):
+                begin, end = max(own.begin, theirs.begin), min(own.end, theirs.end)
+                if begin < end:
+                    found.append((here + begin - own.begin, there + begin - theirs.begin, end - begin))
+        return found
 
     def shares_names(self, other: Layout) -> bool:
         """Return whether any parameter occurs in both."""
@@ -97,7 +107,7 @@ class Layout:
 
     def overlaps(self, other: Layout) -> bool:
         """Return whether any element is in both."""
-        return self.shares_names(other) and any(self.has_part_of(piece) for piece in other.pieces)
+        return self.shares_names(other) and bool(self.common(other))
 
     def cut(self, begin: int, end: int) -> Layout:
         """Return what lies in elements [begin, end) of the buffer; there is nothing behind its end."""
@@ -116,13 +126,7 @@ class Layout:
 
     def spans_of(self, part: Layout) -> list[tuple[int, int]]:
         """Return where the pieces of `part`, each lying within one of these, are in the buffer."""
-        homes = {piece.name: (offset, piece) for offset, piece in zip(self.offsets, self.pieces, strict=True)}
-        spans = []
-        for piece in part.pieces:
-            offset, home = homes[piece.name]
-            begin = offset + piece.begin - home.begin
-            spans.append((begin, begin + piece.numel))
-        return spans
+        return [(here, here + numel) for here, _, numel in self.common(part)]
 
 
 def matches(name: str, patterns: tuple[str, ...]) -> bool:
@@ -148,3 +152,12 @@ def joined_spans(spans: Iterable[tuple[int, int]]) -> Spans:
             begin = joined.pop()[0]
         joined.append((begin, end))
     return tuple(joined)
+
+
+def gaps(taken: Iterable[tuple[int, int]], numel: int) -> Iterator[tuple[int, int]]:
+    """Iterate over what sorted spans leave of `numel` elements."""
+    done = 0
+    for begin, end in [*taken, (numel, numel)]:
+        if done < begin:
+            yield done, begin
+        done = end

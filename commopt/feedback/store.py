@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod, sqrt
 from threading import RLock
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from commopt.feedback.factors import FactorStore
-from commopt.feedback.layout import Layout, Piece
+from commopt.feedback.layout import Layout, gaps
 from commopt.feedback.quality import SampledError
 
 Kind = Literal["worker", "server"]
 Key = tuple[str, str, Layout]
+
+T = TypeVar("T")
 
 _MOMENTUM = "momentum"
 _SWEEPS = 3  # of what nobody asks for; it stays where it is then
@@ -102,7 +104,7 @@ class ResidualStore:
     placed: dict[str, dict[Layout, str]] = field(default_factory=dict)  # by path: how buffers were divided last
     flags: list[Tensor] = field(default_factory=list)  # of the step: whether results are finite, bool, 0-d each
     _slots: dict[Key, Residual] = field(default_factory=dict)
-    _loose: dict[str, dict[str, list[tuple[Piece, Tensor]]]] = field(default_factory=dict)  # by path and name
+    _loose: list[Residual] = field(default_factory=list)  # what no buffer has asked for yet, or does not any more
     _staged: list[tuple[Residual, Tensor, int]] = field(default_factory=list)  # each with the rank that rounds it
     _staged_factors: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     _judged: int = 0  # flags of the buffers before the one under way
@@ -123,7 +125,7 @@ class ResidualStore:
             if memory is None or memory.paths != paths:
                 self._redirect_to(paths, layout)
             if memory is None or memory.by is not by:
-                self.buffers = {key: known for key, known in self.buffers.items() if not key.shares_names(layout)}
+                self.buffers = _others(self.buffers, layout)
                 memory = self.buffers[layout] = Memory(by, paths)
             elif settle:
                 self._sweep(layout, memory)
@@ -135,7 +137,7 @@ class ResidualStore:
         senders = {known.paths for key, known in self.buffers.items() if key.shares_names(layout)}
         for path in self.placed:
             if senders - {paths} or path not in paths:
-                self._displace(path, layout)
+                self.placed[path] = _others(self.placed[path], layout)
         heir = next((path for path in reversed(paths) if not is_momentum(path)), "")
         heir_of_momentum = next((path for path in paths if is_momentum(path)), None)
         for path in {slot.path for slot in self.slots()} - {heir, *paths}:
@@ -146,20 +148,16 @@ class ResidualStore:
 
     def _sweep(self, layout: Layout, memory: Memory) -> None:
         """Take apart what the last step did not ask for, so that the next one finds it; else the buffer is settled."""
-        used = set(memory.found.values())
-        scope = memory.paths or ("",)
+        used, scope = set(memory.found.values()), memory.paths or ("",)
         unused = [
-            slot
-            for slot in self._slots.values()
-            if slot.path in scope and slot not in used and slot.layout.overlaps(layout)
+            slot for slot in self.slots() if slot.path in scope and slot not in used and slot.layout.overlaps(layout)
         ]
         if memory.sweeps < _SWEEPS:
             for slot in unused:
                 self._take_apart(slot)
         memory.sweeps += 1
-        open_ends = unused or any(self.has_loose(path, layout) for path in scope)
         leaving = any(slot.once for slot in used)
-        memory.settled = not leaving and (not open_ends or memory.sweeps > _SWEEPS)
+        memory.settled = not leaving and (not unused or memory.sweeps > _SWEEPS)
         if not memory.settled:
             memory.found.clear()
 
@@ -169,15 +167,11 @@ class ResidualStore:
         Ranks that see the same buffers get the same answers.
         """
         with self.lock:
-            placed = self.placed.setdefault(path, {})
+            placed = self.placed.get(path, {})
             if placed.get(layout) == division:
                 return False
-            self._displace(path, layout)
-            self.placed[path][layout] = division
+            self.placed[path] = {**_others(placed, layout), layout: division}
             return self.warm
-
-    def _displace(self, path: str, layout: Layout) -> None:
-        self.placed[path] = {other: how for other, how in self.placed[path].items() if not other.shares_names(layout)}
 
     def dissolve(self, path: str, layout: Layout, kind: Kind | None = None) -> None:
         """Take apart the residuals (of one kind) with elements of `layout`; a server's joins what the rank sends.
@@ -190,15 +184,15 @@ class ResidualStore:
                     self._take_apart(slot)
 
     def _take_apart(self, slot: Residual) -> None:
-        del self._slots[slot.path, slot.kind, slot.layout]
-        self.deposit(slot.path, slot.layout, slot.values.float())
+        key = (slot.path, slot.kind, slot.layout)
+        if self._slots.get(key) is slot:  # else it is apart already
+            del self._slots[key]
+            self.deposit(slot.path, slot.layout, slot.values.float())
 
     def deposit(self, path: str, layout: Layout, values: Tensor) -> None:
-        """Keep float32 `values` until the pieces of `layout` are asked for, beside what is kept for them already."""
+        """Keep float32 `values` until elements of `layout` are asked for, beside what is kept for them already."""
         with self.lock:
-            by_name = self._loose.setdefault(path, {})
-            for offset, piece in zip(layout.offsets, layout.pieces, strict=True):
-                by_name.setdefault(piece.name, []).append((piece, values[offset : offset + piece.numel]))
+            self._loose.append(Residual(path, "worker", layout, values))
 
     def collect(self, path: str, layout: Layout, device: torch.device | None = None) -> Tensor:
         """Return the float32 sum of what is kept for each element of `layout`, and keep it no longer.
@@ -206,27 +200,19 @@ class ResidualStore:
         device: None for where the first of it lies.
         """
         with self.lock:
-            by_name = self._loose.get(path, {})
+            found = [each for each in self._loose if each.path == path and each.layout.overlaps(layout)]
             if device is None:
-                known = (part for name in layout.names for _, part in by_name.get(name, ()))
-                device = next((part.device for part in known), torch.device("cpu"))
-            values = torch.zeros(layout.numel, dtype=torch.float32, device=device)
-            for offset, wanted in zip(layout.offsets, layout.pieces, strict=True):
-                rest: list[tuple[Piece, Tensor]] = []
-                for kept, part in by_name.pop(wanted.name, []):
-                    begin, end = max(kept.begin, wanted.begin), min(kept.end, wanted.end)
-                    if begin < end:
-                        target = values[offset + begin - wanted.begin : offset + end - wanted.begin]
-                        target.add_(part[begin - kept.begin : end - kept.begin].to(device))
-                    else:
-                        begin = end = kept.end
-                    for first, last in ((kept.begin, begin), (end, kept.end)):
-                        if first < last:
-                            cut = part[first - kept.begin : last - kept.begin].clone()  # not all that it was cut from
-                            rest.append((Piece(kept.name, first, last, kept.shape), cut))
+                device = found[0].values.device if found else torch.device("cpu")
+            total = torch.zeros(layout.numel, dtype=torch.float32, device=device)
+            for each in found:
+                self._loose.remove(each)
+                common = layout.common(each.layout)
+                for here, there, numel in common:
+                    total[here : here + numel] += each.values[there : there + numel].to(device)
+                rest = tuple(gaps(sorted((there, there + numel) for _, there, numel in common), each.layout.numel))
                 if rest:
-                    by_name[wanted.name] = rest
-        return values
+                    self.deposit(path, each.layout.select(rest), torch.cat([each.values[a:b] for a, b in rest]))
+        return total
 
     # ------------------------------------------------------------------------------------- finding
 
@@ -247,53 +233,31 @@ class ResidualStore:
             slot = self._slots[key]
             slot.once = False  # whatever became of it as a leftover
             slot.values = slot.values.to(device, dtype)  # what a checkpoint brought is in host memory
-            if kind == "worker" and self.has_loose(path, layout):
+            if kind == "worker" and any(each.path == path and each.layout.overlaps(layout) for each in self._loose):
                 slot.values = (slot.values + self.collect(path, layout, device)).to(dtype)
             return slot
-
-    def leftover(self, path: str, layout: Layout, device: torch.device) -> Residual | None:
-        """Return the residual of a buffer that is sent exactly and needs none, if there is one from before."""
-        if not self.holds(path, layout):
-            return None
-        slot = self.slot(path, "worker", layout, device, torch.float32, layout)
-        slot.once = True
-        return slot
-
-    def holds(self, path: str, layout: Layout) -> bool:
-        """Return whether anything is kept for the elements of `layout`."""
-        with self.lock:
-            return self.has_loose(path, layout) or any(
-                slot.path == path and slot.layout.overlaps(layout) for slot in self._slots.values()
-            )
-
-    def has_loose(self, path: str, layout: Layout) -> bool:
-        """Return whether anything kept for the elements of `layout` lies in no residual yet, or not any more."""
-        by_name = self._loose.get(path, {})
-        return any(layout.has_part_of(piece) for name in layout.names for piece, _ in by_name.get(name, ()))
-
-    def slots(self) -> list[Residual]:
-        """Return all residuals, also those that no buffer has asked for yet."""
-        with self.lock:
-            loose = [
-                Residual(path, "worker", Layout((piece,)), values)
-                for path, by_name in self._loose.items()
-                for entries in by_name.values()
-                for piece, values in entries
-            ]
-            return [*self._slots.values(), *loose]
 
     def install(self, slot: Residual) -> None:
         """Put a residual in its place."""
         with self.lock:
             self._slots[slot.path, slot.kind, slot.layout] = slot
 
+    def slots(self) -> list[Residual]:
+        """Return all residuals, also those that no buffer has asked for yet."""
+        with self.lock:
+            return [*self._slots.values(), *self._loose]
+
+    def holds(self, path: str, layout: Layout) -> bool:
+        """Return whether anything is kept for the elements of `layout`."""
+        return any(slot.path == path and slot.layout.overlaps(layout) for slot in self.slots())
+
     # ---------------------------------------------------------------------------------- committing
 
     def stage(self, slot: Residual, rank: int = 0) -> Tensor:
         """Return where to write the slot's next values, float32, which count only once they are committed.
 
-        rank: this one's, global, so that ranks round what they sent by random bits of their own: errors that are alike
-        would add up where others cancel. Servers of one sum in several teams keep the same, so they round alike.
+        rank: this one's, global, so that ranks round by random bits of their own: errors that are alike would add up
+        where others cancel.
         """
         if self.per_step:
             if slot.spare is None:
@@ -317,8 +281,7 @@ class ResidualStore:
         self._staged.clear()
         self._staged_factors.clear()
         self.flags.clear()
-        self._unjudged.clear()
-        self._judged = 0
+        self._unjudged, self._judged = [], 0
 
     def end_bucket(self, result: Sequence[Tensor] = (), *, last: bool) -> None:
         """Commit what is staged if all of it is finite: now, or with a GradScaler at the last bucket of the step.
@@ -337,8 +300,14 @@ class ResidualStore:
             self.steps += 1
             self.warm = True
 
+    def judge(self) -> list[Tensor]:
+        """Return the verdicts on all results so far: those nobody has reported on are looked at, as they may change."""
+        self.flags.extend(values.isfinite().all() for values in self._unjudged)
+        self._unjudged, self._judged = [], len(self.flags)
+        return self.flags
+
     def _commit(self) -> None:
-        finite = torch.stack([*self.flags, *(values.isfinite().all() for values in self._unjudged)]).all()
+        finite = torch.stack(self.judge()).all()
         # No host sync on a GPU, but for what is sent once and then gone: a few steps after a change.
         known = finite.device.type == "cpu" or any(slot.once for slot, _, _ in self._staged)
         for number, (slot, staged, rank) in enumerate([] if known and not finite else self._staged):
@@ -348,8 +317,7 @@ class ResidualStore:
                 slot.values, slot.spare = staged, slot.values
             else:
                 if slot.values.dtype != torch.float32:
-                    name = f"{number} of {rank}" if slot.kind == "worker" else f"{number}"
-                    seed = crc32(f"{slot.path} {slot.kind} {name} {self.steps}".encode())
+                    seed = crc32(f"{slot.path} {slot.kind} {number} of {rank} {self.steps}".encode())
                     staged = round_stochastically(staged, seed)
                 if known:
                     slot.values.copy_(staged)
@@ -377,6 +345,11 @@ class ResidualStore:
             "dropped_commits": int(self.dropped),
             "factor_bytes": self.factors.nbytes,
         }
+
+
+def _others(known: Mapping[Layout, T], layout: Layout) -> dict[Layout, T]:
+    """Return the entries of buffers that have no parameter in common with `layout`."""
+    return {other: each for other, each in known.items() if not other.shares_names(layout)}
 
 
 def _norm(slots: Iterable[Residual]) -> float:

@@ -1,9 +1,9 @@
 """Process groups of commopt's own: who is on which node, and teams of ranks for each level of the network."""
 
-from commopt.groups.build import join, read_arguments, resolve_group
+from commopt.groups.build import join, read_arguments
 from commopt.groups.gloo import apply_scale
-from commopt.groups.membership import FAILURE_KEY, Membership, joined, memberships, was_joined
-from commopt.groups.nccl import NcclByLevel, NcclOptions, copied_options
+from commopt.groups.membership import FAILURE_KEY, Membership, joined, memberships
+from commopt.groups.nccl import NcclByLevel, NcclOptions
 from commopt.groups.shape import TeamShape, WireBytes, WireModel
 from commopt.groups.store import LimitedStore, close_stores
 from commopt.groups.team import (
@@ -31,7 +31,6 @@ __all__ = [
     "broadcast_bytes",
     "close_stores",
     "close_together",
-    "copied_options",
     "gather_bytes",
     "join",
     "joined",
@@ -39,6 +38,4 @@ __all__ = [
     "memberships",
     "read_arguments",
     "reduce_scatter_single",
-    "resolve_group",
-    "was_joined",
 ]

@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from commopt.errors import ConfigurationError
 from commopt.groups.membership import Membership, checking, exchange_facts, failures_among, require_equal
-from commopt.groups.nccl import NcclByLevel, NcclOptions, copied_options, missing_in_torch, require_nccl_options
+from commopt.groups.nccl import NcclByLevel, NcclOptions, copied_options, require_nccl_options
 from commopt.groups.shape import levels_of
 from commopt.groups.store import limited_store
 from commopt.groups.team import Team, is_alive
@@ -67,7 +67,7 @@ def resolve_group(group: Any) -> dist.ProcessGroup:
 def join(
     group: Any = None,
     ranks_per_node: int | None = None,
-    timeout_s: float | timedelta | None = None,
+    timeout_s: float | None = None,
     nccl: NcclByLevel | None = None,
     problem: Exception | None = None,
 ) -> Membership:
@@ -75,9 +75,8 @@ def join(
 
     Calls with equal arguments share one set of process groups: all of them use one lane, in one order, anyway.
     `ranks_per_node` declares blocks of the group's ranks to be nodes instead of asking the hosts, as
-    COMMOPT_RANKS_PER_NODE does with blocks of global ranks. `timeout_s` (a timedelta too) None means that of
-    `group` itself, 600 s where torch does not tell it. `nccl` holds options for the communicators of a level, which
-    this cluster need not have.
+    COMMOPT_RANKS_PER_NODE does with blocks of global ranks. `timeout_s` None means that of `group` itself, 600 s where
+    torch does not tell it. `nccl` holds options for the communicators of a level, which this cluster need not have.
     `problem` is why the caller cannot go on: raised here on every rank, unless the groups exist already.
     Raises ConfigurationError for a shape or options that cannot be, on every rank also when only one finds them,
     MismatchError when ranks disagree, TransportError when the rendezvous store does not answer.
@@ -86,14 +85,10 @@ def join(
         parent = resolve_group(group)
     except ConfigurationError as error:
         raise problem or error from None  # there is nobody to tell
-    try:
-        ranks_per_node, timeout_s, nccl = read_arguments(ranks_per_node, timeout_s, nccl)
-    except ConfigurationError as error:  # nothing to look groups up by
-        return _build(parent, None, None, {}, problem or error)
     known = _memberships.setdefault(parent, {})
-    key = (ranks_per_node, timeout_s, frozenset(nccl.items()))
+    key = (ranks_per_node, timeout_s, frozenset((nccl or {}).items()))
     if key not in known or not known[key].alive:
-        known[key] = _build(parent, ranks_per_node, timeout_s, nccl, problem)
+        known[key] = _build(parent, ranks_per_node, timeout_s, nccl or {}, problem)
     return known[key]
 
 
@@ -102,7 +97,7 @@ def read_arguments(
 ) -> tuple[int | None, float | None, dict[str, NcclOptions]]:
     """Return these arguments of `join`, the timeout in seconds; raises ConfigurationError for other types.
 
-    Whether values of the right type can be is for the ranks to find out together.
+    Whether values of the right type can be is for the ranks to find out together, in `join`.
     """
     timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float | None):
@@ -152,7 +147,6 @@ def _build(
         host = _host(emulated).as_dict()
     except ConfigurationError as error:
         problem, emulated = problem or error, None
-    lacking = [] if problem else missing_in_torch(nccl)
     facts = {
         "commopt version": __version__,
         "torch version": torch.__version__,
@@ -160,7 +154,6 @@ def _build(
         ENVIRONMENT_VARIABLE: emulated,
         "timeout in seconds": asked_for_s,
         "NCCL options": {str(level): str(nccl[level]) for level in sorted(nccl, key=str)},
-        "NCCL options that torch lacks": lacking,
         "COMMOPT_CHECK": checking(),
     }
     own = {"host": host, "token": secrets.token_hex(4), "timeout of the process group": timeout_s}
@@ -169,11 +162,6 @@ def _build(
     hear = failures_among(ranks)
     answers = exchange_facts(store, ranks, me, "commopt group setup", facts | own, timeout_s, hear, problem)
     require_equal(ranks, answers, facts)
-    if lacking:  # on every rank, so that nobody waits for one that has gone
-        raise ConfigurationError(
-            f"nccl={dict(nccl)} cannot be had: the NCCL options of torch {torch.__version__} have no "
-            f"{' and no '.join(lacking)}; leave it out"
-        )
     timeout_s = max(answer["timeout of the process group"] for answer in answers)
     if ranks_per_node is None:
         hosts = [HostIdentity(**answer["host"]) for answer in answers]

@@ -194,6 +194,14 @@ def checking() -> bool:
 
 
 @dataclass(eq=False)
+class Order:
+    """Counts, by lane, the operations of all memberships of the same ranks, which are to come in one order on each."""
+
+    store: LimitedStore
+    counts: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(eq=False)
 class Membership:
     """What `join` built over one process group; `name` and the keys of `store` are its own, equal on all its ranks."""
 
@@ -206,17 +214,16 @@ class Membership:
     # Host-side counters: they advance alike on every rank because all ranks make the same calls.
     owners: count[int] = field(default_factory=count)
     rounds: count[int] = field(default_factory=count)  # of standalone all_reduce, so that each has other random bits
-    # Per device type, since each has a lane of its own.
-    submitted: Counter[str] = field(default_factory=Counter)
-    checked: Counter[str] = field(default_factory=Counter)
     compared: set[bytes] = field(default_factory=set)  # digests of calls that were seen to be equal on all ranks
-    checks: bool = field(default_factory=checking)  # alike on all ranks, as setup has found
-    _met: Counter[str] = field(default_factory=Counter)  # how often for each purpose; of agreements: for each statement
+    order: Order | None = None  # under COMMOPT_CHECK, which is alike on all ranks, as setup has found
+    _agreed: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
+        if checking():
+            alike = (other.order for other in joined() if sorted(other.ranks) == sorted(self.ranks))
+            self.order = next(alike, None) or Order(self.store)
         with _joined_lock:
             _joined.add(self)
-            _names.add(self.name)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -249,34 +256,18 @@ class Membership:
         """
         self.require_alive()
         statement = repr((purpose, facts))
-        if self._met[statement]:
-            return
-        try:
-            require_equal(self.ranks, self._meet(statement, purpose, None, facts), facts)
-        except BaseException:
-            self._met[statement] = 0
-            raise
+        if statement not in self._agreed:
+            require_equal(self.ranks, self.exchange(purpose, None, **facts), facts)
+            self._agreed.add(statement)
 
     def exchange(self, purpose: str, problem: Exception | None = None, **facts: Any) -> list[Facts]:
         """Return the facts of every rank, in their order; collective. Raises as `agree` does, but for differences.
 
         `problem` is why this rank cannot go on: it raises it, and the others a ConfigurationError.
         """
-        return self._meet(purpose, purpose, problem, facts)
-
-    def _meet(self, place: str, purpose: str, problem: Exception | None, facts: Facts) -> list[Facts]:
-        """Exchange facts; `place` is what the ranks that come here call it alike, whatever their facts are."""
         self.require_alive()
-        times = self._met[place]
-        self._met[place] += 1  # who goes on first must know that the others, still here, will follow
         hear = failures_among(self.ranks)
-        try:
-            if self.checks:
-                self.announce(place, times, f"{purpose} with {facts}", meeting=True)
-            return exchange_facts(self.store, self.ranks, self.team.rank, purpose, facts, self.timeout_s, hear, problem)
-        except BaseException:
-            self._met[place] = times  # as on a rank that never came
-            raise
+        return exchange_facts(self.store, self.ranks, self.team.rank, purpose, facts, self.timeout_s, hear, problem)
 
     def enroll(self, kind: str, problem: Exception | None = None, **facts: str) -> str:
         """Return the name of a new owner of operations, equal on all ranks, which compare `facts`; collective.
@@ -306,31 +297,8 @@ class Membership:
     def _briefly(self) -> LimitedStore:
         return self.store.until(time.monotonic() + _ANSWER_S)
 
-    def announce(self, place: str, times: int, what: str, *, meeting: bool) -> None:
-        """Show, in every store this rank shares with others, what it now waits for (COMMOPT_CHECK).
-
-        place: what all ranks call it, the type of the device of an operation or what a `meeting` is about. times: how
-        often this rank was there before.
-        """
-        sight = {
-            "membership": self.name,
-            "place": place,
-            "times": times,
-            "meeting": meeting,
-            "what": what,
-            "ranks": self.ranks,
-            "submitted": {membership.name: membership.submitted for membership in joined()},
-        }
-        for membership in joined():
-            membership.store.set(f"now/{self.global_rank}", json.dumps(sight))
-
-    def has_reached(self, place: str, times: int, *, meeting: bool) -> bool:
-        """Return whether this rank came to a place more than `times`, as `announce` has it."""
-        return (self._met if meeting else self.checked)[place] > times
-
 
 _joined: WeakSet[Membership] = WeakSet()
-_names: set[str] = set()  # also of those that are gone
 _joined_lock = Lock()
 
 
@@ -343,12 +311,6 @@ def memberships() -> list[Membership]:
 def joined() -> list[Membership]:
     """Return this process's memberships whose process groups still exist."""
     return [membership for membership in memberships() if membership.alive]
-
-
-def was_joined(name: str) -> bool:
-    """Return whether this process ever had the membership of this name."""
-    with _joined_lock:
-        return name in _names
 
 
 def failures_among(ranks: Collection[int]) -> Callable[[], None]:

@@ -4,47 +4,46 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import partial
 from hashlib import sha256
 from io import BytesIO
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from commopt.errors import ConfigurationError
-from commopt.feedback import Layout, ResidualStore, layout_of, pieces_of, restore, save, spread
+from commopt.feedback import Layout, ResidualStore, layout_of, pieces_of, restore, save
 from commopt.feedback.checkpoint import MAX_MAGNITUDE, field, refuse, required, whole
 from commopt.groups import Membership
 from commopt.groups.membership import require_equal
 from commopt.hooks.registration import Registration
-from commopt.schedule import Plan, Tuned, require_same_parameters
-
-if TYPE_CHECKING:
-    from commopt.hooks.state import HookState
+from commopt.schedule import require_same_parameters
 
 FORMAT = 1
 MESSAGE_NBYTES = 32 * 2**20  # on its way to the first rank
 
 _log = logging.getLogger("commopt")
 
+_GoOn = tuple[int, list[Layout], Mapping[str, int], Any]  # what Registration.go_on takes after the store
+
 
 def part_of(registration: Registration) -> dict[str, Any]:
     """Return this rank's part of a checkpoint."""
-    client, plan, tuned = registration.client, registration.controller.plan, registration.controller.tuned
+    everyone = registration.everyone
     return {
         "format": FORMAT,
         "aggregator": registration.aggregator_name,
         "steps": registration.steps,
-        "nodes": list(client.team.wire.nodes),
-        "place": client.team.rank,
-        "members": list(client.membership.ranks),
-        "parameters": dict(registration.layouts.numels),
+        "nodes": list(everyone.team.wire.nodes),
+        "place": everyone.team.rank,
+        "members": list(everyone.ranks),
+        "sharding": registration.sharding,
+        "parameters": dict(registration.numels),
         "buckets": [pieces_of(layout) for layout in registration.step.buffers],
-        "plan": None if plan is None else plan.to_json(),
-        "tuned": None if tuned is None else tuned.to_json(),
+        **registration.extras(),
         **save(registration.store),
     }
 
@@ -82,62 +81,40 @@ def gather(part: dict[str, Any], membership: Membership) -> dict[str, Any] | Non
     membership.require_alive()
     group = membership.parent()
     assert group is not None  # alive
-    first, buffer = dist.get_rank(group) == 0, BytesIO()
-    if not first:
-        torch.save(part, buffer)
+    buffer, parts = BytesIO(), [part]
+    torch.save(part, buffer)
     answers = membership.exchange("gathered_state_dict", nbytes=str(len(buffer.getbuffer())))
+    lengths = [0] * membership.team.size
+    for rank, answer in zip(membership.ranks, answers, strict=True):
+        lengths[dist.get_group_rank(group, rank)] = int(answer["nbytes"])
     device = torch.device("cpu")
     if "cpu:" not in str(dist.get_backend_config(group)):
         device = torch.device("cuda", torch.cuda.current_device())
         # Of messages between two ranks, NCCL wants none to be the first use of a communicator.
         dist.all_reduce(torch.zeros(1, dtype=torch.float32, device=device), group=group)
-    if not first:
-        _send(torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8), group, device)
+    if dist.get_rank(group) != 0:
+        _pass_on(dist.isend, torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8), 0, group, device)
         return None
-    parts = []
-    for rank, answer in zip(membership.ranks, answers, strict=True):
-        peer = dist.get_group_rank(group, rank)
-        if peer == 0:
-            parts.append(part)
-        else:
-            received = BytesIO(_receive(int(answer["nbytes"]), peer, group, device).numpy().data)
-            parts.append(torch.load(received, map_location="cpu", weights_only=True))
-    return {"format": FORMAT, "ranks": parts}
+    for peer in range(1, len(lengths)):
+        data = torch.empty(lengths[peer], dtype=torch.uint8, device="cpu")
+        _pass_on(dist.irecv, data, peer, group, device)
+        parts.append(torch.load(BytesIO(data.numpy().data), map_location="cpu", weights_only=True))
+    return {"format": FORMAT, "ranks": sorted(parts, key=lambda each: each["place"])}
 
 
-def _send(data: Tensor, group: dist.ProcessGroup, device: torch.device) -> None:
-    for message in data.split(MESSAGE_NBYTES):
-        _pass_on(dist.isend, message.to(device), group, 0)
-
-
-def _receive(nbytes: int, peer: int, group: dist.ProcessGroup, device: torch.device) -> Tensor:
-    data = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-    for target in data.split(MESSAGE_NBYTES):
-        message = torch.empty_like(target, device=device)
-        _pass_on(dist.irecv, message, group, peer)
-        target.copy_(message)
-    return data
-
-
-def _pass_on(operation: Callable[..., Any], message: Tensor, group: dist.ProcessGroup, peer: int) -> None:
-    # Batched, though it is one: by itself NCCL would make a communicator for every two ranks.
-    for work in dist.batch_isend_irecv([dist.P2POp(operation, message, group=group, group_peer=peer)]):
-        work.wait()
+def _pass_on(
+    operation: Callable[..., Any], data: Tensor, peer: int, group: dist.ProcessGroup, device: torch.device
+) -> None:
+    """Send `data` to a peer, or receive it, piece by piece."""
+    for piece in data.split(MESSAGE_NBYTES):
+        message = piece.to(device)
+        # Batched, though it is one: by itself NCCL would make a communicator for every two ranks.
+        for work in dist.batch_isend_irecv([dist.P2POp(operation, message, group=group, group_peer=peer)]):
+            work.wait()
+        piece.copy_(message)
 
 
 # ------------------------------------------------------------------------------------------- loading
-
-
-@dataclass(frozen=True)
-class _Loaded:
-    """What a registration goes on with, and the `facts` in which ranks must be alike."""
-
-    steps: int
-    buffers: list[Layout]
-    plan: Plan | None
-    tuned: Tuned | None
-    numels: Mapping[str, int]
-    facts: dict[str, str]
 
 
 def load(read: Callable[[], object], registration: Registration) -> None:
@@ -151,22 +128,21 @@ def load(read: Callable[[], object], registration: Registration) -> None:
         raise ConfigurationError(
             "load_state_dict needs to know the aggregator; use commopt.attach, or HookState(aggregator)"
         )
-    membership, owner = registration.client.membership, registration.client.name
+    membership, owner = registration.everyone, registration.client.name
     store = ResidualStore(per_step=registration.store.per_step)
-    loaded, problem = None, ""
+    loaded, facts, problem = None, dict[str, str](), ""
     try:
-        loaded = _fill(store, read(), registration)
+        loaded, facts = _fill(store, read(), registration)
     except ConfigurationError as error:
         problem = str(error)
     except Exception as error:  # whatever it is, the other ranks must hear of it
         problem = f"the checkpoint cannot be read ({error!r}); load what state_dict() returned, or start without it"
-    facts = {} if loaded is None else loaded.facts
     purpose = f"load_state_dict of {owner}"
     answers = membership.exchange(purpose, None, refused=problem, **facts)
     _require_no_problem({rank: str(each["refused"]) for rank, each in zip(membership.ranks, answers, strict=True)})
     assert loaded is not None  # else there was a problem
     require_equal(membership.ranks, answers, facts)
-    registration.go_on(store, loaded.steps, loaded.buffers, loaded.plan, loaded.tuned, loaded.numels)
+    registration.go_on(store, *loaded)
 
 
 def _require_no_problem(problems: Mapping[int, str]) -> None:
@@ -179,32 +155,34 @@ def _require_no_problem(problems: Mapping[int, str]) -> None:
         raise ConfigurationError(first)
 
 
-def _fill(store: ResidualStore, saved: object, registration: Registration) -> _Loaded:
-    """Fill `store`; return the rest."""
+def _fill(store: ResidualStore, saved: object, registration: Registration) -> tuple[_GoOn, dict[str, str]]:
+    """Fill `store`; return what else a registration goes on with, and the facts in which ranks must be alike."""
     parts = _parts_of(saved)
-    first, team = parts[0], registration.client.team
+    first, team = parts[0], registration.everyone.team
     nodes, place, numels = list(team.wire.nodes), team.rank, first["parameters"]
-    require_same_parameters(numels, registration.layouts.numels)
+    require_same_parameters(numels, registration.numels)
     _require_same_levels(parts, registration)
     largest = partial(_largest, registration, len(first["nodes"]))
     whole_world = len(parts) == len(first["nodes"])
     alone = isinstance(saved, Mapping) and "ranks" not in saved
-    own = next((part for part in parts if part["nodes"] == nodes and part["place"] == place), None)
-    buffers, plan, tuned, source = [], None, None, "each rank's own part"
+    here = [part for part in parts if part["nodes"] == nodes and part.get("sharding", "") == registration.sharding]
+    own = next((part for part in here if part["place"] == place), None)
+    buffers: list[Layout] = []
+    extras, alike, source = None, None, "each rank's own part"
     if own is not None and (alone or whole_world):
         restore(store, own, numels, largest)
         buffers = _buffers(own)
-        plan = None if own.get("plan") is None else Plan.from_json(own["plan"])
-        tuned = None if own.get("tuned") is None else Tuned.from_json(own["tuned"])
+        extras, alike = registration.read_extras(own)
     elif not alone or whole_world:  # neither buckets nor plan fit
-        spread(store, parts, numels, largest, len(nodes))
+        registration.take_share(store, parts, largest)
         source = f"parts {[part['place'] for part in parts]} of {len(first['nodes'])}"
     else:
         # Alike on every rank, so that all raise the same.
         raise ConfigurationError(
             f"this is the state of another rank: of place {first['place']}, saved on nodes {first['nodes']} (here: "
-            f"{nodes}); give every rank its own state, or all of them commopt.merged_state() of the states of all "
-            f"ranks that there are, which is what gathered_state_dict() returns"
+            f"{nodes}), or of a model sharded otherwise; give every rank its own state, or all of them "
+            f"commopt.merged_state() of the states of all ranks that there are, which is what gathered_state_dict() "
+            f"returns"
         )
     facts = {
         "steps": str(first["steps"]),
@@ -212,9 +190,9 @@ def _fill(store: ResidualStore, saved: object, registration: Registration) -> _L
         "parameters": _digest(sorted(numels.items())),
         "buckets": _digest([pieces_of(layout) for layout in buffers]),
         "divisions": _digest(sorted(f"{path} {known}" for path, known in store.placed.items())),
-        "plan": _digest((None if plan is None else plan.digest(), tuned)),
+        "plan": _digest(alike),
     }
-    return _Loaded(first["steps"], buffers, plan, tuned, numels, facts)
+    return (first["steps"], buffers, numels, extras), facts
 
 
 def _digest(what: object) -> str:
@@ -304,7 +282,7 @@ def _largest(registration: Registration, ranks: int, name: str) -> float:
     All that `ranks` have kept of an element, of a worker and a server each, is to be added to a gradient without
     becoming inf in the narrowest dtype on its way: else no step would ever be finite, and nothing could get better.
     """
-    parameter = registration.layouts.parameters.get(name)
+    parameter = registration.parameters.get(name)
     dtypes = [torch.float32 if parameter is None else parameter.dtype, *_dtypes_in(registration.aggregator)]
     return min(MAX_MAGNITUDE, min(torch.finfo(dtype).max for dtype in dtypes) / (4 * ranks))
 
@@ -318,43 +296,3 @@ def _dtypes_in(description: object) -> Iterator[torch.dtype]:
                 yield value
             else:
                 yield from _dtypes_in(value)
-
-
-# ------------------------------------------------------------------- torch.distributed.checkpoint
-
-
-class Checkpointed:
-    """Let every rank write and read its own residuals: `dcp.save({"model": ..., "comm": Checkpointed(comm)}, ...)`.
-
-    dcp.load needs to know what to look for before anything is there. Each rank's part is therefore one value, under
-    the rank's own name. To load into another world (other ranks, or other nodes), say how many ranks wrote the
-    checkpoint: `saved_world_size`.
-    """
-
-    def __init__(self, state: HookState, saved_world_size: int | None = None) -> None:
-        if saved_world_size is not None and (type(saved_world_size) is not int or saved_world_size < 1):
-            raise ConfigurationError(
-                f"Checkpointed(saved_world_size={saved_world_size!r}) must be the number of ranks that wrote the "
-                f"checkpoint, 1 or more, or None for the ranks there are now"
-            )
-        self._state = state
-        self._saved_world_size = saved_world_size
-
-    def state_dict(self) -> dict[str, bytes]:
-        """Return this rank's part under its own name; for another world, empty places for all ranks' parts."""
-        team = self._state.membership.team
-        if self._saved_world_size is not None:
-            return {f"place {place}": b"" for place in range(self._saved_world_size)}
-        buffer = BytesIO()
-        torch.save(self._state.state_dict(), buffer)
-        return {f"place {team.rank}": buffer.getvalue()}
-
-    def load_state_dict(self, saved: Mapping[str, bytes]) -> None:
-        """Go on where the checkpoint was taken, as HookState.load_state_dict; collective."""
-        self._state.load_from(lambda: _read_parts(saved))
-        self._saved_world_size = None  # from now on it is this world that saves
-
-
-def _read_parts(saved: Mapping[str, bytes]) -> dict[str, Any]:
-    parts = [torch.load(BytesIO(saved[name]), map_location="cpu", weights_only=True) for name in sorted(saved)]
-    return parts[0] if len(parts) == 1 else {"format": FORMAT, "ranks": parts}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from commopt.aggregate import Aggregator
@@ -21,12 +23,21 @@ from commopt.schedule import Plan, Tuned
 
 if TYPE_CHECKING:
     from commopt.cost import Links
+    from commopt.hooks.comm_state import CommState
 
 PLAN_VARIABLE = "COMMOPT_PLAN"
 
 
+@overload
+def attach(model: TorchDDP, choice: Aggregator | Preset | str, **options: Any) -> HookState: ...
+
+
+@overload
+def attach(model: nn.Module, choice: Aggregator | Preset | str, **options: Any) -> CommState: ...
+
+
 def attach(
-    ddp: TorchDDP,
+    model: nn.Module,
     choice: Aggregator | Preset | str,
     *,
     process_group: Any = None,
@@ -35,22 +46,34 @@ def attach(
     timeout: float | timedelta | None = None,
     plan: Plan | str | Path | None = None,
     links: Links | str | Path | None = None,
-    needed_first: bool = False,
     record: bool = False,
     tuned: Tuned | str | Path | None = None,
     nccl: NcclByLevel | None = None,
+    weights: Any = None,
     **preset_options: Any,
-) -> HookState:
-    """Average the gradients of `ddp` with an aggregator, a preset or a preset's name; return the hook's state.
+) -> CommState:
+    """Average the gradients of a model with an aggregator, a preset or a preset's name; return the hook's state.
 
+    model: a DistributedDataParallel one, or one of FSDP2's fully_shard or replicate, between whose replicas the average
+    is then taken (docs/fsdp2.md). What torch.compile and Fabric wrap is found inside.
     A name may carry options of its own: "hierarchical_quantized:bits=4"; `preset_options` are those of a preset, as in
     attach(ddp, "hierarchical_quantized", bits=4). The other options are HookState's; process_group is DDP's by default,
-    plan what COMMOPT_PLAN says. Collective over DDP's process group. Raises ConfigurationError when `ddp` is no DDP
-    model, has a hook already, or an option or a name is unknown, UnsupportedTensorError when a parameter's gradient
+    plan what COMMOPT_PLAN says. Collective over the model's ranks. Raises ConfigurationError when `model` is none of
+    these, has a hook already, or an option or a name is unknown, UnsupportedTensorError when a parameter's gradient
     could not be averaged.
     """
+    ddp = _inside(model)
+    if (sharded := next((each for each in (ddp, model) if _is_sharded(each)), None)) is not None:
+        from commopt.sharded import attach_sharded
+
+        aggregator = _aggregator_from(choice, preset_options)
+        for_ddp = {"process_group": process_group, "ranks_per_node": ranks_per_node, "links": links, "tuned": tuned}
+        options = {"scaler": scaler, "timeout": timeout, "record": record, "nccl": nccl, "weights": weights}
+        return attach_sharded(sharded, aggregator, **options, plan=plan, **for_ddp)
     _require_free(ddp)
     aggregator = _aggregator_from(choice, preset_options)
+    if weights is not None:
+        raise ConfigurationError(f"attach(weights={weights!r}) is for models of fully_shard, and this is one of DDP")
     state = HookState(
         aggregator,
         ddp.process_group if process_group is None else process_group,
@@ -60,7 +83,6 @@ def attach(
         timeout=timeout,
         plan=plan if plan is not None else os.environ.get(PLAN_VARIABLE) or None,
         links=links,
-        needed_first=needed_first,
         record=record,
         tuned=tuned,
         nccl=nccl,
@@ -72,7 +94,7 @@ def attach(
         TorchDDP.register_comm_hook(ddp, state, hook)
         _connect(ddp, state)
     except BaseException:
-        state.withdraw()
+        state._registration.close(groups=False)  # no model got this state
         raise
     return state
 
@@ -118,7 +140,7 @@ class DistributedDataParallel(TorchDDP):
                 state.know(self.module)
             super().register_comm_hook(state, registered)
             if isinstance(state, HookState):
-                state.serve(self)  # the forward hooks came with the pickle
+                state._registration.serve(self)  # the forward hooks came with the pickle
 
 
 class BeforeForward:
@@ -130,21 +152,38 @@ class BeforeForward:
     def __call__(self, ddp: TorchDDP, inputs: Any) -> None:
         """Pass it on, if a backward may follow. Not while a compiler looks: the next hook call sees to the rest."""
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            self._state.before_forward(sends=ddp.require_backward_grad_sync)
+            self._state._registration.before_forward(sends=ddp.require_backward_grad_sync)
 
 
 def _connect(ddp: TorchDDP, state: HookState) -> None:
     """Let the state know its model, and its forwards."""
-    state.serve(ddp)
+    state._registration.serve(ddp)
     ddp.register_forward_pre_hook(BeforeForward(state))
+
+
+# What wrappers call the model they hold: torch.compile, and Lightning's Fabric.
+_HOLD = ("_orig_mod", "_forward_module")
+
+
+def _inside(model: Any) -> Any:
+    """Return the model that wrappers hold."""
+    held = [model._modules[name] for name in _HOLD if name in getattr(model, "_modules", ())]
+    return _inside(held[0]) if held else model
+
+
+def _is_sharded(model: object) -> bool:
+    """Return whether any part of a model is FSDP2's; without loading FSDP, which then nobody has used."""
+    if not isinstance(model, nn.Module) or "torch.distributed.fsdp" not in sys.modules:
+        return False
+    from torch.distributed.fsdp import FSDPModule
+
+    return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def _require_free(ddp: object) -> None:
     if not isinstance(ddp, TorchDDP):
-        raise ConfigurationError(
-            f"attach got a {type(ddp).__name__}, not a DistributedDataParallel model; wrap it first: "
-            f"commopt.attach(commopt.DistributedDataParallel(model), ...)"
-        )
+        what = f"attach got a {type(ddp).__name__}, not a DistributedDataParallel model"
+        raise ConfigurationError(f"{what}{_advice(ddp)}")
     # Not `ddp._comm_hooks`: torch.load fills it in again, though the model it returns has no hook.
     if name := ddp._get_ddp_logging_data().get("comm_hook"):
         raise ConfigurationError(
@@ -153,12 +192,28 @@ def _require_free(ddp: object) -> None:
         )
 
 
+def _advice(model: object) -> str:
+    """Return what to do with something that attach does not take."""
+    kinds = {kind.__name__ for kind in type(model).__mro__}
+    if "FullyShardedDataParallel" in kinds:
+        return " or one of FSDP2; FSDP1 is not supported: use torch.distributed.fsdp.fully_shard on a mesh of replicas"
+    if "DataParallel" in kinds:
+        return "; DataParallel has no processes to communicate between: use DistributedDataParallel"
+    if hasattr(model, "register_comm_hook"):  # torch.distributed._composable.replicate
+        return "; register the hook with model.register_comm_hook(commopt.HookState(module=model), commopt.quantized)"
+    return (
+        "; wrap it first: commopt.attach(commopt.DistributedDataParallel(model), ...), or shard it: "
+        "torch.distributed.fsdp.fully_shard(model, mesh=...)"
+    )
+
+
 def _require_same_ranks(ddp: TorchDDP, state: HookState) -> None:
     """Refuse a state over other ranks than DDP's: it would mix the gradients of different shards.
 
     Collective for a state that has not joined the others yet.
     """
-    state.join(ddp.process_group)
+    if state._registration.joined is None:
+        state._registration.join(ddp.process_group)
     ranks = dist.get_process_group_ranks(ddp.process_group)
     if sorted(state.membership.ranks) != sorted(ranks):
         raise ConfigurationError(

@@ -8,17 +8,17 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from commopt.errors import ConfigurationError
 from commopt.groups import WireBytes, broadcast_bytes
+from commopt.hooks.registration import Registration
 from commopt.lanes import LaneClient
 from commopt.recording import Recorder
 from commopt.schedule import Plan
-from commopt.timeline import Report, Timeline, TrafficOutside, draw, gather, report, write_trace
+from commopt.timeline import Report, Timeline, TrafficOutside, gather, report, write_trace
 
 
-def timeline_of(recorder: Recorder, client: LaneClient, trace: str | Path | None, plot: str | Path | None) -> Timeline:
-    """Return what all ranks have recorded; the first of them also writes a trace and draws a picture. Collective.
+def timeline_of(recorder: Recorder, client: LaneClient, trace: str | Path | None) -> Timeline:
+    """Return what all ranks have recorded; the first of them also writes a trace. Collective.
 
-    Raises ConfigurationError, on every rank, when nothing was recorded or a file could not
-    be written.
+    Raises ConfigurationError, on every rank, when nothing was recorded or the file could not be written.
     """
     found: list[Timeline] = []
     team = client.team
@@ -29,41 +29,28 @@ def timeline_of(recorder: Recorder, client: LaneClient, trace: str | Path | None
             "no step was recorded yet; train for a few steps with attach(..., record=True) (where there are several "
             "ranks, plan='adaptive' records the steps it measures, from the fourth on)"
         )
-    problem = _write(timeline, trace, plot).encode() if team.rank == 0 else None
-    heard: list[bytes] = []
-    client.run(lambda: heard.append(broadcast_bytes(team, problem, 0)), "outcome of writing the timeline").wait()
+    problem, heard = "", list[bytes]()
+    try:
+        if trace is not None and team.rank == 0:
+            write_trace(timeline, trace)
+    except Exception as error:  # whatever it is, the other ranks wait to hear of it
+        reason = getattr(error, "strerror", None) or repr(error)
+        problem = f"{trace} cannot be written: {reason}; pass another file, or make room for it"
+    client.run(lambda: heard.append(broadcast_bytes(team, problem.encode(), 0)), "outcome of writing the trace").wait()
     if heard[0]:
         raise ConfigurationError(heard[0].decode())
     return timeline
 
 
-def _write(timeline: Timeline, trace: str | Path | None, plot: str | Path | None) -> str:
-    """Write what is asked for; return what went wrong, whatever it is: the other ranks wait to hear of it."""
-    try:
-        if trace is not None:
-            write_trace(timeline, trace)
-        if plot is not None:
-            draw(timeline, plot)
-    except ConfigurationError as error:
-        return str(error)
-    except OSError as error:
-        path = error.filename or trace or plot
-        return f"{path} cannot be written: {error.strerror}; pass another file, or make room for it"
-    except Exception as error:
-        return f"the timeline could not be written: {error!r}"
-    return ""
-
-
-def report_on(timeline: Timeline, sent: WireBytes, steps: int, ddp: TorchDDP | None, plan: Plan | None) -> Report:
-    """Return the report of a timeline; `sent` in `steps` steps by this rank, both since it began."""
+def report_on(timeline: Timeline, registration: Registration, plan: Plan | None) -> Report:
+    """Return the report of a timeline, with what this rank of a registration has sent since it began."""
+    sent, steps, ddp = registration.wire_bytes(), registration.reduced_steps, registration.model()
     per_step = WireBytes(sent.intra // max(steps, 1), sent.inter // max(steps, 1))
     outside = TrafficOutside() if ddp is None else outside_of(ddp)
     if plan is None or plan.predicted is None:
         return report(timeline, per_step, outside, None if plan is None else plan.origin)
-    finish_us = list(plan.predicted.group_finish_us)
-    messages = len(timeline.steps[-1][0].messages)
-    what = f"{len(plan.groups)} buckets, {plan.origin}"
-    if messages != len(finish_us):  # DDP's own buckets do not let it be followed to the letter
+    what, finish_us = f"{len(plan.groups)} buckets, {plan.origin}", list(plan.predicted.group_finish_us)
+    if len(timeline.steps[-1][0].messages) != len(finish_us):  # DDP's own buckets do not let it be followed exactly
         return report(timeline, per_step, outside, what)
     return report(timeline, per_step, outside, what, plan.predicted.exposed_us, finish_us)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -72,17 +72,14 @@ class ParameterAverages:
         """Average now, whatever is due and without changing it; collective. Returns as `take_turn` does."""
         if client.team.node_count == 1:
             return
-        aggregator, messages = self._average.parameters, _messages(self._tensors())
-        devices = dict.fromkeys(message.device for message in messages)
-        handles = []
-        for device in devices:
-            work = partial(_exchange, [each for each in messages if each.device == device], aggregator, client.team)
-            handles.append(client.run(work, "average of the parameters", device))
-        for handle in handles:
-            handle.wait()
-        for message in messages:
+        aggregator, handles = self._average.parameters, []
+        for message in _messages(self._tensors()):
+            work = partial(message.average, aggregator, client.team)
+            handles.append(client.run(work, "average of the parameters", message.device))
             layout = Layout.anonymous(message.numel)
             self.sent += aggregator.wire_bytes(layout, message.dtype, client.team, message.device, 0)
+        for handle in handles:
+            handle.wait()
         self.times += 1
 
     def _tensors(self) -> list[Tensor]:
@@ -93,15 +90,6 @@ class ParameterAverages:
         ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
         buffers = [b for name, b in module.named_buffers() if b.is_floating_point() and name not in ignored]
         return [*self._parameters, *buffers]
-
-
-def _exchange(messages: Sequence[_Message], aggregator: Aggregator, team: Team) -> None:
-    """Average on the lane, one message after the other."""
-    for message in messages:
-        flat = message.flat()
-        # Over all ranks though those of a node agree: in DDP's join() they may not, and inside a node it is cheap.
-        aggregator.all_reduce(flat, team, 1.0 / team.size, BufferContext.unremembered(message.numel))
-        message.store(flat)
 
 
 def warn_of_broadcasts(aggregator: Aggregator, ddp: TorchDDP) -> None:
@@ -125,45 +113,36 @@ class _Message:
     def numel(self) -> int:
         return sum(tensor.numel() for tensor in self.tensors)
 
-    def flat(self) -> Tensor:
-        """Return the values one after the other; those of a large tensor where they are, not copied."""
-        first = self.tensors[0].detach()
-        if self._in_place:
-            return first.view(-1)
-        return torch.cat([tensor.detach().reshape(-1).to(self.dtype) for tensor in self.tensors])
-
-    def store(self, flat: Tensor) -> None:
-        """Put the values back."""
-        if self._in_place:
-            return
-        values = flat.split([tensor.numel() for tensor in self.tensors])
-        for tensor, value in zip(self.tensors, values, strict=True):
-            tensor.detach().copy_(value.view(tensor.shape))
-
-    @property
-    def _in_place(self) -> bool:
-        first = self.tensors[0]
-        return len(self.tensors) == 1 and first.dtype == self.dtype and first.is_contiguous()
+    def average(self, aggregator: Aggregator, team: Team) -> None:
+        """Average the values, on the lane; those of one tensor where they are, if that can be."""
+        tensors = [tensor.detach() for tensor in self.tensors]
+        alone = len(tensors) == 1 and tensors[0].dtype == self.dtype and tensors[0].is_contiguous()
+        flat = tensors[0].view(-1) if alone else torch.cat([each.reshape(-1).to(self.dtype) for each in tensors])
+        # Over all ranks though those of a node agree: in DDP's join() they may not, and inside a node it is cheap.
+        aggregator.all_reduce(flat, team, 1.0 / team.size, BufferContext.unremembered(self.numel))
+        if not alone:
+            for tensor, value in zip(tensors, flat.split([each.numel() for each in tensors]), strict=True):
+                tensor.copy_(value.view(tensor.shape))
 
 
-def _messages(tensors: Sequence[Tensor]) -> list[_Message]:
+def _messages(tensors: Iterable[Tensor]) -> list[_Message]:
     """Cut up what is to be averaged, alike on all ranks: one device and dtype each, no longer than a bucket.
 
     16-bit tensors travel as float32, rounded once: gradients stand rounding in every sum better than weights do.
     """
+    messages: list[_Message] = []
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((torch.promote_types(tensor.dtype, torch.float32), tensor.device), []).append(tensor)
-    messages = []
     for (dtype, device), alike in kinds.items():
-        begin, nbytes = 0, 0
-        for index, tensor in enumerate(alike):
-            mine = tensor.numel() * dtype.itemsize
-            if index > begin and nbytes + mine > MESSAGE_NBYTES:
-                messages.append(_Message(tuple(alike[begin:index]), dtype, device))
-                begin, nbytes = index, 0
-            nbytes += mine
-        messages.append(_Message(tuple(alike[begin:]), dtype, device))
+        nbytes, part = 0, list[Tensor]()
+        for tensor in alike:
+            nbytes += tensor.numel() * dtype.itemsize
+            if part and nbytes > MESSAGE_NBYTES:
+                messages.append(_Message(tuple(part), dtype, device))
+                nbytes, part = tensor.numel() * dtype.itemsize, []
+            part.append(tensor)
+        messages.append(_Message(tuple(part), dtype, device))
     return messages
 
 

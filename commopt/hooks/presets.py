@@ -60,9 +60,10 @@ class Preset:
         state, bucket = call if len(call) == 2 else (call[0] if call else options["state"], options["bucket"])
         if not isinstance(state, HookState) or not isinstance(bucket, dist.GradBucket):
             _refuse_call(state, bucket, repr(self))
-        if state.decided_by != self.name:
-            state.decide(self.build(), self.name)
-        return state.reduce(bucket)
+        registration = state._registration
+        if registration.decided_by != self.name:
+            registration.decide(self.build(), self.name)
+        return registration.reduce(bucket)
 
     def build(self, **options: Any) -> Aggregator:
         """Return the aggregator, with the preset's own options.
@@ -97,9 +98,10 @@ def hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torc
     """Average `bucket` with the aggregator of `state`, Hierarchical() when it has none."""
     if not isinstance(state, HookState) or not isinstance(bucket, dist.GradBucket):
         _refuse_call(state, bucket, "commopt.hook")
-    if state.aggregator is None:
-        state.decide(Hierarchical(), "hook")
-    return state.reduce(bucket)
+    registration = state._registration
+    if registration.aggregator is None:
+        registration.decide(Hierarchical(), "hook")
+    return registration.reduce(bucket)
 
 
 def _refuse_call(state: object, bucket: object, name: str) -> None:
@@ -160,7 +162,7 @@ def _preset_of(name: str, about: str, kind: type[Any], *, between_nodes: bool = 
     if issubclass(kind, Compressor):
         around[Compressed] = ("feedback", "dense")
     if between_nodes:
-        around[Hierarchical] = ("intra",)
+        around[Hierarchical] = ()
     options = _options_of(kind)
     for outer, names in around.items():
         options += [option for option in _options_of(outer) if option.name in names]

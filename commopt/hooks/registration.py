@@ -1,24 +1,23 @@
-"""What one registration of a hook remembers, from its first bucket to its last."""
+"""What one registration of an aggregator with a model, of DDP or any other, remembers from first buffer to last."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
-from weakref import ref
 
 import torch
-from torch import nn
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from commopt.aggregate import Aggregator, LocalSGD
-from commopt.feedback import Layout, ResidualStore
-from commopt.feedback.quality import GradientCosine
-from commopt.groups import NcclByLevel
+from commopt.aggregate import Aggregator
+from commopt.feedback import GradientCosine, Layout, ResidualStore, spread
+from commopt.groups import Membership, NcclByLevel, WireBytes
 from commopt.hooks.checks import warn_of_untested_torch
-from commopt.hooks.local_sgd import ParameterAverages
-from commopt.lanes import LaneClient
+from commopt.hooks.reduction import Reduction, Step, Traffic
+from commopt.lanes import LaneClient, Work
 from commopt.recording import Recorder
-from commopt.schedule import BucketConfig, Controller, Layouts, Plan, Tuned
+from commopt.schedule import BucketConfig
 
 
 @dataclass(frozen=True)
@@ -28,54 +27,50 @@ class Settings:
     record: whether the times of all steps are kept rather than of those that planning measures.
     """
 
-    ranks_per_node: int | None
-    timeout_s: float | None
-    config: BucketConfig
-    record: bool
-    nccl: NcclByLevel
-
-
-@dataclass(frozen=True)
-class Step:
-    """What the messages of one step have in common.
-
-    scaler: the torch.amp.GradScaler that multiplied its loss, or None. buffers: what was sent in it so far, in order.
-    """
-
-    number: int
-    store: ResidualStore
-    scaler: Any
-    buffers: list[Layout] = field(default_factory=list)
+    ranks_per_node: int | None = None
+    timeout_s: float | None = None
+    config: BucketConfig = field(default_factory=BucketConfig)
+    record: bool = False
+    nccl: NcclByLevel | None = None
 
 
 class Registration:
-    """The memory of one hook: made without communication; `join` finds the other ranks, `settle` what averages.
+    """The memory of one hook: made without communication; `join` finds the other ranks, `send` averages a buffer.
 
+    kind: what users hold it by, for messages. parameters: those averaged here, by name; numels: of whole ones.
     joined: None before `join`. steps: how many are complete, with those before the checkpoint it goes on from;
-    reduced_steps: without. step: the one under way, or the last. device: of the first bucket.
-    keeps_residuals: whether what averages does. cosine: of lossy averages and exact ones, where that is watched.
+    reduced_steps: without. step: the one under way, or the last. device: of the first buffer.
+    keeps_residuals: whether what averages does.
     """
 
+    kind = "HookState"
+    sharding = ""  # which parts of the parameters ranks hold: residuals of another sharding are shared out anew
+
     def __init__(
-        self, settings: Settings, aggregator: Aggregator | None, module: nn.Module | None, scaler: Any
+        self,
+        settings: Settings,
+        aggregator: Aggregator | None,
+        scaler: Any,
+        parameters: Mapping[str, Tensor],
+        numels: Mapping[str, int],
     ) -> None:
         self.settings = settings
         self.aggregator = aggregator
         self.scaler = scaler
-        self.module = None if module is None else ref(module)
+        self.parameters = parameters
+        self.numels = numels
         self.device: torch.device | None = None
         self.joined: LaneClient | None = None
         self.steps = self.reduced_steps = 0
-        self.keeps_residuals = self.watches_cosine = False
-        self.cosine = GradientCosine()
+        self.keeps_residuals = False
         self.store = ResidualStore(per_step=scaler is not None and scaler.is_enabled())
         self.step = Step(0, self.store, scaler)
-        self.layouts = Layouts(module)
         self.recorder = Recorder()
-        self.controller = Controller(self.recorder, self.layouts, record=settings.record)
-        self.averages: ParameterAverages | None = None
-        if isinstance(aggregator, LocalSGD):
-            self.averages = ParameterAverages(aggregator, module, self.layouts.parameters.values())
+        self.recorder.enabled = settings.record
+        self.traffic = Traffic()
+        self.hook_ns = self.hook_calls = 0
+
+    # ------------------------------------------------------------------------------------- the other ranks
 
     def join(self, process_group: Any = None, problem: Exception | None = None) -> LaneClient:
         """Find the other ranks of the group, None meaning the world, and agree with them; collective.
@@ -84,7 +79,7 @@ class Registration:
         """
         settings = self.settings
         client = LaneClient.join(
-            *("HookState", process_group, settings.ranks_per_node, settings.timeout_s, settings.nccl, problem),
+            *(self.kind, process_group, settings.ranks_per_node, settings.timeout_s, settings.nccl, problem),
             aggregator=self.aggregator_name,
             record=str(settings.record),
         )
@@ -98,62 +93,105 @@ class Registration:
             client.close(groups=False)
             raise
         self.joined = client
-        if self.averages is not None:
-            self.averages.client = client
         return client
+
+    def _begin(self, aggregator: Aggregator, client: LaneClient) -> None:
+        """Learn, before the first buffer, what averages; all ranks alike."""
+        aggregator.check(client.team)
+        self.keeps_residuals = bool(aggregator.residual_paths)
 
     @property
     def client(self) -> LaneClient:
         """This rank among the others; where it has not joined them it does, collectively."""
         return self.joined or self.join()
 
-    def settle(self, aggregator: Aggregator) -> None:
-        """Average with `aggregator`, as none was chosen yet; collective."""
-        client = self.client
-        client.require_open("first bucket")
-        client.membership.agree(f"first bucket of {client.name}", aggregator=repr(aggregator))
-        self._begin(aggregator, client)
-        self.aggregator = aggregator
-
-    def _begin(self, aggregator: Aggregator, client: LaneClient) -> None:
-        aggregator.check(client.team)
-        aggregator = self.layouts.resolved(aggregator, warn=client.team.rank == 0)
-        self.keeps_residuals = bool(aggregator.residual_paths)
-        self.controller.begin(client.team, aggregator, self.settings.config)
-        self.watches_cosine = self.controller.watches_cosine
+    @property
+    def everyone(self) -> Membership:
+        """The ranks that save, load and report together."""
+        return self.client.membership
 
     @property
     def aggregator_name(self) -> str:
         """What averages, for messages and comparisons."""
         return repr(self.aggregator) if self.aggregator is not None else "chosen by the hook"
 
-    def freeze(self) -> None:
-        """Change the plan no more."""
-        self.controller.give_up("frozen")
-        self.watches_cosine = False  # which nobody will ask for
+    def close(self, *, groups: bool = True) -> None:
+        """Take part no more, as LaneClient.close."""
+        if self.joined is not None:
+            self.joined.close(groups=groups)
+
+    def require_open(self, what: str) -> None:
+        """Raise ConfigurationError when `close` came before `what`."""
+        if self.joined is not None:
+            self.joined.require_open(what)
+
+    # ------------------------------------------------------------------------------------- every step
 
     def scale_by(self, scaler: Any) -> None:
         """Take note of another GradScaler."""
         self.scaler = scaler
         self.store.per_step = scaler is not None and scaler.is_enabled()
 
-    def go_on(
+    def send(
         self,
-        store: ResidualStore,
-        steps: int,
-        buffers: Sequence[Layout],
-        plan: Plan | None,
-        tuned: Tuned | None,
-        numels: Mapping[str, int],
+        layout: Layout,
+        buffer: Tensor,
+        index: int,
+        aggregator: Aggregator,
+        *,
+        last: bool,
+        cosine: GradientCosine | None = None,
+        scale: float | None = None,
+    ) -> Work:
+        """Queue the average of a buffer, `index` of the model's and `last` of its step, as Reduction; count it."""
+        client, recorder, step = self.joined, self.recorder, self.step
+        assert client is not None  # since the step began
+        # Words only for who asks for them: this is on the way of backward.
+        recorded = recorder.message((index,), layout.title, buffer.nbytes) if recorder.enabled else None
+        number = len(step.buffers)
+        task = Reduction(buffer, layout, number, last, step, aggregator, client.team, cosine, recorded, scale)
+        work = client.submit(task, task, buffer, numel=layout.numel)
+        step.buffers.append(layout)
+        self.traffic.count(aggregator, layout, buffer.dtype, buffer.device, step.number)
+        return work
+
+    def wire_bytes(self) -> WireBytes:
+        """Return the payload this rank has sent, nothing before it has joined."""
+        return WireBytes() if self.joined is None else self.traffic.wire_bytes(self.joined.team)
+
+    def model(self) -> TorchDDP | None:
+        """Return the DDP model, whose own broadcasts a report tells; None for others."""
+        return None
+
+    # ------------------------------------------------------------------------------------- checkpoints
+
+    def extras(self) -> dict[str, Any]:
+        """Return what a checkpoint holds beside steps, buffers and residuals."""
+        return {}
+
+    def read_extras(self, part: Mapping[str, Any]) -> tuple[Any, object]:
+        """Return what a rank's own part has of `extras`, and of that what must be alike on all ranks.
+
+        Raises ConfigurationError for what is damaged.
+        """
+        return None, None
+
+    def take_share(
+        self, store: ResidualStore, parts: Sequence[Mapping[str, Any]], largest: Callable[[str], float]
+    ) -> None:
+        """Put into `store` this rank's part of the residuals that ranks of another world have saved.
+
+        largest: the magnitude that a residual of a parameter may have. Raises ConfigurationError for what is damaged.
+        """
+        spread(store, parts, parts[0]["parameters"], largest, self.everyone.team.size)
+
+    def go_on(
+        self, store: ResidualStore, steps: int, buffers: Sequence[Layout], numels: Mapping[str, int], extras: Any
     ) -> None:
         """Go on from a checkpoint, taken after `steps` steps of a model with parameters of `numels`.
 
-        buffers: in which it went, empty for other ones. plan: which it followed, if any. tuned: what tuning came to.
+        buffers: in which it went, empty for other ones. extras: what `read_extras` returned, None in another world.
         """
         store.steps = self.steps = steps
         self.store = store
         self.step = Step(steps, store, self.scaler, list(buffers))
-        if self.averages is not None:
-            self.averages.begin_anew(steps)
-        self.controller.restart(steps, plan, tuned, buffers)
-        self.layouts.expect(numels)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from functools import lru_cache
 from math import inf
 
@@ -25,15 +24,20 @@ class BlockCodec(ABC):
     def __init__(self, codec: Codec, blocks: int, device: torch.device) -> None:
         self.p, self.work = torch.empty(2, blocks, codec.block, dtype=torch.float32, device=device)
         self.numel = self.p.numel()
+        self._flat_work = self.work.view(-1)
         self._numbers = torch.empty(self.numel, dtype=torch.int8, device=device)
+        self._packer = Packer(self._numbers, codec.bits)
+        self._table: Table | None = None
 
     @abstractmethod
     def encode(self, codes: Tensor, scales: Tensor, noise: Tensor | None) -> None:
         """Encode p; `noise` (like p, in [0, 1)) decides a stochastic rounding."""
 
-    @abstractmethod
     def decode(self, codes: Tensor, scales: Tensor, decoded: Tensor) -> None:
         """Write into `decoded` (like p; may be work, which is overwritten) what codes and scales stand for."""
+        if self._table is not None:
+            self._table.look_up(codes)
+        torch.mul(self.work, scales, out=decoded)
 
     def decode_encoded(self, codes: Tensor, scales: Tensor) -> None:
         """Decode into work what encode just wrote."""
@@ -43,89 +47,52 @@ class BlockCodec(ABC):
         """Set work to |p| and return the absmax of each block, NaN when it has one: [blocks, 1]."""
         return torch.abs(self.p, out=self.work).amax(1, keepdim=True)
 
+    def _grade(self, scales: Tensor, largest: Tensor) -> Tensor:
+        """Write scales absmax / largest, set work to |p|, and return their inverses, [blocks, 1]; 0 for zero blocks."""
+        absmax = self._absmax()
+        torch.div(torch.threshold(absmax, _BELOW_TINY, 0), largest, out=scales)
+        return largest / torch.threshold(absmax, _BELOW_TINY, inf)
+
+    def _normalize(self) -> Tensor:
+        """Set work to |p| / absmax, whose sums cannot overflow, and return absmax, [blocks, 1]; 0 for zero blocks."""
+        absmax = self._absmax()
+        self.work.mul_(torch.threshold(absmax, _BELOW_TINY, inf).reciprocal_())
+        return torch.threshold(absmax, _BELOW_TINY, 0)
+
 
 def block_codec(codec: Codec, blocks: int, device: torch.device) -> BlockCodec:
     """Return the one for `codec`."""
     return _KINDS[codec.name](codec, blocks, device)
 
 
-class _Grid(BlockCodec):
-    """Levels in a fixed proportion to the absmax of the block, the last of them `_largest`."""
-
-    def __init__(self, codec: Codec, blocks: int, device: torch.device, largest: float) -> None:
-        super().__init__(codec, blocks, device)
-        self._largest = torch.full((), largest, dtype=torch.float32, device=device)
-
-    def _grade(self, scales: Tensor) -> Tensor:
-        """Write scales, set work to |p|, and return what p is to be multiplied by, [blocks, 1]; 0 for zero blocks."""
-        absmax = self._absmax()
-        torch.div(torch.threshold(absmax, _BELOW_TINY, 0), self._largest, out=scales)
-        return self._largest / torch.threshold(absmax, _BELOW_TINY, inf)
-
-
-class _Uniform(_Grid):
+class _Uniform(BlockCodec):
     """Whole numbers from -t to t."""
 
     def __init__(self, codec: Codec, blocks: int, device: torch.device) -> None:
+        super().__init__(codec, blocks, device)
         offset = 1 << (codec.bits - 1)
-        super().__init__(codec, blocks, device, float(offset - 1))
-        self._smallest = -self._largest
-        self._flat_work = self.work.view(-1)
+        self._largest = torch.full((), float(offset - 1), dtype=torch.float32, device=device)
+        self._smallest, self._middle = -self._largest, self._largest + 1
+        self._offset = self._numbers.new_full((), offset if offset < 128 else -128)  # int8 wraps around
+        if codec.bits < 8:
+            self._table = Table(tuple(float(code - offset) for code in range(2 * offset)), self.work)
 
     def encode(self, codes: Tensor, scales: Tensor, noise: Tensor | None) -> None:
-        torch.mul(self.p, self._grade(scales), out=self.work)
+        torch.mul(self.p, self._grade(scales, self._largest), out=self.work)
         if noise is None:
             self.work.round_()  # |p| * (t / absmax) exceeds t by an ulp at most: nothing to clamp
         else:
             torch.clamp(self.work.add_(noise).floor_(), self._smallest, self._largest, out=self.work)
-        self._write(self._numbers.copy_(self._flat_work), codes)
-
-    @abstractmethod
-    def _write(self, numbers: Tensor, codes: Tensor) -> None:
-        """Add the offset and pack."""
+        self._numbers.copy_(self._flat_work).add_(self._offset)
+        self._packer.pack(codes)
 
     def decode(self, codes: Tensor, scales: Tensor, decoded: Tensor) -> None:
-        self._read(codes)
-        torch.mul(self.work, scales, out=decoded)
-
-    @abstractmethod
-    def _read(self, codes: Tensor) -> None:
-        """Set work to the whole numbers."""
+        if self._table is None:  # a byte is one code
+            self._flat_work.copy_(codes).sub_(self._middle)
+        super().decode(codes, scales, decoded)
 
     def decode_encoded(self, codes: Tensor, scales: Tensor) -> None:
         self.work.mul_(scales)
-
-
-class _UniformBytes(_Uniform):
-    """8 bits: nothing to pack."""
-
-    def __init__(self, codec: Codec, blocks: int, device: torch.device) -> None:
-        super().__init__(codec, blocks, device)
-        self._top_bit = self._numbers.new_full((), -128)  # to flip it is to add 128 to a byte
-
-    def _write(self, numbers: Tensor, codes: Tensor) -> None:
-        torch.bitwise_xor(numbers, self._top_bit, out=codes.view(torch.int8))
-
-    def _read(self, codes: Tensor) -> None:
-        self._flat_work.copy_(torch.bitwise_xor(codes.view(torch.int8), self._top_bit, out=self._numbers))
-
-
-class _UniformBits(_Uniform):
-    """4 and 2 bits."""
-
-    def __init__(self, codec: Codec, blocks: int, device: torch.device) -> None:
-        super().__init__(codec, blocks, device)
-        offset = 1 << (codec.bits - 1)
-        self._offset = self._numbers.new_full((), offset)
-        self._packer = Packer(self._numbers, codec.bits)
-        self._table = Table(tuple(float(code - offset) for code in range(2 * offset)), self.work)
-
-    def _write(self, numbers: Tensor, codes: Tensor) -> None:
-        numbers.add_(self._offset)
-        self._packer.pack(codes)
-
-    def _read(self, codes: Tensor) -> None:
-        self._table.look_up(codes)
 
 
 class _Signs:
@@ -143,19 +110,18 @@ class _Signs:
         return self._out.copy_(self._flat)
 
 
-class _Companded(_Grid):
+class _Companded(BlockCodec):
     """16 levels, denser towards zero, where most of a gradient is."""
 
     def __init__(self, codec: Codec, blocks: int, device: torch.device) -> None:
-        super().__init__(codec, blocks, device, LEVELS[-1])
-        self._flat_work = self.work.view(-1)
+        super().__init__(codec, blocks, device)
         self._signs = _Signs(self, torch.empty_like(self._numbers))
-        self._packer = Packer(self._numbers, codec.bits)
         self._table = Table((*LEVELS, *(-level for level in LEVELS)), self.work)
-        self._two, self._shift, self._one = torch.tensor((2.0, 0.75, 1.0), dtype=torch.float32, device=device).unbind()
+        constants = torch.tensor((LEVELS[-1], 2.0, 0.75, 1.0), dtype=torch.float32, device=device)
+        self._largest, self._two, self._shift, self._one = constants.unbind()
 
     def encode(self, codes: Tensor, scales: Tensor, noise: Tensor | None) -> None:
-        inverse = self._grade(scales).mul_(self._two)
+        inverse = self._grade(scales, self._largest).mul_(self._two)
         # trunc(sqrt(2 y + 3/4) - 1) finds the nearest level: it inverts k -> the midpoint of levels k - 1 and k.
         self.work.mul_(inverse).add_(self._shift).sqrt_().sub_(self._one)
         self._numbers.copy_(self._flat_work)
@@ -163,22 +129,8 @@ class _Companded(_Grid):
         self._packer.pack(codes)
         codes.view(scales.shape[0], -1).mul_((scales != 0).view(torch.uint8))  # no signs in zero blocks
 
-    def decode(self, codes: Tensor, scales: Tensor, decoded: Tensor) -> None:
-        self._table.look_up(codes)
-        torch.mul(self.work, scales, out=decoded)
 
-
-class _Normalized(BlockCodec):
-    """Levels from sums over the block of |p| / absmax, which cannot overflow."""
-
-    def _normalize(self) -> Tensor:
-        """Set work to |p| / absmax, or 0; return absmax, or 0 in a zero block: [blocks, 1]."""
-        absmax = self._absmax()
-        self.work.mul_(torch.threshold(absmax, _BELOW_TINY, inf).reciprocal_())
-        return torch.threshold(absmax, _BELOW_TINY, 0)
-
-
-class _Centroids(_Normalized):
+class _Centroids(BlockCodec):
     """Two magnitudes: the means of the large and of the small elements of the block, as bfloat16."""
 
     def __init__(self, codec: Codec, blocks: int, device: torch.device) -> None:
@@ -186,7 +138,6 @@ class _Centroids(_Normalized):
         self._large = torch.empty_like(self.p)
         self._flat_large = self._large.view(-1)
         self._signs = _Signs(self, torch.empty_like(self._numbers))
-        self._packer = Packer(self._numbers, codec.bits)
         self._per_element = codec.block**-0.5
         self._low_table = Table((1.0, 0.0, -1.0, 0.0), self.work)
         self._high_table = Table((0.0, 1.0, 0.0, -1.0), self._large)
@@ -210,55 +161,36 @@ class _Centroids(_Normalized):
         torch.add(self.work.mul_(low), self._large.mul_(high), out=decoded)
 
 
-class _Sign(_Normalized):
-    """One magnitude for all: the mean of |p|."""
+class _Sign(BlockCodec):
+    """One magnitude for all: the mean of |p|, or the root of the mean of p^2."""
 
     def __init__(self, codec: Codec, blocks: int, device: torch.device) -> None:
         super().__init__(codec, blocks, device)
         self._signs = _Signs(self, self._numbers)
-        self._packer = Packer(self._numbers, codec.bits)
         self._table = Table((1.0, -1.0), self.work)
+        self._rms = codec.name == "sign_rms"
 
     def encode(self, codes: Tensor, scales: Tensor, noise: Tensor | None) -> None:
         absmax = self._normalize()
-        torch.mul(self._mean(), absmax, out=scales)
+        mean = self.work.square_().mean(1, keepdim=True).sqrt_() if self._rms else self.work.mean(1, keepdim=True)
+        torch.mul(mean, absmax, out=scales)
         self._signs.read().neg_()
         self._packer.pack(codes)
-
-    def _mean(self) -> Tensor:
-        mean: Tensor = self.work.mean(1, keepdim=True)
-        return mean
-
-    def decode(self, codes: Tensor, scales: Tensor, decoded: Tensor) -> None:
-        self._table.look_up(codes)
-        torch.mul(self.work, scales, out=decoded)
 
     def decode_encoded(self, codes: Tensor, scales: Tensor) -> None:
         torch.copysign(scales, self.p, out=self.work)
 
 
-class _SignRms(_Sign):
-    """One magnitude for all: the root of the mean of p^2."""
-
-    def _mean(self) -> Tensor:
-        mean: Tensor = self.work.square_().mean(1, keepdim=True).sqrt_()
-        return mean
-
-
-def _uniform(codec: Codec, blocks: int, device: torch.device) -> BlockCodec:
-    return (_UniformBytes if codec.bits == 8 else _UniformBits)(codec, blocks, device)
-
-
-_KINDS: dict[str, Callable[[Codec, int, torch.device], BlockCodec]] = {
-    "uniform": _uniform,
+_KINDS: dict[str, type[BlockCodec]] = {
+    "uniform": _Uniform,
     "companded": _Companded,
     "centroids": _Centroids,
     "sign_mean": _Sign,
-    "sign_rms": _SignRms,
+    "sign_rms": _Sign,
 }
 
 
-_WORDS = {4: torch.int16, 2: torch.int32, 1: torch.int64}
+_WORDS = {8: torch.uint8, 4: torch.int16, 2: torch.int32, 1: torch.int64}
 
 
 class Packer:

@@ -114,6 +114,11 @@ DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _FLOATING = (*DTYPES, torch.float64)
 
 
+def address(tensor: Tensor | None) -> int:
+    """Return what a kernel is handed for a tensor, null for none."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
 def check_rows(payload: Tensor, chunk_numel: int, nbytes: int) -> None:
     """Raise ConfigurationError unless `payload` holds aligned, gapless rows of `nbytes` bytes."""
     if payload.dtype != torch.uint8 or payload.dim() != 2 or payload.shape[1] != nbytes:

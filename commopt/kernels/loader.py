@@ -9,7 +9,6 @@ from abc import ABC, abstractmethod
 from functools import cache, lru_cache
 from importlib import import_module
 from importlib.machinery import PathFinder
-from importlib.metadata import distributions
 from importlib.util import module_from_spec
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
@@ -17,7 +16,7 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 
 from commopt.errors import ConfigurationError
-from commopt.version import __version__
+from commopt.kernels.codec import DTYPES
 
 VARIABLE = "COMMOPT_KERNELS"
 
@@ -34,6 +33,12 @@ class Loader(ABC):
     @abstractmethod
     def launch(self, kernel: str, grid: int, block: int, stream: int, arguments: Arguments) -> None:
         """Launch on the current device; `stream` is the address of a CUDA stream."""
+
+    def queue(self, device: torch.device, kernel: str, grid: int, block: int, arguments: Arguments) -> None:
+        """Launch on the current stream of a device, unless there is nothing to do."""
+        if grid:
+            with torch.cuda.device(device):
+                self.launch(kernel, grid, block, torch.cuda.current_stream().cuda_stream, arguments)
 
 
 class Native(Loader):
@@ -61,20 +66,16 @@ def _compiled() -> Any:
     try:
         return import_module("commopt._C")
     except ModuleNotFoundError:
-        here, stale = sources.contents(sources.directory()), ""
-        for installed in distributions(name="commopt"):
-            folder = Path(str(installed.locate_file("commopt")))
+        for folder in (Path(entry, "commopt") for entry in sys.path):
             spec = PathFinder.find_spec("commopt._C", [str(folder)])
             if spec is None or spec.loader is None:
                 continue
-            if installed.version == __version__ and sources.contents(folder / "csrc") == here:
-                module = module_from_spec(spec)
-                spec.loader.exec_module(module)
-                sys.modules["commopt._C"] = module
-                return module
-            stale = f"{folder} was compiled from other sources than {sources.directory()}"
-        if stale:
-            raise ImportError(stale) from None
+            if sources.contents(folder / "csrc") != sources.contents(sources.directory()):
+                raise ImportError(f"{folder} was compiled from other sources than {sources.directory()}") from None
+            module = module_from_spec(spec)
+            spec.loader.exec_module(module)
+            sys.modules["commopt._C"] = module
+            return module
         raise
 
 
@@ -115,12 +116,14 @@ class Nvrtc(Loader):
 _LOADERS: dict[str, type[Loader]] = {"native": Native, "nvrtc": Nvrtc}
 
 
-def loader_for(device: torch.device) -> Loader | None:
-    """Return the loader for a CUDA device, None for plain torch; `COMMOPT_KERNELS` forces one.
+def loader_for(device: torch.device, dtype: torch.dtype = torch.float32) -> Loader | None:
+    """Return what launches kernels for values of `dtype`, None where plain torch computes; COMMOPT_KERNELS forces one.
 
     A loader is chosen once a kernel of its has done what it should: one that imports may still meet a driver that is
     too old. Raises `ConfigurationError` when the forced one is unknown or cannot work here.
     """
+    if device.type != "cuda" or dtype not in DTYPES:
+        return None
     return _choose(os.environ.get(VARIABLE, ""), device)
 
 
@@ -170,9 +173,9 @@ def _try(loader: Loader, device: torch.device) -> None:
             return  # nobody may wait there
         values = torch.tensor([1.5, -2.0, 3.0], dtype=torch.float32, device=device)
         doubled = torch.zeros_like(values)
-        table = torch.tensor([[values.data_ptr(), 0, 0], [0, 3, 1]], dtype=torch.int64, device=device)  # see pack
-        arguments = (table.data_ptr(), 1, doubled.data_ptr(), 1024, 1, 2.0)
-        loader.launch("transfer_f32_f32", 1, 32, torch.cuda.current_stream().cuda_stream, arguments)
+        two = torch.full((), 2.0, dtype=torch.float32, device=device)  # a factor of one row: left times right
+        arguments = (values.data_ptr(), two.data_ptr(), values.numel(), 1, 1, doubled.data_ptr())
+        loader.queue(device, "lowrank_decode", 1, 256, arguments)
         if not torch.equal(doubled, 2 * values):
             raise RuntimeError(f"a kernel made {doubled.tolist()} of {values.tolist()} instead of twice as much")
 

@@ -7,13 +7,16 @@ or [count, cols, r] (right), its r columns being what PowerSGD (arXiv 1905.13727
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from math import sqrt
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from commopt.errors import ConfigurationError, UnsupportedTensorError
-from commopt.kernels.loader import Loader, loader_for
+from commopt.kernels import loader
+from commopt.kernels.loader import Loader
 
 RIDGE = 100 * torch.finfo(torch.float32).eps
 """What a Gram matrix gets on its diagonal, as a share of the mean there: less than roundings can take away from it."""
@@ -49,22 +52,24 @@ def orthogonalize(factors: Tensor, out: Tensor | None = None, initial: Tensor | 
 
 def orthogonalize_each(factors: Sequence[Tensor], outs: Sequence[Tensor], initial: Sequence[Tensor] | None) -> None:
     """Do what `orthogonalize` does with several stacks, each of another height, of one r and on one device."""
-    for stack, out, known in zip(factors, outs, factors if initial is None else initial, strict=True):
+    work = []
+    for stack, out, begin in zip(factors, outs, [None] * len(factors) if initial is None else initial, strict=True):
+        known = stack if begin is None else begin
         _check(factors=stack, out=out, initial=known)
         _check_shape("out", out, tuple(stack.shape))
         _check_shape("initial", known, tuple(stack.shape))
-    beginnings: list[Tensor | None] = [None] * len(factors) if initial is None else list(initial)
-    work = [each for each in zip(factors, outs, beginnings, strict=True) if each[0].numel()]
+        if stack.numel():
+            work.append((stack, out, begin))
     if not work:
         return
-    loader = _loader(work[0][0]) if work[0][0].shape[2] <= MAX_KERNEL_RANK else None
-    if loader is None:
+    kernels = loader.loader_for(work[0][0].device) if work[0][0].shape[2] <= MAX_KERNEL_RANK else None
+    if kernels is None:
         from commopt.kernels import lowrank_reference as reference
 
         reference.orthogonalize_each(work)
     else:
         for stack, out, begin in work:
-            _orthogonalize(loader, stack, out, begin)
+            _orthogonalize(kernels, stack, out, begin)
 
 
 def project(matrices: Tensor, factors: Tensor, out: Tensor, *, transposed: bool = False) -> None:
@@ -87,32 +92,15 @@ def decode(left: Tensor, right: Tensor, out: Tensor) -> None:
 
     Equal input gives equal bits, whatever the number of threads: replicas decode for themselves.
     """
-    _check_product(left, right, "out", out)
-    loader = _loader(out)
-    if loader is None:
-        from commopt.kernels import lowrank_reference as reference
-
-        return reference.decode(left, right, out)
-    _multiply(loader, "lowrank_decode", left, right, out)
+    _multiply("decode", left, right, out)
 
 
 def subtract(matrices: Tensor, left: Tensor, right: Tensor) -> None:
     """Subtract left right^T from `matrices` [count, rows, cols], in place, in float32 arithmetic."""
-    _check_product(left, right, "matrices", matrices)
-    loader = _loader(matrices)
-    if loader is None:
-        from commopt.kernels import lowrank_reference as reference
-
-        return reference.subtract(matrices, left, right)
-    _multiply(loader, "lowrank_subtract", left, right, matrices)
+    _multiply("subtract", left, right, matrices)
 
 
-def _loader(tensor: Tensor) -> Loader | None:
-    """Return what launches the kernels, None where the reference must run."""
-    return loader_for(tensor.device) if tensor.device.type == "cuda" else None
-
-
-def _orthogonalize(loader: Loader, factors: Tensor, out: Tensor, initial: Tensor | None) -> None:
+def _orthogonalize(kernels: Loader, factors: Tensor, out: Tensor, initial: Tensor | None) -> None:
     """Queue what the reference does, up to roundings, on the current stream; MAX_KERNEL_RANK columns at most.
 
     Equal input gives equal bits: the order of every sum is fixed.
@@ -123,33 +111,31 @@ def _orthogonalize(loader: Loader, factors: Tensor, out: Tensor, initial: Tensor
     first, second = factors.new_empty(2, count, slices, matrix_rank, matrix_rank).unbind()
 
     noise = (0 if initial is None else initial.data_ptr(), NOISE * sqrt(rows))
-    with torch.cuda.device(factors.device):
-        where = (count * slices, _THREADS, torch.cuda.current_stream().cuda_stream)
-        read, written = ((each.data_ptr(), rows, matrix_rank) for each in (factors, out))
-        loader.launch("factor_absmax", *where, (*read, largest.data_ptr()))
-        prepared = (*read, largest.data_ptr(), slices, *noise, out.data_ptr(), first.data_ptr())
-        loader.launch("factor_gram", *where, prepared)
-        for grams, new_grams in ((first.data_ptr(), second.data_ptr()), (second.data_ptr(), 0)):
-            solved = (*written, grams, slices, RIDGE / matrix_rank, new_grams)
-            loader.launch("factor_solve", *where, solved)
+    launch = partial(kernels.queue, factors.device, grid=count * slices, block=_THREADS)
+    read, written = ((each.data_ptr(), rows, matrix_rank) for each in (factors, out))
+    launch("factor_absmax", arguments=(*read, largest.data_ptr()))
+    prepared = (*read, largest.data_ptr(), slices, *noise, out.data_ptr(), first.data_ptr())
+    launch("factor_gram", arguments=prepared)
+    for grams, new_grams in ((first.data_ptr(), second.data_ptr()), (second.data_ptr(), 0)):
+        launch("factor_solve", arguments=(*written, grams, slices, RIDGE / matrix_rank, new_grams))
 
 
-def _multiply(loader: Loader, kernel: str, left: Tensor, right: Tensor, matrices: Tensor) -> None:
-    count, rows, cols = matrices.shape
-    if matrices.numel() == 0:
-        return
-    arguments = (left.data_ptr(), right.data_ptr(), rows, cols, left.shape[2], matrices.data_ptr())
-    with torch.cuda.device(matrices.device):
-        stream = torch.cuda.current_stream().cuda_stream
-        grid = count * -(-rows // _TILE_ROWS) * -(-cols // _TILE_COLS)
-        loader.launch(kernel, grid, _THREADS, stream, arguments)
-
-
-def _check_product(left: Tensor, right: Tensor, name: str, matrices: Tensor) -> None:
-    _check(left=left, right=right, **{name: matrices})
+def _multiply(name: Literal["decode", "subtract"], left: Tensor, right: Tensor, matrices: Tensor) -> None:
+    _check(left=left, right=right, matrices=matrices)
     count, rows, matrix_rank = left.shape
-    _check_shape("right", right, (count, right.shape[1], matrix_rank))
-    _check_shape(name, matrices, (count, rows, right.shape[1]))
+    cols = right.shape[1]
+    _check_shape("right", right, (count, cols, matrix_rank))
+    _check_shape("matrices", matrices, (count, rows, cols))
+    kernels = loader.loader_for(matrices.device)
+    if kernels is None:
+        from commopt.kernels import lowrank_reference as reference
+
+        return (
+            reference.decode(left, right, matrices) if name == "decode" else reference.subtract(matrices, left, right)
+        )
+    arguments = (left.data_ptr(), right.data_ptr(), rows, cols, matrix_rank, matrices.data_ptr())
+    grid = count * -(-rows // _TILE_ROWS) * -(-cols // _TILE_COLS)
+    kernels.queue(matrices.device, f"lowrank_{name}", grid, _THREADS, arguments)
 
 
 def _check(**tensors: Tensor) -> None:

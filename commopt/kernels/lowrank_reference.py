@@ -14,12 +14,6 @@ from commopt.kernels.residual import piece_numel
 _PIECE_NUMEL = 2**18  # products of columns to hold at once: as many as stay in the cache
 
 
-def orthogonalize(factors: Tensor, out: Tensor, initial: Tensor | None) -> None:
-    """Orthogonalize one stack; see orthogonalize_each."""
-    if factors.numel():
-        orthogonalize_each([(factors, out, initial)])
-
-
 def orthogonalize_each(work: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> None:
     """Orthogonalize stacks; `work` is the stacks, none of them empty, where to write them, and their initial factors.
 

@@ -6,17 +6,14 @@ sum and comparison, and the bits differ from nvcc's.
 
 from __future__ import annotations
 
-import atexit
-import logging
 import os
-import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
 from commopt.kernels import sources
-
-_log = logging.getLogger("commopt")
 
 _OPTIONS = ("--std=c++17",)
 
@@ -45,82 +42,45 @@ def compile_file(file: str, architecture: str, *options: str) -> tuple[bytes, st
 
 
 def compiled(file: str, architecture: str) -> Path:
-    """Return a file with the machine code, compiled now unless some process did before. Raises CompileError."""
+    """Return a file with the machine code, compiled now unless some process did before.
+
+    It is kept in the user's cache, or among temporary files where that cannot be written. What lies there is run on
+    the GPU, so nobody else may write there. Raises CompileError, and OSError where nothing can be kept.
+    """
     from cupy.cuda import nvrtc
 
     made_of = (sources.translation_unit(file), architecture, nvrtc.getVersion(), _OPTIONS)
-    name = f"{Path(file).stem}_{architecture}_{_digest(repr(made_of).encode())}"
-    folder = _folder()
-    for path in folder.glob(f"{name}-*.cubin"):
-        if _is_whole(path):
+    name = f"{Path(file).stem}_{architecture}_{sha256(repr(made_of).encode()).hexdigest()[:24]}.cubin"
+    code, problems = b"", []
+    for folder in _folders():
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if (owner := folder.lstat().st_uid) != os.geteuid():
+                raise PermissionError(f"{folder} belongs to user {owner} and this is {os.geteuid()}")
+            folder.chmod(0o700)
+            path = folder / name
+            if not path.exists():
+                code = code or compile_file(file, architecture)[0]
+                _write(path, code)
             return path
-    code, _ = compile_file(file, architecture)
-    try:
-        return _write(folder, name, code)
-    except OSError as error:  # full, or over quota
-        return _write(_own_folder(str(error)), name, code)
+        except OSError as error:
+            problems.append(str(error))
+    raise OSError(f"no place to keep compiled kernels ({'; '.join(problems)}); set XDG_CACHE_HOME to a folder of yours")
 
 
-def _write(folder: Path, name: str, code: bytes) -> Path:
-    path = folder / f"{name}-{_digest(code)}.cubin"
-    with tempfile.NamedTemporaryFile(dir=folder, delete=False) as unfinished:
+def _folders() -> Iterator[Path]:
+    with suppress(RuntimeError):  # neither HOME nor an entry in the list of users
+        yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "commopt", "kernels")
+    yield Path(tempfile.gettempdir(), f"commopt-kernels-{os.geteuid()}")
+
+
+def _write(path: Path, code: bytes) -> None:
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as unfinished:
         try:
             unfinished.write(code)
             unfinished.flush()
-            os.fsync(unfinished.fileno())
+            os.fsync(unfinished.fileno())  # it must be whole before it has its name, also when the machine goes down
             os.replace(unfinished.name, path)  # other ranks see all of it or nothing
         except BaseException:
             os.unlink(unfinished.name)
             raise
-    return path
-
-
-def _is_whole(path: Path) -> bool:
-    """Return whether a file holds what its name says: a disk may lose what a machine that went down had written."""
-    try:
-        return path.stem.endswith(f"-{_digest(path.read_bytes())}")
-    except OSError:
-        return False
-
-
-def _digest(data: bytes) -> str:
-    return sha256(data).hexdigest()[:24]
-
-
-def _folder() -> Path:
-    """Return where machine code is kept: the user's cache, or a folder of this process where that cannot be used.
-
-    What lies in it is run on the GPU: nobody else may write there.
-    """
-    try:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "commopt", "kernels")
-        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if (owner := cache.stat().st_uid) != os.geteuid():
-            return _own_folder(f"{cache} belongs to user {owner} and this is {os.geteuid()}")
-        cache.chmod(0o700)
-        with tempfile.TemporaryFile(dir=cache):
-            return cache
-    except (OSError, RuntimeError) as error:  # RuntimeError: neither HOME nor an entry in the list of users
-        return _own_folder(str(error))
-
-
-_own_folders: dict[int, Path] = {}  # by process: a forked one must not use what its parent removes
-
-
-def _own_folder(why: str) -> Path:
-    """Return a folder of this process, which is removed when it exits, and say once why there is one."""
-    process = os.getpid()
-    if process not in _own_folders:
-        _own_folders[process] = Path(tempfile.mkdtemp(prefix="commopt-kernels-"))
-        atexit.register(_remove, process, _own_folders[process])
-        _log.warning(
-            "no place to keep compiled kernels, so every process compiles them (%s); set XDG_CACHE_HOME to a folder "
-            "of yours that can be written",
-            why,
-        )
-    return _own_folders[process]
-
-
-def _remove(process: int, folder: Path) -> None:
-    if process == os.getpid():
-        shutil.rmtree(folder, ignore_errors=True)

@@ -6,17 +6,19 @@ import torch
 from torch import Tensor
 
 from commopt.errors import ConfigurationError
+from commopt.kernels import loader
 from commopt.kernels.codec import (
     DTYPES,
     Codec,
     ErrorFeedback,
     RngKey,
+    address,
     check_carry,
     check_rows,
     check_total,
     check_values,
 )
-from commopt.kernels.loader import Arguments, Loader, loader_for
+from commopt.kernels.loader import Arguments, Loader
 
 _WARP_NUMEL = 512  # a longer block takes all warps of a CUDA block
 _WARP_THREADS = 32
@@ -36,8 +38,8 @@ def encode(
     _check_rows(codec, payload, chunk_numel)
     check_values(values, payload, chunk_numel)
     check_carry(carry, values.numel(), payload)
-    loader = _loader(payload, values.dtype)
-    if loader is None:
+    kernels = loader.loader_for(payload.device, values.dtype)
+    if kernels is None:
         from commopt.kernels import quantize_reference as reference
 
         return reference.encode(codec, values, payload, chunk_numel, scale, carry, rng)
@@ -45,22 +47,22 @@ def encode(
         *(values.data_ptr(), DTYPES[values.dtype], values.numel(), float(scale)),
         *(payload.data_ptr(), payload.stride(0), *_shape(codec, payload.shape[0], chunk_numel)),
         *_carry(carry),
-        *_dice(codec, rng),
+        *_rng(codec, rng),
     )
-    _launch(loader, f"encode_{_encoder(codec)}", codec, payload, payload.shape[0] * chunk_numel, arguments)
+    _launch(kernels, f"encode_{_encoder(codec)}", codec, payload, payload.shape[0] * chunk_numel, arguments)
 
 
 def decode(codec: Codec, payload: Tensor, values: Tensor, chunk_numel: int) -> None:
     """Decode the rows of `payload` into `values`; see Compressor.decompress."""
     _check_rows(codec, payload, chunk_numel)
     check_values(values, payload, chunk_numel)
-    loader = _loader(payload, values.dtype)
-    if loader is None:
+    kernels = loader.loader_for(payload.device, values.dtype)
+    if kernels is None:
         from commopt.kernels import quantize_reference as reference
 
         return reference.decode(codec, payload, values, chunk_numel)
     rows = -(-values.numel() // max(chunk_numel, 1))
-    _decode(loader, codec, payload, rows, 1, values, chunk_numel)
+    _decode(kernels, codec, payload, rows, 1, values, chunk_numel)
 
 
 def accumulate(codec: Codec, payloads: Tensor, total: Tensor) -> None:
@@ -68,12 +70,12 @@ def accumulate(codec: Codec, payloads: Tensor, total: Tensor) -> None:
     _check_rows(codec, payloads, total.numel())
     check_values(total, payloads, total.numel())
     check_total(total)
-    loader = _loader(payloads, total.dtype)
-    if loader is None:
+    kernels = loader.loader_for(payloads.device, total.dtype)
+    if kernels is None:
         from commopt.kernels import quantize_reference as reference
 
         return reference.accumulate(codec, payloads, total)
-    _decode(loader, codec, payloads, 1, payloads.shape[0], total, total.numel())
+    _decode(kernels, codec, payloads, 1, payloads.shape[0], total, total.numel())
 
 
 def recode(
@@ -93,8 +95,8 @@ def recode(
             f"{numel} elements in {payload.shape[0]} rows of {chunk_numel}; a sum has one row and fits into it"
         )
     check_carry(carry, numel, payload)
-    loader = _loader(payload, torch.float32)
-    if loader is None:
+    kernels = loader.loader_for(payload.device)
+    if kernels is None:
         from commopt.kernels import quantize_reference as reference
 
         return reference.recode(codec, payloads, payload, chunk_numel, numel, carry, rng)
@@ -102,22 +104,19 @@ def recode(
     arguments = (
         *(payloads.data_ptr(), payloads.stride(0), payloads.shape[0], payload.data_ptr(), *row_shape, numel),
         *_carry(carry),
-        *_dice(codec, rng),
+        *_rng(codec, rng),
     )
-    _launch(loader, f"recode_{_encoder(codec)}", codec, payload, chunk_numel, arguments)
+    _launch(kernels, f"recode_{_encoder(codec)}", codec, payload, chunk_numel, arguments)
 
 
 def finite(codec: Codec, payload: Tensor, chunk_numel: int) -> Tensor:
     """Return whether all rows decode to finite values: bool, 0-d."""
-    from commopt.kernels import quantize_reference as reference
-
     _check_rows(codec, payload, chunk_numel)
-    return reference.finite(codec, payload, chunk_numel)
-
-
-def _loader(payload: Tensor, dtype: torch.dtype) -> Loader | None:
-    """Return what launches the kernel for values of `dtype`, None where the reference must run."""
-    return loader_for(payload.device) if payload.device.type == "cuda" and dtype in DTYPES else None
+    begin = codec.codes_nbytes(chunk_numel)
+    scales = payload[:, begin : begin + 4 * (chunk_numel // codec.block)]
+    if codec.name == "centroids":
+        return scales.view(torch.bfloat16).isfinite().all()
+    return (scales.view(torch.float32) * 128).isfinite().all()  # a code is worth up to 127 scales
 
 
 def _check_rows(codec: Codec, payload: Tensor, chunk_numel: int) -> None:
@@ -129,13 +128,13 @@ def _check_rows(codec: Codec, payload: Tensor, chunk_numel: int) -> None:
 
 
 def _decode(
-    loader: Loader, codec: Codec, payload: Tensor, rows: int, peers: int, values: Tensor, chunk_numel: int
+    kernels: Loader, codec: Codec, payload: Tensor, rows: int, peers: int, values: Tensor, chunk_numel: int
 ) -> None:
     arguments = (
         *(payload.data_ptr(), payload.stride(0), *_shape(codec, rows, chunk_numel), peers),
         *(values.data_ptr(), DTYPES[values.dtype], values.numel()),
     )
-    _launch(loader, f"decode_{_decoder(codec)}", codec, payload, rows * chunk_numel, arguments)
+    _launch(kernels, f"decode_{_decoder(codec)}", codec, payload, rows * chunk_numel, arguments)
 
 
 def _encoder(codec: Codec) -> str:
@@ -154,25 +153,20 @@ def _shape(codec: Codec, rows: int, chunk_numel: int) -> tuple[int, int, int]:
 def _carry(carry: ErrorFeedback | None) -> Arguments:
     if carry is None:
         return 0, 0, 0, 1.0
-    loss_scale = 0 if carry.loss_scale is None else carry.loss_scale.data_ptr()
-    return carry.old.data_ptr(), carry.new.data_ptr(), loss_scale, float(carry.decay)
+    return carry.old.data_ptr(), carry.new.data_ptr(), address(carry.loss_scale), float(carry.decay)
 
 
-def _dice(codec: Codec, rng: RngKey) -> Arguments:
+def _rng(codec: Codec, rng: RngKey) -> Arguments:
     """Return the arguments of a stochastic rounding; they cross as signed numbers."""
     if not codec.stochastic:
         return ()
     return tuple((number + 2**63) % 2**64 - 2**63 for number in (rng.seed, rng.step, rng.stream))
 
 
-def _launch(loader: Loader, kernel: str, codec: Codec, payload: Tensor, numel: int, arguments: Arguments) -> None:
-    """Launch a warp per block, or a CUDA block where a warp's registers cannot hold it."""
+def _launch(kernels: Loader, kernel: str, codec: Codec, payload: Tensor, numel: int, arguments: Arguments) -> None:
+    """Queue a warp per block, or a CUDA block where a warp's registers cannot hold it."""
     blocks = numel // codec.block
-    if blocks == 0:
-        return
     alone = codec.block <= _WARP_NUMEL
     grid = -(-blocks // _WARPS) if alone else blocks
     warps = _WARPS if alone else -(-codec.block // _WARP_NUMEL)
-    with torch.cuda.device(payload.device):
-        stream = torch.cuda.current_stream().cuda_stream
-        loader.launch(kernel, grid, warps * _WARP_THREADS, stream, arguments)
+    kernels.queue(payload.device, kernel, grid, warps * _WARP_THREADS, arguments)

@@ -58,7 +58,7 @@ def accumulate(codec: Codec, payloads: Tensor, total: Tensor) -> None:
     sources = _Rows(codec, payloads, total.numel())
     blocks_of = _workplaces(codec, total.device)
     for piece in _pieces(codec, total.numel(), total.numel(), total.device):
-        sources.add_up(piece, blocks_of(piece.blocks), total[piece.begin : piece.end].view(-1, codec.block))
+        sources.add_up(piece, blocks_of(piece), total[piece.begin : piece.end].view(-1, codec.block))
 
 
 @torch.no_grad()
@@ -67,21 +67,12 @@ def decode(codec: Codec, payload: Tensor, values: Tensor, chunk_numel: int) -> N
     rows = _Rows(codec, payload, chunk_numel)
     blocks_of = _workplaces(codec, values.device)
     for piece in _pieces(codec, values.numel(), chunk_numel, values.device):
-        target, blocks = values[piece.begin : piece.end], blocks_of(piece.blocks)
+        target, blocks = values[piece.begin : piece.end], blocks_of(piece)
         if target.dtype == torch.float32 and target.numel() == blocks.numel:
             blocks.decode(*rows.of(piece), target.view(-1, codec.block))
         else:
             blocks.decode(*rows.of(piece), blocks.work)
             target.copy_(blocks.work.view(-1)[: target.numel()])
-
-
-@torch.no_grad()
-def finite(codec: Codec, payload: Tensor, chunk_numel: int) -> Tensor:
-    """Return whether all rows decode to finite values: bool, 0-d."""
-    scales = _Rows(codec, payload, chunk_numel).scales
-    if codec.name == "centroids":
-        return scales.view(torch.bfloat16).isfinite().all()
-    return (scales * 128).isfinite().all()  # a code is worth up to 127 scales
 
 
 class _Piece(NamedTuple):
@@ -92,10 +83,6 @@ class _Piece(NamedTuple):
     last: int
     begin: int
     end: int
-
-    @property
-    def blocks(self) -> int:
-        return self.last - self.first
 
 
 def _pieces(codec: Codec, numel: int, chunk_numel: int, device: torch.device) -> Iterator[_Piece]:
@@ -109,22 +96,21 @@ def _pieces(codec: Codec, numel: int, chunk_numel: int, device: torch.device) ->
             yield _Piece(row, first, last, start + first * codec.block, min(start + last * codec.block, stop))
 
 
-def _workplaces(codec: Codec, device: torch.device) -> Callable[[int], BlockCodec]:
-    """Return where to get a BlockCodec for a number of blocks: the same one for the same number."""
-    return cache(partial(block_codec, codec, device=device))
+def _workplaces(codec: Codec, device: torch.device) -> Callable[[_Piece], BlockCodec]:
+    """Return where to get a BlockCodec for a piece: the same one for the same number of blocks."""
+    of_length = cache(partial(block_codec, codec, device=device))
+    return lambda piece: of_length(piece.last - piece.first)
 
 
 class _Rows:
     """The parts of payload rows."""
 
     def __init__(self, codec: Codec, payload: Tensor, chunk_numel: int) -> None:
-        codes_nbytes, self._blocks = codec.codes_nbytes(chunk_numel), chunk_numel // codec.block
-        self._block_nbytes = codec.codes_nbytes(codec.block)
-        scales_end = codes_nbytes + 4 * self._blocks
+        codes_nbytes, self._block_nbytes = codec.codes_nbytes(chunk_numel), codec.codes_nbytes(codec.block)
+        scales_end = codes_nbytes + 4 * (chunk_numel // codec.block)
+        self.codes, self.padding = payload[:, :codes_nbytes], payload[:, scales_end:]
         self.scales = payload[:, codes_nbytes:scales_end].view(torch.float32)
-        self._codes_of_row = payload[:, :codes_nbytes].unbind()
-        self._scales_of_row = self.scales[:, :, None].unbind()
-        self._padding = payload[:, scales_end:]
+        self._codes_of_row, self._scales_of_row = self.codes.unbind(), self.scales[:, :, None].unbind()
 
     def of(self, piece: _Piece) -> tuple[Tensor, Tensor]:
         """Return the codes (uint8, 1-D) and the scales (float32 [blocks, 1]) of a piece."""
@@ -137,15 +123,6 @@ class _Rows:
         for row in range(1, len(self._codes_of_row)):
             blocks.decode(*self.of(piece._replace(row=row)), blocks.work)
             total.add_(blocks.work)
-
-    def clear_beyond(self, numel: int, chunk_numel: int, zero_byte: int) -> None:
-        """Encode zeros in the blocks that hold none of `numel` values, and clear the padding."""
-        self._padding.zero_()
-        for row, (codes, scales) in enumerate(zip(self._codes_of_row, self._scales_of_row, strict=True)):
-            used = -(-max(numel - row * chunk_numel, 0) * self._blocks // max(chunk_numel, 1))
-            if used < self._blocks:
-                codes[used * self._block_nbytes :].fill_(zero_byte)
-                scales[used:].zero_()
 
 
 def _encode(
@@ -162,8 +139,12 @@ def _encode(
     rows = _Rows(codec, payload, chunk_numel)
     blocks_of = _workplaces(codec, device)
     residual = None if carry is None else Residual(carry)
+    rows.padding.zero_()
+    if numel < len(payload) * chunk_numel:  # blocks that hold no value are zeros
+        rows.codes.fill_(codec.zero_byte)
+        rows.scales.zero_()
     for piece in _pieces(codec, numel, chunk_numel, device):
-        blocks, count = blocks_of(piece.blocks), piece.end - piece.begin
+        blocks, count = blocks_of(piece), piece.end - piece.begin
         p, work = blocks.p.view(-1)[:count], blocks.work.view(-1)[:count]
         read(piece, blocks)
         if count < blocks.numel:
@@ -178,7 +159,6 @@ def _encode(
         if residual is not None:
             blocks.decode_encoded(codes, scales)
             residual.write_new(piece.begin, p, work)
-    rows.clear_beyond(numel, chunk_numel, codec.zero_byte)
 
 
 _LOW = 0xFFFFFFFF

@@ -17,11 +17,13 @@ def piece_numel(device: torch.device) -> int:
 
 
 def scale_into(values: Tensor, scale: Tensor, p: Tensor) -> None:
-    """Set p (float32) to `scale` (float32, 0-d) times values of any floating dtype, multiplied in float32."""
+    """Set p to `scale` (float32, 0-d) times values, both of any floating dtype: a float32 product, rounded once."""
     if values.dtype == torch.float32:
         torch.mul(values, scale, out=p)
-    else:
+    elif p.dtype == torch.float32:
         p.copy_(values).mul_(scale)
+    else:
+        p.copy_(values.float().mul_(scale))
 
 
 class Residual:
@@ -55,14 +57,17 @@ class Residual:
 
 
 @torch.no_grad()
-def round_with_carry(values: Tensor, rounded: Tensor, scale: float, carry: ErrorFeedback) -> None:
+def round_with_carry(values: Tensor, rounded: Tensor, scale: float, carry: ErrorFeedback | None) -> None:
     """Round `scale * values` (+ the carry) to the dtype of `rounded`: all 1-D and of one length, without any check."""
     step = min(piece_numel(values.device), values.numel())
-    memory = torch.empty(2, step, dtype=torch.float32, device=values.device)
-    residual = Residual(carry)
     factor = torch.full((), scale, dtype=torch.float32, device=values.device)  # written there: no host waits
+    residual = None if carry is None else Residual(carry)
+    memory = torch.empty(2, step if residual else 0, dtype=torch.float32, device=values.device)
     for begin in range(0, values.numel(), max(step, 1)):
         part, target = values[begin : begin + step], rounded[begin : begin + step]
+        if residual is None:
+            scale_into(part, factor, target)
+            continue
         p, work = memory[:, : part.numel()]
         scale_into(part, factor, p)
         residual.add_old(begin, p, work)

@@ -16,7 +16,7 @@ def directory() -> Path:
     package = Path(__file__).parent.parent
     candidates = [package.parent / "csrc", package / "csrc"]
     for folder in candidates:
-        if (folder / "pack.cuh").is_file():
+        if (folder / "lowrank.cuh").is_file():
             return folder
     raise FileNotFoundError(f"no kernel sources in {' or '.join(map(str, candidates))}; reinstall commopt")
 

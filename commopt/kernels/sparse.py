@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from math import ceil
 
 import torch
 from torch import Tensor
 
+from commopt.kernels import loader
 from commopt.kernels.codec import (
     DTYPES,
     ROW_ALIGNMENT,
     ErrorFeedback,
+    address,
     check_carry,
     check_rows,
     check_total,
     check_values,
 )
-from commopt.kernels.loader import Arguments, Loader, loader_for
+from commopt.kernels.loader import Arguments, Loader
 
 _THREADS = 256
 _DECODE_THREADS = 512
@@ -106,13 +107,13 @@ def select(row: SparseRow, values: Tensor, payload: Tensor, scale: float, carry:
     check_rows(payload, row.chunk_numel, row.nbytes)
     check_values(values, payload, row.chunk_numel)
     check_carry(carry, values.numel(), payload)
-    loader = _loader(payload, values.dtype)
-    if loader is None:
+    kernels = loader.loader_for(payload.device, values.dtype)
+    if kernels is None:
         from commopt.kernels import sparse_reference as reference
 
         reference.select(row, values, payload, scale, carry)
     elif payload.shape[0] * row.chunk_numel:
-        _select(loader, row, values, payload, scale, carry)
+        _select(kernels, row, values, payload, scale, carry)
 
 
 def scatter(row: SparseRow, payload: Tensor, values: Tensor) -> None:
@@ -122,12 +123,12 @@ def scatter(row: SparseRow, payload: Tensor, values: Tensor) -> None:
     """
     check_rows(payload, row.chunk_numel, row.nbytes)
     check_values(values, payload, row.chunk_numel)
-    loader = _loader(payload, values.dtype)
-    if loader is None:
+    kernels = loader.loader_for(payload.device, values.dtype)
+    if kernels is None:
         from commopt.kernels import sparse_reference as reference
 
         return reference.scatter(row, payload, values)
-    _decode(loader, row, payload, -(-values.numel() // max(row.chunk_numel, 1)), 1, values)
+    _decode(kernels, row, payload, -(-values.numel() // max(row.chunk_numel, 1)), 1, values)
 
 
 def accumulate(row: SparseRow, payloads: Tensor, total: Tensor) -> None:
@@ -138,29 +139,22 @@ def accumulate(row: SparseRow, payloads: Tensor, total: Tensor) -> None:
     check_rows(payloads, row.chunk_numel, row.nbytes)
     check_values(total, payloads, row.chunk_numel)
     check_total(total)
-    loader = _loader(payloads, total.dtype)
-    if loader is None:
+    kernels = loader.loader_for(payloads.device, total.dtype)
+    if kernels is None:
         from commopt.kernels import sparse_reference as reference
 
         return reference.accumulate(row, payloads, total)
-    _decode(loader, row, payloads, min(total.numel(), 1), payloads.shape[0], total)
+    _decode(kernels, row, payloads, min(total.numel(), 1), payloads.shape[0], total)
 
 
 def finite(row: SparseRow, payload: Tensor) -> Tensor:
     """Return whether all entries of all rows are finite: bool, 0-d."""
-    from commopt.kernels import sparse_reference as reference
-
     check_rows(payload, row.chunk_numel, row.nbytes)
-    return reference.finite(row, payload)
-
-
-def _loader(payload: Tensor, dtype: torch.dtype) -> Loader | None:
-    """Return what launches the kernel for values of `dtype`, None where the reference must run."""
-    return loader_for(payload.device) if payload.device.type == "cuda" and dtype in DTYPES else None
+    return payload[:, row.values_begin : row.values_end].view(row.value_dtype).isfinite().all()
 
 
 def _select(
-    loader: Loader, row: SparseRow, values: Tensor, payload: Tensor, scale: float, carry: ErrorFeedback | None
+    kernels: Loader, row: SparseRow, values: Tensor, payload: Tensor, scale: float, carry: ErrorFeedback | None
 ) -> None:
     """Queue the kernels of a selection on the current stream."""
     rows = payload.shape[0]
@@ -174,36 +168,28 @@ def _select(
     found = thresholds.data_ptr()
     seen = (p.data_ptr(), values.numel(), row.chunk_numel, found, candidates.data_ptr())
     target = (payload.data_ptr(), payload.stride(0), row.count, DTYPES[row.value_dtype])
-    with torch.cuda.device(values.device):
-        stream = torch.cuda.current_stream().cuda_stream
-        per_group = partial(_launch, loader, rows * -(-tiles // _GROUP_TILES), stream)
-        per_row = partial(_launch, loader, rows, stream)
-        accumulated = (*_accumulated(values, scale, row, carry), p.data_ptr(), bins[0].data_ptr())
-        _launch(loader, rows * tiles, stream, "sparse_accumulate", accumulated)
-        per_row("sparse_threshold", (bins[0].data_ptr(), 0, row.count, found))
-        per_group("sparse_collect", (*seen, bins[1].data_ptr()))
-        per_row("sparse_threshold", (bins[1].data_ptr(), 1, row.count, found))
-        per_group("sparse_histogram", (*seen, bins[2].data_ptr()))
-        per_row("sparse_threshold", (bins[2].data_ptr(), 2, row.count, found))
-        per_group("sparse_count", (*seen, counts.data_ptr()))
-        per_row("sparse_offsets", (counts.data_ptr(), row.chunk_numel, found, *target))
-        per_group("sparse_write", (*seen, counts.data_ptr(), *target, *_kept(carry)))
+    groups = rows * -(-tiles // _GROUP_TILES)
+    accumulated = (*_accumulated(values, scale, row, carry), p.data_ptr(), bins[0].data_ptr())
+    for kernel, grid, arguments in (
+        ("sparse_accumulate", rows * tiles, accumulated),
+        ("sparse_threshold", rows, (bins[0].data_ptr(), 0, row.count, found)),
+        ("sparse_collect", groups, (*seen, bins[1].data_ptr())),
+        ("sparse_threshold", rows, (bins[1].data_ptr(), 1, row.count, found)),
+        ("sparse_histogram", groups, (*seen, bins[2].data_ptr())),
+        ("sparse_threshold", rows, (bins[2].data_ptr(), 2, row.count, found)),
+        ("sparse_count", groups, (*seen, counts.data_ptr())),
+        ("sparse_offsets", rows, (counts.data_ptr(), row.chunk_numel, found, *target)),
+        ("sparse_write", groups, (*seen, counts.data_ptr(), *target, *_kept(carry))),
+    ):
+        kernels.queue(values.device, kernel, grid, _THREADS, arguments)
 
 
-def _decode(loader: Loader, row: SparseRow, payload: Tensor, rows: int, peers: int, values: Tensor) -> None:
-    if rows == 0:
-        return
+def _decode(kernels: Loader, row: SparseRow, payload: Tensor, rows: int, peers: int, values: Tensor) -> None:
     arguments = (
         *(payload.data_ptr(), payload.stride(0), row.chunk_numel, row.count, DTYPES[row.value_dtype]),
         *(peers, values.data_ptr(), DTYPES[values.dtype], values.numel()),
     )
-    with torch.cuda.device(values.device):
-        stream = torch.cuda.current_stream().cuda_stream
-        loader.launch("sparse_decode", rows * -(-row.chunk_numel // BLOCK), _DECODE_THREADS, stream, arguments)
-
-
-def _launch(loader: Loader, grid: int, stream: int, kernel: str, arguments: Arguments) -> None:
-    loader.launch(kernel, grid, _THREADS, stream, arguments)
+    kernels.queue(values.device, "sparse_decode", rows * -(-row.chunk_numel // BLOCK), _DECODE_THREADS, arguments)
 
 
 def _accumulated(values: Tensor, scale: float, row: SparseRow, carry: ErrorFeedback | None) -> Arguments:
@@ -211,12 +197,12 @@ def _accumulated(values: Tensor, scale: float, row: SparseRow, carry: ErrorFeedb
     source = (values.data_ptr(), DTYPES[values.dtype], values.numel(), float(scale), row.chunk_numel)
     if carry is None:
         return (*source, 0, 1.0, 0, 0, 0.0, 0, 0)
-    residual = (carry.old.data_ptr(), float(carry.decay))
-    if carry.velocity is None:
-        return (*source, *residual, 0, 0, 0.0, 0, _loss_scale(carry))
-    velocity, momentum = carry.velocity, carry.velocity.momentum
-    parts = (velocity.old.data_ptr(), velocity.new.data_ptr(), float(momentum.factor), int(momentum.nesterov))
-    return (*source, *residual, *parts, _loss_scale(carry))
+    velocity: Arguments = (0, 0, 0.0, 0)
+    if carry.velocity is not None:
+        momentum = carry.velocity.momentum
+        addresses = carry.velocity.old.data_ptr(), carry.velocity.new.data_ptr()
+        velocity = (*addresses, float(momentum.factor), int(momentum.nesterov))
+    return (*source, carry.old.data_ptr(), float(carry.decay), *velocity, address(carry.loss_scale))
 
 
 def _kept(carry: ErrorFeedback | None) -> Arguments:
@@ -224,8 +210,4 @@ def _kept(carry: ErrorFeedback | None) -> Arguments:
     if carry is None:
         return 0, 0, 0
     masked = carry.velocity is not None and carry.velocity.momentum.masking
-    return 1, _loss_scale(carry), carry.velocity.new.data_ptr() if carry.velocity is not None and masked else 0
-
-
-def _loss_scale(carry: ErrorFeedback) -> int:
-    return 0 if carry.loss_scale is None else carry.loss_scale.data_ptr()
+    return 1, address(carry.loss_scale), address(carry.velocity.new if carry.velocity is not None and masked else None)

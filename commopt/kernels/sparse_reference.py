@@ -51,12 +51,6 @@ def accumulate(row: SparseRow, payloads: Tensor, total: Tensor) -> None:
         total.scatter_add_(0, indices, sent.float())
 
 
-@torch.no_grad()
-def finite(row: SparseRow, payload: Tensor) -> Tensor:
-    """Return whether all entries of all rows are finite: bool, 0-d."""
-    return payload[:, row.values_begin : row.values_end].view(row.value_dtype).isfinite().all()
-
-
 def _add_up(values: Tensor, scale: float, p: Tensor, carry: ErrorFeedback | None) -> None:
     """Set p to `scale * values` (+ the carry), and the new velocity."""
     factor = torch.full((), scale, dtype=torch.float32, device=values.device)

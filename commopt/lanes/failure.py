@@ -7,7 +7,6 @@ turns a swapped order or a different length, which would otherwise hang or mix t
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import sys
@@ -17,12 +16,12 @@ import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from types import TracebackType
-from typing import Any
 
 import torch.distributed as dist
 
 from commopt.errors import CommoptError, LaneError, MismatchError, TransportError
-from commopt.groups import FAILURE_KEY, LimitedStore, Membership, close_together, joined, was_joined
+from commopt.groups import FAILURE_KEY, LimitedStore, Membership, close_together, joined
+from commopt.groups.membership import Order
 
 # An error that arrives through a socket is followed by its author's report, unless the author died.
 _REPORT_WAIT_S = 2.0
@@ -224,61 +223,31 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 # ----------------------------------------------------------------------- COMMOPT_CHECK=1: the order of operations
 
 
-def check_order(membership: Membership, lane: str, mine: str) -> None:
-    """Compare the operation called `mine` with what the other ranks run at this place of their lanes.
+def check_order(membership: Membership, order: Order, lane: str, what: str) -> None:
+    """Compare an operation with what the other ranks run at this place of their lanes.
 
-    Raises MismatchError on every rank that differs or waits for one that does.
+    All memberships of the same ranks count together: waiting in another one is another order too. Raises MismatchError
+    on every rank that differs, or waits for longer than the timeout for one that does.
     """
-    store, me = membership.store, membership.global_rank
-    index = membership.checked[lane]
-    # First seen, then counted: whoever sees it and has come this far knows that it will go through.
+    store, me, index, mine = order.store, membership.global_rank, order.counts[lane], f"{what}, over {membership.name}"
+    order.counts[lane] += 1
     store.set(f"operation/{lane}/{index}/{me}", mine)
-    membership.checked[lane] += 1
-    membership.announce(lane, index, mine, meeting=False)
     deadline = time.monotonic() + membership.timeout_s
     waiting = [rank for rank in membership.ranks if rank != me]
     while waiting:
         for rank in list(waiting):
-            if store.check([f"operation/{lane}/{index}/{rank}"]):
-                _require_same(rank, store.get(f"operation/{lane}/{index}/{rank}").decode(), me, mine)
-                waiting.remove(rank)
-            else:
-                _require_coming(membership, lane, mine, index, rank)
+            if (theirs := store.read(f"operation/{lane}/{index}/{rank}")) is None:
+                continue
+            if theirs != mine:
+                raise MismatchError(
+                    f"ranks run different operations at the same place: rank {rank} has [{theirs}], rank {me} has "
+                    f"[{mine}]; every rank must make the same calls in the same order"
+                )
+            waiting.remove(rank)
         if waiting and (report := membership.failure()) is not None:
             raise LaneError(report)
         if waiting and time.monotonic() > deadline:
             raise MismatchError(f"rank {waiting} did not come to {mine} within {membership.timeout_s:g} s")
         time.sleep(_CHECK_POLL_S if waiting else 0)
-    if index:  # all ranks announced this operation, so all have read the one before
+    if index:  # all ranks are here, so all have read the one before
         store.delete_key(f"operation/{lane}/{index - 1}/{me}")
-
-
-def _require_same(rank: int, theirs: str, me: int, mine: str) -> None:
-    if theirs != mine:
-        raise MismatchError(
-            f"ranks run different operations at the same place: rank {rank} has [{theirs}], rank {me} has [{mine}]; "
-            f"every rank must make the same calls in the same order"
-        )
-
-
-def _require_coming(membership: Membership, lane: str, mine: str, index: int, rank: int) -> None:
-    """Raise when `rank`, without having submitted this operation, waits for this rank somewhere it never was."""
-    if not membership.store.check([f"now/{rank}"]):
-        return
-    sight: dict[str, Any] = json.loads(membership.store.get(f"now/{rank}"))
-    me = membership.global_rank
-    place, times, meeting = sight["place"], sight["times"], sight["meeting"]
-    there = next((other for other in joined() if other.name == sight["membership"]), None)
-    if meeting:  # its main thread waits; its lane may still come here by itself
-        coming = sight["submitted"].get(membership.name, {}).get(lane, 0) > index
-    else:  # its lane waits; in this very sequence, where places are compared, or on another device's lane
-        coming = there is membership or place != lane
-    if coming or me not in sight["ranks"]:
-        return
-    # What this rank has closed since, it has been through.
-    been_there = was_joined(sight["membership"]) if there is None else there.has_reached(place, times, meeting=meeting)
-    if not been_there:
-        raise MismatchError(
-            f"ranks wait for each other in different groups: rank {rank} is at [{sight['what']}], "
-            f"rank {me} at [{mine}]; every rank must make the same calls in the same order"
-        )

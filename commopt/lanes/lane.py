@@ -102,20 +102,26 @@ class Lane(ABC):
         self._verdict = threading.RLock()  # held from a failure until `_error` says what it was
         self._own = threading.local()  # `busy`: whether this thread is at work for the lane
 
-    @abstractmethod
-    def submit(
-        self,
-        operation: Operation,
-        task: Task,
-        result: Tensor,
-        inputs: Sequence[Tensor] = (),
-    ) -> Work:
+    def submit(self, operation: Operation, task: Task, result: Tensor, inputs: Sequence[Tensor] = ()) -> Work:
         """Queue `task`, which communicates, reads `inputs` and leaves its outcome in `result`.
 
         `task` sees both as the submitting thread (on CUDA: its current stream) left it. Raises LaneError when the lane
         is poisoned, ConfigurationError when the process group was destroyed, CommoptError when called from `task`
         itself: it would wait for its own end.
         """
+        if getattr(self._own, "busy", False):
+            raise CommoptError(
+                f"{operation} was called inside lane work, by an aggregator or by a callback of a pending future, and "
+                f"would wait for its own end; call it after the outer operation's wait()"
+            )
+        if self._error is not None or not operation.membership.alive:
+            self.require_healthy()  # a lane that fails closes all groups before it knows why
+            operation.membership.require_alive()
+        return self._start(operation, task, Work(result), (result, *inputs))
+
+    @abstractmethod
+    def _start(self, operation: Operation, task: Task, handle: Work, tensors: Sequence[Tensor]) -> Work:
+        """Queue `task`, which uses `tensors`; return `handle`."""
 
     @abstractmethod
     def close(self) -> bool:
@@ -143,17 +149,6 @@ class Lane(ABC):
         """Return what to raise: a traceback of the same error would keep the frames of every caller alive."""
         return LaneError(*error.args)
 
-    def _require_usable(self, operation: Operation) -> None:
-        if getattr(self._own, "busy", False):
-            raise CommoptError(
-                f"{operation} was called inside lane work, by an aggregator or by a callback of a pending future, and "
-                f"would wait for its own end; call it after the outer operation's wait()"
-            )
-        if self._error is not None or not operation.membership.alive:
-            self.require_healthy()  # a lane that fails closes all groups before it knows why
-            operation.membership.require_alive()
-        operation.membership.submitted[operation.device_type] += 1
-
     def _run(self, operation: Operation, task: Task, handle: Work) -> LaneError | None:
         """Run `task` in the calling thread; return the error that now poisons the lane, if any.
 
@@ -162,8 +157,8 @@ class Lane(ABC):
         if self._error is not None:
             return self._error
         try:
-            if operation.membership.checks:
-                check_order(operation.membership, operation.device_type, str(operation))
+            if operation.membership.order is not None:
+                check_order(operation.membership, operation.membership.order, operation.device_type, str(operation))
             # A tensor made in inference mode can be written in no other.
             with fresh_modes(inference=handle.of_inference):
                 task()
@@ -214,17 +209,8 @@ class WorkerLane(Lane):
         self._thread = threading.Thread(target=self._serve, name="commopt-lane", daemon=True)
         self._thread.start()
 
-    def submit(
-        self,
-        operation: Operation,
-        task: Task,
-        result: Tensor,
-        inputs: Sequence[Tensor] = (),
-    ) -> Work:
-        """Queue `task`, as Lane.submit; `task` itself keeps `inputs` alive."""
-        self._require_usable(operation)
-        handle = Work(result)
-        self._queue.put((operation, task, handle))
+    def _start(self, operation: Operation, task: Task, handle: Work, tensors: Sequence[Tensor]) -> Work:
+        self._queue.put((operation, task, handle))  # `task` itself keeps `tensors` alive
         return handle
 
     def close(self) -> bool:

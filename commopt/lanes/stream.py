@@ -39,30 +39,19 @@ class StreamLane(Lane):
         self._watcher = threading.Thread(target=self._watch, name="commopt-watch", daemon=True)
         self._watcher.start()
 
-    def submit(
-        self,
-        operation: Operation,
-        task: Task,
-        result: Tensor,
-        inputs: Sequence[Tensor] = (),
-    ) -> Work:
-        """Launch `task`, as Lane.submit; a failure of the launch raises here, in the submitting thread."""
-        self._require_usable(operation)
+    def _start(self, operation: Operation, task: Task, handle: Work, tensors: Sequence[Tensor]) -> Work:
+        """Launch `task`; a failure of the launch raises here, in the submitting thread."""
         with self._order:
             self._own.busy = True
             try:
-                return self._launch(operation, task, result, inputs)
+                handle.hold_back(self._stream)
+                for tensor in tensors:
+                    tensor.record_stream(self._stream)  # its memory may be freed by a stream that is ahead of the lane
+                with torch.cuda.stream(self._stream):
+                    error = self._run(operation, task, handle)
+                    handle.settle(error)
             finally:
                 self._own.busy = False
-
-    def _launch(self, operation: Operation, task: Task, result: Tensor, inputs: Sequence[Tensor]) -> Work:
-        handle = Work(result)
-        handle.hold_back(self._stream)
-        for tensor in (result, *inputs):
-            tensor.record_stream(self._stream)  # its memory may be freed by a stream that is ahead of the lane
-        with torch.cuda.stream(self._stream):
-            error = self._run(operation, task, handle)
-            handle.settle(error)
         if error is not None:
             raise self._anew(error)
         return handle

@@ -7,12 +7,12 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from commopt.command_line import BAD_INPUT, number, parse_nbytes, refuse, require_writable
-from commopt.display import require_drawable
 from commopt.errors import CommoptError, ConfigurationError, MismatchError
 from commopt.groups import join
 from commopt.probe import report
@@ -35,12 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     default = Settings()
-    add = parser.add_argument
+    add: Any = parser.add_argument
     add("-o", "--output", type=Path, metavar="FILE", help="write the curves to FILE, for commopt's planner")
-    add("--plot", type=Path, metavar="FILE", help="draw points and curves: .png, .svg or .pdf")
     # The names of nccl-tests; torchrun would take --min and --max for its own.
-    add("-b", "--min-bytes", dest="min_nbytes", default="1K", metavar="SIZE", help="smallest message (default 1K)")
-    add("-e", "--max-bytes", dest="max_nbytes", default="256M", metavar="SIZE", help="largest message (default 256M)")
+    size = {"type": parse_nbytes, "metavar": "SIZE"}
+    add("-b", "--min-bytes", dest="min_nbytes", default="1K", **size, help="smallest message (default 1K)")
+    add("-e", "--max-bytes", dest="max_nbytes", default="256M", **size, help="largest message (default 256M)")
     add("-f", "--factor", type=number(1.0, 64.0), default=default.factor, help="from one size to the next (default 2)")
     add(
         "--budget",
@@ -58,15 +58,15 @@ def run(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) ->
     """Measure, print, write, and return the exit status."""
     try:
         settings = Settings(
-            parse_nbytes(options.min_nbytes),
-            parse_nbytes(options.max_nbytes),
+            options.min_nbytes,
+            options.max_nbytes,
             options.factor,
             options.budget_s,
             tuple(dict.fromkeys(options.parts.split(","))),
         )
-        if "RANK" in environ:
+        if not dist.is_initialized():
             start(environ)
-        _require_usable(options.output, options.plot)
+        require_usable(options.output)
         _run(options, settings, environ)
     except (ConfigurationError, MismatchError, OSError) as error:
         return refuse("commopt probe", error)
@@ -80,17 +80,20 @@ def run(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) ->
 
 
 def start(environ: Mapping[str, str]) -> torch.device:
-    """Start the world that torchrun described, with NCCL if every rank can have a GPU of its own, else with gloo.
+    """Start the world that torchrun described, or one of this process alone, and return the device to measure.
 
-    Returns the device to measure. Raises MismatchError when the ranks do not meet, or the environment is incomplete.
+    With NCCL if every rank can have a GPU of its own, else with gloo.
+    Raises MismatchError when the ranks do not meet, or the environment is incomplete.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() and dist.is_nccl_available() else 0
+    alone = "RANK" not in environ
     try:
-        local_rank = int(environ.get("LOCAL_RANK", environ.get("SLURM_LOCALID", "0" if gpus < 2 else "")))
+        usual = "0" if gpus < 2 or alone else ""
+        local_rank = int(environ.get("LOCAL_RANK", environ.get("SLURM_LOCALID", usual)))
     except ValueError:
         raise MismatchError("LOCAL_RANK is not a whole number, or not set; start every rank with torchrun") from None
     try:
-        store, rank, world_size = next(dist.rendezvous("env://"))
+        store, rank, world_size = (dist.HashStore(), 0, 1) if alone else next(dist.rendezvous("env://"))
         store.set(f"commopt/probe/gpu/{rank}", str(local_rank < gpus))
         everywhere = all(store.get(f"commopt/probe/gpu/{other}") == b"True" for other in range(world_size))
         if everywhere:
@@ -104,33 +107,27 @@ def start(environ: Mapping[str, str]) -> torch.device:
 
 
 def _run(options: argparse.Namespace, settings: Settings, environ: Mapping[str, str]) -> None:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if dist.get_world_size() == 1:
         print(ALONE, file=sys.stderr)
+    membership = join()
     # sys.argv, not options: what is written down is what was typed
-    found = survey(None, settings, command_line(sys.argv[2:], environ))
-    nominal_gbps = report.line_rate_gbps(join(), environ) if dist.is_initialized() else None
-    if dist.is_initialized() and dist.get_rank() != 0:
+    found = survey(membership, settings, command_line(sys.argv[2:], environ))
+    nominal_gbps = report.line_rate_gbps(membership, environ)
+    if dist.get_rank() != 0:
         return
     report.show(found, report.LineRate.of(found.links, nominal_gbps), settings.budget_s)
     if options.output is not None:
         found.links.save(options.output)
-    if options.plot is not None:
-        report.draw(found.links, options.plot)
 
 
-def _require_usable(output: Path | None, plot: Path | None) -> None:
-    """Raise ConfigurationError on every rank if rank 0 cannot write a file: now, not after the measurements."""
+def require_usable(path: Path | None) -> None:
+    """Raise ConfigurationError on every rank if rank 0 cannot write to `path`: now, not after the measurements."""
     problem: list[str | None] = [None]
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if path is not None and dist.get_rank() == 0:
         try:
-            if plot is not None:
-                require_drawable(plot)
-            for path in (output, plot):
-                if path is not None:
-                    require_writable(path)
+            require_writable(path)
         except ConfigurationError as error:
             problem = [str(error)]
-    if dist.is_initialized():
-        dist.broadcast_object_list(problem, src=0)
+    dist.broadcast_object_list(problem, src=0)
     if problem[0] is not None:
         raise ConfigurationError(problem[0])

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import platform
 import shlex
-import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import PurePath
-from typing import Any, TextIO, TypeVar
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -32,14 +31,12 @@ from commopt.probe.operations import (
     jobs_of,
     known_compressors,
 )
-from commopt.probe.timing import AloneTimer, LaneTimer, Measured, Repeats, Sweep, sweep
+from commopt.probe.timing import LaneTimer, Measured, Repeats, sweep
 
 _WORK_SHARE = 0.3  # of the time; the links get the rest
 _US = 1e6
 _CALL = "commopt.probe.probe()"
 _TOLD_VARIABLES = ("BENCH_CLUSTER_RATE", "COMMOPT_RANKS_PER_NODE", "OMP_NUM_THREADS")
-
-Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
@@ -60,55 +57,50 @@ def probe(
 ) -> Links:
     """Measure every level of `group` (default: the world) and the compressors; collective, the same on all ranks.
 
-    Without a process group, or alone in it, only compression is measured. compressors: None means all that the presets
-    use. ranks_per_node: as in Communicator. stream: where rank 0 shows how far it is; default stderr.
+    Alone in it, only compression is measured. compressors: None means all that the presets use. ranks_per_node: as in
+    Communicator. stream: where rank 0 shows how far it is; default stderr.
     Raises ConfigurationError and MismatchError on every rank.
     """
-    return survey(group, settings or Settings(), _CALL, compressors, ranks_per_node, stream).links
+    return survey(join(group, ranks_per_node), settings or Settings(), _CALL, compressors, stream).links
 
 
 def survey(
-    group: Any,
+    membership: Membership,
     settings: Settings,
     command: str,
     compressors: Sequence[Compressor] | None = None,
-    ranks_per_node: int | None = None,
     stream: TextIO | None = None,
 ) -> Survey:
     """Do what `probe` does; `command` is what the header says was run."""
     compressors = known_compressors() if compressors is None else tuple(compressors)
-    membership = None
-    if group is not None or (dist.is_available() and dist.is_initialized()):
-        lanes.require_healthy()
-        membership = join(group, ranks_per_node)
-        membership.agree("a probe", settings=repr(settings), compressors=repr(compressors))
+    lanes.require_healthy()
+    membership.agree("a probe", settings=repr(settings), compressors=repr(compressors))
     prober = LinkProber(membership, settings, compressors, sys.stderr if stream is None else stream)
     if not prober.curves:
-        ranks = 1 if membership is None else len(membership.ranks)
         raise ConfigurationError(
-            f"--only {','.join(settings.parts)} leaves nothing to measure on {ranks} rank(s) like these: add work, or "
-            f"start more ranks or nodes"
+            f"--only {','.join(settings.parts)} leaves nothing to measure on {len(membership.ranks)} rank(s) like "
+            f"these: add work, or start more ranks or nodes"
         )
     return prober.run(command)
 
 
 class LinkProber:
-    """One measurement of everything; collective over the membership, which is None for a process by itself."""
+    """One measurement of everything; collective over the membership."""
 
     def __init__(
-        self, membership: Membership | None, settings: Settings, compressors: Sequence[Compressor], stream: TextIO
+        self, membership: Membership, settings: Settings, compressors: Sequence[Compressor], stream: TextIO
     ) -> None:
         self._membership = membership
         self._settings = settings
-        groups = [] if membership is None else groups_of(membership.team)
-        self._groups = [group for group in groups if group.level in settings.parts]
+        self._groups = [group for group in groups_of(membership.team) if group.level in settings.parts]
         self._jobs = jobs_of(compressors) if "work" in settings.parts else []
-        self._timer = LaneTimer(membership) if membership is not None else AloneTimer(_own_device())
+        self._timer = LaneTimer(membership)
         self._left_us = settings.budget_s * _US
         self._stopped: dict[str, int] = {}
         self._done = 0
-        reports = membership is None or membership.global_rank == _first_rank(membership)
-        self._stream = stream if reports else None
+        # The rank that is first in the group fits and reports.
+        self._first_rank = membership.ranks[membership.cluster.order.index(0)]
+        self._stream = stream if membership.global_rank == self._first_rank else None
 
     @property
     def curves(self) -> int:
@@ -119,49 +111,35 @@ class LinkProber:
         """Measure, fit, and return what the first rank makes of it."""
         reserved_us = self._left_us * _WORK_SHARE if self._groups and self._jobs else 0.0
         self._left_us -= reserved_us
-        links = self._measure_links()
-        self._left_us += reserved_us
-        work = self._measure_work()
-        header = read_header(self._membership, self._timer.device, command)
-        # On every rank, so that an error is raised on all; other machines might round a fit differently.
-        result = [Survey(Links(header, _fitted(links), _fitted(work)), self._stopped)]
-        if self._membership is not None:  # its lane is idle
-            source = _first_rank(self._membership)
-            dist.broadcast_object_list(result, src=source, group=self._membership.parent())
-        return result[0]
-
-    def _measure_links(self) -> dict[LinkKey, Sweep]:
-        found: dict[LinkKey, Sweep] = {}
+        links: dict[LinkKey, Curve] = {}
         curves = [(group, collective) for group in self._groups for collective in COLLECTIVES.values()]
         for place, (group, collective) in enumerate(curves):
             key = group.key(collective.primitive)
             sizes = collective.sizes(self._settings, group.ranks)
-            measure = partial(self._time_link, collective, group)
-            found[key] = self._sweep(link_text(key), sizes, len(curves) - place, measure)
-        return found
+            links[key] = self._fit(link_text(key), sizes, len(curves) - place, partial(self._time, collective, group))
+        self._left_us += reserved_us
+        work: dict[WorkKey, Curve] = {}
+        for place, job in enumerate(self._jobs):
+            sizes, measure = job.sizes(self._settings), partial(self._time_work, job)
+            work[job.key] = self._fit(work_text(job.key), sizes, len(self._jobs) - place, measure)
+        # Fitted on every rank, so that an error is raised on all; other machines might round a fit differently.
+        found = Links(read_header(self._membership, self._timer.device, command), links, work)
+        result = [Survey(found, self._stopped)]
+        dist.broadcast_object_list(result, src=self._first_rank, group=self._membership.parent())  # its lane is idle
+        return result[0]
 
-    def _time_link(self, collective: Collective, group: Group, nbytes: int, repeats: Repeats) -> Measured:
-        timer = self._timer
-        assert isinstance(timer, LaneTimer)  # only memberships have groups
+    def _time(self, collective: Collective, group: Group, nbytes: int, repeats: Repeats) -> Measured:
         what = f"{link_text(group.key(collective.primitive))}, {nbytes} bytes"
-        bind = partial(collective.bind, nbytes=nbytes, device=timer.device)
+        bind = partial(collective.bind, nbytes=nbytes, device=self._timer.device)
         alone = group.groups == 1
-        return timer.time_collective(bind, group.team, what, repeats, closed=collective.closed, alone=alone)
-
-    def _measure_work(self) -> dict[WorkKey, Sweep]:
-        return {
-            job.key: self._sweep(
-                work_text(job.key), job.sizes(self._settings), len(self._jobs) - place, partial(self._time_work, job)
-            )
-            for place, job in enumerate(self._jobs)
-        }
+        return self._timer.time_collective(bind, group.team, what, repeats, closed=collective.closed, alone=alone)
 
     def _time_work(self, job: Job, nbytes: int, repeats: Repeats) -> Measured:
         return self._timer.time(partial(job.prepare, nbytes // torch.float32.itemsize, self._timer.device), repeats)
 
-    def _sweep(
+    def _fit(
         self, what: str, sizes: Sequence[int], curves_left: int, measure: Callable[[int, Repeats], Measured]
-    ) -> Sweep:
+    ) -> Curve:
         """Measure one curve in its share of the time that is left."""
         wanted = Repeats(self._settings.warm_up, self._settings.iterations)
         found = sweep(sizes, self._left_us / curves_left, wanted, measure)
@@ -175,36 +153,16 @@ class LinkProber:
         if self._stream is not None:
             width = len(str(self.curves))
             print(f"[{self._done:{width}}/{self.curves}] {what}: {outcome}", file=self._stream, flush=True)
-        return found
+        return Curve.fit(found.points)
 
 
-def _fitted(sweeps: Mapping[Key, Sweep]) -> dict[Key, Curve]:
-    return {key: Curve.fit(found.points) for key, found in sweeps.items()}
-
-
-def _first_rank(membership: Membership) -> int:
-    """Return the global rank of the group's rank 0: it fits and reports."""
-    return membership.ranks[membership.cluster.order.index(0)]
-
-
-def _own_device() -> torch.device:
-    """Return where a process without a group compresses: on its current GPU, if it has one."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def read_header(membership: Membership | None, device: torch.device, command: str) -> Header:
+def read_header(membership: Membership, device: torch.device, command: str) -> Header:
     """Return when, where and with what was measured; `command` as `command_line` returns it."""
-    hosts: tuple[str, ...] = (socket.gethostname(),)
-    nodes: tuple[int, ...] = (1,)
-    backend = ""
-    if membership is not None:
-        hosts, backend = membership.cluster.names, membership.team.backend(device)
-        nodes = tuple(len(node) for node in membership.cluster.nodes)
     return Header(
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        hosts=hosts,
-        nodes=nodes,
-        backend=backend,
+        hosts=membership.cluster.names,
+        nodes=tuple(len(node) for node in membership.cluster.nodes),
+        backend=membership.team.backend(device),
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU",
         torch=f"{torch.__version__}, Python {platform.python_version()}",
         command=command,

@@ -1,22 +1,19 @@
-"""What was measured, for people: tables, how the network compares with its line rate, and a picture of all curves."""
+"""What was measured, for people: tables, and how the network compares with its line rate."""
 
 from __future__ import annotations
 
 import os
-import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import cycle
-from math import ceil, inf
-from pathlib import Path
-from statistics import fmean
+from math import inf
 from typing import Any, TextIO
 
 import torch.distributed as dist
 
+from commopt.cluster.network import RATE_VARIABLE, Link
 from commopt.cost import Curve, LinkKey, Links
-from commopt.display import require_drawable, show_table
+from commopt.display import show_table
 from commopt.groups import Membership, WireModel
 from commopt.probe.prober import Survey, link_text, nbytes_text
 from topology.machine import discover
@@ -27,8 +24,6 @@ from topology.queries import node_nic_gbps
 _ROOTED = ("reduce", "broadcast")
 _PROBE_NBYTES = 1 << 40
 _LEAST_SHARE = 0.5
-_EMULATED = re.compile(r"(\d+(?:\.\d+)?)([kmg]?)bit")
-_GBPS = {"k": 1e-6, "m": 1e-3, "g": 1.0, "": 1e-9}
 
 
 def node_factor(key: LinkKey, nodes: tuple[int, ...]) -> float:
@@ -47,15 +42,8 @@ def node_factor(key: LinkKey, nodes: tuple[int, ...]) -> float:
     return key.groups * max(sent) / _PROBE_NBYTES
 
 
-def node_gbps(key: LinkKey, links: Links) -> float | None:
-    """Return what a node sends into the network in a long message by the fit, in Gb/s; None where nothing leaves it."""
-    factor = node_factor(key, links.header.nodes)
-    beta = links.curves[key].segments[-1].beta_us_per_byte
-    return factor * 8e-3 / beta if factor and beta else None
-
-
-def _seen_gbps(key: LinkKey, links: Links) -> float:
-    """Return what a node sent into the network in the largest message that was measured, latency and all."""
+def node_gbps(key: LinkKey, links: Links) -> float:
+    """Return what a node sent into the network in the largest message that was measured, in Gb/s, latency and all."""
     nbytes, time_us = links.curves[key].points[-1]
     return node_factor(key, links.header.nodes) * nbytes * 8e-3 / time_us
 
@@ -71,7 +59,7 @@ class LineRate:
     @classmethod
     def of(cls, links: Links, nominal_gbps: float | None) -> LineRate | None:
         """Return None where nothing left a node."""
-        rates = {key: _seen_gbps(key, links) for key in links.curves if links.curves[key].points}
+        rates = {key: node_gbps(key, links) for key in links.curves if links.curves[key].points}
         if not any(rates.values()):
             return None
         best = max(rates, key=lambda key: rates[key])
@@ -97,19 +85,18 @@ def line_rate_gbps(membership: Membership, environ: Mapping[str, str] = os.envir
 
 def own_gbps(membership: Membership, environ: Mapping[str, str]) -> float | None:
     """Nodes that are blocks of ranks on one machine share a card, or have an emulated one."""
-    emulated = environ.get("BENCH_CLUSTER_RATE")
-    if emulated is not None:
-        found = _EMULATED.fullmatch(emulated)
-        return float(found[1]) * _GBPS[found[2]] if found else None
+    if (rate := environ.get(RATE_VARIABLE)) is not None:
+        rate_bps = Link.parse(rate).rate_bps
+        return rate_bps and rate_bps / 1e9
     return None if membership.cluster.emulated else node_nic_gbps(discover(environ=environ))
 
 
 # ------------------------------------------------------------------------------------------------- tables
 
 _KINDS = ("encode", "decode", "recode", "factor", "refresh", "copy")
-_LEVELS = {"intra": "Inside a node", "inter": "Between the nodes", "world": "All ranks as one group"}
+_LEVELS = ("intra", "inter", "world")
 
-LINKS = "GB/s: of the message, when it is long; node Gb/s: what that makes a node send into the network; 1e9."
+LINKS = "GB/s: of the message, when it is long; node Gb/s: what a node sent to others in the largest one; 1e9."
 WORK = "GB/s of dense float32, when there is much of it."
 REASONS = {
     "nccl": "NCCL opens one TCP connection to each peer (try: export NCCL_SOCKET_NTHREADS=4 NCCL_NSOCKS_PERTHREAD=4)",
@@ -154,12 +141,12 @@ def _compared(rate: LineRate, backend: str) -> list[str]:
 
 def _link_rows(links: Links) -> list[list[str]]:
     rows = [["level", "operation", "ranks", "groups", "alpha us", "GB/s", "node Gb/s", "R^2", "MAPE", "up to"]]
-    for key in sorted(links.curves, key=lambda key: ([*_LEVELS].index(key.level), key.groups)):
+    for key in sorted(links.curves, key=lambda key: (_LEVELS.index(key.level), key.groups)):
         curve, gbps = links.curves[key], node_gbps(key, links)
         names = [key.level, key.primitive, str(key.ranks), str(key.groups)]
         fit = [f"{curve.r_squared:.4f}", f"{curve.mape:.1%}", nbytes_text(curve.largest_nbytes)]
         alpha = f"{curve.segments[0].alpha_us:.4g}"
-        rows.append([*names, alpha, _gigabytes(curve), "-" if gbps is None else f"{gbps:.3g}", *fit])
+        rows.append([*names, alpha, gigabytes_per_s(curve), f"{gbps:.3g}" if gbps else "-", *fit])
     return rows
 
 
@@ -171,92 +158,12 @@ def _work_rows(links: Links) -> list[list[str]]:
         figures: list[str] = []
         for kind in found:
             curve = curves.get(kind)
-            figures += ["-", "-"] if curve is None else [_gigabytes(curve), f"{curve.mape:.1%}"]
+            figures += ["-", "-"] if curve is None else [gigabytes_per_s(curve), f"{curve.mape:.1%}"]
         rows.append([what or "(none)", *figures])
     return rows
 
 
-def _gigabytes(curve: Curve) -> str:
+def gigabytes_per_s(curve: Curve) -> str:
+    """Return the rate of long messages, or of much work, as text."""
     beta = curve.segments[-1].beta_us_per_byte
     return f"{1e-3 / beta:.3g}" if beta else "-"
-
-
-# ------------------------------------------------------------------------------------------------ picture
-
-# Okabe and Ito's colours, which the colour-blind can tell apart.
-_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#6A3D9A", "#8C6D31", "#555555")
-_MARKERS = "os^DvP*ph"
-_REACH = 4.0  # where curves are taken for extrapolated
-_STEPS = 160
-
-
-def draw(links: Links, path: Path) -> None:
-    """Draw points and curves into a file, a panel for each level and one for encoding. The suffix is the format.
-
-    Raises ConfigurationError, OSError.
-    """
-    require_drawable(path)
-    from matplotlib.figure import Figure
-
-    panels: dict[str, list[tuple[str, str, Curve]]] = {}
-    for key, curve in sorted(links.curves.items(), key=lambda item: ([*_LEVELS].index(item[0].level), item[0])):
-        title = f"{_LEVELS[key.level]}: {key.ranks} ranks"
-        at_once = f", {key.groups} groups at once" if key.groups > 1 else ""
-        panels.setdefault(title, []).append((key.primitive, f"{key.primitive}{at_once}", curve))
-    encoders = [(key.what, f"{key.what}, {_gigabytes(curve)} GB/s", curve) for key, curve in links.work.items()]
-    encoders = [each for each, key in zip(encoders, links.work, strict=True) if key.kind == "encode"]
-    if encoders:
-        panels["Encoding float32, on one rank"] = encoders
-    columns = min(len(panels), 2)
-    rows = ceil(len(panels) / columns)
-    figure = Figure(figsize=(6.6 * columns, 4.9 * rows + 0.9), layout="constrained", facecolor="white")
-    rate = LineRate.of(links, None)
-    sent = "" if rate is None else f": {rate.measured_gbps:.3g} Gb/s out of a node, once messages are long"
-    figure.suptitle(f"What messages and compression cost{sent}", fontsize=14, fontweight="bold")
-    drawn = figure.subplots(rows, columns, squeeze=False).flatten()
-    for axes in drawn[len(panels) :]:
-        axes.set_axis_off()
-    for axes, (title, curves) in zip(drawn, panels.items(), strict=False):
-        _draw_panel(axes, title, curves)
-    header = links.header
-    counts = "+".join(map(str, header.nodes))
-    where = f"{len(header.nodes)} node(s), {counts} ranks, {header.device}"
-    how = f"{header.backend}, torch {header.torch}, {header.date[:10]}".removeprefix(", ")
-    lines = "points: measured, the slowest rank's median; lines: fitted, dotted where extrapolated"
-    figure.supxlabel(f"{lines}\n{where}, {how}", fontsize=8.5, color="#444444")
-    figure.savefig(path, dpi=110)
-
-
-def _draw_panel(axes: Any, title: str, curves: Iterable[tuple[str, str, Curve]]) -> None:
-    """Draw curves with their names and labels; those of one name share a colour, the second of them is dashed."""
-    styles: dict[str, tuple[str, str]] = {}
-    free = zip(cycle(_COLOURS), cycle(_MARKERS), strict=False)
-    errors = []
-    for name, label, curve in curves:
-        line, face = ("--", "white") if name in styles else ("-", None)
-        colour, marker = styles.setdefault(name, styles[name] if name in styles else next(free))
-        first, last = curve.points[0][0], curve.points[-1][0]
-        axes.plot(*zip(*curve.points, strict=True), ls="", marker=marker, ms=5, color=colour, mfc=face or colour)
-        for begin, end, style, shown in ((first, last, line, label), (last, last * _REACH, ":", None)):
-            sizes = [begin * (end / begin) ** (step / _STEPS) for step in range(_STEPS + 1)]
-            axes.plot(sizes, [curve.time_us(nbytes) for nbytes in sizes], color=colour, ls=style, lw=1.4, label=shown)
-        errors.append(curve.mape)
-    axes.set_title(f"{title} (mean error of the fits {fmean(errors):.1%})", loc="left", fontsize=11)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.xaxis.set_major_formatter(lambda nbytes, _: nbytes_text(nbytes))
-    axes.yaxis.set_major_formatter(lambda time_us, _: _time_text(time_us))
-    axes.set_xlabel("bytes")
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    low, high = axes.get_ylim()
-    axes.set_ylim(top=high * (high / low) ** 0.4)  # room for the names
-    axes.legend(fontsize=7.5, frameon=False, loc="upper left", ncols=2)
-
-
-def _time_text(time_us: float) -> str:
-    for unit in ("us", "ms"):
-        if time_us < 1000:
-            return f"{time_us:g} {unit}"
-        time_us /= 1000
-    return f"{time_us:g} s"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count, pairwise
+from itertools import pairwise
 from math import inf
 from statistics import median
 from time import perf_counter
@@ -130,20 +130,7 @@ def disturbed(times_us: Mapping[int, float]) -> list[int]:
     return found[::-1]
 
 
-# ------------------------------------------------------------------------------------------------- timers
-
-
-class AloneTimer:
-    """Times work of one process that no other takes part in."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def time(self, prepare: Prepare, repeats: Repeats) -> Measured:
-        """Return the median time of the call that `prepare` returns."""
-        started = perf_counter()
-        durations_us = _durations_us(prepare(), repeats, self.device)
-        return Measured(_median_us(durations_us), (perf_counter() - started) * 1e6)
+# -------------------------------------------------------------------------------------------------- timer
 
 
 class LaneTimer:
@@ -154,9 +141,7 @@ class LaneTimer:
         self.device = team.default_device
         if self.device.type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
-        self._membership = membership
-        self._owner = f"probe {next(membership.owners)}"
-        self._sequence = count()
+        self._client = lanes.LaneClient(membership, f"probe {next(membership.owners)}")
         self._compared = perf_counter()
 
     def time(self, prepare: Prepare, repeats: Repeats) -> Measured:
@@ -168,7 +153,7 @@ class LaneTimer:
 
         def work() -> None:
             call = prepare()  # on the lane: a rank without memory for it fails like any operation there
-            self._barrier(self._membership.team)
+            self._barrier(self._client.team)
             durations_us.extend(_durations_us(call, repeats, self.device))
 
         self._run("work by itself", work)
@@ -194,7 +179,7 @@ class LaneTimer:
         """
         clock = clock_for(self.device)
         marks: list[Mark] = []
-        everyone = self._membership.team
+        everyone = self._client.team
         from_barriers = not (closed and alone)
         meeting = team if alone else everyone
 
@@ -228,21 +213,17 @@ class LaneTimer:
 
         The same bits on every rank.
         """
-        team = self._membership.team
+        team = self._client.team
         now = perf_counter()
         mine = torch.tensor([*own_us, (now - self._compared) * 1e6], dtype=torch.float64, device=self.device)
         self._compared = now
         everyone = mine.new_empty(team.size * mine.numel())
-        self._run("comparison of times", lambda: team.all_gather(everyone, mine), everyone)
+        self._run("comparison of times", lambda: team.all_gather(everyone, mine))
         *slowest_us, spent_us = everyone.view(team.size, -1).amax(0).tolist()
         return slowest_us, spent_us
 
-    def _run(self, what: str, work: Call, result: torch.Tensor | None = None) -> None:
-        result = torch.empty(1, dtype=torch.float32, device=self.device) if result is None else result
-        number = next(self._sequence)
-        kind = self.device.type
-        operation = lanes.Operation(self._membership, self._owner, number, what, result.numel(), kind)
-        lanes.lane_for(self.device).submit(operation, work, result).wait()
+    def _run(self, what: str, work: Call) -> None:
+        self._client.run(work, what, self.device).wait()
 
     def _barrier(self, team: Team) -> None:
         team.all_reduce(torch.zeros(1, dtype=torch.float32, device=self.device))

@@ -6,7 +6,6 @@ from commopt.recording.recorder import (
     Message,
     Recorder,
     clock_for,
-    current,
     primitive,
     running,
 )
@@ -22,7 +21,6 @@ __all__ = [
     "Span",
     "StepRecord",
     "clock_for",
-    "current",
     "primitive",
     "running",
 ]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from time import perf_counter_ns
 from types import TracebackType
 from typing import Any
@@ -85,10 +86,13 @@ def clock_for(device: torch.device) -> Clock:
     return CudaClock(device) if device.type == "cuda" else Clock()
 
 
-class Message:
-    """Work submitted to a lane; `spans` grows while it runs."""
+class Message(AbstractContextManager[None]):
+    """Work submitted to a lane, which marks where it starts and ends; without an end when it raises.
 
-    __slots__ = ("buckets", "finished", "label", "mark", "nbytes", "queued", "spans", "started")
+    `spans` are its collectives so far, each the fields of a Span with marks for times.
+    """
+
+    __slots__ = ("_before", "buckets", "finished", "label", "mark", "nbytes", "queued", "spans", "started")
 
     def __init__(self, buckets: tuple[int, ...], label: str, nbytes: int, mark: Callable[[], Mark]) -> None:
         self.buckets = buckets
@@ -96,22 +100,26 @@ class Message:
         self.nbytes = nbytes
         self.mark = mark
         self.queued = mark()
-        self.started: Mark | None = None
-        self.finished: Mark | None = None
-        self.spans: list[tuple[str, str, int, Mark, Mark]] = []
+        self.started: Mark = None
+        self.finished: Mark = None
+        self.spans: list[list[Any]] = []
+        self._before: Message | None = None
 
-    def marks(self) -> Iterator[Mark]:
-        """Yield all marks, in the order in which `record` takes their times."""
-        yield from (self.queued, self.started, self.finished)
-        for _, _, _, begin, end in self.spans:
-            yield from (begin, end)
+    def __enter__(self) -> None:
+        self._before, _here.message = _here.message, self
+        self.started = self.mark()
 
-    def record(self, times_us: Iterator[float]) -> MessageRecord:
-        """Return what happened; `times_us` are those of `marks()`."""
-        queued_us, started_us, finished_us = next(times_us), next(times_us), next(times_us)
-        spans = [Span(level, name, nbytes, next(times_us), next(times_us)) for level, name, nbytes, _, _ in self.spans]
-        spans.sort(key=lambda span: span.begin_us)
-        return MessageRecord(self.buckets, self.label, self.nbytes, queued_us, started_us, finished_us, tuple(spans))
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        _here.message = self._before
+        if kind is None:
+            self.finished = self.mark()
+
+    def record(self) -> MessageRecord:
+        """Return what happened, with marks for times."""
+        spans = tuple(Span(*span) for span in self.spans)
+        return MessageRecord(self.buckets, self.label, self.nbytes, self.queued, self.started, self.finished, spans)
 
 
 class _Here(threading.local):
@@ -122,14 +130,9 @@ _here = _Here()
 _nothing: AbstractContextManager[None] = nullcontext()
 
 
-def current() -> Message | None:
-    """Return the message this thread works for, or None when nobody records."""
-    return _here.message
-
-
 def running(message: Message | None) -> AbstractContextManager[None]:
-    """Make `message` this thread's and mark where its work starts and ends; without an end when the work raises."""
-    return _nothing if message is None else _Working(message)
+    """Make `message` this thread's, if anything is recorded."""
+    return _nothing if message is None else message
 
 
 def primitive(level: str, name: str, nbytes: int) -> AbstractContextManager[None]:
@@ -138,44 +141,22 @@ def primitive(level: str, name: str, nbytes: int) -> AbstractContextManager[None
     return _nothing if message is None else _Primitive(message, level, name, nbytes)
 
 
-# Classes rather than generators: a third of the time, and these surround every collective.
-class _Working(AbstractContextManager[None]):
-    __slots__ = ("_before", "_message")
-
-    def __init__(self, message: Message) -> None:
-        self._message = message
-        self._before: Message | None = None
-
-    def __enter__(self) -> None:
-        self._before, _here.message = _here.message, self._message
-        self._message.started = self._message.mark()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        _here.message = self._before
-        if kind is None:
-            self._message.finished = self._message.mark()
-
-
+# A class rather than a generator: a third of the time, and this surrounds every collective.
 class _Primitive(AbstractContextManager[None]):
-    __slots__ = ("_begin", "_level", "_message", "_name", "_nbytes")
+    __slots__ = ("_message", "_span")
 
-    def __init__(self, message: Message, level: str, name: str, nbytes: int) -> None:
+    def __init__(self, message: Message, *what: Any) -> None:
         self._message = message
-        self._level = level
-        self._name = name
-        self._nbytes = nbytes
-        self._begin: Mark = None
+        self._span: list[Any] = [*what, None, None]
 
     def __enter__(self) -> None:
-        self._begin = self._message.mark()
+        self._message.spans.append(self._span)
+        self._span[-2] = self._message.mark()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        message = self._message
-        message.spans.append((self._level, self._name, self._nbytes, self._begin, message.mark()))
+        self._span[-1] = self._message.mark()
 
 
 class Recorder:
@@ -265,7 +246,7 @@ class _Step:
         self.clock = clock
         self.forward_us = forward_us
         self.buckets: list[tuple[int, str, int, Mark]] = []
-        self.compute_end: Mark | None = None
+        self.compute_end: Mark = None
         self.messages: list[Message] = []
         self.record: StepRecord | None = None
 
@@ -278,30 +259,30 @@ class _Step:
             number for number, _, _, _ in self.buckets
         )
 
-    def marks(self) -> list[Mark]:
-        """All marks in the order in which `settle` takes their times."""
-        ready = [mark for _, _, _, mark in self.buckets]
-        return [*ready, self.compute_end, *(mark for message in self.messages for mark in message.marks())]
-
-    def settle(self, times_us: Iterator[float]) -> None:
-        """Make the record; the marks are no longer needed."""
-        buckets = tuple(
-            BucketRecord(number, label, nbytes, next(times_us)) for number, label, nbytes, _ in self.buckets
-        )
-        compute_end_us = next(times_us)
-        messages = tuple(message.record(times_us) for message in self.messages)
-        self.record = StepRecord(self.number, self.forward_us, compute_end_us, buckets, messages)
-        self.buckets, self.messages = [], []
+    def marked(self) -> StepRecord:
+        """What happened, with marks for times."""
+        buckets = tuple(BucketRecord(*bucket) for bucket in self.buckets)
+        messages = tuple(message.record() for message in self.messages)
+        return StepRecord(self.number, None, self.compute_end, buckets, messages)
 
     def release(self) -> None:
         """Give the marks back, unless somebody may still write one."""
         if self.is_complete():
-            self.clock.release(self.marks())
+            self.clock.release(_marks_in(self.marked()))
+
+
+def _marks_in(record: StepRecord) -> list[Mark]:
+    """Return the marks of a record: the end of backward last, as it is not the first in time."""
+    end, *others = record.times_us()
+    return [*others, end]
 
 
 def _settle(clock: Clock, steps: Sequence[_Step]) -> None:
-    marks = [step.marks() for step in steps]
-    for step, times_us in zip(steps, clock.times_us(marks), strict=True):
-        step.settle(iter(times_us))
+    """Make the records of complete steps; their marks are no longer needed."""
+    records = [step.marked() for step in steps]
+    marks = [_marks_in(record) for record in records]
+    for step, record, (*others_us, end_us) in zip(steps, records, clock.times_us(marks), strict=True):
+        step.record = replace(record.at([end_us, *others_us]), forward_us=step.forward_us)
+        step.buckets, step.messages = [], []
     for group in marks:
         clock.release(group)

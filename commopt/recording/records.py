@@ -1,10 +1,12 @@
-"""One step as plain data; all times are microseconds on this rank's clock (that of time.perf_counter)."""
+"""One step as plain data; all times (`_us`) are microseconds on this rank's clock (that of time.perf_counter)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import astuple, dataclass, fields, is_dataclass, replace
+from typing import Any, TypeVar, cast
+
+_Record = TypeVar("_Record")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +31,6 @@ class MessageRecord:
     started_us: float
     finished_us: float
     spans: tuple[Span, ...]
-
-    def shifted(self, by_us: float) -> MessageRecord:
-        """Return the same message on a clock that shows `by_us` more."""
-        return replace(
-            self,
-            queued_us=self.queued_us + by_us,
-            started_us=self.started_us + by_us,
-            finished_us=self.finished_us + by_us,
-            spans=tuple(
-                replace(span, begin_us=span.begin_us + by_us, end_us=span.end_us + by_us) for span in self.spans
-            ),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,32 +66,24 @@ class StepRecord:
             tuple((message.buckets, message.label, message.nbytes) for message in self.messages),
         )
 
+    def times_us(self) -> list[Any]:
+        """Return all times of the step, in the order of the fields."""
+        found: list[Any] = []
+        _map_times(self, found.append)
+        return found
+
+    def at(self, times_us: Iterable[float]) -> StepRecord:
+        """Return the same step at other times, in that order."""
+        in_order = iter(times_us)
+        return _map_times(self, lambda _: next(in_order))
+
     def shifted(self, by_us: float) -> StepRecord:
         """Return the same step on a clock that shows `by_us` more."""
-        return StepRecord(
-            self.step,
-            None if self.forward_us is None else self.forward_us + by_us,
-            self.compute_end_us + by_us,
-            tuple(replace(bucket, ready_us=bucket.ready_us + by_us) for bucket in self.buckets),
-            tuple(message.shifted(by_us) for message in self.messages),
-        )
+        return self.at(time_us + by_us for time_us in self.times_us())
 
-    def to_lists(self) -> list[Any]:
+    def to_lists(self) -> Sequence[Any]:
         """Return nested lists for JSON, without the names of fields."""
-        buckets = [[bucket.number, bucket.label, bucket.nbytes, bucket.ready_us] for bucket in self.buckets]
-        messages = [
-            [
-                list(message.buckets),
-                message.label,
-                message.nbytes,
-                message.queued_us,
-                message.started_us,
-                message.finished_us,
-                [[span.level, span.name, span.nbytes, span.begin_us, span.end_us] for span in message.spans],
-            ]
-            for message in self.messages
-        ]
-        return [self.step, self.forward_us, self.compute_end_us, buckets, messages]
+        return astuple(self)
 
     @staticmethod
     def from_lists(lists: Sequence[Any]) -> StepRecord:
@@ -119,3 +101,18 @@ class StepRecord:
                 for numbers, label, nbytes, queued, started, ended, spans in messages
             ),
         )
+
+
+def _map_times(record: _Record, change: Callable[[Any], object]) -> _Record:
+    """Return a record with `change` made to each of its times, and to those of the records in it, in their order."""
+
+    def changed(name: str, value: Any) -> Any:
+        if name.endswith("_us"):
+            return None if value is None else change(value)
+        if isinstance(value, tuple):
+            return tuple(_map_times(each, change) if is_dataclass(each) else each for each in value)
+        return value
+
+    described: Any = record  # which mypy cannot know to be a dataclass
+    changes = {each.name: changed(each.name, getattr(record, each.name)) for each in fields(described)}
+    return cast(_Record, replace(described, **changes))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TextIO
 
 from commopt.command_line import BAD_INPUT, refuse
@@ -69,12 +69,11 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _conclude(models: Models, options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> None:
+def _conclude(models: Models, options: argparse.Namespace) -> None:
     models.close()
-    if models.seen:
-        if options.report:
-            show(models.trained)
-    elif environ.get("RANK", "0") == "0":
+    if models.seen and options.report:
+        show(models.trained)
+    elif not models.seen and os.environ.get("RANK", "0") == "0":
         print(NOTHING, file=sys.stderr)
 
 

@@ -15,20 +15,12 @@ from typing import Any
 
 from commopt.command_line import option_value
 from commopt.errors import ConfigurationError
-from commopt.groups.build import require_timeout
+from commopt.groups.build import read_arguments, require_timeout
 from commopt.hooks import build_preset
 from commopt.schedule import BucketConfig
 
-STATE_OPTIONS: dict[str, tuple[type, ...]] = {
-    "ranks_per_node": (int,),
-    "timeout": (int, float),
-    "plan": (str,),
-    "links": (str,),
-    "needed_first": (bool,),
-    "record": (bool,),
-    "tuned": (str,),
-}
-"""Options of HookState that can be written down, and of which type they are."""
+STATE_OPTIONS = ("ranks_per_node", "timeout", "plan", "links", "record", "tuned")
+"""Options of HookState that can be written down."""
 SCRIPT_OPTIONS = ("aggregator", "module", "nccl", "process_group", "scaler")
 """Options of HookState that are objects of the script."""
 
@@ -58,22 +50,17 @@ class Choice:
                     f"--option {name}={options[name]} is no value that a command line can hold; call "
                     f"commopt.attach(ddp, {strategy!r}, {name}=...) in the script, which is then left alone"
                 )
-        for name, types in STATE_OPTIONS.items():
-            _require_type(name, options.get(name, types[0]()), types)
-        if "timeout" in options:
-            require_timeout(options["timeout"])
-        if options.get("ranks_per_node", 1) < 1:
-            raise ConfigurationError(f"--option ranks_per_node={options['ranks_per_node']} is not 1 or more")
-        build_preset(strategy, **{name: value for name, value in options.items() if name not in STATE_OPTIONS})
         given = options.get
-        BucketConfig.read(given("plan"), given("links"), given("needed_first", False), given("tuned"))
+        ranks_per_node, timeout_s, _ = read_arguments(given("ranks_per_node"), given("timeout"), None)
+        if timeout_s is not None:
+            require_timeout(timeout_s)
+        if ranks_per_node is not None and ranks_per_node < 1:
+            raise ConfigurationError(f"--option ranks_per_node={ranks_per_node} is not 1 or more")
+        if not isinstance(given("record", False), bool):
+            raise ConfigurationError(f"--option record={given('record')} is neither True nor False")
+        build_preset(strategy, **{name: value for name, value in options.items() if name not in STATE_OPTIONS})
+        BucketConfig.read(given("plan"), given("links"), given("tuned"))
         return cls(strategy, options)
-
-
-def _require_type(name: str, value: object, types: tuple[type, ...]) -> None:
-    if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-        names = " or ".join(each.__name__ for each in types)
-        raise ConfigurationError(f"--option {name}={value} is a {type(value).__name__}; {name} takes a {names}")
 
 
 @dataclass(frozen=True)

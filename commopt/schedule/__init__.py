@@ -11,26 +11,20 @@ from commopt.schedule.config import BucketConfig
 from commopt.schedule.controller import Controller
 from commopt.schedule.decision import Calendar, Decision, Tried, Tuned, explain
 from commopt.schedule.layouts import Layouts, require_same_parameters
-from commopt.schedule.plan import Plan, Prediction, Unit, simulate
+from commopt.schedule.plan import Plan, Unit, simulate
 
 if TYPE_CHECKING:
-    from commopt.schedule.nccl import tuner_rows, write_csv
     from commopt.schedule.planner import SPARE, best_plan
     from commopt.schedule.prices import Costs, PriceTable
-    from commopt.schedule.sync import Meeting
-    from commopt.schedule.window import GradientQuality, Window
+    from commopt.schedule.window import Window
 
 # Loaded when they are first used: most trainings leave DDP's buckets alone.
 _LATER = {
     "SPARE": "planner",
     "Costs": "prices",
-    "GradientQuality": "window",
-    "Meeting": "sync",
     "PriceTable": "prices",
     "Window": "window",
     "best_plan": "planner",
-    "tuner_rows": "nccl",
-    "write_csv": "nccl",
 }
 
 
@@ -47,11 +41,8 @@ __all__ = [
     "Controller",
     "Costs",
     "Decision",
-    "GradientQuality",
     "Layouts",
-    "Meeting",
     "Plan",
-    "Prediction",
     "PriceTable",
     "Tried",
     "Tuned",
@@ -61,6 +52,4 @@ __all__ = [
     "explain",
     "require_same_parameters",
     "simulate",
-    "tuner_rows",
-    "write_csv",
 ]

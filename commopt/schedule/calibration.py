@@ -58,16 +58,15 @@ def calibrate(
         for place, layout in enumerate(samples):
             nbytes = layout.numel * dtype.itemsize
             expected_us = points[name][-1][1] * nbytes / points[name][-1][0] if points[name] else 0.0
-            if place >= _LEAST_LAYOUTS and _would_break(left_us, expected_us):
+            if place >= _LEAST_LAYOUTS and expected_us * (1 + _FEWEST_CALLS) > left_us:
                 break
             trial = _Trial(aggregator, layout, dtype, team)
             if team.default_device.type == "cuda":
                 trial.mean_us(1)  # the first collective of a level takes NCCL longer than any budget
-            (once_us,) = _slowest([trial.mean_us(1)], team)
-            calls = _calls(once_us)
-            (mean_us,) = _slowest([trial.mean_us(calls)], team)
-            points[name].append((nbytes, mean_us))
-            left_us -= once_us + calls * mean_us
+            once_us = trial.mean_us(1)
+            calls = min(_MOST_CALLS, max(_FEWEST_CALLS, ceil(_LONG_ENOUGH_US / once_us)))
+            points[name].append((nbytes, trial.mean_us(calls)))
+            left_us -= once_us + calls * points[name][-1][1]
     return points
 
 
@@ -112,14 +111,6 @@ def require_prices(
         ) from None
 
 
-def _calls(once_us: float) -> int:
-    return min(_MOST_CALLS, max(_FEWEST_CALLS, ceil(_LONG_ENOUGH_US / once_us)))
-
-
-def _would_break(left_us: float, once_us: float) -> bool:
-    return once_us * (1 + _FEWEST_CALLS) > left_us
-
-
 class _Trial:
     """One sample, sent again and again as a lane would."""
 
@@ -132,26 +123,21 @@ class _Trial:
         self._store, self._steps = ResidualStore(), count(aggregator.start_step)
 
     def mean_us(self, calls: int) -> float:
-        """Return what each of so many calls takes on this rank; without pauses, in which a network would recover."""
-        self._team.all_reduce(torch.zeros(1, dtype=torch.float32, device=self._buffer.device))
-        _finish(self._buffer.device)
+        """Return what each of so many calls takes on the slowest rank; no pauses, in which a network would recover."""
+        device, team = self._buffer.device, self._team
+        team.all_reduce(torch.zeros(1, dtype=torch.float32, device=device))
+        _finish(device)
         begun_ns = perf_counter_ns()
         for _ in range(calls):
             self._store.begin_step()
-            context = context_for(self._aggregator, self._layout, self._team, self._store, next(self._steps))
-            self._aggregator.all_reduce(self._buffer, self._team, 1.0 / self._team.size, context)
+            context = context_for(self._aggregator, self._layout, team, self._store, next(self._steps))
+            self._aggregator.all_reduce(self._buffer, team, 1.0 / team.size, context)
             self._store.end_bucket(last=True)
-        _finish(self._buffer.device)
-        return (perf_counter_ns() - begun_ns) / 1000 / calls
-
-
-def _slowest(own_us: Sequence[float], team: Team) -> list[float]:
-    """Return the largest of all ranks' times, each for itself."""
-    mine = torch.tensor(own_us, dtype=torch.float64, device=team.default_device)
-    everyone = mine.new_empty(team.size * len(own_us))
-    team.all_gather(everyone, mine)
-    slowest: list[float] = everyone.view(team.size, len(own_us)).amax(0).tolist()
-    return slowest
+        _finish(device)
+        own_us = torch.tensor([(perf_counter_ns() - begun_ns) / 1000 / calls], dtype=torch.float64, device=device)
+        everyone = own_us.new_empty(team.size)
+        team.all_gather(everyone, own_us)
+        return float(everyone.max())
 
 
 def _finish(device: torch.device) -> None:

@@ -9,20 +9,12 @@ from math import isfinite, sqrt
 import torch
 from torch import Tensor
 
-from commopt.aggregate import Aggregator, Auto, Flat, Hierarchical, auto_of, families
+from commopt.aggregate import Aggregator, Flat, Hierarchical, auto_of, families
 from commopt.feedback import Layout
 from commopt.groups import TeamShape
+from commopt.schedule.decision import Option
 
 Gradients = Sequence[tuple[Layout, Tensor]]
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A strategy: how it is called in reports, and the share of the gradient's L2 norm that one encoding leaves out."""
-
-    name: str
-    aggregator: Aggregator
-    error: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -34,51 +26,43 @@ class Family:
     usual: int
 
 
-def exact(team: TeamShape) -> dict[str, Aggregator]:
-    """Return the exact averages; the first is what runs before anything is known."""
-    return {"flat": Flat()} if team.intra is None else {"flat": Flat(), "hierarchical": Hierarchical()}
-
-
-def replaceable(aggregator: Aggregator, team: TeamShape) -> dict[str, Aggregator]:
-    """Return what a plan may choose from, by the name it has in plans: the first is what the user asked for.
+def exact(aggregator: Aggregator, team: TeamShape) -> dict[str, Aggregator]:
+    """Return the exact averages a plan may choose from, by the name they have in plans: the first does without a plan.
 
     An exact average stays one whichever form it takes, so plain Hierarchical() may give way to Flat() where that is
     faster. What rounds, or was asked for in one form, stays as it is.
     """
-    known = {repr(aggregator): aggregator}
-    if aggregator == Hierarchical() and team.intra is not None:
-        known[repr(Flat())] = Flat()
-    return known
+    found: tuple[Aggregator, ...] = (aggregator,)
+    if auto_of(aggregator) is not None:
+        found = (Flat(),) if team.intra is None else (Flat(), Hierarchical())
+    elif aggregator == Hierarchical() and team.intra is not None:
+        found = (aggregator, Flat())
+    return {repr(each): each for each in found}
 
 
 def available(aggregator: Aggregator, team: TeamShape) -> dict[str, Aggregator]:
     """Return all that may average, by the name it has in plans; the first is what does without a plan."""
+    lossy = [strength for family in allowed_families(aggregator, team) for strength in family.strengths]
+    return exact(aggregator, team) | {repr(strength): strength for strength in lossy}
+
+
+def allowed_families(aggregator: Aggregator, team: TeamShape) -> tuple[Family, ...]:
+    """Return what `auto` is allowed beside the exact averages, flat and, where there are two levels, hierarchical."""
     auto = auto_of(aggregator)
     if auto is None:
-        return replaceable(aggregator, team)
-    return {repr(each): each for each in exact(team).values()} | strategies_of(allowed_families(auto, team))
-
-
-def allowed_families(auto: Auto, team: TeamShape) -> tuple[Family, ...]:
-    """Return what is allowed beside the exact averages, flat and, where there are two levels, hierarchical."""
-    known = families()
+        return ()
     forms: dict[str, Callable[[Aggregator], Aggregator]] = {"": lambda aggregator: aggregator}
     if team.intra is not None:
         forms["hierarchical "] = Hierarchical
     return tuple(
         Family(prefix + kind, tuple(form(each.with_dense(auto.dense)) for each in trials.strengths), trials.usual)
-        for kind, trials in known.items()
+        for kind, trials in families().items()
         if kind in auto.allow
         for prefix, form in forms.items()
     )
 
 
-def strategies_of(families: Sequence[Family]) -> dict[str, Aggregator]:
-    """Return every strength by the name it has in plans."""
-    return {repr(strength): strength for family in families for strength in family.strengths}
-
-
-def candidates(families: Sequence[Family], gradients: Gradients, max_error: float | None) -> list[Candidate]:
+def candidates(families: Sequence[Family], gradients: Gradients, max_error: float | None) -> list[Option]:
     """Return one strength of each family: the usual one, or with a limit the strongest that keeps it, if one does.
 
     gradients: flat buffers, with what lies where. Raises FloatingPointError when a gradient is not finite, or all are
@@ -99,6 +83,6 @@ def candidates(families: Sequence[Family], gradients: Gradients, max_error: floa
             left_out = error(strength)
             # What encodes some gradient to no number is no candidate, however strong it may be.
             if isfinite(left_out) and (max_error is None or left_out <= max_error):
-                found.append(Candidate(family.name, strength, left_out))
+                found.append(Option(family.name, repr(strength), left_out, lossy=True))
                 break
     return found

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import astuple, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,18 +37,15 @@ class BucketConfig:
     tuned: Tuned | None = None
 
     @classmethod
-    def read(cls, plan: Any, links: Any, needed_first: bool = False, tuned: Any = None) -> BucketConfig:
+    def read(cls, plan: Any, links: Any, tuned: Any = None) -> BucketConfig:
         """Check what a user passed; paths are read. Raises ConfigurationError."""
-        if not isinstance(needed_first, bool):
-            raise ConfigurationError(f"needed_first is {needed_first!r}; use True or False")
-        if needed_first:
-            warnings.warn(
-                "needed_first=True changes nothing any more: DDP waits for every bucket before the optimizer, so no "
-                "order of them is faster; leave it out",
-                FutureWarning,
-                stacklevel=2,
-            )
-        config = cls(_read_plan(plan), _read_links(links), _read_tuned(tuned))
+        if links is not None:
+            from commopt.cost import Links
+
+            links = _given("links", links, Links, Links.load)
+        if plan is not None and plan not in _KINDS:
+            plan = _given("plan", plan, Plan, lambda path: Plan.from_json(read_text(path)))
+        config = cls(plan, links, None if tuned is None else _given("tuned", tuned, Tuned, Tuned.load))
         if isinstance(config.plan, Plan) and config.tuned is not None:
             raise ConfigurationError("plan= and tuned= both say what to send; pass one of them")
         return config
@@ -101,52 +97,30 @@ def require_fit(tuned: Tuned, aggregator: Aggregator, team: TeamShape) -> None:
         )
 
 
-def _read_plan(plan: Any) -> Plan | str | None:
-    if plan is None or isinstance(plan, Plan) or plan in _KINDS:
-        return plan  # type: ignore[no-any-return]  # checked
-    if not isinstance(plan, (str, Path)):
-        raise ConfigurationError(f"plan is a {type(plan).__name__}; use {_choices()}")
+_CHOICES = {
+    "plan": "'adaptive', 'ddp', a commopt.Plan, or the path of one written with to_json()",
+    "links": "commopt.Links, the path of a file that `python -m commopt probe` wrote, or None to try out messages",
+    "tuned": "what HookState.tuned was, the path of a file it was saved to, or None to tune anew",
+}
+
+
+def _given(name: str, value: Any, kind: type, load: Callable[[str | Path], Any]) -> Any:
+    """Return an option that is an object, or the path of a file that holds one."""
+    if isinstance(value, kind):
+        return value
+    if not isinstance(value, (str, Path)):
+        raise ConfigurationError(f"{name} is a {type(value).__name__}; use {_CHOICES[name]}")
     try:
-        return Plan.from_json(read_text(plan))
+        return load(value)
     except ConfigurationError as error:
-        raise ConfigurationError(f"plan {str(plan)!r}: {error}; use {_choices()}") from None
-
-
-def _read_links(links: Any) -> Links | None:
-    if links is None:
-        return None
-    from commopt.cost import Links
-
-    if isinstance(links, Links):
-        return links
-    if not isinstance(links, (str, Path)):
-        raise ConfigurationError(
-            f"links is a {type(links).__name__}; use commopt.Links, the path of a file that `python -m commopt probe` "
-            f"wrote, or None to try out what messages cost"
-        )
-    return Links.load(links)
-
-
-def _read_tuned(tuned: Any) -> Tuned | None:
-    if isinstance(tuned, Tuned) or tuned is None:
-        return tuned
-    if not isinstance(tuned, (str, Path)):
-        raise ConfigurationError(
-            f"tuned is a {type(tuned).__name__}; use what HookState.tuned was, the path of a file it was saved to, or "
-            f"None to tune anew"
-        )
-    return Tuned.load(tuned)
+        raise ConfigurationError(f"{name}={str(value)!r}: {error}; use {_CHOICES[name]}") from None
 
 
 def _digest(links: Links) -> str:
     """Return what ranks compare: all that prices depend on, whether measured just now or read from a file."""
     table = [
-        (key, [(float(s.from_nbytes), float(s.alpha_us), float(s.beta_us_per_byte)) for s in curve.segments])
+        (key, [tuple(map(float, astuple(segment))) for segment in curve.segments])
         for curves in (links.curves, links.work)
         for key, curve in sorted(curves.items())
     ]
     return sha256(repr(table).encode()).hexdigest()[:16]
-
-
-def _choices() -> str:
-    return f"{', '.join(map(repr, _KINDS))}, a commopt.Plan, or the path of one written with to_json()"

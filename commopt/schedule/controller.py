@@ -7,8 +7,7 @@ it decides is what all do from the next step on. So ranks may differ in what the
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 from weakref import ref
 
@@ -29,7 +28,7 @@ from commopt.schedule.config import BucketConfig, require_fit, require_strategy
 from commopt.schedule.decision import FIRST_CALENDAR, Calendar, Decision, Tuned
 from commopt.schedule.layouts import Layouts
 from commopt.schedule.measure import Measuring
-from commopt.schedule.plan import Group, Plan, Unit
+from commopt.schedule.plan import Group, Plan
 
 if TYPE_CHECKING:
     from commopt.schedule.sync import Meeting, Sync
@@ -72,16 +71,13 @@ class Controller:
         self._shown: list[Layout] = []  # and in the one under way
         self._gradients: list[Tensor] = []
         self._settled = False
-        self._ddp: ref[TorchDDP] | None = None
-        self._sees_forwards = False  # not those of torch.compile(ddp)
-        self._wanted: tuple[Group, ...] = ()  # what DDP's buckets are yet to become
-        self._said_why = False
+        self._of_ddp = reducer.Buckets(layouts.parameters)
 
     # ------------------------------------------------------------------------------------- setting up
 
     def serve(self, ddp: TorchDDP) -> None:
         """Take note of the model, whose buckets can then be made anew where torch allows it."""
-        self._ddp = ref(ddp)
+        self._of_ddp.ddp = ref(ddp)
 
     def begin(self, team: Team, aggregator: Aggregator, config: BucketConfig) -> None:
         """Learn, before the first bucket, who averages, how, and by what plan.
@@ -89,7 +85,7 @@ class Controller:
         Raises as `follow`, and ConfigurationError when links were given that lack what this cluster sends. Not
         collective, but all ranks must call it, and it raises on all or none.
         """
-        self._team, self._config = team, config
+        self._team, self._config, self._of_ddp.speaks = team, config, team.rank == 0
         self._strategies = available(aggregator, team)
         self.aggregator = next(iter(self._strategies.values()))
         self._tunes, self._keeps_residuals = aggregator.tunes, bool(aggregator.residual_paths)
@@ -125,7 +121,7 @@ class Controller:
         self._follow(plan)
 
     def _follow(self, plan: Plan) -> None:
-        self.plan, self._wanted, self._settled = plan, plan.groups, False
+        self.plan, self._of_ddp.wanted, self._settled = plan, plan.groups, False
         self.aggregator = self._strategies[plan.strategy]
         self.changes += 1
 
@@ -138,12 +134,16 @@ class Controller:
         self._drop_meeting()
         self._settled = False
         if buckets:
-            self._wanted = tuple(tuple(piece.name for piece in bucket.pieces) for bucket in buckets)
+            self._of_ddp.wanted = [_names(bucket) for bucket in buckets]
         self._measuring.start_anew(self._first_calendar(step))
         if self._sync is not None:
             self._sync.begin_anew()
         if self._config.plan == "adaptive" or (self._config.plan is None and self._tunes):  # also when frozen
             self.tuned = tuned
+            if self._tunes and not self.frozen:  # a plan that tuning has not come to was on trial
+                plan = None if tuned is None else tuned.plan
+                self.plan, self.aggregator = None, next(iter(self._strategies.values()))
+                self.changes += 1
             if plan is not None:
                 try:
                     self.follow(plan)
@@ -175,13 +175,6 @@ class Controller:
         """Whether lossy averages should be compared with exact ones, for who tunes to see them diverge."""
         return self._tunes and self._keeps_residuals and not self.frozen
 
-    def message_nbytes(self) -> list[int]:
-        """Return how long the messages of a step are, in the order of sending; none before the first step."""
-        return [self._nbytes(_names(bucket)) for bucket in self._buckets]
-
-    def _nbytes(self, names: Iterable[str]) -> int:
-        return sum(self._layouts.parameters[name].nbytes for name in names)
-
     # ------------------------------------------------------------------------------------- every step
 
     def before_forward(self, step: int, *, sends: bool) -> None:
@@ -191,10 +184,11 @@ class Controller:
         """
         if sends:
             self.require_repeatable(step)
-        self._adopt()
-        self._sees_forwards = True
-        if self._wanted and self._layouts.parameters:  # else DDP is yet to show them
-            self._rebuild()
+        if self.pending is not None:
+            self._adopt()
+        self._of_ddp.sees_forwards = True
+        if self._of_ddp.wanted and self._layouts.parameters:  # else DDP is yet to show them
+            self._of_ddp.change(_names(*self._buckets))
 
     def begin_step(self, step: int) -> None:
         """Adopt what was decided if there was no forward to do it, and record what will be measured."""
@@ -224,38 +218,26 @@ class Controller:
         """
         self._settled = self._shown == self._buckets
         self._buckets, gradients, self._gradients = self._shown, self._gradients, []
-        if self._wanted and self._why_not():
-            self._say_why_not()
-            if self._sees_forwards:  # a rank without data, in join(), has seen none yet
-                self._wanted = ()
+        if self._of_ddp.wanted and self._of_ddp.say_why_not() and self._of_ddp.sees_forwards:
+            self._of_ddp.wanted = ()  # a rank without data, in join(), has seen no forward yet
         if not self._measures:
             return None
         self._measuring.end_step(step, device)
         if not self._measuring.calendar.meets(step):
             return None
         assert self._sync is not None  # begun
-        self._say_why_not()
-        movable = self._can_rebuild()
-        groups = tuple(map(_names, self._buckets))
-        strategy = next(iter(self._strategies)) if self.plan is None else self.plan.strategy
-        parameters = self._layouts.parameters
-        parts = [(name,) for group in groups for name in group] if movable else groups
-        units = [Unit(names, self._nbytes(names), 0.0, str(parameters[names[0]].dtype)) for names in parts]
+        self._of_ddp.say_why_not()
         from commopt.schedule.sync import Meeting
 
         return Meeting(
             sync=self._sync,
             step=step,
-            steps=range(self._measuring.calendar.measure_from, step + 1),
-            units=tuple(units),
-            plan=Plan(groups, strategy, "found"),
-            buckets=tuple(self._buckets),
-            dtype=_main_dtype(parameters.values()),
-            settled=self._settled,
-            movable=movable,
-            overhead_us=overhead_us,
+            measuring=self._measuring,
+            strategy=next(iter(self._strategies)) if self.plan is None else self.plan.strategy,
             gradients=list(zip(self._buckets, gradients, strict=True)),
-            taken=self._measuring.taken(),
+            settled=self._settled,
+            movable=self._of_ddp.can_change(_names(*self._buckets)),
+            overhead_us=overhead_us,
             tuned=self.tuned,
             gradient_cosine=gradient_cosine,
             store=store,
@@ -280,8 +262,7 @@ class Controller:
 
     def _adopt(self) -> None:
         """Do what the last meeting decided."""
-        if self.pending is None:
-            return
+        assert self.pending is not None
         self.pending.wait()
         assert self._sync is not None  # which decided
         decision = self._sync.decision
@@ -302,47 +283,6 @@ class Controller:
                     _log.warning("%s", decision.warning)
         self.pending = None  # only now: after Ctrl-C above this rank would go another way than the others
 
-    # ------------------------------------------------------------------------------------- DDP's buckets
-
-    def _why_not(self) -> str:
-        """Say why DDP cannot ever be given other buckets, or nothing."""
-        ddp = self._model()
-        if ddp is None:
-            return "the hook does not know its DDP model; use commopt.attach"
-        if not self._sees_forwards:
-            return "no forward of the DDP model is seen, as where it is compiled from outside; compile the module in it"
-        return reducer.why_not(ddp, self._layouts.parameters)
-
-    def _say_why_not(self) -> None:
-        """Say on the first rank, once, why DDP's own buckets stay, if they do."""
-        if not self._said_why and (why_not := self._why_not()):
-            self._said_why = True
-            if self._team is not None and self._team.rank == 0:
-                _log.warning("DDP's own buckets stay: %s", why_not)
-
-    def _can_rebuild(self) -> bool:
-        """Return whether DDP can be given other buckets before the next forward."""
-        ddp, parameters = self._model(), self._layouts.parameters
-        shown = {name for bucket in self._buckets for name in _names(bucket)}
-        if ddp is None or self._why_not() or (shown and shown != parameters.keys()):
-            return False
-        return reducer.can_rebuild(ddp, parameters.values())
-
-    def _rebuild(self) -> None:
-        """Give DDP the buckets of the plan, or of a checkpoint, if it can have them now."""
-        ddp, parameters = self._model(), self._layouts.parameters
-        names = {name for group in self._wanted for name in group}
-        if names != parameters.keys():  # a checkpoint's, of another model
-            self._wanted = ()
-        elif ddp is not None and self._can_rebuild():
-            reducer.rebuild(ddp, [[parameters[name] for name in group] for group in self._wanted])
-            self._wanted = ()
-
-    def _model(self) -> TorchDDP | None:
-        return None if self._ddp is None else self._ddp()
-
-    # ------------------------------------------------------------------------------------- meetings
-
     def _drop_meeting(self) -> None:
         """Let a meeting that is under way end without consequences."""
         if self.pending is not None:
@@ -350,13 +290,5 @@ class Controller:
             self.pending = None
 
 
-def _names(bucket: Layout) -> Group:
-    return tuple(piece.name for piece in bucket.pieces)
-
-
-def _main_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
-    """Return the dtype of most bytes."""
-    totals: Counter[torch.dtype] = Counter()
-    for tensor in tensors:
-        totals[tensor.dtype] += tensor.nbytes
-    return totals.most_common(1)[0][0]
+def _names(*buckets: Layout) -> Group:
+    return tuple(piece.name for bucket in buckets for piece in bucket.pieces)

@@ -6,10 +6,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from commopt.aggregate import Aggregator
-from commopt.document import field, load, read_text, require_text, require_time, require_whole
+from commopt.document import load, read_as, read_text, require_text, require_whole
 from commopt.errors import ConfigurationError
 from commopt.schedule.estimate import ms
 from commopt.schedule.plan import Plan, Prediction
@@ -43,6 +42,19 @@ FIRST_CALENDAR = Calendar(3, 3 + WINDOW_STEPS - 1)  # DDP makes its buckets anew
 
 
 @dataclass(frozen=True)
+class Option:
+    """A strategy to choose from; error: the share of the gradient's L2 norm that one encoding leaves out.
+
+    lossy: whether it is only worth its error where it pays against what is exact.
+    """
+
+    name: str
+    strategy: str
+    error: float = 0.0
+    lossy: bool = False
+
+
+@dataclass(frozen=True)
 class Tried:
     """One candidate: what was predicted of a step, and what was measured; None where it was not tried.
 
@@ -56,29 +68,6 @@ class Tried:
     predicted_exposed_us: float
     step_us: float | None = None
     exposed_us: float | None = None
-
-    def __post_init__(self) -> None:
-        require_text(self.name, "tuned: a name")
-        require_text(self.strategy, f"tuned, {self.name}: strategy")
-        for name in ("error", "predicted_step_us", "predicted_exposed_us"):
-            require_time(getattr(self, name), f"tuned, {self.name}: {name}")
-        for name in ("step_us", "exposed_us"):
-            if getattr(self, name) is not None:
-                require_time(getattr(self, name), f"tuned, {self.name}: {name}")
-
-    @classmethod
-    def from_entry(cls, entry: Any) -> Tried:
-        """Read it out of a JSON document; raises ConfigurationError for anything else."""
-        where = "tuned, a candidate"
-        return cls(
-            name=field(entry, "name", str, where),
-            strategy=field(entry, "strategy", str, where),
-            error=field(entry, "error", float, where),
-            predicted_step_us=field(entry, "predicted_step_us", float, where),
-            predicted_exposed_us=field(entry, "predicted_exposed_us", float, where),
-            step_us=None if entry.get("step_us") is None else field(entry, "step_us", float, where),
-            exposed_us=None if entry.get("exposed_us") is None else field(entry, "exposed_us", float, where),
-        )
 
 
 @dataclass(frozen=True)
@@ -114,23 +103,13 @@ class Tuned:
 
     def to_json(self) -> str:
         """Return a text from which `from_json` makes an equal outcome."""
-        plan = None if self.plan is None else json.loads(self.plan.to_json())
-        return json.dumps({"format": _FORMAT, **asdict(self), "plan": plan}, indent=1)
+        return json.dumps({"format": _FORMAT, **asdict(self)}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Tuned:
         """Read what `to_json` wrote; raises ConfigurationError for anything else."""
-        document = load(text, "tuned", _FORMAT)
-        plan = document.get("plan")
-        return cls(
-            name=field(document, "name", str, "tuned"),
-            allow=tuple(field(document, "allow", list, "tuned")),
-            nodes=tuple(field(document, "nodes", list, "tuned")),
-            steps=field(document, "steps", int, "tuned"),
-            considered=tuple(Tried.from_entry(entry) for entry in field(document, "considered", list, "tuned")),
-            plan=None if plan is None else Plan.from_json(json.dumps(plan)),
-            reason=field(document, "reason", str, "tuned"),
-        )
+        tuned: Tuned = read_as(cls, load(text, "tuned", _FORMAT), "tuned")
+        return tuned
 
     def save(self, path: str | Path) -> None:
         """Write it to a file."""
@@ -179,27 +158,13 @@ class Decision:
 
     def to_json(self) -> str:
         """Return a text from which `from_json` makes an equal decision."""
-        plan = None if self.plan is None else self.plan.to_json()
-        predicted = None if self.predicted is None else asdict(self.predicted)
-        tuned = None if self.tuned is None else self.tuned.to_json()
-        document = {"format": _FORMAT, "plan": plan, "predicted": predicted, "tuned": tuned, "try_out": self.try_out}
-        return json.dumps({**document, "reason": self.reason, "warning": self.warning, **asdict(self.calendar)})
+        return json.dumps({"format": _FORMAT, **asdict(self)})
 
     @classmethod
     def from_json(cls, text: str) -> Decision:
         """Read what `to_json` wrote; raises ConfigurationError for anything else."""
-        document = load(text, "decision", _FORMAT)
-        plan, predicted, tuned = (document.get(name) for name in ("plan", "predicted", "tuned"))
-        dates = [field(document, name, int, "decision") for name in ("measure_from", "meet_at")]
-        return cls(
-            plan=None if plan is None else Plan.from_json(plan),
-            calendar=Calendar(*dates),
-            reason=field(document, "reason", str, "decision"),
-            predicted=None if predicted is None else Prediction.from_entry(predicted, "decision, predicted"),
-            tuned=None if tuned is None else Tuned.from_json(tuned),
-            try_out=field(document, "try_out", bool, "decision"),
-            warning=field(document, "warning", str, "decision"),
-        )
+        decision: Decision = read_as(cls, load(text, "decision", _FORMAT), "decision")
+        return decision
 
 
 # ------------------------------------------------------------------------------------------- in words
@@ -211,9 +176,9 @@ def explain(aggregator: Aggregator | None, tuned: Tuned | None, decisions: Seque
     """Return what is used, what it was compared with, what each message does, and the last decision."""
     lines = [f"asked for: {aggregator if aggregator is not None else 'what the hook stands for'}"]
     if tuned is not None:
-        rows = [_COLUMNS, *(_row(tried, tuned) for tried in tuned.considered)]
-        widths = [max(len(row[place]) for row in rows) for place in range(len(_COLUMNS))]
-        table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        from commopt.display import aligned
+
+        table = aligned(_COLUMNS, [_row(tried, tuned) for tried in tuned.considered], left=len(_COLUMNS))
         lines += [f"used: {tuned.reason}", "", *table, "", *_messages(tuned.plan), ""]
     last = decisions[-1].reason if decisions else "nothing was decided yet"
     return "\n".join([*lines, f"last decision: {last}"])

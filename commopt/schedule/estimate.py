@@ -56,13 +56,9 @@ class Estimate:
         error = max(hypot(self.error, other.error), abs(self.value - other.value)) / 2
         return Estimate((self.value + other.value) / 2, error)
 
-    def exceeds(self, other: Estimate, least: float) -> bool:
-        """Return whether this is larger by more than `least`, and by more than noise explains."""
-        return self.value - other.value > max(least, SIGNIFICANT_ERRORS * hypot(self.error, other.error))
-
     def differs(self, other: Estimate, least: float) -> bool:
-        """Return whether one of the two exceeds the other."""
-        return self.exceeds(other, least) or other.exceeds(self, least)
+        """Return whether the two are further apart than `least`, and than noise explains."""
+        return abs(self.value - other.value) > max(least, SIGNIFICANT_ERRORS * hypot(self.error, other.error))
 
     def drifted(self, before: Estimate, share: float) -> bool:
         """Return whether the larger exceeds the smaller by more than this share of the smaller."""

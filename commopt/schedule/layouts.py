@@ -8,7 +8,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from glob import escape
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,6 +18,8 @@ from commopt.errors import CommoptError, ConfigurationError
 from commopt.feedback import Layout, matches
 
 _log = logging.getLogger("commopt")
+
+T = TypeVar("T")
 
 _COMPILED = "_orig_mod"  # what torch.compile calls the module inside of its own
 
@@ -57,8 +59,8 @@ class Layouts:
             self._known[key] = self._describe(bucket, parameters)
         return self._known[key]
 
-    def resolved(self, aggregator: Aggregator, *, warn: bool) -> Aggregator:
-        """Return `aggregator` with patterns of `dense` that know a shared parameter by all of its names.
+    def resolved(self, aggregator: T, *, warn: bool) -> T:
+        """Return `aggregator`, or what else has `dense`, with patterns that know a shared parameter by all its names.
 
         warn: log the patterns that match nothing.
         """
@@ -73,6 +75,10 @@ class Layouts:
                     self._warn_of_unmatched(value)
         differs = any(value != getattr(aggregator, name) for name, value in changes.items())
         return replace(aggregator, **changes) if differs else aggregator  # type: ignore[type-var]
+
+    def also_called(self, name: str, called: str) -> None:
+        """Let patterns that match a parameter's `name` mean `called`, under which a part of it is sent."""
+        self._called[name] = called
 
     def _further_patterns(self, patterns: tuple[str, ...]) -> tuple[str, ...]:
         meant = dict.fromkeys(called for name, called in self._called.items() if called and matches(name, patterns))
@@ -144,23 +150,17 @@ def require_same_parameters(saved: Mapping[str, int], current: Mapping[str, int]
     """Raise ConfigurationError that names the parameters which differ; there is nothing to compare with when none."""
     if not current or saved == current:
         return
-    absent = sorted(saved.keys() - current.keys())
-    added = sorted(current.keys() - saved.keys())
-    resized = [
-        f"{name} ({saved[name]} elements, now {current[name]})"
-        for name in sorted(saved.keys() & current.keys())
-        if saved[name] != current[name]
-    ]
-    differences = [
-        f"{what}: {', '.join(names)}"
-        for what, names in (
-            ("only in the checkpoint", absent),
-            ("only in the model", added),
-            ("of another size", resized),
-        )
-        if names
-    ]
+    differences = {
+        "only in the checkpoint": sorted(saved.keys() - current.keys()),
+        "only in the model": sorted(current.keys() - saved.keys()),
+        "of another size": [
+            f"{name} ({saved[name]} elements, now {current[name]})"
+            for name in sorted(saved.keys() & current.keys())
+            if saved[name] != current[name]
+        ],
+    }
+    told = "; ".join(f"{what}: {', '.join(names)}" for what, names in differences.items() if names)
     raise ConfigurationError(
-        f"the checkpoint's residuals belong to another model; {'; '.join(differences)}. Load it into the model it was "
-        f"made with, or start without it"
+        f"the checkpoint's residuals belong to another model; {told}. Load it into the model it was made with, or "
+        f"start without it"
     )

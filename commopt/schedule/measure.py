@@ -88,9 +88,13 @@ class Measuring:
             self._readiness = Readiness(device)
             self._readiness.start(self._parameters)
 
-    def taken(self) -> Taken:
-        """Return where to read, on the lane, what was measured up to now."""
-        return Taken(self._recorder, self._readiness)
+    def records(self) -> dict[int, StepRecord]:
+        """Return the recorded steps by number; waits for the device."""
+        return {record.step: record for record in self._recorder.steps()}
+
+    def ready_us(self) -> dict[int, dict[str, float]]:
+        """Return by step and parameter when gradients were ready, in microseconds; waits for the device."""
+        return {} if self._readiness is None else self._readiness.times_us()
 
     def stop(self) -> None:
         """Measure no more, until the calendar says so again."""
@@ -107,27 +111,12 @@ class Measuring:
 
 
 @dataclass(frozen=True)
-class Taken:
-    """Measurements of this rank; reading them waits for the device."""
-
-    recorder: Recorder
-    readiness: Readiness | None
-
-    def records(self) -> dict[int, StepRecord]:
-        """Return the recorded steps by number."""
-        return {record.step: record for record in self.recorder.steps()}
-
-    def ready_us(self) -> dict[int, dict[str, float]]:
-        """Return by step and parameter when gradients were ready, in microseconds."""
-        return {} if self.readiness is None else self.readiness.times_us()
-
-
-@dataclass(frozen=True)
 class StepTimes:
-    """Times of the last rank that knows, one row for each step, NaN where none does; microseconds.
+    """Times of the last rank that knows, one row for each step, NaN where none does; microseconds, on one clock.
 
     begin_us: when the step before was reduced. ready_us: a column for each unit.
-    started_us, finished_us: a column for each message. It could start when it was ready and the one before was done.
+    started_us, finished_us: a column for each message, in the order of the lane. It could start, on a rank, when its
+    last gradient was ready and the one before had finished there; `started_us` is when it could on the last rank.
     """
 
     begin_us: Times  # [steps]
@@ -183,8 +172,8 @@ def own_times(
     return StepTimes.of_table(table, messages)
 
 
-def latest(team: Team, own: StepTimes) -> tuple[StepTimes, tuple[float, ...]]:
-    """Return the latest times of all ranks, and by how much each rank's backward ends after the first rank's.
+def latest(team: Team, own: StepTimes) -> StepTimes:
+    """Return the latest times of all ranks.
 
     Right on the team's first rank, the others get those of a part. Collective, on a lane. A collective can begin when
     the last rank is ready for it, which is why the latest times count.
@@ -192,7 +181,6 @@ def latest(team: Team, own: StepTimes) -> tuple[StepTimes, tuple[float, ...]]:
     from commopt.timeline import measure_offsets
 
     table = own.table() + measure_offsets(team).offset_us[team.rank]
-    ends_us = [np.frombuffer(part) for part in gather_bytes(team, table[:, 1].tobytes())]
     for level in (team,) if team.intra is None else (team.intra, team.inter):
         if level is not None:
             parts = gather_bytes(level, table.tobytes())
@@ -200,7 +188,4 @@ def latest(team: Team, own: StepTimes) -> tuple[StepTimes, tuple[float, ...]]:
     times = StepTimes.of_table(table, own.started_us.shape[1])
     # DDP takes a gradient that no rank has used in a step to be there from the start.
     unused = np.isnan(times.ready_us)
-    times = replace(times, ready_us=np.where(unused, times.begin_us[:, None], times.ready_us))
-    lateness = [end - ends_us[0] for end in ends_us]
-    known = [late[~np.isnan(late)] for late in lateness]
-    return times, tuple(float(np.median(late)) if len(late) else 0.0 for late in known)
+    return replace(times, ready_us=np.where(unused, times.begin_us[:, None], times.ready_us))

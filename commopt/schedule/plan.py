@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from commopt.document import field, load, require_text, require_time, require_whole
+from commopt.document import load, read_as, require_text, require_time, require_whole
 from commopt.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -54,23 +54,6 @@ class Prediction:
     exposed_us: float
     communication_us: float
     group_finish_us: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        for name in ("compute_us", "finish_us", "exposed_us", "communication_us"):
-            require_time(getattr(self, name), f"prediction: {name}")
-        for time_us in self.group_finish_us:
-            require_time(time_us, "prediction: group_finish_us")
-
-    @classmethod
-    def from_entry(cls, entry: Any, where: str) -> Prediction:
-        """Read a prediction out of a JSON document; raises ConfigurationError for anything else."""
-        return cls(
-            compute_us=field(entry, "compute_us", float, where),
-            finish_us=field(entry, "finish_us", float, where),
-            exposed_us=field(entry, "exposed_us", float, where),
-            communication_us=field(entry, "communication_us", float, where),
-            group_finish_us=tuple(field(entry, "group_finish_us", list, where)),
-        )
 
 
 def simulate(units: Sequence[Unit], groups: Sequence[Group], strategy: str, costs: Costs) -> Prediction:
@@ -152,15 +135,8 @@ class Plan:
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """Read what `to_json` wrote; raises ConfigurationError for anything else."""
-        document = load(text, "plan", _FORMAT)
-        predicted = document.get("predicted")
-        groups = field(document, "groups", list, "plan")
-        return cls(
-            groups=tuple(tuple(group) if isinstance(group, list) else group for group in groups),
-            strategy=field(document, "strategy", str, "plan"),
-            origin=field(document, "origin", str, "plan"),
-            predicted=None if predicted is None else Prediction.from_entry(predicted, "plan, predicted"),
-        )
+        plan: Plan = read_as(cls, load(text, "plan", _FORMAT), "plan")
+        return plan
 
 
 def _require_names(names: object, what: str) -> None:

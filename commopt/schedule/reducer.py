@@ -10,8 +10,9 @@ ranks make would hang. All ranks have the same plan, so it is done at once, and 
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -21,6 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+_log = logging.getLogger("commopt")
 
 _NEEDED = (
     "_bucket_config",
@@ -32,6 +35,59 @@ _NEEDED = (
     "_use_python_reducer",
 )
 _NEEDED_OF_REDUCER = ("_push_all_rebuilt_params", "_rebuild_buckets", "_update_process_group")
+
+
+class Buckets:
+    """Gives a DDP model the buckets that are wanted, as soon as it can have them.
+
+    parameters: those whose gradients it averages, by name, once they are known. ddp: returns it, while it is known.
+    wanted: what its buckets are yet to become, () when nothing. sees_forwards: not those of torch.compile(ddp).
+    speaks: whether this rank says what cannot be.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self.ddp: Callable[[], TorchDDP | None] = lambda: None
+        self.wanted: Sequence[Sequence[str]] = ()
+        self.sees_forwards = self.speaks = False
+        self._parameters = parameters
+
+    def why_not(self) -> str:
+        """Say why DDP cannot ever be given other buckets, or nothing."""
+        ddp = self.ddp()
+        if ddp is None:
+            return "the hook does not know its DDP model; use commopt.attach"
+        if not self.sees_forwards:
+            return "no forward of the DDP model is seen, as where it is compiled from outside; compile the module in it"
+        return why_not(ddp, self._parameters)
+
+    def say_why_not(self) -> str:
+        """Say, and log once, why DDP's own buckets stay, if they do."""
+        why = self.why_not()
+        if why and self.speaks:
+            self.speaks = False
+            _log.warning("DDP's own buckets stay: %s", why)
+        return why
+
+    def can_change(self, shown: Collection[str]) -> bool:
+        """Return whether DDP can be given other buckets now, alike on all ranks. shown: what is in those it has."""
+        ddp, known = self.ddp(), self._parameters
+        if ddp is None or self.why_not() or (shown and set(shown) != known.keys()):
+            return False
+        if is_capturing():
+            return False
+        # A new reducer knows what trains now. A parameter that is frozen for a while (a discriminator, while the
+        # generator learns) would be left out for ever, and its gradients would never be averaged again.
+        trained = ddp._build_params_for_reducer()[0] if all(each.requires_grad for each in known.values()) else []
+        return len(trained) == len(known) and set(map(id, trained)) == set(map(id, known.values()))
+
+    def change(self, shown: Collection[str]) -> None:
+        """Give DDP the buckets that are wanted, if it can have them now."""
+        ddp = self.ddp()
+        if set(chain.from_iterable(self.wanted)) != self._parameters.keys():  # a checkpoint's, of another model
+            self.wanted = ()
+        elif ddp is not None and self.can_change(shown):
+            rebuild(ddp, [[self._parameters[name] for name in group] for group in self.wanted])
+            self.wanted = ()
 
 
 def why_not(ddp: TorchDDP, parameters: Mapping[str, Tensor]) -> str:
@@ -47,26 +103,11 @@ def why_not(ddp: TorchDDP, parameters: Mapping[str, Tensor]) -> str:
         return "DDP_SET_LAST_BUCKET_CAP=1 is set"
     if ddp._use_python_reducer or ddp.mixed_precision is not None or ddp.static_graph:
         return "DDP was made with static_graph, mixed_precision or the Python reducer"
+    if ddp._join_config.enable:  # in it a rank without data makes no forward, which is when buckets change
+        return "DDP.join() was used, and torch keeps its flag afterwards"
     if len({(parameter.dtype, parameter.device) for parameter in parameters.values()}) > 1:
         return "parameters have several dtypes or devices, whose buckets interleave"
     return ""
-
-
-def can_rebuild(ddp: TorchDDP, parameters: Iterable[Tensor]) -> bool:
-    """Return whether `ddp`, which averages the gradients of `parameters`, can be given other buckets of them now.
-
-    Only of one that supports it. Alike on all ranks, if what is frozen is.
-    """
-    # In join() a rank without data makes no forward, which is when buckets change.
-    if ddp._join_config.enable or is_capturing():
-        return False
-    # A new reducer knows what trains now. A parameter that is frozen for a while (a discriminator, while the generator
-    # learns) would be left out for ever, and its gradients would never be averaged again.
-    known = list(parameters)
-    if not all(parameter.requires_grad for parameter in known):
-        return False
-    trained = ddp._build_params_for_reducer()[0]
-    return len(trained) == len(known) and set(map(id, trained)) == set(map(id, known))
 
 
 def is_capturing() -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from time import perf_counter
@@ -12,7 +13,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from commopt.aggregate import Aggregator, auto_of
+from commopt.aggregate import Aggregator, Flat, Hierarchical, auto_of
 from commopt.feedback import Layout, ResidualStore
 from commopt.feedback.quality import GradientCosine
 from commopt.groups import Team, broadcast_bytes
@@ -24,51 +25,40 @@ from commopt.schedule.calibration import (
     prices_from_points,
     samples_of,
 )
-from commopt.schedule.candidates import (
-    Family,
-    allowed_families,
-    available,
-    candidates,
-    exact,
-    replaceable,
-)
+from commopt.schedule.candidates import Family, allowed_families, available, candidates, exact
 from commopt.schedule.config import BucketConfig
-from commopt.schedule.decision import Calendar, Decision, Tuned
-from commopt.schedule.measure import StepTimes, Taken, latest, own_times
+from commopt.schedule.decision import Calendar, Decision, Option, Tuned
+from commopt.schedule.measure import Measuring, StepTimes, latest, own_times
 from commopt.schedule.plan import Plan, Unit
-from commopt.schedule.prices import Costs, PriceTable
+from commopt.schedule.prices import Costs
 from commopt.schedule.search import Search
-from commopt.schedule.trials import Option
 from commopt.schedule.window import GradientQuality, Window
 
 _log = logging.getLogger("commopt")
 
 _NOTICED_S = 3.0  # a training that stands still for so long looks like one that hangs
 _BUDGET_OF_EACH_S = 1.0
+_PLAIN = {repr(Flat()): "flat", repr(Hierarchical()): "hierarchical"}
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """What all ranks know alike when they meet after `step`: the steps that were measured, and what these sent.
+    """What all ranks know alike when they meet after `step`, and what this one measured.
 
-    plan: the messages as they were sent. buckets: DDP's. settled: whether the last step had the buckets of the one
-    before. movable: whether DDP can be given others. gradients: averages, with what lies where. taken: what was
-    measured here. gradient_cosine, store: where to read how well compressed updates follow them; None where nothing is
+    strategy, gradients: what averaged the last step, and the averages by bucket, with what lies where. settled: whether
+    the last step had the buckets of the one before. movable: whether DDP can be given others.
+    gradient_cosine, store: where to read how well compressed updates follow the gradients; None where nothing is
     compressed. tuned: what tuning has come to.
     """
 
     sync: Sync
     step: int
-    steps: range
-    units: tuple[Unit, ...]
-    plan: Plan
-    buckets: tuple[Layout, ...]
-    dtype: torch.dtype
+    measuring: Measuring
+    strategy: str
+    gradients: Sequence[tuple[Layout, Tensor]]
     settled: bool
     movable: bool
     overhead_us: float
-    gradients: Sequence[tuple[Layout, Tensor]]
-    taken: Taken
     tuned: Tuned | None
     gradient_cosine: GradientCosine | None = None
     store: ResidualStore | None = None
@@ -79,9 +69,35 @@ class Meeting:
         return f"planning after step {self.step}"
 
     @cached_property
+    def units(self) -> tuple[Unit, ...]:
+        """The smallest things that can move: gradients or, where these have to stay, DDP's buckets."""
+        return tuple(
+            Unit(
+                tuple(piece.name for piece in pieces), sum(each.numel for each in pieces) * buffer.itemsize, 0.0, dtype
+            )
+            for layout, buffer in self.gradients
+            for pieces in ([(piece,) for piece in layout.pieces] if self.movable else [layout.pieces])
+            for dtype in [str(buffer.dtype)]
+        )
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The messages as they were sent."""
+        groups = (tuple(piece.name for piece in layout.pieces) for layout, _ in self.gradients)
+        return Plan(tuple(groups), self.strategy, "found")
+
+    @cached_property
     def whole(self) -> Layout:
         """All parameters, as if they were one bucket."""
-        return Layout(tuple(piece for bucket in self.buckets for piece in bucket.pieces))
+        return Layout(tuple(piece for layout, _ in self.gradients for piece in layout.pieces))
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """The dtype of most bytes."""
+        nbytes: Counter[torch.dtype] = Counter()
+        for _, buffer in self.gradients:
+            nbytes[buffer.dtype] += buffer.nbytes
+        return nbytes.most_common(1)[0][0]
 
     def hold(self) -> None:
         """Meet, on the lane: afterwards `sync.decision` is the same on every rank."""
@@ -104,119 +120,87 @@ class Sync:
     def __init__(self, team: Team, aggregator: Aggregator, config: BucketConfig) -> None:
         self.decision: Decision | None = None
         self.step = 0
+        self.is_leader = team.rank == 0
+        self.strategies: Mapping[str, Aggregator] = available(aggregator, team)
         self._team, self._links = team, config.links
         self._auto = auto_of(aggregator)
-        self._families = () if self._auto is None else allowed_families(self._auto, team)
-        self._exact = replaceable(aggregator, team)
-        if self._auto is not None:
-            self._exact = {repr(each): each for each in exact(team).values()}
-        self.strategies: Mapping[str, Aggregator] = available(aggregator, team)
+        self._exact, self._families = exact(aggregator, team), allowed_families(aggregator, team)
         self._options: list[Option] | None = None
         self._points: dict[str, Points] | None = None
-        self._prices: dict[str, PriceTable] | None = None
         self._search: Search | None = None
 
-    @property
-    def is_leader(self) -> bool:
-        """Whether this rank decides."""
-        return self._team.rank == 0
-
     def begin_anew(self) -> None:
-        """Forget what was measured and decided so far, but for prices."""
+        """Forget what was measured and decided so far, but for what messages cost."""
         self._search = None
 
     def hold(self, meeting: Meeting) -> None:
         """Meet: afterwards `decision` is the same on every rank."""
-        records = meeting.taken.records() if meeting.settled else {}
-        messages = len(meeting.plan.groups)
-        own = own_times(records, meeting.taken.ready_us(), meeting.steps, meeting.units, messages)
-        times, lateness_us = latest(self._team, own)
+        steps = range(meeting.measuring.calendar.measure_from, meeting.step + 1)
+        records = meeting.measuring.records() if meeting.settled else {}
+        ready_us = meeting.measuring.ready_us()
+        own = own_times(records, ready_us, steps, meeting.units, len(meeting.gradients))
+        times = latest(self._team, own)
         try_out = self.decision is not None and self.decision.try_out
         self.step, self.decision = meeting.step, None
-        if self._options is None or meeting.plan.strategy not in self._chosen:
-            answer = json.loads(self._from_leader(self._find_options(meeting) if self.is_leader else ""))
+        if self._options is None or meeting.strategy not in [option.strategy for option in self._options]:
+            answer = json.loads(self._from_leader(meeting, lambda: self._find_options(meeting)) or '""')
             if isinstance(answer, str):
                 if answer:  # as a GradScaler has them while it looks for its scale
-                    calendar = Calendar(meeting.step + 1, meeting.step + len(meeting.steps))
+                    calendar = Calendar(meeting.step + 1, meeting.step + len(steps))
                     self.decision = Decision(None, calendar, f"measuring again: {answer}")
                 return
             self._options, self._points, self._search = [Option(**entry) for entry in answer], None, None
+        chosen = {option.strategy: self.strategies[option.strategy] for option in self._options}
         if self._points is None or try_out:
-            self._points = {} if self._links is not None else self._try_out(meeting)
-            self._prices = None
-        decided = self._from_leader(self._decide(meeting, times, lateness_us) if self.is_leader else "")
+            self._points = {} if self._links is not None else self._try_out(meeting, chosen)
+            try_out = True
+        decided = self._from_leader(meeting, lambda: self._decide(meeting, chosen, times, anew=try_out))
         self.decision = Decision.from_json(decided) if decided else None
 
-    def _from_leader(self, text: str) -> str:
+    def _from_leader(self, meeting: Meeting, say: Callable[[], str]) -> str:
+        """Return what rank 0 says, "" where it fails: a plan is worth having, but not at the price of the training."""
+        text = ""
+        if self.is_leader:
+            try:
+                text = say()
+            except Exception:
+                _log.exception("no plan could be made after step %d; buckets stay as they are", meeting.step)
         return broadcast_bytes(self._team, text.encode() if self.is_leader else None, 0).decode()
 
     def _find_options(self, meeting: Meeting) -> str:
-        """Return as JSON what may be chosen, or why that cannot be known yet, "" if it never will be."""
-        try:
-            options = [Option(str(each), name) for name, each in self._exact.items()]
-            if self._auto is not None:
-                names = {repr(each): name for name, each in exact(self._team).items()}
-                options = [Option(names[name], name) for name in self._exact]
-                found = candidates(self._families, meeting.gradients, self._auto.max_error) if self._families else []
-                running = meeting.plan.strategy
-                if running not in [*self._exact, *(repr(each.aggregator) for each in found)]:
+        """Return as JSON what may be chosen, or why that cannot be known yet."""
+        options = [Option(_PLAIN.get(name, str(each)), name) for name, each in self._exact.items()]
+        if self._auto is not None:
+            try:
+                options += candidates(self._families, meeting.gradients, self._auto.max_error) if self._families else []
+                if meeting.strategy not in [option.strategy for option in options]:
                     # An earlier run's choice, where max_error chose another strength of the family then.
-                    aggregator = self.strategies[running]
-                    found += candidates([Family(str(aggregator), (aggregator,), 0)], meeting.gradients, None)
-                options += [Option(each.name, repr(each.aggregator), each.error, lossy=True) for each in found]
-            return json.dumps([asdict(option) for option in options])
-        except FloatingPointError as error:
-            return json.dumps(str(error))
-        except Exception:  # a plan is worth having, but not at the price of the training
-            _log.exception("no plan could be made after step %d; buckets stay as they are", meeting.step)
-            return json.dumps("")
+                    running = self.strategies[meeting.strategy]
+                    options += candidates([Family(str(running), (running,), 0)], meeting.gradients, None)
+            except FloatingPointError as error:
+                return json.dumps(str(error))
+        return json.dumps([asdict(option) for option in options])
 
-    def _decide(self, meeting: Meeting, times: StepTimes, lateness_us: Sequence[float]) -> str:
-        """Return the decision as JSON, "" if there is none."""
-        try:
-            window = Window.of(
-                meeting.plan,
-                meeting.units,
-                times.begin_us,
-                times.compute_end_us,
-                times.ready_us,
-                times.started_us,
-                times.finished_us,
-                lateness_us,
-            )
-            priced = self._prices is not None
-            if self._prices is None:
-                self._prices = self._price(meeting)
-            costs = Costs(self._prices, meeting.overhead_us)
+    def _decide(self, meeting: Meeting, chosen: Mapping[str, Aggregator], times: StepTimes, *, anew: bool) -> str:
+        """Return the decision as JSON. anew: whether messages were tried out just now."""
+        window = Window.of(meeting.plan, meeting.units, times)
+        if anew or self._search is None:
+            prices = prices_from_points(self._points or {}, meeting.whole, meeting.dtype)
+            if self._links is not None:
+                prices = prices_from_links(chosen, meeting.whole, meeting.dtype, self._team, self._links)
+            costs = Costs(prices, meeting.overhead_us)
             if self._search is None:
-                self._search = self._begin_search(costs, meeting.tuned)
-            elif not priced:
+                auto, nodes = self._auto, self._team.ranks_per_node
+                tuning = () if auto is None else (auto.max_trials, tuple(auto.allow), nodes, meeting.tuned)
+                # No message larger than what was tried: scratch grows with the largest.
+                self._search = Search(self._options or [], costs, LARGEST_NBYTES, *tuning)
+            else:
                 self._search.reprice(costs)
-            return self._search.decide(
-                replace(window, quality=meeting.quality(), movable=meeting.movable), meeting.step
-            ).to_json()
-        except Exception:
-            _log.exception("no plan could be made after step %d; buckets stay as they are", meeting.step)
-            return ""
+        window = replace(window, quality=meeting.quality(), movable=meeting.movable)
+        return self._search.decide(window, meeting.step).to_json()
 
-    def _begin_search(self, costs: Costs, tuned: Tuned | None) -> Search:
-        assert self._options is not None  # found
-        if self._auto is None:
-            # No message larger than what was tried: scratch grows with the largest.
-            return Search(self._options, costs, LARGEST_NBYTES)
-        auto = self._auto
-        nodes = self._team.ranks_per_node
-        return Search(self._options, costs, LARGEST_NBYTES, auto.max_trials, tuple(auto.allow), nodes, tuned)
-
-    # ------------------------------------------------------------------------------------- prices
-
-    @property
-    def _chosen(self) -> dict[str, Aggregator]:
-        assert self._options is not None  # found
-        return {option.strategy: self.strategies[option.strategy] for option in self._options}
-
-    def _try_out(self, meeting: Meeting) -> dict[str, Points]:
-        chosen, samples = self._chosen, samples_of(meeting.whole, meeting.dtype.itemsize)
+    def _try_out(self, meeting: Meeting, chosen: Mapping[str, Aggregator]) -> dict[str, Points]:
+        samples = samples_of(meeting.whole, meeting.dtype.itemsize)
         budget_s = len(chosen) * _BUDGET_OF_EACH_S
         if self.is_leader:
             # Without logging set up only warnings are seen, and nobody looks for the cause of a short wait.
@@ -227,8 +211,3 @@ class Sync:
         if self.is_leader:
             _log.info("measured in %.1f s what messages take here; training goes on", perf_counter() - begun_s)
         return points
-
-    def _price(self, meeting: Meeting) -> dict[str, PriceTable]:
-        if self._links is not None:
-            return prices_from_links(self._chosen, meeting.whole, meeting.dtype, self._team, self._links)
-        return prices_from_points(self._points or {}, meeting.whole, meeting.dtype)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import hypot
 
-from commopt.schedule.decision import Tried
-from commopt.schedule.estimate import LEAST_GAIN, Estimate, ms
+from commopt.schedule.decision import Option, Tried
+from commopt.schedule.estimate import LEAST_GAIN, Estimate
 from commopt.schedule.plan import Plan
 from commopt.schedule.prices import Costs
-from commopt.schedule.window import GradientQuality, Measured
+from commopt.schedule.window import GradientQuality, Window
 
 LEAST_SHARE = 0.03  # of the exposed communication that a change must save
 # What is compared is a few plans, once: a wrong choice between two that are much alike costs little.
@@ -19,40 +19,30 @@ _CLEAR = 0.75  # of the step before: what leaves more of it is compared with it 
 
 
 @dataclass(frozen=True)
-class Option:
-    """A strategy to choose from. lossy: whether it is only worth its error where it pays against what is exact."""
-
-    name: str
-    strategy: str
-    error: float = 0.0
-    lossy: bool = False
-
-
-@dataclass(frozen=True)
 class Trial:
-    """A plan, what was expected of a step and its exposed part before it was tried, and what it did."""
+    """A plan, what was expected of a step and its exposed part before it was tried, and what it did; None: unknown."""
 
     name: str
     option: Option
     plan: Plan
     expected: tuple[float, float] | None = None
-    measured: Measured | None = None
-
-    @property
-    def step_us(self) -> float:
-        """What its step took; it must have been measured."""
-        assert self.measured is not None
-        return self.measured.step.value
+    measured: Window | None = None
 
     def __str__(self) -> str:
         return f"{self.name}, {len(self.plan.groups)} messages"
 
     @property
+    def did(self) -> Window:
+        """What was measured, of one that was."""
+        assert self.measured is not None
+        return self.measured
+
+    @property
     def words(self) -> str:
         """What it took, for a reason."""
-        return f"{self.name} takes {'nothing' if self.measured is None else told_of(self.measured)}"
+        return f"{self.name} takes {'nothing' if self.measured is None else self.measured}"
 
-    def told(self, base: Measured, costs: Costs) -> Tried:
+    def told(self, base: Window, costs: Costs) -> Tried:
         """Return what is known of it as data."""
         expected = self.expected or base.expected_of(self.plan, costs)
         tried = Tried(self.name, self.plan.strategy, self.option.error, *expected)
@@ -61,62 +51,45 @@ class Trial:
         return replace(tried, step_us=self.measured.step.value, exposed_us=self.measured.exposed.value)
 
 
-@dataclass
 class Round:
-    """One search: what it is for, what ran before, and what has been tried since. tried[0] is what ran before."""
+    """One search: what it is for, what ran before, and what has been tried since. tried[0] is what ran before.
 
-    why: str
-    tried: list[Trial]
-    abandoned: list[Trial] = field(default_factory=list)
-    confirmed: bool = False
+    running: what is on trial.
+    """
 
-    @property
-    def before(self) -> Trial:
-        """What ran before."""
-        return self.tried[0]
-
-    @property
-    def base(self) -> Measured:
-        """What everything is compared with."""
-        assert self.before.measured is not None
-        return self.before.measured
+    def __init__(self, why: str, before: Trial, base: Window) -> None:
+        self.why, self.before, self.base = why, before, base
+        self.running = before
+        self.tried = [before]
+        self._confirmed = False
 
     @property
-    def trials(self) -> int:
-        """How many trials are over."""
-        return len(self.tried) - 1 + len(self.abandoned)
-
-    @property
-    def fastest(self) -> Trial:
+    def fastest(self) -> Window:
         """What took the least time, whatever noise may explain."""
-        return min(self.tried, key=lambda trial: trial.step_us)
+        return min((each for each in self.tried if each.measured is not None), key=_step_us).did
 
     def knows(self, plan: Plan) -> bool:
         """Return whether a plan has been tried."""
-        return any(trial.plan.contents == plan.contents for trial in [*self.tried, *self.abandoned])
+        return any(trial.plan.contents == plan.contents for trial in self.tried)
 
     def to_confirm(self) -> Trial | None:
         """Return what ran before, once, where what would be chosen gains little."""
-        best = self.fastest
-        if self.confirmed or best.measured is None or not pays(self.base, best.measured, errors=0):
+        best, clear_us = self.fastest, _CLEAR * self.base.step.value
+        if self._confirmed or not pays(self.base, best, errors=0) or best.step.value <= clear_us:
             return None
-        if best.step_us <= _CLEAR * self.base.step.value:
-            return None
-        self.confirmed = True
+        self._confirmed = True
         return self.before
 
-    def end_trial(self, trial: Trial, measured: Measured | None) -> None:
-        """Take note of what a trial showed; None: nothing."""
-        if trial in self.tried:  # what ran before, once more
-            if measured is not None and trial.measured is not None:
-                self.tried[self.tried.index(trial)] = replace(trial, measured=measured.pooled(trial.measured))
-        elif measured is None:
-            self.abandoned.append(trial)
-        else:
-            self.tried.append(replace(trial, measured=measured))
+    def end_trial(self, window: Window | None) -> None:
+        """Take note of what was measured; None: nothing."""
+        if self.running is not self.before:
+            self.tried.append(replace(self.running, measured=window))
+        elif window is not None:  # what ran before, once more
+            self.base = replace(window, earlier=self.base)
+            self.before = self.tried[0] = replace(self.before, measured=self.base)
 
 
-def pays(before: Measured, after: Measured, errors: float = _SIGNIFICANT_ERRORS) -> bool:
+def pays(before: Window, after: Window, errors: float = _SIGNIFICANT_ERRORS) -> bool:
     """Return whether a step, and its exposed communication, fell by enough, and by more than noise explains.
 
     errors: how many standard errors noise is taken to explain.
@@ -134,13 +107,17 @@ def choose(tried: Sequence[Trial]) -> Trial:
     What loses something is chosen only where it pays against the best that loses nothing.
     """
 
-    def best(start: Trial, others: Sequence[Trial]) -> Trial:
-        assert start.measured is not None
-        worthwhile = [each for each in others if each.measured is not None and pays(start.measured, each.measured)]
-        return min(worthwhile, key=lambda trial: trial.step_us, default=start)
+    chosen = tried[0]
+    for lossy in (False, True):
+        alike = [each for each in tried if each.measured is not None and each.option.lossy == lossy]
+        if alike and not lossy:
+            chosen = alike[0]
+        chosen = min((each for each in alike if pays(chosen.did, each.did)), key=_step_us, default=chosen)
+    return chosen
 
-    exact = [trial for trial in tried if not trial.option.lossy]
-    return best(best(exact[0], exact) if exact else tried[0], [trial for trial in tried if trial.option.lossy])
+
+def _step_us(trial: Trial) -> float:
+    return trial.did.step.value
 
 
 class Divergence:
@@ -165,8 +142,3 @@ class Divergence:
         if now.residual_norm > self._MOST_GROWTH * then.residual_norm > 0:
             return f"the residuals' norm grew from {then.residual_norm:.3g} to {now.residual_norm:.3g}"
         return ""
-
-
-def told_of(measured: Measured) -> str:
-    """Say what a step took."""
-    return f"{ms(measured.step.value)}, {ms(measured.exposed.value)} of it exposed"

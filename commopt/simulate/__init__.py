@@ -5,10 +5,10 @@ step (step: buckets, stragglers); scaling repeats that over numbers of nodes and
 """
 
 from commopt.simulate.cluster import GPUS, ClusterSpec, Gpu, Network, gpu
-from commopt.simulate.model_zoo import MODELS, model
+from commopt.simulate.model_zoo import MODELS, Model, Parameter, model
 from commopt.simulate.scaling import Scaling, ScalingPoint, Strategy, strategy
 from commopt.simulate.step import Bucket, Outcome, Simulation, Stragglers, ddp_buckets, simulate_step
-from commopt.simulate.workload import Workload, load, of_model, of_window, save
+from commopt.simulate.workload import Workload, load, of_model
 
 __all__ = [
     "GPUS",
@@ -16,8 +16,10 @@ __all__ = [
     "Bucket",
     "ClusterSpec",
     "Gpu",
+    "Model",
     "Network",
     "Outcome",
+    "Parameter",
     "Scaling",
     "ScalingPoint",
     "Simulation",
@@ -29,8 +31,6 @@ __all__ = [
     "load",
     "model",
     "of_model",
-    "of_window",
-    "save",
     "simulate_step",
     "strategy",
 ]

@@ -6,7 +6,9 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from commopt.errors import ConfigurationError
 from commopt.simulate import report
 from commopt.simulate.cluster import GPUS, INTRA_GB_PER_S, ClusterSpec, Network, gpu
 from commopt.simulate.model_zoo import MODELS, model
-from commopt.simulate.scaling import DEFAULT, Scaling, Strategy, strategy
+from commopt.simulate.scaling import DEFAULT, Scaling, strategy
 from commopt.simulate.step import OVERHEAD_US, Stragglers
 from commopt.simulate.workload import Workload, load, of_model
 
@@ -27,11 +29,31 @@ Rates are in one direction: Gb/s of a network port, GB/s between two GPUs of a n
 and every assumption. Nothing here is a measurement."""
 _BATCH = 64
 _MOST_SAMPLES = 2**24
-_CHANNELS, _SOCKETS = 2, 1
+_SHARE = number(0.0, 1.0)
+
+
+def parse_gbps(text: str) -> float:
+    """Return Gb/s from "25gbps", "25G" or "25", as a `type=`."""
+    return _rate(text, r"(?:[gG]|[gG]bps|[gG]bit/s|[gG]b/s)?", "Gb/s (bits); write for example 25gbps")
+
+
+def parse_gb_per_s(text: str) -> float:
+    """Return GB/s from "200GBps" or "200", or what a kind of link achieves, as a `type=`."""
+    if text in INTRA_GB_PER_S:
+        return INTRA_GB_PER_S[text]
+    kinds = ", ".join(INTRA_GB_PER_S)
+    return _rate(text, "(?:GBps|GB/s)?", f"GB/s (bytes); write for example 200GBps, or one of {kinds}")
+
+
+def _rate(text: str, unit: str, fix: str) -> float:
+    match = re.fullmatch(rf"([0-9]{{1,9}}(?:\.[0-9]{{1,9}})?)\s*{unit}", text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no rate in {fix}")
+    return float(match[1])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the simulator."""
+    """Declare the options of the simulator; those of the network have the names of Network's fields."""
     parser.description = "Simulate a training step on a cluster of any number of GPUs, by several strategies."
     parser.epilog = EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -40,45 +62,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--nodes", default="1..64", help="1,2,5, or 1..512: the powers of two between (default 1..64)")
     add("--gpus-per-node", type=whole(1, MOST_GPUS), default=8, metavar="N", help="GPUs on each node (default 8)")
     add("--strategies", nargs="+", default=list(DEFAULT), metavar="NAME", help="stock, lossless, lossy, or presets")
-
-    training = parser.add_argument_group("training").add_argument
-    training("--gpu", default="a100", help=f"one of {', '.join(GPUS)} (default a100)")
-    training("--precision", default="fp16", help="fp16, bf16, tf32 or fp32 (default fp16); gradients are float32")
-    training(
-        "--batch", type=whole(1, _MOST_SAMPLES), metavar="N", help=f"samples per GPU (default {_BATCH}, or the file's)"
-    )
-    training(
-        "--compute-efficiency", type=number(0.0, 1.0), metavar="X", help="share of the GPU's peak that a step reaches"
-    )
-    training("--straggler", type=float, default=0.0, metavar="S", help="spread of computation between ranks, e.g. 0.02")
-    training("--buckets", choices=("planned", "ddp"), default="planned", help="of every strategy but stock")
-    training("--overhead-us", type=number(-1.0), default=OVERHEAD_US, metavar="T", help="of each bucket (default 100)")
-    training("--strong", action="store_true", help="all GPUs share one --batch: strong scaling")
-    training(
-        "--smallest-batch", type=number(0.0, 1.0), metavar="E", help="find the batch that keeps efficiency E, e.g. 0.9"
-    )
-
-    network = parser.add_argument_group("network").add_argument
-    network("--nic", metavar="RATE", help="of one port of a node, e.g. 25gbps")
-    network("--nics", type=whole(1, MOST_GPUS), metavar="N", help="ports of a node (default 1)")
-    network("--intra", metavar="RATE", help=f"e.g. 200GBps, or {', '.join(INTRA_GB_PER_S)} (default nvlink3)")
-    network(
-        "--efficiency",
-        type=number(0.0, 1.0),
-        metavar="X",
-        help="share of the line rate that payload gets (default 0.9)",
-    )
-    network("--latency-us", type=number(-1.0), metavar="T", help="of a step between nodes (default 15)")
-    network(
-        "--socket-gbps", type=number(), metavar="G", help="what a TCP connection carries at most (default: no limit)"
-    )
-    network("--sockets", type=whole(1, 1024), metavar="N", help="connections of a channel (default 1)")
-    network("--channels", type=whole(1, 1024), metavar="N", help="of a ring (default 2)")
-    network("--rings", action="store_true", help="no trees, as NCCL before 2.4")
-    network("--links", type=Path, metavar="FILE", help="links that `commopt probe` measured, in place of all these")
-
-    add("--plot", type=output_file, metavar="FILE", help="draw efficiency against GPUs: .png, .svg or .pdf")
     add("-o", "--output", type=output_file, metavar="FILE", help="write inputs and results as JSON")
+
+    add = parser.add_argument_group("training").add_argument
+    batch = f"samples per GPU (default {_BATCH}, or the file's)"
+    add("--gpu", default="a100", help=f"one of {', '.join(GPUS)} (default a100)")
+    add("--precision", default="fp16", help="fp16, bf16, tf32 or fp32 (default fp16); gradients are float32")
+    add("--batch", type=whole(1, _MOST_SAMPLES), metavar="N", help=batch)
+    add("--compute-efficiency", type=_SHARE, metavar="X", help="share of the GPU's peak that a step reaches")
+    add("--straggler", type=float, default=0.0, metavar="S", help="spread of computation between ranks, e.g. 0.02")
+    add("--buckets", choices=("planned", "ddp"), default="planned", help="of every strategy but stock")
+    add("--overhead-us", type=number(least=0.0), default=OVERHEAD_US, metavar="T", help="of each bucket (default 100)")
+
+    add = parser.add_argument_group("network").add_argument
+    kinds = ", ".join(INTRA_GB_PER_S)
+    add("--nic", dest="nic_gbps", type=parse_gbps, metavar="RATE", help="of one port of a node, e.g. 25gbps")
+    add("--nics", type=whole(1, MOST_GPUS), metavar="N", help="ports of a node (default 1)")
+    add("--intra", dest="intra_gb_per_s", type=parse_gb_per_s, metavar="RATE", help=f"or {kinds} (default nvlink3)")
+    add("--efficiency", type=_SHARE, metavar="X", help="share of the line rate that payload gets (default 0.9)")
+    latency = "of a step between nodes (default 15)"
+    add("--latency-us", dest="inter_latency_us", type=number(least=0.0), metavar="T", help=latency)
+    add("--socket-gbps", type=number(), metavar="G", help="what a TCP connection carries at most (default: no limit)")
+    add("--connections", type=whole(1, 2**20), metavar="N", help="of a ring: channels x sockets (default 2)")
+    add("--rings", dest="trees", action="store_false", default=None, help="no trees, as NCCL before 2.4")
+    add("--links", type=Path, metavar="FILE", help="links that `commopt probe` measured, in place of all these")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -94,91 +101,53 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _simulate(options: argparse.Namespace) -> None:
-    if options.model is None:
-        raise ConfigurationError(f"--model is missing; pass one of {', '.join(MODELS)}, or a file")
     workload_of, batch = _workload(options)
     nodes = parse_nodes(options.nodes, options.gpus_per_node)
     strategies = [strategy(name, options.buckets) for name in dict.fromkeys(options.strategies)]
     cluster = ClusterSpec(options.gpus_per_node, gpu(options.gpu), _links(options))
-    if options.plot is not None:
-        report.require_picture(options.plot, nodes)
     scaling = Scaling(workload_of, cluster, overhead_us=options.overhead_us, stragglers=Stragglers(options.straggler))
-    points = (scaling.strong if options.strong else scaling.weak)(nodes, strategies, batch)
-    workload = workload_of(points[0].batch)
-    kind = "strong" if options.strong else "weak"
-    title = f"{workload.name} on nodes of {options.gpus_per_node} GPUs, {kind} scaling"
-    report.show(title, points)
+    points = scaling.weak(nodes, strategies, batch)
+    workload = workload_of(batch)
+    report.show(f"{workload.name} on nodes of {options.gpus_per_node} GPUs, equal batches per GPU", points)
     print(f"computation: {workload.note}")
-    batches = _smallest_batches(options, scaling, max(nodes), strategies)
     if options.output is not None:
-        document = report.as_document(_inputs(options, cluster, workload), points, batches)
+        document = report.as_document(_inputs(options, cluster, workload), points)
         options.output.write_text(json.dumps(document, indent=1) + "\n")
-    if options.plot is not None:
-        report.draw(title, _caption(cluster, workload), points, options.plot)
-
-
-def _smallest_batches(
-    options: argparse.Namespace, scaling: Scaling, nodes: int, strategies: Sequence[Strategy]
-) -> dict[str, int | None]:
-    if options.smallest_batch is None:
-        return {}
-    batches = {each.name: scaling.smallest_batch(nodes, each, options.smallest_batch) for each in strategies}
-    report.show_smallest(batches, options.smallest_batch, nodes * options.gpus_per_node)
-    return batches
 
 
 def _workload(options: argparse.Namespace) -> tuple[Callable[[int], Workload], int]:
-    """Return the workload by its batch, and the batch of a rank (all ranks with --strong)."""
-    card = gpu(options.gpu)
+    """Return the workload by the batch of a rank, and that batch."""
+    names = ", ".join(MODELS)
+    if options.model is None:
+        raise ConfigurationError(f"--model is missing; pass one of {names}, or a file")
     if options.model in MODELS:
-        known = model(options.model)
-        return (
-            lambda batch: of_model(known, card, batch, options.precision, options.compute_efficiency),
-            _BATCH if options.batch is None else options.batch,
-        )
+        computed = {"precision": options.precision, "efficiency": options.compute_efficiency}
+        return partial(of_model, model(options.model), gpu(options.gpu), **computed), options.batch or _BATCH
     if not Path(options.model).exists():
-        raise ConfigurationError(f"--model {options.model!r} is no file, and none of {', '.join(MODELS)}")
-    loaded = load(options.model, card, options.precision, options.compute_efficiency)
+        raise ConfigurationError(f"--model {options.model!r} is no file, and none of {names}")
+    loaded = load(options.model)
     batch = loaded.samples if options.batch is None else options.batch
     return (lambda count: loaded if count == loaded.samples else loaded.scaled(count)), batch
 
 
 def _links(options: argparse.Namespace) -> Network | Links:
-    given = {
-        "nics": options.nics,
-        "efficiency": options.efficiency,
-        "inter_latency_us": options.latency_us,
-        "socket_gbps": options.socket_gbps,
-    }
-    adjusted = {name: value for name, value in given.items() if value is not None}
-    connections = options.sockets is not None or options.channels is not None
+    typed = {field.name: getattr(options, field.name, None) for field in fields(Network)}
+    given = {name: value for name, value in typed.items() if value is not None}
     if options.links is not None:
-        if adjusted or connections or options.rings or options.nic is not None or options.intra is not None:
+        if given:
             raise ConfigurationError(
                 "--links says what the network does; leave out --nic, --intra and what adjusts them"
             )
         return Links.load(options.links)
-    if options.nic is None:
+    if options.nic_gbps is None:
         raise ConfigurationError("the network is missing; pass --nic, for example --nic 25gbps, or --links FILE")
-    if connections and options.socket_gbps is None:
-        raise ConfigurationError("--sockets and --channels tell nothing without --socket-gbps, what each one carries")
-    channels = _CHANNELS if options.channels is None else options.channels
-    sockets = _SOCKETS if options.sockets is None else options.sockets
-    return Network(
-        parse_gbps(options.nic, "--nic"),
-        parse_gb_per_s(options.intra or "nvlink3", "--intra"),
-        connections=channels * sockets,
-        trees=not options.rings,
-        **adjusted,
-    )
+    if options.connections is not None and options.socket_gbps is None:
+        raise ConfigurationError("--connections tells nothing without --socket-gbps, what each one carries")
+    return Network(**{"intra_gb_per_s": INTRA_GB_PER_S["nvlink3"]} | given)
 
 
 def _inputs(options: argparse.Namespace, cluster: ClusterSpec, workload: Workload) -> Mapping[str, Any]:
-    typed = {
-        name: str(value) if isinstance(value, Path) else value
-        for name, value in vars(options).items()
-        if name not in ("command", "output", "plot")
-    }
+    typed = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
     links = cluster.links
     if isinstance(links, Network):
         used = {name: None if value == inf else value for name, value in vars(links).items()}
@@ -186,41 +155,6 @@ def _inputs(options: argparse.Namespace, cluster: ClusterSpec, workload: Workloa
         used = {"measured": vars(links.header)}
     computed = {"note": workload.note, "compute_us": workload.compute_us, "gradient_nbytes": workload.nbytes}
     return {"options": typed, "network": used, "gpu": cluster.gpu.name, "computation": computed}
-
-
-def _caption(cluster: ClusterSpec, workload: Workload) -> str:
-    links = cluster.links
-    if isinstance(links, Network):
-        ports = f"{links.nics} x {links.nic_gbps:g} Gb/s" if links.nics > 1 else f"{links.nic_gbps:g} Gb/s"
-        where = f"{ports} per node of {cluster.gpus_per_node}, {links.intra_gb_per_s:g} GB/s inside"
-    else:
-        where = f"links measured on {len(links.header.nodes)} nodes, {links.header.date[:10]}"
-    return f"simulated: {workload.note}; {where}"
-
-
-_GBIT = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(?:g|gbps|gbit/s|gb/s)?", re.IGNORECASE)
-_GBYTE = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(?:GBps|GB/s)?")
-
-
-def parse_gbps(text: str, option: str) -> float:
-    """Return Gb/s from "25gbps", "25G" or "25"; raises ConfigurationError."""
-    match = _GBIT.fullmatch(text.strip())
-    if match is None or "GB" in text:
-        raise ConfigurationError(f"{option} {text!r} is no rate in Gb/s (bits); write for example 25gbps")
-    return float(match[1])
-
-
-def parse_gb_per_s(text: str, option: str) -> float:
-    """Return GB/s from "200GBps" or "200", or what a kind of link achieves; raises ConfigurationError."""
-    if text in INTRA_GB_PER_S:
-        return INTRA_GB_PER_S[text]
-    match = _GBYTE.fullmatch(text.strip())
-    if match is None:
-        raise ConfigurationError(
-            f"{option} {text!r} is no rate in GB/s (bytes); write for example 200GBps, or one of "
-            f"{', '.join(INTRA_GB_PER_S)}"
-        )
-    return float(match[1])
 
 
 def parse_nodes(text: str, gpus_per_node: int) -> tuple[int, ...]:

@@ -1,14 +1,14 @@
 """Models by their published shapes: what a simulation knows of their parameters, and what their layers compute.
 
 Normalization, activations, pooling and look-ups count as no FLOPs: memory bounds them, and the share of its peak that a
-GPU is said to reach has them in it. A new model is one function and one line in MODELS.
+GPU is said to reach has them in it. A new model is one generator and one line in MODELS.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 
 from commopt.document import require_text, require_time, require_whole
@@ -72,36 +72,40 @@ class Model:
         return inside > self.forward_flops / 2
 
 
-def model(name: str) -> Model:
-    """Return the model of that name; raises ConfigurationError when there is none."""
-    if name not in MODELS:
-        raise ConfigurationError(f"model {name!r} is unknown; there are {', '.join(MODELS)}")
-    return MODELS[name]()
-
-
 # ------------------------------------------------------------------------------------------------- layers
 
 
 def _convolution(
     name: str, inputs: int, outputs: int, kernel: int, pixels: int, *, bias: bool = False
-) -> Iterable[Parameter]:
-    """Return a square convolution with `pixels` x `pixels` outputs in each of `outputs` channels."""
+) -> Iterator[Parameter]:
+    """Yield a square convolution with `pixels` x `pixels` outputs in each of `outputs` channels."""
     weight = (outputs, inputs, kernel, kernel)
-    parameters = (Parameter(f"{name}.weight", weight, 2 * outputs * inputs * kernel**2 * pixels**2),)
-    return (*parameters, Parameter(f"{name}.bias", (outputs,))) if bias else parameters
+    yield Parameter(f"{name}.weight", weight, 2 * prod(weight) * pixels**2)
+    if bias:
+        yield Parameter(f"{name}.bias", (outputs,))
 
 
 def _linear(
-    name: str, inputs: int, outputs: int, positions: int = 1, *, bias: bool = True, more_flops: int = 0
-) -> Iterable[Parameter]:
-    """Return a linear map of each of `positions` vectors; more_flops: of what has no parameter, done just before."""
-    weight = Parameter(f"{name}.weight", (outputs, inputs), 2 * outputs * inputs * positions + more_flops)
-    return (weight, Parameter(f"{name}.bias", (outputs,))) if bias else (weight,)
+    name: str,
+    inputs: int,
+    outputs: int,
+    positions: int = 1,
+    *,
+    bias: bool = True,
+    more_flops: int = 0,
+    inputs_first: bool = False,
+) -> Iterator[Parameter]:
+    """Yield a linear map of each of `positions` vectors; more_flops: of what has no parameter, done just before."""
+    weight = (inputs, outputs) if inputs_first else (outputs, inputs)
+    yield Parameter(f"{name}.weight", weight, 2 * outputs * inputs * positions + more_flops)
+    if bias:
+        yield Parameter(f"{name}.bias", (outputs,))
 
 
-def _norm(name: str, width: int, flops: int = 0) -> Iterable[Parameter]:
-    """Return the scale and the shift of a normalization."""
-    return (Parameter(f"{name}.weight", (width,), flops), Parameter(f"{name}.bias", (width,)))
+def _norm(name: str, width: int, flops: int = 0) -> Iterator[Parameter]:
+    """Yield the scale and the shift of a normalization."""
+    yield Parameter(f"{name}.weight", (width,), flops)
+    yield Parameter(f"{name}.bias", (width,))
 
 
 def attention_flops(tokens: int, seen: int, width: int) -> int:
@@ -113,21 +117,16 @@ def attention_flops(tokens: int, seen: int, width: int) -> int:
     return 2 * 2 * tokens * seen * width
 
 
-# ------------------------------------------------------------------------------------------- convolutions
+# ------------------------------------------------------------------------------------------------- models
 
 _PIXELS, _CLASSES = 224, 1000
 
 
-def resnet50(pixels: int = _PIXELS) -> Model:
-    """Return ResNet-50 (He et al., arXiv 1512.03385), 25,557,032 parameters, for images of `pixels` x `pixels`.
+def resnet50_parameters(pixels: int = _PIXELS) -> Iterator[Parameter]:
+    """Yield ResNet-50 (He et al., arXiv 1512.03385), 25,557,032 parameters, for images of `pixels` x `pixels`.
 
     The stride is in the 3x3 convolutions, names are torchvision's.
     """
-    require_whole(pixels, 1, "resnet50: pixels")
-    return Model("resnet50", tuple(_resnet50(pixels)), f"image of {pixels} x {pixels} pixels")
-
-
-def _resnet50(pixels: int) -> Iterator[Parameter]:
     channels = 64
     pixels = _strided(pixels, 2)
     yield from _convolution("conv1", 3, channels, 7, pixels)
@@ -155,15 +154,11 @@ def _strided(pixels: int, stride: int) -> int:
     return -(-pixels // stride)
 
 
-def vgg16() -> Model:
-    """Return VGG-16 (Simonyan, Zisserman, arXiv 1409.1556, configuration D), 138,357,544 parameters.
+def _vgg16() -> Iterator[Parameter]:
+    """Yield VGG-16 (Simonyan, Zisserman, arXiv 1409.1556, configuration D), 138,357,544 parameters.
 
     Nine tenths of them are in three linear layers. Names are torchvision's.
     """
-    return Model("vgg16", tuple(_vgg16()), f"image of {_PIXELS} x {_PIXELS} pixels")
-
-
-def _vgg16() -> Iterator[Parameter]:
     channels, pixels, place, hidden = 3, _PIXELS, 0, 4096
     for width, convolutions in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):  # 3x3 before each pooling
         for _ in range(convolutions):
@@ -175,15 +170,8 @@ def _vgg16() -> Iterator[Parameter]:
     yield from _linear("classifier.6", hidden, _CLASSES)
 
 
-# ------------------------------------------------------------------------------------------- transformers
-
-
-def swin_t() -> Model:
-    """Return Swin-T (Liu et al., arXiv 2103.14030), 28,288,354 parameters; names are torchvision's."""
-    return Model("swin-t", tuple(_swin_t()), f"image of {_PIXELS} x {_PIXELS} pixels")
-
-
 def _swin_t() -> Iterator[Parameter]:
+    """Yield Swin-T (Liu et al., arXiv 2103.14030), 28,288,354 parameters; names are torchvision's."""
     patch, window, width = 4, 7, 96
     side = _PIXELS // patch
     yield from _convolution("features.0.0", 3, width, patch, side, bias=True)
@@ -207,36 +195,7 @@ def _swin_t() -> Iterator[Parameter]:
     yield from _linear("head", width, _CLASSES)
 
 
-def bert_base(sequence: int = 128) -> Model:
-    """Return 12 layers of width 768: 110,106,428 parameters, 109,482,240 of them before the heads."""
-    return _language_model("bert-base", _bert, 12, 768, sequence, 512)
-
-
-def bert_large(sequence: int = 128) -> Model:
-    """Return 24 layers of width 1024: 336,226,108 parameters, 335,141,888 of them before the heads."""
-    return _language_model("bert-large", _bert, 24, 1024, sequence, 512)
-
-
-def gpt2(sequence: int = 1024) -> Model:
-    """Return the smallest GPT-2, 12 layers of width 768: 124,439,808 parameters."""
-    return _language_model("gpt2", _gpt2, 12, 768, sequence, 1024)
-
-
-def gpt2_medium(sequence: int = 1024) -> Model:
-    """Return GPT-2 of 24 layers of width 1024: 354,823,168 parameters."""
-    return _language_model("gpt2-medium", _gpt2, 24, 1024, sequence, 1024)
-
-
-def _language_model(
-    name: str, family: Callable[[int, int, int], Iterator[Parameter]], layers: int, width: int, sequence: int, most: int
-) -> Model:
-    require_whole(sequence, 1, f"{name}: sequence")
-    if sequence > most:
-        raise ConfigurationError(f"{name}: sequence {sequence} is longer than its {most} positions; pass fewer")
-    return Model(name, tuple(family(layers, width, sequence)), f"sequence of {sequence} tokens")
-
-
-def _bert(layers: int, width: int, sequence: int) -> Iterator[Parameter]:
+def bert_parameters(layers: int, width: int, sequence: int) -> Iterator[Parameter]:
     """Yield BERT as it is pre-trained (Devlin et al., arXiv 1810.04805): encoder, pooler and both heads.
 
     Names as in Hugging Face's BertForPreTraining. The decoder's weight is the word embedding's, counted once.
@@ -264,7 +223,7 @@ def _bert(layers: int, width: int, sequence: int) -> Iterator[Parameter]:
     yield from _linear("cls.seq_relationship", width, segments)
 
 
-def _gpt2(layers: int, width: int, sequence: int) -> Iterator[Parameter]:
+def gpt2_parameters(layers: int, width: int, sequence: int) -> Iterator[Parameter]:
     """Yield GPT-2 (Radford et al. 2019), names and shapes as in Hugging Face's GPT2LMHeadModel, the tied head once.
 
     Attention counts as if each token looked at all others: half of it is masked, and only some kernels leave that out.
@@ -273,30 +232,35 @@ def _gpt2(layers: int, width: int, sequence: int) -> Iterator[Parameter]:
     yield Parameter("transformer.wte.weight", (vocabulary, width))
     yield Parameter("transformer.wpe.weight", (1024, width))
     attention = attention_flops(sequence, sequence, width)
+    linear = partial(_linear, positions=sequence, inputs_first=True)
     for number in range(layers):
         layer = f"transformer.h.{number}"
         yield from _norm(f"{layer}.ln_1", width)
-        yield from _projection(f"{layer}.attn.c_attn", width, 3 * width, sequence)
-        yield from _projection(f"{layer}.attn.c_proj", width, width, sequence, attention)
+        yield from linear(f"{layer}.attn.c_attn", width, 3 * width)
+        yield from linear(f"{layer}.attn.c_proj", width, width, more_flops=attention)
         yield from _norm(f"{layer}.ln_2", width)
-        yield from _projection(f"{layer}.mlp.c_fc", width, 4 * width, sequence)
-        yield from _projection(f"{layer}.mlp.c_proj", 4 * width, width, sequence)
+        yield from linear(f"{layer}.mlp.c_fc", width, 4 * width)
+        yield from linear(f"{layer}.mlp.c_proj", 4 * width, width)
     # The head has no parameter of its own. Its product is the first thing in backward, and this norm the next.
     yield from _norm("transformer.ln_f", width, 2 * vocabulary * width * sequence)
 
 
-def _projection(name: str, inputs: int, outputs: int, positions: int, more_flops: int = 0) -> Iterable[Parameter]:
-    """Return a linear map whose weight is stored as [inputs, outputs]."""
-    weight = Parameter(f"{name}.weight", (inputs, outputs), 2 * inputs * outputs * positions + more_flops)
-    return weight, Parameter(f"{name}.bias", (outputs,))
-
-
-MODELS: dict[str, Callable[..., Model]] = {
-    "resnet50": resnet50,
-    "vgg16": vgg16,
-    "bert-base": bert_base,
-    "bert-large": bert_large,
-    "swin-t": swin_t,
-    "gpt2": gpt2,
-    "gpt2-medium": gpt2_medium,
+_IMAGE = f"image of {_PIXELS} x {_PIXELS} pixels"
+MODELS: Mapping[str, tuple[str, Callable[[], Iterable[Parameter]]]] = {
+    "resnet50": (_IMAGE, resnet50_parameters),
+    "vgg16": (_IMAGE, _vgg16),
+    "bert-base": ("sequence of 128 tokens", partial(bert_parameters, 12, 768, 128)),
+    "bert-large": ("sequence of 128 tokens", partial(bert_parameters, 24, 1024, 128)),
+    "swin-t": (_IMAGE, _swin_t),
+    "gpt2": ("sequence of 1024 tokens", partial(gpt2_parameters, 12, 768, 1024)),
+    "gpt2-medium": ("sequence of 1024 tokens", partial(gpt2_parameters, 24, 1024, 1024)),
 }
+"""By name: what the FLOPs are counted for, and the parameters."""
+
+
+def model(name: str) -> Model:
+    """Return the model of that name; raises ConfigurationError when there is none."""
+    if name not in MODELS:
+        raise ConfigurationError(f"model {name!r} is unknown; there are {', '.join(MODELS)}")
+    sample, parameters = MODELS[name]
+    return Model(name, tuple(parameters()), sample)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from itertools import chain
 from math import exp, expm1, inf, isfinite, log
 from statistics import NormalDist, fmean
 from typing import Literal, NamedTuple
 
 from commopt.aggregate import Aggregator
 from commopt.cost import Cost, Links, Pricing
+from commopt.document import require_time
 from commopt.errors import ConfigurationError
 from commopt.feedback import Layout
 from commopt.groups import TeamShape
@@ -93,32 +97,22 @@ def simulate_step(
     Raises ConfigurationError where the aggregator cannot run on the cluster, the links lack a collective, or buckets
     and workload are not of the same parameters.
     """
-    return Simulation(workload.layout, aggregator, shape, links, overhead_us=overhead_us).step(
-        workload, buckets, stragglers
-    )
+    return Simulation(workload.layout, aggregator, shape, links, overhead_us).step(workload, buckets, stragglers)
 
 
 class Simulation:
     """Steps of one model with one aggregator on one cluster; what a message costs is worked out once."""
 
     def __init__(
-        self,
-        layout: Layout,
-        aggregator: Aggregator,
-        shape: TeamShape,
-        links: Links,
-        *,
-        overhead_us: float = OVERHEAD_US,
+        self, layout: Layout, aggregator: Aggregator, shape: TeamShape, links: Links, overhead_us: float = OVERHEAD_US
     ) -> None:
-        if not (isfinite(overhead_us) and overhead_us >= 0):
-            raise ConfigurationError(f"overhead_us={overhead_us!r} must be a finite number, 0 or more")
+        require_time(overhead_us, "overhead_us")
         aggregator.check(shape)
-        self._layout, self._aggregator, self._shape, self._links = layout, aggregator, shape, links
+        self._layout, self._aggregator, self._shape, self._overhead_us = layout, aggregator, shape, overhead_us
         self._pieces = {piece.name: piece for piece in layout.pieces}
-        self._overhead_us = overhead_us
-        self._pricings: dict[str, Pricing] = {}
-        self._tables: dict[str, PriceTable] = {}
-        self._sent: dict[tuple[Bucket, str], tuple[Cost, int]] = {}
+        self._pricing = cache(lambda dtype: Pricing(aggregator, dtype_named(dtype), shape, links))
+        self._prices = cache(self._price_table)
+        self._cost = cache(self._cost_of)
 
     def step(self, workload: Workload, buckets: Buckets = "ddp", stragglers: Stragglers | None = None) -> Outcome:
         """Return what a step of `workload` takes, whose parameters are those of the layout."""
@@ -147,46 +141,40 @@ class Simulation:
         )
 
     def _buckets(self, workload: Workload, wanted: Buckets, factor: float) -> tuple[Bucket, ...]:
+        groups: Iterable[Sequence[str]]
         if wanted == "ddp":
             groups = [[name for unit in members for name in unit.names] for members in ddp_buckets(workload.units)]
         elif wanted == "planned":
             # What a hook measures, and plans with, are the times of the slowest rank.
-            groups = self._planned([replace(unit, ready_us=factor * unit.ready_us) for unit in workload.units])
+            units = [replace(unit, ready_us=factor * unit.ready_us) for unit in workload.units]
+            groups = best_plan(units, self._costs(units), spare=SPARE).groups
         elif isinstance(wanted, str):
             raise ConfigurationError(f"buckets={wanted!r} must be 'ddp', 'planned', or groups of parameter names")
         else:
-            groups = [list(names) for names in wanted]
+            groups = wanted
         nbytes = {name: unit.nbytes for unit in workload.units for name in unit.names}
-        if sorted(name for names in groups for name in names) != sorted(nbytes):
+        found = [tuple(names) for names in groups]
+        if sorted(chain(*found)) != sorted(nbytes):
             raise ConfigurationError(
                 "buckets and workload are not of the same parameters; name each parameter in one bucket"
             )
-        return tuple(Bucket(tuple(names), sum(nbytes[name] for name in names)) for names in groups)
+        return tuple(Bucket(names, sum(nbytes[name] for name in names)) for names in found)
 
-    def _planned(self, units: Sequence[Unit]) -> list[list[str]]:
-        """Return the buckets of the best plan, as an adaptive hook has them once its prices are right."""
-        nbytes: dict[str, int] = {}
+    def _costs(self, units: Iterable[Unit]) -> Costs:
+        """Return what an adaptive hook plans with once its prices are right: those of the dtype with most bytes."""
+        nbytes: Counter[str] = Counter()
         for unit in units:
-            nbytes[unit.dtype] = nbytes.get(unit.dtype, 0) + unit.nbytes
-        main = max(nbytes, key=lambda dtype: nbytes[dtype])
-        if main not in self._tables:
-            largest = self._layout.numel * dtype_named(main).itemsize
-            self._tables[main] = PriceTable.of(self._pricing(main).by_nbytes(self._layout), largest)
-        costs = Costs({repr(self._aggregator): self._tables[main]}, self._overhead_us)
-        return [list(group) for group in best_plan(units, costs, spare=SPARE).groups]
+            nbytes[unit.dtype] += unit.nbytes
+        return Costs({repr(self._aggregator): self._prices(nbytes.most_common(1)[0][0])}, self._overhead_us)
 
-    def _cost(self, bucket: Bucket, dtype: str) -> tuple[Cost, int]:
+    def _price_table(self, dtype: str) -> PriceTable:
+        largest = self._layout.numel * dtype_named(dtype).itemsize
+        return PriceTable.of(self._pricing(dtype).by_nbytes(self._layout), largest)
+
+    def _cost_of(self, bucket: Bucket, dtype: str) -> tuple[Cost, int]:
         """Return what the message of a bucket costs, and how much of it leaves a node."""
-        if (bucket, dtype) not in self._sent:
-            pricing = self._pricing(dtype)
-            layout = Layout(tuple(self._pieces[name] for name in bucket.names))
-            self._sent[bucket, dtype] = pricing.cost(layout), pricing.inter_nbytes(layout)
-        return self._sent[bucket, dtype]
-
-    def _pricing(self, dtype: str) -> Pricing:
-        if dtype not in self._pricings:
-            self._pricings[dtype] = Pricing(self._aggregator, dtype_named(dtype), self._shape, self._links)
-        return self._pricings[dtype]
+        layout = Layout(tuple(self._pieces[name] for name in bucket.names))
+        return self._pricing(dtype).cost(layout), self._pricing(dtype).inter_nbytes(layout)
 
 
 def finish_us(ready_us: Sequence[float], lane_us: Sequence[float]) -> float:

@@ -1,4 +1,4 @@
-"""A training step of one rank without communication: when each gradient is ready, computed, measured or from a file."""
+"""A training step of one rank without communication: when each gradient is ready, computed or from a file."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from commopt.document import one_line_each, parse, read_text, require_text, require_time, require_whole
+from commopt.document import parse, read_text, require_text, require_time, require_whole
 from commopt.errors import ConfigurationError
 from commopt.feedback import Layout
-from commopt.schedule import Unit, Window
+from commopt.schedule import Unit
 from commopt.simulate.cluster import Gpu, usual_efficiency
 from commopt.simulate.model_zoo import Model, Parameter
 
@@ -26,7 +26,7 @@ _OPTIMIZER_BYTES = OPTIMIZER_PASSES * torch.float32.itemsize
 
 FORMAT = 1
 _ENTRIES = ("format", "name", "samples", "note", "optimizer_us", "parameters")
-_PARAMETER_ENTRIES = ("name", "shape", "dtype", "ready_us", "forward_flops")
+_PARAMETER_ENTRIES = ("name", "shape", "dtype", "ready_us")
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,8 @@ class Workload:
         require_text(self.name, "workload: name")
         require_whole(self.samples, 0, f"workload {self.name!r}: samples")
         require_time(self.optimizer_us, f"workload {self.name!r}: optimizer_us")
+        if not isinstance(self.note, str):
+            raise ConfigurationError(f"workload {self.name!r}: note is {self.note!r}; it must be text")
         if not self.units:
             raise ConfigurationError(f"workload {self.name!r} has no parameters; give it at least one")
         if [unit.names for unit in self.units] != [(piece.name,) for piece in self.layout.pieces]:
@@ -122,7 +124,7 @@ def of_model(
 ) -> Workload:
     """Compute when gradients are ready on `gpu`: backward takes twice forward in each layer, the last layer first.
 
-    efficiency: share of the GPU's peak, in (0, 1]; by default an assumption, see `gpus.usual_efficiency`.
+    efficiency: share of the GPU's peak, in (0, 1]; by default an assumption, see `cluster.usual_efficiency`.
     optimizer_us: by default that of SGD with momentum in float32 at the memory's peak rate, 5 passes of 4 bytes.
     """
     require_whole(batch, 1, f"workload of {model.name}: batch")
@@ -144,33 +146,6 @@ def of_model(
     return Workload.of(model.name, gradients, batch, note, optimizer_us)
 
 
-def of_window(
-    window: Window, shapes: Mapping[str, tuple[int, ...]], *, name: str = "measured", samples: int = 0
-) -> Workload:
-    """Take the ready times that a run measured; all parameters of one of its units are ready when the unit is.
-
-    What the optimizer took is in them, unknown, and scales with the rest. Raises ConfigurationError when the shape of a
-    parameter is missing, or is not that of the unit.
-    """
-    if not window.step_us:
-        raise ConfigurationError("window: no step was measured; record some with plan='adaptive'")
-    gradients = []
-    for unit in window.units:
-        missing = [each for each in unit.names if each not in shapes]
-        if missing:
-            raise ConfigurationError(f"window: the shape of {missing[0]!r} is missing; give those of all parameters")
-        dtype = dtype_named(unit.dtype)
-        members = [Parameter(each, tuple(shapes[each])) for each in unit.names]
-        nbytes = dtype.itemsize * sum(member.numel for member in members)
-        if nbytes != unit.nbytes:
-            raise ConfigurationError(
-                f"window: the unit of {unit.names[0]!r} has {unit.nbytes} bytes, but its shapes make {nbytes}; "
-                f"give the shapes of the model that was measured"
-            )
-        gradients += [(member, unit.ready_us, dtype) for member in members]
-    return Workload.of(name, gradients, samples, f"measured, mean of {len(window.step_us)} steps")
-
-
 def dtype_named(text: str) -> torch.dtype:
     """Return the dtype of a gradient by its name, "float32" or "torch.float32"."""
     dtype = getattr(torch, text.removeprefix("torch."), None)
@@ -179,99 +154,41 @@ def dtype_named(text: str) -> torch.dtype:
     return dtype
 
 
-def save(workload: Workload, path: str | Path) -> None:
-    """Write a file from which `load` makes an equal workload; a line for each parameter."""
-    pairs = zip(workload.units, workload.layout.pieces, strict=True)
-    rows = [
-        {
-            "name": piece.name,
-            "shape": piece.shape,
-            "dtype": unit.dtype.removeprefix("torch."),
-            "ready_us": unit.ready_us,
-        }
-        for unit, piece in pairs
-    ]
-    head = {name: getattr(workload, name) for name in ("name", "samples", "note", "optimizer_us")}
-    Path(path).write_text(one_line_each({"format": FORMAT, **head, "parameters": rows[::-1]}))
-
-
-def load(
-    path: str | Path, gpu: Gpu | None = None, precision: str = "fp16", efficiency: float | None = None
-) -> Workload:
-    """Read a workload that a person, a script or `save` wrote as JSON.
+def load(path: str | Path) -> Workload:
+    """Read a workload with measured times that was written as JSON.
 
     {"format": 1, "name": "my model", "samples": 64, "parameters": [
       {"name": "conv.weight", "shape": [64, 3, 7, 7], "ready_us": 9000},
       {"name": "fc.weight", "shape": [10, 64], "ready_us": 4000}]}
 
-    parameters: in the order of forward, that of `model.named_parameters()`. Each has a name, a shape and, for all of
-    them, either ready_us (when its gradient is ready, counted from the end of the last reduction) or forward_flops (of
-    its layer for one sample, 0 for biases); then gpu, precision and efficiency, as for `of_model`, say when it is.
-    Optional are the dtype of a gradient ("float32"), samples (the batch of a rank; needed with forward_flops, and for
-    another batch), optimizer_us (the part of the times that does not grow with the batch) and note.
+    parameters: in the order of forward, that of `model.named_parameters()`. ready_us: when the gradient is ready,
+    counted from the end of the last reduction. Optional are the dtype of a gradient ("float32"), samples (the batch of
+    a rank; needed for another one), optimizer_us (the part of the times that does not grow with the batch) and note.
     Raises ConfigurationError, naming what is wrong, for anything else.
     """
     content = parse(read_text(path), str(path))
     try:
-        return _workload(content, gpu, precision, efficiency)
+        entries = dict(_table(content, "the file", _ENTRIES))
+        if (found := entries.pop("format", None)) != FORMAT:
+            raise ConfigurationError(f"format {found!r} is not {FORMAT}, the one this version of commopt reads")
+        listed = entries.pop("parameters", None)
+        if not isinstance(listed, list):
+            raise ConfigurationError("parameters must be a list of at least one parameter")
+        gradients = [_gradient(row, f"parameters[{place}]") for place, row in enumerate(listed)]
+        return Workload.of(entries.pop("name", None), reversed(gradients), **{"samples": 0} | entries)
     except ConfigurationError as error:
         raise ConfigurationError(f"{path}: {error}") from None
 
 
-def _workload(content: Any, gpu: Gpu | None, precision: str, efficiency: float | None) -> Workload:
-    entries = _table(content, "the file", _ENTRIES)
-    found = entries.get("format")
-    if found != FORMAT:
-        raise ConfigurationError(f"format {found!r} is not {FORMAT}, the one this version of commopt reads")
-    name: Any = entries.get("name")
-    samples, note = entries.get("samples", 0), entries.get("note", "")
-    require_text(name, "name")
-    require_whole(samples, 0, "samples")
-    if not isinstance(note, str):
-        raise ConfigurationError(f"note is {note!r}; it must be text")
-    optimizer_us = entries.get("optimizer_us")
-    if optimizer_us is not None:
-        require_time(optimizer_us, "optimizer_us")
-    listed = entries.get("parameters")
-    if not isinstance(listed, list) or not listed:
-        raise ConfigurationError("parameters must be a list of at least one parameter")
-    rows = [_table(row, f"parameters[{place}]", _PARAMETER_ENTRIES) for place, row in enumerate(listed)]
-    parameters = [_parameter(row, f"parameters[{place}]") for place, row in enumerate(rows)]
-    dtypes = [_dtype(row, f"parameters[{place}]") for place, row in enumerate(rows)]
-    if all("ready_us" in row for row in rows):
-        for row in rows:
-            require_time(row["ready_us"], f"parameter {row['name']!r}: ready_us")
-        gradients = zip(parameters, (float(row["ready_us"]) for row in rows), dtypes, strict=True)
-        return Workload.of(name, reversed(list(gradients)), samples, note, optimizer_us or 0.0)
-    for row in rows:
-        if "forward_flops" not in row:
-            raise ConfigurationError(
-                f"parameter {row['name']!r} has no forward_flops, and not all have ready_us; give all parameters "
-                f"the one or the other"
-            )
-    if gpu is None or not samples:
-        raise ConfigurationError(
-            "its parameters have forward_flops instead of ready_us; say on which GPU (gpu=), and give samples in it"
-        )
-    if len(set(dtypes)) > 1:
-        raise ConfigurationError("its parameters have forward_flops and several dtypes; give one dtype, or ready_us")
-    model = Model(name, tuple(parameters), "sample")
-    workload = of_model(model, gpu, samples, precision, efficiency, dtypes[0], optimizer_us)
-    return replace(workload, note="; ".join(filter(None, (note, workload.note))))
-
-
-def _parameter(row: Mapping[str, Any], where: str) -> Parameter:
-    require_text(row.get("name"), f"{where}: name")
-    shape = row.get("shape")
+def _gradient(value: Any, where: str) -> tuple[Parameter, float, torch.dtype]:
+    row = _table(value, where, _PARAMETER_ENTRIES)
+    name, shape, dtype = row.get("name", ""), row.get("shape"), row.get("dtype", "float32")
+    require_text(dtype, f"{where}: dtype")
     if not isinstance(shape, list):
         raise ConfigurationError(f"{where}: shape is {shape!r}; it must be a list of whole numbers, [] for a scalar")
-    return Parameter(row["name"], tuple(shape), row.get("forward_flops", 0))
-
-
-def _dtype(row: Mapping[str, Any], where: str) -> torch.dtype:
-    text = row.get("dtype", "float32")
-    require_text(text, f"{where}: dtype")
-    return dtype_named(text)
+    parameter = Parameter(name, tuple(shape))
+    require_time(row.get("ready_us"), f"parameter {name!r}: ready_us")
+    return parameter, float(row["ready_us"]), dtype_named(dtype)
 
 
 def _table(value: Any, where: str, known: tuple[str, ...]) -> Mapping[str, Any]:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from statistics import fmean, median
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
 
 from commopt.errors import ConfigurationError
 from commopt.recording import StepRecord
-from commopt.timeline.recordings import STAGES, Timeline, after, before, last_starts_us, length, segments, stays_inside
+from commopt.timeline.recordings import STAGES, Timeline, last_starts_us, segments, stays_inside
 
 
 @dataclass(frozen=True)
@@ -185,50 +185,47 @@ def stand_out(ready_us: Array, step_us: Array, uncertainty_us: Array) -> list[tu
 
 
 Steps = Sequence[Sequence[StepRecord]]  # [step][rank]
-Times = Sequence[Sequence[float]]
+_EXPOSED = [field.name for field in fields(StepTimes)].index("exposed_us")
 
 
 def analyse(timeline: Timeline) -> Analysis:
     """Return what `timeline` shows; raises ConfigurationError when no step is complete on all ranks."""
     chosen = comparable(timeline)
     steps = [timeline.steps[place] for place in chosen]
-    begins = [begins_us(timeline, place) for place in chosen]
     last = steps[-1][0]
-    starts = [last_starts_us(step, timeline.nodes) for step in steps]
-    by_rank = [
-        [_times(*each) for each in zip(step, begin, start, strict=True)]
-        for step, begin, start in zip(steps, begins, starts, strict=True)
-    ]
-    ready = np.array([[[bucket.ready_us for bucket in record.buckets] for record in step] for step in steps])
-    since = ready - np.array(begins)[:, :, None]
-    step_us = np.array([median(times.step_us for times in step) for step in by_rank])
+    begin = np.array([begins_us(timeline, place) for place in chosen])
+    last_start = np.array([last_starts_us(step, timeline.nodes) for step in steps])
+    times = _times(steps, begin, last_start)
+    step_us = np.median(times[:, :, 0], axis=1)
+    typical = _typical(step_us)
+    ready = _table(steps, lambda record: [bucket.ready_us for bucket in record.buckets])
+    since = ready - begin[:, :, None]
     # Nodes that do not wait for each other drift apart: there a rank is late by what each step adds.
     apart = np.array([stays_inside(step) for step in steps])
     compared = np.where(apart[:, None, None], since, ready)
     late_us = np.median(lateness_us(compared), axis=0).max(axis=1)
-    typical = _typical(step_us)
-    ranks = [_mean([by_rank[step][place] for step in typical]) for place in range(len(timeline.ranks))]
+    ranks = times[typical].mean(axis=0)
     stragglers = [
         Straggler(
             timeline.ranks[place], amount, last.buckets[bucket].number if bucket else None, last.buckets[bucket].label
         )
         for place, bucket, amount in stand_out(compared, step_us, np.array(timeline.uncertainty_us))
     ]
+    rank_times = [StepTimes(*own) for own in ranks.tolist()]
+    bucket_us = since[typical].max(axis=1).mean(axis=0).tolist()
     return Analysis(
         steps[0][0].step,
         last.step,
         len(steps),
         len(timeline.steps),
-        _mean(ranks),
-        fmean(min(times.exposed_us for times in by_rank[step]) for step in typical),
-        tuple(map(RankTimes, timeline.ranks, timeline.nodes, ranks, late_us.tolist())),
+        StepTimes(*ranks.mean(axis=0).tolist()),
+        float(times[typical, :, _EXPOSED].min(axis=1).mean()),
+        tuple(map(RankTimes, timeline.ranks, timeline.nodes, rank_times, late_us.tolist())),
         tuple(
             BucketTimes(bucket.number, bucket.label, bucket.nbytes, ready_us)
-            for bucket, ready_us in zip(last.buckets, since[typical].max(axis=1).mean(axis=0).tolist(), strict=True)
+            for bucket, ready_us in zip(last.buckets, bucket_us, strict=True)
         ),
-        _message_times(
-            [steps[step] for step in typical], [begins[step] for step in typical], [starts[step] for step in typical]
-        ),
+        _message_times([steps[step] for step in typical], begin[typical], last_start[typical]),
         tuple(stragglers),
     )
 
@@ -268,18 +265,23 @@ def follows(timeline: Timeline, place: int) -> bool:
     return place > 0 and timeline.steps[place - 1][0].step == timeline.steps[place][0].step - 1
 
 
-def _times(record: StepRecord, begin_us: float, last_starts: Sequence[float]) -> StepTimes:
-    busy = [(message.started_us, message.finished_us) for message in record.messages]
-    waiting = [(begin, min(end, last)) for (begin, end), last in zip(busy, last_starts, strict=True)]
-    end_us = record.compute_end_us
-    return StepTimes(
-        record.completed_us - begin_us,
-        end_us - begin_us,
-        length(before(busy, end_us)),
-        length(before(waiting, end_us)),
-        record.completed_us - end_us,
-        length(after(waiting, end_us)),
+def _table(steps: Steps, value: Callable[[StepRecord], object]) -> Array:
+    """Return an array of `value`, whose first axes are the steps and the ranks."""
+    return np.array([[value(record) for record in step] for step in steps], dtype=np.float64)
+
+
+def _times(steps: Steps, begin: Array, last_start: Array) -> Array:
+    """Return the values of StepTimes, [step, rank, value]; a lane runs one message after the other."""
+    started = _table(steps, lambda record: [message.started_us for message in record.messages])
+    finished = _table(steps, lambda record: [message.finished_us for message in record.messages])
+    computed, completed = (_table(steps, attrgetter(name)) for name in ("compute_end_us", "completed_us"))
+    waited, hidden_until = np.minimum(finished, last_start), computed[:, :, None]
+    hidden, hidden_waiting = (
+        np.clip(np.minimum(ends, hidden_until) - started, 0, None).sum(axis=2) for ends in (finished, waited)
     )
+    exposed_waiting = np.clip(waited - np.maximum(started, hidden_until), 0, None).sum(axis=2)
+    values = completed - begin, computed - begin, hidden, hidden_waiting, completed - computed, exposed_waiting
+    return np.stack(values, axis=2)
 
 
 def _typical(step_us: npt.NDArray[np.float64]) -> list[int]:
@@ -288,20 +290,15 @@ def _typical(step_us: npt.NDArray[np.float64]) -> list[int]:
     return sorted(np.argsort(distance, kind="stable")[: (len(step_us) + 1) // 2].tolist())
 
 
-def _mean(times: Sequence[StepTimes]) -> StepTimes:
-    return StepTimes(*(fmean(getattr(each, field.name) for each in times) for field in fields(StepTimes)))
-
-
-def _message_times(steps: Steps, begins: Times, starts: Sequence[Times]) -> tuple[MessageTimes, ...]:
+def _message_times(steps: Steps, begins_us: Array, last_starts_us: Array) -> tuple[MessageTimes, ...]:
     found = []
     for number, message in enumerate(steps[-1][0].messages):
-        rows = np.array(
-            [
-                [_message_row(record, number, begin_us, last[number]) for record, begin_us, last in each]
-                for each in (zip(*step, strict=True) for step in zip(steps, begins, starts, strict=True))
-            ]
-        )
-        ready_us, queue_us, finished_us, *stages_us = rows.mean(axis=(0, 1)).tolist()
+        rows = [
+            _message_row(record, number, begin_us, last_start_us[number])
+            for step, *others in zip(steps, begins_us, last_starts_us, strict=True)
+            for record, begin_us, last_start_us in zip(step, *others, strict=True)
+        ]
+        ready_us, queue_us, finished_us, *stages_us = np.mean(rows, axis=0).tolist()
         stages = dict(zip(STAGES, stages_us, strict=True))
         found.append(
             MessageTimes(message.buckets, message.label, message.nbytes, ready_us, queue_us, finished_us, stages)

@@ -77,8 +77,6 @@ ENTRIES = (
     _on_link("hierarchical_powersgd"),
     Entry("hierarchical_powersgd" + NO_FEEDBACK),
     Entry("hierarchical_powersgd:start_step=50"),
-    _on_link("hierarchical_powersgd:alternating=True"),
-    _on_link("hierarchical_powersgd:matrix_rank=8:alternating=True"),
     _on_link("hierarchical_powersgd:matrix_rank=1"),
     _on_link("hierarchical_powersgd:matrix_rank=16"),
     *(_local_sgd(period, start_step) for start_step in (0, 100) for period in (2, 4, 8, 16)),

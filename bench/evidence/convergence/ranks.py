@@ -82,9 +82,9 @@ def train(case: Case, device: torch.device, show: Show) -> Run:
     task, entry = case.task, case.entry
     training = task.start(case.optimizer, entry.momentum, case.seed, device)
     if entry.aggregator is None:
-        state = choose_averaging(training.ddp, entry.strategy, plan="ddp")
+        state = choose_averaging(training.model, entry.strategy, plan="ddp")
     else:
-        state = commopt.attach(training.ddp, entry.aggregator, plan="ddp")
+        state = commopt.attach(training.model, entry.aggregator, plan="ddp")
     curve, step_s = [], []
     for step in range(1, task.steps + 1):
         started = time.perf_counter()
@@ -93,7 +93,7 @@ def train(case: Case, device: torch.device, show: Show) -> Run:
             torch.cuda.synchronize()
         step_s.append(time.perf_counter() - started)
         if step % task.look_every == 0 or step == task.steps:
-            if entry.aggregator is not None and state is not None and step == task.steps:
+            if entry.aggregator is not None and isinstance(state, commopt.HookState) and step == task.steps:
                 state.average_parameters()
             curve.append(look(training, step))
             show(step / task.steps)
@@ -103,7 +103,7 @@ def train(case: Case, device: torch.device, show: Show) -> Run:
         optimizer=case.optimizer,
         strategy=entry.strategy,
         seed=case.seed,
-        parameters=sum(parameter.numel() for parameter in training.ddp.parameters()),
+        parameters=sum(parameter.numel() for parameter in training.model.parameters()),
         step_ms=median(slowest_rank_ms(step_s)),
         inter_bytes_per_step=inter,
         curve=curve,

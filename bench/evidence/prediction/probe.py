@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from commopt import ConfigurationError
-from commopt.aggregate import Aggregator
+from commopt.aggregate import Aggregator, Buffer
 from commopt.aggregate import Call as Step
 from commopt.cluster import link_rate
 from commopt.cost import Curve, LinkKey, Links, WorkKey
@@ -46,7 +46,7 @@ def wanted(aggregators: Iterable[Aggregator], buffers: Iterable[Layout], shape: 
     layouts = list(buffers)
     for aggregator in aggregators:
         for layout in layouts:
-            steps = [aggregator.calls(layout, torch.float32, each) for each in seen]
+            steps = [aggregator.calls(Buffer(layout, torch.float32), each) for each in seen]
             across = sum(
                 any(isinstance(step, Step) and step.level == "inter" for step in own)
                 for own in steps[: shape.ranks_per_node[0]]

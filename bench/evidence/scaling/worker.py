@@ -137,7 +137,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]
         for each in timed:
             each.take_turn(options.steps, cluster)
     noop, *others = (each.found() for each in timed)
-    parameters = sum(parameter.numel() for parameter in timed[0].run.training.ddp.parameters())
+    parameters = sum(parameter.numel() for parameter in timed[0].run.training.model.parameters())
     return {"parameters": parameters, "noop_ms": noop["step_ms"], "strategies": others}
 
 

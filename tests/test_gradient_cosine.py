@@ -17,7 +17,7 @@ from commopt.feedback import Layout
 from commopt.feedback.quality import EVERY_STEPS, MAX_SAMPLE_NUMEL, GradientCosine, sample_numel
 from commopt.groups import Team, WireBytes
 from commopt.lanes import Work
-from tests.catalogue import LAYOUTS
+from tests.catalogue import run_on
 from tests.feedback_training import NUMELS, Training, Vectors, gradients
 from tests.overheard import overheard
 from tests.ranks import run
@@ -36,12 +36,7 @@ class Halved(Cast):
         total[1::2] = 0
 
 
-def add(fidelity: GradientCosine, exact: list[float], result: list[float]) -> None:
-    fidelity.add(torch.tensor(exact), torch.tensor(result))
-
-
 # ------------------------------------------------------------------------------------------- one rank
-
 
 INF, NAN = float("inf"), float("nan")
 
@@ -54,40 +49,30 @@ INF, NAN = float("inf"), float("nan")
         ([([0.0, 0.0], [0.0, 0.0]), ([1.0, -2.0], [3.0, -6.0])], 1.0),
         ([([3.0, 4.0], [3.0, 0.0]), ([INF, 0.0], [1.0, 1.0]), ([1.0, 1.0], [0.0, NAN])], 0.6),
         ([([3e30, 4e30], [3e30, 0.0])], 0.6),  # float32 cannot hold the squares
+        ([([3.0, 0.0], [0.0, 5.0]), ([1.0, 2.0], [2.0, 1.0])], 4 / sqrt((0.75 * 9 + 5) * (0.75 * 25 + 5))),  # old fade
     ],
 )
 def test_the_cosine_of_samples(samples: list[tuple[list[float], list[float]]], cosine: float | None) -> None:
-    fidelity = GradientCosine()
+    compared = GradientCosine()
     for exact, result in samples:
-        add(fidelity, exact, result)
-    assert fidelity.cosine() == (None if cosine is None else pytest.approx(cosine))
+        compared.add(torch.tensor(exact), torch.tensor(result))
+    assert compared.cosine() == (None if cosine is None else pytest.approx(cosine))
 
 
-def test_old_samples_fade() -> None:
-    fidelity = GradientCosine()
-    add(fidelity, [3.0, 0.0], [0.0, 5.0])
-    assert fidelity.cosine() == 0
-    add(fidelity, [1.0, 2.0], [2.0, 1.0])
-    exact, result = 0.75 * 9 + 5, 0.75 * 25 + 5
-    assert fidelity.cosine() == pytest.approx(4 / sqrt(exact * result))
-
-
-@pytest.mark.parametrize("numel", [1, 2, 2047, 2048, 2049, 4096, 6000, 100_000, 1 << 20, (1 << 20) + 1])
+@pytest.mark.parametrize("numel", [1, 2, 2047, 2048, 2049, 6000, 100_000, (1 << 20) + 1])
 def test_samples_are_short_and_reach_from_end_to_end(numel: int) -> None:
     sampled = sample_numel(numel)
     assert min(numel, MAX_SAMPLE_NUMEL // 3) <= sampled <= MAX_SAMPLE_NUMEL
-    buffer = torch.zeros(numel)
-    fidelity, changed = GradientCosine(), []
-    for element in {0, numel - 1 - (numel - 1) % ceil(numel / sampled)}:
-        buffer[element] = 1.0
-        changed.append(element)
-    fidelity.add(torch.full((sampled,), 1.0), buffer)
-    assert fidelity.cosine() == pytest.approx(sqrt(len(changed) / sampled))
+    ends = {0, numel - 1 - (numel - 1) % ceil(numel / sampled)}
+    buffer, compared = torch.zeros(numel), GradientCosine()
+    buffer[list(ends)] = 1.0
+    compared.add(torch.ones(sampled), buffer)
+    assert compared.cosine() == pytest.approx(sqrt(len(ends) / sampled))
 
 
 def test_buffers_take_turns_in_every_eighth_step() -> None:
-    fidelity = GradientCosine(first_step=3)
-    taken = [(step, number) for step in range(3 + 5 * EVERY_STEPS) for number in range(3) if fidelity.takes(step)]
+    compared = GradientCosine(first_step=3)
+    taken = [(step, number) for step in range(3 + 5 * EVERY_STEPS) for number in range(3) if compared.takes(step)]
     assert taken == [(10, 1), (18, 2), (26, 0), (34, 1), (42, 2)]
     assert not any(GradientCosine(first_step=16).takes(step) for step in range(16))
 
@@ -123,8 +108,7 @@ def watch(rank: int, world_size: int, aggregator: Aggregator, constant: bool) ->
     ids=["exact", "halved", "8 bits", "inter 8 bits", "1%"],
 )
 def test_cosine_in_training(layout: str, aggregator: Aggregator, constant: bool, low: float, high: float) -> None:
-    world_size, nodes = LAYOUTS[layout]
-    found = run(watch, world_size, aggregator, constant, nodes=nodes)
+    found = run_on(layout, watch, aggregator, constant)
     assert len(set(found)) == 1, "ranks differ"
     assert found[0] is not None
     assert low <= found[0] <= high
@@ -148,18 +132,14 @@ def listen_to(rank: int, world_size: int, aggregator: Aggregator, watched: bool)
 
 @pytest.mark.parametrize("layout", ["2x2", "2+1"])
 def test_every_rank_sends_its_samples_in_the_same_steps(layout: str) -> None:
-    world_size, nodes = LAYOUTS[layout]
-    heard = run(listen_to, world_size, Hierarchical(Compressed(Quantize(4, 64))), True, nodes=nodes)
+    heard = run_on(layout, listen_to, Hierarchical(Compressed(Quantize(4, 64))), True)
     assert len({tuple(each) for each in heard}) == 1
     assert [step for step, _ in heard[0]] == [7, 15, 23]
     assert len({nbytes for _, nbytes in heard[0]}) == 3, "every bucket has its turn"
 
 
-def test_who_does_not_ask_is_told_nothing() -> None:
+def test_who_does_not_ask_is_told_nothing_and_what_is_exact_is_not_compared_with_itself() -> None:
     assert run(listen_to, 2, Compressed(Quantize(8, 64)), False) == [[], []]
-
-
-def test_what_is_exact_is_not_compared_with_itself() -> None:
     for heard in run(listen_to, 2, Flat(), True):
         assert len({step for step, _ in heard}) == STEPS
         assert all(sum(at == step for at, _ in heard) == 3 for step in range(2, STEPS)), "more than the buckets"
@@ -177,12 +157,12 @@ def count_bytes(rank: int, world_size: int) -> tuple[WireBytes, WireBytes, int]:
         nonlocal heard
         heard += Call(team.level, primitive, nbytes, *roots).wire_bytes(world)
 
-    def sample(fidelity: GradientCosine, buffer: Tensor, team: Team, scale: float) -> Tensor:
+    def sample(cosine: GradientCosine, buffer: Tensor, team: Team, scale: float) -> Tensor:
         nonlocal samples
         samples += 1
-        return exact(fidelity, buffer, team, scale)
+        return exact(cosine, buffer, team, scale)
 
-    path, controller = training.comm._path, registration.controller
+    path, controller = registration, registration.controller
     send = path._send
 
     def switched(layout: Layout, buffer: Tensor, index: int, *, last: bool) -> Work:
@@ -192,17 +172,16 @@ def count_bytes(rank: int, world_size: int) -> tuple[WireBytes, WireBytes, int]:
     with patch.object(path, "_send", switched):
         for _ in range(3):
             training.step()
-        before = training.comm._path.wire_bytes()
+        before = registration.wire_bytes()
         with overheard(listen), patch.object(GradientCosine, "exact", sample):
             for _ in range(STEPS):
                 training.step()
-    sent = training.comm._path.wire_bytes()
+    sent = registration.wire_bytes()
     return WireBytes(sent.intra - before.intra, sent.inter - before.inter), heard, samples
 
 
 @pytest.mark.parametrize("layout", ["2x2", "2+1", "3"])
 def test_samples_are_counted_to_the_byte(layout: str) -> None:
-    world_size, nodes = LAYOUTS[layout]
-    for said, heard, samples in run(count_bytes, world_size, nodes=nodes):
+    for said, heard, samples in run_on(layout, count_bytes):
         assert said == heard
         assert samples == STEPS // EVERY_STEPS

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import commopt
 from commopt import LocalSGD
 from tests.hook_training import SMALL_BUCKET, WIDTH, Tower, batch_of, digest_of, loss_of, seeded
-from tests.periodic_training import Reference, optimizer_of
+from tests.local_sgd_reference import Reference, optimizer_of
 from tests.ranks import run
 
 AVERAGE = LocalSGD(period=3, start_step=2)

@@ -1,0 +1,244 @@
+"""The registration of a hook with a DDP model: DDP's buckets on their way to the lane."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from statistics import median
+from time import perf_counter_ns
+from typing import Any
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from commopt import lanes
+from commopt.aggregate import Aggregator, Flat, LocalSGD
+from commopt.errors import CommoptError, ConfigurationError
+from commopt.feedback import GradientCosine, Layout, ResidualStore, sample_numel
+from commopt.groups import WireBytes
+from commopt.hooks.checks import REDUCIBLE, UnusedAverages, refuse_bucket, warn_of_unknown_scaler
+from commopt.hooks.local_sgd import ParameterAverages
+from commopt.hooks.reduction import Step, anonymous
+from commopt.hooks.registration import Registration, Settings
+from commopt.schedule import Controller, Layouts, Plan, Tuned
+
+_FLAT = Flat()
+
+
+class DDPRegistration(Registration):
+    """Averages DDP's buckets: `reduce` is called with each, `before_forward` between steps.
+
+    decided_by: the name of the preset that was compared with the aggregator last. cosine: of lossy averages and exact
+    ones, where that is watched.
+    """
+
+    def __init__(
+        self, settings: Settings, aggregator: Aggregator | None, module: nn.Module | None, scaler: Any
+    ) -> None:
+        self.layouts = Layouts(module)
+        super().__init__(settings, aggregator, scaler, self.layouts.parameters, self.layouts.numels)
+        self.module = None if module is None else ref(module)
+        self.decided_by: str | None = None
+        self.watches_cosine = False
+        self.cosine = GradientCosine()
+        self.controller = Controller(self.recorder, self.layouts, record=settings.record)
+        self.averages: ParameterAverages | None = None
+        if isinstance(aggregator, LocalSGD):
+            self.averages = ParameterAverages(aggregator, module, self.parameters.values())
+        self._ddp: ref[TorchDDP] | None = None
+        self._cosine_of = -1  # which plan, by its number, the samples of averages are of
+        self._raising_task = -1
+        self._lately_ns: deque[int] = deque(maxlen=64)
+        self._unused: UnusedAverages | None = None
+
+    def _begin(self, aggregator: Aggregator, client: lanes.LaneClient) -> None:
+        aggregator.check(client.team)
+        aggregator = self.layouts.resolved(aggregator, warn=client.team.rank == 0)
+        self.keeps_residuals = bool(aggregator.residual_paths)
+        self.controller.begin(client.team, aggregator, self.settings.config)
+        self.watches_cosine = self.controller.watches_cosine
+        if self.averages is not None:
+            self.averages.client = client
+
+    def decide(self, aggregator: Aggregator, hook_name: str) -> None:
+        """Settle on `aggregator`, the one the registered hook stands for; collective the first time.
+
+        Raises ConfigurationError when the state was made with another one.
+        """
+        if self.aggregator is None:
+            client = self.client
+            client.require_open("first bucket")
+            client.membership.agree(f"first bucket of {client.name}", aggregator=repr(aggregator))
+            self._begin(aggregator, client)
+            self.aggregator = aggregator
+        elif self.aggregator != aggregator:
+            raise ConfigurationError(
+                f"HookState(aggregator={self.aggregator}) is registered with the hook commopt.{hook_name}, which means "
+                f"{aggregator}; register commopt.hook to use the state's own, or pass HookState() without one"
+            )
+        self.decided_by = hook_name
+
+    def serve(self, ddp: TorchDDP) -> None:
+        """Learn which model this is the registration of, so that its buckets can be made anew."""
+        self._ddp = ref(ddp)
+        self.controller.serve(ddp)
+
+    def model(self) -> TorchDDP | None:
+        """Return the DDP model."""
+        return None if self._ddp is None else self._ddp()
+
+    def freeze(self) -> None:
+        """Change the plan no more."""
+        self.controller.give_up("frozen")
+        self.watches_cosine = False  # which nobody will ask for
+
+    def before_forward(self, *, sends: bool) -> None:
+        """Change, between two steps, what was decided to be changed. sends: whether the backward will."""
+        self.recorder.forward_begins()
+        self.controller.before_forward(self.steps, sends=sends)
+
+    # ------------------------------------------------------------------------------------- every step
+
+    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Average one bucket over the ranks; the future resolves to `bucket.buffer()` itself."""
+        entered_ns = perf_counter_ns()
+        buffer, number, last = bucket.buffer(), bucket.index(), bucket.is_last()
+        if buffer.dtype not in REDUCIBLE or buffer.layout != torch.strided:
+            refuse_bucket(bucket, buffer, self.module)
+        if buffer.storage_offset() != 0 or not buffer.is_contiguous():
+            # DDP would read the result from the start of its storage, whatever the tensor says.
+            raise CommoptError(f"DDP's bucket {number} does not fill its storage; report this torch version")
+        layout = self.layouts.of(bucket)
+        if number == 0:
+            self._begin_step(buffer.device)
+        if buffer.device != self.device:
+            self._require_one_device(buffer.device)
+        if self.recorder.enabled:
+            self.recorder.bucket(number, layout.title, buffer.nbytes)
+        if last:
+            self._check_step()
+        graph_task = torch._C._current_graph_task_id()
+        if graph_task != self._raising_task and graph_task != -1:
+            self._let_backward_raise(graph_task)
+        handle = self._send(layout, buffer, number, last=last)
+        if last:
+            self._end_step()
+        spent_ns = perf_counter_ns() - entered_ns
+        self._lately_ns.append(spent_ns)
+        self.hook_ns += spent_ns
+        self.hook_calls += 1
+        # DDP's join() calls the hook outside of any backward.
+        return handle.future if graph_task == -1 else handle.ended
+
+    def _begin_step(self, device: torch.device) -> None:
+        if self.joined is None:
+            self.join()
+        steps = self.steps
+        self.controller.require_repeatable(steps)
+        if self.averages is not None:  # a rank without data, in DDP's join(), makes no forward before this
+            self.averages.take_turn()
+        if self.device is None:
+            self.device = device
+        self.controller.begin_step(steps)
+        if self.recorder.enabled:
+            self.recorder.begin_step(steps, device)
+        self.step = Step(steps, self.store, self.scaler)
+        if self.watches_cosine and self.controller.changes != self._cosine_of:
+            self._cosine_of = self.controller.changes
+            self.cosine = GradientCosine(steps)  # a new plan is judged by its own samples
+
+    def _let_backward_raise(self, graph_task: int) -> None:
+        """Let the backward under way raise the error of a lane that fails meanwhile.
+
+        Such a LaneError stays what it is, where DDP makes a RuntimeError of a future's. A step may have several graph
+        tasks (a reentrant checkpoint, two backwards of one forward). DDP waits for the futures in the one in which it
+        shows the last bucket, which it does not always call the last: so every task that shows one gets a callback.
+        """
+        engine = Variable._execution_engine
+        # From within a callback, so that it comes after DDP's own, which waits for the lane.
+        engine.queue_callback(lambda: engine.queue_callback(lanes.require_healthy))
+        self._raising_task = graph_task
+
+    def _require_one_device(self, device: torch.device) -> None:
+        if self.keeps_residuals:
+            raise ConfigurationError(
+                f"gradients lie on {self.device} and {device}; error feedback keeps one device per DDP model: "
+                f"put the model on one, or use a lossless aggregator"
+            )
+        self.controller.give_up(f"gradients lie on {self.device} and {device}, and messages are of one device")
+
+    def _check_step(self) -> None:
+        """See, once a step is complete, to what an aggregator that remembers needs."""
+        if self.recorder.enabled:
+            self.recorder.compute_ends()
+        if not self.keeps_residuals:
+            return
+        if self.reduced_steps == 0 and self.scaler is None:
+            warn_of_unknown_scaler()
+        if not self.store.per_step:
+            self._unused = self._unused or UnusedAverages()
+            self._unused.step_is_reduced()
+        self.layouts.require_expected()
+
+    def _send(self, layout: Layout, buffer: Tensor, index: int, *, last: bool) -> lanes.Work:
+        """Queue the average of bucket `index`, `last` of its step."""
+        step, aggregator = self.step, self.controller.aggregator
+        self.controller.add_bucket(layout, buffer)
+        cosine = None
+        if self.watches_cosine and not aggregator.lossless and self.cosine.takes(step.number):
+            cosine = self.cosine
+            self.traffic.count(_FLAT, anonymous(sample_numel(layout.numel)), torch.float32, buffer.device, step.number)
+        return self.send(layout, buffer, index, aggregator, last=last, cosine=cosine)
+
+    def _end_step(self) -> None:
+        assert self.device is not None  # of the first bucket
+        usual_us = median(self._lately_ns) / 1000 if self.recorder.enabled and self._lately_ns else 0.0
+        cosine = self.cosine if self.watches_cosine else None
+        meeting = self.controller.end_step(self.steps, self.device, usual_us, cosine, self.store)
+        if meeting is not None:
+            self.controller.pending = self.client.run(meeting.hold, meeting.what)
+        self.steps += 1
+        self.reduced_steps += 1
+        if self.averages is not None:
+            self.averages.steps = self.steps
+
+    def wire_bytes(self) -> WireBytes:
+        """Return the payload this rank has sent, with that of averaged parameters."""
+        sent = super().wire_bytes()
+        return sent if self.averages is None else sent + self.averages.sent
+
+    # ------------------------------------------------------------------------------------- checkpoints
+
+    def extras(self) -> dict[str, Any]:
+        """Return the plan that is followed and what tuning came to."""
+        plan, tuned = self.controller.plan, self.controller.tuned
+        return {
+            "plan": None if plan is None else plan.to_json(),
+            "tuned": None if tuned is None else tuned.to_json(),
+        }
+
+    def read_extras(self, part: Mapping[str, Any]) -> tuple[Any, object]:
+        """Return both, as Registration.read_extras."""
+        try:
+            plan = None if part.get("plan") is None else Plan.from_json(part["plan"])
+            tuned = None if part.get("tuned") is None else Tuned.from_json(part["tuned"])
+        except ConfigurationError as error:
+            raise ConfigurationError(
+                f"the checkpoint's {error}; load another, start without one, or set its 'plan' and 'tuned' to None"
+            ) from error
+        return (plan, tuned), (None if plan is None else plan.digest(), tuned)
+
+    def go_on(
+        self, store: ResidualStore, steps: int, buffers: Sequence[Layout], numels: Mapping[str, int], extras: Any
+    ) -> None:
+        """Go on from a checkpoint, as Registration.go_on; what could be taken over of its plan is the controller's."""
+        super().go_on(store, steps, buffers, numels, extras)
+        if self.averages is not None:
+            self.averages.begin_anew(steps)
+        plan, tuned = extras or (None, None)
+        self.controller.restart(steps, plan, tuned, buffers)
+        self.layouts.expect(numels)

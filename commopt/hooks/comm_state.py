@@ -1,0 +1,189 @@
+"""CommState, what users hold of any registration: what was done, where the time went, and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from commopt.aggregate import Aggregator
+from commopt.errors import ConfigurationError
+from commopt.groups import Membership
+from commopt.hooks import checkpoint
+from commopt.hooks.registration import Registration
+from commopt.schedule import Plan
+from topology import Cluster
+
+if TYPE_CHECKING:
+    from commopt.timeline import Report, Timeline
+
+
+class CommState:
+    """What averages a model's gradients, seen from outside; made by `attach`."""
+
+    _registration: Registration
+
+    @property
+    def aggregator(self) -> Aggregator | None:
+        """What averages the gradients, None while that is left to a preset."""
+        return self._registration.aggregator
+
+    @property
+    def scaler(self) -> Any:
+        """The GradScaler of the training loop, or None; it may be given later, between two steps."""
+        return self._registration.scaler
+
+    @scaler.setter
+    def scaler(self, scaler: Any) -> None:
+        require_scaler(scaler)
+        self._registration.scale_by(scaler)
+
+    @property
+    def membership(self) -> Membership:
+        """This rank's place in the groups; joins them (collectively) after unpickling."""
+        return self._registration.client.membership
+
+    @property
+    def cluster(self) -> Cluster:
+        """Which ranks share a node."""
+        return self.membership.cluster
+
+    @property
+    def plan(self) -> Plan | None:
+        """Which gradients travel together and how, where commopt says so; None where the model does."""
+        return None
+
+    def close(self) -> None:
+        """Finish what was started, and close commopt's process groups; every rank must, and the model trains no more.
+
+        They are shared: the last state or Communicator of the same group and settings to close ends them. What was
+        never closed is, when the process group has been destroyed, at the next call that joins one.
+        """
+        self._registration.close()
+
+    # ------------------------------------------------------------------------------------- what was done
+
+    def stats(self) -> dict[str, Any]:
+        """Return what was done so far.
+
+        Steps, buckets that the hook saw, payload bytes this rank sent and microseconds spent in the hook; with
+        error feedback also residual_norm (of this rank, in units of the average gradient), compression_error (left
+        out over what should have been sent, sampled), residual_bytes and factor_bytes kept, and dropped_commits
+        (non-finite values). Waits for the device.
+        """
+        registration = self._registration
+        joined, calls, sent = registration.joined, registration.hook_calls, registration.wire_bytes()
+        return {
+            "aggregator": registration.aggregator_name,
+            "cluster": str(joined.membership.cluster) if joined else "not joined yet",
+            "steps": registration.steps,
+            "buckets": calls,
+            "intra_bytes": sent.intra,
+            "inter_bytes": sent.inter,
+            "hook_us_per_bucket": registration.hook_ns / 1000 / calls if calls else 0.0,
+            **(registration.store.stats() if self.aggregator is not None and self.aggregator.residual_paths else {}),
+        }
+
+    def timeline(self, trace: str | Path | None = None) -> Timeline:
+        """Return what every rank recorded, on one clock; collective, between two steps.
+
+        trace: where rank 0 writes it as a Chrome trace (ui.perfetto.dev reads it). Raises ConfigurationError on every
+        rank when nothing was recorded or the file cannot be written.
+        """
+        from commopt.hooks.insight import timeline_of  # which reads what all ranks recorded
+
+        return timeline_of(self._registration.recorder, self._registration.client, trace)
+
+    def report(self) -> Report:
+        """Return where the time of a step goes: print it; collective, between two steps. Raises as `timeline`."""
+        from commopt.hooks.insight import report_on
+
+        return report_on(self.timeline(), self._registration, self.plan)
+
+    def explain(self) -> str:
+        """Return in words and numbers what averages the gradients now, and why; the same on every rank."""
+        from commopt.schedule import explain
+
+        return explain(self.aggregator, None, ())
+
+    # ------------------------------------------------------------------------------------- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's residuals by parameter name and element range, and the buckets they belong to.
+
+        Every rank must save its own; `gathered_state_dict` is for checkpoints that one rank writes. Ask between two
+        steps: during one, some of its buckets count already and others do not.
+        """
+        return checkpoint.part_of(self._registration)
+
+    def gathered_state_dict(self) -> dict[str, Any] | None:
+        """Return all ranks' states on the first rank of the group, None on the others; collective."""
+        self._registration.require_open("gathered_state_dict")
+        return checkpoint.gather(self.state_dict(), self._registration.everyone)
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on where `saved` was taken: one rank's state_dict(), a gathered or a merged one; collective.
+
+        In the same world every bit is as if training had never stopped, if DDP had settled its buckets when the state
+        was saved (after two steps; three with static_graph) and makes the same ones, or can be given them (torch 2.13),
+        whatever `plan` is. A strategy that a plan chose is followed with "adaptive" only. In another world, for which
+        the gathered form or commopt.merged_state() is needed, each rank starts with an equal part of the sum of all
+        residuals.
+        Raises ConfigurationError when what any rank was given is damaged or does not fit, naming what, and
+        MismatchError when ranks load different checkpoints; on every rank, and nothing has changed then.
+        """
+        self.load_from(lambda: saved)
+
+    def load_from(self, read: Callable[[], object]) -> None:
+        """Load what `read` returns; what it raises becomes a ConfigurationError on every rank. As load_state_dict."""
+        self._registration.require_open("load_state_dict")
+        checkpoint.load(read, self._registration)
+
+
+def require_scaler(scaler: Any) -> None:
+    """Raise ConfigurationError for what is neither a GradScaler nor None."""
+    if scaler is not None and not hasattr(scaler, "get_scale"):
+        raise ConfigurationError(f"scaler is a {type(scaler).__name__}; pass the torch.amp.GradScaler or None")
+
+
+# ------------------------------------------------------------------- torch.distributed.checkpoint
+
+
+class Checkpointed:
+    """Let every rank write and read its own residuals: `dcp.save({"model": ..., "comm": Checkpointed(comm)}, ...)`.
+
+    dcp.load needs to know what to look for before anything is there. Each rank's part is therefore one value, under
+    the rank's own name. To load into another world (other ranks, or other nodes), say how many ranks wrote the
+    checkpoint: `saved_world_size`.
+    """
+
+    def __init__(self, state: CommState, saved_world_size: int | None = None) -> None:
+        if saved_world_size is not None and (type(saved_world_size) is not int or saved_world_size < 1):
+            raise ConfigurationError(
+                f"Checkpointed(saved_world_size={saved_world_size!r}) must be the number of ranks that wrote the "
+                f"checkpoint, 1 or more, or None for the ranks there are now"
+            )
+        self._state = state
+        self._saved_world_size = saved_world_size
+
+    def state_dict(self) -> dict[str, bytes]:
+        """Return this rank's part under its own name; for another world, empty places for all ranks' parts."""
+        team = self._state.membership.team
+        if self._saved_world_size is not None:
+            return {f"place {place}": b"" for place in range(self._saved_world_size)}
+        buffer = BytesIO()
+        torch.save(self._state.state_dict(), buffer)
+        return {f"place {team.rank}": buffer.getvalue()}
+
+    def load_state_dict(self, saved: Mapping[str, bytes]) -> None:
+        """Go on where the checkpoint was taken, as CommState.load_state_dict; collective."""
+        self._state.load_from(lambda: _read_parts(saved))
+        self._saved_world_size = None  # from now on it is this world that saves
+
+
+def _read_parts(saved: Mapping[str, bytes]) -> dict[str, Any]:
+    parts = [torch.load(BytesIO(saved[name]), map_location="cpu", weights_only=True) for name in sorted(saved)]
+    return parts[0] if len(parts) == 1 else {"format": checkpoint.FORMAT, "ranks": parts}

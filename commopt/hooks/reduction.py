@@ -1,0 +1,132 @@
+"""The lane's work for one buffer, `Reduction`, and the count of what it sends, `Traffic`; of whatever model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commopt.aggregate import Aggregator, context_for
+from commopt.feedback import GradientCosine, Layout, ResidualStore
+from commopt.groups import Team, TeamShape, WireBytes
+from commopt.recording import Message as Recorded
+from commopt.recording import running
+
+_FOLD_AFTER = 64
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the messages of one step have in common.
+
+    scaler: the torch.amp.GradScaler that multiplied its loss, or None. buffers: what was sent in it so far, in order.
+    """
+
+    number: int
+    store: ResidualStore
+    scaler: Any
+    buffers: list[Layout] = field(default_factory=list)
+
+
+@dataclass(eq=False, slots=True)
+class Reduction:
+    """The lane's work for one buffer, contiguous and of any shape: it becomes `scale` times its sum over `team`.
+
+    number: of the buffer in its step. last: whether none follows, and the step's residuals may be committed. cosine:
+    compares the result with the exact one. scale: None for the average.
+    """
+
+    buffer: Tensor
+    layout: Layout
+    number: int
+    last: bool
+    step: Step
+    aggregator: Aggregator
+    team: Team
+    cosine: GradientCosine | None = None
+    recorded: Recorded | None = None
+    scale: float | None = None
+
+    def __str__(self) -> str:
+        return f"bucket {self.number} by {self.aggregator}"
+
+    def __call__(self) -> None:
+        """Do it."""
+        store, team, flat = self.step.store, self.team, self.buffer.view(-1)
+        with nullcontext() if self.recorded is None else running(self.recorded):
+            if self.number == 0:
+                store.begin_step()
+            scaler, loss_scale = self.step.scaler, None
+            if scaler is not None:
+                loss_scale = loss_scale_of(scaler, self.buffer.device)
+            number, rank = self.step.number, team.ranks[team.rank]
+            context = context_for(self.aggregator, self.layout, team, store, number, self.number, rank, loss_scale)
+            scale = context.add_leftover(flat, 1.0 / team.size if self.scale is None else self.scale)
+            exact = None if self.cosine is None else self.cosine.exact(flat, team, scale)
+            self.aggregator.all_reduce(flat, team, scale, context)
+            if self.cosine is not None and exact is not None:
+                self.cosine.add(exact, flat)
+            store.end_bucket([flat], last=self.last)
+
+
+def loss_scale_of(scaler: Any, device: torch.device) -> Tensor | None:
+    """Return what gradients are multiplied by, on `device`; None for 1. No host sync."""
+    if not scaler.is_enabled() or scaler._scale is None:
+        return None
+    scale: Tensor = scaler._scale
+    return scale.detach().to(device, torch.float32, non_blocking=True)
+
+
+# ----------------------------------------------------------------------------------------- what was sent
+
+
+@dataclass(eq=False)
+class _Kind:
+    """All that tells how long a buffer's messages are, and the steps it was sent in; `before` by their phases."""
+
+    aggregator: Aggregator
+    layout: Layout
+    dtype: torch.dtype
+    device: torch.device
+    steps: list[int] = field(default_factory=list)
+    before: Counter[int] = field(default_factory=Counter)
+
+
+class Traffic:
+    """Counts the payload that one rank sends: a step is like many others, so there are few kinds of buffers."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[tuple[int, int, torch.dtype, torch.device], _Kind] = {}
+
+    def count(
+        self, aggregator: Aggregator, layout: Layout, dtype: torch.dtype, device: torch.device, step: int
+    ) -> None:
+        """Note one all_reduce of a buffer."""
+        key = id(aggregator), id(layout), dtype, device  # a kind keeps both alive
+        kind = self._kinds.get(key)
+        if kind is None:
+            kind = self._kinds[key] = _Kind(aggregator, layout, dtype, device)
+        kind.steps.append(step)
+        if len(kind.steps) == _FOLD_AFTER:
+            kind.before.update(aggregator.phase(step) for step in kind.steps)
+            kind.steps = []
+
+    def wire_bytes(self, team: TeamShape) -> WireBytes:
+        """Return the payload this rank has sent so far."""
+        sent = WireBytes()
+        for kind in list(self._kinds.values()):  # a copy: another thread may ask during a step
+            phases = kind.before + Counter(kind.aggregator.phase(step) for step in tuple(kind.steps))
+            for phase, times in phases.items():
+                sent += kind.aggregator.wire_bytes(kind.layout, kind.dtype, team, kind.device, phase) * times
+        return sent
+
+
+@lru_cache(maxsize=1024)
+def anonymous(numel: int) -> Layout:
+    """Return the layout of a buffer whose names do not matter."""
+    return Layout.anonymous(numel)
