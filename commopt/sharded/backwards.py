@@ -1,0 +1,194 @@
+"""A step for every backward of FSDP2: messages in an order that ranks compare, and what is committed at its end."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from hashlib import sha256
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from commopt import lanes
+from commopt.aggregate import Aggregator
+from commopt.errors import ConfigurationError, MismatchError, TransportError
+from commopt.feedback import Layout
+from commopt.groups import WireBytes
+from commopt.hooks.checks import warn_of_unknown_scaler
+from commopt.hooks.registration import Registration, Settings
+from commopt.lanes import LaneClient
+from commopt.recording import Message
+from commopt.schedule import Layouts
+from commopt.sharded.layouts import numels_of
+from commopt.sharded.seams import ParameterGroup, watch_backwards
+
+_END = "the end of a backward"
+_VERDICT_NBYTES = 4
+_ALIKE = (
+    "In one backward the same parameters must get gradients on all ranks that average them: let all of them take part "
+    "in the loss, or call model.set_reduce_scatter_unused_params(True) (torch 2.13)"
+)
+
+
+@dataclass(eq=False)
+class Sequel:
+    """What ranks send one another in a backward, one message after the other.
+
+    last: of the messages of the backward under way. known: which came after which, seen to be alike on all ranks.
+    """
+
+    client: LaneClient
+    last: Layout | None = None
+    known: set[tuple[Layout | None, Layout | None]] = field(default_factory=set)
+
+    def follow(self, layout: Layout | None) -> None:
+        """Compare, on the lane, which message (None: the end) comes after which, the first time it does.
+
+        FSDP sends nothing for a group without gradients. Were that so on some ranks only, they would wait for each
+        other, or add up gradients of different layers. Raises MismatchError then.
+        """
+        if (self.last, layout) not in self.known:
+            what = _END if layout is None else f"the gradients of {layout.title}"
+            after = "" if self.last is None else f" after those of {self.last.title}"
+            pieces = "" if layout is None else sha256(", ".join(map(str, layout.pieces)).encode()).hexdigest()
+            try:
+                self.client.membership.agree(what + after, parameters=pieces)
+            except MismatchError as error:
+                raise MismatchError(f"{error}. {_ALIKE}") from None
+            self.known.add((self.last, layout))
+        self.last = layout
+
+
+@contextmanager
+def told_why_ranks_wait() -> Iterator[None]:
+    """Add to a TransportError why a rank may not have come."""
+    try:
+        yield
+    except TransportError as error:
+        raise TransportError(f"{error}\nIf a rank did not come here: {_ALIKE[0].lower()}{_ALIKE[1:]}") from error
+
+
+def _sharding_of(group: ParameterGroup) -> str:
+    """Return how a group is sharded, in words that are alike on all ranks."""
+    ranks = [] if group.shards is None else sorted(dist.get_process_group_ranks(group.shards))
+    steps = sorted({after - before for before, after in pairwise(ranks)})
+    return f"{group.shard_count} shards, every {steps} ranks, {'no ' if group.replicas is None else ''}replicas"
+
+
+class Backwards(Registration):
+    """What registrations of FSDP2 have in common: reductions are numbered, and `end` ends every backward.
+
+    `steps` are backwards in which anything was averaged. deferred: how many reductions backward did not wait for.
+    """
+
+    kind = "ShardedState"
+
+    def __init__(
+        self,
+        settings: Settings,
+        aggregator: Aggregator,
+        scaler: Any,
+        model: nn.Module,
+        groups: Sequence[ParameterGroup],
+    ) -> None:
+        self.groups = groups
+        self.deferred = 0
+        self._model = model
+        self._layouts = Layouts(model)
+        numels: dict[str, int] = {}
+        for group in groups:
+            for part in group.parts:
+                self._layouts.also_called(part.name, part.called(group.shard_rank, group.shard_count))
+            numels |= numels_of(group.parts, group.shard_count)
+        super().__init__(settings, aggregator, scaler, self._layouts.parameters, numels)
+        self.sharding = str(sorted({_sharding_of(group) for group in groups}))
+        self.store.per_step &= bool(aggregator.residual_paths)  # else there is nothing to commit
+        self._drops_with: LaneClient | None = None  # who drops a step together, and does not see it by itself
+        self._verdicts = 0  # exchanged with them
+        self._number: int | None = None  # of the next reduction of the backward under way
+
+    @property
+    @abstractmethod
+    def _sequels(self) -> Collection[Sequel]:
+        """One for all ranks that this one sends gradients to, or for each group of them."""
+
+    def _watch(self) -> None:
+        watch_backwards(self._model, self.end, self.give_up)
+        self._model.register_forward_pre_hook(lambda *_: self.recorder.forward_begins())
+
+    def scale_by(self, scaler: Any) -> None:
+        """Take note of another GradScaler. Raises ConfigurationError where there was none at attach, or is none now."""
+        if self.keeps_residuals and (scaler is not None and scaler.is_enabled()) != self.store.per_step:
+            raise ConfigurationError(
+                "whether there is a GradScaler must be known when commopt.attach is called, since shards drop a step "
+                "together; pass it there: commopt.attach(model, ..., scaler=scaler)"
+            )
+        super().scale_by(scaler)
+
+    # ------------------------------------------------------------------------------------- every backward
+
+    def _is_first(self, device: torch.device) -> bool:
+        """Return whether a reduction, whose gradients are on `device`, is the first of a backward, which begins."""
+        if self._number is not None:
+            return False
+        self._number = 0
+        self.device = self.device or device
+        self.recorder.begin_step(self.steps, device)
+        return True
+
+    def _next(self, layout: Layout, nbytes: int) -> tuple[int, Message | None]:
+        """Return the number of a reduction, and where its times go if anybody asks for them."""
+        assert self._number is not None
+        number, recorded = self._number, None
+        self._number += 1
+        if self.recorder.enabled:
+            self.recorder.bucket(number, layout.title, nbytes)
+            recorded = self.recorder.message((number,), layout.title, nbytes)
+        return number, recorded
+
+    def end(self) -> None:
+        """End a backward: wait for what was not waited for, and commit or drop what it leaves."""
+        if self._number is None:
+            lanes.require_healthy()
+            return
+        self._number = None
+        self.recorder.compute_ends()
+        if self.reduced_steps == 0 and self.scaler is None and self.keeps_residuals:
+            warn_of_unknown_scaler()
+        # After all that backward has sent, on the same lane, so nothing else has to be waited for.
+        self.client.run(self._settle, _END, self.device).wait()
+        self.steps += 1
+        self.reduced_steps += 1
+
+    def _settle(self) -> None:
+        for sequel in self._sequels:
+            if sequel.last is not None:
+                sequel.follow(None)
+        if self._drops_with is not None:
+            fine = torch.ones(1, dtype=torch.bool, device=self.device)
+            broken = (~torch.stack([fine, *(flag.reshape(1) for flag in self.store.judge())]).all(0)).float()
+            self._drops_with.team.all_reduce(broken)
+            self._verdicts += 1
+            self.store.flags.append(broken[0] == 0)
+        self.store.end_bucket((), last=True)
+
+    def give_up(self) -> None:
+        """Forget the backward under way, as FSDP does: what it has staged is dropped when the next begins."""
+        self._number = None
+        self.client.run(self._forget, "the end of a backward that was given up", self.device).wait()
+
+    def _forget(self) -> None:
+        for sequel in self._sequels:
+            sequel.last = None
+        self.store.begin_step()
+
+    def wire_bytes(self) -> WireBytes:
+        """Return the payload this rank has sent: here that of verdicts."""
+        if self._drops_with is None:
+            return WireBytes()
+        return self._drops_with.team.wire.all_reduce(_VERDICT_NBYTES) * self._verdicts

@@ -1,0 +1,319 @@
+"""FSDP2 over all ranks, a 1-D mesh: what replaces its collectives, and what a checkpoint holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from hashlib import sha256
+from time import perf_counter_ns
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from commopt.aggregate import Aggregator, Call, context_for
+from commopt.aggregate.base import Step as Described
+from commopt.errors import ConfigurationError, UnsupportedTensorError
+from commopt.feedback import Layout, ResidualStore, spread
+from commopt.feedback.checkpoint import field, refuse
+from commopt.groups import WireBytes
+from commopt.groups.team import all_gather_single
+from commopt.hooks.checks import REDUCIBLE
+from commopt.hooks.reduction import loss_scale_of
+from commopt.hooks.registration import Settings
+from commopt.lanes import LaneClient
+from commopt.recording import Message, running
+from commopt.sharded import seams
+from commopt.sharded.all_gather import AllGather, Weights
+from commopt.sharded.backwards import Backwards, Sequel, told_why_ranks_wait
+from commopt.sharded.layouts import require_length
+from commopt.sharded.reduce_scatter import ReduceScatter
+from commopt.sharded.rows import Parts
+from commopt.sharded.seams import ParameterGroup
+
+
+class OneDimension(Backwards):
+    """The memory of one model on a 1-D mesh: `reduce` takes gradients in, `gather` weights, `end` ends a backward.
+
+    gathers: by group, none where weights are exact.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        aggregator: Aggregator,
+        scaler: Any,
+        model: nn.Module,
+        groups: Sequence[ParameterGroup],
+        weights: Weights | None,
+    ) -> None:
+        super().__init__(settings, aggregator, scaler, model, groups)
+        self.weights = weights
+        self.gathers: dict[ParameterGroup, AllGather] = {}
+        self._sent = WireBytes()
+        self._known: dict[object, WireBytes] = {}
+
+    @property
+    def _sequels(self) -> Collection[Sequel]:
+        return (self._sequel,)
+
+    def _begin(self, aggregator: Aggregator, client: LaneClient) -> None:
+        team, membership = client.team, client.membership
+        names = sha256(repr([part.name for group in self.groups for part in group.parts]).encode()).hexdigest()
+        facts = {"weights": repr(self.weights), "scaler": str(self.store.per_step), "parameters": names}
+        membership.agree(f"attach of {client.name}", **facts)
+        shards = self.groups[0].shards
+        assert shards is not None
+        order = tuple(dist.get_group_rank(shards, rank) for rank in membership.ranks)
+        super()._begin(aggregator, client)
+        self._sequel = Sequel(client)
+        self._drops_with = client if self.store.per_step else None
+        self._scatter = ReduceScatter(self._layouts.resolved(aggregator, warn=team.rank == 0), team, order)
+        if self.weights is not None and team.node_count > 1:
+            weights = self._layouts.resolved(self.weights, warn=team.rank == 0)
+            self.gathers = {group: AllGather(weights, team, order, tuple(group.parts)) for group in self.groups}
+
+    def install(self) -> None:
+        """Take the place of FSDP's collectives."""
+        for group in self.groups:
+            seams.scatter_by(self._model, group, _Scatters(self, group))
+            if group in self.gathers:
+                seams.gather_by(self._model, group, _Gathers(self, group))
+        self._watch()
+        if self.gathers:
+            for module in self._model.modules():
+                module.register_load_state_dict_post_hook(lambda *_: self.forget_copies(bases=False))
+
+    # ------------------------------------------------------------------------------------- gradients
+
+    def reduce(self, group: ParameterGroup, output: Tensor, source: Tensor, op: Any) -> None:
+        """Set `output` to this rank's shard of what `op` makes of all ranks' `source`; may end with the backward."""
+        entered_ns = perf_counter_ns()
+        client, parts = self.client, tuple(group.parts_with_gradient)
+        scale, divided = _scale_of(op, client.team.size), group.divided_later(source.dtype)
+        if source.dtype not in REDUCIBLE:
+            raise UnsupportedTensorError(f"gradients are {source.dtype}, which commopt does not add up")
+        require_length(parts, output.numel())
+        self._is_first(source.device)
+        number, recorded = self._next(_whole(parts), source.nbytes)
+        task = _Reduction(self, output, source, parts, scale, divided, number, recorded)
+        work = client.submit(task, task, output, (source,), numel=source.numel())
+        compressed = self._scatter.compressed
+        now = None if compressed is None else compressed.compressor.at(self.steps)
+        self._count((parts, source.dtype, now), lambda: self._scatter.calls(parts, source.dtype, self.steps))
+        if group.may_wait(output):
+            self.deferred += 1
+        else:
+            work.wait()
+        self.hook_calls += 1
+        self.hook_ns += perf_counter_ns() - entered_ns
+
+    # ------------------------------------------------------------------------------------- weights
+
+    def gather(self, group: ParameterGroup, output: Tensor, source: Tensor) -> None:
+        """Fill `output` with the weights of a group: across, or before and in backward from the second copy."""
+        gather = self.gathers[group]
+        # A forward that backward repeats (activation checkpointing) must see what the first one saw.
+        backward = seams.is_before_backward(group) or torch._C._current_graph_task_id() != -1
+        crosses = gather.copy is None or not backward
+        exact, again = crosses and gather.is_exact_next, crosses and gather.base is not None
+        if again:
+            self._count((group, output.dtype, "base"), lambda: gather.calls(output.dtype, exact=True)[:1])
+        self._count(
+            (group, output.dtype, crosses, exact), lambda: gather.calls(output.dtype, crosses=crosses, exact=exact)
+        )
+
+        def task() -> None:
+            gather(output, source, self.store.scratch, crosses=crosses)
+
+        self.client.submit(f"weights of {_title(gather.parts)}", task, output, (source,), numel=output.numel()).wait()
+
+    def forget_copies(self, *, bases: bool) -> None:
+        """Let second copies be made anew. bases: also those that a checkpoint has brought and nobody has used yet."""
+        for gather in self.gathers.values():
+            gather.copy = None
+            if bases:
+                gather.base = None
+
+    # ------------------------------------------------------------------------------------- accounts
+
+    def _count(self, what: object, describe: Callable[[], tuple[Described, ...]]) -> None:
+        known = self._known.get(what)
+        if known is None:
+            team = self.client.team
+            calls = [each for each in describe() if isinstance(each, Call)]
+            known = self._known[what] = sum((each.wire_bytes(team) for each in calls), WireBytes())
+        self._sent += known
+
+    def wire_bytes(self) -> WireBytes:
+        """Return the payload this rank has sent."""
+        return super().wire_bytes() + self._sent
+
+    def extras(self) -> dict[str, Any]:
+        """Return this rank's row of the second copies that differences go to: others can be had again."""
+        differs = self.weights is not None and self.weights.difference
+        rows = [gather.own_row() for gather in self.gathers.values()] if differs else []
+        return {"weights": repr(self.weights), "copies": rows}
+
+    def read_extras(self, part: Mapping[str, Any]) -> tuple[Any, object]:
+        """Return the rows of `extras`, None where there were other weights; and which there are."""
+        rows = field(part, "copies", list)
+        if part.get("weights") != repr(self.weights) or not rows:
+            return None, "no second copies"
+        if len(rows) != len(self.gathers):
+            refuse("copies", rows, f"a list of {len(self.gathers)}, one for each group")
+        for row, gather in zip(rows, self.gathers.values(), strict=True):
+            numel = sum(part.padded for part in gather.parts)
+            if row is not None and not (isinstance(row, Tensor) and row.shape == (numel,) and row.is_floating_point()):
+                refuse("a row of copies", row, f"None, or floats of shape [{numel}]")
+        return rows, [row is not None for row in rows]
+
+    def go_on(
+        self, store: ResidualStore, steps: int, buffers: Sequence[Layout], numels: Mapping[str, int], extras: Any
+    ) -> None:
+        """Go on from a checkpoint, as Registration.go_on; second copies are as they were then, or made anew."""
+        super().go_on(store, steps, buffers, numels, extras)
+        self.forget_copies(bases=True)
+        for row, gather in zip(extras or (), self.gathers.values(), strict=False):
+            gather.base = row
+
+    def take_share(
+        self, store: ResidualStore, parts: Sequence[Mapping[str, Any]], largest: Callable[[str], float]
+    ) -> None:
+        """Put into `store` this rank's part of the residuals of another world: of what it sends, and nothing else."""
+        whole, scatter = ResidualStore(), self._scatter
+        across = scatter.places.across
+        assert across is not None
+        senders = 1 if scatter.compressed is None else across.size
+        spread(whole, parts, parts[0]["parameters"], largest, senders)
+        for path in {slot.path for slot in whole.slots()}:
+            for group in self.groups:
+                layout = scatter.layout(tuple(group.parts), torch.float32, None)
+                store.deposit(path, layout, whole.collect(path, layout))
+        store.warm = True
+
+
+class _Reduction:
+    """The lane's work for the gradients of one group."""
+
+    def __init__(
+        self,
+        registration: OneDimension,
+        output: Tensor,
+        source: Tensor,
+        parts: Parts,
+        scale: float,
+        divided: float,
+        number: int,
+        recorded: Message | None,
+    ) -> None:
+        self._registration, self._output, self._source, self._parts = registration, output, source, parts
+        self._scale, self._divided, self._number, self._recorded = scale, divided, number, recorded
+        self._step, self._store, self._scaler = registration.steps, registration.store, registration.scaler
+
+    def __str__(self) -> str:
+        return f"gradients of {_title(self._parts)} by {self._registration.aggregator}"
+
+    def __call__(self) -> None:
+        """Do it."""
+        with told_why_ranks_wait(), running(self._recorded):
+            self._reduce()
+
+    def _reduce(self) -> None:
+        scatter, store = self._registration._scatter, self._store
+        self._registration._sequel.follow(_whole(self._parts))
+        if self._number == 0:
+            store.begin_step()
+        layout, team = scatter.layout(self._parts, self._source.dtype, self._step), self._registration.client.team
+        context = context_for(
+            *(scatter.aggregator, layout, team, store, self._step, self._number, team.ranks[team.rank], self._unit())
+        )
+        scatter(self._output, self._source, self._parts, self._scale, context)
+        store.end_bucket((), last=False)
+
+    def _unit(self) -> Tensor | None:
+        """Return what `.grad` is multiplied by here, None for 1: residuals are in its units."""
+        unit = None if self._scaler is None else loss_scale_of(self._scaler, self._source.device)
+        if self._divided == 1.0:
+            return unit
+        one = torch.ones((), dtype=torch.float32, device=self._source.device) if unit is None else unit
+        return one * self._divided
+
+
+class _Memory:
+    """Where FSDP lets a collective's memory come from."""
+
+    def __init__(self, registration: OneDimension, group: ParameterGroup) -> None:
+        self._registration, self._group = registration, group
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory from the usual allocator."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _Scatters(_Memory):
+    """Stands in FSDP's place of a reduce-scatter."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        """Do it; FSDP's stream waits for it."""
+        self._registration.reduce(self._group, output_tensor, input_tensor, op)
+
+
+class _Gathers(_Memory):
+    """Stands in FSDP's place of an all-gather."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Any:
+        """Do it, or pass on what torch alone can do: bytes, extensions, fewer ranks (reshard_after_forward=8)."""
+        gather = self._registration.gathers[self._group]
+        if group.size() == gather.team.size and gather.takes(output_tensor, input_tensor):
+            self._registration.gather(self._group, output_tensor, input_tensor)
+            return None
+        return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+def _scale_of(op: Any, size: int) -> float:
+    """Return what values are multiplied by before they are added up."""
+    if op == dist.ReduceOp.AVG:
+        return 1.0 / size
+    if op == dist.ReduceOp.SUM:
+        return 1.0
+    factor = getattr(op, "factor", None)  # torch 2.13
+    if op == dist.ReduceOp.PREMUL_SUM and isinstance(factor, float):
+        return factor
+    raise ConfigurationError(
+        f"FSDP reduces gradients by {op}, which commopt cannot read on torch {torch.__version__}; leave out "
+        f"set_gradient_divide_factor, or call set_force_sum_reduction_for_comms(True)"
+    )
+
+
+def _whole(parts: Parts) -> Layout:
+    """Return the whole parameters, alike on all ranks."""
+    return Layout.of_parameters((part.name, part.shape) for part in parts)
+
+
+def _title(parts: Parts) -> str:
+    return _whole(parts).title
+
+
+def require_attachable(groups: Sequence[ParameterGroup], weights: object) -> None:
+    """Raise ConfigurationError for a model, or weights, that OneDimension cannot serve."""
+    seams.require_collectives(groups)
+    meshes = [tuple(dist.get_process_group_ranks(group.shards)) for group in groups]
+    if len(set(meshes)) > 1:
+        raise ConfigurationError(
+            f"this model's groups are sharded over different ranks ({', '.join(map(str, sorted(set(meshes))))}), and "
+            f"commopt reduces over one 1-D mesh; attach the modules of each mesh by themselves, or use HSDP"
+        )
+    if any(group.ranks != set(mesh) for group, mesh in zip(groups, meshes, strict=True)):
+        raise ConfigurationError(
+            "this model has another parallelism beside a 1-D FSDP2 mesh, which commopt does not know there; use a "
+            "2-D mesh (HSDP) beside it"
+        )
+    if not (weights is None or isinstance(weights, Weights)):
+        raise ConfigurationError(
+            f"weights={weights!r} is no commopt.Weights; pass for example commopt.Weights(commopt.Quantize(bits=8))"
+        )

@@ -1,0 +1,263 @@
+"""From FSDP's hook to the lane: one message per buffer, averaged over the replicas of this rank's shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from hashlib import sha256
+from time import perf_counter_ns
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from commopt.aggregate import Aggregator
+from commopt.errors import ConfigurationError
+from commopt.feedback import Layout, ResidualStore, Spans, spread
+from commopt.groups import Membership, WireBytes
+from commopt.hooks.checks import warn_of_untested_torch
+from commopt.hooks.reduction import Reduction, Step, Traffic
+from commopt.hooks.registration import Settings
+from commopt.lanes import LaneClient, Work
+from commopt.sharded.backwards import Backwards, Sequel, told_why_ranks_wait
+from commopt.sharded.layouts import layout_of, require_length
+from commopt.sharded.seams import ParameterGroup
+
+
+@dataclass(eq=False)
+class Replicas(Sequel):
+    """The ranks that hold the same shard as this one, and what they have sent one another."""
+
+    traffic: Traffic = field(default_factory=Traffic)
+
+
+class ShardedRegistration(Backwards):
+    """Averages what FSDP leaves to it: `reduce` is called with each buffer, `end` after each backward.
+
+    replicas: by their process group.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        aggregator: Aggregator,
+        scaler: Any,
+        model: nn.Module,
+        groups: Sequence[ParameterGroup],
+    ) -> None:
+        super().__init__(settings, aggregator, scaler, model, groups)
+        self.replicas: dict[dist.ProcessGroup | None, Replicas] = {}
+        self._clients: list[LaneClient] = []
+        self._known: dict[tuple[int, ...], tuple[Layout, Spans]] = {}
+
+    @property
+    def _sequels(self) -> Collection[Sequel]:
+        return self.replicas.values()
+
+    # ------------------------------------------------------------------------------------- the other ranks
+
+    def join(self, process_group: Any = None, problem: Exception | None = None) -> LaneClient:
+        """Find all that hold a part of the model, and among them this rank's replicas; collective, as Registration."""
+        aggregator, settings = self.aggregator, self.settings
+        assert aggregator is not None
+        try:
+            names = sha256(repr(sorted(self.numels.items())).encode()).hexdigest()
+            facts = {"aggregator": self.aggregator_name, "scaler": str(self.store.per_step), "parameters": names}
+            everyone = self._join(_all_ranks(self.groups), problem, **facts, record=str(settings.record))
+            try:
+                for group in dict.fromkeys(group.replicas for group in self.groups):
+                    self.replicas[group] = Replicas(self._join(group))
+                for replicas in self.replicas.values():
+                    aggregator.check(replicas.client.team)
+            except Exception as error:  # of some replicas, perhaps: heard of before any rank waits for them again
+                problem = error
+            everyone.membership.exchange(f"the replicas of {everyone.name}", problem)
+            if self.store.per_step:
+                try:
+                    self._drops_with = self._who_drops_steps(everyone)
+                except Exception as error:
+                    problem = error
+                everyone.membership.exchange(f"the end of {everyone.name} setup", problem)
+        except BaseException:
+            self.close(groups=False)
+            raise
+        if everyone.team.rank == 0:
+            warn_of_untested_torch(torch.__version__)
+        self._resolved = self._layouts.resolved(aggregator, warn=everyone.team.rank == 0)
+        self.keeps_residuals = bool(aggregator.residual_paths)
+        self.device = self.groups[0].device
+        self.joined = everyone
+        return everyone
+
+    def _join(self, group: Any, problem: Exception | None = None, **facts: str) -> LaneClient:
+        timeout_s, nccl = self.settings.timeout_s, self.settings.nccl
+        client = LaneClient.join(self.kind, group, None, timeout_s, nccl, problem, meets=True, **facts)
+        self._clients.append(client)
+        return client
+
+    def _who_drops_steps(self, everyone: LaneClient) -> LaneClient | None:
+        """Return the ranks that drop a step together with this one and do not see it themselves, as replicas do."""
+        shards = {group.shards for group in self.groups}
+        only = next(iter(shards))
+        replicas = next(iter(self.replicas.values())).client.team
+        if len(shards) > 1 or len(self.replicas) > 1:
+            return everyone
+        if only is None or only.size() * replicas.size < everyone.team.size:  # tensor parallelism beside
+            return None if replicas.size == everyone.team.size else everyone
+        return self._join(only)
+
+    @property
+    def everyone(self) -> Membership:
+        """All ranks that hold a part of the model."""
+        return self._clients[0].membership
+
+    def close(self, *, groups: bool = True) -> None:
+        """Take part no more, as LaneClient.close."""
+        for client in self._clients:
+            client.close(groups=groups)
+
+    def install(self) -> None:
+        """Take FSDP's place between the replicas."""
+        for group in self.groups:
+            group.reduce_by(partial(self.reduce, group))
+        self._watch()
+
+    # ------------------------------------------------------------------------------------- every backward
+
+    def reduce(self, group: ParameterGroup, buffer: Tensor) -> None:
+        """Average one buffer over the replicas, in place: now, or where nobody can tell by the end of backward."""
+        entered_ns = perf_counter_ns()
+        if (kept := group.take_partial()) is not None:
+            buffer += kept
+        if buffer.is_cuda:
+            # FSDP made them on another stream than this one, and keeps no reference while their values are cast here.
+            for tensor in (buffer,) if kept is None else (buffer, kept):
+                tensor.record_stream(torch.cuda.current_stream(buffer.device))
+        if self._is_first(buffer.device):
+            self.step = Step(self.steps, self.store, self.scaler)
+        layout, spans = self._layout_of(group, buffer)
+        if layout.numel:
+            work = self._send(group, buffer, layout, spans)
+            if group.may_wait(buffer):
+                self.deferred += 1
+            else:
+                work.wait()
+        self.hook_calls += 1
+        self.hook_ns += perf_counter_ns() - entered_ns
+
+    def _layout_of(self, group: ParameterGroup, buffer: Tensor) -> tuple[Layout, Spans]:
+        known = self._known.get(group.key)
+        if known is None:
+            parts = group.parts_with_gradient
+            require_length(parts, buffer.numel())
+            known = self._known[group.key] = layout_of(parts, group.shard_rank, group.shard_count)
+        return known
+
+    def _send(self, group: ParameterGroup, buffer: Tensor, layout: Layout, spans: Spans) -> Work:
+        replicas, step = self.replicas[group.replicas], self.step
+        number, recorded = self._next(layout, layout.numel * buffer.element_size())
+        divided = group.divided_later(buffer.dtype)
+        if divided != 1.0:
+            step = Step(step.number, step.store, _Unit(self.scaler, divided))
+        team = replicas.client.team
+        scale = 1.0 if group.sums else None
+        reduction = Reduction(buffer, layout, number, False, step, self._resolved, team, None, recorded, scale)
+        message = _Message(reduction, spans, replicas)
+        work = replicas.client.submit(message, message, buffer, numel=layout.numel)
+        replicas.traffic.count(self._resolved, layout, buffer.dtype, buffer.device, self.steps)
+        return work
+
+    def wire_bytes(self) -> WireBytes:
+        """Return the payload this rank has sent, to its replicas but for verdicts."""
+        sent = super().wire_bytes()
+        for replicas in self.replicas.values():
+            sent += replicas.traffic.wire_bytes(replicas.client.team)
+        return sent
+
+    # ------------------------------------------------------------------------------------- checkpoints
+
+    def take_share(
+        self, store: ResidualStore, parts: Sequence[Mapping[str, Any]], largest: Callable[[str], float]
+    ) -> None:
+        """Put into `store` this rank's part of the residuals of another world: of the ranges that it owns, no more."""
+        held = sum(group.shard_count * self.replicas[group.replicas].client.team.size for group in self.groups)
+        if held != len(self.groups) * self.everyone.team.size:
+            raise ConfigurationError(
+                "residuals of a model with tensor parallelism beside FSDP can be loaded into the world that saved them "
+                "only: start without them"
+            )
+        everything = ResidualStore()
+        spread(everything, parts, parts[0]["parameters"], largest, 1)
+        kept = {(slot.path, name) for slot in everything.slots() for name in slot.layout.names}
+        for path in {path for path, _ in kept}:
+            for group in self.groups:
+                layout, _ = layout_of(group.parts, group.shard_rank, group.shard_count)
+                layout = Layout(tuple(piece for piece in layout.pieces if (path, piece.name) in kept))
+                values = everything.collect(path, layout) / self.replicas[group.replicas].client.team.size
+                store.deposit(path, layout, values)
+        store.factors = everything.factors
+        store.warm = True
+
+
+@dataclass(eq=False, slots=True)
+class _Message:
+    """The lane's work for one buffer: the elements in `spans` are averaged, the rest is padding."""
+
+    reduction: Reduction
+    spans: Spans
+    replicas: Replicas
+
+    def __str__(self) -> str:
+        return f"gradients of {self.reduction.layout.title} by {self.reduction.aggregator}"
+
+    def __call__(self) -> None:
+        """Do it."""
+        with told_why_ranks_wait():
+            self._do()
+
+    def _do(self) -> None:
+        reduction, store, buffer = self.reduction, self.reduction.step.store, self.reduction.buffer
+        self.replicas.follow(reduction.layout)
+        if self.spans == ((0, buffer.numel()),):
+            reduction()
+        else:
+            parts = [buffer[begin:end] for begin, end in self.spans]
+            numel, dtype, device = reduction.layout.numel, buffer.dtype, buffer.device
+            reduction.buffer = torch.cat(parts, out=store.scratch.take("without padding", numel, dtype, device))
+            reduction()
+            for part, result in zip(parts, reduction.buffer.split([len(part) for part in parts]), strict=True):
+                part.copy_(result)
+        store.judge()  # FSDP may change or free what it was
+
+
+class _Unit:
+    """Stands for a GradScaler where FSDP divides by a factor after the average: residuals are in units of `.grad`."""
+
+    def __init__(self, scaler: Any, factor: float) -> None:
+        self._scaler = scaler
+        self._factor = factor
+
+    def is_enabled(self) -> bool:
+        """Return True: there is a factor."""
+        return True
+
+    @property
+    def _scale(self) -> Tensor:
+        scale = None if self._scaler is None or not self._scaler.is_enabled() else self._scaler._scale
+        one = torch.ones((), dtype=torch.float32, device="cpu")
+        return (one if scale is None else scale) * self._factor
+
+
+def _all_ranks(groups: Sequence[ParameterGroup]) -> dist.ProcessGroup | None:
+    """Return a process group of all ranks that hold a part of the model, None for the world; collective over them."""
+    ranks = sorted({rank for group in groups for rank in group.ranks})
+    if len(ranks) == dist.get_world_size():
+        return None
+    candidates = {each for group in groups for each in (group.replicas, group.shards)}
+    for candidate in candidates:
+        if candidate is not None and sorted(dist.get_process_group_ranks(candidate)) == ranks:
+            return candidate
+    made: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
+    return made

@@ -1,0 +1,313 @@
+"""Every private name of torch's FSDP2 that commopt uses; `require_seams` names the one that this torch lacks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_common as common
+
+from commopt.errors import ConfigurationError
+from commopt.sharded.layouts import Part
+
+_OF_THE_MESHES = ("DataParallelMeshInfo", "DDPMeshInfo", "FSDPMeshInfo")
+_OF_A_STATE = ("_root_post_backward_final_callback",)
+_OF_A_GROUP = (
+    *("fsdp_params", "mesh_info", "mp_policy", "device", "post_backward", "reduce_grads", "all_reduce_grads"),
+    *("_all_reduce_hook", "_partial_reduce_output"),
+)
+_OF_A_PARAMETER = (
+    *("sharded_param", "sharded_size", "padded_sharded_param_size", "fsdp_placement", "offload_to_cpu"),
+    *("unsharded_accumulated_grad", "_orig_size", "_module_info"),
+)
+# What wrappers put into the names of modules; `named_parameters` of the plain module knows nothing of it.
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+_EXACT_SUMS = (torch.float32, torch.bfloat16)  # of other dtypes FSDP divides by a part before and by the rest after
+
+
+def require_seams(model: nn.Module) -> None:
+    """Raise ConfigurationError when this torch's FSDP2 lacks a name that commopt needs."""
+    _require(common, _OF_THE_MESHES)
+    for state in _states(model):
+        _require(state, _OF_A_STATE)
+        if not hasattr(state, "_fsdp_param_groups"):
+            _require(state, ("_fsdp_param_group",))
+        for raw in _raw_groups(state):
+            _require(raw, _OF_A_GROUP)
+            for param in raw.fsdp_params:
+                _require(param, _OF_A_PARAMETER)
+
+
+def _require(owner: object, names: Iterable[str]) -> None:
+    for name in names:
+        if not hasattr(owner, name):
+            what = owner.__name__ if isinstance(owner, type(torch)) else type(owner).__name__
+            raise ConfigurationError(
+                f"torch {torch.__version__} has no {what}.{name}, which commopt needs to average the gradients of a "
+                f"model of fully_shard; use torch 2.7 to 2.13, or tell commopt's authors of this version"
+            )
+
+
+def _states(model: nn.Module) -> list[Any]:
+    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+    return list(dict.fromkeys(states))  # fully_shard([a, b]) gives both the same one
+
+
+def _raw_groups(state: Any) -> Sequence[Any]:
+    several: Sequence[Any] | None = getattr(state, "_fsdp_param_groups", None)  # torch 2.12
+    if several is None:
+        return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return several
+
+
+class ParameterGroup:
+    """Parameters whose gradients FSDP reduces together.
+
+    replicas: the process group of the ranks that hold the same shard, None where there are no others.
+    shards: that of the ranks which share the parameters, None for replicate().
+    """
+
+    def __init__(self, raw: Any, names: Sequence[str]) -> None:
+        self._raw = raw
+        self._names = dict(zip(map(id, raw.fsdp_params), names, strict=True))
+        self._with_gradient: list[Any] = []
+        info = raw.mesh_info
+        sharded = isinstance(info, common.FSDPMeshInfo)
+        self.replicas: dist.ProcessGroup | None = None
+        if isinstance(info, common.DDPMeshInfo):
+            self.replicas = info.replicate_process_group
+        self.shards: dist.ProcessGroup | None = info.shard_process_group if sharded else None
+        self.shard_rank: int = info.shard_mesh_rank if sharded else 0
+        self.shard_count: int = info.shard_mesh_size if sharded else 1
+
+    @property
+    def device(self) -> torch.device:
+        """Where its gradients are."""
+        device: torch.device = self._raw.device
+        return device
+
+    @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        """In which gradients are reduced, None for that in which they are computed."""
+        dtype: torch.dtype | None = self._raw.mp_policy.reduce_dtype
+        return dtype
+
+    @property
+    def has_hook(self) -> bool:
+        """Whether somebody has set an all-reduce hook."""
+        return self._raw._all_reduce_hook is not None
+
+    @property
+    def sums(self) -> bool:
+        """Whether the user chose what gradients are divided by, so that replicas are to be added up."""
+        return getattr(self._raw, "gradient_divide_factor", None) is not None  # torch 2.8
+
+    @property
+    def parts(self) -> list[Part]:
+        """What this rank holds of its parameters, in their order."""
+        return [self._part(param) for param in self._raw.fsdp_params]
+
+    @property
+    def parts_with_gradient(self) -> list[Part]:
+        """What the buffer under way holds, one after the other."""
+        return [self._part(param) for param in self._with_gradient]
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """Tells one set of `parts_with_gradient` from another."""
+        return tuple(map(id, self._with_gradient))
+
+    @property
+    def ranks(self) -> set[int]:
+        """All ranks that hold something of its parameters, those of tensor parallelism beside it too."""
+        meshes = [param.sharded_param.device_mesh for param in self._raw.fsdp_params]
+        return {int(rank) for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
+
+    def _part(self, param: Any) -> Part:
+        return Part(
+            self._names[id(param)],
+            tuple(param._orig_size),
+            tuple(param.sharded_size),
+            param.fsdp_placement.dim,
+            param.padded_sharded_param_size.numel(),
+        )
+
+    def divided_later(self, dtype: torch.dtype) -> float:
+        """Return what FSDP will divide a buffer of `dtype` by, after it was averaged over the replicas."""
+        if dtype in _EXACT_SUMS and not getattr(self._raw, "force_sum_reduction_for_comms", False):
+            return 1.0
+        factor = float(getattr(self._raw, "gradient_divide_factor", None) or self.shard_count)
+        before = 1
+        while dtype not in _EXACT_SUMS and factor % before == 0 and factor / before > before:
+            before *= 2
+        return factor / before
+
+    def may_wait(self, buffer: Tensor) -> bool:
+        """Return whether gradients will be views of `buffer`, in host memory, and not read before backward ends."""
+        return (
+            buffer.device.type == "cpu"
+            and buffer.dtype == self._raw._orig_dtype
+            and self.divided_later(buffer.dtype) == 1.0
+            and all(
+                param.sharded_param.grad is None
+                and not param.offload_to_cpu
+                and not getattr(param.sharded_param, "_post_accumulate_grad_hooks", None)
+                for param in self._with_gradient
+            )
+        )
+
+    def take_partial(self) -> Tensor | None:
+        """Return the sum over the shards of backwards that were not to be averaged, and keep it no longer."""
+        partial: Tensor | None = self._raw._partial_reduce_output
+        self._raw._partial_reduce_output = None
+        return partial
+
+    def reduce_by(self, average: Callable[[Tensor], None]) -> None:
+        """Let `average` do, in place, what FSDP does over the replicas.
+
+        FSDP asks `mesh_info` whether there are any, and calls the hook where there are none. So it is shown another one
+        while it reduces. The rest of it, parameters and checkpoints too, sees the user's mesh.
+        """
+        raw, original = self._raw, self._raw.post_backward
+
+        def post_backward(*unused: Any) -> None:
+            native = raw.mesh_info
+            raw.mesh_info = _without_replicas(native) if raw.all_reduce_grads else _with_none_but_this(native)
+            self._with_gradient = [param for param in raw.fsdp_params if _has_gradient(param, raw)]
+            try:
+                original(*unused)
+            finally:
+                raw.mesh_info = native
+
+        raw.post_backward = post_backward  # autograd and FSDP's last callback call it through the instance
+        raw._all_reduce_hook = average
+
+
+class _OnlyThis:
+    """Stands for a process group of one rank in FSDP's arithmetic."""
+
+    def size(self) -> int:
+        """Return 1."""
+        return 1
+
+
+def _without_replicas(info: Any) -> Any:
+    """Return the mesh as if it was one of shards only."""
+    shown = copy.copy(info)
+    shown.__class__ = common.FSDPMeshInfo if isinstance(info, common.FSDPMeshInfo) else common.DataParallelMeshInfo
+    return shown
+
+
+def _with_none_but_this(info: Any) -> Any:
+    """Return the mesh with one replica: FSDP keeps partial sums where there are any, and divides as for one."""
+    shown = copy.copy(info)
+    shown.replicate_process_group = _OnlyThis()
+    return shown
+
+
+def _has_gradient(param: Any, raw: Any) -> bool:
+    """Return whether `post_backward` will put it into the buffer."""
+    unsharded = getattr(param, "_unsharded_param", None)
+    if unsharded is None:
+        return False
+    if param.unsharded_accumulated_grad is not None or unsharded.grad is not None:
+        return True
+    return bool(getattr(raw, "reduce_scatter_unused_params", False) and unsharded.requires_grad)  # torch 2.13
+
+
+def groups_of(model: nn.Module) -> list[ParameterGroup]:
+    """Return the parameter groups of a model, in the order of its modules, alike on all ranks."""
+    prefixes = {id(module): name for name, module in model.named_modules()}
+
+    def named(param: Any) -> str:
+        info = param._module_info
+        if id(info.module) not in prefixes:
+            raise ConfigurationError(
+                f"fully_shard put {type(info.module).__name__}.{info.param_name}, which is not in this model, into a "
+                f"group with some of its parameters; attach the model that has all of them"
+            )
+        parts = [*prefixes[id(info.module)].split("."), info.param_name]
+        return ".".join(part for part in parts if part and part not in _WRAPPERS)
+
+    raw_groups = [raw for state in _states(model) for raw in _raw_groups(state)]
+    return [ParameterGroup(raw, [named(param) for param in raw.fsdp_params]) for raw in raw_groups]
+
+
+def watch_backwards(model: nn.Module, ended: Callable[[], None], given_up: Callable[[], None]) -> None:
+    """Call `ended` after every backward, once FSDP has reduced what it will; `given_up` in `reset_iter_state`."""
+    for state in _states(model):
+        state._root_post_backward_final_callback = _then(state._root_post_backward_final_callback, ended)
+        if hasattr(state, "_reset_iter_state"):  # torch 2.13; before there is no way on after a backward that raised
+            state._reset_iter_state = _then(state._reset_iter_state, given_up)
+
+
+def _then(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
+    def both() -> None:
+        first()
+        second()
+
+    return both
+
+
+# ------------------------------------------------------------------------------------------- a 1-D mesh
+
+_COLLECTIVES = ("_reduce_scatter_comm", "_all_gather_comm", "_training_state")  # torch 2.9
+
+
+def require_collectives(groups: Iterable[ParameterGroup]) -> None:
+    """Raise ConfigurationError when this torch's FSDP2 does not let its collectives be replaced, or somebody has."""
+    for group in groups:
+        for name in _COLLECTIVES:
+            if not hasattr(group._raw, name):
+                raise ConfigurationError(
+                    f"torch {torch.__version__} has no {type(group._raw).__name__}.{name}, which commopt needs for "
+                    f"fully_shard on a 1-D mesh; use torch 2.9 to 2.13, or a 2-D mesh (HSDP)"
+                )
+        for comm in (group._raw._reduce_scatter_comm, group._raw._all_gather_comm):
+            if type(comm).__name__ not in ("DefaultReduceScatter", "DefaultAllGather"):
+                raise ConfigurationError(
+                    f"this model's collectives were replaced by {type(comm).__name__} already; attach before "
+                    f"set_custom_reduce_scatter, set_custom_all_gather, set_symm_mem_for_comm and "
+                    f"set_allocate_memory_from_process_group_for_comm, and leave these out"
+                )
+
+
+def scatter_by(model: nn.Module, group: ParameterGroup, reduce_scatter: Any) -> None:
+    """Let `reduce_scatter` do what its name says for a group, which knows `parts_with_gradient` while it does."""
+    raw, original = group._raw, group._raw.post_backward
+
+    def post_backward(*unused: Any) -> None:
+        group._with_gradient = [param for param in raw.fsdp_params if _has_gradient(param, raw)]
+        original(*unused)
+
+    raw.post_backward = post_backward
+    if (module := _only_group_of(model, raw)) is None:
+        raw._reduce_scatter_comm = reduce_scatter
+    else:
+        module.set_custom_reduce_scatter(reduce_scatter)
+
+
+def gather_by(model: nn.Module, group: ParameterGroup, all_gather: Any) -> None:
+    """Let `all_gather` gather the weights of a group."""
+    if (module := _only_group_of(model, group._raw)) is None:
+        group._raw._all_gather_comm = all_gather
+    else:
+        module.set_custom_all_gather(all_gather)
+
+
+def _only_group_of(model: nn.Module, raw: Any) -> Any:
+    """Return the module whose public methods mean this group: one that has no other; None where there is none."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and list(_raw_groups(module._get_fsdp_state())) == [raw]:
+            return module
+    return None
+
+
+def is_before_backward(group: ParameterGroup) -> bool:
+    """Return whether weights are gathered for a backward: of forward's values, whatever has happened since."""
+    return bool(group._raw._training_state == common.TrainingState.PRE_BACKWARD)

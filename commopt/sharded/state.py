@@ -1,0 +1,204 @@
+"""ShardedState, what users hold of an attached model of fully_shard or replicate, and how it comes about."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from torch import nn
+
+from commopt.aggregate import Aggregator, Auto, LocalSGD
+from commopt.errors import ConfigurationError
+from commopt.groups import Membership, NcclByLevel
+from commopt.groups.build import read_arguments
+from commopt.hooks.checks import REDUCIBLE, require_supported_parameters
+from commopt.hooks.comm_state import CommState, require_scaler
+from commopt.hooks.registration import Settings
+from commopt.sharded.one_dimension import OneDimension, require_attachable
+from commopt.sharded.registration import ShardedRegistration
+from commopt.sharded.seams import ParameterGroup, groups_of, require_seams
+
+if TYPE_CHECKING:
+    from commopt.timeline import Timeline
+
+# What attach takes for a DDP model only, and what to do instead.
+_FOR_DDP = {
+    "plan": "FSDP's groups are those you gave to fully_shard, one message each",
+    "links": "it is for plans, and FSDP's groups are those you gave to fully_shard, one message each",
+    "tuned": "it is for plans, and FSDP's groups are those you gave to fully_shard, one message each",
+    "process_group": "the mesh of fully_shard says which ranks are replicas",
+    "ranks_per_node": "ranks of one shard are not neighbours; set COMMOPT_RANKS_PER_NODE, which counts all ranks",
+}
+
+
+class ShardedState(CommState):
+    """What averages the replicas of a model of fully_shard (on a 2-D mesh) or replicate; `attach` makes it.
+
+    The model stays FSDP's: its DTensors, clip_grad_norm_, its optimizers and its checkpoints are as without commopt.
+    Residuals belong to parameters by name and to the ranges of them that a rank owns. A step is a backward in which
+    anything was averaged. It cannot be pickled: save state_dict(), and attach to the model of the next run.
+    """
+
+    _registration: ShardedRegistration
+
+    def __init__(self, registration: Any) -> None:
+        self._registration = registration
+
+    def __getstate__(self) -> NoReturn:
+        raise ConfigurationError(
+            "a ShardedState cannot be pickled, nor can the model it is attached to; save every rank's state_dict(), or "
+            "gathered_state_dict(), and call commopt.attach in the next run"
+        )
+
+    @property
+    def membership(self) -> Membership:
+        """This rank's place among all that hold a part of the model."""
+        return self._registration.everyone
+
+    def stats(self) -> dict[str, Any]:
+        """Return what was done so far, as HookState.stats; buckets are FSDP's buffers.
+
+        buckets_overlapped: those that the hook did not wait for (on the CPU; on a GPU it never does).
+        """
+        return {**super().stats(), "buckets_overlapped": self._registration.deferred}
+
+    def timeline(self, trace: str | Path | None = None) -> Timeline:
+        """Return what the replicas of this rank's shard recorded, as HookState.timeline; trace: of the first shard."""
+        from commopt.hooks.insight import timeline_of
+
+        registration = self._registration
+        client = next(iter(registration.replicas.values())).client
+        first = registration.everyone.ranks[0] in client.team.ranks
+        return timeline_of(registration.recorder, client, trace if first else None)
+
+    def explain(self) -> str:
+        """Return in words what averages which parameters of this rank, group by group."""
+        registration = self._registration
+        lines = [f"asked for: {self.aggregator}"]
+        for group in registration.groups:
+            team, parts = registration.replicas[group.replicas].client.team, group.parts
+            lines.append(
+                f"{parts[0].name} .. {parts[-1].name}: {sum(part.numel for part in parts)} elements, shard "
+                f"{group.shard_rank + 1} of {group.shard_count}, {'added up' if group.sums else 'averaged'} over ranks "
+                f"{', '.join(map(str, team.ranks))}"
+            )
+        return "\n".join(lines)
+
+
+class OneDimensionState(ShardedState):
+    """What averages the gradients, and carries the weights, of a model that fully_shard cut over all ranks."""
+
+    _registration: OneDimension  # type: ignore[assignment]
+
+    def stats(self) -> dict[str, Any]:
+        """Return what was done so far; with weights also how often groups' went across, and second copies' bytes."""
+        gathers = self._registration.gathers.values()
+        copies = [gather.copy for gather in gathers if gather.copy is not None]
+        of_weights = {
+            "weight_crossings": sum(gather.crossings for gather in gathers),
+            "second_copy_bytes": sum(copy.numel() * copy.element_size() for copy in copies),
+        }
+        return {**super().stats(), **(of_weights if gathers else {})}
+
+    def timeline(self, trace: str | Path | None = None) -> Timeline:
+        """Return what all ranks recorded of their gradients, as HookState.timeline."""
+        return CommState.timeline(self, trace)
+
+    def explain(self) -> str:
+        """Return in words what averages the gradients and carries the weights."""
+        weights = self._registration.weights
+        return f"gradients: {self.aggregator}\nweights between nodes: {'exact' if weights is None else weights}"
+
+    def invalidate(self) -> None:
+        """Let second copies be made anew, each at its next gather; every rank must call it, between two steps.
+
+        Weights that were changed by hand between a forward and its backward need it; and, with
+        Weights(difference=True), those that were changed much, as by a checkpoint that is read into them in place:
+        differences of a few bits take some forwards to catch up. The model's load_state_dict does it.
+        """
+        self._registration.forget_copies(bases=True)
+
+
+def attach_sharded(
+    model: nn.Module,
+    aggregator: Aggregator,
+    *,
+    scaler: Any = None,
+    timeout: float | timedelta | None = None,
+    record: bool = False,
+    nccl: NcclByLevel | None = None,
+    weights: Any = None,
+    **for_ddp: Any,
+) -> ShardedState:
+    """Average the replicas of a model of fully_shard or replicate with `aggregator`; collective over all its ranks.
+
+    Where it has none, on a mesh of one dimension, the gradients go to their owners, and the weights to all, as
+    `aggregator` and `weights` say. Raises ConfigurationError and UnsupportedTensorError on every rank when that cannot
+    be done.
+    """
+    require_seams(model)
+    groups = groups_of(model)
+    if not groups:
+        raise ConfigurationError("fully_shard left this model no parameters to reduce; attach the one that has some")
+    replicated = [group for group in groups if group.replicas is not None]
+    problem: Exception | None = None
+    settings = Settings()
+    try:  # a mistake of this rank alone is every rank's to hear of
+        ranks_per_node = None if replicated else for_ddp.pop("ranks_per_node", None)
+        _require_options(aggregator, scaler, for_ddp)
+        _require_reducible(model, replicated or groups)
+        if not replicated:
+            require_attachable(groups, weights)
+        elif weights is not None:
+            raise ConfigurationError(
+                f"attach(weights={weights!r}) is for models that are sharded over all ranks; with replicas no weights "
+                f"are sent between nodes: leave weights out"
+            )
+        ranks_per_node, timeout_s, nccl = read_arguments(ranks_per_node, timeout, nccl)
+        settings = Settings(ranks_per_node, timeout_s, record=record, nccl=nccl)
+    except Exception as error:
+        problem, scaler, weights = error, None, None
+    if not replicated:
+        over_all = OneDimension(settings, aggregator, scaler, model, groups, weights)
+        over_all.join(groups[0].shards, problem)
+        over_all.install()
+        return OneDimensionState(over_all)
+    registration = ShardedRegistration(settings, aggregator, scaler, model, replicated)
+    registration.join(problem=problem)
+    registration.install()
+    return ShardedState(registration)
+
+
+def _require_options(aggregator: Aggregator, scaler: Any, for_ddp: dict[str, Any]) -> None:
+    if isinstance(aggregator, (Auto, LocalSGD)):
+        why = "averages whole parameters" if isinstance(aggregator, LocalSGD) else "makes plans of DDP's buckets"
+        raise ConfigurationError(
+            f"{aggregator} is for DDP models only, as it {why}; attach another to a model of fully_shard, for example "
+            f"'hierarchical_quantized'"
+        )
+    for name, value in for_ddp.items():
+        if value and (name, value) != ("plan", "ddp"):
+            raise ConfigurationError(
+                f"attach({name}={value!r}) is for DDP models only, and this one is of fully_shard: "
+                f"{_FOR_DDP.get(name, 'it has no such option')}; leave {name} out"
+            )
+    require_scaler(scaler)
+
+
+def _require_reducible(model: nn.Module, groups: list[ParameterGroup]) -> None:
+    require_supported_parameters(model)
+    for group in groups:
+        title = group.parts[0].name
+        if group.has_hook:
+            raise ConfigurationError(
+                f"the group of {title} has an all-reduce hook already, of set_all_reduce_hook or of another attach; "
+                f"FSDP takes one: leave the other out"
+            )
+        if group.device.type not in ("cpu", "cuda"):
+            raise ConfigurationError(f"gradients of {title} are on {group.device}; they can be on CPU and CUDA")
+        if group.reduce_dtype is not None and group.reduce_dtype not in REDUCIBLE:
+            raise ConfigurationError(
+                f"MixedPrecisionPolicy(reduce_dtype={group.reduce_dtype}) of the group of {title} cannot be averaged; "
+                f"use torch.float32 or torch.bfloat16"
+            )
