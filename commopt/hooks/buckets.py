@@ -45,7 +45,7 @@ class DDPRegistration(Registration):
         self.decided_by: str | None = None
         self.watches_cosine = False
         self.cosine = GradientCosine()
-        self.controller = Controller(self.recorder, self.layouts, record=settings.record)
+        self.controller = Controller(self.recorder, self.layouts)
         self.averages: ParameterAverages | None = None
         if isinstance(aggregator, LocalSGD):
             self.averages = ParameterAverages(aggregator, module, self.parameters.values())
@@ -131,6 +131,9 @@ class DDPRegistration(Registration):
         self._lately_ns.append(spent_ns)
         self.hook_ns += spent_ns
         self.hook_calls += 1
+        if last:
+            for log in self.logs:
+                log()
         # DDP's join() calls the hook outside of any backward.
         return handle.future if graph_task == -1 else handle.ended
 

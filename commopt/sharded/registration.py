@@ -113,6 +113,11 @@ class ShardedRegistration(Backwards):
         """All ranks that hold a part of the model."""
         return self._clients[0].membership
 
+    @property
+    def recorded_with(self) -> LaneClient:
+        """The replicas of this rank's first shard: other shards' messages have other lengths."""
+        return next(iter(self.replicas.values())).client
+
     def close(self, *, groups: bool = True) -> None:
         """Take part no more, as LaneClient.close."""
         for client in self._clients:
