@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-import commopt
 from bench.document import table
+from bench.environment import machine
 from bench.output import write_lines, written_by
 from commopt.command_line import Parser, content_of, output_file, whole
 from commopt.simulate import (
@@ -47,7 +47,7 @@ class Assumptions:
     """What all predictions of a file rest on; the first line of the file."""
 
     command: str
-    version: str
+    version: str  # commopt's
     gpu: str = "a100"
     precision: str = "fp16"
     gpus_per_node: int = 8
@@ -57,6 +57,8 @@ class Assumptions:
     straggler_sigma: float = 0.02
     record: str = "assumptions"
     kind: str = KIND
+    date: str | None = None
+    revision: str | None = None
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,8 @@ def main() -> None:
         print(markdown(options.show[1], options.gpus))
         return
     told = "python -m bench.evidence.scaling.predicted" + (f" --json {options.json}" if options.json else "")
-    given = Assumptions(told, commopt.__version__)
+    now = machine()
+    given = Assumptions(told, now["commopt"], date=now["date"], revision=now["revision"])
     found: list[Prediction] = []
     for number, name in enumerate(BATCHES, 1):
         print(f"{name}, up to {NODES[-1] * given.gpus_per_node} GPUs ({number} of {len(BATCHES)})", file=sys.stderr)
