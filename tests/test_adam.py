@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
 from commopt import DGC, Adam, Aggregator, Compressed, ConfigurationError, Hierarchical, OneBit
-from commopt.feedback import Layout
+from commopt.feedback import SAMPLE_EVERY_STEPS, Layout
 from commopt.groups import TeamShape
 from tests.catalogue import run_on
 from tests.feedback_training import NUMELS, Training, Vectors, residual_of, residuals_of, total, zero_gradients, zeros
@@ -139,7 +139,7 @@ def directions_of(state: Mapping[str, Any], before: Mapping[str, Any], step: int
         )
         owed[name] = mean_hat / (square_hat.sqrt() + 1e-8) / nodes
     agreed = {piece: 1.0 for piece in state["residuals"]["inter.exp_avg/worker"]}
-    for entry in before["factors"]:
+    for entry in (state if step % SAMPLE_EVERY_STEPS else before)["factors"]:  # as they were when it was sent
         name, begin, end = entry["piece"]
         agreed[f"{name}[{begin}:{end}]"] = float(entry["right"])
     for piece, share in agreed.items():
