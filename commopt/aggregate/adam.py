@@ -134,8 +134,8 @@ class Adam(ConciseRepr):
                 done += end - begin
         lengths = _lengths(context.layout, direction.device)
         share = context.share or 1 / team.size
-        squares = torch.segment_reduce(direction.square(), "sum", lengths=lengths)
-        products = torch.segment_reduce(others.to(torch.float32).mul_(direction), "sum", lengths=lengths)
+        squares = torch.segment_reduce(direction.square(), "sum", lengths=lengths, unsafe=True)
+        products = torch.segment_reduce(others.to(torch.float32).mul_(direction), "sum", lengths=lengths, unsafe=True)
         cosine = (products / squares * (share / (1 - share))).clamp_(0.0, 1.0)
         b1, steps = self.betas[0], 1 + cast(Any, context.store.committed_steps())
         noise = (1 - b1) / (1 + b1) * (1 + b1**steps) / (1 - b1**steps)
