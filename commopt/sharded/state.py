@@ -160,6 +160,10 @@ def _require_options(aggregator: Aggregator, scaler: Any, for_ddp: dict[str, Any
             f"{aggregator} is for DDP models only, as it {why}; attach another to a model of fully_shard, for example "
             f"'hierarchical_quantized'"
         )
+    if aggregator.adam is not None and aggregator.adam.clip_norm is not None:
+        raise ConfigurationError(
+            f"{aggregator}: clip_norm is for DDP models only, as no rank of FSDP2 sees the norm of all; leave it out"
+        )
     for name, value in for_ddp.items():
         if value and (name, value) != ("plan", "ddp"):
             raise ConfigurationError(
