@@ -1,5 +1,5 @@
 # Two commands on a fresh clone do everything: `make demo` and `make test`. The rest is for developers; `make gpu` wants a
-# GPU, and a PYTHON that has torch for it.
+# GPU, and a PYTHON that has torch for it; `make compat` wants VERSIONS and disk space.
 
 PYTHON ?= python3
 RESULTS ?= build/gpu
@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests and benchmarks start many processes, each of which would else compile commopt anew where bytecode is not kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all durations lint types compile docs gpu bench plots clean
+.PHONY: demo test test-all durations compat lint types compile docs gpu bench plots clean
 
 demo: $(VENV)/.demo  ## train a GPT on two emulated nodes with stock DDP and with commopt; table and picture
 	$(BIN)/python -m bench.demo
@@ -26,6 +26,9 @@ test-all: test  ## every test: those of `make test`, then the others
 
 durations:  ## note what the tests of the last `make test-all` took, for `make test` to choose by; show the slowest
 	$(BIN)/python -m tests.selection
+
+compat: $(VENV)/.dev  ## the core tests with other versions of torch, gigabytes each: VERSIONS="2.9.1 2.12.1"
+	$(BIN)/python -m bench.compat --json bench/results/compat.json --python $(PYTHON) $(VERSIONS)
 
 lint: $(VENV)/.dev  ## style and common mistakes
 	$(BIN)/ruff check .

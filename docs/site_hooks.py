@@ -69,9 +69,9 @@ def _entry(name: str) -> str:
         options = inspect.signature(value).parameters.values()
         takes = "".join(f"    {each.replace(kind=each.KEYWORD_ONLY)},\n" for each in list(options)[2:])
         signature = f"```python\n{name}({takes and chr(10)}{takes})\n```"
-        entry = f"### commopt.{name} {{#commopt.{name}}}\n\n{signature}\n\n{as_list(inspect.getdoc(value) or '')}"
+        entry = f"### commopt.{name} {{#commopt.{name} data-toc-label="{name}"}}\n\n{signature}\n\n{as_list(inspect.getdoc(value) or '')}"
     elif isinstance(value, dict | str):
-        entry = f"### commopt.{name} {{#commopt.{name}}}"
+        entry = f"### commopt.{name} {{#commopt.{name} data-toc-label="{name}"}}"
     example = inspect.getsource(examples()[name]).partition(":\n")[2]
     return f"{entry}\n\n**Example**\n\n```python\n{textwrap.dedent(example)}```"
 

@@ -39,6 +39,7 @@ CORPUS_BYTES = 8 * 2**20
 HELD_OUT_EVERY = 10  # files
 HELD_OUT_WINDOWS = 64
 WARM_UP_STEPS = 10
+WEIGHT_DECAY = 0.1  # of AdamW
 LEARNING_RATES = {"adamw": 1e-3, "sgd": 0.1}
 
 
@@ -163,24 +164,35 @@ class Training:
         torch.manual_seed(options.seed)
         model = GPT(options.layers, options.width, options.context).to(device)
         self.model: nn.Module = parallelize(model, options.parallel, device)
-        learning_rate = options.learning_rate or LEARNING_RATES[options.optimizer]
+        self.learning_rate = learning_rate = options.learning_rate or LEARNING_RATES[options.optimizer]
+        self.decay_steps = options.decay_steps
         self.optimizer: torch.optim.Optimizer
         if options.optimizer == "sgd":
             self.optimizer = torch.optim.SGD(self.model.parameters(), learning_rate, options.momentum, fused=True)
         else:
             self.optimizer = torch.optim.AdamW(
-                self.model.parameters(), learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+                self.model.parameters(), learning_rate, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY, fused=True
             )
-        linear = torch.optim.lr_scheduler.LinearLR
-        schedules = [linear(self.optimizer, 1 / WARM_UP_STEPS, total_iters=WARM_UP_STEPS)]
-        if options.decay_steps:
-            schedules.append(linear(self.optimizer, 1.0, 0.0, options.decay_steps))
-        self.schedule = torch.optim.lr_scheduler.ChainedScheduler(schedules)
+        self.schedule = self._schedule()
         self.device, self.batch, self.context = device, options.batch, options.context
         self.train, self.held_out = load_corpus()
         self.evaluation = f"{HELD_OUT_WINDOWS} fixed held-out windows of {options.context} bytes"
         # Every rank draws its own batches; they depend on the seed and the rank, not on the strategy.
         self.draws = torch.Generator().manual_seed(options.seed * dist.get_world_size() + dist.get_rank())
+
+    def _schedule(self) -> torch.optim.lr_scheduler.LRScheduler:
+        linear = torch.optim.lr_scheduler.LinearLR
+        schedules: list[torch.optim.lr_scheduler.LRScheduler]
+        schedules = [linear(self.optimizer, 1 / WARM_UP_STEPS, total_iters=WARM_UP_STEPS)]
+        if self.decay_steps:
+            schedules.append(linear(self.optimizer, 1.0, 0.0, self.decay_steps))
+        return torch.optim.lr_scheduler.ChainedScheduler(schedules)
+
+    def follow(self, state: commopt.CommState | None) -> None:
+        """Take the optimizer that goes with the hook, where the hook does Adam's part of AdamW."""
+        if state is not None and state.aggregator is not None and state.aggregator.adam is not None:
+            self.optimizer = state.optimizer(self.model.parameters(), self.learning_rate, WEIGHT_DECAY)
+            self.schedule = self._schedule()
 
     def step(self) -> Tensor:
         """Do one optimizer step on this rank's next batch; return this rank's loss, still on the device."""
@@ -279,6 +291,7 @@ def main() -> None:
     device = start_process_group()
     training = Training(options, device)
     state = choose_averaging(training.model, options.strategy)
+    training.follow(state)
     step, done, message = 0, 0.0, options.strategy
     started = time.monotonic()
     with progress_bar() as show:

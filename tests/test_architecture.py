@@ -34,6 +34,7 @@ LAYERS = (
     "commopt.hooks",
     "commopt.sharded",
     "commopt.hooks.comm_state",
+    "commopt.hooks.log",
     "commopt.hooks.insight",
     "commopt.hooks.checkpoint",
     "commopt.hooks.registration",

@@ -15,6 +15,7 @@ from torch import Tensor
 from commopt.feedback.factors import FactorStore
 from commopt.feedback.layout import Layout, gaps
 from commopt.feedback.quality import SampledError
+from commopt.groups import Team
 
 Kind = Literal["worker", "server"]
 Key = tuple[str, str, Layout]
@@ -22,6 +23,9 @@ Key = tuple[str, str, Layout]
 T = TypeVar("T")
 
 _MOMENTUM = "momentum"
+EXP_AVG, EXP_AVG_SQ = "exp_avg", "exp_avg_sq"
+"""Where Adam's moments are kept, below a level's residuals: as torch calls them."""
+
 _SWEEPS = 3  # of what nobody asks for; it stays where it is then
 _LOW_BITS = 0xFFFF  # of a float32, which bfloat16 does not have
 
@@ -31,7 +35,8 @@ class Residual:
     """One residual: of what this rank sent ("worker"), or of the sum it encoded for all ("server").
 
     `path` tells the level of the aggregator ("", "inter", "intra"). Values are unscaled and in units of the average:
-    their sum over all ranks is what the model has not been told yet, or its momentum at the path of that name.
+    their sum over all ranks is what the model has not been told yet, or its momentum at the path of that name. Those of
+    Adam's moments are averages, each of its own node.
     """
 
     path: str
@@ -62,8 +67,13 @@ def momentum_path(path: str) -> str:
 
 
 def is_momentum(path: str) -> bool:
-    """Return whether what is kept at `path` is momentum."""
-    return path.rpartition(".")[2] == _MOMENTUM
+    """Return whether what is kept at `path` is momentum, or a moment of Adam's: nobody is owed it."""
+    return path.rpartition(".")[2] in (_MOMENTUM, EXP_AVG, EXP_AVG_SQ)
+
+
+def is_average(path: str) -> bool:
+    """Return whether what ranks keep at `path` are averages, so that a sum over them means nothing."""
+    return path.rpartition(".")[2] in (EXP_AVG, EXP_AVG_SQ)
 
 
 class Scratch:
@@ -103,10 +113,12 @@ class ResidualStore:
     buffers: dict[Layout, Memory] = field(default_factory=dict)  # of which no two have a parameter in common
     placed: dict[str, dict[Layout, str]] = field(default_factory=dict)  # by path: how buffers were divided last
     flags: list[Tensor] = field(default_factory=list)  # of the step: whether results are finite, bool, 0-d each
+    expected_square: Tensor | None = None  # of a node's gradient, by its moments: float64 [1], alike on every rank
     _slots: dict[Key, Residual] = field(default_factory=dict)
     _loose: list[Residual] = field(default_factory=list)  # what no buffer has asked for yet, or does not any more
     _staged: list[tuple[Residual, Tensor, int]] = field(default_factory=list)  # each with the rank that rounds it
     _staged_factors: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    _expected: list[Tensor] = field(default_factory=list)  # this rank's parts of the next one
     _judged: int = 0  # flags of the buffers before the one under way
     _unjudged: list[Tensor] = field(default_factory=list)  # results that nobody has given a verdict on
 
@@ -139,9 +151,9 @@ class ResidualStore:
             if senders - {paths} or path not in paths:
                 self.placed[path] = _others(self.placed[path], layout)
         heir = next((path for path in reversed(paths) if not is_momentum(path)), "")
-        heir_of_momentum = next((path for path in paths if is_momentum(path)), None)
         for path in {slot.path for slot in self.slots()} - {heir, *paths}:
-            to = heir_of_momentum if is_momentum(path) else heir
+            alike = (each for each in paths if each.rpartition(".")[2] == path.rpartition(".")[2])
+            to = next(alike, None) if is_momentum(path) else heir
             if to is not None and self.holds(path, layout):
                 self.dissolve(path, layout)
                 self.deposit(to, layout, self.collect(path, layout))
@@ -277,7 +289,11 @@ class ResidualStore:
         return staged
 
     def begin_step(self) -> None:
-        """Drop what is staged: committed, or left by a backward that raised."""
+        """Drop what a backward that raised has left."""
+        self._expected.clear()
+        self._drop_staged()
+
+    def _drop_staged(self) -> None:
         self._staged.clear()
         self._staged_factors.clear()
         self.flags.clear()
@@ -295,10 +311,28 @@ class ResidualStore:
             if self._staged or self._staged_factors:
                 with self.lock:
                     self._commit()
-            self.begin_step()
+            self._drop_staged()
         if last:
             self.steps += 1
             self.warm = True
+
+    def committed_steps(self) -> int | Tensor:
+        """Return how many steps were complete and not dropped; where a GradScaler drops them, float64 on the device."""
+        dropped = self.dropped if self.per_step else 0
+        return self.steps - (dropped if isinstance(dropped, int) else dropped.double())
+
+    def expect(self, square: Tensor) -> None:
+        """Note a part (0-d) of the square that is expected of the next gradient's norm."""
+        self._expected.append(square)
+
+    def exchange_expected(self, team: Team, device: torch.device) -> None:
+        """Add up what all ranks expect; collective. Of a step that is not finite nothing is taken over."""
+        total = torch.zeros(1, dtype=torch.float64, device=device)
+        for part in self._expected:
+            total += part
+        team.all_reduce(total)
+        known = torch.zeros_like(total) if self.expected_square is None else self.expected_square.to(device)
+        self.expected_square = torch.where(total.isfinite(), total, known)
 
     def judge(self) -> list[Tensor]:
         """Return the verdicts on all results so far: those nobody has reported on are looked at, as they may change."""
@@ -335,7 +369,7 @@ class ResidualStore:
     def stats(self) -> dict[str, Any]:
         """Return the L2 norm of all residuals, the sampled error, bytes kept and dropped commits; waits for devices."""
         slots = self.slots()
-        momentum = [slot for slot in slots if is_momentum(slot.path)]
+        momentum = [s for s in slots if is_momentum(s.path) and not s.path.endswith(EXP_AVG_SQ)]
         kept = [tensor for slot in slots for tensor in (slot.values, slot.spare) if tensor is not None]
         return {
             "residual_norm": _norm(slot for slot in slots if not is_momentum(slot.path)),

@@ -20,7 +20,13 @@ from commopt.aggregate import Aggregator, Flat, LocalSGD
 from commopt.errors import CommoptError, ConfigurationError
 from commopt.feedback import GradientCosine, Layout, ResidualStore, sample_numel
 from commopt.groups import WireBytes
-from commopt.hooks.checks import REDUCIBLE, UnusedAverages, refuse_bucket, warn_of_unknown_scaler
+from commopt.hooks.checks import (
+    REDUCIBLE,
+    UnusedAverages,
+    refuse_bucket,
+    refuse_second_adam,
+    warn_of_unknown_scaler,
+)
 from commopt.hooks.local_sgd import ParameterAverages
 from commopt.hooks.reduction import Step, anonymous
 from commopt.hooks.registration import Registration, Settings
@@ -45,7 +51,7 @@ class DDPRegistration(Registration):
         self.decided_by: str | None = None
         self.watches_cosine = False
         self.cosine = GradientCosine()
-        self.controller = Controller(self.recorder, self.layouts, record=settings.record)
+        self.controller = Controller(self.recorder, self.layouts)
         self.averages: ParameterAverages | None = None
         if isinstance(aggregator, LocalSGD):
             self.averages = ParameterAverages(aggregator, module, self.parameters.values())
@@ -59,6 +65,8 @@ class DDPRegistration(Registration):
         aggregator.check(client.team)
         aggregator = self.layouts.resolved(aggregator, warn=client.team.rank == 0)
         self.keeps_residuals = bool(aggregator.residual_paths)
+        if aggregator.adam is not None:
+            refuse_second_adam(self)
         self.controller.begin(client.team, aggregator, self.settings.config)
         self.watches_cosine = self.controller.watches_cosine
         if self.averages is not None:
@@ -131,6 +139,9 @@ class DDPRegistration(Registration):
         self._lately_ns.append(spent_ns)
         self.hook_ns += spent_ns
         self.hook_calls += 1
+        if last:
+            for log in self.logs:
+                log()
         # DDP's join() calls the hook outside of any backward.
         return handle.future if graph_task == -1 else handle.ended
 

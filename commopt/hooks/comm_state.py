@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from commopt.aggregate import Aggregator
 from commopt.errors import ConfigurationError
 from commopt.groups import Membership
 from commopt.hooks import checkpoint
+from commopt.hooks.checks import require_plain_groups
 from commopt.hooks.registration import Registration
-from commopt.schedule import Plan
+from commopt.schedule import Decision, Plan
 from topology import Cluster
 
 if TYPE_CHECKING:
@@ -56,6 +58,35 @@ class CommState:
         """Which gradients travel together and how, where commopt says so; None where the model does."""
         return None
 
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """What was decided about the plan so far, and why."""
+        return ()
+
+    def optimizer(self, params: Any, lr: float | Tensor, weight_decay: float = 0.01) -> torch.optim.SGD:
+        """Return the optimizer for an aggregator with `adam=`: together they are AdamW, decoupled decay and all.
+
+        A torch.optim.SGD without momentum: what is in .grad is Adam's direction u, and x -= lr (u + weight_decay x).
+        params: parameters, or groups of them with `lr` and `weight_decay` of their own, as torch's optimizers take.
+        Raises ConfigurationError without `adam=`, for options of groups that belong into commopt.Adam, and for
+        parameters whose gradients are not averaged here.
+        """
+        if self.aggregator is None or self.aggregator.adam is None:
+            raise ConfigurationError(
+                f"optimizer() is for directions of Adam, and {self._registration.aggregator_name} averages gradients; "
+                f"attach with adam=, for example commopt.attach(ddp, 'hierarchical_onebit', adam=commopt.Adam())"
+            )
+        made = torch.optim.SGD(params, lr=lr, weight_decay=weight_decay)
+        require_plain_groups(made)
+        ours = set(map(id, self._registration.parameters.values()))
+        given = [each for group in made.param_groups for each in group["params"] if each.requires_grad]
+        if ours and (others := sum(id(each) not in ours for each in given)):
+            raise ConfigurationError(
+                f"optimizer() got {others} of {len(given)} parameters whose gradients are not averaged here, so that "
+                f"nobody makes directions of them; give them an optimizer of their own"
+            )
+        return made
+
     def close(self) -> None:
         """Finish what was started, and close commopt's process groups; every rank must, and the model trains no more.
 
@@ -90,18 +121,62 @@ class CommState:
     def timeline(self, trace: str | Path | None = None) -> Timeline:
         """Return what every rank recorded, on one clock; collective, between two steps.
 
-        trace: where rank 0 writes it as a Chrome trace (ui.perfetto.dev reads it). Raises ConfigurationError on every
-        rank when nothing was recorded or the file cannot be written.
+        Of FSDP2's replicas each gets that of its shard. trace: where rank 0 writes it as a Chrome trace
+        (ui.perfetto.dev reads it). Raises ConfigurationError on every rank when nothing was recorded or the file cannot
+        be written.
         """
         from commopt.hooks.insight import timeline_of  # which reads what all ranks recorded
+        from commopt.timeline import write_trace
 
-        return timeline_of(self._registration.recorder, self._registration.client, trace)
+        return timeline_of(self._registration, write_trace, trace)
 
-    def report(self) -> Report:
-        """Return where the time of a step goes: print it; collective, between two steps. Raises as `timeline`."""
-        from commopt.hooks.insight import report_on
+    def report(self, html: str | Path | None = None) -> Report:
+        """Return where the time of a step goes: print it; collective, between two steps. Raises as `timeline`.
 
-        return report_on(self.timeline(), self._registration, self.plan)
+        html: where rank 0 writes it as one page with pictures, which needs a browser and no network.
+        """
+        from commopt.hooks.insight import report_on, timeline_of
+
+        def write(timeline: Timeline, file: Path) -> None:
+            from commopt.timeline.page import write_page
+
+            found = report_on(timeline, self._registration, self.plan)
+            write_page(file, timeline, found, self.explain(), [each.reason for each in self.decisions])
+
+        return report_on(timeline_of(self._registration, write, html), self._registration, self.plan)
+
+    def log_to(self, target: Any, every: int = 50) -> None:
+        """Write what communication does to a logger, from now on, after every `every`-th step; collective.
+
+        target: where the first rank writes; the others' is not looked at and may be None.
+            `add_scalar(name, value, step)`: a SummaryWriter of TensorBoard
+            `log_metrics(scalars, step=)`: a logger of Lightning, MLflow or Comet
+            `log(scalars)`: a run of W&B, with the step as comm/step; a Trainer of transformers
+            a path: a CSV file, which is added to
+            anything else that can be called: `target(step, scalars)`, with a dict of floats
+
+        The scalars, each if it is known:
+            comm/step_ms, comm/compute_ms: length of a step; until its last gradient
+            comm/exposed_ms, comm/waiting_ms: communication after that; of it, waiting for ranks that are not there yet
+            comm/hidden_ms: communication while gradients were computed
+            comm/late_ms: how far the latest rank's gradients are behind the median of the others'
+            comm/intra_bytes, comm/inter_bytes: payload a step that the first rank sends inside its node, to others
+            comm/messages: a step
+            comm/plan_changes: how often other buckets or another strategy were taken so far
+            comm/residual_norm, comm/compression_error: as in `stats`, of the first rank
+        Times are those of `report`: means over all ranks (of FSDP2's replicas: over those of the first shard) and the
+        last 8 steps. Bytes are means since the last time.
+
+        Steps are recorded from now on, and every `every`-th ends with a meeting of all ranks: some forty messages of a
+        few bytes and one of some kilobytes, for which a GPU is waited for. `target` is called in backward; where it
+        raises, a warning says so and nothing more is written.
+
+        Call it between two steps, on every rank. Where one does not, the others raise MismatchError once `timeout` is
+        over; also when ranks give another `every`. Raises ConfigurationError, on every rank, for what is no logger.
+        """
+        from commopt.hooks.log import log_steps, writer_for
+
+        log_steps(self._registration, self.stats, lambda: self.plan, every, lambda: writer_for(target))
 
     def explain(self) -> str:
         """Return in words and numbers what averages the gradients now, and why; the same on every rank."""

@@ -1,7 +1,9 @@
-"""Where the time went: the recordings of all ranks as a timeline, and a report on it."""
+"""Where the time went: the recordings of all ranks as a timeline, and a report on it, also as a page."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -9,20 +11,20 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from commopt.errors import ConfigurationError
 from commopt.groups import WireBytes, broadcast_bytes
 from commopt.hooks.registration import Registration
-from commopt.lanes import LaneClient
-from commopt.recording import Recorder
 from commopt.schedule import Plan
-from commopt.timeline import Report, Timeline, TrafficOutside, gather, report, write_trace
+from commopt.timeline import Report, Timeline, TrafficOutside, gather, report
 
 
-def timeline_of(recorder: Recorder, client: LaneClient, trace: str | Path | None) -> Timeline:
-    """Return what all ranks have recorded; the first of them also writes a trace. Collective.
+def timeline_of(
+    registration: Registration, write: Callable[[Timeline, Path], None], file: str | Path | None
+) -> Timeline:
+    """Return what all ranks have recorded; the first of all writes it into `file`, if there is one. Collective.
 
     Raises ConfigurationError, on every rank, when nothing was recorded or the file could not be written.
     """
     found: list[Timeline] = []
-    team = client.team
-    client.run(lambda: found.append(gather(team, recorder.steps())), "timeline").wait()
+    client, recorder, all_ranks = registration.recorded_with, registration.recorder, registration.client
+    client.run(lambda: found.append(gather(client.team, recorder.steps())), "timeline").wait()
     timeline = found[0]
     if not timeline.steps:
         raise ConfigurationError(
@@ -31,12 +33,13 @@ def timeline_of(recorder: Recorder, client: LaneClient, trace: str | Path | None
         )
     problem, heard = "", list[bytes]()
     try:
-        if trace is not None and team.rank == 0:
-            write_trace(timeline, trace)
+        if file is not None and all_ranks.team.rank == 0:
+            write(timeline, Path(file))
     except Exception as error:  # whatever it is, the other ranks wait to hear of it
         reason = getattr(error, "strerror", None) or repr(error)
-        problem = f"{trace} cannot be written: {reason}; pass another file, or make room for it"
-    client.run(lambda: heard.append(broadcast_bytes(team, problem.encode(), 0)), "outcome of writing the trace").wait()
+        problem = f"{file} cannot be written: {reason}; pass another file, or make room for it"
+    say = partial(broadcast_bytes, all_ranks.team, problem.encode(), 0)
+    all_ranks.run(lambda: heard.append(say()), "outcome of writing it").wait()
     if heard[0]:
         raise ConfigurationError(heard[0].decode())
     return timeline

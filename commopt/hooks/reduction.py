@@ -71,6 +71,8 @@ class Reduction:
             self.aggregator.all_reduce(flat, team, scale, context)
             if self.cosine is not None and exact is not None:
                 self.cosine.add(exact, flat)
+            if self.last and (adam := self.aggregator.adam) is not None and adam.clip_norm is not None:
+                store.exchange_expected(team, flat.device)
             store.end_bucket([flat], last=self.last)
 
 

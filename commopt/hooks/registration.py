@@ -40,7 +40,7 @@ class Registration:
     kind: what users hold it by, for messages. parameters: those averaged here, by name; numels: of whole ones.
     joined: None before `join`. steps: how many are complete, with those before the checkpoint it goes on from;
     reduced_steps: without. step: the one under way, or the last. device: of the first buffer.
-    keeps_residuals: whether what averages does.
+    keeps_residuals: whether what averages does. logs: called after each step, by whom backward runs in.
     """
 
     kind = "HookState"
@@ -65,8 +65,8 @@ class Registration:
         self.keeps_residuals = False
         self.store = ResidualStore(per_step=scaler is not None and scaler.is_enabled())
         self.step = Step(0, self.store, scaler)
-        self.recorder = Recorder()
-        self.recorder.enabled = settings.record
+        self.recorder = Recorder(always=settings.record)
+        self.logs: list[Callable[[], None]] = []
         self.traffic = Traffic()
         self.hook_ns = self.hook_calls = 0
 
@@ -109,6 +109,11 @@ class Registration:
     def everyone(self) -> Membership:
         """The ranks that save, load and report together."""
         return self.client.membership
+
+    @property
+    def recorded_with(self) -> LaneClient:
+        """This rank among those whose recordings make a timeline: they send each other the same messages."""
+        return self.client
 
     @property
     def aggregator_name(self) -> str:

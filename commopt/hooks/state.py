@@ -110,9 +110,10 @@ class HookState(CommState):
             self._registration.averages.run(self._registration.client)
 
     def stats(self) -> dict[str, Any]:
-        """Return what was done so far, as CommState.stats; with LocalSGD also parameter_averages."""
-        averages = self._registration.averages
-        return super().stats() | ({} if averages is None else {"parameter_averages": averages.times})
+        """Return what was done so far, as CommState.stats, and plan_changes; with LocalSGD also parameter_averages."""
+        averages, changes = self._registration.averages, self._registration.controller.changes
+        of_averages = {} if averages is None else {"parameter_averages": averages.times}
+        return {**super().stats(), "plan_changes": changes, **of_averages}
 
     # ------------------------------------------------------------------------------------- plans
 

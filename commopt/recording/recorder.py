@@ -164,17 +164,22 @@ class Recorder:
 
     The thread of the hook tells it of steps, buckets and messages, the lane's thread marks when messages run, and a
     step may still be under way there when the next one begins. Nothing waits for a device but `steps`.
-    `enabled` is switched between steps only. While a CUDA graph is captured nothing is recorded.
+    `enabled` is switched between steps only; `always`: whether it is to stay on when what was measured is over. While
+    a CUDA graph is captured nothing is recorded.
     """
 
-    def __init__(self, keep_steps: int = 64) -> None:
-        self.enabled = False
+    def __init__(self, keep_steps: int = 64, *, always: bool = False) -> None:
+        self.enabled = self.always = always
         self._keep_steps = keep_steps
         self._forward_us: float | None = None
         self._clocks: dict[torch.device, Clock] = {}
         self._lock = threading.Lock()
         self._ring: deque[_Step] = deque()
         self._open: _Step | None = None
+
+    def record_always(self) -> None:
+        """Record every step from now on."""
+        self.enabled = self.always = True
 
     def forward_begins(self) -> None:
         """Note the host's time; of several forwards before one step (accumulated gradients) the first counts."""

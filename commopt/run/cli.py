@@ -8,14 +8,16 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO
 
-from commopt.command_line import BAD_INPUT, refuse
+from commopt.command_line import BAD_INPUT, output_file, refuse, whole
 from commopt.display import aligned
 from commopt.errors import ConfigurationError
+from commopt.run.live import Live
 from commopt.run.models import Models, Trained, watching
 from commopt.run.script import Choice, Script
 
 USAGE = (
-    "torchrun ... -m commopt run --strategy NAME[:OPTION=VALUE...] [--option OPTION=VALUE] [--report] SCRIPT ARGS..."
+    "torchrun ... -m commopt run --strategy NAME[:OPTION=VALUE...] [--option OPTION=VALUE] [--live] [--report] "
+    "[--html FILE] SCRIPT ARGS..."
 )
 EPILOG = f"""A DDP model whose hook the script has registered itself is left alone. Give every rank the same command.
 exit status: the script's; {BAD_INPUT} bad input (one line on stderr, on every rank, before the script starts)."""
@@ -43,6 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="another option of commopt.attach: plan=ddp, links=links.json, ranks_per_node=8; may be repeated",
     )
     add("--report", action="store_true", help="print at the end what was sent, on rank 0")
+    add("--live", action="store_true", help="print where the time goes every so many steps, on rank 0")
+    add("--html", type=output_file, metavar="FILE", help="write the same as a page with pictures, each time anew")
+    add("--every", type=whole(1), default=50, metavar="STEPS", help="of --live and --html (default 50)")
     add("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as in python -m")
     add("script", nargs=argparse.REMAINDER, metavar="SCRIPT ARGS...", help="the script and its arguments")
 
@@ -57,23 +62,26 @@ def run(options: argparse.Namespace) -> int:
         script.require_there()
     except ConfigurationError as error:
         return refuse("commopt run", error)
-    models = Models(choice)
+    live = Live(options.every, options.live, options.html) if options.live or options.html else None
+    models = Models(choice, live)
     try:
         with watching(models):
             made = script.run()
     except SystemExit:  # it holds on to what the script made, through its traceback
-        _conclude(models, options)
+        _conclude(models, options, live)
         raise
-    _conclude(models, options)
+    _conclude(models, options, live)
     del made
     return 0
 
 
-def _conclude(models: Models, options: argparse.Namespace) -> None:
+def _conclude(models: Models, options: argparse.Namespace, live: Live | None) -> None:
     models.close()
     if models.seen and options.report:
         show(models.trained)
-    elif not models.seen and os.environ.get("RANK", "0") == "0":
+    if live is not None and not live.steps and any(record.rank == 0 for record in models.trained):
+        print(f"commopt run: no model took {options.every} steps, so nothing was shown; pass --every", file=sys.stderr)
+    if not models.seen and os.environ.get("RANK", "0") == "0":
         print(NOTHING, file=sys.stderr)
 
 

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from commopt.hooks import HookState, attach
 from commopt.hooks.checks import enabled_scalers
+from commopt.run.live import Live
 from commopt.run.script import Choice
 
 _log = logging.getLogger("commopt")
@@ -44,10 +45,11 @@ class Trained:
 class Models:
     """Attaches the choice to every DDP model, once, and keeps what became of it; `trained` in order of attachment."""
 
-    def __init__(self, choice: Choice) -> None:
+    def __init__(self, choice: Choice, live: Live | None = None) -> None:
         self.trained: list[Trained] = []
         self.scalers = Scalers(choice.strategy)
         self._choice = choice
+        self._live = live
         self._known: WeakSet[TorchDDP] = WeakSet()
         self._left_alone = 0
         self._open: list[finalize[..., TorchDDP]] = []
@@ -70,6 +72,8 @@ class Models:
         state = attach(ddp, self._choice.strategy, **self._choice.options)
         self.scalers.expect(state)
         record = Trained(name, dist.get_rank())
+        if self._live is not None:
+            self._live.watch(name, state, speaks=record.rank == 0)
         self.trained.append(record)
         # The state lives as long as the model, as if the script held both.
         at_its_end = finalize(ddp, record.read, state)

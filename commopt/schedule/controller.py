@@ -44,14 +44,12 @@ _STEPS_TO_CAPTURE = 11
 class Controller:
     """Which buckets travel together in one registration, and by which strategy.
 
-    record: whether every step is recorded rather than those that are measured.
-
     aggregator: averages every message of the step under way. plan: what is followed, None while DDP's own buckets are.
     changes: how often another plan was followed from then on. tuned: what tuning has come to. frozen: whether no more
     plans are made. pending: a meeting that is under way, set by whoever put it on the lane.
     """
 
-    def __init__(self, recorder: Recorder, layouts: Layouts, *, record: bool) -> None:
+    def __init__(self, recorder: Recorder, layouts: Layouts) -> None:
         self.plan: Plan | None = None
         self.tuned: Tuned | None = None
         self.decisions: list[Decision] = []
@@ -66,7 +64,7 @@ class Controller:
         self._strategies: Mapping[str, Aggregator] = {}
         self._measures = self._tunes = self._keeps_residuals = False
         self._warm_from = 0
-        self._measuring = Measuring(recorder, layouts.parameters, self._first_calendar(0), record=record)
+        self._measuring = Measuring(recorder, layouts.parameters, self._first_calendar(0))
         self._buckets: list[Layout] = []  # DDP's, in the last whole step
         self._shown: list[Layout] = []  # and in the one under way
         self._gradients: list[Tensor] = []

@@ -64,16 +64,12 @@ class Readiness:
 
 
 class Measuring:
-    """Switches the recorder and the gradient hooks on and off, as `calendar` has it; steps count from 0.
+    """Switches the recorder and the gradient hooks on and off, as `calendar` has it; steps count from 0."""
 
-    record: whether every step is recorded rather than those that are measured.
-    """
-
-    def __init__(self, recorder: Recorder, parameters: Mapping[str, Tensor], calendar: Calendar, *, record: bool):
+    def __init__(self, recorder: Recorder, parameters: Mapping[str, Tensor], calendar: Calendar) -> None:
         self.calendar = calendar
-        self._recorder, self._parameters, self._record = recorder, parameters, record
+        self._recorder, self._parameters = recorder, parameters
         self._readiness: Readiness | None = None
-        recorder.enabled = record
 
     def begin_step(self, step: int) -> None:
         """Record `step` if it is measured or the one before that: the measured ones begin where it ends."""
@@ -98,7 +94,7 @@ class Measuring:
 
     def stop(self) -> None:
         """Measure no more, until the calendar says so again."""
-        self._recorder.enabled = self._record
+        self._recorder.enabled = self._recorder.always
         if self._readiness is not None:
             self._readiness.stop()
             self._readiness = None

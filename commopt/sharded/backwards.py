@@ -164,6 +164,8 @@ class Backwards(Registration):
         self.client.run(self._settle, _END, self.device).wait()
         self.steps += 1
         self.reduced_steps += 1
+        for log in self.logs:
+            log()
 
     def _settle(self) -> None:
         for sequel in self._sequels:

@@ -237,6 +237,11 @@ def _require_reducible(aggregator: Aggregator, inner: Aggregator) -> None:
             f"the sum; use commopt.Hierarchical(commopt.Compressed(commopt.Quantize(bits=8))), or {_HSDP}"
         )
     if isinstance(inner, Compressed):
+        if inner.adam is not None:
+            raise ConfigurationError(
+                f"{inner} makes directions of gradients, and a 1-D FSDP2 mesh has no sum of a node to make them of; "
+                f"use no adam, or {_HSDP}"
+            )
         compressor = inner.compressor
         if compressor.sparse or compressor.local_momentum is not None or compressor.clip_norm is not None:
             raise ConfigurationError(

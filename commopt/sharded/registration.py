@@ -17,7 +17,7 @@ from commopt.aggregate import Aggregator
 from commopt.errors import ConfigurationError
 from commopt.feedback import Layout, ResidualStore, Spans, spread
 from commopt.groups import Membership, WireBytes
-from commopt.hooks.checks import warn_of_untested_torch
+from commopt.hooks.checks import refuse_second_adam, warn_of_untested_torch
 from commopt.hooks.reduction import Reduction, Step, Traffic
 from commopt.hooks.registration import Settings
 from commopt.lanes import LaneClient, Work
@@ -87,6 +87,8 @@ class ShardedRegistration(Backwards):
             warn_of_untested_torch(torch.__version__)
         self._resolved = self._layouts.resolved(aggregator, warn=everyone.team.rank == 0)
         self.keeps_residuals = bool(aggregator.residual_paths)
+        if aggregator.adam is not None:
+            refuse_second_adam(self)
         self.device = self.groups[0].device
         self.joined = everyone
         return everyone
@@ -112,6 +114,11 @@ class ShardedRegistration(Backwards):
     def everyone(self) -> Membership:
         """All ranks that hold a part of the model."""
         return self._clients[0].membership
+
+    @property
+    def recorded_with(self) -> LaneClient:
+        """The replicas of this rank's first shard: other shards' messages have other lengths."""
+        return next(iter(self.replicas.values())).client
 
     def close(self, *, groups: bool = True) -> None:
         """Take part no more, as LaneClient.close."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -18,9 +17,6 @@ from commopt.hooks.registration import Settings
 from commopt.sharded.one_dimension import OneDimension, require_attachable
 from commopt.sharded.registration import ShardedRegistration
 from commopt.sharded.seams import ParameterGroup, groups_of, require_seams
-
-if TYPE_CHECKING:
-    from commopt.timeline import Timeline
 
 # What attach takes for a DDP model only, and what to do instead.
 _FOR_DDP = {
@@ -63,15 +59,6 @@ class ShardedState(CommState):
         """
         return {**super().stats(), "buckets_overlapped": self._registration.deferred}
 
-    def timeline(self, trace: str | Path | None = None) -> Timeline:
-        """Return what the replicas of this rank's shard recorded, as HookState.timeline; trace: of the first shard."""
-        from commopt.hooks.insight import timeline_of
-
-        registration = self._registration
-        client = next(iter(registration.replicas.values())).client
-        first = registration.everyone.ranks[0] in client.team.ranks
-        return timeline_of(registration.recorder, client, trace if first else None)
-
     def explain(self) -> str:
         """Return in words what averages which parameters of this rank, group by group."""
         registration = self._registration
@@ -100,10 +87,6 @@ class OneDimensionState(ShardedState):
             "second_copy_bytes": sum(copy.numel() * copy.element_size() for copy in copies),
         }
         return {**super().stats(), **(of_weights if gathers else {})}
-
-    def timeline(self, trace: str | Path | None = None) -> Timeline:
-        """Return what all ranks recorded of their gradients, as HookState.timeline."""
-        return CommState.timeline(self, trace)
 
     def explain(self) -> str:
         """Return in words what averages the gradients and carries the weights."""
@@ -176,6 +159,10 @@ def _require_options(aggregator: Aggregator, scaler: Any, for_ddp: dict[str, Any
         raise ConfigurationError(
             f"{aggregator} is for DDP models only, as it {why}; attach another to a model of fully_shard, for example "
             f"'hierarchical_quantized'"
+        )
+    if aggregator.adam is not None and aggregator.adam.clip_norm is not None:
+        raise ConfigurationError(
+            f"{aggregator}: clip_norm is for DDP models only, as no rank of FSDP2 sees the norm of all; leave it out"
         )
     for name, value in for_ddp.items():
         if value and (name, value) != ("plan", "ddp"):

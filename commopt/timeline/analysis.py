@@ -260,6 +260,14 @@ def begins_us(timeline: Timeline, place: int) -> list[float]:
     return [record.buckets[0].ready_us if record.forward_us is None else record.forward_us for record in step]
 
 
+def typical_step(timeline: Timeline) -> int:
+    """Return the place of the step whose length, in the median over ranks, is nearest the median of all compared."""
+    chosen = comparable(timeline)
+    completed = _table([timeline.steps[place] for place in chosen], attrgetter("completed_us"))
+    step_us = np.median(completed - np.array([begins_us(timeline, place) for place in chosen]), axis=1)
+    return chosen[int(np.abs(step_us - np.median(step_us)).argmin())]
+
+
 def follows(timeline: Timeline, place: int) -> bool:
     """Return whether the step before this one was recorded too."""
     return place > 0 and timeline.steps[place - 1][0].step == timeline.steps[place][0].step - 1

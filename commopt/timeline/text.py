@@ -45,7 +45,8 @@ class Report:
         return asdict(self)
 
     def __str__(self) -> str:
-        return "\n\n".join("\n".join(part) for part in (_head(self), _ranks(self), _messages(self), _words(self)))
+        tables = ([each.title, *aligned(each.headings, each.rows, each.left)] for each in (ranks(self), messages(self)))
+        return "\n\n".join("\n".join(part) for part in (head(self), *tables, words(self)))
 
 
 def report(
@@ -77,7 +78,8 @@ def report(
     )
 
 
-def _head(report: Report) -> list[str]:
+def head(report: Report) -> list[str]:
+    """Return in sentences what the report says of the mean over ranks, of late ranks, and of bytes."""
     found, times = report.analysis, report.analysis.mean
     nodes = len({rank.node for rank in found.ranks})
     lines = [
@@ -110,9 +112,25 @@ def _head(report: Report) -> list[str]:
     ]
 
 
-def _ranks(report: Report) -> list[str]:
-    found = report.analysis
-    shown = sorted(sorted(found.ranks, key=lambda rank: -rank.late_us)[:_MOST_RANKS], key=lambda rank: rank.rank)
+@dataclass(frozen=True)
+class Table:
+    """Rows under headings, which may have lines; the first `left` columns are text."""
+
+    title: str
+    headings: tuple[str, ...]
+    rows: list[list[str]]
+    left: int
+
+
+def latest_ranks(report: Report, most: int) -> list[RankTimes]:
+    """Return the ranks that are latest, as many as `most`, in their order."""
+    latest = sorted(report.analysis.ranks, key=lambda rank: -rank.late_us)[:most]
+    return sorted(latest, key=lambda rank: rank.rank)
+
+
+def ranks(report: Report, most: int = _MOST_RANKS) -> Table:
+    """Return a row for each of the latest ranks, as many as `most`."""
+    found, shown = report.analysis, latest_ranks(report, most)
     rows = [_rank_row(str(rank.rank), str(rank.node), rank.times, rank) for rank in shown]
     rows.append(_rank_row("mean", "", found.mean, None))
     headings = (
@@ -128,7 +146,7 @@ def _ranks(report: Report) -> list[str]:
     )
     left_out = len(found.ranks) - len(shown)
     title = "Ranks, ms" + (f" (the {len(shown)} latest; {left_out} more)" if left_out else "")
-    return [title, *aligned(headings, rows, left=1)]
+    return Table(title, headings, rows, 1)
 
 
 def _rank_row(name: str, node: str, times: StepTimes, rank: RankTimes | None) -> list[str]:
@@ -143,10 +161,11 @@ def _rank_row(name: str, node: str, times: StepTimes, rank: RankTimes | None) ->
     return [name, node, *map(_ms, figures), "" if rank is None else f"{rank.late_us / 1000:+.2f}"]
 
 
-def _messages(report: Report) -> list[str]:
-    messages = report.analysis.messages
-    used = [stage for stage in STAGES if any(message.stages_us[stage] for message in messages)]
-    predicted = report.predicted_finish_us or [None] * len(messages)
+def messages(report: Report) -> Table:
+    """Return a row for each message of a step."""
+    found = report.analysis.messages
+    used = [stage for stage in STAGES if any(message.stages_us[stage] for message in found)]
+    predicted = report.predicted_finish_us or [None] * len(found)
     rows = [
         [
             numbers(message.buckets),
@@ -158,13 +177,14 @@ def _messages(report: Report) -> list[str]:
             _ms(message.finished_us),
             "" if promised is None else _ms(promised),
         ]
-        for message, promised in zip(messages, predicted, strict=True)
+        for message, promised in zip(found, predicted, strict=True)
     ]
     headings = ("buckets", "parameters", "MB", "ready", "queue", *used, "finished", "predicted")
-    return ["Messages in the order of the lane, ms, mean over ranks", *aligned(headings, rows, left=2)]
+    return Table("Messages in the order of the lane, ms, mean over ranks", headings, rows, 2)
 
 
-def _words(report: Report) -> list[str]:
+def words(report: Report) -> list[str]:
+    """Return what the words of the tables mean, a line each."""
     return [
         "step: from the end of the last message to the end of the next step's. compute: until the last gradient.",
         "hidden: communication while gradients are computed. exposed: communication after the last gradient.",

@@ -40,6 +40,13 @@ class Entry:
     """Whether its step is also timed where the network is slow."""
     aggregator: Aggregator | None = None
     """What averages where the strategy is no preset's name."""
+    rate: float = 1.0
+    """Times the task's learning rate."""
+
+    @property
+    def name(self) -> str:
+        """What its trainings are called."""
+        return self.strategy if self.rate == 1 else f"{self.strategy}, rate x {self.rate:g}"
 
 
 def _local_sgd(period: int, start_step: int) -> Entry:
@@ -51,6 +58,8 @@ def _local_sgd(period: int, start_step: int) -> Entry:
 _flat = partial(Entry, tasks=("digits",))
 _on_link = partial(Entry, on_link=True)
 _own_momentum = partial(Entry, optimizers=("sgd",), momentum=0.0)
+# Adam's betas in the hook are those of the GPT's AdamW.
+_own_adam = partial(Entry, tasks=("gpt",), optimizers=("adamw",))
 
 ENTRIES = (
     _on_link(STOCK),
@@ -65,12 +74,14 @@ ENTRIES = (
     _on_link("hierarchical_onebit"),
     Entry("hierarchical_onebit" + NO_FEEDBACK),
     Entry("hierarchical_onebit:start_step=100"),
+    _own_adam("hierarchical_onebit:adam=True"),
     _flat("dgc"),
     _on_link("hierarchical_dgc"),
     Entry("hierarchical_dgc" + NO_FEEDBACK),
     Entry("hierarchical_dgc:warmup=((40,0.25),(40,0.0625))"),
     _on_link("hierarchical_dgc:density=0.05"),
     _on_link("hierarchical_dgc:min_elements=1"),
+    _own_adam("hierarchical_dgc:adam=True"),
     _own_momentum("hierarchical_dgc:momentum=0.9"),
     _own_momentum("hierarchical_dgc:momentum=0.9:momentum_masking=False"),
     _flat("powersgd"),
@@ -81,6 +92,11 @@ ENTRIES = (
     _on_link("hierarchical_powersgd:matrix_rank=16"),
     *(_local_sgd(period, start_step) for start_step in (0, 100) for period in (2, 4, 8, 16)),
 )
+
+# Each at its own best learning rate: what compresses updates may want another than what compresses gradients.
+RATES = (0.5, 1.0, 2.0, 4.0, 8.0)
+_AT_RATES = (STOCK, *(f"hierarchical_{name}{adam}" for name in ("onebit", "dgc") for adam in ("", ":adam=True")))
+RATE_ENTRIES = tuple(_own_adam(strategy, rate=rate) for rate in RATES for strategy in _AT_RATES)
 
 
 @dataclass(frozen=True)
@@ -99,12 +115,12 @@ class Task:
         """The module that trains it."""
         return {"digits": train_digits, "gpt": train_gpt}[self.name]
 
-    def start(self, optimizer: str, momentum: float, seed: int, device: torch.device) -> Training:
+    def start(self, optimizer: str, momentum: float, seed: int, device: torch.device, rate: float = 1.0) -> Training:
         """Return the example's fresh model and data. Collective."""
         parser = Parser()
         self.example.add_model_options(parser)
         chosen = {"optimizer": optimizer, "momentum": momentum, "seed": seed, self._decay: self.steps}
-        chosen["learning-rate"] = dict(self.learning_rates)[optimizer]
+        chosen["learning-rate"] = rate * dict(self.learning_rates)[optimizer]
         options = [word for name, value in chosen.items() for word in (f"--{name}", str(value))]
         training: Training = self.example.Training(parser.parse_args([*self.model, *options]), device)
         return training
@@ -142,7 +158,7 @@ class Case:
     @property
     def key(self) -> tuple[str, str, str, int]:
         """What tells it from the others in a file."""
-        return self.task.name, self.optimizer, self.entry.strategy, self.seed
+        return self.task.name, self.optimizer, self.entry.name, self.seed
 
 
 def cases(tasks: Sequence[Task], entries: Sequence[Entry], seeds: Sequence[int]) -> list[Case]:
@@ -157,18 +173,18 @@ def cases(tasks: Sequence[Task], entries: Sequence[Entry], seeds: Sequence[int])
     ]
 
 
-def chosen(patterns: Sequence[str]) -> tuple[Entry, ...]:
+def chosen(patterns: Sequence[str], entries: Sequence[Entry] = ENTRIES) -> tuple[Entry, ...]:
     """Return stock DDP, which all are compared with, and the entries whose name has one of `patterns` in it.
 
     Raises ValueError when a pattern is in none.
     """
     for pattern in patterns:
-        if not any(pattern in entry.strategy for entry in ENTRIES):
-            known = ", ".join(entry.strategy for entry in ENTRIES)
+        if not any(pattern in entry.strategy for entry in entries):
+            known = ", ".join(entry.strategy for entry in entries)
             raise ValueError(f"{pattern!r} is in no strategy's name; known: {known}")
     return tuple(
         entry
-        for entry in ENTRIES
+        for entry in entries
         if not patterns or entry.strategy == STOCK or any(pattern in entry.strategy for pattern in patterns)
     )
 

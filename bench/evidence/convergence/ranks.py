@@ -47,6 +47,7 @@ def parse_options() -> argparse.Namespace:
     )
     parser.add_argument("--task", choices=[task.name for task in plan.TASKS], help="one task only")
     parser.add_argument("--seeds", type=whole(1), default=len(plan.SEEDS), help="seeds 0, 1, ... (default %(default)s)")
+    parser.add_argument("--rates", action="store_true", help="one bit, DGC and stock at several learning rates instead")
     parser.add_argument("--quick", action="store_true", help="a few steps of everything with one seed: does it run?")
     parser.add_argument("--no-link", action="store_true", help="do not time steps on emulated nodes")
     parser.add_argument("--report", action="store_true", help="train and time nothing: report what the file has")
@@ -56,7 +57,7 @@ def parse_options() -> argparse.Namespace:
     options.settings = plan.settings(tasks)
     options.seeds = range(1 if options.quick else options.seeds)
     try:
-        options.entries = plan.chosen(options.only)
+        options.entries = plan.chosen(options.only, plan.RATE_ENTRIES if options.rates else plan.ENTRIES)
     except ValueError as error:
         parser.error(str(error))
     options.link_json = report.on_link(options.json)
@@ -80,11 +81,12 @@ def look(training: Training, step: int) -> Point:
 def train(case: Case, device: torch.device, show: Show) -> Run:
     """Do one training from start to end. Collective."""
     task, entry = case.task, case.entry
-    training = task.start(case.optimizer, entry.momentum, case.seed, device)
+    training = task.start(case.optimizer, entry.momentum, case.seed, device, entry.rate)
     if entry.aggregator is None:
         state = choose_averaging(training.model, entry.strategy, plan="ddp")
     else:
         state = commopt.attach(training.model, entry.aggregator, plan="ddp")
+    training.follow(state)
     curve, step_s = [], []
     for step in range(1, task.steps + 1):
         started = time.perf_counter()
@@ -101,7 +103,7 @@ def train(case: Case, device: torch.device, show: Show) -> Run:
     return Run(
         task=task.name,
         optimizer=case.optimizer,
-        strategy=entry.strategy,
+        strategy=entry.name,
         seed=case.seed,
         parameters=sum(parameter.numel() for parameter in training.model.parameters()),
         step_ms=median(slowest_rank_ms(step_s)),

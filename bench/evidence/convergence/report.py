@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from math import inf, isfinite
 from pathlib import Path
@@ -101,7 +101,8 @@ def resume(path: Path, environment: Environment) -> tuple[Environment, list[Run]
                 f"{path} was made with {name} {then}, now it is {now}, so nothing can be added to it; "
                 f"remove it or choose another file"
             )
-    return saved, runs
+    made = [each.revision or "an unrecorded one" for each in (saved, environment)]
+    return replace(saved, revision=saved.revision if made[1] in made[0] else " and ".join(made)), runs
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,54 @@
+"""What a run shows while it goes on: a line every so many steps, and a page that is written anew each time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from commopt.hooks import HookState
+from commopt.hooks.log import Logged, log_steps
+from commopt.timeline.page import write_page
+
+
+@dataclass
+class Live:
+    """Watches the models of a script. every: steps. lines: whether to print them. html: the first model's page.
+
+    Those of further models, html-2 and so on, lie beside it. steps: after which something was shown last.
+    """
+
+    every: int
+    lines: bool = False
+    html: Path | None = None
+    steps: int = 0
+    _models: int = 0
+
+    def watch(self, name: str, state: HookState, *, speaks: bool) -> None:
+        """Show a model from now on, if this rank `speaks`; collective over the ranks of the state."""
+        self._models += 1
+        file = self.html
+        if file is not None and self._models > 1:
+            file = file.with_stem(f"{file.stem}-{self._models}")
+
+        def show(now: Logged) -> None:
+            self.steps = now.step
+            if not speaks:  # for this group of ranks, but not for the world
+                return
+            if self.lines:
+                strategy = repr(state.aggregator) if state.plan is None else state.plan.strategy
+                print(f"{name} {line(now, strategy)}", flush=True)
+            if file is not None and now.report is not None:
+                write_page(file, now.timeline, now.report, state.explain(), [each.reason for each in state.decisions])
+
+        log_steps(state._registration, state.stats, lambda: state.plan, self.every, lambda: show)
+
+
+def line(now: Logged, strategy: str) -> str:
+    """Return what happened lately in one line: times in milliseconds, payload of the first rank in 1e6 bytes."""
+    known = {name.partition("/")[2]: value for name, value in now.scalars.items()}
+    times = "no step was recorded"
+    if "step_ms" in known:
+        share = known["exposed_ms"] / known["step_ms"]
+        times = f"{known['step_ms']:.1f} ms a step, exposed {known['exposed_ms']:.1f} ms ({share:.0%})"
+    outside_mb, inside_mb = known["inter_bytes"] / 1e6, known["intra_bytes"] / 1e6
+    return f"step {now.step}: {times}, {inside_mb + outside_mb:.3g} MB ({outside_mb:.3g} to other nodes), {strategy}"

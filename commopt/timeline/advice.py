@@ -1,0 +1,60 @@
+"""What to try next: rules over what a report has measured, each with its figures."""
+
+from __future__ import annotations
+
+from commopt.timeline.recordings import STAGES, WAITING
+from commopt.timeline.text import Report
+
+_WORTH_IT = 0.03  # of a step: what could be won below is lost in noise
+_MOST = 0.5  # of what is exposed, or of all transfer
+_FEW_HIDDEN = 0.2
+_MISPREDICTED = 0.5
+_MOST_RANKS = 3
+
+_LESS = "Send less there: hierarchical_bf16, hierarchical_quantized or hierarchical_powersgd, or auto, which measures."
+_INSIDE = (
+    "inside the nodes, where compression between nodes changes nothing. commopt doctor shows which links GPUs use."
+)
+_BY_STAGE = {
+    "inter": f"between nodes. {_LESS}",
+    "intra": _INSIDE,
+    "local": "packing, compressing and adding up. Take a cheaper compression (bf16, 8 bits) or none; on a GPU see that "
+    "the kernels are in use (docs/install.md).",
+}
+
+
+def advice(report: Report) -> list[str]:
+    """Return what the figures suggest, the most certain first; at least one sentence."""
+    found, times = report.analysis, report.analysis.mean
+    said = [
+        f"{straggler}. The others wait for it, {straggler.late_us / times.step_us:.0%} of a step, and no strategy "
+        f"changes that: look at its data, its processor and its clock first."
+        for straggler in found.stragglers[:_MOST_RANKS]
+    ]
+    exposed = times.exposed_us / times.step_us
+    if exposed < _WORTH_IT:
+        return [*said, f"Exposed communication is {exposed:.1%} of a step: there is nothing to win. Leave it as it is."]
+    without = f"{times.compute_us / 1000:.1f} ms instead of {times.step_us / 1000:.1f} ms, {exposed:.0%} less"
+    said.append(f"Without exposed communication a step would take {without}. More cannot be won.")
+    waiting = times.exposed_waiting_us / times.exposed_us
+    if waiting > _MOST:
+        said.append(f"{waiting:.0%} of what is exposed is waiting for ranks that are not there yet, not communication.")
+        return said if found.stragglers else [*said, "None is late in every step: uneven batches, or other programs?"]
+    transfer_us = {stage: sum(each.stages_us[stage] for each in found.messages) for stage in STAGES if stage != WAITING}
+    most = max(transfer_us, key=lambda stage: transfer_us[stage])
+    if transfer_us[most] > _MOST * sum(transfer_us.values()):
+        share, nodes = transfer_us[most] / sum(transfer_us.values()), len({rank.node for rank in found.ranks})
+        over_all = f"one collective over all ranks of {nodes} nodes. {_LESS}" if nodes > 1 else _INSIDE
+        said.append(f"{share:.0%} of the transfer is {_BY_STAGE.get(most, over_all)}")
+    if len(found.messages) == 1 and times.hidden_us < _FEW_HIDDEN * times.communication_us:
+        said.append(
+            "The one message cannot begin before the last gradient. Several hide behind backward: a smaller "
+            "bucket_cap_mb in DDP, or plan='adaptive'."
+        )
+    predicted_us, measured_us = report.predicted_exposed_us, found.last_exposed_us
+    if predicted_us is not None and abs(predicted_us - measured_us) > _MISPREDICTED * measured_us:
+        said.append(
+            f"The plan expected {predicted_us / 1000:.1f} ms exposed where {measured_us / 1000:.1f} ms are measured: "
+            f"what messages cost has changed. Let auto or plan='adaptive' measure anew."
+        )
+    return said

@@ -1,0 +1,183 @@
+"""The report as a page: whole, readable without a network, with every rank and message; and what it advises."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import commopt
+from commopt.__main__ import main
+from commopt.errors import ConfigurationError
+from commopt.groups import WireBytes
+from commopt.timeline import Report, Timeline, TrafficOutside, report
+from commopt.timeline.advice import advice
+from commopt.timeline.page import write_page
+from tests.hook_training import SMALL_BUCKET, Tower, batch_of, loss_of, seeded
+from tests.ranks import run
+from tests.timelines import training
+
+MS = 1000.0
+_EMPTY = {"meta", "rect", "line", "path"}  # elements without an end
+
+
+class Page(HTMLParser):
+    """Sees that every element ends where it should; collects text, classes and attributes."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.texts: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += attrs
+        if tag not in _EMPTY or tag == "rect":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in _EMPTY or tag == "rect":
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data.strip())
+
+
+def reported(timeline: Timeline, *predicted: Any) -> Report:
+    return report(timeline, WireBytes(1, 2), TrafficOutside(), "found", *predicted)
+
+
+def page_of(timeline: Timeline, found: Report, file: Path) -> Page:
+    write_page(file, timeline, found, "asked for: <auto> & more", ["kept", "left"])
+    text = file.read_text()
+    assert not re.search(r"https?:|//[a-z]|url\(|@import|\bsrc=|\bhref=", text), "it would ask the network"
+    return Page(text)
+
+
+def test_a_page_has_every_rank_and_message(tmp_path: Path) -> None:
+    timeline = training(ranks=5, nodes=2, buckets=7, name="block{}.weight")
+    page = page_of(timeline, reported(timeline, 3 * MS, [1e4 * n for n in range(1, 8)]), tmp_path / "page.html")
+    for rank in range(5):
+        assert page.texts.count(f"rank {rank}") == 1
+    for bucket in range(7):
+        assert page.texts.count(f"bucket {bucket}") == 1
+        assert ("title", f"block{bucket}.weight") in page.attributes
+        assert sum(text.startswith(f"bucket {bucket}: inter, ") for text in page.texts) == 5
+        assert f"{10 * (bucket + 1):.2f}" in page.texts, "what was predicted stands beside it"
+    assert page.attributes.count(("class", "predicted")) == 1 + 7
+    assert {"asked for: <auto> & more", "kept", "left"} <= set(page.texts)
+    places = [
+        float(value[:-1])
+        for name, value in page.attributes
+        if value and name in ("x", "x1", "width") and value.endswith("%") and value != "100%"
+    ]
+    assert all(0 <= place <= 100 for place in places)
+
+
+def test_of_many_ranks_the_latest_are_drawn(tmp_path: Path) -> None:
+    timeline = training(ranks=40, buckets=1, steps=5, delay_us=lambda step, rank, at: 9 * MS * (rank == 37))
+    page = page_of(timeline, reported(timeline), tmp_path / "page.html")
+    assert len([text for text in page.texts if re.fullmatch(r"rank \d+", text)]) == 32
+    assert "rank 37" in page.texts
+    assert any("8 more ranks" in text for text in page.texts)
+    assert set(map(str, range(40))) <= set(page.texts), "the table has all"
+
+
+LATE: Callable[[int, int, int], float] = lambda step, rank, at: 30 * MS * (rank == 1 and at == 0)  # noqa: E731
+IN_TURNS: Callable[[int, int, int], float] = lambda step, rank, at: 30 * MS * (rank == step % 4 and at == 3)  # noqa: E731
+
+
+@pytest.mark.parametrize(
+    ("timeline", "predicted", "says"),
+    [
+        (training(transfer_us=100), (), ["nothing to win"]),
+        (
+            training(transfer_us=9_000),
+            (),
+            ["would take 30.0 ms instead of 51.0 ms, 41% less", "60% of the transfer is between"],
+        ),
+        (training(delay_us=LATE), (), ["rank 1 is 30.00 ms behind the others", "no strategy changes that"]),
+        (training(delay_us=IN_TURNS), (), ["waiting for ranks that are not there yet", "None is late in every step"]),
+        (training(buckets=1), (), ["one message cannot begin before"]),
+        (training(), (20 * MS,), ["expected 20.0 ms exposed where 9.0 ms are measured"]),
+    ],
+    ids=["hidden", "between nodes", "a late rank", "waiting", "one message", "mispredicted"],
+)
+def test_advice_follows_from_figures(timeline: Timeline, predicted: tuple[float, ...], says: list[str]) -> None:
+    said = " ".join(advice(reported(timeline, *predicted)))
+    for words in says:
+        assert words in said
+
+
+# ------------------------------------------------------------------------------------------- of a real run
+
+
+def write_report(rank: int, world_size: int, folder: str) -> str:
+    ddp = TorchDDP(seeded(Tower), **SMALL_BUCKET)
+    state = commopt.attach(ddp, "hierarchical", record=True)
+    for step in range(4):
+        loss_of(ddp, batch_of(rank, step)).backward()
+    with pytest.raises(ConfigurationError, match="cannot be written"):
+        state.report(html=f"{folder}/none/page.html")
+    return str(state.report(html=f"{folder}/page.html" if rank == 0 else None))
+
+
+def test_a_state_writes_its_report_as_a_page(tmp_path: Path) -> None:
+    texts = run(write_report, 4, str(tmp_path), nodes=(2, 2))
+    page = Page((tmp_path / "page.html").read_text())
+    assert {f"rank {rank}" for rank in range(4)} <= set(page.texts)
+    line = next(line for line in texts[0].splitlines() if line.startswith("communication "))
+    assert line in page.texts
+
+
+SCRIPT = """
+from torch.nn.parallel import DistributedDataParallel
+from tests.hook_training import SMALL_BUCKET, Tower, batch_of, loss_of, seeded
+import torch.distributed as dist
+for _ in range(2):
+    ddp = DistributedDataParallel(seeded(Tower), **SMALL_BUCKET)
+    for step in range(5):
+        loss_of(ddp, batch_of(dist.get_rank(), step)).backward()
+"""
+
+
+def run_live(rank: int, world_size: int, folder: str, every: str) -> tuple[str, str]:
+    script = Path(folder, f"train-{rank}.py")
+    script.write_text(SCRIPT)
+    html = ["--html", f"{folder}/page.html"]
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        assert main(["run", "--strategy", "hierarchical", "--live", "--every", every, *html, str(script)]) == 0
+    return out.getvalue(), err.getvalue()
+
+
+def test_a_run_is_seen_live(tmp_path: Path) -> None:
+    (out, err), silent = run(run_live, 2, str(tmp_path), "2", nodes=(1, 1))
+    assert (err, silent) == ("", ("", ""))
+    numel = sum(parameter.numel() for parameter in Tower().parameters())
+    expected = (
+        rf"Tower step (\d): [\d.]+ ms a step, exposed [\d.]+ ms \(\d+%\), {4 * numel / 1e6:.3g} MB "
+        rf"\({4 * numel / 1e6:.3g} to other nodes\), {re.escape(repr(commopt.Hierarchical()))}"
+    )
+    assert [re.fullmatch(expected, line)[1] for line in out.splitlines()] == ["2", "4"] * 2  # type: ignore[index]
+    for name in ("page.html", "page-2.html"):
+        assert "rank 1" in Page((tmp_path / name).read_text()).texts
+
+
+def test_a_run_that_was_too_short_says_so(tmp_path: Path) -> None:
+    (out, err), silent = run(run_live, 2, str(tmp_path), "6")
+    assert (out, silent) == ("", ("", ""))
+    assert "no model took 6 steps" in err
