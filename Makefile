@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests and benchmarks start many processes, each of which would else compile commopt anew where bytecode is not kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all durations compat lint types compile gpu bench plots clean
+.PHONY: demo test test-all durations compat lint types compile docs gpu bench plots clean
 
 demo: $(VENV)/.demo  ## train a GPT on two emulated nodes with stock DDP and with commopt; table and picture
 	$(BIN)/python -m bench.demo
@@ -40,6 +40,9 @@ types: $(VENV)/.dev  ## static types
 compile: $(VENV)/.dev  ## every CUDA kernel for sm_80, sm_90, sm_100, by nvcc and NVRTC where present; needs no GPU
 	$(BIN)/python -m csrc.compile_check
 
+docs: $(VENV)/.dev  ## the documentation as a site in site/, every link of it checked; needs no network
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 gpu:  ## compile for the GPU here, test and measure everything on it; OPTIONS='--limit-s 540 --only kernels,overlap'
 	@$(PYTHON) -m bench.gpu --build build/gpu-environment --out $(RESULTS) $(OPTIONS)
 
@@ -51,7 +54,7 @@ plots: $(VENV)/.demo  ## every picture of bench/results again, into docs/images
 	$(BIN)/python -m bench.plot
 
 clean:
-	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # An editable installation knows the packages there were: it is made again when there is another.
 INSTALLED := pyproject.toml CMakeLists.txt constraints.txt $(wildcard csrc/*) $(wildcard commopt/*/__init__.py)

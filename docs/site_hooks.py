@@ -1,7 +1,8 @@
-"""What mkdocs is told beyond mkdocs.yml: the API reference by commopt.__all__, and no link that leads nowhere."""
+"""What mkdocs is told beyond mkdocs.yml: the reference by commopt.__all__, all messages, no link that leads nowhere."""
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import sys
@@ -35,16 +36,22 @@ GROUPS = {
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Write the reference where docs/api.md has its mark."""
-    if page.file.src_uri != "api.md":
-        return markdown
+    """Write the reference and the messages where pages have their marks."""
+    written = {"api": reference, "messages": message_tables}
+    return re.sub(r"<!-- (api|messages): .* -->", lambda mark: written[mark[1]](), markdown)
+
+
+# ------------------------------------------------------------------------------------------- reference
+
+
+def reference() -> str:
+    """Return the reference in Markdown."""
     import commopt
 
     sections: dict[str, list[str]] = {title: [] for title in [*GROUPS.values(), "Constants"]}
     for name in sorted(commopt.__all__, key=lambda name: (name.lower(), name)):
         sections[_group(getattr(commopt, name))].append(_entry(name))
-    text = "\n\n".join(f"## {title}\n\n" + "\n\n".join(found) for title, found in sections.items() if found)
-    return re.sub(r"<!-- api: .* -->", lambda _: text, markdown)
+    return "\n\n".join(f"## {title}\n\n" + "\n\n".join(found) for title, found in sections.items() if found)
 
 
 def _group(value: object) -> str:
@@ -54,26 +61,25 @@ def _group(value: object) -> str:
 
 def _entry(name: str) -> str:
     import commopt
-    from examples import reference
+    from examples.reference import examples
 
     value = getattr(commopt, name)
     entry = f"::: commopt.{name}"
     if isinstance(value, commopt.Preset):  # made when it is imported, so nothing to be read in the source
         options = inspect.signature(value).parameters.values()
-        takes = ", ".join(str(each) for each in options if each.name not in ("state", "bucket"))
-        signature = f"```python\n{name}({takes})\n```"
-        entry = f"### `{name}` {{#commopt.{name}}}\n\n{signature}\n\n{as_list(inspect.getdoc(value) or '')}"
+        takes = "".join(f"    {each.replace(kind=each.KEYWORD_ONLY)},\n" for each in list(options)[2:])
+        signature = f"```python\n{name}({takes and chr(10)}{takes})\n```"
+        entry = f"### commopt.{name} {{#commopt.{name} data-toc-label="{name}"}}\n\n{signature}\n\n{as_list(inspect.getdoc(value) or '')}"
     elif isinstance(value, dict | str):
-        entry = f"### `{name}` {{#commopt.{name}}}"
-    example = inspect.getsource(reference.examples()[name]).partition(":\n")[2]
+        entry = f"### commopt.{name} {{#commopt.{name} data-toc-label="{name}"}}"
+    example = inspect.getsource(examples()[name]).partition(":\n")[2]
     return f"{entry}\n\n**Example**\n\n```python\n{textwrap.dedent(example)}```"
 
 
 def as_list(docstring: str) -> str:
     """Return a docstring whose lines `name: what it is` are a list."""
     listed = re.sub(r"^(\w+): (?=\S)", r"- `\1`: ", docstring, flags=re.M)
-    listed = re.sub(r"(?<=\n)([^-\s].*\n)(?=- `)", r"\1\n", listed)  # a list begins after an empty line
-    return re.sub(r"^((?:- `| {4}).*\n)(?=[^-\s])", r"\1\n", listed, flags=re.M)  # and ends before one
+    return re.sub(r"(?<=\n)([^-\s].*\n)(?=- `)", r"\1\n", listed)  # which begins after an empty line
 
 
 class Parameters(griffe.Extension):
@@ -83,6 +89,54 @@ class Parameters(griffe.Extension):
         """Change it before it is parsed."""
         if obj.docstring is not None:
             obj.docstring.value = as_list(inspect.cleandoc(obj.docstring.value))
+
+
+# ------------------------------------------------------------------------------------------- messages
+
+
+def messages() -> dict[str, set[tuple[str, str]]]:
+    """Return what may be raised or logged: by package, the name of the exception or "warning", and the text.
+
+    `…` stands for what is put in.
+    """
+    found: dict[str, set[tuple[str, str]]] = {}
+    for path in sorted([*(ROOT / "commopt").rglob("*.py"), *(ROOT / "topology").rglob("*.py")]):
+        package = ".".join(path.relative_to(ROOT).with_suffix("").parts[:2])
+        for node in ast.walk(ast.parse(path.read_text())):
+            called = node.func if isinstance(node, ast.Call) else None
+            name = getattr(called, "id", getattr(called, "attr", ""))
+            if isinstance(node, ast.Call) and (name.endswith(("Error", "warning")) or name == "warn") and node.args:
+                text = text_of(node.args[0])
+                if len(text.replace("…", "").strip()) > 8:
+                    found.setdefault(package, set()).add((name if name.endswith("Error") else "warning", text))
+    return found
+
+
+def text_of(node: ast.AST) -> str:
+    """Return a string of the source, with … for what is put in."""
+    if isinstance(node, ast.Constant):
+        return re.sub(r"%(\.\d)?[rsdf]", "…", str(node.value))
+    if isinstance(node, ast.JoinedStr):
+        return "".join(map(text_of, node.values))
+    return text_of(node.left) + text_of(node.right) if isinstance(node, ast.BinOp) else "…"
+
+
+def message_tables() -> str:
+    """Return a table for each package; the text before the last `;` is what is wrong, what follows what to do."""
+    lines = []
+    for package, found in messages().items():
+        lines += ["", f"**{package}**", "", "| | message | fix |", "|---|---|---|"]
+        for name, text in sorted(found, key=lambda each: each[::-1]):
+            wrong, semicolon, fix = text.replace("\n", " ").replace("|", "\\|").rpartition("; ")
+            lines.append(f"| {name} | {_plain(wrong if semicolon else fix)} | {_plain(fix) if semicolon else ''} |")
+    return "\n".join(lines)
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"([*_`<\[])", r"\\\1", text)
+
+
+# ------------------------------------------------------------------------------------------- links
 
 
 class _Page(HTMLParser):
@@ -101,7 +155,7 @@ class _Page(HTMLParser):
 
 
 def on_post_build(config: Any, **_: Any) -> None:
-    """Raise unless every link of the site leads to a file and an anchor there is, and nothing is loaded from elsewhere."""
+    """End the build if a link of the site leads to no file or anchor, or something is loaded from elsewhere."""
     site = Path(config["site_dir"])
     pages = {path: _Page() for path in site.rglob("*.html")}
     for path, page in pages.items():
@@ -116,8 +170,10 @@ def on_post_build(config: Any, **_: Any) -> None:
                     wrong.append(f"{path.relative_to(site)} loads {link}")
             elif path.name == "404.html":  # its links are of the place it is served at
                 continue
-            elif not target.is_relative_to(site.resolve()) or not target.exists() or (
-                parts.fragment and unquote(parts.fragment) not in pages[target].ids
+            elif (
+                not target.is_relative_to(site.resolve())
+                or not target.exists()
+                or (parts.fragment and unquote(parts.fragment) not in pages[target].ids)
             ):
                 wrong.append(f"{path.relative_to(site)} leads to {link}")
     if wrong:

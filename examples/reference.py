@@ -53,6 +53,7 @@ def CommState(comm: commopt.HookState) -> None:
     print(comm.stats()["inter_bytes"])  # payload that this rank has sent to other nodes, in bytes
     print(comm.report())  # with record=True; every rank must call it
     comm.timeline(trace="trace.json")  # for ui.perfetto.dev
+    comm.log_to("communication.csv", every=50)  # or a writer of TensorBoard, a logger, a function
 
 
 def Checkpointed(comm: commopt.HookState) -> None:
@@ -237,6 +238,13 @@ def Layout() -> None:
 
 
 # ------------------------------------------------------------------------------------------- compressors
+
+
+def Adam(ddp: DDP) -> None:
+    comm = commopt.attach(ddp, "hierarchical_onebit", adam=commopt.Adam(betas=(0.9, 0.95)))
+    optimizer = comm.optimizer(ddp.parameters(), lr=1e-3, weight_decay=0.1)  # in place of AdamW
+    ddp(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
 
 
 def COMPRESSORS() -> None:
