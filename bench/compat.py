@@ -57,7 +57,8 @@ def read(path: Path) -> list[Version]:
 def measure(torch: str, base: str, processes: int) -> Version:
     """Install a version of torch beside this project, and run the core tests."""
     folder, out = FOLDER / f"torch-{torch}", FOLDER
-    python, variables = folder / "bin" / "python", {**environment(), "PIP_CONSTRAINT": "", "PIP_QUIET": "1"}
+    python = folder / "bin" / "python"
+    variables = {**environment(), "PIP_CONSTRAINT": "", "PIP_QUIET": "1", "COMMOPT_CUDA": "OFF"}
     shutil.rmtree(folder, ignore_errors=True)
     FOLDER.mkdir(parents=True, exist_ok=True)
     now = {
