@@ -5,13 +5,19 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
-from typing import TextIO
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import active_children
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TextIO
 
 from commopt.command_line import BAD_INPUT, refuse
 from commopt.display import aligned
 from commopt.errors import ConfigurationError
 from commopt.run.models import Models, Trained, watching
+from commopt.run.processes import following
 from commopt.run.script import Choice, Script
 
 USAGE = (
@@ -20,8 +26,8 @@ USAGE = (
 EPILOG = f"""A DDP model whose hook the script has registered itself is left alone. Give every rank the same command.
 exit status: the script's; {BAD_INPUT} bad input (one line on stderr, on every rank, before the script starts)."""
 NOTHING = (
-    "commopt run: no DistributedDataParallel model was trained in this process, so there was nothing to do; start one "
-    "process for each GPU with torchrun (processes that a script starts itself are not seen)"
+    "commopt run: no DistributedDataParallel model was trained, so there was nothing to do; start one process for each "
+    "GPU with torchrun, or in the script with multiprocessing (other programs that it starts are not seen)"
 )
 _HEADINGS = ("model", "averaged by", "steps", "MB per step\nin the node", "MB per step\nbetween nodes")
 
@@ -57,24 +63,68 @@ def run(options: argparse.Namespace) -> int:
         script.require_there()
     except ConfigurationError as error:
         return refuse("commopt run", error)
-    models = Models(choice)
-    try:
-        with watching(models):
-            made = script.run()
-    except SystemExit:  # it holds on to what the script made, through its traceback
-        _conclude(models, options)
-        raise
-    _conclude(models, options)
-    del made
+    others = active_children()
+    with TemporaryDirectory(prefix="commopt-run-") as marks:
+        job = Job(choice, script, options.report, tuple(options.settings), marks)
+        try:
+            job.run(script.run)
+        except SystemExit:
+            _tell_of_nothing(marks, others)
+            raise
+        _tell_of_nothing(marks, others)
     return 0
 
 
-def _conclude(models: Models, options: argparse.Namespace) -> None:
-    models.close()
-    if models.seen and options.report:
-        show(models.trained)
-    elif not models.seen and os.environ.get("RANK", "0") == "0":
+def _tell_of_nothing(marks: str, others: Sequence[object]) -> None:
+    nothing = not any(Path(marks).iterdir()) and not [each for each in active_children() if each not in others]
+    if nothing and os.environ.get("RANK", "0") == "0":
         print(NOTHING, file=sys.stderr)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is done in this process and in all that the script starts.
+
+    marks: a folder in which each of them that has trained leaves a file, while there is one.
+    """
+
+    choice: Choice
+    script: Script
+    report: bool
+    settings: tuple[str, ...]
+    marks: str
+
+    def run(self, function: Callable[..., object], *args: Any, **kwargs: Any) -> None:
+        """Call the function, and see to the models that are trained in it."""
+        models = Models(self.choice)
+        try:
+            with watching(models), following(self.run, self.again):
+                made = function(*args, **kwargs)
+        except SystemExit:  # it holds on to what the script made, through its traceback
+            self._conclude(models)
+            raise
+        self._conclude(models)
+        del made
+
+    def again(self, program: Any) -> Any:
+        """Return the arguments of a program; where it is the script once more, those of such a run of it."""
+        name = self.script.target
+        heads = [["-m", name], ["-m", f"{name}.__main__"]] if self.script.is_module else [[os.path.abspath(name)]]
+        if not isinstance(program, (list, tuple)):
+            return program
+        if not any(list(program[: 1 + len(head)]) == [sys.executable, *head] for head in heads):
+            return program
+        options = [each for setting in self.settings for each in ("--option", setting)]
+        options += ["--report"] * self.report
+        return [program[0], "-m", "commopt", "run", "--strategy", self.choice.strategy, *options, *program[1:]]
+
+    def _conclude(self, models: Models) -> None:
+        models.close()
+        if models.seen:
+            with suppress(OSError):  # the process that made the folder did not wait for this one
+                Path(self.marks, str(os.getpid())).touch()
+            if self.report:
+                show(models.trained)
 
 
 def show(trained: Sequence[Trained], stream: TextIO | None = None) -> None:
