@@ -24,7 +24,12 @@ if TYPE_CHECKING:
 
 
 class CommState:
-    """What averages a model's gradients, seen from outside; made by `attach`."""
+    """What averages a model's gradients, seen from outside; made by `attach`.
+
+    HookState for DDP; ShardedState for FSDP2 with replicas and OneDimensionState for FSDP2 over all ranks. Methods that
+    say "collective" must be called by every rank of the model, between two steps; a mistake of one rank is raised on
+    all of them. Bytes are of payload, of this rank, since `attach`.
+    """
 
     _registration: Registration
 
