@@ -152,10 +152,10 @@ class ParameterGroup:
         """Return whether gradients will be views of `buffer`, in host memory, and not read before backward ends."""
         return (
             buffer.device.type == "cpu"
-            and buffer.dtype == self._raw._orig_dtype
             and self.divided_later(buffer.dtype) == 1.0
             and all(
                 param.sharded_param.grad is None
+                and buffer.dtype == getattr(param, "sharded_grad_dtype", param.sharded_param.dtype)  # torch 2.15
                 and not param.offload_to_cpu
                 and not getattr(param.sharded_param, "_post_accumulate_grad_hooks", None)
                 for param in self._with_gradient
