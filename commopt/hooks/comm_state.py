@@ -179,9 +179,9 @@ class CommState:
         Call it between two steps, on every rank. Where one does not, the others raise MismatchError once `timeout` is
         over; also when ranks give another `every`. Raises ConfigurationError, on every rank, for what is no logger.
         """
-        from commopt.hooks.log import log_steps, writer_for
+        from commopt.hooks.log import StepLog, writer_for
 
-        log_steps(self._registration, self.stats, lambda: self.plan, every, lambda: writer_for(target))
+        StepLog(self._registration, self.stats, lambda: self.plan, every, lambda: writer_for(target))
 
     def explain(self) -> str:
         """Return in words and numbers what averages the gradients now, and why; the same on every rank."""
