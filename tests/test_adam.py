@@ -17,6 +17,7 @@ from commopt import DGC, Adam, Aggregator, Compressed, ConfigurationError, Hiera
 from commopt.feedback import SAMPLE_EVERY_STEPS, Layout
 from commopt.groups import TeamShape
 from tests.catalogue import run_on
+from tests.chosen import threads
 from tests.feedback_training import NUMELS, Training, Vectors, residual_of, residuals_of, total, zero_gradients, zeros
 from tests.hook_training import assert_identical
 from tests.ranks import run
@@ -118,7 +119,8 @@ def train_exactly(rank: int, world_size: int, equal: bool, steps: int, micros: i
 def test_without_compression_it_is_adamw(layout: str, equal: bool, micros: int) -> None:
     """Groups, a schedule, decoupled decay, accumulation, a frozen parameter, and buckets that change on the way."""
     results = run_on(layout, train_exactly, equal, 200, micros)
-    expected = by_adamw([0] if equal else list(range(len(results))), 200, micros)
+    with threads(1):
+        expected = by_adamw([0] if equal else list(range(len(results))), 200, micros)
     for weights in results:
         assert torch.equal(weights, results[0])
         assert float((weights - expected).norm() / expected.norm()) < 1e-6
@@ -218,7 +220,7 @@ def load_moments(rank: int, world_size: int, folder: str) -> tuple[list[Vectors]
     training.comm.load_state_dict(torch.load(f"{folder}/state.pt"))
     training.step()
     roles = residuals_of(training.comm.state_dict())
-    return [roles["inter.exp_avg/worker"], roles["inter.exp_avg_sq/worker"]], training.digest()
+    return [roles.get(f"inter.{each}/worker", {}) for each in ("exp_avg", "exp_avg_sq")], training.digest()
 
 
 @pytest.mark.parametrize(("new", "nodes"), [("2x2 interleaved", 2), ("2+1", 2), ("3", 1)])

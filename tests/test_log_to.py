@@ -142,11 +142,10 @@ def write_with_the_real_one(rank: int, world_size: int, folder: str) -> None:
 
 
 def test_tensorboard_reads_it(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="pip install tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
+    name = "tensorboard.backend.event_processing.event_accumulator"
+    reader = pytest.importorskip(name, reason="tensorboard is not installed")
     run(write_with_the_real_one, 2, str(tmp_path))
-    events = EventAccumulator(str(tmp_path))
+    events = reader.EventAccumulator(str(tmp_path))
     events.Reload()
     assert set(events.Tags()["scalars"]) <= set(SCALARS)
     assert [event.step for event in events.Scalars("comm/exposed_ms")] == [2]

@@ -6,6 +6,7 @@ import contextlib
 import io
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import commopt
 from commopt.__main__ import main
 from commopt.errors import ConfigurationError
 from commopt.groups import WireBytes
+from commopt.recording import MessageRecord, Span
 from commopt.timeline import Report, Timeline, TrafficOutside, report
 from commopt.timeline.advice import advice
 from commopt.timeline.page import write_page
@@ -117,9 +119,27 @@ IN_TURNS: Callable[[int, int, int], float] = lambda step, rank, at: 30 * MS * (r
     ids=["hidden", "between nodes", "a late rank", "waiting", "one message", "mispredicted"],
 )
 def test_advice_follows_from_figures(timeline: Timeline, predicted: tuple[float, ...], says: list[str]) -> None:
-    said = " ".join(advice(reported(timeline, *predicted)))
+    said = " ".join(advice(timeline, reported(timeline, *predicted)))
     for words in says:
         assert words in said
+
+
+def test_who_waits_for_a_leader_is_not_communicating_inside() -> None:
+    plain = training(ranks=4, transfer_us=9_000)
+
+    def stay(message: MessageRecord) -> MessageRecord:
+        begin_us, end_us = message.spans[0].begin_us, message.spans[-1].end_us
+        return replace(message, spans=(Span("intra", "broadcast", 100, begin_us, end_us),))
+
+    led = [
+        tuple(
+            replace(one, messages=tuple(map(stay, one.messages))) if rank % 2 else one for rank, one in enumerate(step)
+        )
+        for step in plain.steps
+    ]
+    timeline = replace(plain, steps=tuple(led))
+    assert reported(timeline).analysis.messages[0].stages_us["intra"] > 5 * MS
+    assert any("60% of the transfer is between" in said for said in advice(timeline, reported(timeline)))
 
 
 # ------------------------------------------------------------------------------------------- of a real run

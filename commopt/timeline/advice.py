@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from commopt.timeline.recordings import STAGES, WAITING
+from commopt.timeline.analysis import typical_step
+from commopt.timeline.recordings import STAGES, WAITING, Timeline, last_starts_us, stages_us
 from commopt.timeline.text import Report
 
 _WORTH_IT = 0.03  # of a step: what could be won below is lost in noise
@@ -23,7 +24,7 @@ _BY_STAGE = {
 }
 
 
-def advice(report: Report) -> list[str]:
+def advice(timeline: Timeline, report: Report) -> list[str]:
     """Return what the figures suggest, the most certain first; at least one sentence."""
     found, times = report.analysis, report.analysis.mean
     said = [
@@ -40,7 +41,7 @@ def advice(report: Report) -> list[str]:
     if waiting > _MOST:
         said.append(f"{waiting:.0%} of what is exposed is waiting for ranks that are not there yet, not communication.")
         return said if found.stragglers else [*said, "None is late in every step: uneven batches, or other programs?"]
-    transfer_us = {stage: sum(each.stages_us[stage] for each in found.messages) for stage in STAGES if stage != WAITING}
+    transfer_us = _transfer_us(timeline)
     most = max(transfer_us, key=lambda stage: transfer_us[stage])
     if transfer_us[most] > _MOST * sum(transfer_us.values()):
         share, nodes = transfer_us[most] / sum(transfer_us.values()), len({rank.node for rank in found.ranks})
@@ -58,3 +59,15 @@ def advice(report: Report) -> list[str]:
             f"what messages cost has changed. Let auto or plan='adaptive' measure anew."
         )
     return said
+
+
+def _transfer_us(timeline: Timeline) -> dict[str, float]:
+    """Return how long a typical step was in each stage but waiting: of each message, on a rank that left its node.
+
+    The others of the node wait inside it meanwhile.
+    """
+    step = timeline.steps[typical_step(timeline)]
+    rows = zip(step, last_starts_us(step, timeline.nodes), strict=True)
+    by_rank = [[stages_us(*each) for each in zip(record.messages, starts, strict=True)] for record, starts in rows]
+    leading = [max(same, key=lambda each: each["inter"]) for same in zip(*by_rank, strict=True)]
+    return {stage: sum(each[stage] for each in leading) for stage in STAGES if stage != WAITING}

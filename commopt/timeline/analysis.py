@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from commopt.errors import ConfigurationError
 from commopt.recording import StepRecord
-from commopt.timeline.recordings import STAGES, Timeline, last_starts_us, segments, stays_inside
+from commopt.timeline.recordings import STAGES, Timeline, last_starts_us, stages_us, stays_inside
 
 
 @dataclass(frozen=True)
@@ -318,7 +318,5 @@ def _message_row(record: StepRecord, number: int, begin_us: float, last_start_us
     """Ready, time in the queue, finished, and the time of each stage."""
     message = record.messages[number]
     ready_us = max(bucket.ready_us for bucket in record.buckets if bucket.number in message.buckets)
-    stages = dict.fromkeys(STAGES, 0.0)
-    for segment in segments(message, last_start_us):
-        stages[segment.stage] += segment.end_us - segment.begin_us
-    return [ready_us - begin_us, message.started_us - ready_us, message.finished_us - begin_us, *stages.values()]
+    stages = stages_us(message, last_start_us).values()
+    return [ready_us - begin_us, message.started_us - ready_us, message.finished_us - begin_us, *stages]

@@ -8,7 +8,6 @@ from math import floor, log10
 from pathlib import Path
 from typing import Any
 
-from commopt.errors import ConfigurationError
 from commopt.recording import StepRecord
 from commopt.timeline.advice import advice
 from commopt.timeline.analysis import begins_us, typical_step
@@ -48,19 +47,16 @@ class _Scale:
 def write_page(file: Path, timeline: Timeline, report: Report, explanation: str, decisions: Sequence[str]) -> None:
     """Write the page of a timeline and its report.
 
-    explanation, decisions: what averages the gradients, and what was decided about it, in words. Raises OSError, and
-    ConfigurationError without jinja2, which torch needs too.
+    explanation, decisions: what averages the gradients, and what was decided about it, in words. Raises OSError.
     """
-    try:
-        from jinja2 import Environment, StrictUndefined
-    except ImportError:
-        raise ConfigurationError("a report as HTML needs jinja2: pip install jinja2") from None
+    from jinja2 import Environment, StrictUndefined  # which torch needs too
+
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     template = environment.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
     text = template.render(
         mean=report.analysis.mean,
         head=head(report),
-        advice=advice(report),
+        advice=advice(timeline, report),
         step=_typical_step(timeline, report),
         messages=_messages(report),
         tables=[ranks(report, len(timeline.ranks)), messages(report)],
@@ -77,8 +73,10 @@ def _typical_step(timeline: Timeline, report: Report) -> dict[str, Any]:
     scale = _Scale(min(begins), max(record.completed_us for record in step) - min(begins))
     last_starts, shown = last_starts_us(step, timeline.nodes), {rank.rank for rank in latest_ranks(report, _MOST_RANKS)}
     rows = [
-        {"rank": rank, "node": node, **_row(scale, *what)}
-        for rank, node, *what in zip(timeline.ranks, timeline.nodes, step, begins, last_starts, strict=True)
+        {"rank": rank, "node": node, **_row(scale, record, begin_us, starts)}
+        for rank, node, record, begin_us, starts in zip(
+            timeline.ranks, timeline.nodes, step, begins, last_starts, strict=True
+        )
         if rank in shown
     ]
     kinds = {bar["kind"] for row in rows for bar in row["above"] + row["below"]}

@@ -186,5 +186,13 @@ def segments(message: MessageRecord, last_start_us: float) -> list[Segment]:
     return found
 
 
+def stages_us(message: MessageRecord, last_start_us: float) -> dict[str, float]:
+    """Return how long the message was in each of STAGES."""
+    found = dict.fromkeys(STAGES, 0.0)
+    for segment in segments(message, last_start_us):
+        found[segment.stage] += segment.end_us - segment.begin_us
+    return found
+
+
 def _stage(message: MessageRecord, time_us: float) -> str:
     return next((span.level for span in message.spans if span.begin_us <= time_us < span.end_us), LOCAL)

@@ -174,12 +174,12 @@ def messages(report: Report) -> Table:
             _ms(message.ready_us),
             _ms(message.queue_us),
             *(_ms(message.stages_us[stage]) for stage in used),
-            _ms(message.finished_us),
-            "" if promised is None else _ms(promised),
+            *(_ms(time_us) for time_us in (message.finished_us, promised) if time_us is not None),
         ]
         for message, promised in zip(found, predicted, strict=True)
     ]
-    headings = ("buckets", "parameters", "MB", "ready", "queue", *used, "finished", "predicted")
+    last = ("finished",) if report.predicted_finish_us is None else ("finished", "predicted")
+    headings = ("buckets", "parameters", "MB", "ready", "queue", *used, *last)
     return Table("Messages in the order of the lane, ms, mean over ranks", headings, rows, 2)
 
 
