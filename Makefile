@@ -21,7 +21,7 @@ TESTS := $(BIN)/python -m pytest -q -n $(shell echo $$((2 * $$(nproc)))) --dist 
 test: $(VENV)/.dev  ## what takes minutes: a test of every promise, and of each test what fits (tests/selection.py)
 	$(TESTS) -m "not slow"
 
-test-all: test  ## every test: those of `make test`, then the others
+test-all: test $(VENV)/.integrations  ## every test: those of `make test`, then the others
 	$(TESTS) -m slow
 
 durations:  ## note what the tests of the last `make test-all` took, for `make test` to choose by; show the slowest
@@ -70,3 +70,7 @@ $(VENV)/.demo: $(BIN)/python $(INSTALLED)
 $(VENV)/.dev: $(BIN)/python $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	touch $@ $(VENV)/.demo
+
+$(VENV)/.integrations: $(VENV)/.dev  # frameworks to train with, which only tests marked slow need
+	$(BIN)/python -m pip install --quiet --editable '.[dev,integrations]'
+	touch $@

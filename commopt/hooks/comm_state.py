@@ -224,7 +224,7 @@ def require_scaler(scaler: Any) -> None:
         raise ConfigurationError(f"scaler is a {type(scaler).__name__}; pass the torch.amp.GradScaler or None")
 
 
-# ------------------------------------------------------------------- torch.distributed.checkpoint
+# ------------------------------------------------------------------- checkpoints of others: of all ranks, of one
 
 
 class Checkpointed:
@@ -257,6 +257,24 @@ class Checkpointed:
         """Go on where the checkpoint was taken, as CommState.load_state_dict; collective."""
         self._state.load_from(lambda: _read_parts(saved))
         self._saved_world_size = None  # from now on it is this world that saves
+
+
+class Gathered:
+    """Let one rank write what all have kept, for checkpoints with a single file: Fabric's, and Accelerate's.
+
+    Every rank must save and load it. The checkpoint fits any world.
+    """
+
+    def __init__(self, state: CommState) -> None:
+        self._state = state
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return what all ranks have kept on the first rank, which must be the one that writes; None on the others."""
+        return self._state.gathered_state_dict()
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on where the checkpoint was taken, as CommState.load_state_dict; collective."""
+        self._state.load_state_dict(saved)
 
 
 def _read_parts(saved: Mapping[str, bytes]) -> dict[str, Any]:

@@ -204,6 +204,8 @@ def _advice(model: object) -> str:
         return " or one of FSDP2; FSDP1 is not supported: use torch.distributed.fsdp.fully_shard on a mesh of replicas"
     if "DataParallel" in kinds:
         return "; DataParallel has no processes to communicate between: use DistributedDataParallel"
+    if not dist.is_initialized():  # as a framework trains with one device
+        return ", and this process trains alone: start one for each device, with torchrun or as the framework does"
     if hasattr(model, "register_comm_hook"):  # torch.distributed._composable.replicate
         return "; register the hook with model.register_comm_hook(commopt.HookState(module=model), commopt.quantized)"
     return (

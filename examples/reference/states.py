@@ -51,6 +51,12 @@ def Checkpointed(comm: commopt.HookState) -> None:
     dcp.load({"comm": commopt.Checkpointed(comm)}, checkpoint_id="checkpoint")
 
 
+def Gathered(comm: commopt.HookState) -> None:
+    gathered = commopt.Gathered(comm)  # accelerator.register_for_checkpointing(gathered)
+    saved = gathered.state_dict()  # every rank must call it; the first one has all residuals
+    gathered.load_state_dict(saved)
+
+
 def merged_state(comm: commopt.HookState) -> None:
     torch.save(comm.state_dict(), "comm-0.pt")  # every rank its own
     parts = [torch.load("comm-0.pt")]  # the files that there are, the same on every rank
