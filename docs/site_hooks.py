@@ -21,7 +21,6 @@ sys.path.insert(0, str(ROOT))
 GROUPS = {
     "hooks": "Attach, states, presets",
     "sharded": "Attach, states, presets",
-    "integrations": "Frameworks",
     "aggregate": "Aggregators",
     "compress": "Compressors",
     "feedback": "Error feedback",
@@ -51,6 +50,8 @@ def reference() -> str:
     sections: dict[str, list[str]] = {title: [] for title in [*GROUPS.values(), "Constants"]}
     for name in sorted(commopt.__all__, key=lambda name: (name.lower(), name)):
         sections[_group(getattr(commopt, name))].append(_entry(name))
+    for path in sorted((ROOT / "commopt" / "integrations").glob("[a-z]*.py")):  # examples: docs/frameworks.md
+        sections.setdefault("Frameworks", []).append(f"::: commopt.integrations.{path.stem}")
     return "\n\n".join(f"## {title}\n\n" + "\n\n".join(found) for title, found in sections.items() if found)
 
 
@@ -63,15 +64,15 @@ def _entry(name: str) -> str:
     import commopt
     from examples.reference import examples
 
-    value = getattr(commopt, name)
-    entry = f"::: commopt.{name}"
+    value, entry = getattr(commopt, name), f"::: commopt.{name}"
+    heading = f"### commopt.{name} {{#commopt.{name} data-toc-label='{name}'}}"
     if isinstance(value, commopt.Preset):  # made when it is imported, so nothing to be read in the source
-        options = inspect.signature(value).parameters.values()
-        takes = "".join(f"    {each.replace(kind=each.KEYWORD_ONLY)},\n" for each in list(options)[2:])
+        options = list(inspect.signature(value).parameters.values())[2:]
+        takes = "".join(f"    {each.replace(kind=each.KEYWORD_ONLY)},\n" for each in options)
         signature = f"```python\n{name}({takes and chr(10)}{takes})\n```"
-        entry = f"### commopt.{name} {{#commopt.{name} data-toc-label="{name}"}}\n\n{signature}\n\n{as_list(inspect.getdoc(value) or '')}"
+        entry = f"{heading}\n\n{signature}\n\n{as_list(inspect.getdoc(value) or '')}"
     elif isinstance(value, dict | str):
-        entry = f"### commopt.{name} {{#commopt.{name} data-toc-label="{name}"}}"
+        entry = heading
     example = inspect.getsource(examples()[name]).partition(":\n")[2]
     return f"{entry}\n\n**Example**\n\n```python\n{textwrap.dedent(example)}```"
 
@@ -82,7 +83,7 @@ def as_list(docstring: str) -> str:
     return re.sub(r"(?<=\n)([^-\s].*\n)(?=- `)", r"\1\n", listed)  # which begins after an empty line
 
 
-class Parameters(griffe.Extension):
+class Parameters(griffe.Extension):  # type: ignore[misc]
     """Does the same to all docstrings that mkdocstrings reads."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
