@@ -17,6 +17,7 @@ from pathlib import Path
 
 import commopt
 from bench.document import table
+from bench.environment import machine
 from bench.evidence.scaling import published
 from bench.output import write_lines, written_by
 from commopt.command_line import Parser, content_of, output_file
@@ -38,7 +39,7 @@ KIND = "predicted_scaling"
 BATCHES = {"resnet50": 256, "vgg16": 384, "swin-t": 256, "bert-base": 256, "bert-large": 256, "gpt2": 12}
 GBPS = (1, 10, 25, 100)
 SHOWN_NODES = (2, 4, 16, 64, 512)
-NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+NODES = (1, *SHOWN_NODES)
 STRATEGIES = ("stock", "lossless", "lossy")
 FLOOR, FLOOR_MODEL = 0.8, "resnet50"
 _NETWORKS_GBPS = (1, 2, 4, 5, 10, 16, 25, 40, 50, 100, 200)
@@ -48,8 +49,10 @@ _NETWORKS_GBPS = (1, 2, 4, 5, 10, 16, 25, 40, 50, 100, 200)
 class Assumptions:
     """What all predictions of a file rest on; the first line of the file."""
 
+    date: str
     command: str
     version: str
+    revision: str | None = None
     gpu: str = "a100"
     precision: str = "fp16"
     gpus_per_node: int = 8
@@ -83,7 +86,8 @@ class Assumptions:
 
 def assumptions(command: str, models: Iterable[str], kind: str = KIND) -> Assumptions:
     """Return what predictions of these models rest on, published measurements beside it."""
-    given = Assumptions(command, commopt.__version__, kind=kind)
+    known = machine()
+    given = Assumptions(known["date"], command, commopt.__version__, known.get("revision"), kind=kind)
     notes = {name: _workload(name, given, BATCHES[name]).note for name in models}
     return replace(given, computation=notes, claims=[claim.shown() for claim in published.CLAIMS])
 
