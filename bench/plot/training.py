@@ -49,7 +49,7 @@ def draw_steps(axes: Axes, environment: Environment, outcomes: Sequence[Outcome]
         axes.barh(row, exposed, left=compute_ms, color=style_of(outcome.strategy).colour)
         where = (compute_ms + exposed, row)
         axes.annotate(f"{outcome.step_ms:.0f}", where, xytext=(4, 0), textcoords="offset points", va="center")
-    unframe(axes, "Milliseconds of a step", f"grey: {compute_ms:.0f} ms of computing; colour: exposed communication")
+    unframe(axes, "Milliseconds of a step", f"grey: computing ({compute_ms:.0f}); colour: exposed")
 
 
 def world(environment: Environment) -> str:

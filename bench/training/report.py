@@ -132,17 +132,16 @@ def headline(environment: Environment, outcomes: Sequence[Outcome], named: Calla
     """
     target, budget = environment.target_loss, f"{environment.seconds:g} s"
 
-    def told(outcome: Outcome) -> tuple[float, str]:
-        if target is None:
-            return outcome.held_out_loss, f"{outcome.held_out_loss:.2f} with {named(outcome.strategy)}"
-        seconds = outcome.seconds_to(target)
-        shown = f"not in {budget}" if seconds is None else f"{seconds:.3g} s"
-        return inf if seconds is None else seconds, f"{shown} with {named(outcome.strategy)}"
+    def told(outcome: Outcome) -> tuple[float, float, str]:
+        seconds = 0.0 if target is None else outcome.seconds_to(target)
+        shown = f"{seconds:.3g} s" if seconds else f"not in {budget}" if target else f"{outcome.held_out_loss:.2f}"
+        order = inf if seconds is None else seconds
+        return order, outcome.held_out_loss, f"{shown} with {named(outcome.strategy)}"
 
     groups: dict[str, list[Outcome]] = {"ours": [], "others": [], "stock": []}
     for each in outcomes:
         groups["stock" if each.strategy in STOCK else "ours" if is_ours(each.strategy) else "others"].append(each)
-    best = ", ".join(min(map(told, group))[1] for group in groups.values() if group)
+    best = ", ".join(min(map(told, group))[-1] for group in groups.values() if group)
     return f"Held-out loss after {budget}: {best}" if target is None else f"To a held-out loss of {target:g}: {best}"
 
 

@@ -60,40 +60,31 @@ def cells(given: Assumptions, model: str) -> Iterator[Cell]:
     for gbps in GBPS:
         rows = scaling(model, gbps, given).weak(NODES, strategies, BATCHES[model])
         for nodes in NODES:
-            yield _cell(model, gbps, sorted((row for row in rows if row.nodes == nodes), key=_step_ms))
-
-
-def _step_ms(row: ScalingPoint) -> float:
-    return row.outcome.step_us / 1000
+            yield _cell(model, gbps, [row for row in rows if row.nodes == nodes])
 
 
 def _cell(model: str, gbps: float, rows: Sequence[ScalingPoint]) -> Cell:
-    """Return what rows say, the fastest of which comes first."""
-    by_name = {row.strategy: row for row in rows}
-    fastest_ms = min(_step_ms(by_name[name]) for name in _ALLOWED)
-    best = by_name[next(name for name in _ALLOWED if _step_ms(by_name[name]) <= _AS_FAST * fastest_ms)]
-    exact = next(row for row in rows if row.strategy in (STOCK, *LOSSLESS))
+    step_ms = {row.strategy: row.outcome.step_us / 1000 for row in rows}
+    exposed_ms = {row.strategy: row.outcome.exposed_us / 1000 for row in rows}
+    fastest_ms = min(step_ms[name] for name in _ALLOWED)
+    best = next(name for name in _ALLOWED if step_ms[name] <= _AS_FAST * fastest_ms)
+    exact = min((STOCK, *LOSSLESS), key=step_ms.__getitem__)
     return Cell(
         model=model,
         optimizer=MODELS[model],
-        batch=best.batch,
+        batch=rows[0].batch,
         gbps=gbps,
-        nodes=best.nodes,
-        gpus=best.ranks,
-        compute_ms=best.outcome.compute_us / 1000,
-        stock_ms=_step_ms(by_name[STOCK]),
-        best=best.strategy,
-        best_ms=_step_ms(best),
-        exact=exact.strategy,
-        exact_ms=_step_ms(exact),
+        nodes=rows[0].nodes,
+        gpus=rows[0].ranks,
+        compute_ms=rows[0].outcome.compute_us / 1000,
+        stock_ms=step_ms[STOCK],
+        best=best,
+        best_ms=step_ms[best],
+        exact=exact,
+        exact_ms=step_ms[exact],
         presets=[
-            {
-                "preset": name,
-                "step_ms": _step_ms(row),
-                "exposed_ms": row.outcome.exposed_us / 1000,
-                "flagged": name in FLAGGED,
-            }
-            for name, row in by_name.items()
+            {"preset": each, "step_ms": step_ms[each], "exposed_ms": exposed_ms[each], "flagged": each in FLAGGED}
+            for each in sorted(step_ms, key=step_ms.__getitem__)
         ],
     )
 
