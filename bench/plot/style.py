@@ -110,12 +110,11 @@ def label_ends(axes: Axes, ends: Iterable[tuple[float, float, str, str]], gap: f
 
 
 def _apart(heights: Sequence[float], gap: float) -> list[float]:
-    """Return increasing heights moved up until they are `gap` apart, all of them down again by half of that."""
+    """Return increasing heights moved up until they are `gap` apart, and all of them down again where they leave 1."""
     moved: list[float] = []
     for height in heights:
-        moved.append(max(height, moved[-1] + gap) if moved else height)
-    too_high = max(0.0, moved[-1] - 1.0) if moved else 0.0
-    return [height - too_high for height in moved]
+        moved.append(max([height, *(last + gap for last in moved[-1:])]))
+    return [height - max(0.0, moved[-1] - 1.0) for height in moved]
 
 
 def panels(count: int, title: str, *, columns: int = 2, height: float = 4.2) -> tuple[Figure, list[Axes]]:

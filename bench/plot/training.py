@@ -35,8 +35,8 @@ def draw_seconds(axes: Axes, environment: Environment, outcomes: Sequence[Outcom
         width = seconds or environment.seconds
         axes.barh(row, width, color=style.colour if seconds else LIGHT_GREY, hatch=hatch, edgecolor="white", lw=0)
         told = f"{seconds:.0f} s" if seconds else f"not in {environment.seconds:.0f} s: {outcome.held_out_loss:.2f}"
-        inside = {"xytext": (-5, 0), "ha": "right"} if not seconds else {"xytext": (4, 0), "ha": "left"}
-        axes.annotate(told, (width, row), textcoords="offset points", va="center", **inside)
+        points, side = (4, "left") if seconds else (-5, "right")
+        axes.annotate(told, (width, row), xytext=(points, 0), textcoords="offset points", va="center", ha=side)
     unframe(axes, f"Seconds to a held-out loss of {target:g}", "seconds; hatched: not commopt's")
 
 
@@ -52,20 +52,16 @@ def draw_steps(axes: Axes, environment: Environment, outcomes: Sequence[Outcome]
     unframe(axes, "Milliseconds of a step", f"grey: computing ({compute_ms:.0f}); colour: exposed")
 
 
-def world(environment: Environment) -> str:
-    """Say what was trained on which nodes."""
-    ranks = "+".join(str(count) for count in environment.ranks_per_node)
-    if len(set(environment.ranks_per_node)) == 1:
-        ranks = f"{environment.ranks_per_node[0]}"
-    model = {"gpt": "GPT", "resnet50": "ResNet-50"}.get(environment.model, environment.model)
-    what = f"{environment.parameters / 1e6:.1f}M-parameter {model}"
-    return f"{what}, {environment.nodes} nodes x {ranks} ranks, {environment.network}"
-
-
 def circumstances(environment: Environment) -> str:
-    """Say where the numbers were made."""
+    """Say what was trained where."""
+    counts = environment.ranks_per_node
+    ranks = "+".join(map(str, counts[:1] if len(set(counts)) == 1 else counts))
+    model = {"gpt": "GPT", "resnet50": "ResNet-50"}.get(environment.model, environment.model)
     hardware = f"{environment.cpu_count} CPU cores in all" if environment.device == "cpu" else environment.device
-    return f"{world(environment)}, {environment.backend} on {hardware}; same seed and data for each"
+    return (
+        f"{environment.parameters / 1e6:.1f}M-parameter {model}, {environment.nodes} nodes x {ranks} ranks, "
+        f"{environment.network}, {environment.backend} on {hardware}; same seed and data for each"
+    )
 
 
 def draw(environment: Environment, outcomes: Sequence[Outcome], path: Path) -> None:

@@ -34,7 +34,6 @@ def first_below(curve: Iterable[tuple[float, float]], level: float) -> float | N
 
 
 STOCK = ("ddp", "hsdp", "fsdp")  # without commopt
-_COLUMNS = 80
 
 
 @dataclass(frozen=True)
@@ -184,7 +183,7 @@ def print_table(environment: Environment, outcomes: Sequence[Outcome], notes: Se
     )
     told = ["MiB/step: between nodes, headers included."]
     told += [f"Without headers (and as expected): {payloads}."] if payloads else []
-    caption = [fill(text, _COLUMNS) for text in (*told, *notes, "", headline(environment, outcomes))]
+    caption = [fill(text, 80) for text in (*told, *notes, "", headline(environment, outcomes))]
     print_rows(title, headings, rows, "\n".join(caption))
 
 

@@ -86,8 +86,8 @@ class Assumptions:
 
 def assumptions(command: str, models: Iterable[str], kind: str = KIND) -> Assumptions:
     """Return what predictions of these models rest on, published measurements beside it."""
-    known = machine()
-    given = Assumptions(known["date"], command, commopt.__version__, known.get("revision"), kind=kind)
+    now = machine()
+    given = Assumptions(now["date"], command, commopt.__version__, now.get("revision"), kind=kind)
     notes = {name: _workload(name, given, BATCHES[name]).note for name in models}
     return replace(given, computation=notes, claims=[claim.shown() for claim in published.CLAIMS])
 

@@ -114,19 +114,17 @@ def main() -> None:
     parser = Parser(prog="python -m bench.evidence.scaling.presets", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write JSON lines: assumptions, then cells")
     parser.add_argument("--show", type=content_of(read), metavar="FILE", help="print a table of such a file instead")
-    parser.add_argument("--model", choices=MODELS, help="of this model only")
     options = parser.parse_args()
-    models = [options.model] if options.model else list(MODELS)
     if options.show:
         given, found = options.show
     else:
-        given, found = assumptions("python -m bench.evidence.scaling.presets --json FILE", models, KIND), []
-        for model in models:
+        given, found = assumptions("python -m bench.evidence.scaling.presets --json FILE", MODELS, KIND), []
+        for model in MODELS:
             print(f"{model}, up to {NODES[-1]} nodes", file=sys.stderr)
             found += cells(given, model)
     if options.json:
         write_lines(options.json, [asdict(given), *map(asdict, found)])
-    print(markdown(given, [each for each in found if each.model in models]))
+    print(markdown(given, found))
 
 
 if __name__ == "__main__":
