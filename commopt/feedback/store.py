@@ -16,7 +16,6 @@ from commopt.errors import ConfigurationError
 from commopt.feedback.factors import FactorStore
 from commopt.feedback.layout import Layout, gaps
 from commopt.feedback.quality import SampledError
-from commopt.groups import Team
 
 Kind = Literal["worker", "server"]
 Key = tuple[str, str, Layout]
@@ -115,11 +114,11 @@ class ResidualStore:
     placed: dict[str, dict[Layout, str]] = field(default_factory=dict)  # by path: how buffers were divided last
     flags: list[Tensor] = field(default_factory=list)  # of the step: whether results are finite, bool, 0-d each
     expected_square: Tensor | None = None  # of a node's gradient, by its moments: float64 [1], alike on every rank
+    expected: dict[Layout, Tensor] = field(default_factory=dict)  # this rank's parts of the next one
     _slots: dict[Key, Residual] = field(default_factory=dict)
     _loose: list[Residual] = field(default_factory=list)  # what no buffer has asked for yet, or does not any more
     _staged: dict[Residual, tuple[Tensor, int]] = field(default_factory=dict)  # each with the rank that rounds it
     _staged_factors: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    _expected: list[Tensor] = field(default_factory=list)  # this rank's parts of the next one
     _judged: int = 0  # flags of the buffers before the one under way
     _unjudged: list[Tensor] = field(default_factory=list)  # results that nobody has given a verdict on
 
@@ -299,11 +298,7 @@ class ResidualStore:
         return staged
 
     def begin_step(self) -> None:
-        """Drop what a backward that raised has left."""
-        self._expected.clear()
-        self._drop_staged()
-
-    def _drop_staged(self) -> None:
+        """Drop what is staged: committed, or left by a backward that raised."""
         self._staged.clear()
         self._staged_factors.clear()
         self.flags.clear()
@@ -321,7 +316,7 @@ class ResidualStore:
             if self._staged or self._staged_factors:
                 with self.lock:
                     self._commit()
-            self._drop_staged()
+            self.begin_step()
         if last:
             self.steps += 1
             self.warm = True
@@ -330,19 +325,6 @@ class ResidualStore:
         """Return how many steps were complete and not dropped; where a GradScaler drops them, float64 on the device."""
         dropped = self.dropped if self.per_step else 0
         return self.steps - (dropped if isinstance(dropped, int) else dropped.double())
-
-    def expect(self, square: Tensor) -> None:
-        """Note a part (0-d) of the square that is expected of the next gradient's norm."""
-        self._expected.append(square)
-
-    def exchange_expected(self, team: Team, device: torch.device) -> None:
-        """Add up what all ranks expect; collective. Of a step that is not finite nothing is taken over."""
-        total = torch.zeros(1, dtype=torch.float64, device=device)
-        for part in self._expected:
-            total += part
-        team.all_reduce(total)
-        known = torch.zeros_like(total) if self.expected_square is None else self.expected_square.to(device)
-        self.expected_square = torch.where(total.isfinite(), total, known)
 
     def judge(self) -> list[Tensor]:
         """Return the verdicts on all results so far: those nobody has reported on are looked at, as they may change."""
