@@ -208,7 +208,7 @@ class CommState:
         """Go on where `saved` was taken: one rank's state_dict(), a gathered or a merged one; collective.
 
         In the same world every bit is as if training had never stopped, if DDP had settled its buckets when the state
-        was saved (after two steps; three with static_graph) and makes the same ones, or can be given them (torch 2.13),
+        was saved (after two steps; three with static_graph) and makes the same ones, or can be given them (torch 2.12),
         whatever `plan` is. A strategy that a plan chose is followed with "adaptive" only. In another world, for which
         the gathered form or commopt.merged_state() is needed, each rank starts with an equal part of the sum of all
         residuals.

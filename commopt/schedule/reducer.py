@@ -1,7 +1,7 @@
 """Give a DDP model the buckets of a plan while it trains, without communication.
 
 DDP makes its buckets when it is constructed, and once more before the second forward, from the order in which gradients
-came. The same private calls (torch >= 2.13, where every bucket may have a cap of its own) make them anew here: a
+came. The same private calls (torch >= 2.12, where every bucket may have a cap of its own) make them anew here: a
 reducer that is shown the parameters in the order of the plan makes the plan's buckets, for the very next backward.
 
 Of the buckets it makes last, DDP lets rank 0 tell the others. Were that left to the next forward, one that only some
@@ -98,7 +98,7 @@ def why_not(ddp: TorchDDP, parameters: Mapping[str, Tensor]) -> str:
     lacks = not all(hasattr(ddp, name) for name in _NEEDED) or not hasattr(dist, "_register_comm_hook")
     lacks = lacks or not all(hasattr(ddp.reducer, name) for name in _NEEDED_OF_REDUCER)
     if lacks or not hasattr(ddp._bucket_config, "per_bucket_bytes_caps"):
-        return f"torch {torch.__version__} cannot make DDP's buckets anew, 2.13 can"
+        return f"torch {torch.__version__} cannot make DDP's buckets anew, 2.12 can"
     if os.environ.get("DDP_SET_LAST_BUCKET_CAP") == "1":  # then torch applies caps from the other end
         return "DDP_SET_LAST_BUCKET_CAP=1 is set"
     if ddp._use_python_reducer or ddp.mixed_precision is not None or ddp.static_graph:

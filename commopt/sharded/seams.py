@@ -221,7 +221,7 @@ class ParameterGroup:
                     f"FSDP takes one; leave out set_all_reduce_hook, set_custom_reduce_scatter, set_custom_all_gather "
                     f"and what else replaces FSDP's collectives"
                 )
-        self._with_gradient = [param for param in self._raw.fsdp_params if _has_gradient(param, self._raw)]
+        self._with_gradient = _with_gradient(self._raw)
 
 
 class _OnlyThis:
@@ -246,12 +246,20 @@ def _with_none_but_this(info: Any) -> Any:
     return shown
 
 
+def _with_gradient(raw: Any) -> list[Any]:
+    """Return the parameters that `post_backward` will put into the buffer, in their order there."""
+    order = getattr(raw, "_reduce_scatter_param_indices", range(len(raw.fsdp_params)))  # torch 2.15
+    return [raw.fsdp_params[index] for index in order if _has_gradient(raw.fsdp_params[index], raw)]
+
+
 def _has_gradient(param: Any, raw: Any) -> bool:
     """Return whether `post_backward` will put it into the buffer."""
     unsharded = getattr(param, "_unsharded_param", None)
     if unsharded is None:
         return False
     if param.unsharded_accumulated_grad is not None or unsharded.grad is not None:
+        return True
+    if hasattr(raw, "_get_partial_reduce_grad") and raw._get_partial_reduce_grad(param) is not None:  # torch 2.15
         return True
     return bool(getattr(raw, "reduce_scatter_unused_params", False) and unsharded.requires_grad)  # torch 2.13
 
