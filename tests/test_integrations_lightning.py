@@ -36,7 +36,7 @@ def with_trainer(folder: Path) -> dict[str, Any]:
 
     from commopt.integrations.lightning import CommoptCallback
 
-    class Module(LightningModule):
+    class Module(LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.net, self.batches = Net(), 0
@@ -48,7 +48,7 @@ def with_trainer(folder: Path) -> dict[str, Any]:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return optimizer_of(self.net)
 
-    class AsOnGPUs(DDPStrategy):
+    class AsOnGPUs(DDPStrategy):  # type: ignore[misc]
         """Registers the hook that it is given, which Lightning does on GPUs only."""
 
         def _register_ddp_hooks(self) -> None:
@@ -59,7 +59,8 @@ def with_trainer(folder: Path) -> dict[str, Any]:
         **{"accumulate_grad_batches": ACCUMULATED, "logger": False, "enable_checkpointing": False},
         **{"enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": folder},
     }
-    loader = DataLoader(range(100))
+    data: Any = range(100)
+    loader: Any = DataLoader(data)
 
     def fit(steps: int, *callbacks: Any, start: Path | None = None, strategy: Any = "ddp") -> tuple[str, Any]:
         module = Module()
@@ -86,7 +87,7 @@ def with_trainer(folder: Path) -> dict[str, Any]:
 
     # Lightning's own arguments: made before there is a process group, they join at the first bucket.
     dist.destroy_process_group()
-    documented = {"ddp_comm_state": commopt.HookState(), "ddp_comm_hook": commopt.hierarchical}
+    documented: dict[str, Any] = {"ddp_comm_state": commopt.HookState(), "ddp_comm_hook": commopt.hierarchical}
     done["documented"] = fit(STEPS, strategy=AsOnGPUs(**documented))[0]
     done["documented steps"] = documented["ddp_comm_state"].stats()["steps"]
     documented["ddp_comm_state"] = commopt.HookState()

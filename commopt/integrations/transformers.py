@@ -42,8 +42,8 @@ class CommoptCallback(TrainerCallback):  # type: ignore[misc]  # of whatever ver
         @wraps(train)
         def noted_train(resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
             """Note what the Trainer tells no callback: from where it resumes."""
-            last = resume_from_checkpoint is True
-            self._resumed = get_last_checkpoint(trainer.args.output_dir) if last else resume_from_checkpoint or None
+            found = get_last_checkpoint(trainer.args.output_dir) if resume_from_checkpoint is True else None
+            self._resumed = found if isinstance(resume_from_checkpoint, bool) else resume_from_checkpoint
             return train(resume_from_checkpoint, *args, **kwargs)
 
         trainer.train = noted_train

@@ -156,14 +156,9 @@ def watching(models: Models) -> Iterator[None]:
 def _patched() -> Iterator[None]:
     """Patch classes, not objects: nothing of it is in a model that is copied or saved."""
     call, scale = TorchDDP.__call__, GradScaler.scale
-
-    @torch.compiler.disable  # a compiler that looks into a step must not look in here
-    def before_forward(ddp: TorchDDP) -> None:
-        _told[-1].before_forward(ddp)
-
-    @torch.compiler.disable
-    def before_scale(scaler: GradScaler) -> None:
-        _told[-1].scalers.before_scale(scaler)
+    # A compiler that looks into a step must not look in here.
+    before_forward = torch.compiler.disable(lambda ddp: _told[-1].before_forward(ddp))
+    before_scale = torch.compiler.disable(lambda scaler: _told[-1].scalers.before_scale(scaler))
 
     @wraps(call)
     def watched_call(ddp: TorchDDP, *inputs: Any, **kwargs: Any) -> Any:

@@ -34,10 +34,9 @@ def following(run: Run, again: Callable[[Any], Any]) -> Iterator[None]:
     def followed_popen(process: Any, args: Any, *more: Any, **kwargs: Any) -> None:
         popen(process, again(args), *more, **kwargs)
 
-    BaseProcess.start = followed_start  # type: ignore[method-assign]
-    subprocess.Popen.__init__ = followed_popen  # type: ignore[method-assign]
+    classes: Any = BaseProcess, subprocess.Popen
+    classes[0].start, classes[1].__init__ = followed_start, followed_popen
     try:
         yield
     finally:
-        BaseProcess.start = start  # type: ignore[method-assign]
-        subprocess.Popen.__init__ = popen  # type: ignore[method-assign]
+        classes[0].start, classes[1].__init__ = start, popen
