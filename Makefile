@@ -1,5 +1,5 @@
 # Two commands on a fresh clone do everything: `make demo` and `make test`. The rest is for developers; `make gpu` wants a
-# GPU, and a PYTHON that has torch for it.
+# GPU, and a PYTHON that has torch for it; `make compat` wants VERSIONS and disk space.
 
 PYTHON ?= python3
 RESULTS ?= build/gpu
@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests and benchmarks start many processes, each of which would else compile commopt anew where bytecode is not kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all durations lint types compile gpu bench plots clean
+.PHONY: demo test test-all durations compat lint types compile docs gpu bench plots clean
 
 demo: $(VENV)/.demo  ## train a GPT on two emulated nodes with stock DDP and with commopt; table and picture
 	$(BIN)/python -m bench.demo
@@ -21,11 +21,14 @@ TESTS := $(BIN)/python -m pytest -q -n $(shell echo $$((2 * $$(nproc)))) --dist 
 test: $(VENV)/.dev  ## what takes minutes: a test of every promise, and of each test what fits (tests/selection.py)
 	$(TESTS) -m "not slow"
 
-test-all: test  ## every test: those of `make test`, then the others
+test-all: test $(VENV)/.integrations  ## every test: those of `make test`, then the others
 	$(TESTS) -m slow
 
 durations:  ## note what the tests of the last `make test-all` took, for `make test` to choose by; show the slowest
 	$(BIN)/python -m tests.selection
+
+compat: $(VENV)/.dev  ## the core tests with other versions of torch, gigabytes each: VERSIONS="2.9.1 2.12.1"
+	$(BIN)/python -m bench.compat --json bench/results/compat.json --python $(PYTHON) $(VERSIONS)
 
 lint: $(VENV)/.dev  ## style and common mistakes
 	$(BIN)/ruff check .
@@ -36,6 +39,9 @@ types: $(VENV)/.dev  ## static types
 
 compile: $(VENV)/.dev  ## every CUDA kernel for sm_80, sm_90, sm_100, by nvcc and NVRTC where present; needs no GPU
 	$(BIN)/python -m csrc.compile_check
+
+docs: $(VENV)/.dev  ## the documentation as a site in site/, every link of it checked; needs no network
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 gpu:  ## compile for the GPU here, test and measure everything on it; OPTIONS='--limit-s 540 --only kernels,overlap'
 	@$(PYTHON) -m bench.gpu --build build/gpu-environment --out $(RESULTS) $(OPTIONS)
@@ -48,7 +54,7 @@ plots: $(VENV)/.demo  ## every picture of bench/results again, into docs/images
 	$(BIN)/python -m bench.plot
 
 clean:
-	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # An editable installation knows the packages there were: it is made again when there is another.
 INSTALLED := pyproject.toml CMakeLists.txt constraints.txt $(wildcard csrc/*) $(wildcard commopt/*/__init__.py)
@@ -64,3 +70,7 @@ $(VENV)/.demo: $(BIN)/python $(INSTALLED)
 $(VENV)/.dev: $(BIN)/python $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	touch $@ $(VENV)/.demo
+
+$(VENV)/.integrations: $(VENV)/.dev  # frameworks to train with, which only tests marked slow need
+	$(BIN)/python -m pip install --quiet --editable '.[dev,integrations]'
+	touch $@

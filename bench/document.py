@@ -1,6 +1,7 @@
 """Put figures into Markdown documents, between two marks that stand there: `python -m bench.document`, seconds.
 
-Between `<!-- begin: NAME (COMMAND) -->` and `<!-- end -->` stands what COMMAND prints, from a file of bench/results.
+Between `<!-- begin: NAME (COMMAND) -->` and `<!-- end -->` stands what COMMAND prints, from a file of bench/results,
+and when and with which code that was made.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
 
+from bench.environment import origin
 from commopt.command_line import Parser
 from commopt.document import read_text
 
@@ -47,7 +49,8 @@ def _printed(command: str) -> str:
             raise ValueError(f"python -m {command} fails: {error}") from None
     finally:
         sys.argv = before
-    return out.getvalue().rstrip()
+    made = origin([Path(word) for word in arguments if word.endswith(".json")])
+    return f"{out.getvalue().rstrip()}\n\n{made}".rstrip()
 
 
 def around(document: Path, begin: str, end: str) -> tuple[str, str]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shlex
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -17,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from commopt.cluster import link_rate
+from commopt.version import __version__, revision
 
 
 @dataclass(frozen=True)
@@ -28,12 +31,18 @@ class Header:
     torch: str
     python: str
     cpu_count: int
+    commopt: str | None = field(default=None, kw_only=True)
+    """The version; None in files older than this field, as `revision` is."""
+    revision: str | None = field(default=None, kw_only=True)
+    """As `commopt.version.revision` has it."""
 
 
 def machine() -> dict[str, Any]:
     """Return when and with what numbers are made, as records of an environment have it."""
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commopt": __version__,
+        "revision": revision(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "cpu_count": os.cpu_count() or 0,
@@ -61,6 +70,32 @@ def run_of(module: str) -> dict[str, Any]:
         "world_size": world_size,
         "emulated_rate": link_rate(),
     }
+
+
+def origin(paths: Sequence[Path]) -> str:
+    """Say when, and with which commopt, the results in some files were made, whoever wrote them; "" of no files."""
+    headers = [header for path in paths for header in _headers(path.read_text())]
+    days = sorted({header["date"][:10] for header in headers if header.get("date")})
+    made = sorted({_with(header.get("commopt") or header.get("version"), header.get("revision")) for header in headers})
+    when = "" if not days else f" {days[0]}" if len(days) == 1 else f" {days[0]} to {days[-1]}"
+    return f"Made{when or ' on a day that was not recorded'}{'; '.join(made)}." if headers else ""
+
+
+def _headers(text: str) -> list[dict[str, Any]]:
+    """Return what a result says of its environment: in one document, or in lines that may be of several runs."""
+    try:
+        documents = [json.loads(text)]
+    except ValueError:
+        documents = [json.loads(line) for line in text.splitlines()]
+    found = [document.get("environment") or document.get("header") or document for document in documents]
+    return [each for each in found if {"date", "command"} & each.keys()]
+
+
+def _with(version: str | None, revision: str | None) -> str:
+    shown = f" with commopt {version}" if version else ""
+    if version not in (None, __version__):
+        shown += f", which was before {__version__},"
+    return shown + (f" at {revision}" if revision else ", revision not recorded")
 
 
 T = TypeVar("T")

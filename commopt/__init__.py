@@ -3,7 +3,7 @@
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from commopt.aggregate import AGGREGATORS, Aggregator, Auto, Compressed, Flat, Hierarchical, LocalSGD, PowerSGD
+from commopt.aggregate import AGGREGATORS, Adam, Aggregator, Auto, Compressed, Flat, Hierarchical, LocalSGD, PowerSGD
 from commopt.compress import COMPRESSORS, DGC, Cast, Compressor, OneBit, Quantize
 from commopt.errors import (
     CommoptError,
@@ -20,6 +20,7 @@ from commopt.hooks import (
     Checkpointed,
     CommState,
     DistributedDataParallel,
+    Gathered,
     HookState,
     Preset,
     attach,
@@ -87,6 +88,7 @@ __all__ = [
     "COMPRESSORS",
     "DGC",
     "PRESETS",
+    "Adam",
     "Aggregator",
     "Auto",
     "BufferContext",
@@ -101,6 +103,7 @@ __all__ = [
     "DistributedDataParallel",
     "Feedback",
     "Flat",
+    "Gathered",
     "Hierarchical",
     "HookState",
     "LaneError",

@@ -51,13 +51,14 @@ class Training:
         torch.manual_seed(options.seed)
         model = build_model().to(device)
         self.model = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
-        learning_rate = options.learning_rate or LEARNING_RATES[options.optimizer]
+        self.learning_rate = learning_rate = options.learning_rate or LEARNING_RATES[options.optimizer]
+        self.steps = options.steps
         self.optimizer: torch.optim.Optimizer
         if options.optimizer == "sgd":
             self.optimizer = torch.optim.SGD(self.model.parameters(), learning_rate, options.momentum)
         else:
             self.optimizer = torch.optim.AdamW(self.model.parameters(), learning_rate)
-        self.decay = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1.0, 0.0, options.steps)  # to zero at the end
+        self.decay = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1.0, 0.0, self.steps)  # to zero at the end
         (self.images, self.labels), self.held_out = ([x.to(device) for x in part] for part in load_images())
         self.batches = self._batches(options.batch, torch.Generator().manual_seed(options.seed))
 
@@ -69,6 +70,12 @@ class Training:
             for together in order.split(batch * world_size):
                 if len(together) == batch * world_size:  # DDP's mean needs equal shares: the rest waits for its turn
                     yield together[rank::world_size]
+
+    def follow(self, state: commopt.CommState | None) -> None:
+        """Take the optimizer that goes with the hook, where the hook does Adam's part of AdamW."""
+        if state is not None and state.aggregator is not None and state.aggregator.adam is not None:
+            self.optimizer = state.optimizer(self.model.parameters(), self.learning_rate)
+            self.decay = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1.0, 0.0, self.steps)
 
     def step(self) -> Tensor:
         """Do one optimizer step on this rank's next batch; return this rank's loss, still on the device."""
@@ -122,7 +129,7 @@ def main() -> None:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     training = Training(options, device)
     if options.hook != "ddp":
-        commopt.attach(training.model, options.hook)  # <- this is all it takes
+        training.follow(commopt.attach(training.model, options.hook))  # <- attach is all it takes, but for adam=
     for step in range(1, options.steps + 1):
         training.step()
         if step % 50 == 0 or step == options.steps:

@@ -39,6 +39,7 @@ CORPUS_BYTES = 8 * 2**20
 HELD_OUT_EVERY = 10  # files
 HELD_OUT_WINDOWS = 64
 WARM_UP_STEPS = 10
+WEIGHT_DECAY = 0.1  # of AdamW
 LEARNING_RATES = {"adamw": 1e-3, "sgd": 0.1}
 
 
@@ -129,17 +130,21 @@ def choose_averaging(model: nn.Module, strategy: str, **options: Any) -> commopt
     return commopt.attach(model, strategy, **options)  # <- this is all it takes; options are not needed
 
 
-def parallelize(model: "GPT", parallel: str, device: torch.device) -> nn.Module:
+def parallelize(model: "GPT", parallel: str, device: torch.device, bf16: bool = False) -> nn.Module:
     """Return the model under DDP; sharded inside each node ("hsdp"), or over all ranks ("fsdp"), by FSDP2.
 
-    "node" is "hsdp" whose nodes do not communicate.
+    "node" is "hsdp" whose nodes do not communicate. bf16: FSDP2 computes in bfloat16 and reduces in float32.
     """
     if parallel == "ddp":
+        if bf16:
+            raise SystemExit("--bf16 is for --parallel hsdp and fsdp; leave it out")
         return DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
     from torch.distributed.device_mesh import init_device_mesh  # which DDP does not need
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    world, local = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    # COMMOPT_RANKS_PER_NODE lets the ranks of one machine pass for several nodes.
+    local = int(os.environ.get("COMMOPT_RANKS_PER_NODE") or os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    world = dist.get_world_size()
     if world % local:
         raise SystemExit(f"--parallel {parallel} needs equal nodes; {world} ranks are not a multiple of {local}")
     mesh = init_device_mesh(device.type, (world // local, local), mesh_dim_names=("replicate", "shard"))
@@ -147,9 +152,9 @@ def parallelize(model: "GPT", parallel: str, device: torch.device) -> nn.Module:
         mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
     elif parallel == "node":
         mesh = mesh["shard"]
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=mesh, mp_policy=policy)
     return model
 
 
@@ -162,25 +167,36 @@ class Training:
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
         torch.manual_seed(options.seed)
         model = GPT(options.layers, options.width, options.context).to(device)
-        self.model: nn.Module = parallelize(model, options.parallel, device)
-        learning_rate = options.learning_rate or LEARNING_RATES[options.optimizer]
+        self.model: nn.Module = parallelize(model, options.parallel, device, options.bf16)
+        self.learning_rate = learning_rate = options.learning_rate or LEARNING_RATES[options.optimizer]
+        self.decay_steps = options.decay_steps
         self.optimizer: torch.optim.Optimizer
         if options.optimizer == "sgd":
             self.optimizer = torch.optim.SGD(self.model.parameters(), learning_rate, options.momentum, fused=True)
         else:
             self.optimizer = torch.optim.AdamW(
-                self.model.parameters(), learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+                self.model.parameters(), learning_rate, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY, fused=True
             )
-        linear = torch.optim.lr_scheduler.LinearLR
-        schedules = [linear(self.optimizer, 1 / WARM_UP_STEPS, total_iters=WARM_UP_STEPS)]
-        if options.decay_steps:
-            schedules.append(linear(self.optimizer, 1.0, 0.0, options.decay_steps))
-        self.schedule = torch.optim.lr_scheduler.ChainedScheduler(schedules)
+        self.schedule = self._schedule()
         self.device, self.batch, self.context = device, options.batch, options.context
         self.train, self.held_out = load_corpus()
         self.evaluation = f"{HELD_OUT_WINDOWS} fixed held-out windows of {options.context} bytes"
         # Every rank draws its own batches; they depend on the seed and the rank, not on the strategy.
         self.draws = torch.Generator().manual_seed(options.seed * dist.get_world_size() + dist.get_rank())
+
+    def _schedule(self) -> torch.optim.lr_scheduler.LRScheduler:
+        linear = torch.optim.lr_scheduler.LinearLR
+        schedules: list[torch.optim.lr_scheduler.LRScheduler]
+        schedules = [linear(self.optimizer, 1 / WARM_UP_STEPS, total_iters=WARM_UP_STEPS)]
+        if self.decay_steps:
+            schedules.append(linear(self.optimizer, 1.0, 0.0, self.decay_steps))
+        return torch.optim.lr_scheduler.ChainedScheduler(schedules)
+
+    def follow(self, state: commopt.CommState | None) -> None:
+        """Take the optimizer that goes with the hook, where the hook does Adam's part of AdamW."""
+        if state is not None and state.aggregator is not None and state.aggregator.adam is not None:
+            self.optimizer = state.optimizer(self.model.parameters(), self.learning_rate, WEIGHT_DECAY)
+            self.schedule = self._schedule()
 
     def step(self) -> Tensor:
         """Do one optimizer step on this rank's next batch; return this rank's loss, still on the device."""
@@ -215,6 +231,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--context", type=int, default=64, help="bytes the model sees (default 64)")
     parser.add_argument("--parallel", choices=PARALLEL, default="ddp", help="how the model is spread (default ddp)")
+    parser.add_argument("--bf16", action="store_true", help="FSDP2 computes in bfloat16 and reduces in float32")
     parser.add_argument("--batch", type=int, default=2, help="windows per rank and step (default 2)")
     parser.add_argument("--optimizer", choices=LEARNING_RATES, default="adamw")
     parser.add_argument("--momentum", type=float, default=0.9, help="of SGD; 0 when the hook has its own (default 0.9)")
@@ -279,6 +296,7 @@ def main() -> None:
     device = start_process_group()
     training = Training(options, device)
     state = choose_averaging(training.model, options.strategy)
+    training.follow(state)
     step, done, message = 0, 0.0, options.strategy
     started = time.monotonic()
     with progress_bar() as show:

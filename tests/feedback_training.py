@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
-from commopt import DGC, Aggregator, Cast, Compressed, Hierarchical, HookState, OneBit, PowerSGD, Quantize
+from commopt import DGC, Adam, Aggregator, Cast, Compressed, Hierarchical, HookState, OneBit, PowerSGD, Quantize
 
 K = TypeVar("K")
 Vectors = dict[str, Tensor]  # by parameter name, 1-D
@@ -46,6 +46,7 @@ STRATEGIES: dict[str, Aggregator] = {
     "top 60%": Compressed(DGC(0.6)),  # more than dense float32 if four ranks sent it to all: through servers
     "momentum": Compressed(DGC(0.05, momentum=0.9)),
     "inter momentum": Hierarchical(Compressed(DGC(0.05, momentum=0.9))),
+    "inter adam": Hierarchical(Compressed(OneBit(BLOCK), adam=Adam())),
     "rank 2": PowerSGD(2, start_step=0),
     "inter rank 2": Hierarchical(PowerSGD(2, start_step=0)),
     "inter rank 1": Hierarchical(PowerSGD(1, start_step=0)),
@@ -132,8 +133,8 @@ def residuals_of(state: Mapping[str, Any]) -> dict[str, Vectors]:
 
 
 def is_momentum(role: str) -> bool:
-    """Return whether a role of a saved state is momentum, which nobody is owed."""
-    return role.partition("/")[0].split(".")[-1] == "momentum"
+    """Return whether a role of a saved state is momentum, or a moment of Adam's, which nobody is owed."""
+    return role.partition("/")[0].split(".")[-1] in ("momentum", "exp_avg", "exp_avg_sq")
 
 
 def residual_of(state: Mapping[str, Any]) -> Vectors:

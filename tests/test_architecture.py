@@ -31,6 +31,7 @@ LAYERS = (
     "commopt.simulate",
     "commopt.probe",
     "commopt.run",
+    "commopt.integrations",
     "commopt.hooks",
     "commopt.sharded",
     "commopt.hooks.comm_state",

@@ -109,6 +109,8 @@ def assert_same(first: list[tuple[str, dict[str, Vectors]]], second: list[tuple[
         ("inter stochastic", "2x2", True, "scaler"),
         ("inter onebit rms", "2+1", False, ""),
         ("inter momentum", "2x2", False, ""),
+        ("inter adam", "2x2", True, "scaler"),
+        ("inter adam", "2+1", False, ""),
         ("rank 2", "3", False, "scaler"),
         ("late rank 2", "2", False, ""),
         ("inter rank 2", "2x2", True, ""),

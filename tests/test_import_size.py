@@ -10,6 +10,7 @@ ROOT = Path(__file__).parent.parent
 MOST_LINES = 13_000
 
 LATER = ("commopt.collectives", "commopt.command_line", "commopt.hooks.insight", "commopt.simulate", "commopt.doctor")
+LATER += ("commopt.integrations",)
 
 _COUNT = """
 import sys

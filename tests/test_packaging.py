@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 from email import message_from_bytes
 from email.message import Message
 from importlib.util import find_spec
@@ -25,12 +26,12 @@ missing += [name for name in BUILD_TOOLS if which(name) is None]
 pytestmark = pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}")
 
 
-def build_wheel(folder: Path, path: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Build into `folder` with the programs of `path` and no other."""
+def build_wheel(folder: Path, path: str, source: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Build `source` into `folder` with the programs of `path` and no other."""
     kept = {name: os.environ[name] for name in ("HOME", "TMPDIR", "LD_LIBRARY_PATH") if name in os.environ}
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-index", "--no-build-isolation"]
     return subprocess.run(
-        [*command, "--disable-pip-version-check", "-w", str(folder), str(ROOT)],
+        [*command, "--disable-pip-version-check", "-w", str(folder), str(source)],
         env={**kept, "PATH": path, **variables},
         capture_output=True,
         text=True,
@@ -87,12 +88,26 @@ def test_wheel_holds_nothing_else(wheel: ZipFile) -> None:
     assert not [name for name in wheel.namelist() if name.endswith((".so", ".cu"))]
 
 
+def test_a_source_distribution_builds_the_same_wheel(wheel: ZipFile, tmp_path: Path, bare_path: str) -> None:
+    program = "import sys; from scikit_build_core.build import build_sdist; build_sdist(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, check=True, capture_output=True)
+    (source,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(source) as archive:
+        files = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"LICENSE", "CITATION.cff", "constraints.txt", "tests/conftest.py", "csrc/module.cu"} <= files
+    assert not [name for name in files if name.startswith((".ci", "build", ".venv"))]
+    done = build_wheel(tmp_path, bare_path, source)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (built,) = tmp_path.glob("*.whl")
+    assert sorted(ZipFile(built).namelist()) == sorted(wheel.namelist())
+
+
 def test_metadata(metadata: Message) -> None:
     assert metadata["Version"] == __version__
     assert metadata["Requires-Python"] == ">=3.10"
     requirements = metadata.get_all("Requires-Dist", [])
     assert {line for line in requirements if "extra" not in line} == {"torch>=2.7", "numpy>=1.24"}
-    extras = {"cuda12", "cuda13", "plot", "cli", "nvml", "demo", "test", "dev"}
+    extras = {"cuda12", "cuda13", "plot", "cli", "nvml", "integrations", "demo", "test", "dev"}
     assert set(metadata.get_all("Provides-Extra", [])) == extras
 
 

@@ -43,7 +43,8 @@ def test_output_has_inputs_and_rows(tmp_path: Path, capsys: pytest.CaptureFixtur
     shown = capsys.readouterr().out
     assert "resnet50 on nodes of 4 GPUs, equal batches per GPU" in shown
     assert "Simulated, not measured." in shown
-    assert "16 x image of 224 x 224 pixels at 0.35 of 312 TFLOP/s (a100, fp16)" in shown
+    assert "16 x image of 224 x 224 pixels at 0.194 of 312 TFLOP/s (a100, fp16), from 2470/s of" in shown
+    assert "network: Network(nic_gbps=" in shown
     assert f"{rows[-1]['gpu_efficiency']:.1%}" in shown
 
 

@@ -11,6 +11,7 @@ import json
 import torch
 from torch.nn.functional import cross_entropy
 
+from bench.environment import machine
 from bench.kernels.cases import timed_compressors
 from commopt import Compressor
 from commopt.command_line import Parser, output_file, whole
@@ -69,9 +70,8 @@ def main() -> None:
         rows.append({"compressor": repr(compressor), "relative_error_by_step": errors})
     if options.json is not None:
         command = f"python -m bench.evidence.compression_error --batch {options.batch}"
-        options.json.write_text(
-            json.dumps({"command": command, "torch": torch.__version__, "rows": rows}, indent=1) + "\n"
-        )
+        environment = {**machine(), "command": command}
+        options.json.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

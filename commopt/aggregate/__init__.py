@@ -1,5 +1,6 @@
 """Aggregators, one file each; a new one is one file and one line in AGGREGATORS."""
 
+from commopt.aggregate.adam import Adam, exchange_norm
 from commopt.aggregate.auto import Auto, auto_of, families
 from commopt.aggregate.base import Aggregator, Buffer, Call, Flat, Step, Work, WorkKind, call, context_for, work
 from commopt.aggregate.compressed import Compressed
@@ -16,6 +17,7 @@ AGGREGATORS: dict[str, type[Aggregator]] = {
 
 __all__ = [
     "AGGREGATORS",
+    "Adam",
     "Aggregator",
     "Auto",
     "Buffer",
@@ -31,6 +33,7 @@ __all__ = [
     "auto_of",
     "call",
     "context_for",
+    "exchange_norm",
     "families",
     "work",
 ]

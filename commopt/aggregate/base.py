@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from commopt.concise_repr import ConciseRepr
 from commopt.errors import ConfigurationError
 from commopt.feedback import BufferContext, Layout, ResidualStore, Spans
 from commopt.groups import Team, TeamShape, WireBytes
+
+if TYPE_CHECKING:
+    from commopt.aggregate.adam import Adam
 
 WorkKind = Literal["encode", "decode", "recode", "factor", "refresh", "copy"]
 
@@ -121,6 +124,11 @@ class Aggregator(ConciseRepr, ABC):
     def error_bound(self) -> float:
         """The largest error of an element without feedback, as a share of the largest one: 0 when lossless."""
         return 0.0 if self.lossless else 1.0
+
+    @property
+    def adam(self) -> Adam | None:
+        """What makes directions of gradients before they are averaged; None where the result is their average."""
+        return None
 
     @property
     def residual_paths(self) -> tuple[str, ...]:

@@ -17,11 +17,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from commopt.aggregate.adam import Adam
 from commopt.aggregate.base import Aggregator, Buffer, Step, WorkKind, call, mark_non_finite, work
 from commopt.aggregate.rows import Region, RowFormat, row_format, split
 from commopt.compress import Compressor, ErrorFeedback, Exact, Passes, RngKey, Velocity
 from commopt.errors import ConfigurationError
 from commopt.feedback import (
+    EXP_AVG,
+    EXP_AVG_SQ,
     SAMPLE_EVERY_STEPS,
     BufferContext,
     Feedback,
@@ -46,11 +49,14 @@ class Compressed(Aggregator):
     feedback: how what compression leaves out is kept for the next step; None forgets it. Only hooks remember: a
         standalone all_reduce does not know that two tensors are the same gradient a step apart.
     dense: patterns of parameter names that travel uncompressed ("*.bias"), beside those that would not shrink.
+    adam: compress Adam's directions instead of gradients, and return their sum (True: Adam()); needs feedback, and an
+        optimizer made by `CommState.optimizer`. A standalone all_reduce averages what it is given.
     """
 
     compressor: Compressor
     feedback: Feedback | None = Feedback()
     dense: tuple[str, ...] = ()
+    adam: Adam | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.compressor, Compressor):
@@ -64,6 +70,18 @@ class Compressed(Aggregator):
                 f"Compressed({self.compressor!r}, feedback=None) has nowhere to keep momentum; use "
                 f"feedback=Feedback(), or momentum=0"
             )
+        if isinstance(self.adam, bool):  # as a command line has it
+            object.__setattr__(self, "adam", Adam() if self.adam else None)
+        if self.adam is None:
+            return
+        if not isinstance(self.adam, Adam):
+            raise ConfigurationError(f"Compressed(adam={self.adam!r}) must be a commopt.Adam(), or None for none")
+        if self.feedback is None:
+            raise ConfigurationError("Compressed(adam=..., feedback=None) has nowhere to keep m and v; leave feedback")
+        if self.compressor.local_momentum is not None:
+            raise ConfigurationError(
+                f"Compressed({self.compressor!r}, adam=...) would apply momentum twice; use momentum=0, or no adam"
+            )
 
     # --------------------------------------------------------------------------------- all_reduce
 
@@ -73,16 +91,34 @@ class Compressed(Aggregator):
             return
         if self.compressor.clip_norm is not None:
             clip(buffer, self.compressor.clip_norm, team.size, scale, context.loss_scale)
-        if team.size == 1:
-            self._alone(buffer, scale, context)
+        if self.adam is None or context.store is None:
+            self._average(buffer, team, scale, context)
             return
+        direction = self.adam.direction(buffer, team, scale, context)
+        values = buffer
+        if buffer.dtype.itemsize < torch.float32.itemsize:
+            context = replace(context, result_dtype=context.result_dtype or buffer.dtype)
+            values = context.scratch.take("updates", buffer.numel(), torch.float32, buffer.device)
+        values.copy_(direction)
+        rows, carries = self._average(values, team, 1.0, context)
+        if carries:
+            self.adam.compare(direction, values, team, rows, carries, context)
+        if values is not buffer:
+            buffer.copy_(values)
+
+    def _average(
+        self, buffer: Tensor, team: Team, scale: float, context: BufferContext
+    ) -> tuple[RowFormat, list[ErrorFeedback | None]]:
+        """Do it; return the rows that travelled, and what each of their regions has left out: nothing on one rank."""
         dtype = context.result_dtype or buffer.dtype
         rows = self._rows(context.layout, dtype, 1, context.step)
+        if team.size == 1:
+            self._alone(buffer, scale, context)
+            return rows, []
         if _exchanges(rows, context.layout, team):
-            self._exchange(rows, buffer, team, scale, context)
-        else:
-            rows = self._rows(context.layout, dtype, team.size, context.step)
-            self._through_servers(rows, buffer, team, scale, context)
+            return rows, self._exchange(rows, buffer, team, scale, context)
+        rows = self._rows(context.layout, dtype, team.size, context.step)
+        return rows, self._through_servers(rows, buffer, team, scale, context)
 
     def _alone(self, buffer: Tensor, scale: float, context: BufferContext) -> None:
         velocity = context.velocity(context.layout, self.feedback, buffer.device, self.compressor.local_momentum)
@@ -92,7 +128,9 @@ class Compressed(Aggregator):
         else:
             scale_and_add(_advanced(buffer, scale, velocity, context), buffer, 1.0, kept)
 
-    def _exchange(self, rows: RowFormat, buffer: Tensor, team: Team, scale: float, context: BufferContext) -> None:
+    def _exchange(
+        self, rows: RowFormat, buffer: Tensor, team: Team, scale: float, context: BufferContext
+    ) -> list[ErrorFeedback | None]:
         """Let every rank send one row to all others."""
         if context.store is not None and not context.memory.settled:  # sums are not encoded any more
             context.store.dissolve(context.path, context.layout, "server")
@@ -108,14 +146,15 @@ class Compressed(Aggregator):
                 _keep_rounding(total[own], rows.dtype, carry.new[own], carry)
             region.write(buffer, total[: region.numel])
         self._judge(rows, received, buffer, context)
+        return carries
 
     def _through_servers(
         self, rows: RowFormat, buffer: Tensor, team: Team, scale: float, context: BufferContext
-    ) -> None:
+    ) -> list[ErrorFeedback | None]:
         """Send each rank the chunk that it is the server of; it adds up and encodes the sum, which all gather."""
         scratch, device = context.scratch, buffer.device
         encoded = rows.take(team.size, "sent", scratch, device)
-        self._encode(rows, buffer, encoded, team, scale, context)
+        own = self._encode(rows, buffer, encoded, team, scale, context)
         received, served = rows.take(team.size, "received", scratch, device), rows.take(1, "served", scratch, device)
         team.all_to_all(received.view(-1), encoded.view(-1))
         carries = []
@@ -137,6 +176,7 @@ class Compressed(Aggregator):
             region.compressor.decompress(region.payload(gathered), values, region.chunk_numel)
             region.write(buffer, values)
         self._judge(rows, gathered, buffer, context)
+        return own
 
     def _encode(
         self, rows: RowFormat, buffer: Tensor, payload: Tensor, team: Team, scale: float, context: BufferContext
@@ -189,15 +229,20 @@ class Compressed(Aggregator):
         """Return one all_gather of rows, or an all_to_all and an all_gather of chunks."""
         if buffer.nbytes == 0 or team.size == 1:
             return ()
+        renewed: tuple[Step, ...] = ()
+        if self.adam is not None and self.adam.renews(buffer.step):
+            renewed = call(team, "all_reduce", buffer.layout.numel * torch.float32.itemsize)
         rows = self._rows(buffer.layout, buffer.dtype, 1, buffer.step)
         if _exchanges(rows, buffer.layout, team):
             return (
+                *renewed,
                 *_work("encode", rows),
                 *call(team, "all_gather", rows.nbytes),
                 *_work("decode", rows, team.size),
             )
         rows = self._rows(buffer.layout, buffer.dtype, team.size, buffer.step)
         return (
+            *renewed,
             *_work("encode", rows),
             *call(team, "all_to_all", rows.nbytes * team.size),
             *_work("recode", rows),
@@ -221,13 +266,21 @@ class Compressed(Aggregator):
         return self.compressor.start_step
 
     def phase(self, step: int) -> int:
-        """Return that of the compressor."""
-        return self.compressor.phase(step)
+        """Return that of the compressor, and of v's renewals."""
+        first, adam = self.compressor.phase(step), self.adam
+        if adam is None or adam.renew_every is None:
+            return first
+        return next(each for each in range(first, step + 1) if adam.renews(each) == adam.renews(step))
 
     def check_capture(self, step: int, team: TeamShape) -> None:
         """Refuse random bits, whose key the host makes once for each launch."""
         super().check_capture(step, team)
         require_repeatable(str(self), self.feedback)
+        if self.adam is not None:
+            raise ConfigurationError(
+                f"{self} corrects Adam's moments by the number of steps, and a CUDA graph would repeat one for ever; "
+                f"capture nothing, or use no adam"
+            )
         if self.compressor.stochastic:
             raise ConfigurationError(
                 f"{self} rounds up or down at random and a CUDA graph would repeat the same random bits in every step; "
@@ -236,9 +289,11 @@ class Compressed(Aggregator):
 
     @cached_property
     def residual_paths(self) -> tuple[str, ...]:
-        """With feedback its own level, and momentum beside the residuals."""
+        """With feedback its own level, and momentum or moments beside the residuals."""
         if self.feedback is None:
             return ()
+        if self.adam is not None:
+            return ("", EXP_AVG, EXP_AVG_SQ)
         return ("",) if self.compressor.local_momentum is None else ("", momentum_path(""))
 
     def with_dense(self, patterns: Sequence[str]) -> Compressed:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from commopt.aggregate.adam import Adam
 from commopt.aggregate.base import Aggregator, Buffer, Flat, Step, WorkKind, call, work
 from commopt.aggregate.shards import division, reshard
 from commopt.compress import Passes
@@ -20,6 +21,7 @@ from commopt.groups import Team, TeamShape, apply_scale
 Form = Literal["reduce_scatter", "leader"]
 
 _SHARD_FROM_NBYTES = 64 * 1024
+_ONE: Any = TeamShape.of((1,))  # node, that talks to no other
 
 
 @dataclass(frozen=True, repr=False)
@@ -71,23 +73,24 @@ class Hierarchical(Aggregator):
         """Run the form for this buffer, or the only level there is."""
         if buffer.numel() == 0:
             return
-        if team.intra is None:
+        intra, inter = (team.intra, team.inter) if team.intra is not None else self._levels(team)
+        if intra is None:
             across = context.within("inter", context.layout, context.result_dtype)
             self._alone(team).all_reduce(buffer, team, scale, across)
             return
         leader = self._form(team, buffer.nbytes, team.backend(buffer.device)) == "leader"
         through = self._through_leader if leader else self._through_shards
-        seen = through(buffer, team, scale, context)
+        seen = through(buffer, intra, inter, intra.size / team.size, scale, context)
         if self.inter.residual_paths:  # all ranks commit, or none does
             context.report(seen.isfinite().all())
 
-    def _through_leader(self, buffer: Tensor, team: Team, scale: float, context: BufferContext) -> Tensor:
+    def _through_leader(
+        self, buffer: Tensor, intra: Team, inter: Team | None, share: float, scale: float, context: BufferContext
+    ) -> Tensor:
         """Reduce to one rank, which alone talks to those of other nodes, then broadcast.
 
         Returns, as `_through_shards` does, elements of the result that are not finite if any is not.
         """
-        intra, inter = team.intra, team.inter
-        assert intra is not None
         leads = intra.rank == 0 and inter is not None  # an uneven node has one leader alone that has an inter level
         if self.inter.residual_paths and not context.memory.settled:
             reshard(self.inter, "leader", context.layout if leads else None, intra, context, buffer.device)
@@ -95,16 +98,16 @@ class Hierarchical(Aggregator):
         intra.reduce(values, dst=0)
         if leads:
             assert inter is not None
-            self.inter.all_reduce(values, inter, 1.0, context.within("inter", context.layout, buffer.dtype))
+            self.inter.all_reduce(values, inter, 1.0, context.within("inter", context.layout, buffer.dtype, share))
         if values is not buffer and intra.rank == 0:
             buffer.copy_(values)
         intra.broadcast(buffer, src=0)
         return buffer[:1]
 
-    def _through_shards(self, buffer: Tensor, team: Team, scale: float, context: BufferContext) -> Tensor:
+    def _through_shards(
+        self, buffer: Tensor, intra: Team, inter: Team | None, share: float, scale: float, context: BufferContext
+    ) -> Tensor:
         """Reduce inside the node and keep one shard per rank, which talks to those at its place, then gather."""
-        intra, inter = team.intra, team.inter
-        assert intra is not None
         assert inter is not None  # check() refused unequal nodes
         divided = division(self.inter, context.layout, buffer.dtype, intra.size)
         mine = divided.layouts[intra.rank]  # the last ranks of a node may have nothing but padding, on every node
@@ -116,7 +119,7 @@ class Hierarchical(Aggregator):
         shard = context.scratch.take("shard", divided.shard_numel, source.dtype, source.device)
         intra.reduce_scatter(shard, source)
         if mine.numel:
-            across = context.within("inter", mine, buffer.dtype)
+            across = context.within("inter", mine, buffer.dtype, share)
             self.inter.all_reduce(shard[: mine.numel], inter, 1.0, across)
         whole = buffer
         if not divided.in_place:
@@ -136,7 +139,8 @@ class Hierarchical(Aggregator):
 
     def calls(self, buffer: Buffer, team: TeamShape) -> tuple[Step, ...]:
         """Return the calls of the node, those between nodes, and those of the node again."""
-        layout, dtype, intra, inter = buffer.layout, buffer.dtype, team.intra, team.inter
+        layout, dtype = buffer.layout, buffer.dtype
+        intra, inter = self._levels(team)
         if layout.numel == 0:
             return ()
         if intra is None:
@@ -177,10 +181,15 @@ class Hierarchical(Aggregator):
 
     def check_capture(self, step: int, team: TeamShape) -> None:
         """Ask what averages between the nodes."""
-        if team.intra is None:
+        if self._levels(team)[0] is None:
             self._alone(team).check_capture(step, team)
         else:  # also where only other ranks of the node talk across
             self.inter.check_capture(step, team.inter or team)
+
+    @cached_property
+    def adam(self) -> Adam | None:
+        """That of `inter`."""
+        return self.inter.adam
 
     @cached_property
     def residual_paths(self) -> tuple[str, ...]:
@@ -189,7 +198,7 @@ class Hierarchical(Aggregator):
 
     def residual_paths_on(self, team: TeamShape) -> tuple[str, ...]:
         """Return those of what averages there."""
-        return self.residual_paths if team.intra is not None else _paths(self._alone(team))
+        return self.residual_paths if self._levels(team)[0] is not None else _paths(self._alone(team))
 
     def with_dense(self, patterns: Sequence[str]) -> Aggregator:
         """Tell `inter`."""
@@ -203,9 +212,15 @@ class Hierarchical(Aggregator):
         """Return those of `inter`."""
         return self.inter.passes(ranks)
 
+    def _levels(self, team: TeamShape) -> tuple[Any, Any]:
+        """Return the two levels of a team, None and None where there is one; Adam wants exact sums on one node too."""
+        if self.adam is not None and team.node_count == 1 < team.size:
+            return team, _ONE
+        return team.intra, team.inter
+
     def _alone(self, team: TeamShape) -> Aggregator:
         """Return what averages over a team of one level: over nodes of one rank, or over one node."""
-        if team.node_count > 1:
+        if team.node_count > 1 or self.adam is not None:
             return self.inter
         # One node needs the momentum too.
         return self.inter.with_dense(("*",)) if any(map(is_momentum, self.inter.residual_paths)) else Flat()

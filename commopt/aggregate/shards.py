@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from commopt.aggregate.base import Aggregator
-from commopt.feedback import BufferContext, Layout, Scratch, Spans
+from commopt.feedback import BufferContext, Layout, Scratch, Spans, is_average
 from commopt.groups import Team
 
 
@@ -76,7 +76,7 @@ def reshard(
     """Move residuals between nodes inside the node, when a buffer is new, or divided anew: to who takes them across.
 
     mine: what this rank takes. Each rank adds what it holds of the buffer's parameters to zeros, so that adding up
-    moves it exactly.
+    moves it exactly. Of an average that several hold, each of a whole one, as after a load, the mean is taken.
     """
     store, path = context.store, context.within("inter", context.layout).path
     if store is None or not store.place(path, context.layout, division_name):
@@ -85,10 +85,16 @@ def reshard(
     store.factors.forget(path, context.layout.names - (frozenset() if mine is None else mine.names))
     for each in paths:
         store.dissolve(each, context.layout)
-    moving = torch.cat([store.collect(each, context.layout, device) for each in paths])
+    collected = [store.collect(each, context.layout, device) for each in paths]
+    averages = [number for number, each in enumerate(paths) if is_average(each)]
+    collected += [(collected[number] != 0).float() for number in averages]
+    moving = torch.cat(collected)
     intra.all_reduce(moving)
+    parted = moving.view(len(collected), -1)
+    for place, number in enumerate(averages):
+        parted[number] /= parted[len(paths) + place].clamp_(min=1.0)
     if mine is not None:
         spans = context.layout.spans_of(mine)
-        for each, whole in zip(paths, moving.view(len(paths), -1), strict=True):
+        for each, whole in zip(paths, parted, strict=False):  # behind them, how many held the averages
             parts = [whole[first:last] for first, last in spans]
             store.deposit(each, mine, torch.cat(parts) if parts else moving[:0])

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from commopt.bandwidth.collectives import TORCH, Implementation, Pattern
 from commopt.bandwidth.settings import Settings
 from commopt.cluster import link_rate
-from commopt.version import __version__
+from commopt.version import __version__, revision
 from topology import Cluster
 
 
@@ -209,6 +209,7 @@ def document(settings: Settings, cluster: Cluster, device: torch.device, rows: S
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "command": _command(sys.argv),
             "commopt": __version__,
+            "revision": revision(),
             "torch": torch.__version__,
             "python": platform.python_version(),
             "backend": _backend(device),

@@ -114,7 +114,9 @@ class Communicator:
     def all_reduce(self, x: Any, op: Op = "avg", aggregator: Aggregator | None = None, async_op: bool = False) -> Any:
         """Replace `x` on every rank by the average (or sum) over ranks; return `x`, or a Work.
 
-        Raises UnsupportedTensorError for dtypes that cannot be reduced, ConfigurationError for a bad op or aggregator.
+        `x` has any shape, floating or, for op="sum", integer, the same on all ranks. By default Hierarchical() adds up.
+        Raises UnsupportedTensorError for dtypes that cannot be reduced, ConfigurationError for a bad op or aggregator,
+        MismatchError when ranks made different calls, LaneError when one failed.
         """
         number, dice = next(self._sequence), next(self._membership.rounds)
         aggregator = self._require_aggregator(aggregator)
@@ -167,7 +169,7 @@ class Communicator:
         return self._submit(number, "all_gather", target, work, async_op, [source])
 
     def broadcast(self, x: Any, src: int = 0, async_op: bool = False) -> Any:
-        """Copy `x` of the group's rank `src` to all ranks, in place; return `x`, or a Work."""
+        """Copy `x` of the group's rank `src` to all ranks, in place, whatever its dtype; return `x`, or a Work."""
         number = next(self._sequence)
         if not 0 <= src < self.world_size:
             raise ConfigurationError(f"src {src} is not a rank of this group; use 0 to {self.world_size - 1}")

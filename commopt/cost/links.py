@@ -71,7 +71,7 @@ class WorkKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Header:
-    """Where the figures come from. `nodes`: ranks on each node; `hosts`: one name for each node."""
+    """Where the figures come from. nodes: ranks on each node; hosts: one name for each node; commopt: its version."""
 
     date: str = ""
     hosts: tuple[str, ...] = ()
@@ -80,6 +80,8 @@ class Header:
     device: str = ""
     torch: str = ""
     command: str = ""
+    commopt: str = ""
+    revision: str | None = None
 
 
 @dataclass(frozen=True)

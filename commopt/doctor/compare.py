@@ -75,7 +75,7 @@ WARNING = Severity.WARNING
 EQUAL = tuple(Equal(*row) for row in (
     ("torch, CUDA, NCCL", Severity.ERROR, lambda machine: str(machine.software),
      "the same on every rank: NCCL refuses other versions",
-     "pip install the same torch on every node (pip freeze > constraints.txt)"),
+     "pip freeze > constraints.txt on one node, pip install torch -c constraints.txt on the others"),
     ("/sys/module/nvidia/version", WARNING, lambda machine: machine.text("sys/module/nvidia/version") or "none",
      "the same driver on every node", "install the same driver on every node"),
     ("/sys/bus/pci/devices", WARNING, _gpus, "the same GPUs on every node: all wait for the slowest",

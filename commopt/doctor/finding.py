@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from functools import partial
+from inspect import getsource
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -110,7 +112,9 @@ def check(read: str, remedy: str | None = None) -> Callable[[Callable[[T], Itera
     """
 
     def made(look: Callable[[T], Iterable[Finding]]) -> Check[T]:
-        title, _, expected = " ".join((look.__doc__ or "").split()).rstrip(".").partition(": ")
+        # Under python -OO a function has no docstring; its source has.
+        text = look.__doc__ or ast.get_docstring(ast.parse(getsource(look)).body[0]) or ""  # type: ignore[arg-type]
+        title, _, expected = " ".join(text.split()).rstrip(".").partition(": ")
         return Check(look.__name__.replace("_", "-"), title, read, expected, remedy, look)
 
     return made

@@ -272,7 +272,7 @@ def versions(machine: Machine) -> Iterator[Finding]:
     if software.torch is None:
         raise Unread("not looked at: these are another machine's files", "pip show torch", "torch")
     if machine.hardware.gpus and software.cuda is None:
-        remedy = "pip install torch --index-url https://download.pytorch.org/whl/cu128"
+        remedy = "pip uninstall -y torch; pip install torch  # PyPI's for Linux is built for CUDA"
         yield error(str(software), "a torch built for CUDA: this one cannot use the GPUs", remedy)
     elif driver is not None and software.cuda is not None and driver[0] < software.cuda[0]:
         value = f"driver for CUDA {version_text(driver)}, torch for CUDA {version_text(software.cuda)}"

@@ -12,9 +12,21 @@ from commopt.feedback.context import (
 from commopt.feedback.factors import Factors, FactorStore, Side
 from commopt.feedback.layout import Layout, Piece, Spans, checked_patterns, gaps, joined_spans, matches
 from commopt.feedback.quality import GradientCosine, sample_numel
-from commopt.feedback.store import Kind, Residual, ResidualStore, Scratch, is_momentum, momentum_path
+from commopt.feedback.store import (
+    EXP_AVG,
+    EXP_AVG_SQ,
+    Kind,
+    Residual,
+    ResidualStore,
+    Scratch,
+    is_average,
+    is_momentum,
+    momentum_path,
+)
 
 __all__ = [
+    "EXP_AVG",
+    "EXP_AVG_SQ",
     "SAMPLE_EVERY_STEPS",
     "BufferContext",
     "FactorStore",
@@ -31,6 +43,7 @@ __all__ = [
     "Spans",
     "checked_patterns",
     "gaps",
+    "is_average",
     "is_momentum",
     "joined_spans",
     "layout_of",

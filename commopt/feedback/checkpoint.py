@@ -18,7 +18,7 @@ from torch import Tensor
 from commopt.errors import ConfigurationError
 from commopt.feedback.factors import Kept
 from commopt.feedback.layout import Layout, Piece
-from commopt.feedback.store import Kind, Residual, ResidualStore
+from commopt.feedback.store import EXP_AVG_SQ, Kind, Residual, ResidualStore, is_average
 
 T = TypeVar("T")
 _Pieces = list[list[Any]]  # [name, begin, end, shape] each
@@ -48,7 +48,9 @@ def save(store: ResidualStore) -> dict[str, Any]:
             for path, known in store.placed.items()
         }
         factors = [_entry_of(path, kept) for path, kept in store.factors.everything()]
-    return {"residuals": residuals, "layouts": layouts, "placed": placed, "factors": factors}
+    expected = None if store.expected_square is None else float(store.expected_square)
+    counted = {"dropped": int(store.dropped), "expected_square": expected}
+    return {"residuals": residuals, "layouts": layouts, "placed": placed, "factors": factors, **counted}
 
 
 def restore(
@@ -75,7 +77,7 @@ def restore(
             store.place(required(path, str, where), layout_of(pieces, numels, where), required(division, str, where))
     for path, kept in _factors(saved, numels):
         store.factors.keep(path, kept)
-    store.warm = True
+    _restore_counts(store, [saved])
 
 
 def spread(
@@ -85,21 +87,40 @@ def spread(
     largest: Callable[[str], float],
     world_size: int,
 ) -> None:
-    """Give this rank of a new world its part of what all old ranks held: the sum over all ranks stays what it was."""
+    """Give this rank of a new world its part of what all old ranks held: the sum over all ranks stays what it was.
+
+    Of averages every rank gets the mean of those that held them.
+    """
     sums: dict[str, dict[str, Tensor]] = {}
+    holders: dict[tuple[str, str], Tensor] = {}
     factors: dict[tuple[str, Piece], Kept] = {}  # several nodes have the same
     for saved in ranks:
         for path, _, layouts, values in _residuals(saved, numels, largest):
             for piece in {str(piece): piece for layout in layouts for piece in layout.pieces}.values():
                 zero = torch.zeros(numels[piece.name], dtype=torch.float64, device="cpu")
                 sums.setdefault(path, {}).setdefault(piece.name, zero)[piece.begin : piece.end] += values[str(piece)]
+                if is_average(path):
+                    counts = holders.setdefault((path, piece.name), torch.zeros_like(zero))
+                    counts[piece.begin : piece.end] += 1
         factors |= {(path, kept.piece): kept for path, kept in _factors(saved, numels)}
     for path, by_name in sums.items():
         for name, total in by_name.items():
             layout = Layout.of_parameters([(name, total.numel())])
-            store.deposit(path, layout, (total / world_size).float())
+            share = holders[path, name].clamp(min=1) if is_average(path) else world_size
+            store.deposit(path, layout, (total / share).float())
     for (path, _), kept in factors.items():
         store.factors.keep(path, kept)
+    _restore_counts(store, ranks)
+
+
+def _restore_counts(store: ResidualStore, ranks: Sequence[Mapping[str, Any]]) -> None:
+    """Take over how many commits were prevented, of the ranks that know, and what is expected of a gradient."""
+    store.dropped = max(whole(saved.get("dropped", 0), "dropped") for saved in ranks)
+    expected = ranks[0].get("expected_square")
+    if expected is not None:
+        if not isinstance(expected, float) or not 0 <= expected <= MAX_MAGNITUDE**2:
+            refuse("expected_square", expected, f"a float from 0 to {MAX_MAGNITUDE**2:g}, or None")
+        store.expected_square = torch.tensor([expected], dtype=torch.float64)
     store.warm = True
 
 
@@ -142,13 +163,13 @@ def _residuals(
         if required(by_range, dict, where).keys() != pieces.keys():
             refuse(f"{where}'s keys", list(by_range), f"the ranges of its layouts, {reprlib.repr(list(pieces))}")
         values = {
-            key: _values(by_range[key], piece, largest(piece.name), f"{where}[{key!r}]")
+            key: _values(by_range[key], piece, path, largest(piece.name), f"{where}[{key!r}]")
             for key, piece in pieces.items()
         }
         yield path, kind, known, values
 
 
-def _values(values: object, piece: Piece, largest: float, where: str) -> Tensor:
+def _values(values: object, piece: Piece, path: str, largest: float, where: str) -> Tensor:
     """Return a residual in host memory."""
     if not _is_plain(values) or values.dtype not in _DTYPES or values.shape != (piece.numel,):
         refuse(where, values, f"a float32 or bfloat16 tensor of shape [{piece.numel}]")
@@ -158,6 +179,8 @@ def _values(values: object, piece: Piece, largest: float, where: str) -> Tensor:
         if not (-largest <= least and most <= largest):  # so that NaN, which is neither, is found too
             place = int((~(here.abs() <= largest)).nonzero()[0])
             refuse(f"element {place} of {where}", float(here[place]), f"finite and of magnitude {largest:.5g} or less")
+        if least < 0 and path.endswith(EXP_AVG_SQ):
+            refuse(f"an element of {where}", least, "0 or above, as an average of squares is")
     return here
 
 

@@ -63,6 +63,7 @@ class BufferContext:
     number: tells the buffers of one step apart. rank: global. path: the level of the aggregator that asks.
     loss_scale: what the gradients were multiplied by, 0-d float32 on their device; None for 1.
     result_dtype: what the buffer's values will be rounded to in the end, None for its own dtype.
+    share: the part of all ranks whose gradients were added up into this buffer; None where it is this one alone.
     memory: what earlier steps have found for the buffer.
     """
 
@@ -74,6 +75,7 @@ class BufferContext:
     loss_scale: Tensor | None = None
     path: str = ""
     result_dtype: torch.dtype | None = None
+    share: float | None = None
     memory: Memory = field(default_factory=Memory)
     scratch: Scratch = field(default_factory=Scratch)  # where to take buffers from
 
@@ -82,10 +84,12 @@ class BufferContext:
         """Describe a tensor that belongs to no model; each `step` has other random bits."""
         return cls(Layout.anonymous(numel), step, rank=rank)
 
-    def within(self, level: str, layout: Layout, result_dtype: torch.dtype | None = None) -> BufferContext:
+    def within(
+        self, level: str, layout: Layout, result_dtype: torch.dtype | None = None, share: float | None = None
+    ) -> BufferContext:
         """Return the context of a part of the buffer at a level below."""
         path = f"{self.path}.{level}" if self.path else level
-        return replace(self, layout=layout, path=path, result_dtype=result_dtype)
+        return replace(self, layout=layout, path=path, result_dtype=result_dtype, share=share)
 
     def rng(self, kind: Kind) -> RngKey:
         """Return the key of one encoding's random bits: another for each buffer, step, level, kind and rank."""
@@ -113,7 +117,7 @@ class BufferContext:
         if slot is None:
             slot = self.store.slot(self.path, kind, layout, device, feedback.dtype, whole or layout)
             self.memory.found[key] = slot
-        old, new = slot.values.float(), self.store.stage(slot, self.rank)
+        old, new = self.store.stage(slot, self.rank)
         if kind == "worker":
             velocity = None if momentum is None else self.velocity(layout, feedback, device, momentum)
             return ErrorFeedback(old, new, self.loss_scale, feedback.decay, velocity)
@@ -126,12 +130,19 @@ class BufferContext:
         """Return the velocity of what this rank sends of `layout`, and the place for the next one."""
         if self.store is None or feedback is None or momentum is None:
             return None
-        path = momentum_path(self.path)
+        return Velocity(*self._state(momentum_path(self.path), layout, device, feedback.dtype), momentum)
+
+    def moment(self, name: str, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return a moment of Adam's (EXP_AVG, EXP_AVG_SQ) of the buffer, float32, and the place for the next one."""
+        return self._state(f"{self.path}.{name}".lstrip("."), self.layout, device, torch.float32)
+
+    def _state(self, path: str, layout: Layout, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        assert self.store is not None
         slot = self.memory.found.get((path, "worker", layout))
         if slot is None:
-            slot = self.store.slot(path, "worker", layout, device, feedback.dtype, layout)
+            slot = self.store.slot(path, "worker", layout, device, dtype, layout)
             self.memory.found[path, "worker", layout] = slot
-        return Velocity(slot.values.float(), self.store.stage(slot, self.rank), momentum)
+        return self.store.stage(slot, self.rank)
 
     def holds(self, layout: Layout) -> bool:
         """Return whether anything is kept for the elements of `layout`; asked of a settled buffer, whether was."""
@@ -144,7 +155,7 @@ class BufferContext:
         slot = self.store.slot(self.path, "worker", layout, device, torch.float32, layout)
         slot.once = True
         self.memory.found[self.path, "leftover", layout] = slot
-        return ErrorFeedback(slot.values, self.store.stage(slot, self.rank), self.loss_scale)
+        return ErrorFeedback(*self.store.stage(slot, self.rank), self.loss_scale)
 
     def add_leftover(self, buffer: Tensor, scale: float) -> float:
         """Scale `buffer` and add what others kept of it, where what sends it next keeps no residuals.

@@ -12,6 +12,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from commopt.errors import ConfigurationError
 from commopt.feedback.factors import FactorStore
 from commopt.feedback.layout import Layout, gaps
 from commopt.feedback.quality import SampledError
@@ -22,6 +23,9 @@ Key = tuple[str, str, Layout]
 T = TypeVar("T")
 
 _MOMENTUM = "momentum"
+EXP_AVG, EXP_AVG_SQ = "exp_avg", "exp_avg_sq"
+"""Where Adam's moments are kept, below a level's residuals: as torch calls them."""
+
 _SWEEPS = 3  # of what nobody asks for; it stays where it is then
 _LOW_BITS = 0xFFFF  # of a float32, which bfloat16 does not have
 
@@ -31,7 +35,8 @@ class Residual:
     """One residual: of what this rank sent ("worker"), or of the sum it encoded for all ("server").
 
     `path` tells the level of the aggregator ("", "inter", "intra"). Values are unscaled and in units of the average:
-    their sum over all ranks is what the model has not been told yet, or its momentum at the path of that name.
+    their sum over all ranks is what the model has not been told yet, or its momentum at the path of that name. Those of
+    Adam's moments are averages, each of its own node.
     """
 
     path: str
@@ -62,8 +67,13 @@ def momentum_path(path: str) -> str:
 
 
 def is_momentum(path: str) -> bool:
-    """Return whether what is kept at `path` is momentum."""
-    return path.rpartition(".")[2] == _MOMENTUM
+    """Return whether what is kept at `path` is momentum, or a moment of Adam's: nobody is owed it."""
+    return path.rpartition(".")[2] in (_MOMENTUM, EXP_AVG, EXP_AVG_SQ)
+
+
+def is_average(path: str) -> bool:
+    """Return whether what ranks keep at `path` are averages, so that a sum over them means nothing."""
+    return path.rpartition(".")[2] in (EXP_AVG, EXP_AVG_SQ)
 
 
 class Scratch:
@@ -103,9 +113,11 @@ class ResidualStore:
     buffers: dict[Layout, Memory] = field(default_factory=dict)  # of which no two have a parameter in common
     placed: dict[str, dict[Layout, str]] = field(default_factory=dict)  # by path: how buffers were divided last
     flags: list[Tensor] = field(default_factory=list)  # of the step: whether results are finite, bool, 0-d each
+    expected_square: Tensor | None = None  # of a node's gradient, by its moments: float64 [1], alike on every rank
+    expected: dict[Layout, Tensor] = field(default_factory=dict)  # this rank's parts of the next one
     _slots: dict[Key, Residual] = field(default_factory=dict)
     _loose: list[Residual] = field(default_factory=list)  # what no buffer has asked for yet, or does not any more
-    _staged: list[tuple[Residual, Tensor, int]] = field(default_factory=list)  # each with the rank that rounds it
+    _staged: dict[Residual, tuple[Tensor, int]] = field(default_factory=dict)  # each with the rank that rounds it
     _staged_factors: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     _judged: int = 0  # flags of the buffers before the one under way
     _unjudged: list[Tensor] = field(default_factory=list)  # results that nobody has given a verdict on
@@ -139,9 +151,9 @@ class ResidualStore:
             if senders - {paths} or path not in paths:
                 self.placed[path] = _others(self.placed[path], layout)
         heir = next((path for path in reversed(paths) if not is_momentum(path)), "")
-        heir_of_momentum = next((path for path in paths if is_momentum(path)), None)
         for path in {slot.path for slot in self.slots()} - {heir, *paths}:
-            to = heir_of_momentum if is_momentum(path) else heir
+            alike = (each for each in paths if each.rpartition(".")[2] == path.rpartition(".")[2])
+            to = next(alike, None) if is_momentum(path) else heir
             if to is not None and self.holds(path, layout):
                 self.dissolve(path, layout)
                 self.deposit(to, layout, self.collect(path, layout))
@@ -185,6 +197,12 @@ class ResidualStore:
 
     def _take_apart(self, slot: Residual) -> None:
         key = (slot.path, slot.kind, slot.layout)
+        if self.per_step and slot in self._staged:
+            raise ConfigurationError(
+                f"one backward sends gradients of {slot.layout.title} in two messages that are not of the same "
+                f"parameters, and with a GradScaler both would have to be dropped as one; let fully_shard put these "
+                f"parameters into a group of their own, or train without a GradScaler, in bfloat16"
+            )
         if self._slots.get(key) is slot:  # else it is apart already
             del self._slots[key]
             self.deposit(slot.path, slot.layout, slot.values.float())
@@ -253,21 +271,24 @@ class ResidualStore:
 
     # ---------------------------------------------------------------------------------- committing
 
-    def stage(self, slot: Residual, rank: int = 0) -> Tensor:
-        """Return where to write the slot's next values, float32, which count only once they are committed.
+    def stage(self, slot: Residual, rank: int = 0) -> tuple[Tensor, Tensor]:
+        """Return the slot's values, and where to write the next, which count once they are committed; both float32.
 
+        A step that sends a buffer twice, and commits at its end, finds there what it has left out the first time.
         rank: this one's, global, so that ranks round by random bits of their own: errors that are alike would add up
         where others cancel.
         """
+        before = self._staged.get(slot)
+        old = slot.values.float() if before is None else before[0]
         if self.per_step:
-            if slot.spare is None:
+            if slot.spare is None or before is not None:
                 slot.spare = torch.empty(slot.layout.numel, dtype=torch.float32, device=slot.values.device)
             staged = slot.spare
         else:
             tag = f"{len(self._staged)} staged"
             staged = self.scratch.take(tag, slot.layout.numel, torch.float32, slot.values.device)
-        self._staged.append((slot, staged, rank))
-        return staged
+        self._staged[slot] = (staged, rank)
+        return old, staged
 
     def stage_factors(self, factors: Tensor) -> Tensor:
         """Return where to write the next values of `factors`, which are small and count once they are committed."""
@@ -300,6 +321,11 @@ class ResidualStore:
             self.steps += 1
             self.warm = True
 
+    def committed_steps(self) -> int | Tensor:
+        """Return how many steps were complete and not dropped; where a GradScaler drops them, float64 on the device."""
+        dropped = self.dropped if self.per_step else 0
+        return self.steps - (dropped if isinstance(dropped, int) else dropped.double())
+
     def judge(self) -> list[Tensor]:
         """Return the verdicts on all results so far: those nobody has reported on are looked at, as they may change."""
         self.flags.extend(values.isfinite().all() for values in self._unjudged)
@@ -309,8 +335,9 @@ class ResidualStore:
     def _commit(self) -> None:
         finite = torch.stack(self.judge()).all()
         # No host sync on a GPU, but for what is sent once and then gone: a few steps after a change.
-        known = finite.device.type == "cpu" or any(slot.once for slot, _, _ in self._staged)
-        for number, (slot, staged, rank) in enumerate([] if known and not finite else self._staged):
+        known = finite.device.type == "cpu" or any(slot.once for slot in self._staged)
+        kept = {} if known and not finite else self._staged
+        for number, (slot, (staged, rank)) in enumerate(kept.items()):
             if known and slot.once:
                 del self._slots[slot.path, slot.kind, slot.layout]
             elif known and slot.spare is staged and slot.values.dtype == torch.float32:
@@ -335,7 +362,7 @@ class ResidualStore:
     def stats(self) -> dict[str, Any]:
         """Return the L2 norm of all residuals, the sampled error, bytes kept and dropped commits; waits for devices."""
         slots = self.slots()
-        momentum = [slot for slot in slots if is_momentum(slot.path)]
+        momentum = [s for s in slots if is_momentum(s.path) and not s.path.endswith(EXP_AVG_SQ)]
         kept = [tensor for slot in slots for tensor in (slot.values, slot.spare) if tensor is not None]
         return {
             "residual_norm": _norm(slot for slot in slots if not is_momentum(slot.path)),

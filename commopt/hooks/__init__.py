@@ -7,7 +7,7 @@ Beside them: local_sgd (averages of parameters), checks (what is refused or warn
 """
 
 from commopt.hooks.checkpoint import merged_state
-from commopt.hooks.comm_state import Checkpointed, CommState
+from commopt.hooks.comm_state import Checkpointed, CommState, Gathered
 from commopt.hooks.ddp import DistributedDataParallel, attach
 from commopt.hooks.presets import PRESETS, Preset, build_preset, hook
 from commopt.hooks.state import HookState
@@ -17,6 +17,7 @@ __all__ = [
     "Checkpointed",
     "CommState",
     "DistributedDataParallel",
+    "Gathered",
     "HookState",
     "Preset",
     "attach",

@@ -20,7 +20,13 @@ from commopt.aggregate import Aggregator, Flat, LocalSGD
 from commopt.errors import CommoptError, ConfigurationError
 from commopt.feedback import GradientCosine, Layout, ResidualStore, sample_numel
 from commopt.groups import WireBytes
-from commopt.hooks.checks import REDUCIBLE, UnusedAverages, refuse_bucket, warn_of_unknown_scaler
+from commopt.hooks.checks import (
+    REDUCIBLE,
+    UnusedAverages,
+    refuse_bucket,
+    refuse_second_adam,
+    warn_of_unknown_scaler,
+)
 from commopt.hooks.local_sgd import ParameterAverages
 from commopt.hooks.reduction import Step, anonymous
 from commopt.hooks.registration import Registration, Settings
@@ -59,6 +65,8 @@ class DDPRegistration(Registration):
         aggregator.check(client.team)
         aggregator = self.layouts.resolved(aggregator, warn=client.team.rank == 0)
         self.keeps_residuals = bool(aggregator.residual_paths)
+        if aggregator.adam is not None:
+            refuse_second_adam(self)
         self.controller.begin(client.team, aggregator, self.settings.config)
         self.watches_cosine = self.controller.watches_cosine
         if self.averages is not None:

@@ -274,6 +274,12 @@ def _require_same_levels(parts: list[Mapping[str, Any]], registration: Registrat
             f"the checkpoint of {parts[0]['aggregator']} has residuals of level {levels}, which the aggregator here "
             f"does not keep (it keeps {paths or 'none'}): they would be lost; use an aggregator of the same form"
         )
+    directions = registration.aggregator is not None and registration.aggregator.adam is not None
+    if directions != ("adam=" in parts[0]["aggregator"]):
+        raise ConfigurationError(
+            f"the checkpoint is of {parts[0]['aggregator']} and this is {registration.aggregator_name}: one sends "
+            f"Adam's directions, the other gradients, in other units; use the same, or start without it"
+        )
 
 
 def _largest(registration: Registration, ranks: int, name: str) -> float:

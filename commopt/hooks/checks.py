@@ -7,14 +7,14 @@ import logging
 import re
 from functools import cache
 from typing import Any
-from weakref import finalize, ref
+from weakref import WeakSet, finalize, ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from commopt.errors import UnsupportedTensorError
+from commopt.errors import ConfigurationError, UnsupportedTensorError
 from commopt.version import NEWEST_TESTED_TORCH
 
 REDUCIBLE = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64))
@@ -94,6 +94,39 @@ def warn_of_untested_torch(version: str) -> None:
             NEWEST_TESTED_TORCH,
             NEWEST_TESTED_TORCH,
         )
+
+
+# Which of its options tell that an optimizer divides by a norm of its own, or averages gradients.
+_ADAPTS = {"betas", "rho", "alpha", "etas", "lr_decay", "beta2_decay"}
+
+
+def require_plain_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ConfigurationError when an optimizer makes directions of its own, of what are directions of Adam's."""
+    for group in optimizer.param_groups:
+        found = sorted(_ADAPTS & group.keys()) + ["momentum"] * bool(group.get("momentum"))
+        if found:
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} has {found[0]}={group[found[0]]!r} for parameters whose .grad is Adam's "
+                f"direction already, so it would be applied twice; use comm.optimizer(model.parameters(), lr=..., "
+                f"weight_decay=...), and set betas and eps in commopt.Adam()"
+            )
+
+
+def refuse_second_adam(owner: Any) -> None:
+    """Let any torch optimizer of `owner.parameters` that is like Adam raise ConfigurationError when it first steps."""
+    known: WeakSet[torch.optim.Optimizer] = WeakSet()
+    me = ref(owner)
+
+    def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        alive = me()
+        if alive is None or optimizer in known:
+            return
+        ours = set(map(id, alive.parameters.values()))
+        if any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
+            require_plain_groups(optimizer)
+        known.add(optimizer)
+
+    finalize(owner, register_optimizer_step_pre_hook(look).remove).atexit = False
 
 
 class UnusedAverages:

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from commopt.aggregate import Aggregator
 from commopt.errors import ConfigurationError
 from commopt.groups import Membership
 from commopt.hooks import checkpoint
+from commopt.hooks.checks import require_plain_groups
 from commopt.hooks.registration import Registration
 from commopt.schedule import Decision, Plan
 from topology import Cluster
@@ -22,7 +24,12 @@ if TYPE_CHECKING:
 
 
 class CommState:
-    """What averages a model's gradients, seen from outside; made by `attach`."""
+    """What averages a model's gradients, seen from outside; made by `attach`.
+
+    HookState for DDP; ShardedState for FSDP2 with replicas and OneDimensionState for FSDP2 over all ranks. Methods that
+    say "collective" must be called by every rank of the model, between two steps; a mistake of one rank is raised on
+    all of them. Bytes are of payload, of this rank, since `attach`.
+    """
 
     _registration: Registration
 
@@ -60,6 +67,30 @@ class CommState:
     def decisions(self) -> tuple[Decision, ...]:
         """What was decided about the plan so far, and why."""
         return ()
+
+    def optimizer(self, params: Any, lr: float | Tensor, weight_decay: float = 0.01) -> torch.optim.SGD:
+        """Return the optimizer for an aggregator with `adam=`: together they are AdamW, decoupled decay and all.
+
+        A torch.optim.SGD without momentum: what is in .grad is Adam's direction u, and x -= lr (u + weight_decay x).
+        params: parameters, or groups of them with `lr` and `weight_decay` of their own, as torch's optimizers take.
+        Raises ConfigurationError without `adam=`, for options of groups that belong into commopt.Adam, and for
+        parameters whose gradients are not averaged here.
+        """
+        if self.aggregator is None or self.aggregator.adam is None:
+            raise ConfigurationError(
+                f"optimizer() is for directions of Adam, and {self._registration.aggregator_name} averages gradients; "
+                f"attach with adam=, for example commopt.attach(ddp, 'hierarchical_onebit', adam=commopt.Adam())"
+            )
+        made = torch.optim.SGD(params, lr=lr, weight_decay=weight_decay)
+        require_plain_groups(made)
+        ours = set(map(id, self._registration.parameters.values()))
+        given = [each for group in made.param_groups for each in group["params"] if each.requires_grad]
+        if ours and (others := sum(id(each) not in ours for each in given)):
+            raise ConfigurationError(
+                f"optimizer() got {others} of {len(given)} parameters whose gradients are not averaged here, so that "
+                f"nobody makes directions of them; give them an optimizer of their own"
+            )
+        return made
 
     def close(self) -> None:
         """Finish what was started, and close commopt's process groups; every rank must, and the model trains no more.
@@ -198,7 +229,7 @@ def require_scaler(scaler: Any) -> None:
         raise ConfigurationError(f"scaler is a {type(scaler).__name__}; pass the torch.amp.GradScaler or None")
 
 
-# ------------------------------------------------------------------- torch.distributed.checkpoint
+# ------------------------------------------------------------------- checkpoints of others: of all ranks, of one
 
 
 class Checkpointed:
@@ -231,6 +262,24 @@ class Checkpointed:
         """Go on where the checkpoint was taken, as CommState.load_state_dict; collective."""
         self._state.load_from(lambda: _read_parts(saved))
         self._saved_world_size = None  # from now on it is this world that saves
+
+
+class Gathered:
+    """Let one rank write what all have kept, for checkpoints with a single file: Fabric's, and Accelerate's.
+
+    Every rank must save and load it. The checkpoint fits any world.
+    """
+
+    def __init__(self, state: CommState) -> None:
+        self._state = state
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return what all ranks have kept on the first rank, which must be the one that writes; None on the others."""
+        return self._state.gathered_state_dict()
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on where the checkpoint was taken, as CommState.load_state_dict; collective."""
+        self._state.load_state_dict(saved)
 
 
 def _read_parts(saved: Mapping[str, bytes]) -> dict[str, Any]:

@@ -55,12 +55,21 @@ def attach(
     """Average the gradients of a model with an aggregator, a preset or a preset's name; return the hook's state.
 
     model: a DistributedDataParallel one, or one of FSDP2's fully_shard or replicate, between whose replicas the average
-    is then taken (docs/fsdp2.md). What torch.compile and Fabric wrap is found inside.
-    A name may carry options of its own: "hierarchical_quantized:bits=4"; `preset_options` are those of a preset, as in
-    attach(ddp, "hierarchical_quantized", bits=4). The other options are HookState's; process_group is DDP's by default,
-    plan what COMMOPT_PLAN says. Collective over the model's ranks. Raises ConfigurationError when `model` is none of
-    these, has a hook already, or an option or a name is unknown, UnsupportedTensorError when a parameter's gradient
-    could not be averaged.
+        is then taken (docs/fsdp2.md). What torch.compile and Fabric wrap is found inside. Gradients are real and
+        floating, of any shape.
+    choice: a name may carry options of its own: "hierarchical_quantized:bits=4".
+    timeout: in seconds, or a timedelta.
+    plan: by default what COMMOPT_PLAN says.
+    weights: of a model sharded over all ranks, how its weights travel: Weights(...). By default exactly.
+    preset_options: those of a preset, as in attach(ddp, "hierarchical_quantized", bits=4).
+
+    The other options are HookState's; process_group is DDP's by default. Collective over the model's ranks. Raises
+    ConfigurationError when `model` is none of these, has a hook already, or an option or a name is unknown,
+    UnsupportedTensorError when a parameter's gradient could not be averaged.
+
+    A model of fully_shard or replicate takes scaler, timeout, record and nccl alone, over all ranks (a 1-D mesh) also
+    ranks_per_node and weights, a commopt.Weights. Its gradients are reduced in float16, bfloat16, float32 or float64.
+    Call it after fully_shard and before the first backward.
     """
     ddp = _inside(model)
     if (sharded := next((each for each in (ddp, model) if _is_sharded(each)), None)) is not None:
@@ -199,6 +208,8 @@ def _advice(model: object) -> str:
         return " or one of FSDP2; FSDP1 is not supported: use torch.distributed.fsdp.fully_shard on a mesh of replicas"
     if "DataParallel" in kinds:
         return "; DataParallel has no processes to communicate between: use DistributedDataParallel"
+    if not dist.is_initialized():  # as a framework trains with one device
+        return ", and this process trains alone: start one for each device, with torchrun or as the framework does"
     if hasattr(model, "register_comm_hook"):  # torch.distributed._composable.replicate
         return "; register the hook with model.register_comm_hook(commopt.HookState(module=model), commopt.quantized)"
     return (

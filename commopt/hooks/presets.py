@@ -160,7 +160,7 @@ def _preset_of(name: str, about: str, kind: type[Any], *, between_nodes: bool = 
     """
     around: dict[type[Any], tuple[str, ...]] = {}
     if issubclass(kind, Compressor):
-        around[Compressed] = ("feedback", "dense")
+        around[Compressed] = ("feedback", "dense", "adam")
     if between_nodes:
         around[Hierarchical] = ()
     options = _options_of(kind)

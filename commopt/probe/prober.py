@@ -32,6 +32,7 @@ from commopt.probe.operations import (
     known_compressors,
 )
 from commopt.probe.timing import LaneTimer, Measured, Repeats, sweep
+from commopt.version import __version__, revision
 
 _WORK_SHARE = 0.3  # of the time; the links get the rest
 _US = 1e6
@@ -166,6 +167,8 @@ def read_header(membership: Membership, device: torch.device, command: str) -> H
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU",
         torch=f"{torch.__version__}, Python {platform.python_version()}",
         command=command,
+        commopt=__version__,
+        revision=revision(),
     )
 
 

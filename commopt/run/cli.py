@@ -5,14 +5,20 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
-from typing import TextIO
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import active_children
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TextIO
 
 from commopt.command_line import BAD_INPUT, output_file, refuse, whole
 from commopt.display import aligned
 from commopt.errors import ConfigurationError
 from commopt.run.live import Live
 from commopt.run.models import Models, Trained, watching
+from commopt.run.processes import following
 from commopt.run.script import Choice, Script
 
 USAGE = (
@@ -22,8 +28,8 @@ USAGE = (
 EPILOG = f"""A DDP model whose hook the script has registered itself is left alone. Give every rank the same command.
 exit status: the script's; {BAD_INPUT} bad input (one line on stderr, on every rank, before the script starts)."""
 NOTHING = (
-    "commopt run: no DistributedDataParallel model was trained in this process, so there was nothing to do; start one "
-    "process for each GPU with torchrun (processes that a script starts itself are not seen)"
+    "commopt run: no DistributedDataParallel model was trained, so there was nothing to do; start one process for each "
+    "GPU with torchrun, or in the script with multiprocessing (other programs that it starts are not seen)"
 )
 _HEADINGS = ("model", "averaged by", "steps", "MB per step\nin the node", "MB per step\nbetween nodes")
 
@@ -62,27 +68,88 @@ def run(options: argparse.Namespace) -> int:
         script.require_there()
     except ConfigurationError as error:
         return refuse("commopt run", error)
-    live = Live(options.every, options.live, options.html) if options.live or options.html else None
-    models = Models(choice, live)
-    try:
-        with watching(models):
-            made = script.run()
-    except SystemExit:  # it holds on to what the script made, through its traceback
-        _conclude(models, options, live)
-        raise
-    _conclude(models, options, live)
-    del made
+    others = active_children()
+    with TemporaryDirectory(prefix="commopt-run-") as marks:
+        shown = Shown(options.report, options.live, options.html, options.every)
+        job = Job(choice, script, shown, tuple(options.settings), marks)
+        try:
+            job.run(script.run)
+        except SystemExit:
+            _tell_of_nothing(marks, others)
+            raise
+        _tell_of_nothing(marks, others)
     return 0
 
 
-def _conclude(models: Models, options: argparse.Namespace, live: Live | None) -> None:
-    models.close()
-    if models.seen and options.report:
-        show(models.trained)
-    if live is not None and not live.steps and any(record.rank == 0 for record in models.trained):
-        print(f"commopt run: no model took {options.every} steps, so nothing was shown; pass --every", file=sys.stderr)
-    if not models.seen and os.environ.get("RANK", "0") == "0":
+def _tell_of_nothing(marks: str, others: Sequence[object]) -> None:
+    nothing = not any(Path(marks).iterdir()) and not [each for each in active_children() if each not in others]
+    if nothing and os.environ.get("RANK", "0") == "0":
         print(NOTHING, file=sys.stderr)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What is shown of the models: at the end, and every so many steps, as lines and as a page."""
+
+    report: bool
+    live: bool
+    html: Path | None
+    every: int
+
+    def options(self) -> list[str]:
+        """Return what asks for it on a command line."""
+        flags = ["--report"] * self.report + ["--live"] * self.live
+        return [*flags, *(["--html", str(self.html)] if self.html else []), "--every", str(self.every)]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is done in this process and in all that the script starts.
+
+    marks: a folder in which each of them that has trained leaves a file, while there is one.
+    """
+
+    choice: Choice
+    script: Script
+    shown: Shown
+    settings: tuple[str, ...]
+    marks: str
+
+    def run(self, function: Callable[..., object], *args: Any, **kwargs: Any) -> None:
+        """Call the function, and see to the models that are trained in it."""
+        shown = self.shown
+        live = Live(shown.every, shown.live, shown.html) if shown.live or shown.html else None
+        models = Models(self.choice, live)
+        try:
+            with watching(models), following(self.run, self.again):
+                made = function(*args, **kwargs)
+        except SystemExit:  # it holds on to what the script made, through its traceback
+            self._conclude(models, live)
+            raise
+        self._conclude(models, live)
+        del made
+
+    def again(self, program: Any) -> Any:
+        """Return the arguments of a program; where it is the script once more, those of such a run of it."""
+        name = self.script.target
+        heads = [["-m", name], ["-m", f"{name}.__main__"]] if self.script.is_module else [[os.path.abspath(name)]]
+        if not isinstance(program, (list, tuple)):
+            return program
+        if not any(list(program[: 1 + len(head)]) == [sys.executable, *head] for head in heads):
+            return program
+        options = [each for setting in self.settings for each in ("--option", setting)]
+        options += self.shown.options()
+        return [program[0], "-m", "commopt", "run", "--strategy", self.choice.strategy, *options, *program[1:]]
+
+    def _conclude(self, models: Models, live: Live | None) -> None:
+        models.close()
+        if models.seen:
+            with suppress(OSError):  # the process that made the folder did not wait for this one
+                Path(self.marks, str(os.getpid())).touch()
+            if self.shown.report:
+                show(models.trained)
+        if live is not None and not live.steps and any(record.rank == 0 for record in models.trained):
+            print(f"commopt run: no model took {live.every} steps, so nothing was shown; pass --every", file=sys.stderr)
 
 
 def show(trained: Sequence[Trained], stream: TextIO | None = None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
@@ -138,16 +138,32 @@ class Scalers:
         self._waiting.clear()
 
 
+_told: list[Models] = []  # the last one is told; a forked child has its parent's below
+
+
 @contextmanager
 def watching(models: Models) -> Iterator[None]:
-    """Tell `models` of every forward of a DDP model and of every loss that is scaled.
+    """Tell `models` of every forward of a DDP model and of every loss that is scaled."""
+    _told.append(models)
+    try:
+        with nullcontext() if len(_told) > 1 else _patched():
+            yield
+    finally:
+        _told.pop()
 
-    Classes are patched, not objects: nothing of it is in a model that is copied or saved.
-    """
+
+@contextmanager
+def _patched() -> Iterator[None]:
+    """Patch classes, not objects: nothing of it is in a model that is copied or saved."""
     call, scale = TorchDDP.__call__, GradScaler.scale
-    # A compiler that looks into a step must not look in here.
-    before_forward = torch.compiler.disable(models.before_forward)
-    before_scale = torch.compiler.disable(models.scalers.before_scale)
+
+    @torch.compiler.disable  # a compiler that looks into a step must not look in here
+    def before_forward(ddp: TorchDDP) -> None:
+        _told[-1].before_forward(ddp)
+
+    @torch.compiler.disable
+    def before_scale(scaler: GradScaler) -> None:
+        _told[-1].scalers.before_scale(scaler)
 
     @wraps(call)
     def watched_call(ddp: TorchDDP, *inputs: Any, **kwargs: Any) -> Any:

@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gpu", default="a100", help=f"one of {', '.join(GPUS)} (default a100)")
     add("--precision", default="fp16", help="fp16, bf16, tf32 or fp32 (default fp16); gradients are float32")
     add("--batch", type=whole(1, _MOST_SAMPLES), metavar="N", help=batch)
-    add("--compute-efficiency", type=_SHARE, metavar="X", help="share of the GPU's peak that a step reaches")
+    add("--compute-efficiency", type=_SHARE, metavar="X", help="share of the GPU's peak (default: as published)")
     add("--straggler", type=float, default=0.0, metavar="S", help="spread of computation between ranks, e.g. 0.02")
     add("--buckets", choices=("planned", "ddp"), default="planned", help="of every strategy but stock")
     add("--overhead-us", type=number(least=0.0), default=OVERHEAD_US, metavar="T", help="of each bucket (default 100)")
@@ -110,6 +110,8 @@ def _simulate(options: argparse.Namespace) -> None:
     workload = workload_of(batch)
     report.show(f"{workload.name} on nodes of {options.gpus_per_node} GPUs, equal batches per GPU", points)
     print(f"computation: {workload.note}")
+    links = "measured" if isinstance(cluster.links, Links) else str(cluster.links)
+    print(f"network: {links}; {options.overhead_us:g} us for each bucket")
     if options.output is not None:
         document = report.as_document(_inputs(options, cluster, workload), points)
         options.output.write_text(json.dumps(document, indent=1) + "\n")

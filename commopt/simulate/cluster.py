@@ -13,14 +13,6 @@ from commopt.document import require_whole
 from commopt.errors import ConfigurationError
 from commopt.groups import TeamShape
 
-# Assumptions, not measurements: pass your own efficiency where you know what your GPU does. What NVIDIA publishes for
-# its own examples (DeepLearningExamples, one GPU) is, as a share of the peak: ResNet-50 in mixed precision 0.19 on A100
-# (2470 images/s) and 0.24 on V100 (1200), in float32 on V100 0.57 (367). Faster compute than there is makes
-# communication look worse than it is.
-CONVOLUTION_EFFICIENCY = 0.35
-TRANSFORMER_EFFICIENCY = 0.45
-PLAIN_EFFICIENCY = 0.55  # fp32 without tensor cores, any model: a lower peak is easier to reach
-
 INTRA_GB_PER_S: Mapping[str, float] = {
     "pcie3": 10.0,
     "pcie4": 20.0,
@@ -68,13 +60,6 @@ def gpu(name: str) -> Gpu:
     if name not in GPUS:
         raise ConfigurationError(f"GPU {name!r} is unknown; there are {', '.join(GPUS)}")
     return GPUS[name]
-
-
-def usual_efficiency(precision: str, *, convolutional: bool) -> float:
-    """Return the share of the peak that a step reaches, forward and backward together, by assumption."""
-    if precision == "fp32":
-        return PLAIN_EFFICIENCY
-    return CONVOLUTION_EFFICIENCY if convolutional else TRANSFORMER_EFFICIENCY
 
 
 # ------------------------------------------------------------------------------------------------ network

@@ -16,19 +16,18 @@ from commopt.simulate.step import OVERHEAD_US, Outcome, Simulation, Stragglers
 from commopt.simulate.workload import Workload
 
 LOSSLESS = ("flat", "hierarchical")
-LOSSY = (
+LOSSY = (  # by what they leave out, least first
     "hierarchical_bf16",
-    "quantized",
-    "quantized:bits=4",
-    "onebit",
-    "powersgd",
-    "dgc",
     "hierarchical_quantized",
+    "quantized",
     "hierarchical_quantized:bits=4",
-    "hierarchical_onebit",
+    "quantized:bits=4",
     "hierarchical_powersgd",
-    "hierarchical_dgc",
+    "powersgd",
 )
+FLAGGED = ("onebit", "dgc", "hierarchical_onebit", "hierarchical_dgc")
+"""Presets that learned worse than stock DDP where that was measured, with SGD or AdamW, by default or with as little as
+they send of a large model (docs/evidence/convergence.md). No group has them: none is called the fastest."""
 DEFAULT = ("stock", "lossless", "hierarchical_bf16", "hierarchical_quantized", "hierarchical_powersgd", "lossy")
 
 BucketSource = Literal["ddp", "planned"]
@@ -70,7 +69,7 @@ def strategy(name: str, buckets: BucketSource = "planned") -> Strategy:
     """Return the strategy of that name: "stock", "lossless", "lossy", or a preset like "powersgd:matrix_rank=2".
 
     stock: what DDP does without a hook, its own buckets in one all_reduce over all ranks each. lossless: the best that
-    is exact. lossy: the best there is. Raises ConfigurationError for any other name.
+    is exact. lossy: the best of these and of LOSSY. Raises ConfigurationError for any other name.
     """
     exact = (_STOCK, *(Candidate(preset, buckets) for preset in LOSSLESS))
     groups = {

@@ -16,10 +16,10 @@ from commopt.document import parse, read_text, require_text, require_time, requi
 from commopt.errors import ConfigurationError
 from commopt.feedback import Layout
 from commopt.schedule import Unit
-from commopt.simulate.cluster import Gpu, usual_efficiency
+from commopt.simulate.cluster import Gpu
 from commopt.simulate.model_zoo import Model, Parameter
+from commopt.simulate.throughput import BACKWARD_PER_FORWARD, usual_efficiency
 
-BACKWARD_PER_FORWARD = 2  # gradients of the inputs and of the weights: a product each, as large as forward's
 # SGD with momentum on float32: parameter, momentum and gradient are read, parameter and momentum written.
 OPTIMIZER_PASSES = 5
 _OPTIMIZER_BYTES = OPTIMIZER_PASSES * torch.float32.itemsize
@@ -124,12 +124,13 @@ def of_model(
 ) -> Workload:
     """Compute when gradients are ready on `gpu`: backward takes twice forward in each layer, the last layer first.
 
-    efficiency: share of the GPU's peak, in (0, 1]; by default an assumption, see `cluster.usual_efficiency`.
+    efficiency: share of the GPU's peak, in (0, 1]; by default from published rates, see `throughput`.
     optimizer_us: by default that of SGD with momentum in float32 at the memory's peak rate, 5 passes of 4 bytes.
     """
     require_whole(batch, 1, f"workload of {model.name}: batch")
+    basis = "as given"
     if efficiency is None:
-        efficiency = usual_efficiency(precision, convolutional=model.convolutional)
+        efficiency, basis = usual_efficiency(model, gpu, precision)
     if not (isfinite(efficiency) and 0 < efficiency <= 1):
         raise ConfigurationError(f"efficiency is {efficiency!r}; it must be above 0 and at most 1")
     peak_tflops = gpu.peak_tflops(precision)
@@ -142,7 +143,8 @@ def of_model(
         parameters = tuple(layer)
         ready_us += BACKWARD_PER_FORWARD * us_per_flop * sum(parameter.forward_flops for parameter in parameters)
         gradients += [(parameter, ready_us, gradient_dtype) for parameter in parameters]
-    note = f"{batch} x {model.sample} at {efficiency:.3g} of {peak_tflops:g} TFLOP/s ({gpu.name}, {precision})"
+    peak = f"{peak_tflops:g} TFLOP/s ({gpu.name}, {precision})"
+    note = f"{batch} x {model.sample} at {efficiency:.3g} of {peak}, {basis}"
     return Workload.of(model.name, gradients, batch, note, optimizer_us)
 
 

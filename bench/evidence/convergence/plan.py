@@ -1,4 +1,4 @@
-"""What is compared: the two examples under two optimizers, with every preset, at several strengths."""
+"""What is compared: the two examples under two optimizers, with every preset, at several strengths; FSDP2 beside."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from bench.training.report import STOCK
 from commopt import Aggregator, LocalSGD
 from commopt.command_line import Parser
 from examples import train_digits, train_gpt
@@ -18,7 +19,6 @@ RANKS_PER_NODE = (2, 2)
 RATE = "50mbit"
 SEEDS = (0, 1, 2)
 OPTIMIZERS = ("sgd", "adamw")
-STOCK = "ddp"
 NO_FEEDBACK = ":feedback=None"
 
 _QUICK_STEPS = 20
@@ -40,6 +40,13 @@ class Entry:
     """Whether its step is also timed where the network is slow."""
     aggregator: Aggregator | None = None
     """What averages where the strategy is no preset's name."""
+    rate: float = 1.0
+    """Times the task's learning rate."""
+
+    @property
+    def name(self) -> str:
+        """What its trainings are called."""
+        return self.strategy if self.rate == 1 else f"{self.strategy}, rate x {self.rate:g}"
 
 
 def _local_sgd(period: int, start_step: int) -> Entry:
@@ -51,9 +58,11 @@ def _local_sgd(period: int, start_step: int) -> Entry:
 _flat = partial(Entry, tasks=("digits",))
 _on_link = partial(Entry, on_link=True)
 _own_momentum = partial(Entry, optimizers=("sgd",), momentum=0.0)
+# Adam's betas in the hook are those of the GPT's AdamW.
+_own_adam = partial(Entry, tasks=("gpt",), optimizers=("adamw",))
 
 ENTRIES = (
-    _on_link(STOCK),
+    _on_link("ddp"),
     _flat("flat"),
     _on_link("hierarchical"),
     _on_link("hierarchical_bf16"),
@@ -65,12 +74,14 @@ ENTRIES = (
     _on_link("hierarchical_onebit"),
     Entry("hierarchical_onebit" + NO_FEEDBACK),
     Entry("hierarchical_onebit:start_step=100"),
+    _own_adam("hierarchical_onebit:adam=True"),
     _flat("dgc"),
     _on_link("hierarchical_dgc"),
     Entry("hierarchical_dgc" + NO_FEEDBACK),
     Entry("hierarchical_dgc:warmup=((40,0.25),(40,0.0625))"),
     _on_link("hierarchical_dgc:density=0.05"),
     _on_link("hierarchical_dgc:min_elements=1"),
+    _own_adam("hierarchical_dgc:adam=True"),
     _own_momentum("hierarchical_dgc:momentum=0.9"),
     _own_momentum("hierarchical_dgc:momentum=0.9:momentum_masking=False"),
     _flat("powersgd"),
@@ -80,6 +91,25 @@ ENTRIES = (
     _on_link("hierarchical_powersgd:matrix_rank=1"),
     _on_link("hierarchical_powersgd:matrix_rank=16"),
     *(_local_sgd(period, start_step) for start_step in (0, 100) for period in (2, 4, 8, 16)),
+)
+
+# Each at its own best learning rate: what compresses updates may want another than what compresses gradients.
+RATES = (0.5, 1.0, 2.0, 4.0, 8.0)
+_AT_RATES = ("ddp", *(f"hierarchical_{name}{adam}" for name in ("onebit", "dgc") for adam in ("", ":adam=True")))
+RATE_ENTRIES = tuple(_own_adam(strategy, rate=rate) for rate in RATES for strategy in _AT_RATES)
+
+_hsdp = partial(Entry, tasks=("hsdp",), optimizers=("adamw",))
+_fsdp = partial(Entry, tasks=("fsdp",), optimizers=("adamw",))
+_BIT_FOR_BIT = ("hsdp-5m", "hsdp-5m-bf16")
+SHARDED_ENTRIES = (
+    _hsdp("hsdp", tasks=("hsdp", *_BIT_FOR_BIT)),
+    _hsdp("flat", tasks=_BIT_FOR_BIT),
+    _hsdp("hierarchical_quantized"),
+    _hsdp("hierarchical_quantized:bits=4"),
+    _hsdp("hierarchical_powersgd"),
+    _fsdp("fsdp"),
+    _fsdp("hierarchical_quantized+weights8"),
+    _fsdp("hierarchical_quantized:bits=4+weights4"),
 )
 
 
@@ -93,25 +123,26 @@ class Task:
     model: tuple[str, ...]
     """Options of the example's command line."""
     learning_rates: tuple[tuple[str, float], ...]
+    one_seed: bool = False
 
     @property
     def example(self) -> ModuleType:
         """The module that trains it."""
-        return {"digits": train_digits, "gpt": train_gpt}[self.name]
+        return train_digits if self.name == "digits" else train_gpt
 
-    def start(self, optimizer: str, momentum: float, seed: int, device: torch.device) -> Training:
+    def start(self, optimizer: str, momentum: float, seed: int, device: torch.device, rate: float = 1.0) -> Training:
         """Return the example's fresh model and data. Collective."""
         parser = Parser()
         self.example.add_model_options(parser)
         chosen = {"optimizer": optimizer, "momentum": momentum, "seed": seed, self._decay: self.steps}
-        chosen["learning-rate"] = dict(self.learning_rates)[optimizer]
+        chosen["learning-rate"] = rate * dict(self.learning_rates)[optimizer]
         options = [word for name, value in chosen.items() for word in (f"--{name}", str(value))]
         training: Training = self.example.Training(parser.parse_args([*self.model, *options]), device)
         return training
 
     @property
     def _decay(self) -> str:
-        return {"digits": "steps", "gpt": "decay-steps"}[self.name]
+        return "steps" if self.name == "digits" else "decay-steps"
 
 
 DIGITS = Task("digits", 600, 60, (), (("sgd", 0.04), ("adamw", 3e-3)))
@@ -123,6 +154,21 @@ GPT = Task(
     learning_rates=(("sgd", 0.05), ("adamw", 3e-3)),
 )
 TASKS = (DIGITS, GPT)
+_HSDP = replace(GPT, name="hsdp", steps=500, look_every=50, model=(*GPT.model, "--parallel", "hsdp"))
+_HSDP_5M = replace(
+    _HSDP,
+    name="hsdp-5m",
+    steps=50,
+    look_every=25,
+    model=("--parallel", "hsdp", "--batch", "1", "--context", "16"),
+    one_seed=True,
+)
+SHARDED_TASKS = (
+    _HSDP,
+    replace(_HSDP, name="fsdp", model=(*GPT.model, "--parallel", "fsdp")),
+    _HSDP_5M,
+    replace(_HSDP_5M, name="hsdp-5m-bf16", model=(*_HSDP_5M.model, "--bf16")),
+)
 
 
 def quick(tasks: Sequence[Task]) -> tuple[Task, ...]:
@@ -142,7 +188,7 @@ class Case:
     @property
     def key(self) -> tuple[str, str, str, int]:
         """What tells it from the others in a file."""
-        return self.task.name, self.optimizer, self.entry.strategy, self.seed
+        return self.task.name, self.optimizer, self.entry.name, self.seed
 
 
 def cases(tasks: Sequence[Task], entries: Sequence[Entry], seeds: Sequence[int]) -> list[Case]:
@@ -153,23 +199,23 @@ def cases(tasks: Sequence[Task], entries: Sequence[Entry], seeds: Sequence[int])
         for task in tasks
         for optimizer in OPTIMIZERS
         for entry in entries
-        if task.name in entry.tasks and optimizer in entry.optimizers
+        if task.name in entry.tasks and optimizer in entry.optimizers and not (task.one_seed and seed != seeds[0])
     ]
 
 
-def chosen(patterns: Sequence[str]) -> tuple[Entry, ...]:
-    """Return stock DDP, which all are compared with, and the entries whose name has one of `patterns` in it.
+def chosen(patterns: Sequence[str], entries: Sequence[Entry] = ENTRIES) -> tuple[Entry, ...]:
+    """Return torch's own averages, which all are compared with, and the entries whose name has one of `patterns` in it.
 
     Raises ValueError when a pattern is in none.
     """
     for pattern in patterns:
-        if not any(pattern in entry.strategy for entry in ENTRIES):
-            known = ", ".join(entry.strategy for entry in ENTRIES)
+        if not any(pattern in entry.strategy for entry in entries):
+            known = ", ".join(entry.strategy for entry in entries)
             raise ValueError(f"{pattern!r} is in no strategy's name; known: {known}")
     return tuple(
         entry
-        for entry in ENTRIES
-        if not patterns or entry.strategy == STOCK or any(pattern in entry.strategy for pattern in patterns)
+        for entry in entries
+        if not patterns or entry.strategy in STOCK or any(pattern in entry.strategy for pattern in patterns)
     )
 
 

@@ -1,23 +1,25 @@
 """Predict how six models scale to thousands of GPUs: `python -m bench.evidence.scaling.predicted --json FILE`, minutes.
 
 Nothing is measured: commopt.simulate, with the assumptions of docs/simulator.md and those in the file's header. Stock
-DDP, the best exact average and the best that loses something, on 10, 25 and 100 Gb/s; and for ModelArts' figure, more
-than 0.8 for ResNet-50 at thousands of GPUs, the slowest network that reaches it.
+DDP, the best exact average and the best that loses something, on 1, 10, 25 and 100 Gb/s; for ModelArts' figure, more
+than 0.8 for ResNet-50 at thousands of GPUs, the slowest network that reaches it; and which published measurements the
+same simulator does not reproduce.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-import commopt
 from bench.document import table
+from bench.environment import machine
+from bench.evidence.scaling import published
 from bench.output import write_lines, written_by
-from commopt.command_line import Parser, content_of, output_file, whole
+from commopt.command_line import Parser, content_of, output_file
 from commopt.simulate import (
     ClusterSpec,
     Network,
@@ -32,11 +34,11 @@ from commopt.simulate import (
 )
 
 KIND = "predicted_scaling"
-# A usual batch of each; sequences of 128, 512 and 1,024 tokens, images of 224 x 224.
-BATCHES = {"resnet50": 128, "vgg16": 64, "swin-t": 64, "bert-base": 32, "bert-large": 16, "gpt2": 8}
-GBPS = (10, 25, 100)
-SHOWN_GPUS = (64, 512, 4096)
-NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+# Those of the published rates that computation is taken from (commopt/simulate/throughput.py).
+BATCHES = {"resnet50": 256, "vgg16": 384, "swin-t": 256, "bert-base": 256, "bert-large": 256, "gpt2": 12}
+GBPS = (1, 10, 25, 100)
+SHOWN_NODES = (2, 4, 16, 64, 512)
+NODES = (1, *SHOWN_NODES)
 STRATEGIES = ("stock", "lossless", "lossy")
 FLOOR, FLOOR_MODEL = 0.8, "resnet50"
 _NETWORKS_GBPS = (1, 2, 4, 5, 10, 16, 25, 40, 50, 100, 200)
@@ -46,8 +48,10 @@ _NETWORKS_GBPS = (1, 2, 4, 5, 10, 16, 25, 40, 50, 100, 200)
 class Assumptions:
     """What all predictions of a file rest on; the first line of the file."""
 
+    date: str
     command: str
     version: str
+    revision: str | None = None
     gpu: str = "a100"
     precision: str = "fp16"
     gpus_per_node: int = 8
@@ -55,8 +59,36 @@ class Assumptions:
     inter_latency_us: float = 15.0
     efficiency: float = 0.9
     straggler_sigma: float = 0.02
+    computation: Mapping[str, str] = field(default_factory=dict)
+    """By model: what its time rests on."""
+    claims: Sequence[Sequence[str]] = ()
+    """What others have published, beside what this simulator says of it: rows of `published.markdown`."""
     record: str = "assumptions"
     kind: str = KIND
+
+    def __str__(self) -> str:
+        """What belongs beside every table."""
+        told = (
+            f"Simulated, nothing measured. Assumed: {self.gpu.upper()}, {self.gpus_per_node} to a node with "
+            f"{self.intra_gb_per_s:g} GB/s between them, one port per node with {self.efficiency:g} of its line rate "
+            f"for payload, {self.inter_latency_us:g} us for a step between nodes, no other traffic, {self.precision} "
+            f"with float32 gradients, {self.straggler_sigma:.0%} of noise in what ranks compute."
+        )
+        computed = "; ".join(f"{name}: {note}" for name, note in self.computation.items())
+        missed = "; ".join(
+            f"{source}: {figure}, here {simulated}"
+            for source, figure, simulated, verdict, _ in self.claims
+            if verdict.startswith(published.NOT_REPRODUCED)
+        )
+        return f"{told} Computation: {computed}. Published measurements that it does not reproduce: {missed}."
+
+
+def assumptions(command: str, models: Iterable[str], kind: str = KIND) -> Assumptions:
+    """Return what predictions of these models rest on, published measurements beside it."""
+    now = machine()
+    given = Assumptions(now["date"], command, now["commopt"], now["revision"], kind=kind)
+    notes = {name: _workload(name, given, BATCHES[name]).note for name in models}
+    return replace(given, computation=notes, claims=[claim.shown() for claim in published.CLAIMS])
 
 
 @dataclass(frozen=True)
@@ -136,40 +168,42 @@ def main() -> None:
         "--json", type=output_file, metavar="FILE", help="write JSON lines: the assumptions, then predictions"
     )
     parser.add_argument("--show", type=content_of(read), metavar="FILE", help="print a table of such a file instead")
-    parser.add_argument("--gpus", type=whole(1), metavar="N", help="with --show: on that many, in per cent, by network")
+    parser.add_argument("--published", action="store_true", help="with --show: what others have measured instead")
     options = parser.parse_args()
     if options.show:
-        print(markdown(options.show[1], options.gpus))
+        given, found, _ = options.show
+        print(published.markdown(given.claims) if options.published else markdown(given, found))
         return
     told = "python -m bench.evidence.scaling.predicted" + (f" --json {options.json}" if options.json else "")
-    given = Assumptions(told, commopt.__version__)
-    found: list[Prediction] = []
+    given = assumptions(told, BATCHES)
+    found = []
     for number, name in enumerate(BATCHES, 1):
         print(f"{name}, up to {NODES[-1] * given.gpus_per_node} GPUs ({number} of {len(BATCHES)})", file=sys.stderr)
         found += predictions(given, [name], NODES)
     needs = list(floors(given, NODES[-1]))
     if options.json:
         write_lines(options.json, [asdict(given), *map(asdict, found), *map(asdict, needs)])
-    print(markdown(found))
+    print(markdown(given, found))
     for each in needs:
         network = "on none of these" if each.gbps is None else f"from {each.gbps:g} Gb/s on"
         print(f"{each.model} above {each.efficiency} at {each.gpus} GPUs, {each.strategy}: {network}")
 
 
-def markdown(found: Sequence[Prediction], gpus: int | None = None) -> str:
-    """Return a table of efficiencies, of every strategy in each cell: by number of GPUs, or in per cent on `gpus`."""
-    known = {(each.model, each.gbps, each.gpus, each.strategy): each.efficiency for each in found}
-
-    def cell(name: str, gbps: int, count: int, factor: int, digits: int) -> str:
-        return " / ".join(f"{factor * known[name, gbps, count, each]:.{digits}f}" for each in STRATEGIES)
-
-    named = {name: f"{name}, {batch}" for name, batch in BATCHES.items()}
-    if gpus is not None:
-        headings = ["model, batch per GPU", *(f"{gbps} Gb/s" for gbps in GBPS)]
-        return table(headings, [[named[name], *(cell(name, each, gpus, 100, 0) for each in GBPS)] for name in named])
-    counts = (8, *SHOWN_GPUS)
-    rows = [[named[name], str(gbps), *(cell(name, gbps, n, 1, 2) for n in counts)] for name in named for gbps in GBPS]
-    return table(["model, batch", "Gb/s", *(f"{count} GPUs" for count in counts)], rows)
+def markdown(given: Assumptions, found: Sequence[Prediction]) -> str:
+    """Return a table of efficiencies, those of every strategy in each cell, and what it rests on."""
+    known = {(each.model, each.gbps, each.nodes, each.strategy): each.efficiency for each in found}
+    shown = [count for count in SHOWN_NODES if any(each.nodes == count for each in found)]
+    rows = [
+        [
+            f"{name}, {batch}",
+            str(gbps),
+            *(" / ".join(f"{known[name, gbps, nodes, each]:.2f}" for each in STRATEGIES) for nodes in shown),
+        ]
+        for name, batch in BATCHES.items()
+        for gbps in GBPS
+    ]
+    headings = ["model, batch", "Gb/s", *(f"{nodes} nodes, {nodes * given.gpus_per_node} GPUs" for nodes in shown)]
+    return f"{table(headings, rows)}\n\n{given}"
 
 
 def read(path: Path) -> tuple[Assumptions, list[Prediction], list[Floor]]:

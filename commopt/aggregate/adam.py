@@ -1,0 +1,196 @@
+"""Adam's direction of a node's gradient, before it is compressed: what is left out is then owed in units of updates.
+
+Behind the wire Adam would divide by the square root of what was decoded, which is flat within a block of signs and
+lumpy where few elements are sent. In front of it all that comes after is linear, as error feedback needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import isfinite
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from commopt.aggregate.base import mark_non_finite
+from commopt.aggregate.rows import RowFormat
+from commopt.compress import ErrorFeedback
+from commopt.concise_repr import ConciseRepr
+from commopt.errors import ConfigurationError
+from commopt.feedback import EXP_AVG, EXP_AVG_SQ, SAMPLE_EVERY_STEPS, BufferContext, Layout, ResidualStore
+from commopt.groups import Team, TeamShape
+
+_LEAST_WEIGHT = 0.25  # of a new measurement of the agreement
+
+
+@dataclass(frozen=True, repr=False)
+class Adam(ConciseRepr):
+    """Adam (arXiv 1412.6980) in each node, before compression; the optimizer behind it is `CommState.optimizer`'s.
+
+    With g_k the mean gradient of node k of K (of rank k, without nodes), at step t:
+
+        m_k = b1 m_k + (1 - b1) g_k          u_k = (m_k / (1 - b1^t)) / (sqrt(v_k / (1 - b2^t)) + eps)
+        v_k = b2 v_k + (1 - b2) g_k^2        p_k = f u_k / K + e_k      e_k <- p_k - D(C(p_k))
+
+    and sum_k D(C(p_k)) takes the gradient's place. That is 1-bit Adam's order (arXiv 2102.02888, section 4) with each
+    node's own v, which is never frozen. Where nodes differ, v_k holds the noise of one node and not that of their mean,
+    so directions are short; f, of each tensor, makes up for it: 1 where all nodes have the same gradient, sqrt(K) where
+    they agree on nothing.
+
+    betas, eps: as torch.optim.AdamW's.
+    renew_every: the steps between exact averages of v over the nodes, each of which takes an all_reduce of float32;
+        None for never.
+    clip_norm: what the L2 norm of each node's gradient is clipped to before it enters m and v. A bucket cannot wait for
+        the others: the norm of all is taken to be as far from what v expects of all as this bucket's is from what v
+        expects of it. So a step with a spike is clipped at once; the first step is not. One number is exchanged per
+        step. None for no clipping.
+
+    Keeps m and v in float32 where residuals are kept: once per node, shared out among its ranks. Bias correction counts
+    the steps of the model, not of a parameter. Raises ConfigurationError.
+    """
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    renew_every: int | None = None
+    clip_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        betas = self.betas
+        if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(_is(b) and 0 <= b < 1 for b in betas):
+            raise ConfigurationError(f"Adam(betas={betas!r}) must be two numbers from 0 on and below 1, as (0.9, 0.95)")
+        object.__setattr__(self, "betas", tuple(betas))
+        if not _is(self.eps) or not 0 <= self.eps < 1:
+            raise ConfigurationError(f"Adam(eps={self.eps!r}) must be at least 0 and below 1, for example 1e-8")
+        every, limit = self.renew_every, self.clip_norm
+        if every is not None and (type(every) is not int or every < 1):
+            raise ConfigurationError(f"Adam(renew_every={every!r}) must be a number of steps from 1 on, or None")
+        if limit is not None and not (_is(limit) and isfinite(limit) and limit > 0):
+            raise ConfigurationError(f"Adam(clip_norm={limit!r}) must be a norm above 0, or None for no clipping")
+
+    def renews(self, step: int | None) -> bool:
+        """Return whether v is averaged over the nodes in `step` (None: in most)."""
+        return self.renew_every is not None and step is not None and (step + 1) % self.renew_every == 0
+
+    def direction(self, buffer: Tensor, team: TeamShape, scale: float, context: BufferContext) -> Tensor:
+        """Return this rank's f u_k / K, times the loss scale: float32, in scratch memory; m and v are staged.
+
+        `scale * buffer` is its part of the average. With `renew_every` collective over `team`.
+        """
+        store, layout, device = context.store, context.layout, buffer.device
+        assert store is not None  # Compressed sees to it
+        b1, b2 = self.betas
+        share, loss_scale = context.share or 1 / team.size, context.loss_scale
+        gradient = context.scratch.take("direction", layout.numel, torch.float32, device)
+        gradient.copy_(buffer).mul_(scale / share if loss_scale is None else scale / share / loss_scale)
+        (m, next_m), (v, next_v) = (context.moment(name, device) for name in (EXP_AVG, EXP_AVG_SQ))
+        steps: Any = store.committed_steps()
+        if self.clip_norm is not None:
+            self._clip(gradient, v, 1 - b2**steps, store)
+        torch.lerp(m, gradient, 1 - b1, out=next_m)
+        torch.mul(v, b2, out=next_v).addcmul_(gradient, gradient, value=1 - b2)
+        if team.size > 1 and self.renews(context.step):
+            assert isinstance(team, Team)
+            team.all_reduce(next_v, scale=share)
+        correction = [1 - beta ** (steps + 1) for beta in self.betas]
+        if self.clip_norm is not None:
+            store.expected[layout] = share * next_v.sum(dtype=torch.float64) / correction[1]
+        denominator = torch.sqrt(next_v, out=gradient).div_(correction[1] ** 0.5).add_(self.eps)
+        found = torch.div(next_m, denominator, out=gradient).mul_(share / correction[0])
+        if team.size > 1:
+            found.mul_(self._length(team.size, context, device))
+        if loss_scale is not None:
+            found.mul_(loss_scale)
+        mark_non_finite(found, next_v.isfinite().all())  # where the square overflows, the direction would be zero
+        return found
+
+    def compare(
+        self,
+        direction: Tensor,
+        result: Tensor,
+        team: TeamShape,
+        rows: RowFormat,
+        carries: Sequence[ErrorFeedback | None],
+        context: BufferContext,
+    ) -> None:
+        """Measure, every SAMPLE_EVERY_STEPS-th step, how far nodes agree: what others sent against this rank's own.
+
+        With c the cosine of two nodes' directions and a the share of the noise's square that b1 leaves in m, the share
+        of a gradient's square that all nodes agree on is h = a c / (1 - c + a c).
+        """
+        if context.step % SAMPLE_EVERY_STEPS or context.store is None:
+            return
+        others = torch.sub(result, direction)
+        for region, carry in zip(rows.regions, carries, strict=True):
+            if carry is None:
+                continue
+            left_out, done = carry.new - carry.decay * carry.old, 0
+            if carry.loss_scale is not None:
+                left_out *= carry.loss_scale
+            for begin, end in region.spans:
+                others[begin:end] += left_out[done : done + end - begin]
+                done += end - begin
+        lengths = _lengths(context.layout, direction.device)
+        share = context.share or 1 / team.size
+        squares = torch.segment_reduce(direction.square(), "sum", lengths=lengths, unsafe=True)
+        products = torch.segment_reduce(others.to(torch.float32).mul_(direction), "sum", lengths=lengths, unsafe=True)
+        cosine = (products / squares * (share / (1 - share))).clamp_(0.0, 1.0)
+        b1, steps = self.betas[0], 1 + cast(Any, context.store.committed_steps())
+        noise = (1 - b1) / (1 + b1) * (1 + b1**steps) / (1 - b1**steps)
+        found = noise * cosine / (1 - cosine + noise * cosine)
+        known = self._agreement(context, direction.device)
+        weight = max(_LEAST_WEIGHT, 1 / (1 + context.step // SAMPLE_EVERY_STEPS))
+        staged = context.store.stage_factors(known)
+        staged.copy_(torch.where(squares > 0, torch.lerp(known[:, 0], found, weight), known[:, 0]).unsqueeze(1))
+
+    def _length(self, nodes: int, context: BufferContext, device: torch.device) -> Tensor:
+        """Return f of each element [numel].
+
+        With h the share of a gradient's square that nodes agree on, the mean's square is h + (1 - h) / K of one node's.
+        """
+        agreed = self._agreement(context, device)[:, 0]
+        factors = (agreed + (1 - agreed) / nodes).rsqrt_()
+        lengths = _lengths(context.layout, device)
+        return factors.repeat_interleave(lengths, output_size=context.layout.numel)
+
+    def _agreement(self, context: BufferContext, device: torch.device) -> Tensor:
+        """Return h of each piece of the buffer [pieces, 1]: 1 until it is measured."""
+        pieces = len(context.layout.pieces)
+        begin = {"left": torch.empty(0, 1, device=device), "right": torch.ones(pieces, 1, device=device)}
+        return context.factors(context.layout, 1, (1,) * pieces, lambda side: begin[side].float()).rights
+
+    def _clip(self, gradient: Tensor, v: Tensor, correction: Any, store: ResidualStore) -> None:
+        """Scale a node's gradient down where the norm of all of it is likely above the limit; no host waits."""
+        if store.expected_square is None:  # before the first step
+            return
+        here = v.sum(dtype=torch.float64) / correction
+        expected = store.expected_square.to(gradient.device)
+        norm = torch.linalg.vector_norm(gradient, dtype=torch.float64) * (expected / here).sqrt()
+        factor = (self.clip_norm / norm).clamp(max=1.0)
+        gradient.mul_(torch.where(here > 0, factor, 1.0))
+
+
+def exchange_norm(store: ResidualStore, team: Team, device: torch.device) -> None:
+    """Add up, after the last bucket of a step, what all ranks of `team` expect of the next gradient; collective.
+
+    For Adam(clip_norm=...). Of a step that is not finite nothing is taken over.
+    """
+    total = torch.zeros(1, dtype=torch.float64, device=device)
+    for part in store.expected.values():
+        total += part
+    store.expected.clear()
+    team.all_reduce(total)
+    known = torch.zeros_like(total) if store.expected_square is None else store.expected_square.to(device)
+    store.expected_square = torch.where(total.isfinite(), total, known)
+
+
+@lru_cache(maxsize=1024)
+def _lengths(layout: Layout, device: torch.device) -> Tensor:
+    """Return the lengths of a buffer's pieces, on the device: copied there once."""
+    return torch.tensor([piece.numel for piece in layout.pieces], dtype=torch.int64, device=device)
+
+
+def _is(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,0 +1,367 @@
+"""Adam before the wire: torch.optim.AdamW where nothing is left out, and nothing is lost where something is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import commopt
+from commopt import DGC, Adam, Aggregator, Compressed, ConfigurationError, Hierarchical, OneBit
+from commopt.feedback import SAMPLE_EVERY_STEPS, Layout
+from commopt.groups import TeamShape
+from tests.catalogue import run_on
+from tests.chosen import threads
+from tests.feedback_training import NUMELS, Training, Vectors, residual_of, residuals_of, total, zero_gradients, zeros
+from tests.hook_training import assert_identical
+from tests.ranks import run
+
+EXACT = Hierarchical(Compressed(OneBit(64, start_step=1_000_000), adam=Adam()))  # dense for ever: exact
+SIGNS = Hierarchical(Compressed(OneBit(64), adam=Adam()))
+STRATEGIES: dict[str, Aggregator] = {
+    "exact": EXACT,
+    "signs": SIGNS,
+    "signs, flat": Compressed(OneBit(64), adam=Adam()),
+    "largest": Hierarchical(Compressed(DGC(0.05), adam=Adam())),
+    "renewed": Hierarchical(Compressed(OneBit(64), adam=Adam(renew_every=3))),
+    "clipped": Hierarchical(Compressed(OneBit(64), adam=Adam(clip_norm=1.0))),
+}
+LR, DECAY = 0.01, 0.1
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.layers = nn.Sequential(nn.Linear(30, 70), nn.Tanh(), nn.Linear(70, 41), nn.Tanh(), nn.Linear(41, 5))
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers(x) * self.frozen[0]
+        return y
+
+
+def data(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    x = torch.randn(8, 30, generator=generator)
+    return x, x[:, :5].sin() + 0.1 * torch.randn(8, 5, generator=generator)
+
+
+def groups_of(module: nn.Module) -> list[dict[str, Any]]:
+    matrices = [each for each in module.parameters() if each.requires_grad and each.dim() > 1]
+    others = [each for each in module.parameters() if each.requires_grad and each.dim() == 1]
+    return [{"params": matrices, "weight_decay": DECAY}, {"params": others, "lr": LR / 2, "weight_decay": 0.0}]
+
+
+class Trainer:
+    """A DDP model of one rank; `data_of` says whose data a rank sees."""
+
+    def __init__(
+        self, rank: int, aggregator: Aggregator, scaler: torch.amp.GradScaler | None = None, **options: Any
+    ) -> None:
+        self.rank, self.scaler = rank, scaler
+        self.module = Net()
+        self.ddp = TorchDDP(self.module, bucket_cap_mb=0.02)
+        self.comm = commopt.attach(self.ddp, aggregator, scaler=scaler, **options)
+        self.optimizer = self.comm.optimizer(groups_of(self.module), lr=LR)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.99)
+
+    def step(self, step: int, *, spoil: float = 1.0, micros: int = 1) -> None:
+        self.optimizer.zero_grad()
+        for micro in range(micros):
+            self.ddp.require_backward_grad_sync = micro + 1 == micros
+            x, y = data(self.rank, step * micros + micro)
+            loss = (self.ddp(x) - y).square().mean() * spoil
+            (self.scaler.scale(loss) if self.scaler else loss).backward()
+        if self.scaler:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            self.optimizer.step()
+        self.schedule.step()
+
+    def weights(self) -> Tensor:
+        return torch.cat([each.detach().flatten() for each in self.module.parameters()])
+
+
+def by_adamw(ranks: list[int], steps: int, micros: int = 1) -> Tensor:
+    """Train one replica with torch.optim.AdamW on the mean gradient of the ranks' data."""
+    module = Net()
+    optimizer = torch.optim.AdamW(groups_of(module), lr=LR, betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for rank in ranks:
+            for micro in range(micros):
+                x, y = data(rank, step * micros + micro)
+                ((module(x) - y).square().mean() / len(ranks)).backward()
+        optimizer.step()
+        schedule.step()
+    return torch.cat([each.detach().flatten() for each in module.parameters()])
+
+
+def train_exactly(rank: int, world_size: int, equal: bool, steps: int, micros: int) -> Tensor:
+    trainer = Trainer(0 if equal else rank, EXACT)
+    for step in range(steps):
+        trainer.step(step, micros=micros)
+    return trainer.weights()
+
+
+@pytest.mark.parametrize(
+    ("layout", "equal", "steps", "micros"),
+    [("2", False, 200, 1), ("3", False, 40, 2), ("1+1", True, 200, 1), ("2x2", True, 40, 1)],
+)
+def test_without_compression_it_is_adamw(layout: str, equal: bool, steps: int, micros: int) -> None:
+    """Groups, a schedule, decoupled decay, accumulation, a frozen parameter, and buckets that change on the way."""
+    results = run_on(layout, train_exactly, equal, steps, micros)
+    with threads(1):
+        expected = by_adamw([0] if equal else list(range(len(results))), steps, micros)
+    for weights in results:
+        assert torch.equal(weights, results[0])
+        assert float((weights - expected).norm() / expected.norm()) < 1e-6
+
+
+# ----------------------------------------------------------------------------------------- feedback
+
+
+def directions_of(state: Mapping[str, Any], before: Mapping[str, Any], step: int, nodes: int) -> Vectors:
+    """Return what this rank owes of a step, f u_k / K, by its moments; zero where others of the node hold them."""
+    roles = residuals_of(state)
+    means, squares = roles["inter.exp_avg/worker"], roles["inter.exp_avg_sq/worker"]
+    owed = zeros()
+    for name, mean in means.items():
+        mean_hat, square_hat = (
+            mean.double() / (1 - 0.9 ** (step + 1)),
+            squares[name].double() / (1 - 0.95 ** (step + 1)),
+        )
+        owed[name] = mean_hat / (square_hat.sqrt() + 1e-8) / nodes
+    agreed = {piece: 1.0 for piece in state["residuals"]["inter.exp_avg/worker"]}
+    for entry in (state if step % SAMPLE_EVERY_STEPS else before)["factors"]:  # as they were when it was sent
+        name, begin, end = entry["piece"]
+        agreed[f"{name}[{begin}:{end}]"] = float(entry["right"])
+    for piece, share in agreed.items():
+        name, _, span = piece.rpartition("[")
+        begin, end = map(int, span.rstrip("]").split(":"))
+        owed[name][begin:end] *= (share + (1 - share) / nodes) ** -0.5
+    return owed
+
+
+def keep_books(rank: int, world_size: int, name: str, nodes: int, steps: int) -> tuple[list[Vectors], str, list[float]]:
+    """Return, after the last step, what was owed, told and is left, and the agreement of the nodes."""
+    training = Training(rank, world_size, STRATEGIES[name], options={"bucket_cap_mb": 100})
+    owed = zeros()
+    for step in range(steps):
+        before = training.comm.state_dict()
+        training.step()
+        for key, values in directions_of(training.comm.state_dict(), before, step, nodes).items():
+            owed[key] += values
+    state = training.comm.state_dict()
+    agreed = [float(entry["right"]) for entry in state["factors"]]
+    return [owed, training.told, residual_of(state)], training.digest(), agreed
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "nodes"),
+    [("signs", "1+1", 2), ("largest", "2x2", 2), ("renewed", "2x2", 2), ("signs", "3x2", 3)],
+)
+def test_no_update_is_lost(name: str, layout: str, nodes: int) -> None:
+    """Directions of all steps are what was applied and what the residuals hold, f and the renewals of v included."""
+    results = run_on(layout, keep_books, name, nodes, 20)
+    assert_identical([digest for _, digest, _ in results])
+    owed, left = (total([books[place] for books, _, _ in results]) for place in (0, 2))
+    told = results[0][0][1]
+    for key, values in owed.items():
+        lost = float((values - told[key] - left[key]).abs().max())
+        assert lost < 1e-4, (key, lost)
+    assert max(float(values.abs().max()) for values in left.values()) > 0.1, "nothing was left out"
+    agreed = [each for _, _, mine in results for each in mine]
+    assert all(0 <= each <= 1 for each in agreed)
+    assert min(agreed) < 0.9  # every rank has gradients of its own
+
+
+def renewed_moments(rank: int, world_size: int) -> list[Tensor]:
+    """Return v of a parameter after steps 2 and 3 of three that renew it in every third."""
+    training = Training(rank, world_size, STRATEGIES["renewed"])
+    found = []
+    for _ in range(3):
+        training.step()
+        found.append(residuals_of(training.comm.state_dict())["inter.exp_avg_sq/worker"]["second.weight"])
+    return found[1:]
+
+
+def test_v_is_shared_exactly_now_and_then() -> None:
+    (second, third), (second_too, third_too) = run(renewed_moments, 2, nodes=(1, 1))
+    assert not torch.equal(second, second_too)
+    assert torch.equal(third, third_too)
+
+
+# ----------------------------------------------------------------------------------------- state
+
+
+def save_moments(rank: int, world_size: int, folder: str) -> list[Vectors]:
+    training = Training(rank, world_size, STRATEGIES["signs"])
+    for _ in range(4):
+        training.step()
+    state = training.comm.gathered_state_dict()
+    if state is not None:
+        torch.save(state, f"{folder}/state.pt")
+    roles = residuals_of(training.comm.state_dict())
+    return [roles["inter.exp_avg/worker"], roles["inter.exp_avg_sq/worker"]]
+
+
+def load_moments(rank: int, world_size: int, folder: str) -> tuple[list[Vectors], str]:
+    """Return both moments after a step with gradients of zero."""
+    training = Training(rank, world_size, STRATEGIES["signs"], chosen=zero_gradients)
+    training.comm.load_state_dict(torch.load(f"{folder}/state.pt"))
+    training.step()
+    roles = residuals_of(training.comm.state_dict())
+    return [roles.get(f"inter.{each}/worker", {}) for each in ("exp_avg", "exp_avg_sq")], training.digest()
+
+
+@pytest.mark.parametrize(("new", "nodes"), [("2x2 interleaved", 2), ("2+1", 2), ("3", 1)])
+def test_another_world_gets_the_average_of_the_moments(tmp_path: Path, new: str, nodes: int) -> None:
+    """Every node goes on with the mean of the old nodes' m and v, whatever its ranks are."""
+    saved = run_on("2x2", save_moments, str(tmp_path))
+    results = run_on(new, load_moments, str(tmp_path))
+    assert_identical([digest for _, digest in results])
+    for place, beta in ((0, 0.9), (1, 0.95)):
+        for name in NUMELS:
+            mean = sum(moments[place][name] for moments in saved if name in moments[place]) / 2
+            now = sum(moments[place][name] for moments, _ in results if name in moments[place]) / nodes
+            torch.testing.assert_close(now, beta * mean, rtol=1e-5, atol=1e-7)
+
+
+def load_gradients(rank: int, world_size: int) -> list[str]:
+    """Return what is said of a checkpoint of the other kind, in both directions."""
+    errors = []
+    kinds = [Hierarchical(Compressed(OneBit(64))), STRATEGIES["signs"]]
+    for one, other in (kinds, kinds[::-1]):
+        training = Training(rank, world_size, one)
+        training.step()
+        with pytest.raises(ConfigurationError) as caught:
+            Training(rank, world_size, other).comm.load_state_dict(training.comm.state_dict())
+        errors.append(str(caught.value))
+    return errors
+
+
+def test_residuals_of_gradients_and_of_updates_are_not_mixed() -> None:
+    (first, second), _ = run(load_gradients, 2, nodes=(1, 1))
+    assert "directions" in first
+    assert "exp_avg" in second
+
+
+# ----------------------------------------------------------------------------------------- clipping
+
+
+def clip_spikes(rank: int, world_size: int, factor: float) -> list[float]:
+    """Return, step by step, the norm that v expects of a gradient of norm 10, `factor` times it in step 40."""
+
+    def chosen(rank: int, step: int, dtype: torch.dtype) -> Vectors:
+        ones = {name: torch.ones(numel, dtype=dtype) for name, numel in NUMELS.items()}
+        norm = sum(NUMELS.values()) ** 0.5
+        return {name: values * 10 / norm * (factor if step == 40 else 1.0) for name, values in ones.items()}
+
+    training = Training(rank, world_size, STRATEGIES["clipped"], chosen=chosen)
+    norms = []
+    for _ in range(45):
+        training.step()
+        norms.append(training.comm.state_dict()["expected_square"] ** 0.5)
+    return norms
+
+
+def test_the_norm_of_all_gradients_is_clipped_before_the_moments() -> None:
+    """The first step is not clipped; a spike is, in its own step; all ranks and nodes expect the same."""
+    results = run(clip_spikes, 4, 1000.0, nodes=(2, 2))
+    assert len({tuple(norms) for norms in results}) == 1
+    norms = results[0]
+    assert norms[0] == pytest.approx(10.0)
+    # Only what the first step left is above the limit, and fades: (1 + 99 (1 - b2) b2^t / (1 - b2^(t+1)))^(1/2).
+    assert norms[39] == pytest.approx((1 + 99 * 0.05 * 0.95**39 / (1 - 0.95**40)) ** 0.5, rel=1e-3)
+    assert norms[40] <= norms[39]
+
+
+# ----------------------------------------------------------------------------------------- what is refused
+
+
+def step_by(rank: int, world_size: int, make: Callable[[Any], torch.optim.Optimizer]) -> str:
+    ddp = TorchDDP(Net())
+    comm = commopt.attach(ddp, "hierarchical_onebit", adam=Adam())
+    optimizer = make(ddp.parameters())
+    ddp(data(rank, 0)[0]).sum().backward()
+    with pytest.raises(ConfigurationError) as caught:
+        optimizer.step()
+    ours = comm.optimizer(ddp.parameters(), lr=0.1)
+    ours.step()
+    unrelated = torch.optim.Adam([nn.Parameter(torch.ones(2))])
+    unrelated.step()
+    return str(caught.value)
+
+
+def sgd_with_momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"), [(torch.optim.AdamW, "AdamW"), (torch.optim.RMSprop, "RMSprop"), (sgd_with_momentum, "momentum")]
+)
+def test_a_second_adam_is_refused_by_name(make: Callable[[Any], torch.optim.Optimizer], name: str) -> None:
+    for message in run(step_by, 2, make, nodes=(1, 1)):
+        assert name in message
+        assert "comm.optimizer(" in message
+
+
+def ask_wrongly(rank: int, world_size: int) -> list[str]:
+    ddp = TorchDDP(Net())
+    comm = commopt.attach(ddp, "hierarchical_onebit", adam=True)
+    gradients = commopt.attach(TorchDDP(Net()), "hierarchical")
+    wrong: list[Callable[[], object]] = [
+        lambda: gradients.optimizer(ddp.parameters(), lr=0.1),
+        lambda: comm.optimizer([{"params": ddp.parameters(), "betas": (0.9, 0.99)}], lr=0.1),
+        lambda: comm.optimizer([nn.Parameter(torch.ones(2))], lr=0.1),
+    ]
+    messages = []
+    for each in wrong:
+        with pytest.raises(ConfigurationError) as caught:
+            each()
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_what_optimizer_refuses() -> None:
+    for messages in run(ask_wrongly, 2):
+        for message, part in zip(messages, ("adam=commopt.Adam()", "betas=(0.9, 0.99)", "1 of 1"), strict=True):
+            assert part in message
+
+
+@pytest.mark.parametrize(
+    ("make", "part"),
+    [
+        (lambda: Adam(betas=(0.9, 1.0)), "betas=(0.9, 1.0)"),
+        (lambda: Adam(eps=-1.0), "eps=-1.0"),
+        (lambda: Adam(renew_every=0), "renew_every=0"),
+        (lambda: Adam(clip_norm=0), "clip_norm=0"),
+        (lambda: Compressed(OneBit(), adam="yes"), "adam='yes'"),  # type: ignore[arg-type]
+        (lambda: Compressed(OneBit(), feedback=None, adam=Adam()), "feedback"),
+        (lambda: Compressed(DGC(momentum=0.9), adam=Adam()), "twice"),
+        (lambda: commopt.hierarchical_powersgd(adam=Adam()), "no option adam"),
+    ],
+)
+def test_settings_that_make_no_sense(make: Callable[[], object], part: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(part)):
+        make()
+
+
+def test_renewals_are_accounted_for() -> None:
+    """Bytes of step 2, which renews v, and of the others; several steps are alike in what they send."""
+    aggregator, layout, team = STRATEGIES["renewed"], Layout.of_parameters([("a", (100, 128))]), TeamShape.of((2, 2))
+    usual, renewing = (
+        aggregator.wire_bytes(layout, torch.float32, team, torch.device("cpu"), step).inter for step in (1, 2)
+    )
+    assert renewing - usual == 100 * 128 * 4 // 2  # of two ranks with half of it, each sends what the other lacks
+    assert [aggregator.phase(step) for step in range(7)] == [0, 0, 2, 0, 0, 2, 0]
