@@ -73,7 +73,8 @@ def measure(torch: str, base: str, processes: int) -> Version:
         log = out / f"{torch}.{name}.log"
         if run(command, variables, log, limit_s).status == 0:
             return ""
-        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()] or ["no word"]
+        text = log.read_text(errors="replace").replace(f"{ROOT}/", "")
+        lines = [line for line in text.splitlines() if line.strip()] or ["no word"]
         return f"{name}: {([line for line in lines if 'error:' in line.lower()] or lines)[-1][:200]}"
 
     try:

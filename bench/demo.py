@@ -16,6 +16,12 @@ from commopt.command_line import Parser
 
 _NODES = 2
 _RANKS_PER_NODE = 2
+# Torch's own hooks and plain PowerSGD beside commopt's presets, 25 s each, to a loss that stock DDP reaches as well.
+_CONTEST = (
+    "--strategies=ddp,torch_fp16,torch_powersgd,unoverlapped_powersgd,hierarchical,hierarchical_bf16,"
+    "hierarchical_quantized:bits=4,hierarchical_powersgd",
+    *("--seconds=25", "--look-every=2", "--target-loss=3"),
+)
 
 
 def choose_launcher(missing: str | None, rate: str) -> tuple[list[str], dict[str, str], str]:
@@ -51,7 +57,7 @@ def main() -> None:
     except (OSError, ValueError) as error:
         parser.error(str(error))
     files = ["--json", str(options.output / "training.json"), "--plot", str(options.output / "training.png")]
-    arguments = ["-m", *launcher, "-m", "bench.training", *files, *others]
+    arguments = ["-m", *launcher, "-m", "bench.training", *files, *_CONTEST, *others]
     settings = "".join(f"{name}={value} " for name, value in environment.items())
     print(f"{why}\n\n{settings}{shlex.join(['python', *arguments])}\n", flush=True)
     # Replaced, not started, so that Ctrl-C reaches the launcher alone and it can take everything down.

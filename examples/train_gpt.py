@@ -130,17 +130,21 @@ def choose_averaging(model: nn.Module, strategy: str, **options: Any) -> commopt
     return commopt.attach(model, strategy, **options)  # <- this is all it takes; options are not needed
 
 
-def parallelize(model: "GPT", parallel: str, device: torch.device) -> nn.Module:
+def parallelize(model: "GPT", parallel: str, device: torch.device, bf16: bool = False) -> nn.Module:
     """Return the model under DDP; sharded inside each node ("hsdp"), or over all ranks ("fsdp"), by FSDP2.
 
-    "node" is "hsdp" whose nodes do not communicate.
+    "node" is "hsdp" whose nodes do not communicate. bf16: FSDP2 computes in bfloat16 and reduces in float32.
     """
     if parallel == "ddp":
+        if bf16:
+            raise SystemExit("--bf16 is for --parallel hsdp and fsdp; leave it out")
         return DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
     from torch.distributed.device_mesh import init_device_mesh  # which DDP does not need
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    world, local = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    # COMMOPT_RANKS_PER_NODE lets the ranks of one machine pass for several nodes.
+    local = int(os.environ.get("COMMOPT_RANKS_PER_NODE") or os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    world = dist.get_world_size()
     if world % local:
         raise SystemExit(f"--parallel {parallel} needs equal nodes; {world} ranks are not a multiple of {local}")
     mesh = init_device_mesh(device.type, (world // local, local), mesh_dim_names=("replicate", "shard"))
@@ -148,9 +152,9 @@ def parallelize(model: "GPT", parallel: str, device: torch.device) -> nn.Module:
         mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
     elif parallel == "node":
         mesh = mesh["shard"]
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=mesh, mp_policy=policy)
     return model
 
 
@@ -163,7 +167,7 @@ class Training:
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
         torch.manual_seed(options.seed)
         model = GPT(options.layers, options.width, options.context).to(device)
-        self.model: nn.Module = parallelize(model, options.parallel, device)
+        self.model: nn.Module = parallelize(model, options.parallel, device, options.bf16)
         self.learning_rate = learning_rate = options.learning_rate or LEARNING_RATES[options.optimizer]
         self.decay_steps = options.decay_steps
         self.optimizer: torch.optim.Optimizer
@@ -227,6 +231,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--context", type=int, default=64, help="bytes the model sees (default 64)")
     parser.add_argument("--parallel", choices=PARALLEL, default="ddp", help="how the model is spread (default ddp)")
+    parser.add_argument("--bf16", action="store_true", help="FSDP2 computes in bfloat16 and reduces in float32")
     parser.add_argument("--batch", type=int, default=2, help="windows per rank and step (default 2)")
     parser.add_argument("--optimizer", choices=LEARNING_RATES, default="adamw")
     parser.add_argument("--momentum", type=float, default=0.9, help="of SGD; 0 when the hook has its own (default 0.9)")

@@ -53,6 +53,10 @@ def hsdp_mesh(replicas: int = 2, shards: int = 2) -> DeviceMesh:
     return _meshes[key]
 
 
+def over_all_ranks() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
+
+
 @dataclass
 class Made:
     """How a model is made: `shard` wraps its parts, `change` alters it before and `adjust` after that."""
@@ -64,10 +68,12 @@ class Made:
     adjust: Callable[[Net], None] = lambda net: None
     mesh: DeviceMesh | None = None
     dtype: torch.dtype = torch.float32
+    model: type[Net] = Net
+    seed: int = 0
 
     def __call__(self) -> Net:
-        torch.manual_seed(0)
-        net = Net(self.sizes).to(self.dtype)
+        torch.manual_seed(self.seed)
+        net = self.model(self.sizes).to(self.dtype)
         self.change(net)
         options = {"mesh": self.mesh or hsdp_mesh(), **self.options}
         (self.shard or each_layer)(net, **options)
@@ -76,7 +82,7 @@ class Made:
 
 
 def each_layer(net: Net, **options: Any) -> None:
-    for layer in net.layers:
+    for layer in dict.fromkeys(net.layers):
         fully_shard(layer, **options)
     fully_shard(net, **options)
 
@@ -101,6 +107,13 @@ def local(net: nn.Module) -> list[Tensor]:
 
 def same(one: list[Tensor], other: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def differences(one: Any, other: Any) -> float:
+    """Return the largest difference between any two parameters, over all ranks."""
+    largest = torch.stack([(a - b).abs().max() for a, b in zip(local(one), local(other), strict=True) if a.numel()])
+    dist.all_reduce(largest := largest.max(), op=dist.ReduceOp.MAX)
+    return float(largest)
 
 
 def plain_steps(net: Net, steps: int, first: int = 0, **forward: Any) -> None:

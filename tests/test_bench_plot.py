@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
+from bench.evidence.convergence.report import read as read_convergence
+from bench.evidence.convergence.report import summarize
 from bench.plot import evidence, training
 from bench.plot.__main__ import draw_all, main
 from bench.plot.pictures import PICTURES, drawings, kind_of
+from bench.plot.style import label_ends, panels, style_of
+from bench.training.report import headline
 from bench.training.report import read as read_training
 
 ROOT = Path(__file__).parents[1]
@@ -90,11 +94,9 @@ def test_all_is_drawn_from_the_files_alone(tmp_path: Path, capsys: pytest.Captur
     [
         (["hook_overhead.json", "-o", "out.png"], "is no result of a benchmark that there is a picture of"),
         (["bucketing.json", "convergence.json", "-o", "out.png"], "draw one kind at a time"),
-        (["bucketing.json", "-o", "out.png", "--figure", "time_to_loss"], "known: bucketing"),
         (["training_50mbit.json", "demo_200mbit.json", "-o", "out.png"], "a picture of one file, not of 2"),
         (["bucketing.json"], "name the files and, with -o"),
         (["-o", "out.png"], "name the files and, with -o"),
-        (["--figure", "busbw"], "name the files and, with -o"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(
@@ -119,23 +121,50 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     return saved
 
 
-def test_learning_has_a_mark_for_each_strategy_at_what_it_sent(figures: list[Figure]) -> None:
+def test_learning_has_a_mark_for_each_preset_at_what_it_sent(figures: list[Figure]) -> None:
     evidence.draw_learning(RESULTS / "convergence.json", Path("unused.png"))
-    titles = [axes.get_title(loc="left") for axes in figures[0].axes]
+    titles = [axes.get_title(loc="left").partition(":")[0] for axes in figures[0].axes]
     assert titles == ["digits, SGD with momentum", "digits, AdamW", "gpt, SGD with momentum", "gpt, AdamW"]
-    lines = {str(line.get_label()): line for line in figures[0].axes[2].lines}
-    runs = [json.loads(text) for text in (RESULTS / "convergence.json").read_text().splitlines()[1:]]
-    own = [run for run in runs if (run["task"], run["optimizer"], run["strategy"]) == ("gpt", "sgd", "hierarchical")]
-    (mib,), (end,) = np.asarray(lines["hierarchical"].get_data())
-    assert mib == pytest.approx(own[0]["inter_bytes_per_step"] * 400 / 2**20, rel=1e-3)
-    assert end == pytest.approx(np.mean([run["curve"][-1]["held_out_loss"] for run in own]))
+    labels = {text.get_text(): text for text in figures[0].axes[2].texts}  # at the height of a mark, tied to it
+    assert not any("alternating" in name or "feedback" in name for name in labels)
+    _, runs = read_convergence(RESULTS / "convergence.json")
+    for strategy, name in (("hierarchical", "hierarchical"), ("hierarchical_quantized:bits=2", "quantized:bits=2")):
+        own = [run for run in runs if (run.task, run.optimizer, run.strategy) == ("gpt", "sgd", strategy)]
+        (found,) = (
+            each
+            for each in figures[0].axes[2].lines
+            if np.asarray(each.get_xdata()).tolist() == [own[0].inter_bytes_per_step * 400 / 2**20]  # type: ignore[operator]
+            and each.get_marker() == "o"
+        )
+        worse = [each.percent_of_loss for each in summarize(runs) if (each.task, each.optimizer) == ("gpt", "sgd")]
+        assert np.asarray(found.get_ydata()).item() in [pytest.approx(each) for each in worse]
+        assert labels[name].get_color() == found.get_color() == style_of(strategy).colour
 
 
-def test_time_to_a_loss_is_that_of_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    saved: list[Figure] = []
-    monkeypatch.setattr(training, "save", lambda figure, path: saved.append(figure))
-    training.draw_time_to_loss(RESULTS / "training_200mbit.json", Path("unused.png"))
+def test_time_to_a_loss_is_that_of_the_file_and_the_title_says_it(figures: list[Figure]) -> None:
+    training.draw_file(RESULTS / "training_200mbit.json", Path("unused.png"))
     environment, outcomes = read_training(RESULTS / "training_200mbit.json")
     assert environment.target_loss == 2.7
-    widths = [bar.get_width() for bar in saved[0].axes[1].patches]  # type: ignore[attr-defined]
+    widths = [bar.get_width() for bar in figures[0].axes[1].patches]  # type: ignore[attr-defined]
     assert widths == [outcome.seconds_to(2.7) or environment.seconds for outcome in outcomes]
+    title = "To a held-out loss of 2.7: 11.6 s with hierarchical_quantized:bits=4, 10.8 s with unoverlapped_powersgd, "
+    assert headline(environment, outcomes) == title + "not in 20 s with ddp"
+
+
+def test_a_method_has_one_colour_whoever_made_it() -> None:
+    """And different methods that pictures show together have different ones."""
+    alike = {"torch_powersgd", "unoverlapped_powersgd", "powersgd", "hierarchical_powersgd:matrix_rank=16"}
+    assert {style_of(name).colour for name in alike} == {style_of("powersgd").colour}
+    assert {style_of(name).line for name in alike} == {"--", ":", "-"}
+    names = ("ddp", "flat", "hierarchical", "torch_fp16", "hierarchical_quantized", "quantized:bits=4", "powersgd")
+    assert len({style_of(name).colour for name in (*names, "onebit", "dgc", "auto", "LocalSGD(period=2)")}) == 11
+
+
+def test_labels_stay_apart_and_inside() -> None:
+    _, (axes,) = panels(1, "a title", columns=1)
+    axes.plot([0, 1], [0, 1])
+    label_ends(axes, [(1, height, f"line {height}", "black") for height in (0.5, 0.51, 0.52, 0.99, 1.0)], gap=0.1)
+    heights = [text.get_position()[1] for text in axes.texts]
+    assert [text.get_text() for text in axes.texts] == [f"line {height}" for height in (0.5, 0.51, 0.52, 0.99, 1.0)]
+    assert all(upper - lower > 0.0999 for lower, upper in pairwise(heights))
+    assert max(heights) <= 1.0

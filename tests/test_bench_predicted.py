@@ -22,7 +22,7 @@ RESULTS = Path(__file__).parents[1] / "bench" / "results"
 
 
 def given() -> Assumptions:
-    return Assumptions("a test", commopt.__version__)
+    return Assumptions("2030-01-01", "a test", commopt.__version__)
 
 
 def test_more_gpus_are_less_efficient_and_faster_networks_more() -> None:

@@ -17,6 +17,7 @@ from bench.evidence.convergence import plan, report
 from bench.evidence.convergence.ranks import parse_options
 from bench.evidence.convergence.report import Environment, Point, Run
 from bench.training.report import Look, Outcome
+from bench.training.strategies import require_known
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = Environment(
@@ -70,7 +71,7 @@ def test_every_preset_is_compared_and_every_strategy_exists() -> None:
     assert set(commopt.PRESETS) - {"auto"} <= set(strategies)
     for entry in plan.ENTRIES[1:]:
         assert entry.aggregator or commopt.build_preset(entry.strategy)
-    assert strategies[0] == plan.STOCK
+    assert strategies[0] == "ddp"
     without_feedback = [strategy for strategy in strategies if strategy.endswith(plan.NO_FEEDBACK)]
     assert {strategy.removesuffix(plan.NO_FEEDBACK) for strategy in without_feedback} <= set(strategies)
     for family in ("onebit", "dgc", "powersgd"):
@@ -86,6 +87,19 @@ def test_options_of_the_ranks_are_those_of_the_command(monkeypatch: pytest.Monke
     assert list(options.seeds) == [0]
     assert options.link_json == tmp_path / "a_50mbit.json"
     assert options.command == f"python -m bench.evidence.convergence {' '.join(arguments)}"
+
+
+def test_sharded_strategies_are_those_of_their_mesh(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = {task.name: task.model[task.model.index("--parallel") + 1] for task in plan.SHARDED_TASKS}
+    for case in plan.cases(plan.SHARDED_TASKS, plan.SHARDED_ENTRIES, range(2)):
+        require_known(case.entry.strategy, known[case.task.name])
+        assert case.seed == 0 or not case.task.one_seed
+    monkeypatch.setattr(sys, "argv", ["bench.evidence.convergence", "--task", "hsdp"])
+    with pytest.raises(SystemExit):
+        parse_options()
+    assert "--task hsdp needs --sharded" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------ the file
@@ -148,7 +162,42 @@ def test_table() -> None:
     assert found["hierarchical_dgc"]["s to loss, SGD"] == "-"
 
 
+def test_parameters_that_end_as_stocks_are_said_to() -> None:
+    exact, other, stock = (
+        replace(made("hsdp", name, [2.0]), optimizer="adamw", digest=digest)
+        for name, digest in (("flat", "a"), ("hierarchical_bf16", "b"), ("hsdp", "a"))
+    )
+    cells = [row["hsdp AdamW"] for row in report.rows([exact, other, stock], [])]
+    assert cells == ["2.000 (the same bits)", "2.000 (+0.0 %)", "2.000 (+0.0 %)"]
+
+
 # ----------------------------------------------------------------------------------- the real thing
+
+
+def trained(*arguments: str) -> str:
+    """Return what the benchmark writes to stderr beside its table, which it prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.evidence.convergence", "--quick", "--no-link", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{report.markdown(Path(arguments[-1]))}\n"
+    return done.stderr
+
+
+def test_a_short_sharded_run(tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    trained("--sharded", "--task", "fsdp", "--only", "weights8", "--json", str(file))
+    stock, compressed = report.read(file)[1]
+    assert (stock.strategy, compressed.strategy) == ("fsdp", "hierarchical_quantized+weights8")
+    assert stock.parameters == compressed.parameters == 134_656
+    assert stock.digest != compressed.digest
+    assert compressed.loss == pytest.approx(stock.loss, rel=0.05)
+    # A byte of each gradient, and of each weight, which leave both nodes once.
+    assert compressed.inter_bytes_per_step == pytest.approx(2 * stock.parameters, rel=0.1)
 
 
 def test_a_short_run_goes_on_with_a_file(tmp_path: Path) -> None:
@@ -156,26 +205,7 @@ def test_a_short_run_goes_on_with_a_file(tmp_path: Path) -> None:
     settings = plan.settings(plan.quick(plan.TASKS))
     known = made("digits", "ddp", [2.0, 1.9], accuracy=0.2)
     report.write(file, replace(ENVIRONMENT, torch=torch.__version__, settings=settings), [known])
-    arguments = [
-        "--quick",
-        "--no-link",
-        "--task",
-        "digits",
-        "--only",
-        "bf16",
-        "--json",
-        str(file),
-    ]
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.evidence.convergence", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "3 trainings, 1 done before" in done.stderr
-    assert done.stdout == f"{report.markdown(file)}\n"
+    assert "3 trainings, 1 done before" in trained("--task", "digits", "--only", "bf16", "--json", str(file))
     first, *added = report.read(file)[1]
     assert first == known
     assert [(run.optimizer, run.strategy) for run in added] == [

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from commopt import DGC, Aggregator, Compressed, Flat, Hierarchical, Layout, PowerSGD
 from commopt.aggregate import context_for
+from commopt.errors import ConfigurationError
 from commopt.feedback import BufferContext, Feedback, ResidualStore
 from commopt.groups import Team, TeamShape
 from commopt.lanes import Work
@@ -423,13 +424,32 @@ def test_a_bucket_nobody_reports_on_is_judged_with_the_step(exact_first: bool) -
     exact, compressed = [torch.full((2,), float("nan"))], [torch.zeros(3)]
     if exact_first:
         store.end_bucket(exact, last=False)
-    store.stage(store.slot("", "worker", A, CPU, torch.float32, A)).fill_(1.0)
+    store.stage(store.slot("", "worker", A, CPU, torch.float32, A))[1].fill_(1.0)
     store.flags.append(torch.tensor(True))
     store.end_bucket(compressed, last=exact_first)
     if not exact_first:
         store.end_bucket(exact, last=True)
     assert not kept(store)
     assert store.stats()["dropped_commits"] == 1
+
+
+def test_what_a_step_sends_twice_continues_from_its_first_residual() -> None:
+    store = ResidualStore(per_step=True)
+    for step, verdict in enumerate((True, False)):  # committed, then dropped
+        found = []
+        for value in (1.0, 2.0):
+            old, new = store.stage(store.slot("", "worker", A, CPU, torch.float32, A))
+            found.append(old.tolist())
+            new.fill_(value)
+            store.flags.append(torch.tensor(verdict or value == 2.0))
+            store.end_bucket((), last=False)
+        assert found == [[2.0 * step] * 3, [1.0] * 3]
+        store.end_bucket((), last=True)
+        assert [slot.values.tolist() for slot in store.slots()] == [[2.0] * 3]
+    store.stage(store.slot("", "worker", A, CPU, torch.float32, A))
+    both = Layout.of_parameters([("a", 3), ("b", 2)])
+    with pytest.raises(ConfigurationError, match="two messages that are not of the same parameters"):
+        store.slot("", "worker", both, CPU, torch.float32, both)
 
 
 def test_what_concerns_no_residual_is_not_judged() -> None:

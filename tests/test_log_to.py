@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import csv
 import logging
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,60 +25,34 @@ from tests.ranks import run
 from tests.sharded_training import Made, plain_steps
 
 EVERY = 4
-Written = list[tuple[int, dict[str, float]]]
+Written = dict[int, dict[str, float]]  # scalars by step
 
 
-class Fake:
-    """A logger with the signature of a real one."""
+def fakes(written: Sequence[Written]) -> list[Any]:
+    """Return loggers with the signatures of TensorBoard's, Lightning's, W&B's and transformers', and a function."""
 
-    def __init__(self) -> None:
-        self.written: Written = []
+    def note(place: int, step: int, scalars: dict[str, float]) -> None:
+        known = {name: value for name, value in scalars.items() if name != "comm/step"}
+        written[place].setdefault(step, {}).update(known)
 
-    def found(self) -> Written:
-        """Return what was written, by step."""
-        by_step: dict[int, dict[str, float]] = {}
-        for step, scalars in self.written:
-            by_step.setdefault(step, {}).update(scalars)
-        return list(by_step.items())
+    def add_scalar(tag, scalar_value, global_step=None, walltime=None, new_style=False, double_precision=False) -> None:
+        note(0, global_step, {tag: scalar_value})
 
-
-class SummaryWriter(Fake):
-    """Torch's, of TensorBoard."""
-
-    def add_scalar(
-        self, tag, scalar_value, global_step=None, walltime=None, new_style=False, double_precision=False
-    ) -> None:
-        self.written.append((global_step, {tag: scalar_value}))
-
-
-class LightningLogger(Fake):
-    def log_metrics(self, metrics, step=None) -> None:
-        self.written.append((step, metrics))
-
-
-class WandbRun(Fake):
-    def define_metric(self, name, step_metric=None, step_sync=None, hidden=None) -> None:
-        assert (name, step_metric) == ("comm/*", "comm/step")
-
-    def log(self, data, step=None, commit=None) -> None:
+    def of_wandb(data, step=None, commit=None) -> None:
         assert step is None, "W&B takes no step that is lower than its own, which counts calls"
-        self.written.append((data.pop("comm/step"), data))
+        note(2, data["comm/step"], data)
+
+    defined = lambda name, step_metric=None, step_sync=None, hidden=None: None  # noqa: E731
+    return [
+        SimpleNamespace(add_scalar=add_scalar),
+        SimpleNamespace(log_metrics=lambda metrics, step=None: note(1, step, metrics)),
+        SimpleNamespace(log=of_wandb, define_metric=defined),
+        SimpleNamespace(log=lambda logs, start_time=None: note(3, logs["comm/step"], logs)),
+        written[4].__setitem__,
+    ]
 
 
-class Trainer(Fake):
-    """Of transformers."""
-
-    def log(self, logs, start_time=None) -> None:
-        assert start_time is None
-        self.written.append((logs.pop("comm/step"), logs))
-
-
-class Function(Fake):
-    def __call__(self, step: int, scalars: dict[str, float]) -> None:
-        self.written.append((step, scalars))
-
-
-def rows_of(path: Path) -> Written:
+def rows_of(path: Path) -> list[tuple[int, dict[str, float]]]:
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert all(tuple(row) == ("step", *SCALARS) for row in rows)
@@ -95,50 +72,43 @@ def attached(choice: str = "hierarchical_quantized:bits=4", **options: Any) -> t
     return ddp, commopt.attach(ddp, choice, **options)
 
 
-def log_everywhere(rank: int, world_size: int, folder: str) -> tuple[list[Written], dict[str, Any], int]:
+def log_everywhere(rank: int, world_size: int, folder: str) -> tuple[list[Written], Any, dict[str, Any], int]:
     ddp, state = attached()
-    loggers = [SummaryWriter(), LightningLogger(), WandbRun(), Trainer(), Function()]
-    path = Path(folder, "log.csv")
+    written, path = [Written() for _ in range(5)], Path(folder, "log.csv")
     train(ddp, rank, 0, 1)
-    for target in (*loggers, path):
+    for target in (*fakes(written), path):
         state.log_to(target if rank == 0 else None, EVERY)
     train(ddp, rank, *range(2, 9))
-    written, stats, messages = (
-        [logger.found() for logger in loggers],
-        state.stats(),
-        len(state._registration.step.buffers),
-    )
+    stats, messages = state.stats(), len(state._registration.step.buffers)
     ddp, state = attached()  # a run that goes on
     state.log_to(str(path), EVERY)
     train(ddp, rank, *range(5))
-    return [*written, rows_of(path)], stats, messages
+    return written, rows_of(path), stats, messages
 
 
 def test_every_logger_gets_what_the_state_says(tmp_path: Path) -> None:
-    (written, stats, messages), (of_rank_1, *_) = run(log_everywhere, 2, str(tmp_path), nodes=(1, 1))
-    assert of_rank_1 == [[]] * 5 + written[-1:]
-    assert [[step for step, _ in each] for each in written] == [[4, 8]] * 5 + [[4, 8, 4]]
-    for each in written:
-        for _, scalars in each:
-            assert set(scalars) == set(SCALARS)
-            assert scalars["comm/compute_ms"] + scalars["comm/exposed_ms"] == pytest.approx(scalars["comm/step_ms"])
-            assert 0 <= scalars["comm/waiting_ms"] <= scalars["comm/exposed_ms"]
-            assert 0 < scalars["comm/compression_error"] < 1
-            assert scalars["comm/inter_bytes"] == stats["inter_bytes"] / stats["steps"]
-            assert (scalars["comm/intra_bytes"], scalars["comm/plan_changes"]) == (0, 0)
-            assert scalars["comm/messages"] == messages
-    assert written[0][-1][1]["comm/residual_norm"] == pytest.approx(stats["residual_norm"], rel=0.5)  # a step later
+    (written, rows, stats, messages), (elsewhere, *_) = run(log_everywhere, 2, str(tmp_path), nodes=(1, 1))
+    assert elsewhere == [{}] * 5
+    assert [list(each) for each in written] == [[4, 8]] * 5
+    assert [step for step, _ in rows] == [4, 8, 4]
+    for scalars in [*(scalars for each in written for scalars in each.values()), *(scalars for _, scalars in rows)]:
+        assert set(scalars) == set(SCALARS)
+        assert scalars["comm/compute_ms"] + scalars["comm/exposed_ms"] == pytest.approx(scalars["comm/step_ms"])
+        assert 0 <= scalars["comm/waiting_ms"] <= scalars["comm/exposed_ms"]
+        assert 0 < scalars["comm/compression_error"] < 1
+        assert scalars["comm/residual_norm"] > 0
+        assert scalars["comm/inter_bytes"] == stats["inter_bytes"] / stats["steps"]
+        assert (scalars["comm/intra_bytes"], scalars["comm/plan_changes"]) == (0, 0)
+        assert scalars["comm/messages"] == messages
 
 
 def write_with_the_real_one(rank: int, world_size: int, folder: str) -> None:
     from torch.utils.tensorboard import SummaryWriter as Real
 
     ddp, state = attached()
-    writer = Real(folder) if rank == 0 else None
-    state.log_to(writer, 2)
-    train(ddp, rank, 0, 1)
-    if writer is not None:
-        writer.close()
+    with Real(folder) if rank == 0 else nullcontext() as writer:
+        state.log_to(writer, 2)
+        train(ddp, rank, 0, 1)
 
 
 def test_tensorboard_reads_it(tmp_path: Path) -> None:
@@ -154,39 +124,35 @@ def test_tensorboard_reads_it(tmp_path: Path) -> None:
 def keep_recording(rank: int, world_size: int) -> Written:
     """Planning measures some steps and then records no more, but for a logger; ranks that have run out do not hang."""
     ddp, state = attached("hierarchical", plan="adaptive")
-    function = Function()
-    state.log_to(function, 2)
+    written = Written()
+    state.log_to(written.__setitem__, 2)
     state.freeze()
     with ddp.join():
         train(ddp, rank, *range(4 + 2 * rank))
-    return function.found()
+    return written
 
 
 def test_steps_are_recorded_whatever_planning_does() -> None:
     written, nothing = run(keep_recording, 2, nodes=(1, 1))
-    assert nothing == []
-    assert [step for step, _ in written] == [2, 4, 6]
-    assert all("comm/exposed_ms" in scalars and "comm/residual_norm" not in scalars for _, scalars in written)
+    assert nothing == {}
+    assert list(written) == [2, 4, 6]
+    assert all("comm/exposed_ms" in scalars and "comm/residual_norm" not in scalars for scalars in written.values())
 
 
-def log_shards(rank: int, world_size: int, flat: bool) -> Written:
-    net = Made(shard=None if not flat else over_all)()
-    state, function = commopt.attach(net, "hierarchical_quantized"), Function()
-    state.log_to(function, 3)
+def log_shards(rank: int, world_size: int, over_all_ranks: bool) -> Written:
+    net = Made(shard=lambda net, **_: fully_shard(net))() if over_all_ranks else Made()()
+    state, written = commopt.attach(net, "hierarchical_quantized"), Written()
+    state.log_to(written.__setitem__, 3)
     plain_steps(net, 6)
-    return function.found()
+    return written
 
 
-def over_all(net: nn.Module, **_: Any) -> None:
-    fully_shard(net)
-
-
-@pytest.mark.parametrize("flat", [False, True])
-def test_shards_are_logged_too(flat: bool) -> None:
-    written, *others = run(log_shards, 4, flat, nodes=(2, 2))
-    assert others == [[]] * 3
-    assert [step for step, _ in written] == [3, 6]
-    for _, scalars in written:
+@pytest.mark.parametrize("over_all_ranks", [False, True])
+def test_shards_are_logged_too(over_all_ranks: bool) -> None:
+    written, *others = run(log_shards, 4, over_all_ranks, nodes=(2, 2))
+    assert others == [{}] * 3
+    assert list(written) == [3, 6]
+    for scalars in written.values():
         assert set(SCALARS) - set(scalars) <= {"comm/plan_changes"}
         assert scalars["comm/inter_bytes"] > 0
         assert scalars["comm/step_ms"] >= scalars["comm/exposed_ms"]
@@ -195,17 +161,18 @@ def test_shards_are_logged_too(flat: bool) -> None:
 # ------------------------------------------------------------------------------------------- what is refused
 
 
-class Module(nn.Module):
-    def log(self, name: str, value: float) -> None: ...
-    def log_dict(self, metrics: dict[str, float]) -> None: ...
-
-
 def refuse(rank: int, world_size: int, folder: str) -> list[str]:
-    ddp, state = attached(timeout=2)
+    ddp, state = attached(timeout=4)
     other = Path(folder, "other.csv")
     other.write_text("step,loss\n1,2\n")
     said = []
-    for target in (3, logging.getLogger("mine"), Module(), other, Path(folder, "none", "log.csv")):
+    for target in (
+        3,
+        logging.getLogger("mine"),
+        SimpleNamespace(log=print, log_dict=print),
+        other,
+        Path(folder, "none", "log.csv"),
+    ):
         with pytest.raises(ConfigurationError) as raised:
             state.log_to(target if rank == 0 else None)
         said.append(str(raised.value))
@@ -227,7 +194,9 @@ def refuse(rank: int, world_size: int, folder: str) -> list[str]:
 
 def test_a_mistake_is_an_error_on_every_rank(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     at_first, elsewhere = run(refuse, 2, str(tmp_path))
-    for words, own, other in zip(("got 3", "Logger", "Module", "columns", "written"), at_first, elsewhere, strict=True):
+    for words, own, other in zip(
+        ("got 3", "Logger", "Namespace", "columns", "written"), at_first, elsewhere, strict=True
+    ):
         assert words in own
         assert own in other
         assert "rank 0" in other

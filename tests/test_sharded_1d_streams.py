@@ -19,7 +19,7 @@ from commopt.lanes import LaneClient
 from commopt.sharded import Weights
 from commopt.sharded import one_dimension as module
 from commopt.sharded.all_gather import AllGather
-from commopt.sharded.backwards import Sequel
+from commopt.sharded.backwards import Request, Sequel
 from commopt.sharded.layouts import Part
 from commopt.sharded.reduce_scatter import ReduceScatter
 from tests.fake_cuda import DEVICE
@@ -52,7 +52,7 @@ def faults(aggregator: Aggregator, weights: Weights | None = None) -> list[str]:
     with device() as gpu, patch.object(Setup, "agree", lambda *_, **__: None):
         groups: list[Any] = [Group(name) for name in NAMES]
         model = nn.ParameterDict({name: nn.Parameter(torch.zeros(SHAPE)) for name in NAMES})
-        made = module.OneDimension(Settings(), aggregator, None, model, groups, weights)
+        made = module.OneDimension(Request(Settings(), aggregator, None, model, groups, weights))
         made.joined = client = LaneClient(setup(), "test")
         made._sequel, order = Sequel(client), tuple(range(WORLD))
         made._scatter = ReduceScatter(aggregator, client.team, order)

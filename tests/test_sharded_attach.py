@@ -55,6 +55,14 @@ def attached_twice(rank: int) -> object:
         return commopt.attach(net, "flat")
 
 
+def hooked_later(rank: int) -> object:
+    net = Made()()
+    with attached(net, "flat"):
+        hooked(net)
+        net(batch(0)).square().mean().backward()
+    return None
+
+
 def with_options(choice: Any = "flat", made: Made | None = None, **options: Any) -> Callable[[int], object]:
     return lambda rank: commopt.attach((made or Made())(), choice, **options)
 
@@ -81,6 +89,7 @@ REFUSED: dict[str, tuple[Callable[[int], object], tuple[str, ...]]] = {
     "no name": (with_options("flatt"), ("flatt",)),
     "a hook already": (with_options(made=Made(adjust=hooked)), ("has an all-reduce hook already",)),
     "attached twice": (attached_twice, ("has an all-reduce hook already",)),
+    "a hook later": (hooked_later, ("all_reduce_hook after commopt.attach",)),
     "integers": (with_options(made=Made(options=policy(None, torch.int32))), ("reduce_dtype=torch.int32",)),
     "complex numbers": (with_options(made=Made(change=complex_numbers)), ("complex",)),
     "a part of a group": (

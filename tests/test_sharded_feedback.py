@@ -30,7 +30,7 @@ from tests.feedback_training import (
 from tests.hook_training import assert_identical
 from tests.overheard import overheard
 from tests.ranks import run
-from tests.sharded_training import NODES, attached, hsdp_mesh
+from tests.sharded_training import NODES, attached, hsdp_mesh, over_all_ranks
 
 STEPS = 12
 MANY_STEPS = 200
@@ -56,6 +56,8 @@ class Block(nn.Module):
 class Blocks(nn.Module):
     """Controlled with a forward for each layer, where FSDP gathers its parameters."""
 
+    layers: tuple[str, ...] = ("second", "third", "first")
+
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.third = Block((60, 50), 50), Block((4097,), 3), Block((7, 100), 65)
@@ -63,9 +65,30 @@ class Blocks(nn.Module):
 
     def forward(self, values: Mapping[str, Tensor]) -> Tensor:
         total = (self.gain * values["gain"]).sum()
-        for name in ("second", "third", "first"):
+        for name in self.layers:
             total = total + self.get_submodule(name)(values[f"{name}.weight"], values[f"{name}.bias"])
         return total
+
+
+class InHalves(Blocks):
+    """Whose first layer, a part of a group, has two backwards of its own in a step, each with half of its gradients."""
+
+    layers = ("second", "third")
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def __call__(self, values: Mapping[str, Tensor]) -> Any:
+        total = super().__call__(values)
+        for _ in range(2):
+            halves = [(values[f"first.{part}"] / 2).requires_grad_() for part in ("weight", "bias")]
+            self.scaler.scale(self.first(*halves)).backward()
+        return total
+
+
+def in_halves(mesh: DeviceMesh) -> InHalves:
+    model = InHalves()
+    fully_shard(model.second, mesh=mesh)
+    fully_shard([model.third, model.first], mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
 def sharded(mesh: DeviceMesh, **options: Any) -> Blocks:
@@ -141,6 +164,12 @@ CASES: dict[str, Any] = {
     "a GradScaler": lambda: keep_books(
         sharded(hsdp_mesh()), "4 bits", STEPS, scaler=torch.amp.GradScaler("cpu", init_scale=1024.0)
     ),
+    **{
+        f"{where}, sent twice, a GradScaler": lambda mesh=mesh: keep_books(
+            in_halves(mesh()), "inter 4 bits", STEPS, scaler=InHalves.scaler
+        )
+        for where, mesh in {"replicas": hsdp_mesh, "over all ranks": over_all_ranks}.items()
+    },
     "forced sums": lambda: keep_books(forced(sharded(hsdp_mesh()), None), "4 bits", STEPS),
     "forced sums, divided by 1": lambda: keep_books(forced(sharded(hsdp_mesh()), 1.0), "4 bits", STEPS, divisor=1.0),
     **{
@@ -164,10 +193,6 @@ CASES: dict[str, Any] = {
         sharded(hsdp_mesh(), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64)), "4 bits", STEPS
     ),
 }
-
-
-def over_all_ranks() -> DeviceMesh:
-    return init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
 
 
 def forced(model: nn.Module, factor: float | None) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -15,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from commopt import Flat
+from commopt import Flat, Hierarchical
 from tests.ranks import run
 from tests.sharded_training import (
     MICROS,
@@ -24,10 +25,12 @@ from tests.sharded_training import (
     Net,
     attached,
     batch,
+    differences,
     each_layer,
     hsdp_mesh,
     local,
     modules_of,
+    over_all_ranks,
     plain_steps,
     policy,
     same,
@@ -146,6 +149,20 @@ def two_uses(net: Net, steps: int) -> None:
         optimizer.step()
 
 
+def in_chunks(net: Any, steps: int, *, all_reduce: bool = False) -> None:
+    """As torchtitan's ChunkedLossWrapper: a backward of the head for each chunk, the last of which reduces, or all."""
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
+    for step in range(steps):
+        optimizer.zero_grad()
+        hidden = net(batch(step))
+        chunks = [chunk.detach().requires_grad_() for chunk in hidden.chunk(MICROS)]
+        for number, chunk in enumerate(chunks):
+            net.head.set_requires_gradient_sync(all_reduce or number == MICROS - 1, recurse=False)
+            net.head(chunk).square().sum().backward()
+        hidden.backward(torch.cat([chunk.grad for chunk in chunks]))
+        optimizer.step()
+
+
 def raises_once(net: Net, steps: int) -> bool:
     class Boom(torch.autograd.Function):
         @staticmethod
@@ -160,7 +177,7 @@ def raises_once(net: Net, steps: int) -> bool:
     handle = net.layers[1].register_forward_hook(lambda module, inputs, output: Boom.apply(output))
     raised = False
     try:
-        net(batch(9)).square().mean().backward()
+        net(batch(9, width=net.width)).square().mean().backward()
     except ValueError:
         raised = True
     handle.remove()
@@ -187,6 +204,25 @@ def two_layers_together(net: Net, **options: Any) -> None:
     fully_shard([net.layers[0], net.layers[1]], **options)
     fully_shard(net.layers[2], **options)
     fully_shard(net, **options)
+
+
+class WithoutItsHead(Net):
+    """Whose loss calls the head."""
+
+    def forward(self, x: Tensor, side: bool = False) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def last_layer_with_the_head(net: Net, **options: Any) -> None:
+    fully_shard(net.layers[0], **options)
+    fully_shard(net.layers[1], **options)
+    fully_shard([net.layers[2], net.head], **options)
+    fully_shard(net, **options)
+
+
+without_its_head: dict[str, Any] = {"model": WithoutItsHead, "shard": last_layer_with_the_head}
 
 
 def checkpointed(net: Net) -> None:
@@ -275,6 +311,8 @@ MODES: dict[str, Callable[[], Outcome]] = {
     "activation checkpointing": lambda: compare(Made(change=checkpointed), plain_steps),
     "optimizer in backward": lambda: compare(Made(), in_backward),
     "two forwards, one backward": lambda: compare(Made(), two_uses),
+    "chunks that all reduce": lambda: compare(Made(**without_its_head), partial(in_chunks, all_reduce=True)),
+    "a loss in chunks": lambda: compare(Made(**without_its_head), in_chunks),
     "no reshard after forward": lambda: compare(Made(options={"reshard_after_forward": False}), plain_steps),
     "reshard to 2": lambda: compare(Made(EVEN, {"reshard_after_forward": 2}), plain_steps),
     "no reshard after backward": lambda: compare(Made(adjust=kept_until_backward), plain_steps),
@@ -297,6 +335,8 @@ NOT_OVERLAPPED = (
 SINCE = {
     "replicate": "replicate_with_fsdp is of torch 2.10",
     "a backward that raises": "reset_iter_state is of 2.13",
+    "a loss in chunks": "groups of which only a part runs are of 2.13",
+    "chunks that all reduce": "groups of which only a part runs are of 2.13",
     "two groups in a module": "they are of torch 2.12",
 }
 
@@ -304,6 +344,8 @@ SINCE = {
 # Where more is known of what is sent and not waited for, per step.
 SENT = {
     "ten steps": (BUFFERS, BUFFERS),
+    "a loss in chunks": (BUFFERS, BUFFERS),
+    "chunks that all reduce": (BUFFERS + MICROS - 1, BUFFERS),  # but for the first there is a .grad
     "accumulated over the shards": (BUFFERS, BUFFERS),
     "accumulated locally": (BUFFERS, BUFFERS),
     "accumulated after every backward": (BUFFERS * MICROS, BUFFERS),  # at first there is no .grad yet
@@ -326,3 +368,53 @@ def test_mode(mode: str) -> None:
         if mode in SENT:
             assert (found["buckets"], found["overlapped"]) == SENT[mode]
             assert found["placements"] == {"(Replicate(), Shard(dim=0))"}  # the user's mesh
+
+
+# ------------------------------------------------------------------------------------------- over all ranks
+
+# How a model is made, and how it is trained.
+OVER_ALL_RANKS: dict[str, tuple[dict[str, Any], Callable[..., object]]] = {
+    "plain": ({}, plain_steps),
+    "accumulation": ({}, accumulate("nothing")),
+    "now and then without gradients": ({}, now_and_then),
+    "bf16": ({"options": policy(BF16, FP32)}, plain_steps),
+    "bf16 reduced": ({"options": policy(BF16, None)}, plain_steps),
+    "fp16": ({"options": policy(FP16, FP16)}, plain_steps),
+    "kept after forward": ({"options": {"reshard_after_forward": False}}, plain_steps),
+    "fewer ranks after forward": ({"options": {"reshard_after_forward": 2}}, plain_steps),
+    "two modules in a group": ({"shard": two_layers_together}, plain_steps),
+    "recomputed": ({"adjust": checkpointed}, plain_steps),
+    "forced sum": ({"adjust": divided(None, True)}, plain_steps),
+    "optimizer in backward": ({}, in_backward),
+    "chunks that all reduce": (without_its_head, partial(in_chunks, all_reduce=True)),
+    "a loss in chunks": (without_its_head, in_chunks),
+}
+REDUCED = {
+    "two modules in a group": 3,
+    "chunks that all reduce": 6,
+}  # buffers in a step, if not one for each layer and one
+
+
+def exactly(rank: int, world: int, mode: str) -> list[float]:
+    """Return how far exact averages are from stock FSDP2 after some steps."""
+    found, (how, loop) = [], OVER_ALL_RANKS[mode]
+    made = Made(mesh=over_all_ranks(), **how)
+    loop(stock := made(), 3)
+    for aggregator in (Flat(), Hierarchical()):
+        with attached(model := made(), aggregator) as state:
+            loop(model, 3)
+            stats = state.stats()
+        found.append(differences(stock, model))
+        assert stats["buckets"] == 3 * REDUCED.get(mode, BUFFERS)
+        assert mode != "optimizer in backward" or stats["buckets_overlapped"] == 0
+    return found
+
+
+@pytest.mark.parametrize("mode", OVER_ALL_RANKS)
+@pytest.mark.parametrize("nodes", [(1, 1), NODES])
+def test_exact_averages_over_all_ranks_are_those_of_stock_fsdp(nodes: tuple[int, ...], mode: str) -> None:
+    if mode in SINCE and not hasattr(FSDPModule, "reset_iter_state"):
+        pytest.skip(SINCE[mode])
+    # Between two ranks the order of a sum does not matter: the same bits. Four are added up in other orders.
+    limit = 0.0 if len(nodes) == sum(nodes) else 5e-2 if "16" in mode else 1e-4
+    assert max(run(exactly, sum(nodes), mode, nodes=nodes)[0]) <= limit

@@ -16,6 +16,7 @@ from commopt import Aggregator, Compressed, Flat, PowerSGD, Quantize
 from commopt.hooks.registration import Settings
 from commopt.lanes import LaneClient
 from commopt.sharded import registration as module
+from commopt.sharded.backwards import Request
 from commopt.sharded.layouts import Part
 from tests.fake_cuda import DEVICE
 from tests.test_cuda_streams import Setup, device, plain_torch, setup
@@ -54,7 +55,7 @@ def faults(aggregator: Aggregator, *, padded: bool = False, partial: bool = Fals
         groups: list[Any] = [Group(name, padded) for name in NAMES]
         model = nn.ParameterDict({name: nn.Parameter(torch.zeros(SHAPE)) for name in NAMES})
         scales: Any = SimpleNamespace(is_enabled=lambda: True, _scale=torch.full((), 4.0, device=DEVICE))
-        made = module.ShardedRegistration(Settings(), aggregator, scales if scaler else None, model, [])
+        made = module.ShardedRegistration(Request(Settings(), aggregator, scales if scaler else None, model, []))
         made.groups, client = groups, LaneClient(setup(), "test")
         made.replicas, made._clients, made.joined = {None: module.Replicas(client)}, [client], client
         made._drops_with, made._resolved, made.device = client if scaler else None, aggregator, DEVICE

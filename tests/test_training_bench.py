@@ -87,11 +87,14 @@ def test_reading_something_else_is_refused(tmp_path: Path) -> None:
 
 def test_table_fits_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    report.print_table(ENVIRONMENT, [*OUTCOMES, replace(OUTCOMES[0], strategy="torch_fp16", inter_mib_per_step=None)])
+    longest = replace(OUTCOMES[1], strategy="hierarchical_quantized:bits=4", inter_predicted_mib_per_step=4.73)
+    others = [replace(OUTCOMES[0], strategy="torch_fp16", inter_mib_per_step=None), longest]
+    report.print_table(ENVIRONMENT, [*OUTCOMES, *others], ["a note of " + "many words " * 9])
     printed = capsys.readouterr().out
     assert "…" not in printed  # nothing is cut off
     rows = {line.split()[0]: line.split()[1:] for line in printed.splitlines() if line.strip()}
-    assert rows["hierarchical_bf16"] == ["600", "400", "0.33", "58.6", "1.62", f"{OUTCOMES[2].held_out_loss:.3f}"]
+    assert rows["hierarchical_bf16"] == ["600", "400", "0.33", "58.6", f"{OUTCOMES[2].held_out_loss:.3f}", "1.62"]
+    assert max(map(len, printed.splitlines())) <= 80
     assert rows["torch_fp16"][3] == "-"
     assert "s to" not in printed
 
@@ -113,7 +116,8 @@ def test_table_says_when_a_loss_was_reached(
         "ddp": "25.0",
         "flat": "-",
     }.items()
-    assert printed.rstrip().endswith("a note below")
+    assert "\na note below\n" in printed
+    assert printed.rstrip().endswith("To a held-out loss of 3: not in 40 s with flat, 25 s with ddp")
 
 
 # ------------------------------------------------------------------------------------ the picture
@@ -246,7 +250,8 @@ def test_demo_emulates_nodes_where_it_can_and_else_says_why_not(
         demo.main()
     arguments, environment = became.value.args
     assert (tmp_path / "demo").is_dir()
-    assert arguments[-2:] == ["--seconds", "7"]
+    assert arguments[-2:] == ["--seconds", "7"]  # after the demo's own, which they replace
+    assert {"torch_fp16", "torch_powersgd", "unoverlapped_powersgd"} < set(arguments[-5].partition("=")[2].split(","))
     printed = capsys.readouterr().out
     if missing is None:
         on_cluster = "-m bench.cluster --nodes 2 --ranks-per-node 2 --rate 200mbit -m bench.training --json"

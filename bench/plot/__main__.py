@@ -19,34 +19,30 @@ def main() -> None:
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help=f"PNG, SVG or PDF (default: into {_IMAGES}, by name)"
     )
-    parser.add_argument("--figure", metavar="NAME", help="what a file is drawn as (default: by what is in it)")
     options = parser.parse_args()
     if not find_spec("matplotlib"):
         parser.error("pictures need matplotlib: pip install matplotlib")
-    if bool(options.json) != bool(options.output) or (options.figure and not options.json):
+    if bool(options.json) != bool(options.output):
         parser.error("name the files and, with -o, where to draw them; or nothing at all, and everything is drawn")
     try:
         if options.json:
-            draw_one(options.json, options.output, options.figure)
+            draw_one(options.json, options.output)
         else:
             draw_all(_RESULTS, _IMAGES)
     except (OSError, ValueError, ConfigurationError) as error:
         parser.error(str(error))
 
 
-def draw_one(files: list[Path], output: Path, figure: str | None) -> None:
+def draw_one(files: list[Path], output: Path) -> None:
     """Draw some files as one picture. Raises ValueError when they cannot be, OSError when one cannot be read."""
-    from bench.plot.pictures import kind_of, pictures_of
+    from bench.plot.pictures import kind_of, picture_of
 
     kinds = {kind_of(file) for file in files}
     if len(kinds) > 1:
         raise ValueError(f"{', '.join(map(str, files))} are results of different benchmarks; draw one kind at a time")
-    known = {picture.name: picture for picture in pictures_of(kinds.pop())}
-    if not known:
-        raise ValueError(f"{files[0]} is no result of a benchmark that there is a picture of")
-    picture = known.get(figure or next(iter(known)))
+    picture = picture_of(kinds.pop())
     if picture is None:
-        raise ValueError(f"--figure {figure} is no picture of {files[0]}; known: {', '.join(known)}")
+        raise ValueError(f"{files[0]} is no result of a benchmark that there is a picture of")
     if len(files) > 1 and not picture.together:
         raise ValueError(f"{picture.name} is a picture of one file, not of {len(files)}; name one")
     picture.draw(files, output)

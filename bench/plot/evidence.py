@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean, median, stdev
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import EngFormatter
+from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
 from bench.evidence.bucketing import DEFAULT
-from bench.evidence.convergence.plan import NO_FEEDBACK
-from bench.evidence.convergence.report import Run
+from bench.evidence.convergence.report import PERCENT_ALLOWED, POINTS_ALLOWED, Run, Summary, summarize
 from bench.evidence.convergence.report import read as read_convergence
-from bench.evidence.prediction.report import Configuration
 from bench.evidence.prediction.report import read as read_prediction
-from bench.evidence.scaling.predicted import FLOOR, GBPS, STRATEGIES
+from bench.evidence.scaling.predicted import GBPS, STRATEGIES
 from bench.evidence.scaling.predicted import read as read_predicted
-from bench.evidence.scaling.report import Point, efficiency_of_1_rank
+from bench.evidence.scaling.report import Point
 from bench.evidence.scaling.report import read as read_scaling
 from bench.evidence.training_run import NOTHING
 from bench.evidence.tuning.report import read as read_tuning
-from bench.plot.style import COLOURS, GREY, LIGHT_GREY, MARKERS, log_bytes, panels, save, styles, unframe
+from bench.plot.style import GREY, LIGHT_GREY, label_ends, label_of, log_bytes, panels, save, shades, style_of, unframe
 from commopt.cost import Curve, Links
 from commopt.probe.prober import nbytes_text
-from commopt.probe.report import gigabytes_per_s
 
 _ADAPTIVE = "adaptive"
 _BUCKETING_TITLE = "Buckets that adapt, and buckets that were chosen by hand"
@@ -37,42 +34,36 @@ _BUCKETING_TITLE = "Buckets that adapt, and buckets that were chosen by hand"
 def draw_bucketing(file: Path, path: Path) -> None:
     """Draw a panel for each line of a file of bench.evidence.bucketing."""
     records = [json.loads(line) for line in file.read_text().splitlines()]
-    figure, axes = panels(len(records), _BUCKETING_TITLE, columns=len(records), width=5.4)
+    figure, axes = panels(len(records), _BUCKETING_TITLE, columns=len(records))
     for panel, record in zip(axes, records, strict=True):
         _draw_contest(panel, record)
+        if panel is not axes[0]:
+            panel.set_yticklabels([])
+    lines = "milliseconds of a step; ticks: of its turns; dashed: without communication"
+    figure.supxlabel(lines, fontsize=9, color=GREY)
     save(figure, path)
 
 
 def _draw_contest(axes: Axes, record: dict[str, Any]) -> None:
     standings = [standing for standing in record["standings"] if standing["name"] != NOTHING]
     nothing_ms = next(standing["step_ms"] for standing in record["standings"] if standing["name"] == NOTHING)
-    rows = range(len(standings))
-    axes.barh(
-        rows, [standing["step_ms"] for standing in standings], color=[_bucket_colour(s["name"]) for s in standings]
-    )
-    for row, standing in zip(rows, standings, strict=True):
-        axes.plot(standing["turns_ms"], [row] * len(standing["turns_ms"]), "|", color="black", ms=9)
-        axes.annotate(
-            f"{standing['step_ms']:.0f}",
-            (max(standing["step_ms"], *standing["turns_ms"]), row),
-            xytext=(5, 0),
-            textcoords="offset points",
-            va="center",
-        )
+    for row, standing in enumerate(standings):
+        name, step_ms, turns_ms = standing["name"], standing["step_ms"], standing["turns_ms"]
+        axes.barh(row, step_ms, color=GREY if name == DEFAULT else _bucket_colour(name))
+        axes.plot(turns_ms, [row] * len(turns_ms), "|", color="black", ms=7)
+        where = (max(step_ms, *turns_ms), row)
+        axes.annotate(f"{step_ms:.0f}", where, xytext=(4, 0), textcoords="offset points", va="center")
     axes.axvline(nothing_ms, color=GREY, ls="--", lw=1.2)
     rate = record["emulated_rate"] or "links not emulated"
-    title = f"{record['model']}, batch {record['batch']}, {record['world_size']} ranks, {rate}"
-    unframe(axes, title, "step, ms (ticks: turns)\ndashed: without communication")
+    unframe(axes, f"{record['model']}, batch {record['batch']},\n{record['world_size']} ranks, {rate}", "")
     axes.grid(False)
-    axes.set_yticks(rows, [standing["name"] for standing in standings])
-    axes.margins(x=0.15)  # room for the figures
+    axes.set_yticks(range(len(standings)), [standing["name"] for standing in standings])
+    axes.margins(x=0.18)  # room for the figures
     axes.invert_yaxis()
 
 
 def _bucket_colour(name: str) -> str:
-    if name.endswith(_ADAPTIVE):
-        return COLOURS[2]
-    return GREY if name == DEFAULT else LIGHT_GREY
+    return style_of(name).colour if name.endswith(_ADAPTIVE) else LIGHT_GREY
 
 
 _FAR = 20  # from the least to the most: beyond, the axis is one of factors
@@ -81,21 +72,43 @@ _FAR = 20  # from the least to the most: beyond, the axis is one of factors
 def draw_busbw(files: Sequence[Path], path: Path) -> None:
     """Draw what every file has; rows in place, where there are such."""
     documents = [json.loads(file.read_text()) for file in files]
-    figure, axes = panels(len(documents), "Bus bandwidth of collectives")
+    figure, axes = panels(len(documents), "Bus bandwidth of collectives, GB/s")
     for panel, document in zip(axes, documents, strict=True):
         _draw_bandwidth(panel, document["rows"])
         collectives = ", ".join(dict.fromkeys(row["collective"] for row in document["rows"]))
-        unframe(panel, f"{collectives}, {_world(document['environment'])}", "bytes of the message", "GB/s")
+        (first, *others) = sorted({row["nbytes"] for row in document["rows"]})
+        unframe(
+            panel,
+            f"{collectives}\n{_world(document['environment'])}",
+            "bytes of the message" if others else f"GB/s, messages of {nbytes_text(first)}",
+        )
     save(figure, path)
 
 
 def _draw_bandwidth(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
-    names = list(dict.fromkeys(row["aggregator"] for row in rows))
-    for name, (colour, marker) in zip(names, styles(names), strict=True):
-        own = [row for row in rows if row["aggregator"] == name]
-        nbytes = [row["nbytes"] for row in own]
-        busbw_gbps = [(row["in_place"] or row["out_of_place"])["busbw_gbps"] for row in own]
-        axes.plot(nbytes, busbw_gbps, color=colour, marker=marker, ms=6, lw=1.8, label=name)
+    """Draw a line for each aggregator; bars where there is one length only."""
+    names, sizes = list(dict.fromkeys(row["aggregator"] for row in rows)), {row["nbytes"] for row in rows}
+    busbw = {
+        name: [
+            (row["nbytes"], (row["in_place"] or row["out_of_place"])["busbw_gbps"])
+            for row in rows
+            if row["aggregator"] == name
+        ]
+        for name in names
+    }
+    if len(sizes) == 1:
+        for row, name in enumerate(names):
+            axes.barh(row, busbw[name][0][1], color=style_of(name).colour)
+            where = (busbw[name][0][1], row)
+            axes.annotate(f"{where[0]:.3g}", where, xytext=(4, 0), textcoords="offset points", va="center")
+        axes.set_yticks(range(len(names)), names)
+        axes.invert_yaxis()
+        axes.margins(x=0.18)
+        axes.locator_params(axis="x", nbins=4)
+        return
+    for name in names:
+        style = style_of(name)
+        axes.plot(*zip(*busbw[name], strict=True), color=style.colour, marker=style.marker, ms=5, lw=1.8)
     axes.set_xscale("log", base=2)
     every = [value for line in axes.lines for value in np.asarray(line.get_ydata())]
     if max(every) > _FAR * min(every):
@@ -103,7 +116,7 @@ def _draw_bandwidth(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
     else:
         axes.set_ylim(bottom=0)
     axes.xaxis.set_major_formatter(lambda nbytes, _: nbytes_text(nbytes))
-    axes.legend(fontsize=8, frameon=False)
+    label_ends(axes, [(*busbw[name][-1], name, style_of(name).colour) for name in names])
 
 
 def _world(environment: dict[str, Any]) -> str:
@@ -113,161 +126,149 @@ def _world(environment: dict[str, Any]) -> str:
     return f"{ranks} ranks on {len(environment['nodes'])} node(s), {links}"
 
 
-# One colour for each way to compress; what is exact is grey.
-_FAMILIES = {
-    "quantized": "#E69F00",
-    "onebit": "#D55E00",
-    "dgc": "#0072B2",
-    "powersgd": "#009E73",
-    "bf16": "#56B4E9",
-    "(period": "#CC79A7",
-}
 _OPTIMIZERS = {"sgd": "SGD with momentum", "adamw": "AdamW"}
+# What is tried to understand a preset and is none that anybody would choose; tables have them.
+_ABLATIONS = ("feedback=", "alternating", "min_elements", "momentum", "warmup", "start_step")
 
 
 def draw_learning(file: Path, path: Path) -> None:
     """Draw a panel for every task and optimizer of a file of bench.evidence.convergence."""
     _, runs = read_convergence(file)
-    pairs = sorted({(run.task, run.optimizer) for run in runs}, key=lambda pair: (pair[0], pair[1] != "sgd"))
-    figure, axes = panels(len(pairs), "What training ends with, and what it sent for it", width=7.4, height=5.4)
+    found = [each for each in summarize(runs) if not any(word in each.strategy for word in _ABLATIONS)]
+    pairs = sorted({(each.task, each.optimizer) for each in found}, key=lambda pair: (pair[0], pair[1] != "sgd"))
+    figure, axes = panels(len(pairs), "How much worse than stock DDP it learns, by what it sends", height=3.9)
     for panel, (task, optimizer) in zip(axes, pairs, strict=True):
-        _draw_learning(panel, task, optimizer, [run for run in runs if (run.task, run.optimizer) == (task, optimizer)])
+        own = [run for run in runs if (run.task, run.optimizer) == (task, optimizer)]
+        _draw_learning(panel, [each for each in found if (each.task, each.optimizer) == (task, optimizer)], own)
+    lines = "marks: means over the seeds, bars: their standard deviation; white: within what is promised"
+    figure.supxlabel(lines, fontsize=9, color=GREY)
     save(figure, path)
 
 
-def _draw_learning(axes: Axes, task: str, optimizer: str, runs: Sequence[Run]) -> None:
-    by_accuracy = all(run.curve[-1].accuracy is not None for run in runs)
-    shades: list[str] = []
-    for strategy in dict.fromkeys(run.strategy for run in runs):
-        own = [run for run in runs if run.strategy == strategy]
-        ends = [100 * (run.curve[-1].accuracy or 0.0) if by_accuracy else run.loss for run in own]
-        sent = [run.inter_bytes_per_step for run in own if run.inter_bytes_per_step is not None]
-        if not sent:  # stock DDP is not commopt's: its bytes are not known, what it ends with is
-            axes.axhline(mean(ends), color=GREY, lw=1, ls="--", label=strategy)
-            continue
-        mib = mean(sent) * own[0].curve[-1].step / 2**20
-        shade = next((colour for family, colour in _FAMILIES.items() if family in strategy), GREY)
-        marker = MARKERS[shades.count(shade) % len(MARKERS)]  # colours tell families apart, marks their members
-        shades.append(shade)
-        face = "white" if NO_FEEDBACK in strategy else shade
-        axes.plot([mib], [mean(ends)], marker, color=shade, mfc=face, ms=7, label=strategy)
-    what = "held-out accuracy, %" if by_accuracy else "held-out loss, nats per byte"
-    unframe(axes, f"{task}, {_OPTIMIZERS.get(optimizer, optimizer)}", "MiB sent between the nodes, in all", what)
+def _draw_learning(axes: Axes, found: Sequence[Summary], runs: Sequence[Run]) -> None:
+    """Draw a mark with its name for each strategy that compresses between nodes only."""
+    sent = {
+        run.strategy: run.inter_bytes_per_step * run.curve[-1].step / 2**20
+        for run in runs
+        if run.inter_bytes_per_step is not None
+    }
+    by_points = found[0].points is not None
+    ends = []
+    for each in found:
+        if each.strategy not in sent or not each.strategy.startswith(("hierarchical", "LocalSGD", "Hierarchical")):
+            continue  # stock DDP's bytes are not known, and flat presets send for four ranks
+        style, worse = style_of(each.strategy), [-one if by_points else one for one in each.each]
+        x, y = sent[each.strategy], each.percent_of_loss if each.points is None else -each.points
+        spread = stdev(worse) if len(worse) > 1 else 0.0
+        axes.errorbar(x, y, yerr=spread, color=style.colour, marker=style.marker, ms=6, capsize=2)
+        ends.append((x, y, each.strategy.removeprefix("hierarchical_"), style.colour))
+    allowed, (low, high) = POINTS_ALLOWED if by_points else PERCENT_ALLOWED, axes.get_ylim()
+    axes.set_ylim(low, max(high, 1.2 * allowed))
+    axes.axhline(0, color=GREY, lw=1)
+    axes.axhspan(allowed, axes.get_ylim()[1], color=LIGHT_GREY, alpha=0.5, lw=0)
+    what = "points of accuracy" if by_points else "% of the held-out loss"
+    title = f"{found[0].task}, {_OPTIMIZERS.get(found[0].optimizer, found[0].optimizer)}: {what}"
+    unframe(axes, title, "MiB sent between the nodes, in all")
     log_bytes(axes)
-    axes.legend(fontsize=6.5, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    label_ends(axes, ends)
 
 
-_STRATEGY_NAMES = {"stock": "stock DDP", "lossless": "best exact average", "lossy": "best with compression"}
-_STRATEGY_LINES = {"stock": ":", "lossless": "--", "lossy": "-."}
+_STRATEGIES = {  # name, and a preset of its colour
+    "stock": ("stock DDP", "ddp"),
+    "lossless": ("best exact average", "hierarchical"),
+    "lossy": ("best with compression", "powersgd"),
+}
+_SHOWN_MODELS = {"resnet50": "-", "bert-large": "--"}
 
 
 def draw_predicted_scaling(file: Path, path: Path) -> None:
-    """Draw efficiency against GPUs: a colour for each network, a kind of line for each strategy."""
+    """Draw efficiency against GPUs: a panel for each network, a colour for each strategy, a line for each model."""
     given, predictions, _ = read_predicted(file)
-    models = list(dict.fromkeys(each.model for each in predictions))
+    models = [name for name in _SHOWN_MODELS if any(each.model == name for each in predictions)]
     title = f"Predicted, not measured: efficiency against one {given.gpu.upper()}"
-    figure, axes = panels(len(models), title)
-    colours = dict(zip(GBPS, (colour for colour, _ in styles([f"{gbps}" for gbps in GBPS])), strict=True))
-    for name, panel in zip(models, axes, strict=False):
-        own = [each for each in predictions if each.model == name]
-        for gbps in GBPS:
+    figure, axes = panels(len(GBPS), title, height=3.4)
+    for gbps, panel in zip(GBPS, axes, strict=True):
+        ends = []
+        for model in models:
             for strategy in STRATEGIES:
-                line = [each for each in own if (each.gbps, each.strategy) == (gbps, strategy)]
-                panel.plot(
-                    [each.gpus for each in line],
-                    [each.efficiency for each in line],
-                    color=colours[gbps],
-                    ls=_STRATEGY_LINES[strategy],
-                    lw=1.8,
-                    label=f"{gbps} Gb/s, {_STRATEGY_NAMES[strategy]}",
-                )
-        panel.axhline(FLOOR, color="#999999", lw=0.8)
-        ticks = sorted({each.gpus for each in own})[::3]
+                name, colour = _STRATEGIES[strategy][0], style_of(_STRATEGIES[strategy][1]).colour
+                wanted = (model, gbps, strategy)
+                own = [each for each in predictions if (each.model, each.gbps, each.strategy) == wanted]
+                points = [(each.gpus, each.efficiency) for each in own]
+                panel.plot(*zip(*points, strict=True), color=colour, ls=_SHOWN_MODELS[model], lw=1.8)
+                ends.append((*points[-1], f"{name}, {model}", colour))
         panel.set_xscale("log", base=2)
-        panel.set_xticks(ticks, [str(gpus) for gpus in ticks])
+        ticks = [each.gpus for each in own[::3]]
+        panel.set_xticks(ticks, [str(count) for count in ticks])
         panel.set_ylim(0, 1.05)
-        unframe(panel, f"{name}, batch {own[0].batch}", "GPUs", "efficiency")
-    figure.legend(
-        *axes[0].get_legend_handles_labels(),
-        title=f"{given.gpus_per_node} GPUs to a node, {given.precision}, float32 gradients; grey line: {FLOOR}",
-        loc="outside lower center",
-        ncols=3,
-        frameon=False,
-    )
+        unframe(panel, f"{gbps:g} Gb/s between nodes", f"GPUs, {given.gpus_per_node} to a node")
+        label_ends(panel, ends, gap=0.08)
     save(figure, path)
 
 
-_BANDS = (0.25, 0.10)  # the worst and the median error that were asked for
+_MODEL_MARKERS = ("o", "s", "^", "D", "v", "P")
 
 
 def draw_prediction(file: Path, path: Path) -> None:
-    """Draw a mark for each configuration of a file of bench.evidence.prediction: by strategy, and by model."""
+    """Draw by how much each prediction of a file of bench.evidence.prediction is off."""
     found = [each for _, configurations in read_prediction([file]) for each in configurations]
     errors = [abs(each.error) for each in found]
     off = f"off by {median(errors):.1%} in the median, {max(errors):.0%} at worst"
-    figure, axes = panels(2, f"{len(found)} steps predicted from probed links: {off}")
-    low, high = min(each.measured_ms for each in found) / 1.3, max(each.measured_ms for each in found) * 1.3
-    for panel, what in zip(axes, ("strategy", "model"), strict=True):
-        for band in _BANDS:
-            below, above = ([factor * low, factor * high] for factor in (1 - band, 1 + band))
-            panel.fill_between((low, high), below, above, color=LIGHT_GREY, alpha=0.5, lw=0)
-        panel.plot((low, high), (low, high), color="#999999", lw=0.8)
-        names = list(dict.fromkeys(getattr(each, what) for each in found))
-        for name, (colour, marker) in zip(names, styles(names), strict=True):
-            own: Sequence[Configuration] = [each for each in found if getattr(each, what) == name]
-            measured, predicted = [each.measured_ms for each in own], [each.predicted_ms for each in own]
-            panel.plot(measured, predicted, color=colour, marker=marker, ms=6, ls="", alpha=0.85, label=name)
-        panel.set_xscale("log")
-        panel.set_yscale("log")
-        panel.set_xlim(low, high)
-        panel.set_ylim(low, high)
-        unframe(panel, f"by {what}; grey: 10 % and 25 %", "measured step, ms", "predicted step, ms")
-        panel.legend(fontsize=8, frameon=False)
+    figure, (panel,) = panels(1, f"{len(found)} steps predicted from probed links: {off}", columns=1)
+    for band in (0.25, 0.10):  # the worst and the median error that were asked for
+        panel.axhspan(-100 * band, 100 * band, color=LIGHT_GREY, alpha=0.4, lw=0)
+    panel.axhline(0, color=GREY, lw=0.8)
+    models = dict(zip(dict.fromkeys(each.model for each in found), _MODEL_MARKERS, strict=False))
+    for each in found:
+        colour = style_of(each.strategy).colour
+        panel.plot(each.measured_ms, 100 * each.error, models[each.model], color=colour, ms=6, alpha=0.85)
+    for strategy in dict.fromkeys(each.strategy for each in found):
+        panel.plot([], [], "s", color=style_of(strategy).colour, label=strategy)
+    for model, marker in models.items():
+        panel.plot([], [], marker, color="white", mec=GREY, label=model)
+    panel.set_xscale("log")
+    panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    panel.xaxis.set_major_formatter(lambda ms, _: f"{ms:g}")
+    panel.xaxis.set_minor_formatter(NullFormatter())
+    panel.set_ylim(-30, 30)
+    unframe(panel, "Prediction less measurement, % of it; grey: 10 and 25 %", "measured step, ms")
+    figure.legend(loc="outside lower center", ncols=4, frameon=False)
     save(figure, path)
 
 
-_Share = Callable[[Point], "float | None"]
-
-
 def draw_scaling(file: Path, path: Path) -> None:
-    """Draw two panels for every mode of a file of bench.evidence.scaling."""
+    """Draw a panel for every mode of a file of bench.evidence.scaling: what the network leaves of a step, by world."""
     environment, points = read_scaling(file)
     modes = list(dict.fromkeys(point.mode for point in points))
     model = f"{environment.parameters / 1e6:.1f}M-parameter {environment.model}"
-    figure, axes = panels(2 * len(modes), f"Scaling of a {model}, {environment.emulated_rate} links")
-    for index, mode in enumerate(modes):
-        own = [point for point in points if point.mode == mode]
-        efficiency, left = axes[2 * index : 2 * index + 2]
-        _draw_points(efficiency, own, _of_1_rank(own))
-        _draw_computing_alone(efficiency, own)
-        unframe(efficiency, f"{mode} scaling: efficiency", "ranks", "what a rank gets done, of one alone")
-        _draw_points(left, own, lambda point: point.communication_efficiency)
-        unframe(left, f"{mode} scaling: what the network leaves", "ranks", "step without communication / step")
+    title = f"Share of a step that is no communication: {model}, {environment.emulated_rate} links"
+    figure, axes = panels(len(modes), title)
+    for mode, panel in zip(modes, axes, strict=True):
+        _draw_points(panel, [point for point in points if point.mode == mode])
+        unframe(panel, f"{mode} scaling", "nodes x ranks on each")
     figure.legend(
         *axes[0].get_legend_handles_labels(),
-        title=f"all ranks share {environment.cpu_count} CPU cores, so efficiency falls without communication as well; "
-        f"hollow: fewer ranks on a node, of as many in all{'; dashed: predicted' if as_predicted(points) else ''}",
+        title="filled: measured, hollow: predicted from probed links",
         loc="outside lower center",
-        ncols=3,
+        ncols=4,
         frameon=False,
     )
     save(figure, path)
 
 
-def _draw_points(axes: Axes, points: Sequence[Point], share: _Share) -> None:
-    """Draw a line for each strategy through the fullest nodes of each number of ranks, and hollow marks beside it."""
+def _draw_points(axes: Axes, points: Sequence[Point]) -> None:
+    """Draw a mark for each strategy in each world, and a hollow one where it was predicted."""
+    worlds = sorted({(point.ranks, point.nodes) for point in points})
     strategies = list(dict.fromkeys(point.strategy for point in points))
-    for strategy, (colour, marker) in zip(strategies, styles(strategies), strict=True):
+    for number, strategy in enumerate(strategies):
+        style, aside = style_of(strategy), 0.15 * (number - (len(strategies) - 1) / 2)
         own = [point for point in points if point.strategy == strategy]
-        fullest = _fullest(own)
-        beside = [point for point in own if point not in fullest]
-        axes.plot(*_xy(fullest, share), color=colour, marker=marker, ms=7, lw=2, label=strategy)
-        axes.plot(*_xy(beside, share), color=colour, marker=marker, ms=7, ls="", mfc="white")
-        axes.plot(*_xy(as_predicted(fullest), share), color=colour, ls="--", lw=1.4)
-    ranks = sorted({point.ranks for point in points})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ranks, [str(number) for number in ranks])
-    axes.set_ylim(0, 1.1)
+        for part, face, label in ((own, style.colour, label_of(strategy)), (as_predicted(own), "white", None)):
+            x = [worlds.index((point.ranks, point.nodes)) + aside for point in part]
+            y = [point.communication_efficiency for point in part]
+            axes.plot(x, y, style.marker, color=style.colour, mfc=face, ms=6, label=label)
+    axes.set_xticks(range(len(worlds)), [f"{nodes} x {ranks // nodes}" for ranks, nodes in worlds])
+    axes.set_ylim(0, 1.15)
 
 
 def as_predicted(points: Sequence[Point]) -> list[Point]:
@@ -275,58 +276,30 @@ def as_predicted(points: Sequence[Point]) -> list[Point]:
     return [replace(point, step_ms=point.predicted_ms) for point in points if point.predicted_ms is not None]
 
 
-def _draw_computing_alone(axes: Axes, points: Sequence[Point]) -> None:
-    """Draw the efficiency of the steps without communication: nothing can be above it, noise apart."""
-    strategy = points[0].strategy
-    alone = [replace(point, step_ms=point.noop_ms) for point in points if point.strategy == strategy]
-    axes.plot(*_xy(_fullest(alone), _of_1_rank(alone)), color=GREY, ls=":", lw=2, label="no communication")
-
-
-def _fullest(points: Sequence[Point]) -> list[Point]:
-    """Return for each number of ranks the point with the most of them on a node."""
-    by_ranks = {point.ranks: point for point in sorted(points, key=lambda p: (p.ranks, p.ranks_per_node))}
-    return list(by_ranks.values())
-
-
-def _of_1_rank(points: Sequence[Point]) -> _Share:
-    return lambda point: efficiency_of_1_rank(point, points)
-
-
-def _xy(points: Sequence[Point], share: _Share) -> tuple[list[int], list[float]]:
-    known = [(point.ranks, value) for point in points if (value := share(point)) is not None]
-    return [ranks for ranks, _ in known], [value for _, value in known]
-
-
-_BAR_WIDTH = 0.27
-
-
 def draw_tuning(file: Path, path: Path) -> None:
-    """Draw three bars for each configuration of a file of bench.evidence.tuning: the step as a share of stock DDP's."""
+    """Draw three marks for each configuration of a file of bench.evidence.tuning: shares of stock DDP's step."""
     found = [(world, each) for world, configurations in read_tuning([file]) for each in configurations]
-    figure, (panel,) = panels(1, "A step, as a share of stock DDP's in the same run", columns=1, width=11, height=6.5)
-    places = np.arange(len(found))
-    names = [f"{world.cluster}\n{each.model.split(':')[0]}, {'+'.join(each.allow)}" for world, each in found]
-    bars = (
-        ("without communication", LIGHT_GREY, [each.compute_ms / each.stock_ms for _, each in found]),
-        ("fastest of all tried", GREY, [each.best_ms / each.stock_ms for _, each in found]),
-        ("auto", COLOURS[1], [each.to_stock for _, each in found]),
+    figure, (panel,) = panels(1, "A step with auto, as a share of stock DDP's in the same run", columns=1, height=6.6)
+    marks = (
+        ("without communication", "|", LIGHT_GREY, [each.compute_ms / each.stock_ms for _, each in found]),
+        ("fastest of all tried by hand", "o", GREY, [each.best_ms / each.stock_ms for _, each in found]),
+        ("auto", "D", style_of("auto").colour, [each.to_stock for _, each in found]),
     )
-    for offset, (label, colour, shares) in zip((-1, 0, 1), bars, strict=True):
-        panel.barh(places + offset * _BAR_WIDTH, shares, _BAR_WIDTH, color=colour, label=label)
-    for place, (_, each) in zip(places, found, strict=True):
-        panel.annotate(
-            f"{each.tuned}: {each.to_best:.2f} of the fastest",
-            (each.to_stock, place + _BAR_WIDTH),
-            xytext=(4, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=7,
-        )
-    panel.set_yticks(places, names, fontsize=7)
+    for label, marker, colour, shares in marks:
+        face = colour if label == "auto" else "white"
+        panel.plot(shares, range(len(found)), marker, color=colour, mfc=face, ms=7, mew=1.8, label=label)
+    for row, (_, each) in enumerate(found):
+        text = f"{each.tuned}: {each.to_best:.2f} of the fastest"
+        where = (max(each.to_stock, each.best_ms / each.stock_ms), row)
+        panel.annotate(text, where, xytext=(8, 0), textcoords="offset points", va="center", fontsize=9)
+    names = [f"{world.cluster}\n{each.model.split(':')[0]}: {'+'.join(each.allow)}" for world, each in found]
+    panel.set_yticks(range(len(found)), names, fontsize=8.5)
     panel.invert_yaxis()
-    panel.axvline(1.0, color="#999999", lw=0.8)
+    panel.axvline(1.0, color=GREY, lw=0.8)
+    panel.set_xlim(0, 1.75)  # room for what was chosen
+    panel.set_xticks([0, 0.2, 0.4, 0.6, 0.8, 1.0])
     unframe(panel, "", "share of stock DDP's step")
-    figure.legend(fontsize=8, frameon=False, loc="outside lower center", ncols=len(bars))
+    figure.legend(loc="outside lower center", ncols=len(marks), frameon=False)
     save(figure, path)
 
 
@@ -337,47 +310,45 @@ _REACH = 4.0  # where curves are taken for extrapolated
 
 
 def draw_probe(file: Path, path: Path) -> None:
-    """Draw points and curves of a file of links, a panel for each level and one for encoding."""
+    """Draw points and curves of a file of links, a panel for each level and one for encoding; one group at a time."""
     links = Links.load(file)
-    shown: dict[str, list[tuple[str, str, Curve]]] = {}
+    shown: dict[str, dict[str, Curve]] = {}
     for key, curve in sorted(links.curves.items(), key=lambda item: ([*_LEVELS].index(item[0].level), item[0])):
-        at_once = f", {key.groups} groups at once" if key.groups > 1 else ""
-        panel = shown.setdefault(f"{_LEVELS[key.level]}: {key.ranks} ranks", [])
-        panel.append((key.primitive, f"{key.primitive}{at_once}", curve))
+        if key.groups == 1:
+            shown.setdefault(f"{_LEVELS[key.level]}: {key.ranks} ranks", {})[key.primitive] = curve
     for work, curve in links.work.items():
         if work.kind == "encode":
-            encoders = shown.setdefault("Encoding float32, on one rank", [])
-            encoders.append((work.what, f"{work.what}, {gigabytes_per_s(curve)} GB/s", curve))
-    figure, axes = panels(len(shown), "What messages and compression cost", height=4.9)
+            shown.setdefault("Encoding float32, on one rank", {})[work.what] = curve
+    figure, axes = panels(len(shown), "What messages and compression cost", height=4.0)
     for panel_axes, (title, curves) in zip(axes, shown.items(), strict=True):
         _draw_curves(panel_axes, title, curves)
     header = links.header
     where = f"{len(header.nodes)} node(s), {'+'.join(map(str, header.nodes))} ranks, {header.device}"
     lines = "points: measured, the slowest rank's median; lines: fitted, dotted where extrapolated"
     how = f"{header.backend}, torch {header.torch}, {header.date[:10]}"
-    figure.supxlabel(f"{lines}\n{where}, {how}", fontsize=8.5, color=GREY)
+    figure.supxlabel(f"{lines}\n{where}, {how}", fontsize=9, color=GREY)
     save(figure, path)
 
 
-def _draw_curves(axes: Axes, title: str, curves: Sequence[tuple[str, str, Curve]]) -> None:
-    """Draw curves with their names and labels; those of one name share a colour, the second of them is dashed."""
-    drawn: set[str] = set()
-    names = [name for name, _, _ in curves]
-    for (name, label, curve), (colour, marker) in zip(curves, styles(names), strict=True):
-        line, face = ("--", "white") if name in drawn else ("-", colour)
-        drawn.add(name)
+def _draw_curves(axes: Axes, title: str, curves: Mapping[str, Curve]) -> None:
+    """Draw curves with their names at their ends; compressors have the colours of their methods."""
+    known = [style_of(name).colour for name in curves]
+    colours = known if set(known) != {GREY} else shades(len(curves))
+    ends = []
+    for (name, curve), colour in zip(curves.items(), colours, strict=True):
         nbytes, time_us = np.array(curve.points).T
-        axes.plot(nbytes, time_us / 1e6, ls="", marker=marker, ms=5, color=colour, mfc=face)
+        axes.plot(nbytes, time_us / 1e6, ls="", marker="o", ms=3.5, color=colour)
         last = nbytes[-1]
-        for begin, end, style, shown in ((nbytes[0], last, line, label), (last, last * _REACH, ":", None)):
+        for begin, end, line in ((nbytes[0], last, "-"), (last, last * _REACH, ":")):
             sizes = np.geomspace(begin, end, 160)
-            times_s = [curve.time_us(each) / 1e6 for each in sizes]
-            axes.plot(sizes, times_s, color=colour, ls=style, lw=1.4, label=shown)
-    unframe(axes, f"{title} (mean error of the fits {mean(curve.mape for _, _, curve in curves):.1%})", "bytes")
+            axes.plot(sizes, [curve.time_us(each) / 1e6 for each in sizes], color=colour, ls=line, lw=1.4)
+        kind, _, settings = name.rpartition("(")
+        short = f"{kind}({settings.split(', ')[-1]}" if kind else name
+        ends.append((sizes[-1], curve.time_us(sizes[-1]) / 1e6, short.replace("torch.", ""), colour))
+    unframe(axes, f"{title} (fits: {mean(curve.mape for curve in curves.values()):.1%} off)", "bytes")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    axes.xaxis.set_major_locator(LogLocator(base=16))
     axes.xaxis.set_major_formatter(lambda nbytes, _: nbytes_text(nbytes))
     axes.yaxis.set_major_formatter(EngFormatter("s"))
-    low, high = axes.get_ylim()
-    axes.set_ylim(top=high * (high / low) ** 0.4)  # room for the names
-    axes.legend(fontsize=7.5, frameon=False, loc="upper left", ncols=2)
+    label_ends(axes, ends)

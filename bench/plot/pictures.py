@@ -59,18 +59,14 @@ class Picture:
     draw: Callable[[Sequence[Path], Path], None]
     """Draws files of this kind into a file, in the format of its suffix."""
     together: bool = False
-    only: str | None = None
-    """The one file that it is drawn of unless it is asked for."""
 
 
-def _each(name: str, kind: str, draw: Callable[[Path, Path], None], only: str | None = None) -> Picture:
-    return Picture(name, kind, lambda files, path: draw(files[0], path), only=only)
+def _each(name: str, kind: str, draw: Callable[[Path, Path], None]) -> Picture:
+    return Picture(name, kind, lambda files, path: draw(files[0], path))
 
 
-# The first of a kind is what one file is drawn as unless another is asked for.
 PICTURES = (
     _each("training", "training", training.draw_file),
-    _each("time_to_loss", "training", training.draw_time_to_loss, only="training_200mbit"),
     _each("convergence", "convergence", evidence.draw_learning),
     _each("periodic", "periodic", evidence.draw_learning),
     _each("scaling", "scaling", evidence.draw_scaling),
@@ -83,12 +79,12 @@ PICTURES = (
 )
 
 # What documents show under another name than that of the file it is drawn from.
-_SHOWN_AS = {"demo_200mbit": "demo", "probe_200mbit": "probe"}
+_SHOWN_AS = {"demo_200mbit": "demo", "probe_200mbit": "probe", "training_200mbit": "time_to_loss"}
 
 
-def pictures_of(kind: str | None) -> list[Picture]:
-    """Return the pictures that a file of this kind can be drawn as, the usual one first."""
-    return [picture for picture in PICTURES if picture.kind == kind]
+def picture_of(kind: str | None) -> Picture | None:
+    """Return the picture that a file of this kind is drawn as."""
+    return next((picture for picture in PICTURES if picture.kind == kind), None)
 
 
 def drawings(files: Iterable[Path], folder: Path) -> list[tuple[Picture, list[Path], Path]]:
@@ -98,15 +94,9 @@ def drawings(files: Iterable[Path], folder: Path) -> list[tuple[Picture, list[Pa
         by_kind.setdefault(kind_of(file), []).append(file)
     found: list[tuple[Picture, list[Path], Path]] = []
     for picture in PICTURES:
-        own = [file for file in by_kind.get(picture.kind, []) if picture.only in (None, file.stem)]
+        own = by_kind.get(picture.kind, [])
         if picture.together:
             found += [(picture, own, folder / f"{picture.name}.png")] if own else []
         else:
-            found += [(picture, [file], folder / f"{_name(picture, file)}.png") for file in own]
+            found += [(picture, [file], folder / f"{_SHOWN_AS.get(file.stem, file.stem)}.png") for file in own]
     return found
-
-
-def _name(picture: Picture, file: Path) -> str:
-    if picture.only:
-        return picture.name
-    return _SHOWN_AS.get(file.stem, file.stem)

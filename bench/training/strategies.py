@@ -229,7 +229,8 @@ def add_strategies(parser: argparse.ArgumentParser, default: tuple[str, ...]) ->
         type=split_strategies,
         default=list(default),
         metavar="NAME[:OPTION=VALUE][,NAME...]",
-        help=f"of {', '.join(KNOWN)} (default: {','.join(default)})",
+        help=f"of {', '.join(KNOWN)}; with --parallel fsdp and + {' or + '.join(WEIGHTS)} behind it weights are "
+        f"compressed too (default: {','.join(default)})",
     )
 
 

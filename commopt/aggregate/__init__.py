@@ -1,6 +1,6 @@
 """Aggregators, one file each; a new one is one file and one line in AGGREGATORS."""
 
-from commopt.aggregate.adam import Adam
+from commopt.aggregate.adam import Adam, exchange_norm
 from commopt.aggregate.auto import Auto, auto_of, families
 from commopt.aggregate.base import Aggregator, Buffer, Call, Flat, Step, Work, WorkKind, call, context_for, work
 from commopt.aggregate.compressed import Compressed
@@ -33,6 +33,7 @@ __all__ = [
     "auto_of",
     "call",
     "context_for",
+    "exchange_norm",
     "families",
     "work",
 ]

@@ -96,7 +96,7 @@ class Adam(ConciseRepr):
             team.all_reduce(next_v, scale=share)
         correction = [1 - beta ** (steps + 1) for beta in self.betas]
         if self.clip_norm is not None:
-            store.expect(share * next_v.sum(dtype=torch.float64) / correction[1])
+            store.expected[layout] = share * next_v.sum(dtype=torch.float64) / correction[1]
         denominator = torch.sqrt(next_v, out=gradient).div_(correction[1] ** 0.5).add_(self.eps)
         found = torch.div(next_m, denominator, out=gradient).mul_(share / correction[0])
         if team.size > 1:
@@ -168,8 +168,22 @@ class Adam(ConciseRepr):
         here = v.sum(dtype=torch.float64) / correction
         expected = store.expected_square.to(gradient.device)
         norm = torch.linalg.vector_norm(gradient, dtype=torch.float64) * (expected / here).sqrt()
-        factor = (self.clip_norm / norm).clamp(max=1.0)  # type: ignore[operator]  # asked for where it is set
+        factor = (self.clip_norm / norm).clamp(max=1.0)
         gradient.mul_(torch.where(here > 0, factor, 1.0))
+
+
+def exchange_norm(store: ResidualStore, team: Team, device: torch.device) -> None:
+    """Add up, after the last bucket of a step, what all ranks of `team` expect of the next gradient; collective.
+
+    For Adam(clip_norm=...). Of a step that is not finite nothing is taken over.
+    """
+    total = torch.zeros(1, dtype=torch.float64, device=device)
+    for part in store.expected.values():
+        total += part
+    store.expected.clear()
+    team.all_reduce(total)
+    known = torch.zeros_like(total) if store.expected_square is None else store.expected_square.to(device)
+    store.expected_square = torch.where(total.isfinite(), total, known)
 
 
 @lru_cache(maxsize=1024)

@@ -70,15 +70,15 @@ class Compressed(Aggregator):
                 f"Compressed({self.compressor!r}, feedback=None) has nowhere to keep momentum; use "
                 f"feedback=Feedback(), or momentum=0"
             )
-        if self.adam is True:  # as a command line has it
-            object.__setattr__(self, "adam", Adam())
-        if self.adam is None or self.adam is False:
-            object.__setattr__(self, "adam", None)
-        elif not isinstance(self.adam, Adam):
+        if isinstance(self.adam, bool):  # as a command line has it
+            object.__setattr__(self, "adam", Adam() if self.adam else None)
+        if self.adam is None:
+            return
+        if not isinstance(self.adam, Adam):
             raise ConfigurationError(f"Compressed(adam={self.adam!r}) must be a commopt.Adam(), or None for none")
-        elif self.feedback is None:
+        if self.feedback is None:
             raise ConfigurationError("Compressed(adam=..., feedback=None) has nowhere to keep m and v; leave feedback")
-        elif self.compressor.local_momentum is not None:
+        if self.compressor.local_momentum is not None:
             raise ConfigurationError(
                 f"Compressed({self.compressor!r}, adam=...) would apply momentum twice; use momentum=0, or no adam"
             )
@@ -229,7 +229,7 @@ class Compressed(Aggregator):
         """Return one all_gather of rows, or an all_to_all and an all_gather of chunks."""
         if buffer.nbytes == 0 or team.size == 1:
             return ()
-        renewed = ()
+        renewed: tuple[Step, ...] = ()
         if self.adam is not None and self.adam.renews(buffer.step):
             renewed = call(team, "all_reduce", buffer.layout.numel * torch.float32.itemsize)
         rows = self._rows(buffer.layout, buffer.dtype, 1, buffer.step)

@@ -73,7 +73,7 @@ class Hierarchical(Aggregator):
         """Run the form for this buffer, or the only level there is."""
         if buffer.numel() == 0:
             return
-        intra, inter = self._levels(team)
+        intra, inter = (team.intra, team.inter) if team.intra is not None else self._levels(team)
         if intra is None:
             across = context.within("inter", context.layout, context.result_dtype)
             self._alone(team).all_reduce(buffer, team, scale, across)
@@ -186,7 +186,7 @@ class Hierarchical(Aggregator):
         else:  # also where only other ranks of the node talk across
             self.inter.check_capture(step, team.inter or team)
 
-    @property
+    @cached_property
     def adam(self) -> Adam | None:
         """That of `inter`."""
         return self.inter.adam

@@ -117,7 +117,7 @@ class BufferContext:
         if slot is None:
             slot = self.store.slot(self.path, kind, layout, device, feedback.dtype, whole or layout)
             self.memory.found[key] = slot
-        old, new = slot.values.float(), self.store.stage(slot, self.rank)
+        old, new = self.store.stage(slot, self.rank)
         if kind == "worker":
             velocity = None if momentum is None else self.velocity(layout, feedback, device, momentum)
             return ErrorFeedback(old, new, self.loss_scale, feedback.decay, velocity)
@@ -142,7 +142,7 @@ class BufferContext:
         if slot is None:
             slot = self.store.slot(path, "worker", layout, device, dtype, layout)
             self.memory.found[path, "worker", layout] = slot
-        return slot.values.float(), self.store.stage(slot, self.rank)
+        return self.store.stage(slot, self.rank)
 
     def holds(self, layout: Layout) -> bool:
         """Return whether anything is kept for the elements of `layout`; asked of a settled buffer, whether was."""
@@ -155,7 +155,7 @@ class BufferContext:
         slot = self.store.slot(self.path, "worker", layout, device, torch.float32, layout)
         slot.once = True
         self.memory.found[self.path, "leftover", layout] = slot
-        return ErrorFeedback(slot.values, self.store.stage(slot, self.rank), self.loss_scale)
+        return ErrorFeedback(*self.store.stage(slot, self.rank), self.loss_scale)
 
     def add_leftover(self, buffer: Tensor, scale: float) -> float:
         """Scale `buffer` and add what others kept of it, where what sends it next keeps no residuals.

@@ -12,10 +12,10 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from commopt.errors import ConfigurationError
 from commopt.feedback.factors import FactorStore
 from commopt.feedback.layout import Layout, gaps
 from commopt.feedback.quality import SampledError
-from commopt.groups import Team
 
 Kind = Literal["worker", "server"]
 Key = tuple[str, str, Layout]
@@ -114,11 +114,11 @@ class ResidualStore:
     placed: dict[str, dict[Layout, str]] = field(default_factory=dict)  # by path: how buffers were divided last
     flags: list[Tensor] = field(default_factory=list)  # of the step: whether results are finite, bool, 0-d each
     expected_square: Tensor | None = None  # of a node's gradient, by its moments: float64 [1], alike on every rank
+    expected: dict[Layout, Tensor] = field(default_factory=dict)  # this rank's parts of the next one
     _slots: dict[Key, Residual] = field(default_factory=dict)
     _loose: list[Residual] = field(default_factory=list)  # what no buffer has asked for yet, or does not any more
-    _staged: list[tuple[Residual, Tensor, int]] = field(default_factory=list)  # each with the rank that rounds it
+    _staged: dict[Residual, tuple[Tensor, int]] = field(default_factory=dict)  # each with the rank that rounds it
     _staged_factors: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    _expected: list[Tensor] = field(default_factory=list)  # this rank's parts of the next one
     _judged: int = 0  # flags of the buffers before the one under way
     _unjudged: list[Tensor] = field(default_factory=list)  # results that nobody has given a verdict on
 
@@ -197,6 +197,12 @@ class ResidualStore:
 
     def _take_apart(self, slot: Residual) -> None:
         key = (slot.path, slot.kind, slot.layout)
+        if self.per_step and slot in self._staged:
+            raise ConfigurationError(
+                f"one backward sends gradients of {slot.layout.title} in two messages that are not of the same "
+                f"parameters, and with a GradScaler both would have to be dropped as one; let fully_shard put these "
+                f"parameters into a group of their own, or train without a GradScaler, in bfloat16"
+            )
         if self._slots.get(key) is slot:  # else it is apart already
             del self._slots[key]
             self.deposit(slot.path, slot.layout, slot.values.float())
@@ -265,21 +271,24 @@ class ResidualStore:
 
     # ---------------------------------------------------------------------------------- committing
 
-    def stage(self, slot: Residual, rank: int = 0) -> Tensor:
-        """Return where to write the slot's next values, float32, which count only once they are committed.
+    def stage(self, slot: Residual, rank: int = 0) -> tuple[Tensor, Tensor]:
+        """Return the slot's values, and where to write the next, which count once they are committed; both float32.
 
+        A step that sends a buffer twice, and commits at its end, finds there what it has left out the first time.
         rank: this one's, global, so that ranks round by random bits of their own: errors that are alike would add up
         where others cancel.
         """
+        before = self._staged.get(slot)
+        old = slot.values.float() if before is None else before[0]
         if self.per_step:
-            if slot.spare is None:
+            if slot.spare is None or before is not None:
                 slot.spare = torch.empty(slot.layout.numel, dtype=torch.float32, device=slot.values.device)
             staged = slot.spare
         else:
             tag = f"{len(self._staged)} staged"
             staged = self.scratch.take(tag, slot.layout.numel, torch.float32, slot.values.device)
-        self._staged.append((slot, staged, rank))
-        return staged
+        self._staged[slot] = (staged, rank)
+        return old, staged
 
     def stage_factors(self, factors: Tensor) -> Tensor:
         """Return where to write the next values of `factors`, which are small and count once they are committed."""
@@ -289,11 +298,7 @@ class ResidualStore:
         return staged
 
     def begin_step(self) -> None:
-        """Drop what a backward that raised has left."""
-        self._expected.clear()
-        self._drop_staged()
-
-    def _drop_staged(self) -> None:
+        """Drop what is staged: committed, or left by a backward that raised."""
         self._staged.clear()
         self._staged_factors.clear()
         self.flags.clear()
@@ -311,7 +316,7 @@ class ResidualStore:
             if self._staged or self._staged_factors:
                 with self.lock:
                     self._commit()
-            self._drop_staged()
+            self.begin_step()
         if last:
             self.steps += 1
             self.warm = True
@@ -320,19 +325,6 @@ class ResidualStore:
         """Return how many steps were complete and not dropped; where a GradScaler drops them, float64 on the device."""
         dropped = self.dropped if self.per_step else 0
         return self.steps - (dropped if isinstance(dropped, int) else dropped.double())
-
-    def expect(self, square: Tensor) -> None:
-        """Note a part (0-d) of the square that is expected of the next gradient's norm."""
-        self._expected.append(square)
-
-    def exchange_expected(self, team: Team, device: torch.device) -> None:
-        """Add up what all ranks expect; collective. Of a step that is not finite nothing is taken over."""
-        total = torch.zeros(1, dtype=torch.float64, device=device)
-        for part in self._expected:
-            total += part
-        team.all_reduce(total)
-        known = torch.zeros_like(total) if self.expected_square is None else self.expected_square.to(device)
-        self.expected_square = torch.where(total.isfinite(), total, known)
 
     def judge(self) -> list[Tensor]:
         """Return the verdicts on all results so far: those nobody has reported on are looked at, as they may change."""
@@ -343,8 +335,9 @@ class ResidualStore:
     def _commit(self) -> None:
         finite = torch.stack(self.judge()).all()
         # No host sync on a GPU, but for what is sent once and then gone: a few steps after a change.
-        known = finite.device.type == "cpu" or any(slot.once for slot, _, _ in self._staged)
-        for number, (slot, staged, rank) in enumerate([] if known and not finite else self._staged):
+        known = finite.device.type == "cpu" or any(slot.once for slot in self._staged)
+        kept = {} if known and not finite else self._staged
+        for number, (slot, (staged, rank)) in enumerate(kept.items()):
             if known and slot.once:
                 del self._slots[slot.path, slot.kind, slot.layout]
             elif known and slot.spare is staged and slot.values.dtype == torch.float32:

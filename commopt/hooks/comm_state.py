@@ -24,7 +24,12 @@ if TYPE_CHECKING:
 
 
 class CommState:
-    """What averages a model's gradients, seen from outside; made by `attach`."""
+    """What averages a model's gradients, seen from outside; made by `attach`.
+
+    HookState for DDP; ShardedState for FSDP2 with replicas and OneDimensionState for FSDP2 over all ranks. Methods that
+    say "collective" must be called by every rank of the model, between two steps; a mistake of one rank is raised on
+    all of them. Bytes are of payload, of this rank, since `attach`.
+    """
 
     _registration: Registration
 
@@ -174,9 +179,9 @@ class CommState:
         Call it between two steps, on every rank. Where one does not, the others raise MismatchError once `timeout` is
         over; also when ranks give another `every`. Raises ConfigurationError, on every rank, for what is no logger.
         """
-        from commopt.hooks.log import log_steps, writer_for
+        from commopt.hooks.log import StepLog, writer_for
 
-        log_steps(self._registration, self.stats, lambda: self.plan, every, lambda: writer_for(target))
+        StepLog(self._registration, self.stats, lambda: self.plan, every, lambda: writer_for(target))
 
     def explain(self) -> str:
         """Return in words and numbers what averages the gradients now, and why; the same on every rank."""

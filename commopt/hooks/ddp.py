@@ -66,6 +66,10 @@ def attach(
     The other options are HookState's; process_group is DDP's by default. Collective over the model's ranks. Raises
     ConfigurationError when `model` is none of these, has a hook already, or an option or a name is unknown,
     UnsupportedTensorError when a parameter's gradient could not be averaged.
+
+    A model of fully_shard or replicate takes scaler, timeout, record and nccl alone, over all ranks (a 1-D mesh) also
+    ranks_per_node and weights, a commopt.Weights. Its gradients are reduced in float16, bfloat16, float32 or float64.
+    Call it after fully_shard and before the first backward.
     """
     ddp = _inside(model)
     if (sharded := next((each for each in (ddp, model) if _is_sharded(each)), None)) is not None:

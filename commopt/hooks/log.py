@@ -45,64 +45,56 @@ class Logged:
 Write = Callable[[Logged], object]
 
 
-def log_steps(
-    registration: Registration,
-    stats: Callable[[], Mapping[str, Any]],
-    plan: Callable[[], Plan | None],
-    every: int,
-    make: Callable[[], Write],
-) -> None:
-    """Call what `make` returns, on the first rank, after every `every`-th step; collective. As CommState.log_to."""
-    registration.require_open("log_to")
-    everyone, problem, write = registration.everyone, None, None
-    try:
-        require_whole(every, 1, "log_to: every")
-        if everyone.team.rank == 0:
-            write = make()
-    except Exception as error:  # of this rank alone, perhaps: the others wait to hear of it
-        problem = error
-    require_equal(everyone.ranks, everyone.exchange("log_to", problem, every=every), ("every",))
-    registration.recorder.record_always()
-    if everyone.ranks[0] in registration.recorded_with.team.ranks:  # nobody reads what other shards have recorded
-        registration.logs.append(_Log(registration, stats, plan, every, write))
+class StepLog:
+    """Calls what `make` returns, on the first rank, after every `every`-th step; collective. As CommState.log_to."""
 
-
-@dataclass(eq=False)
-class _Log:
-    """Called after every step, on all ranks. write: None on all but the first, and there once it has failed."""
-
-    registration: Registration
-    stats: Callable[[], Mapping[str, Any]]
-    plan: Callable[[], Plan | None]
-    every: int
-    write: Write | None
-
-    def __post_init__(self) -> None:
-        self._before = self.registration.reduced_steps, self.registration.wire_bytes()
+    def __init__(
+        self,
+        registration: Registration,
+        stats: Callable[[], Mapping[str, Any]],
+        plan: Callable[[], Plan | None],
+        every: int,
+        make: Callable[[], Write],
+    ) -> None:
+        registration.require_open("log_to")
+        everyone, problem = registration.everyone, None
+        self._write: Write | None = None  # but on the first rank, until it has failed
+        try:
+            require_whole(every, 1, "log_to: every")
+            if everyone.team.rank == 0:
+                self._write = make()
+        except Exception as error:  # of this rank alone, perhaps: the others wait to hear of it
+            problem = error
+        require_equal(everyone.ranks, everyone.exchange("log_to", problem, every=every), ("every",))
+        self._registration, self._stats, self._plan, self._every = registration, stats, plan, every
+        self._before = registration.reduced_steps, registration.wire_bytes()
+        registration.recorder.record_always()
+        if everyone.ranks[0] in registration.recorded_with.team.ranks:  # nobody reads what other shards have recorded
+            registration.logs.append(self)
 
     def __call__(self) -> None:
         """Meet, if it is time for it, and write."""
-        registration = self.registration
-        if registration.steps % self.every or is_capturing():
+        registration = self._registration
+        if registration.steps % self._every or is_capturing():
             return
         client, recorder, found = registration.recorded_with, registration.recorder, list[Timeline]()
         # Nothing is lost by waiting: for all that is on the lane before, DDP and FSDP would wait now.
         client.run(lambda: found.append(gather(client.team, recorder.steps()[-_LATEST_STEPS:])), "log_to").wait()
-        if self.write is None:
+        if self._write is None:
             return
         try:
-            report = report_on(found[0], registration, self.plan()) if found[0].steps else None
-            self.write(Logged(registration.steps, self._scalars(report), found[0], report))
+            report = report_on(found[0], registration, self._plan()) if found[0].steps else None
+            self._write(Logged(registration.steps, self._scalars(report), found[0], report))
         except Exception:
             step = registration.steps
             _log.warning("log_to: writing failed after step %d, and nothing more is written", step, exc_info=True)
-            self.write = None
+            self._write = None
 
     def _scalars(self, report: Report | None) -> dict[str, float]:
-        (steps, before), sent = self._before, self.registration.wire_bytes()
-        self._before = self.registration.reduced_steps, sent
-        steps = self.registration.reduced_steps - steps
-        found = {**self.stats()}
+        (steps, before), sent = self._before, self._registration.wire_bytes()
+        self._before = self._registration.reduced_steps, sent
+        steps = self._registration.reduced_steps - steps
+        found = {**self._stats()}
         found.update(intra_bytes=(sent.intra - before.intra) / steps, inter_bytes=(sent.inter - before.inter) / steps)
         if report is not None:
             analysis = report.analysis

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commopt.aggregate import Aggregator, context_for
+from commopt.aggregate import Aggregator, context_for, exchange_norm
 from commopt.feedback import GradientCosine, Layout, ResidualStore
 from commopt.groups import Team, TeamShape, WireBytes
 from commopt.recording import Message as Recorded
@@ -72,7 +72,7 @@ class Reduction:
             if self.cosine is not None and exact is not None:
                 self.cosine.add(exact, flat)
             if self.last and (adam := self.aggregator.adam) is not None and adam.clip_norm is not None:
-                store.exchange_expected(team, flat.device)
+                exchange_norm(store, team, flat.device)
             store.end_bucket([flat], last=self.last)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from commopt.hooks import HookState
-from commopt.hooks.log import Logged, log_steps
+from commopt.hooks.log import Logged, StepLog
 from commopt.timeline.page import write_page
 
 
@@ -32,23 +32,23 @@ class Live:
 
         def show(now: Logged) -> None:
             self.steps = now.step
-            if not speaks:  # for this group of ranks, but not for the world
+            if not speaks or now.report is None:  # it speaks for its ranks, but not for the world
                 return
             if self.lines:
                 strategy = repr(state.aggregator) if state.plan is None else state.plan.strategy
                 print(f"{name} {line(now, strategy)}", flush=True)
-            if file is not None and now.report is not None:
+            if file is not None:
                 write_page(file, now.timeline, now.report, state.explain(), [each.reason for each in state.decisions])
 
-        log_steps(state._registration, state.stats, lambda: state.plan, self.every, lambda: show)
+        StepLog(state._registration, state.stats, lambda: state.plan, self.every, lambda: show)
 
 
 def line(now: Logged, strategy: str) -> str:
     """Return what happened lately in one line: times in milliseconds, payload of the first rank in 1e6 bytes."""
-    known = {name.partition("/")[2]: value for name, value in now.scalars.items()}
-    times = "no step was recorded"
-    if "step_ms" in known:
-        share = known["exposed_ms"] / known["step_ms"]
-        times = f"{known['step_ms']:.1f} ms a step, exposed {known['exposed_ms']:.1f} ms ({share:.0%})"
-    outside_mb, inside_mb = known["inter_bytes"] / 1e6, known["intra_bytes"] / 1e6
-    return f"step {now.step}: {times}, {inside_mb + outside_mb:.3g} MB ({outside_mb:.3g} to other nodes), {strategy}"
+    step_ms, exposed_ms, inside, outside = (
+        now.scalars[f"comm/{name}"] for name in ("step_ms", "exposed_ms", "intra_bytes", "inter_bytes")
+    )
+    times = f"{step_ms:.1f} ms a step, exposed {exposed_ms:.1f} ms ({exposed_ms / step_ms:.0%})"
+    return (
+        f"step {now.step}: {times}, {(inside + outside) / 1e6:.3g} MB ({outside / 1e6:.3g} to other nodes), {strategy}"
+    )

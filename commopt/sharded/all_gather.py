@@ -25,13 +25,21 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, repr=False)
 class Weights(ConciseRepr):
-    """How FSDP2's weights travel between nodes, on a 1-D mesh; without it they stay exact.
+    """How FSDP2's weights travel between nodes, on a 1-D mesh: what `attach(weights=)` takes. None: exact, by FSDP.
 
-    second_copy: keep what was decoded (the group's elements over the ranks of a node, in the dtype they are computed
-        with): the gather before backward then stays inside the node. Every other gather crosses, whatever has changed.
-    difference: send the difference to the second copy. What one crossing leaves out is in the next difference, so 4
-        bits do; the first crossing is exact, and so is the next one after `invalidate()` and `load_state_dict`.
-    dense: patterns of parameter names that travel as they are, beside those that would not shrink.
+    Weights are of float32, bfloat16 or float16, the dtype that they are computed with; others are gathered exactly.
+
+    compressor: encodes this rank's shard of a group, a 1-D tensor, once for each node; Quantize or Cast, rounding to
+        nearest, without start_step.
+    second_copy: keep what was decoded (the elements of a group over the ranks of a node, in the dtype of the weights),
+        as in ZeRO++ (Wang et al., arXiv 2306.10209, section 3.2): the gather before backward then stays inside the
+        node. Every other gather crosses, whatever has changed.
+    difference: send the difference to the second copy, in float32 (SDP4Bit, Jia et al., arXiv 2410.15526, section 3.1).
+        What one crossing leaves out is in the next difference, so 4 bits do; the first crossing is exact, and so is the
+        next one after `invalidate()` and `load_state_dict`.
+    dense: patterns of parameter names, as fnmatch has them, that travel as they are, beside what would not shrink.
+
+    Raises ConfigurationError for anything else; `attach` does, on every rank, for nodes with unequal numbers of ranks.
     """
 
     compressor: Compressor = field(default_factory=lambda: Quantize(bits=8))
@@ -156,7 +164,7 @@ class AllGather:
         if self.places.in_order:
             shards.view(gathered.shape).copy_(gathered)
         else:
-            shards[list(self.places.order)] = gathered.reshape(size, numel)
+            shards.index_copy_(0, self.places.index(shards.device), gathered.reshape(size, numel))
 
     def _cross(self, source: Tensor, scratch: Scratch) -> Tensor:
         """Return what every rank at this one's place now has of their shards."""

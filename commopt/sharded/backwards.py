@@ -80,6 +80,18 @@ def _sharding_of(group: ParameterGroup) -> str:
     return f"{group.shard_count} shards, every {steps} ranks, {'no ' if group.replicas is None else ''}replicas"
 
 
+@dataclass(frozen=True)
+class Request:
+    """What `attach` was asked for; groups: those of `model` that are to be reduced."""
+
+    settings: Settings
+    aggregator: Aggregator
+    scaler: Any
+    model: nn.Module
+    groups: Sequence[ParameterGroup]
+    weights: Any = None
+
+
 class Backwards(Registration):
     """What registrations of FSDP2 have in common: reductions are numbered, and `end` ends every backward.
 
@@ -88,26 +100,19 @@ class Backwards(Registration):
 
     kind = "ShardedState"
 
-    def __init__(
-        self,
-        settings: Settings,
-        aggregator: Aggregator,
-        scaler: Any,
-        model: nn.Module,
-        groups: Sequence[ParameterGroup],
-    ) -> None:
-        self.groups = groups
+    def __init__(self, asked: Request) -> None:
+        self.groups, self.weights = asked.groups, asked.weights
         self.deferred = 0
-        self._model = model
-        self._layouts = Layouts(model)
+        self._model = asked.model
+        self._layouts = Layouts(asked.model)
         numels: dict[str, int] = {}
-        for group in groups:
+        for group in self.groups:
             for part in group.parts:
                 self._layouts.also_called(part.name, part.called(group.shard_rank, group.shard_count))
             numels |= numels_of(group.parts, group.shard_count)
-        super().__init__(settings, aggregator, scaler, self._layouts.parameters, numels)
-        self.sharding = str(sorted({_sharding_of(group) for group in groups}))
-        self.store.per_step &= bool(aggregator.residual_paths)  # else there is nothing to commit
+        super().__init__(asked.settings, asked.aggregator, asked.scaler, self._layouts.parameters, numels)
+        self.sharding = str(sorted({_sharding_of(group) for group in self.groups}))
+        self.store.per_step &= bool(asked.aggregator.residual_paths)  # else there is nothing to commit
         self._drops_with: LaneClient | None = None  # who drops a step together, and does not see it by itself
         self._verdicts = 0  # exchanged with them
         self._number: int | None = None  # of the next reduction of the backward under way

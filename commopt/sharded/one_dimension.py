@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 from time import perf_counter_ns
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from commopt.aggregate import Aggregator, Call, context_for
 from commopt.aggregate.base import Step as Described
@@ -20,12 +21,11 @@ from commopt.groups import WireBytes
 from commopt.groups.team import all_gather_single
 from commopt.hooks.checks import REDUCIBLE
 from commopt.hooks.reduction import loss_scale_of
-from commopt.hooks.registration import Settings
 from commopt.lanes import LaneClient
 from commopt.recording import Message, running
 from commopt.sharded import seams
 from commopt.sharded.all_gather import AllGather, Weights
-from commopt.sharded.backwards import Backwards, Sequel, told_why_ranks_wait
+from commopt.sharded.backwards import Backwards, Request, Sequel, told_why_ranks_wait
 from commopt.sharded.layouts import require_length
 from commopt.sharded.reduce_scatter import ReduceScatter
 from commopt.sharded.rows import Parts
@@ -38,17 +38,8 @@ class OneDimension(Backwards):
     gathers: by group, none where weights are exact.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        aggregator: Aggregator,
-        scaler: Any,
-        model: nn.Module,
-        groups: Sequence[ParameterGroup],
-        weights: Weights | None,
-    ) -> None:
-        super().__init__(settings, aggregator, scaler, model, groups)
-        self.weights = weights
+    def __init__(self, asked: Request) -> None:
+        super().__init__(asked)
         self.gathers: dict[ParameterGroup, AllGather] = {}
         self._sent = WireBytes()
         self._known: dict[object, WireBytes] = {}
@@ -76,9 +67,9 @@ class OneDimension(Backwards):
     def install(self) -> None:
         """Take the place of FSDP's collectives."""
         for group in self.groups:
-            seams.scatter_by(self._model, group, _Scatters(self, group))
+            group.scatter_by(self._model, _Scatters(self, group))
             if group in self.gathers:
-                seams.gather_by(self._model, group, _Gathers(self, group))
+                group.gather_by(self._model, _Gathers(self, group))
         self._watch()
         if self.gathers:
             for module in self._model.modules():
@@ -96,7 +87,7 @@ class OneDimension(Backwards):
         require_length(parts, output.numel())
         self._is_first(source.device)
         number, recorded = self._next(_whole(parts), source.nbytes)
-        task = _Reduction(self, output, source, parts, scale, divided, number, recorded)
+        task = _Reduction(self, self.steps, number, output, source, parts, scale, divided, self.scaler, recorded)
         work = client.submit(task, task, output, (source,), numel=source.numel())
         compressed = self._scatter.compressed
         now = None if compressed is None else compressed.compressor.at(self.steps)
@@ -193,51 +184,46 @@ class OneDimension(Backwards):
         store.warm = True
 
 
+@dataclass(eq=False, slots=True)
 class _Reduction:
-    """The lane's work for the gradients of one group."""
+    """The lane's work for the gradients of one group, in step `step`, of which they are number `number`."""
 
-    def __init__(
-        self,
-        registration: OneDimension,
-        output: Tensor,
-        source: Tensor,
-        parts: Parts,
-        scale: float,
-        divided: float,
-        number: int,
-        recorded: Message | None,
-    ) -> None:
-        self._registration, self._output, self._source, self._parts = registration, output, source, parts
-        self._scale, self._divided, self._number, self._recorded = scale, divided, number, recorded
-        self._step, self._store, self._scaler = registration.steps, registration.store, registration.scaler
+    registration: OneDimension
+    step: int
+    number: int
+    output: Tensor
+    source: Tensor
+    parts: Parts
+    scale: float
+    divided: float
+    scaler: Any
+    recorded: Message | None
 
     def __str__(self) -> str:
-        return f"gradients of {_title(self._parts)} by {self._registration.aggregator}"
+        return f"gradients of {_title(self.parts)} by {self.registration.aggregator}"
 
     def __call__(self) -> None:
         """Do it."""
-        with told_why_ranks_wait(), running(self._recorded):
+        with told_why_ranks_wait(), running(self.recorded):
             self._reduce()
 
     def _reduce(self) -> None:
-        scatter, store = self._registration._scatter, self._store
-        self._registration._sequel.follow(_whole(self._parts))
-        if self._number == 0:
+        scatter, store, team = self.registration._scatter, self.registration.store, self.registration.client.team
+        self.registration._sequel.follow(_whole(self.parts))
+        if self.number == 0:
             store.begin_step()
-        layout, team = scatter.layout(self._parts, self._source.dtype, self._step), self._registration.client.team
-        context = context_for(
-            *(scatter.aggregator, layout, team, store, self._step, self._number, team.ranks[team.rank], self._unit())
-        )
-        scatter(self._output, self._source, self._parts, self._scale, context)
+        layout, rank = scatter.layout(self.parts, self.source.dtype, self.step), team.ranks[team.rank]
+        context = context_for(scatter.aggregator, layout, team, store, self.step, self.number, rank, self._unit())
+        scatter(self.output, self.source, self.parts, self.scale, context)
         store.end_bucket((), last=False)
 
     def _unit(self) -> Tensor | None:
         """Return what `.grad` is multiplied by here, None for 1: residuals are in its units."""
-        unit = None if self._scaler is None else loss_scale_of(self._scaler, self._source.device)
-        if self._divided == 1.0:
+        unit = None if self.scaler is None else loss_scale_of(self.scaler, self.source.device)
+        if self.divided == 1.0:
             return unit
-        one = torch.ones((), dtype=torch.float32, device=self._source.device) if unit is None else unit
-        return one * self._divided
+        one = torch.ones((), dtype=torch.float32, device=self.source.device) if unit is None else unit
+        return one * self.divided
 
 
 class _Memory:

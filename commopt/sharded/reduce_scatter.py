@@ -38,11 +38,18 @@ class Places:
             self.inside, self.across = None, team
         self.per_node = 1 if self.inside is None else self.inside.size
         self._place = 0 if self.inside is None else self.inside.rank
+        self._index: dict[torch.device, Tensor] = {}
 
     @cached_property
     def in_order(self) -> bool:
         """Whether both orders are one."""
         return self.order == tuple(range(len(self.order)))
+
+    def index(self, device: torch.device) -> Tensor:
+        """Return `order` on `device`; copied there once, as the host waits for that."""
+        if device not in self._index:
+            self._index[device] = torch.tensor(self.order, device=device)
+        return self._index[device]
 
     @cached_property
     def alike(self) -> tuple[int, ...]:
@@ -162,7 +169,7 @@ class ReduceScatter:
         places, size = self.places, self.team.size
         shards = source.view(size, -1)
         if not places.in_order:
-            shards = shards[list(places.order)]
+            shards = shards.index_select(0, places.index(shards.device))
         dtype = source.dtype if exact else torch.promote_types(source.dtype, torch.float32)
         if places.inside is None:
             return apply_scale(shards.to(dtype), scale)

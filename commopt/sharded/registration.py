@@ -11,17 +11,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from commopt.aggregate import Aggregator
 from commopt.errors import ConfigurationError
 from commopt.feedback import Layout, ResidualStore, Spans, spread
 from commopt.groups import Membership, WireBytes
 from commopt.hooks.checks import refuse_second_adam, warn_of_untested_torch
 from commopt.hooks.reduction import Reduction, Step, Traffic
-from commopt.hooks.registration import Settings
 from commopt.lanes import LaneClient, Work
-from commopt.sharded.backwards import Backwards, Sequel, told_why_ranks_wait
+from commopt.sharded.backwards import Backwards, Request, Sequel, told_why_ranks_wait
 from commopt.sharded.layouts import layout_of, require_length
 from commopt.sharded.seams import ParameterGroup
 
@@ -39,15 +37,8 @@ class ShardedRegistration(Backwards):
     replicas: by their process group.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        aggregator: Aggregator,
-        scaler: Any,
-        model: nn.Module,
-        groups: Sequence[ParameterGroup],
-    ) -> None:
-        super().__init__(settings, aggregator, scaler, model, groups)
+    def __init__(self, asked: Request) -> None:
+        super().__init__(asked)
         self.replicas: dict[dist.ProcessGroup | None, Replicas] = {}
         self._clients: list[LaneClient] = []
         self._known: dict[tuple[int, ...], tuple[Layout, Spans]] = {}

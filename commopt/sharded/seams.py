@@ -76,6 +76,7 @@ class ParameterGroup:
         self._raw = raw
         self._names = dict(zip(map(id, raw.fsdp_params), names, strict=True))
         self._with_gradient: list[Any] = []
+        self._ours: dict[str, object] = {}  # what FSDP is to call for this group, by the name it has there
         info = raw.mesh_info
         sharded = isinstance(info, common.FSDPMeshInfo)
         self.replicas: dist.ProcessGroup | None = None
@@ -151,10 +152,10 @@ class ParameterGroup:
         """Return whether gradients will be views of `buffer`, in host memory, and not read before backward ends."""
         return (
             buffer.device.type == "cpu"
-            and buffer.dtype == self._raw._orig_dtype
             and self.divided_later(buffer.dtype) == 1.0
             and all(
                 param.sharded_param.grad is None
+                and buffer.dtype == getattr(param, "sharded_grad_dtype", param.sharded_param.dtype)  # torch 2.15
                 and not param.offload_to_cpu
                 and not getattr(param.sharded_param, "_post_accumulate_grad_hooks", None)
                 for param in self._with_gradient
@@ -174,11 +175,12 @@ class ParameterGroup:
         while it reduces. The rest of it, parameters and checkpoints too, sees the user's mesh.
         """
         raw, original = self._raw, self._raw.post_backward
+        self._ours = {"_all_reduce_hook": average}
 
         def post_backward(*unused: Any) -> None:
+            self._begin_reduction()
             native = raw.mesh_info
             raw.mesh_info = _without_replicas(native) if raw.all_reduce_grads else _with_none_but_this(native)
-            self._with_gradient = [param for param in raw.fsdp_params if _has_gradient(param, raw)]
             try:
                 original(*unused)
             finally:
@@ -186,6 +188,40 @@ class ParameterGroup:
 
         raw.post_backward = post_backward  # autograd and FSDP's last callback call it through the instance
         raw._all_reduce_hook = average
+
+    def scatter_by(self, model: nn.Module, reduce_scatter: Any) -> None:
+        """Let `reduce_scatter` do what its name says."""
+        raw, original = self._raw, self._raw.post_backward
+        self._ours |= {"_all_reduce_hook": None, "_reduce_scatter_comm": reduce_scatter}
+
+        def post_backward(*unused: Any) -> None:
+            self._begin_reduction()
+            original(*unused)
+
+        raw.post_backward = post_backward
+        if (module := _only_group_of(model, raw)) is None:
+            raw._reduce_scatter_comm = reduce_scatter
+        else:
+            module.set_custom_reduce_scatter(reduce_scatter)
+
+    def gather_by(self, model: nn.Module, all_gather: Any) -> None:
+        """Let `all_gather` gather the weights."""
+        self._ours["_all_gather_comm"] = all_gather
+        if (module := _only_group_of(model, self._raw)) is None:
+            self._raw._all_gather_comm = all_gather
+        else:
+            module.set_custom_all_gather(all_gather)
+
+    def _begin_reduction(self) -> None:
+        """Note what the next buffer holds; raise ConfigurationError where FSDP would not call commopt for it."""
+        for name, ours in self._ours.items():
+            if getattr(self._raw, name) is not ours:
+                raise ConfigurationError(
+                    f"the group of {self.parts[0].name} was given another {name.strip('_')} after commopt.attach, and "
+                    f"FSDP takes one; leave out set_all_reduce_hook, set_custom_reduce_scatter, set_custom_all_gather "
+                    f"and what else replaces FSDP's collectives"
+                )
+        self._with_gradient = [param for param in self._raw.fsdp_params if _has_gradient(param, self._raw)]
 
 
 class _OnlyThis:
@@ -275,29 +311,6 @@ def require_collectives(groups: Iterable[ParameterGroup]) -> None:
                     f"set_custom_reduce_scatter, set_custom_all_gather, set_symm_mem_for_comm and "
                     f"set_allocate_memory_from_process_group_for_comm, and leave these out"
                 )
-
-
-def scatter_by(model: nn.Module, group: ParameterGroup, reduce_scatter: Any) -> None:
-    """Let `reduce_scatter` do what its name says for a group, which knows `parts_with_gradient` while it does."""
-    raw, original = group._raw, group._raw.post_backward
-
-    def post_backward(*unused: Any) -> None:
-        group._with_gradient = [param for param in raw.fsdp_params if _has_gradient(param, raw)]
-        original(*unused)
-
-    raw.post_backward = post_backward
-    if (module := _only_group_of(model, raw)) is None:
-        raw._reduce_scatter_comm = reduce_scatter
-    else:
-        module.set_custom_reduce_scatter(reduce_scatter)
-
-
-def gather_by(model: nn.Module, group: ParameterGroup, all_gather: Any) -> None:
-    """Let `all_gather` gather the weights of a group."""
-    if (module := _only_group_of(model, group._raw)) is None:
-        group._raw._all_gather_comm = all_gather
-    else:
-        module.set_custom_all_gather(all_gather)
 
 
 def _only_group_of(model: nn.Module, raw: Any) -> Any:

@@ -14,6 +14,7 @@ from commopt.groups.build import read_arguments
 from commopt.hooks.checks import REDUCIBLE, require_supported_parameters
 from commopt.hooks.comm_state import CommState, require_scaler
 from commopt.hooks.registration import Settings
+from commopt.sharded.backwards import Request
 from commopt.sharded.one_dimension import OneDimension, require_attachable
 from commopt.sharded.registration import ShardedRegistration
 from commopt.sharded.seams import ParameterGroup, groups_of, require_seams
@@ -117,8 +118,10 @@ def attach_sharded(
     """Average the replicas of a model of fully_shard or replicate with `aggregator`; collective over all its ranks.
 
     Where it has none, on a mesh of one dimension, the gradients go to their owners, and the weights to all, as
-    `aggregator` and `weights` say. Raises ConfigurationError and UnsupportedTensorError on every rank when that cannot
-    be done.
+    `aggregator` and `weights`, a commopt.Weights or None, say. timeout: seconds, or a timedelta. for_ddp: what `attach`
+    was given that is for DDP models; anything but the defaults is refused.
+    Raises ConfigurationError and UnsupportedTensorError on every rank when that cannot be done, and in a later backward
+    ConfigurationError when FSDP's hook or collectives were replaced meanwhile.
     """
     require_seams(model)
     groups = groups_of(model)
@@ -142,12 +145,13 @@ def attach_sharded(
         settings = Settings(ranks_per_node, timeout_s, record=record, nccl=nccl)
     except Exception as error:
         problem, scaler, weights = error, None, None
+    asked = Request(settings, aggregator, scaler, model, replicated or groups, weights)
     if not replicated:
-        over_all = OneDimension(settings, aggregator, scaler, model, groups, weights)
+        over_all = OneDimension(asked)
         over_all.join(groups[0].shards, problem)
         over_all.install()
         return OneDimensionState(over_all)
-    registration = ShardedRegistration(settings, aggregator, scaler, model, replicated)
+    registration = ShardedRegistration(asked)
     registration.join(problem=problem)
     registration.install()
     return ShardedState(registration)

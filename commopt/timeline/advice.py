@@ -12,7 +12,10 @@ _FEW_HIDDEN = 0.2
 _MISPREDICTED = 0.5
 _MOST_RANKS = 3
 
-_LESS = "Send less there: hierarchical_bf16, hierarchical_quantized or hierarchical_powersgd, or auto, which measures."
+_LESS = (
+    "Send less there than now: hierarchical_bf16, then hierarchical_quantized, then hierarchical_powersgd; or let auto "
+    "measure."
+)
 _INSIDE = (
     "inside the nodes, where compression between nodes changes nothing. commopt doctor shows which links GPUs use."
 )
@@ -56,7 +59,7 @@ def advice(timeline: Timeline, report: Report) -> list[str]:
     if predicted_us is not None and abs(predicted_us - measured_us) > _MISPREDICTED * measured_us:
         said.append(
             f"The plan expected {predicted_us / 1000:.1f} ms exposed where {measured_us / 1000:.1f} ms are measured: "
-            f"what messages cost has changed. Let auto or plan='adaptive' measure anew."
+            f"what messages cost has changed since. auto and plan='adaptive' measure again from time to time."
         )
     return said
 

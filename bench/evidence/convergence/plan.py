@@ -1,4 +1,4 @@
-"""What is compared: the two examples under two optimizers, with every preset, at several strengths."""
+"""What is compared: the two examples under two optimizers, with every preset, at several strengths; FSDP2 beside."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from bench.training.report import STOCK
 from commopt import Aggregator, LocalSGD
 from commopt.command_line import Parser
 from examples import train_digits, train_gpt
@@ -18,7 +19,6 @@ RANKS_PER_NODE = (2, 2)
 RATE = "50mbit"
 SEEDS = (0, 1, 2)
 OPTIMIZERS = ("sgd", "adamw")
-STOCK = "ddp"
 NO_FEEDBACK = ":feedback=None"
 
 _QUICK_STEPS = 20
@@ -62,7 +62,7 @@ _own_momentum = partial(Entry, optimizers=("sgd",), momentum=0.0)
 _own_adam = partial(Entry, tasks=("gpt",), optimizers=("adamw",))
 
 ENTRIES = (
-    _on_link(STOCK),
+    _on_link("ddp"),
     _flat("flat"),
     _on_link("hierarchical"),
     _on_link("hierarchical_bf16"),
@@ -95,8 +95,22 @@ ENTRIES = (
 
 # Each at its own best learning rate: what compresses updates may want another than what compresses gradients.
 RATES = (0.5, 1.0, 2.0, 4.0, 8.0)
-_AT_RATES = (STOCK, *(f"hierarchical_{name}{adam}" for name in ("onebit", "dgc") for adam in ("", ":adam=True")))
+_AT_RATES = ("ddp", *(f"hierarchical_{name}{adam}" for name in ("onebit", "dgc") for adam in ("", ":adam=True")))
 RATE_ENTRIES = tuple(_own_adam(strategy, rate=rate) for rate in RATES for strategy in _AT_RATES)
+
+_hsdp = partial(Entry, tasks=("hsdp",), optimizers=("adamw",))
+_fsdp = partial(Entry, tasks=("fsdp",), optimizers=("adamw",))
+_BIT_FOR_BIT = ("hsdp-5m", "hsdp-5m-bf16")
+SHARDED_ENTRIES = (
+    _hsdp("hsdp", tasks=("hsdp", *_BIT_FOR_BIT)),
+    _hsdp("flat", tasks=_BIT_FOR_BIT),
+    _hsdp("hierarchical_quantized"),
+    _hsdp("hierarchical_quantized:bits=4"),
+    _hsdp("hierarchical_powersgd"),
+    _fsdp("fsdp"),
+    _fsdp("hierarchical_quantized+weights8"),
+    _fsdp("hierarchical_quantized:bits=4+weights4"),
+)
 
 
 @dataclass(frozen=True)
@@ -109,11 +123,12 @@ class Task:
     model: tuple[str, ...]
     """Options of the example's command line."""
     learning_rates: tuple[tuple[str, float], ...]
+    one_seed: bool = False
 
     @property
     def example(self) -> ModuleType:
         """The module that trains it."""
-        return {"digits": train_digits, "gpt": train_gpt}[self.name]
+        return train_digits if self.name == "digits" else train_gpt
 
     def start(self, optimizer: str, momentum: float, seed: int, device: torch.device, rate: float = 1.0) -> Training:
         """Return the example's fresh model and data. Collective."""
@@ -127,7 +142,7 @@ class Task:
 
     @property
     def _decay(self) -> str:
-        return {"digits": "steps", "gpt": "decay-steps"}[self.name]
+        return "steps" if self.name == "digits" else "decay-steps"
 
 
 DIGITS = Task("digits", 600, 60, (), (("sgd", 0.04), ("adamw", 3e-3)))
@@ -139,6 +154,21 @@ GPT = Task(
     learning_rates=(("sgd", 0.05), ("adamw", 3e-3)),
 )
 TASKS = (DIGITS, GPT)
+_HSDP = replace(GPT, name="hsdp", steps=500, look_every=50, model=(*GPT.model, "--parallel", "hsdp"))
+_HSDP_5M = replace(
+    _HSDP,
+    name="hsdp-5m",
+    steps=50,
+    look_every=25,
+    model=("--parallel", "hsdp", "--batch", "1", "--context", "16"),
+    one_seed=True,
+)
+SHARDED_TASKS = (
+    _HSDP,
+    replace(_HSDP, name="fsdp", model=(*GPT.model, "--parallel", "fsdp")),
+    _HSDP_5M,
+    replace(_HSDP_5M, name="hsdp-5m-bf16", model=(*_HSDP_5M.model, "--bf16")),
+)
 
 
 def quick(tasks: Sequence[Task]) -> tuple[Task, ...]:
@@ -169,12 +199,12 @@ def cases(tasks: Sequence[Task], entries: Sequence[Entry], seeds: Sequence[int])
         for task in tasks
         for optimizer in OPTIMIZERS
         for entry in entries
-        if task.name in entry.tasks and optimizer in entry.optimizers
+        if task.name in entry.tasks and optimizer in entry.optimizers and not (task.one_seed and seed != seeds[0])
     ]
 
 
 def chosen(patterns: Sequence[str], entries: Sequence[Entry] = ENTRIES) -> tuple[Entry, ...]:
-    """Return stock DDP, which all are compared with, and the entries whose name has one of `patterns` in it.
+    """Return torch's own averages, which all are compared with, and the entries whose name has one of `patterns` in it.
 
     Raises ValueError when a pattern is in none.
     """
@@ -185,7 +215,7 @@ def chosen(patterns: Sequence[str], entries: Sequence[Entry] = ENTRIES) -> tuple
     return tuple(
         entry
         for entry in entries
-        if not patterns or entry.strategy == STOCK or any(pattern in entry.strategy for pattern in patterns)
+        if not patterns or entry.strategy in STOCK or any(pattern in entry.strategy for pattern in patterns)
     )
 
 

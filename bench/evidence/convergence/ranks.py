@@ -7,12 +7,15 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
+from hashlib import sha256
 from math import isfinite
 from pathlib import Path
 from statistics import median
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 import bench.evidence.convergence
 import commopt
@@ -20,9 +23,10 @@ from bench.environment import gather, slowest_rank_ms
 from bench.evidence.convergence import plan, report
 from bench.evidence.convergence.plan import Case, Training, cases
 from bench.evidence.convergence.report import Point, Run
+from bench.training.strategies import enter
 from commopt.command_line import Parser, output_file, whole
 from examples import train_digits
-from examples.train_gpt import choose_averaging, progress_bar, start_process_group
+from examples.train_gpt import progress_bar, start_process_group
 
 
 def parse_options() -> argparse.Namespace:
@@ -43,21 +47,31 @@ def parse_options() -> argparse.Namespace:
         help="JSON lines, written after every training; what is in it already is not done again (default %(default)s)",
     )
     parser.add_argument(
-        "--only", action="append", default=[], metavar="TEXT", help="strategies with TEXT in their names, and stock DDP"
+        "--only",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="strategies with TEXT in their names, and torch's own",
     )
-    parser.add_argument("--task", choices=[task.name for task in plan.TASKS], help="one task only")
+    parser.add_argument("--sharded", action="store_true", help="the GPT under FSDP2, HSDP and over all ranks, instead")
+    names = [task.name for task in (*plan.TASKS, *plan.SHARDED_TASKS)]
+    parser.add_argument("--task", choices=names, help="one task only")
     parser.add_argument("--seeds", type=whole(1), default=len(plan.SEEDS), help="seeds 0, 1, ... (default %(default)s)")
     parser.add_argument("--rates", action="store_true", help="one bit, DGC and stock at several learning rates instead")
     parser.add_argument("--quick", action="store_true", help="a few steps of everything with one seed: does it run?")
     parser.add_argument("--no-link", action="store_true", help="do not time steps on emulated nodes")
     parser.add_argument("--report", action="store_true", help="train and time nothing: report what the file has")
     options = parser.parse_args()
-    tasks = plan.quick(plan.TASKS) if options.quick else plan.TASKS
+    tasks = plan.SHARDED_TASKS if options.sharded else plan.TASKS
+    if options.task not in (None, *(task.name for task in tasks)):
+        parser.error(f"--task {options.task} needs {'no ' if options.sharded else ''}--sharded")
+    tasks = plan.quick(tasks) if options.quick else tasks
     options.tasks = tuple(task for task in tasks if options.task in (None, task.name))
     options.settings = plan.settings(tasks)
     options.seeds = range(1 if options.quick else options.seeds)
     try:
-        options.entries = plan.chosen(options.only, plan.RATE_ENTRIES if options.rates else plan.ENTRIES)
+        known = plan.SHARDED_ENTRIES if options.sharded else plan.RATE_ENTRIES if options.rates else plan.ENTRIES
+        options.entries = plan.chosen(options.only, known)
     except ValueError as error:
         parser.error(str(error))
     options.link_json = report.on_link(options.json)
@@ -83,7 +97,7 @@ def train(case: Case, device: torch.device, show: Show) -> Run:
     task, entry = case.task, case.entry
     training = task.start(case.optimizer, entry.momentum, case.seed, device, entry.rate)
     if entry.aggregator is None:
-        state = choose_averaging(training.model, entry.strategy, plan="ddp")
+        _, state = enter(training, entry.strategy, plan="ddp")
     else:
         state = commopt.attach(training.model, entry.aggregator, plan="ddp")
     training.follow(state)
@@ -100,6 +114,7 @@ def train(case: Case, device: torch.device, show: Show) -> Run:
             curve.append(look(training, step))
             show(step / task.steps)
     inter = None if state is None else sum(gather(state.stats()["inter_bytes"])) / task.steps
+    digest = sha256("".join(gather(digest_of(training.model))).encode()).hexdigest()
     return Run(
         task=task.name,
         optimizer=case.optimizer,
@@ -109,7 +124,17 @@ def train(case: Case, device: torch.device, show: Show) -> Run:
         step_ms=median(slowest_rank_ms(step_s)),
         inter_bytes_per_step=inter,
         curve=curve,
+        digest=digest,
     )
+
+
+def digest_of(model: nn.Module) -> str:
+    """Return a digest of all bits of what this rank holds of the parameters."""
+    digest = sha256()
+    for parameter in model.parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        digest.update(local.detach().contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def describe(run: Run) -> str:

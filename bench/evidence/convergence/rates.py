@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import mean
 
 from bench.document import table
-from bench.evidence.convergence.plan import GPT, RATE_ENTRIES, RATES, STOCK
+from bench.evidence.convergence.plan import GPT, RATE_ENTRIES, RATES
 from bench.evidence.convergence.report import Run, read
 from commopt.command_line import Parser, content_of
 
@@ -32,9 +32,9 @@ def markdown(path: Path) -> str:
     """Return a row for each strategy: its loss at each rate, and the best of them against stock DDP's best."""
     environment, runs = read(path)
     known = losses(runs)
-    if STOCK not in known:
-        raise ValueError(f"{path} has no trainings of {STOCK}, which all are compared with")
-    stock, rows, open_ended = min(known[STOCK].values()), [], []
+    if "ddp" not in known:
+        raise ValueError(f"{path} has no trainings of ddp, which all are compared with")
+    stock, rows, open_ended = min(known["ddp"].values()), [], []
     for strategy, by_rate in known.items():
         best = min(by_rate, key=lambda rate: by_rate[rate])
         if best in (min(RATES), max(RATES)):

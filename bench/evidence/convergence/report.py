@@ -12,9 +12,9 @@ from typing import Any
 
 from bench.document import table
 from bench.environment import Header
-from bench.evidence.convergence.plan import ENTRIES, GPT, OPTIMIZERS, RATE, STOCK, TASKS
+from bench.evidence.convergence.plan import DIGITS, ENTRIES, GPT, OPTIMIZERS, RATE, SHARDED_TASKS, TASKS
 from bench.output import read_lines, write_results, written_by
-from bench.training.report import Outcome, first_below
+from bench.training.report import STOCK, Outcome, first_below
 from bench.training.report import read as read_training
 from commopt.command_line import Parser, content_of
 
@@ -55,8 +55,10 @@ class Run:
     step_ms: float
     """Median over steps of the slowest rank's, on local ranks."""
     inter_bytes_per_step: float | None
-    """Sent by all nodes, as wire_bytes() has it, averaged over the training; None for stock DDP."""
+    """Sent by all nodes, as wire_bytes() has it, averaged over the training; None for torch's own."""
     curve: list[Point] = field(repr=False)
+    digest: str = ""
+    """Of the bits of all parameters at the end, on all ranks."""
 
     @property
     def key(self) -> tuple[str, str, str, int]:
@@ -107,7 +109,7 @@ def resume(path: Path, environment: Environment) -> tuple[Environment, list[Run]
 
 @dataclass(frozen=True)
 class Summary:
-    """One strategy's trainings of one task with one optimizer, against stock DDP's."""
+    """One strategy's trainings of one task with one optimizer, against stock's: torch's own averages."""
 
     task: str
     optimizer: str
@@ -124,6 +126,8 @@ class Summary:
     """`points` seed by seed, or `percent_of_loss` where the task has no accuracy."""
     steps_to_target: float | None
     """Mean over the seeds; None when one never got there."""
+    same_bits: bool
+    """Whether all its parameters end as stock's."""
 
     @property
     def acceptable(self) -> bool:
@@ -132,12 +136,12 @@ class Summary:
 
 
 def summarize(runs: Sequence[Run]) -> list[Summary]:
-    """Return a summary for every task, optimizer and strategy of which stock DDP has the same seeds."""
+    """Return a summary for every task, optimizer and strategy of which stock has the same seeds."""
     by_key = {run.key: run for run in runs}
     groups: dict[tuple[str, str, str], list[tuple[Run, Run]]] = {}
     for run in runs:
-        stock = by_key.get((run.task, run.optimizer, STOCK, run.seed))
-        if stock is not None:
+        known = (by_key.get((run.task, run.optimizer, name, run.seed)) for name in STOCK)
+        if (stock := next(filter(None, known), None)) is not None:
             groups.setdefault((run.task, run.optimizer, run.strategy), []).append((run, stock))
     return [_summary(pairs) for pairs in groups.values()]
 
@@ -168,6 +172,7 @@ def _summary(pairs: Sequence[tuple[Run, Run]]) -> Summary:
         points=mean(each) if each else None,
         each=tuple(each) or tuple(_percent(run.loss, stock.loss) for run, stock in pairs),
         steps_to_target=mean(arrivals) if None not in arrivals else None,
+        same_bits=all(run is not stock and run.digest and run.digest == stock.digest for run, stock in pairs),
     )
 
 
@@ -183,7 +188,9 @@ def rows(runs: Sequence[Run], outcomes: Sequence[Outcome]) -> list[dict[str, str
     """Return a row for each strategy, by heading; outside of the tolerance a figure has an exclamation mark."""
     summaries = {(summary.task, summary.optimizer, summary.strategy): summary for summary in summarize(runs)}
     kinds = [
-        kind for kind in product(TASKS, OPTIMIZERS) if any(key[:2] == (kind[0].name, kind[1]) for key in summaries)
+        kind
+        for kind in product((*TASKS, *SHARDED_TASKS), OPTIMIZERS)
+        if any(key[:2] == (kind[0].name, kind[1]) for key in summaries)
     ]
     step_ms = {outcome.strategy: outcome.step_ms for outcome in outcomes}
     shares, order = bytes_of_yardstick(runs), [entry.strategy for entry in ENTRIES]
@@ -193,7 +200,8 @@ def rows(runs: Sequence[Run], outcomes: Sequence[Outcome]) -> list[dict[str, str
         row = {"strategy": f"`{strategy}`"}
         for task, optimizer in kinds:
             row[f"{task.name} {_TITLES[optimizer]}"] = verdict(summaries.get((task.name, optimizer, strategy)))
-        row["bytes of hierarchical's"] = _number(shares.get(strategy), 3)
+        if shares:
+            row["bytes of hierarchical's"] = _number(shares.get(strategy), 3)
         if outcomes:
             row["step ms"] = _number(step_ms.get(strategy), 0)
             for optimizer in OPTIMIZERS:
@@ -219,10 +227,12 @@ def caption(environment: Environment, runs: Sequence[Run], outcomes: Sequence[Ou
     spread = ", ± the standard deviation of that over the seeds" if seeds > 1 else ""
     ranks = " + ".join(map(str, environment.ranks_per_node))
     steps = ", ".join(f"{name} {task['steps']}" for name, task in environment.settings.items())
+    stock = "stock DDP" if any(run.strategy == "ddp" for run in runs) else "torch's own, `hsdp` or `fsdp`"
+    digits = "Digits: held-out accuracy in %; " if DIGITS.name in environment.settings else ""
     sentences = [
         f"{ranks} ranks on {len(environment.ranks_per_node)} nodes, {seeds} seed(s), steps: {steps}.",
-        f"Digits: held-out accuracy in %; GPT: held-out loss in nats per byte; in brackets: against stock DDP{spread}.",
-        f"!: more than {POINTS_ALLOWED} points or {PERCENT_ALLOWED:g} % worse than stock DDP.",
+        f"{digits}GPT: held-out loss in nats per byte; in brackets: against {stock}{spread}.",
+        f"!: more than {POINTS_ALLOWED} points or {PERCENT_ALLOWED:g} % worse than {stock}.",
     ]
     if outcomes:
         sentences.append(
@@ -252,6 +262,8 @@ def verdict(summary: Summary | None) -> str:
         return "-"
     if not isfinite(summary.loss):
         return "diverged !"
+    if summary.same_bits:
+        return f"{summary.loss:.3f} (the same bits)"
     mark = "" if summary.acceptable else " !"
     spread = f" ±{stdev(summary.each):.1f}" if len(summary.each) > 1 else ""
     if summary.accuracy is not None and summary.points is not None:

@@ -38,7 +38,7 @@ KIND = "predicted_scaling"
 BATCHES = {"resnet50": 256, "vgg16": 384, "swin-t": 256, "bert-base": 256, "bert-large": 256, "gpt2": 12}
 GBPS = (1, 10, 25, 100)
 SHOWN_NODES = (2, 4, 16, 64, 512)
-NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+NODES = (1, *SHOWN_NODES)
 STRATEGIES = ("stock", "lossless", "lossy")
 FLOOR, FLOOR_MODEL = 0.8, "resnet50"
 _NETWORKS_GBPS = (1, 2, 4, 5, 10, 16, 25, 40, 50, 100, 200)
@@ -48,8 +48,10 @@ _NETWORKS_GBPS = (1, 2, 4, 5, 10, 16, 25, 40, 50, 100, 200)
 class Assumptions:
     """What all predictions of a file rest on; the first line of the file."""
 
+    date: str
     command: str
-    version: str  # commopt's
+    version: str
+    revision: str | None = None
     gpu: str = "a100"
     precision: str = "fp16"
     gpus_per_node: int = 8
@@ -63,8 +65,6 @@ class Assumptions:
     """What others have published, beside what this simulator says of it: rows of `published.markdown`."""
     record: str = "assumptions"
     kind: str = KIND
-    date: str | None = None
-    revision: str | None = None
 
     def __str__(self) -> str:
         """What belongs beside every table."""
@@ -86,7 +86,7 @@ class Assumptions:
 def assumptions(command: str, models: Iterable[str], kind: str = KIND) -> Assumptions:
     """Return what predictions of these models rest on, published measurements beside it."""
     now = machine()
-    given = Assumptions(command, now["commopt"], kind=kind, date=now["date"], revision=now["revision"])
+    given = Assumptions(now["date"], command, now["commopt"], now["revision"], kind=kind)
     notes = {name: _workload(name, given, BATCHES[name]).note for name in models}
     return replace(given, computation=notes, claims=[claim.shown() for claim in published.CLAIMS])
 

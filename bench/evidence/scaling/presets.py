@@ -60,40 +60,31 @@ def cells(given: Assumptions, model: str) -> Iterator[Cell]:
     for gbps in GBPS:
         rows = scaling(model, gbps, given).weak(NODES, strategies, BATCHES[model])
         for nodes in NODES:
-            yield _cell(model, gbps, sorted((row for row in rows if row.nodes == nodes), key=_step_ms))
-
-
-def _step_ms(row: ScalingPoint) -> float:
-    return row.outcome.step_us / 1000
+            yield _cell(model, gbps, [row for row in rows if row.nodes == nodes])
 
 
 def _cell(model: str, gbps: float, rows: Sequence[ScalingPoint]) -> Cell:
-    """Return what rows say, the fastest of which comes first."""
-    by_name = {row.strategy: row for row in rows}
-    fastest_ms = min(_step_ms(by_name[name]) for name in _ALLOWED)
-    best = by_name[next(name for name in _ALLOWED if _step_ms(by_name[name]) <= _AS_FAST * fastest_ms)]
-    exact = next(row for row in rows if row.strategy in (STOCK, *LOSSLESS))
+    step_ms = {row.strategy: row.outcome.step_us / 1000 for row in rows}
+    exposed_ms = {row.strategy: row.outcome.exposed_us / 1000 for row in rows}
+    fastest_ms = min(step_ms[name] for name in _ALLOWED)
+    best = next(name for name in _ALLOWED if step_ms[name] <= _AS_FAST * fastest_ms)
+    exact = min((STOCK, *LOSSLESS), key=step_ms.__getitem__)
     return Cell(
         model=model,
         optimizer=MODELS[model],
-        batch=best.batch,
+        batch=rows[0].batch,
         gbps=gbps,
-        nodes=best.nodes,
-        gpus=best.ranks,
-        compute_ms=best.outcome.compute_us / 1000,
-        stock_ms=_step_ms(by_name[STOCK]),
-        best=best.strategy,
-        best_ms=_step_ms(best),
-        exact=exact.strategy,
-        exact_ms=_step_ms(exact),
+        nodes=rows[0].nodes,
+        gpus=rows[0].ranks,
+        compute_ms=rows[0].outcome.compute_us / 1000,
+        stock_ms=step_ms[STOCK],
+        best=best,
+        best_ms=step_ms[best],
+        exact=exact,
+        exact_ms=step_ms[exact],
         presets=[
-            {
-                "preset": name,
-                "step_ms": _step_ms(row),
-                "exposed_ms": row.outcome.exposed_us / 1000,
-                "flagged": name in FLAGGED,
-            }
-            for name, row in by_name.items()
+            {"preset": each, "step_ms": step_ms[each], "exposed_ms": exposed_ms[each], "flagged": each in FLAGGED}
+            for each in sorted(step_ms, key=step_ms.__getitem__)
         ],
     )
 
@@ -123,19 +114,17 @@ def main() -> None:
     parser = Parser(prog="python -m bench.evidence.scaling.presets", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write JSON lines: assumptions, then cells")
     parser.add_argument("--show", type=content_of(read), metavar="FILE", help="print a table of such a file instead")
-    parser.add_argument("--model", choices=MODELS, help="of this model only")
     options = parser.parse_args()
-    models = [options.model] if options.model else list(MODELS)
     if options.show:
         given, found = options.show
     else:
-        given, found = assumptions("python -m bench.evidence.scaling.presets --json FILE", models, KIND), []
-        for model in models:
+        given, found = assumptions("python -m bench.evidence.scaling.presets --json FILE", MODELS, KIND), []
+        for model in MODELS:
             print(f"{model}, up to {NODES[-1]} nodes", file=sys.stderr)
             found += cells(given, model)
     if options.json:
         write_lines(options.json, [asdict(given), *map(asdict, found)])
-    print(markdown(given, [each for each in found if each.model in models]))
+    print(markdown(given, found))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""What the scaling benchmark found: its records, their file, the efficiencies and the tables.
+"""What the scaling benchmark found: its records, their file and the tables.
 
 `python -m bench.evidence.scaling.report FILE MODE` prints the steps in Markdown.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -52,30 +52,9 @@ class Point:
         return self.nodes * self.ranks_per_node
 
     @property
-    def samples_per_s(self) -> float:
-        """Throughput of the world."""
-        return self.ranks * self.batch_per_rank / self.step_ms * 1000
-
-    @property
     def communication_efficiency(self) -> float:
         """Share of the step that would be left without communication."""
         return self.noop_ms / self.step_ms
-
-
-def efficiency(point: Point, base: Point) -> float:
-    """Return what a rank gets done, as a share of what a rank of `base` does.
-
-    Weak: (thr(P) / P) / (thr(P0) / P0). Strong: T(P0) P0 / (T(P) P), which is the same, as the world's batch is fixed.
-    """
-    return (point.samples_per_s / point.ranks) / (base.samples_per_s / base.ranks)
-
-
-def efficiency_of_1_rank(point: Point, points: Iterable[Point]) -> float | None:
-    """Return the efficiency against the same strategy on one rank alone; None when that was not measured."""
-    for other in points:
-        if (other.mode, other.strategy, other.ranks) == (point.mode, point.strategy, 1):
-            return efficiency(point, other)
-    return None
 
 
 def write(path: Path, environment: Environment, points: Sequence[Point]) -> None:
