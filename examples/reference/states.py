@@ -53,8 +53,10 @@ def Checkpointed(comm: commopt.HookState) -> None:
 
 def Gathered(comm: commopt.HookState) -> None:
     gathered = commopt.Gathered(comm)  # accelerator.register_for_checkpointing(gathered)
-    saved = gathered.state_dict()  # every rank must call it; the first one has all residuals
-    gathered.load_state_dict(saved)
+    saved = gathered.state_dict()  # every rank must call it; None on all but the first
+    if saved is not None:
+        torch.save(saved, "comm.pt")
+    gathered.load_state_dict(torch.load("comm.pt"))  # every rank
 
 
 def merged_state(comm: commopt.HookState) -> None:
