@@ -34,7 +34,7 @@ PARTS: dict[str, tuple[type[Any], ...]] = {
     "hierarchical_powersgd": (PowerSGD, Hierarchical),
     "auto": (commopt.Auto,),
 }
-OF_OUTER: dict[type[Any], set[str]] = {Compressed: {"feedback", "dense"}, Hierarchical: set()}
+OF_OUTER: dict[type[Any], set[str]] = {Compressed: {"feedback", "dense", "adam"}, Hierarchical: set()}
 
 
 def options_of(name: str) -> dict[str, Any]:

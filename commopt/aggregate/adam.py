@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import isfinite
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,7 +86,7 @@ class Adam(ConciseRepr):
         gradient = context.scratch.take("direction", layout.numel, torch.float32, device)
         gradient.copy_(buffer).mul_(scale / share if loss_scale is None else scale / share / loss_scale)
         (m, next_m), (v, next_v) = (context.moment(name, device) for name in (EXP_AVG, EXP_AVG_SQ))
-        steps: Any = store.committed_steps()
+        steps = _committed_steps(store)
         if self.clip_norm is not None:
             self._clip(gradient, v, 1 - b2**steps, store)
         torch.lerp(m, gradient, 1 - b1, out=next_m)
@@ -137,7 +137,7 @@ class Adam(ConciseRepr):
         squares = torch.segment_reduce(direction.square(), "sum", lengths=lengths, unsafe=True)
         products = torch.segment_reduce(others.to(torch.float32).mul_(direction), "sum", lengths=lengths, unsafe=True)
         cosine = (products / squares * (share / (1 - share))).clamp_(0.0, 1.0)
-        b1, steps = self.betas[0], 1 + cast(Any, context.store.committed_steps())
+        b1, steps = self.betas[0], 1 + _committed_steps(context.store)
         noise = (1 - b1) / (1 + b1) * (1 + b1**steps) / (1 - b1**steps)
         found = noise * cosine / (1 - cosine + noise * cosine)
         known = self._agreement(context, direction.device)
@@ -184,6 +184,12 @@ def exchange_norm(store: ResidualStore, team: Team, device: torch.device) -> Non
     team.all_reduce(total)
     known = torch.zeros_like(total) if store.expected_square is None else store.expected_square.to(device)
     store.expected_square = torch.where(total.isfinite(), total, known)
+
+
+def _committed_steps(store: ResidualStore) -> Any:
+    """Return how many steps were complete and not dropped; where a GradScaler drops them, float64 on the device."""
+    dropped = store.dropped if store.per_step else 0
+    return store.steps - (dropped if isinstance(dropped, int) else dropped.double())
 
 
 @lru_cache(maxsize=1024)

@@ -145,7 +145,8 @@ class Compressed(Aggregator):
                 own = slice(region.numel * team.rank // team.size, region.numel * (team.rank + 1) // team.size)
                 _keep_rounding(total[own], rows.dtype, carry.new[own], carry)
             region.write(buffer, total[: region.numel])
-        self._judge(rows, received, buffer, context)
+        if self.feedback is not None:
+            _judge(rows, received, buffer, context)
         return carries
 
     def _through_servers(
@@ -175,7 +176,8 @@ class Compressed(Aggregator):
             values = region.target(buffer, rows.dtype, region.numel, scratch)
             region.compressor.decompress(region.payload(gathered), values, region.chunk_numel)
             region.write(buffer, values)
-        self._judge(rows, gathered, buffer, context)
+        if self.feedback is not None:
+            _judge(rows, gathered, buffer, context)
         return own
 
     def _encode(
@@ -196,17 +198,6 @@ class Compressed(Aggregator):
             if carry is not None and not region.dense and context.step % SAMPLE_EVERY_STEPS == 0:
                 context.sample(values, scale, carry)
         return carries
-
-    def _judge(self, rows: RowFormat, payloads: Tensor, buffer: Tensor, context: BufferContext) -> None:
-        """Tell the context whether the result is finite, and show it in the buffer's first element."""
-        if self.feedback is None or context.store is None:
-            return
-        flags = [region.compressor.finite(region.payload(payloads), region.chunk_numel) for region in rows.regions]
-        if rows.rounds:  # the cast may overflow what was finite
-            flags.append(buffer.to(rows.dtype).isfinite().all())
-        finite = torch.stack(flags).all()
-        mark_non_finite(buffer, finite)
-        context.report(finite)
 
     def _carry(
         self, region: Region, kind: Kind, layout: Layout, context: BufferContext, device: torch.device
@@ -313,6 +304,18 @@ class Compressed(Aggregator):
         """Return those of the compressor, and of what travels dense beside it."""
         encoders = (self.compressor, Exact())
         return {(kind, repr(each)): passes for each in encoders for kind, passes in each.passes(ranks).items()}
+
+
+def _judge(rows: RowFormat, payloads: Tensor, buffer: Tensor, context: BufferContext) -> None:
+    """Tell the context whether the result is finite, and show it in the buffer's first element."""
+    if context.store is None:
+        return
+    flags = [region.compressor.finite(region.payload(payloads), region.chunk_numel) for region in rows.regions]
+    if rows.rounds:  # the cast may overflow what was finite
+        flags.append(buffer.to(rows.dtype).isfinite().all())
+    finite = torch.stack(flags).all()
+    mark_non_finite(buffer, finite)
+    context.report(finite)
 
 
 def clip(buffer: Tensor, limit: float, ranks: int, scale: float, loss_scale: Tensor | None) -> None:

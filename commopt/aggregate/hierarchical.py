@@ -73,10 +73,10 @@ class Hierarchical(Aggregator):
         """Run the form for this buffer, or the only level there is."""
         if buffer.numel() == 0:
             return
-        intra, inter = (team.intra, team.inter) if team.intra is not None else self._levels(team)
+        intra, inter = (team.intra, team.inter) if team.intra is not None else _levels(self.inter, team)
         if intra is None:
             across = context.within("inter", context.layout, context.result_dtype)
-            self._alone(team).all_reduce(buffer, team, scale, across)
+            _alone(self.inter, team).all_reduce(buffer, team, scale, across)
             return
         leader = self._form(team, buffer.nbytes, team.backend(buffer.device)) == "leader"
         through = self._through_leader if leader else self._through_shards
@@ -140,11 +140,11 @@ class Hierarchical(Aggregator):
     def calls(self, buffer: Buffer, team: TeamShape) -> tuple[Step, ...]:
         """Return the calls of the node, those between nodes, and those of the node again."""
         layout, dtype = buffer.layout, buffer.dtype
-        intra, inter = self._levels(team)
+        intra, inter = _levels(self.inter, team)
         if layout.numel == 0:
             return ()
         if intra is None:
-            return self._alone(team).calls(buffer, team)
+            return _alone(self.inter, team).calls(buffer, team)
         # Feedback makes the way to the slow network float32.
         summed = torch.promote_types(dtype, torch.float32) if self.inter.residual_paths else dtype
         backend = team.backend(buffer.device or team.default_device)
@@ -181,8 +181,8 @@ class Hierarchical(Aggregator):
 
     def check_capture(self, step: int, team: TeamShape) -> None:
         """Ask what averages between the nodes."""
-        if self._levels(team)[0] is None:
-            self._alone(team).check_capture(step, team)
+        if _levels(self.inter, team)[0] is None:
+            _alone(self.inter, team).check_capture(step, team)
         else:  # also where only other ranks of the node talk across
             self.inter.check_capture(step, team.inter or team)
 
@@ -198,7 +198,7 @@ class Hierarchical(Aggregator):
 
     def residual_paths_on(self, team: TeamShape) -> tuple[str, ...]:
         """Return those of what averages there."""
-        return self.residual_paths if self._levels(team)[0] is not None else _paths(self._alone(team))
+        return self.residual_paths if _levels(self.inter, team)[0] is not None else _paths(_alone(self.inter, team))
 
     def with_dense(self, patterns: Sequence[str]) -> Aggregator:
         """Tell `inter`."""
@@ -211,19 +211,6 @@ class Hierarchical(Aggregator):
     def passes(self, ranks: int) -> dict[tuple[WorkKind, str], Passes]:
         """Return those of `inter`."""
         return self.inter.passes(ranks)
-
-    def _levels(self, team: TeamShape) -> tuple[Any, Any]:
-        """Return the two levels of a team, None and None where there is one; Adam wants exact sums on one node too."""
-        if self.adam is not None and team.node_count == 1 < team.size:
-            return team, _ONE
-        return team.intra, team.inter
-
-    def _alone(self, team: TeamShape) -> Aggregator:
-        """Return what averages over a team of one level: over nodes of one rank, or over one node."""
-        if team.node_count > 1 or self.adam is not None:
-            return self.inter
-        # One node needs the momentum too.
-        return self.inter.with_dense(("*",)) if any(map(is_momentum, self.inter.residual_paths)) else Flat()
 
     def _form(self, team: TeamShape, nbytes: int, backend: str) -> Form:
         return self.form or choose_form(backend, nbytes, uniform=team.uniform, lossless=self.inter.lossless)
@@ -242,6 +229,21 @@ def choose_form(backend: str, nbytes: int, *, uniform: bool, lossless: bool = Tr
         return "leader"
     sharded = not lossless or (backend != "gloo" and nbytes >= _SHARD_FROM_NBYTES)
     return "reduce_scatter" if sharded else "leader"
+
+
+def _levels(inter: Aggregator, team: TeamShape) -> tuple[Any, Any]:
+    """Return the two levels of a team, None and None where there is one; Adam wants exact sums on one node too."""
+    if inter.adam is not None and team.node_count == 1 < team.size:
+        return team, _ONE
+    return team.intra, team.inter
+
+
+def _alone(inter: Aggregator, team: TeamShape) -> Aggregator:
+    """Return what averages over a team of one level: over nodes of one rank, or over one node."""
+    if team.node_count > 1 or inter.adam is not None:
+        return inter
+    # One node needs the momentum too.
+    return inter.with_dense(("*",)) if any(map(is_momentum, inter.residual_paths)) else Flat()
 
 
 def _paths(inter: Aggregator) -> tuple[str, ...]:

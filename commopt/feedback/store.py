@@ -321,11 +321,6 @@ class ResidualStore:
             self.steps += 1
             self.warm = True
 
-    def committed_steps(self) -> int | Tensor:
-        """Return how many steps were complete and not dropped; where a GradScaler drops them, float64 on the device."""
-        dropped = self.dropped if self.per_step else 0
-        return self.steps - (dropped if isinstance(dropped, int) else dropped.double())
-
     def judge(self) -> list[Tensor]:
         """Return the verdicts on all results so far: those nobody has reported on are looked at, as they may change."""
         self.flags.extend(values.isfinite().all() for values in self._unjudged)
