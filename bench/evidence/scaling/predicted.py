@@ -46,7 +46,7 @@ _NETWORKS_GBPS = (1, 2, 4, 5, 10, 16, 25, 40, 50, 100, 200)
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What all predictions of a file rest on; the first line of the file."""
+    """What all predictions of a file rest on, its first line; claims: rows of `published.markdown`."""
 
     date: str
     command: str
@@ -60,9 +60,7 @@ class Assumptions:
     efficiency: float = 0.9
     straggler_sigma: float = 0.02
     computation: Mapping[str, str] = field(default_factory=dict)
-    """By model: what its time rests on."""
     claims: Sequence[Sequence[str]] = ()
-    """What others have published, beside what this simulator says of it: rows of `published.markdown`."""
     record: str = "assumptions"
     kind: str = KIND
 
@@ -152,12 +150,10 @@ def floors(given: Assumptions, nodes: int) -> Iterator[Floor]:
     """Yield for each strategy the network that the floor needs."""
     batch = BATCHES[FLOOR_MODEL]
     for name in STRATEGIES:
-        needed = None
-        for gbps in _NETWORKS_GBPS:
-            (row,) = scaling(FLOOR_MODEL, gbps, given).weak([nodes], [strategy(name)], batch)
-            if row.gpu_efficiency > FLOOR:
-                needed = gbps
-                break
+        rows = (
+            (gbps, scaling(FLOOR_MODEL, gbps, given).weak([nodes], [strategy(name)], batch)) for gbps in _NETWORKS_GBPS
+        )
+        needed = next((gbps for gbps, (row,) in rows if row.gpu_efficiency > FLOOR), None)
         yield Floor(FLOOR_MODEL, batch, nodes * given.gpus_per_node, name, FLOOR, needed)
 
 
@@ -171,8 +167,7 @@ def main() -> None:
     parser.add_argument("--published", action="store_true", help="with --show: what others have measured instead")
     options = parser.parse_args()
     if options.show:
-        given, found, _ = options.show
-        print(published.markdown(given.claims) if options.published else markdown(given, found))
+        print(published.markdown(options.show[0].claims) if options.published else markdown(*options.show))
         return
     told = "python -m bench.evidence.scaling.predicted" + (f" --json {options.json}" if options.json else "")
     given = assumptions(told, BATCHES)
@@ -183,14 +178,11 @@ def main() -> None:
     needs = list(floors(given, NODES[-1]))
     if options.json:
         write_lines(options.json, [asdict(given), *map(asdict, found), *map(asdict, needs)])
-    print(markdown(given, found))
-    for each in needs:
-        network = "on none of these" if each.gbps is None else f"from {each.gbps:g} Gb/s on"
-        print(f"{each.model} above {each.efficiency} at {each.gpus} GPUs, {each.strategy}: {network}")
+    print(markdown(given, found, needs))
 
 
-def markdown(given: Assumptions, found: Sequence[Prediction]) -> str:
-    """Return a table of efficiencies, those of every strategy in each cell, and what it rests on."""
+def markdown(given: Assumptions, found: Sequence[Prediction], needs: Sequence[Floor]) -> str:
+    """Return a table of efficiencies, those of every strategy in each cell, the floors, and what it rests on."""
     known = {(each.model, each.gbps, each.nodes, each.strategy): each.efficiency for each in found}
     shown = [count for count in SHOWN_NODES if any(each.nodes == count for each in found)]
     rows = [
@@ -203,7 +195,9 @@ def markdown(given: Assumptions, found: Sequence[Prediction]) -> str:
         for gbps in GBPS
     ]
     headings = ["model, batch", "Gb/s", *(f"{nodes} nodes, {nodes * given.gpus_per_node} GPUs" for nodes in shown)]
-    return f"{table(headings, rows)}\n\n{given}"
+    floor = ", ".join(f"{each.strategy} {'none' if each.gbps is None else f'{each.gbps:g}'}" for each in needs)
+    needed = f"Gb/s from which on {needs[0].model} is above {FLOOR} at {needs[0].gpus} GPUs: {floor}."
+    return f"{table(headings, rows)}\n\n{needed} {given}"
 
 
 def read(path: Path) -> tuple[Assumptions, list[Prediction], list[Floor]]:
