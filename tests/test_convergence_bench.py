@@ -181,7 +181,7 @@ def trained(*arguments: str) -> str:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{report.markdown(Path(arguments[-1]))}\n"

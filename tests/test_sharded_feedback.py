@@ -88,7 +88,8 @@ def in_halves(mesh: DeviceMesh) -> InHalves:
     model = InHalves()
     fully_shard(model.second, mesh=mesh)
     fully_shard([model.third, model.first], mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
 
 
 def sharded(mesh: DeviceMesh, **options: Any) -> Blocks:

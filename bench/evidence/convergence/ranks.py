@@ -6,7 +6,7 @@ import argparse
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from math import isfinite
 from pathlib import Path
@@ -62,7 +62,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--no-link", action="store_true", help="do not time steps on emulated nodes")
     parser.add_argument("--report", action="store_true", help="train and time nothing: report what the file has")
     options = parser.parse_args()
-    tasks = plan.SHARDED_TASKS if options.sharded else plan.TASKS
+    tasks: Sequence[plan.Task] = plan.SHARDED_TASKS if options.sharded else plan.TASKS
     if options.task not in (None, *(task.name for task in tasks)):
         parser.error(f"--task {options.task} needs {'no ' if options.sharded else ''}--sharded")
     tasks = plan.quick(tasks) if options.quick else tasks
@@ -97,7 +97,7 @@ def train(case: Case, device: torch.device, show: Show) -> Run:
     task, entry = case.task, case.entry
     training = task.start(case.optimizer, entry.momentum, case.seed, device, entry.rate)
     if entry.aggregator is None:
-        _, state = enter(training, entry.strategy, plan="ddp")
+        _, state = enter(training, entry.strategy, plan="ddp")  # type: ignore[arg-type]  # digits have no .evaluation
     else:
         state = commopt.attach(training.model, entry.aggregator, plan="ddp")
     training.follow(state)
