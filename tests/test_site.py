@@ -76,7 +76,7 @@ def test_from_a_clone_to_a_script_on_two_nodes(tmp_path: Path) -> None:
         env=environment(tmp_path / "bin", **home),
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr
     assert len(re.findall(r"^loss [\d.]+, \d+ ms per step$", done.stdout, re.M)) == 3
