@@ -198,7 +198,7 @@ def draw_predicted_scaling(file: Path, path: Path) -> None:
                 panel.plot(*zip(*points, strict=True), color=colour, ls=_SHOWN_MODELS[model], lw=1.8)
                 ends.append((*points[-1], f"{name}, {model}", colour))
         panel.set_xscale("log", base=2)
-        ticks = [each.gpus for each in own[::3]]
+        ticks = [each.gpus for each in (own[0], *own[2:])]
         panel.set_xticks(ticks, [str(count) for count in ticks])
         panel.set_ylim(0, 1.05)
         unframe(panel, f"{gbps:g} Gb/s between nodes", f"GPUs, {given.gpus_per_node} to a node")
