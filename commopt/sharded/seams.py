@@ -151,10 +151,10 @@ class ParameterGroup:
         """Return whether gradients will be views of `buffer`, in host memory, and not read before backward ends."""
         return (
             buffer.device.type == "cpu"
+            and buffer.dtype == self._raw._orig_dtype
             and self.divided_later(buffer.dtype) == 1.0
             and all(
                 param.sharded_param.grad is None
-                and buffer.dtype == getattr(param, "sharded_grad_dtype", param.sharded_param.dtype)  # torch 2.15
                 and not param.offload_to_cpu
                 and not getattr(param.sharded_param, "_post_accumulate_grad_hooks", None)
                 for param in self._with_gradient
@@ -178,7 +178,7 @@ class ParameterGroup:
         def post_backward(*unused: Any) -> None:
             native = raw.mesh_info
             raw.mesh_info = _without_replicas(native) if raw.all_reduce_grads else _with_none_but_this(native)
-            self._with_gradient = _with_gradient(raw)
+            self._with_gradient = [param for param in raw.fsdp_params if _has_gradient(param, raw)]
             try:
                 original(*unused)
             finally:
@@ -210,20 +210,12 @@ def _with_none_but_this(info: Any) -> Any:
     return shown
 
 
-def _with_gradient(raw: Any) -> list[Any]:
-    """Return the parameters that `post_backward` will put into the buffer, in their order there."""
-    order = getattr(raw, "_reduce_scatter_param_indices", range(len(raw.fsdp_params)))  # torch 2.15
-    return [raw.fsdp_params[index] for index in order if _has_gradient(raw.fsdp_params[index], raw)]
-
-
 def _has_gradient(param: Any, raw: Any) -> bool:
     """Return whether `post_backward` will put it into the buffer."""
     unsharded = getattr(param, "_unsharded_param", None)
     if unsharded is None:
         return False
     if param.unsharded_accumulated_grad is not None or unsharded.grad is not None:
-        return True
-    if hasattr(raw, "_get_partial_reduce_grad") and raw._get_partial_reduce_grad(param) is not None:  # torch 2.15
         return True
     return bool(getattr(raw, "reduce_scatter_unused_params", False) and unsharded.requires_grad)  # torch 2.13
 
@@ -290,7 +282,7 @@ def scatter_by(model: nn.Module, group: ParameterGroup, reduce_scatter: Any) -> 
     raw, original = group._raw, group._raw.post_backward
 
     def post_backward(*unused: Any) -> None:
-        group._with_gradient = _with_gradient(raw)
+        group._with_gradient = [param for param in raw.fsdp_params if _has_gradient(param, raw)]
         original(*unused)
 
     raw.post_backward = post_backward
