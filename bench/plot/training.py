@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training benchmarks: loss by time, by step and by bytes sent, and where the time of a step goes."""
 
 from __future__ import annotations

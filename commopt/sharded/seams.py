@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every private name of torch's FSDP2 that commopt uses; `require_seams` names the one that this torch lacks."""
 
 from __future__ import annotations
