@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m bench.bandwidth` in the checkout: the same as `commopt bandwidth`."""
 
 import sys

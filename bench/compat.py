@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run the core tests with other versions of torch: `python -m bench.compat 2.7.1 2.12.1`, minutes and gigabytes each.
 
 Each gets a virtual environment in build/compat, one after the other, which is removed afterwards; what pip and pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank with nobody to send to: what is left of its steps is an aggregator's own work."""
 
 from __future__ import annotations

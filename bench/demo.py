@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Show in four minutes what commopt does: `python -m bench.demo`.
 
 Trains on two emulated nodes joined by a slow link where this machine can emulate them (root and network namespaces),

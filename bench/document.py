@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Put figures into Markdown documents, between two marks that stand there: `python -m bench.document`, seconds.
 
 Between `<!-- begin: NAME (COMMAND) -->` and `<!-- end -->` stands what COMMAND prints, from a file of bench/results,

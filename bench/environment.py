@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where, when and by which command numbers are made: the header of every result."""
 
 from __future__ import annotations

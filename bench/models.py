@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What benchmarks train: the example's GPT, and ResNet-50 on images which need no download."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Print tables of results, and write results as JSON lines that are whole at all times."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time operations in turns, by the host's clock or by a GPU's, so that all of them meet the same noise."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Data-parallel training that stays fast on slow networks: with DDP, with FSDP2, and a standalone all_reduce."""
 
 import warnings

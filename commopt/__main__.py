@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`commopt` and `python -m commopt`: the commands, each imported when it is asked for."""
 
 from __future__ import annotations

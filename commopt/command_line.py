@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What all commands share: one line and status 2 for bad input, bounded numbers, files opened before the work."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A repr that shows the first field of a configuration and omits later ones that have their default."""
 
 from __future__ import annotations

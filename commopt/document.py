@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Read JSON documents of commopt's own, and say exactly what is wrong with one that is not."""
 
 from __future__ import annotations

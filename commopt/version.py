@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The one place that states the version; the build reads it from here. Beside it, what that was tested with."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The few elements that can still be selected once the first level is known, and how a CUDA block visits them.
 //
 // The threshold is then known up to an eighth of an octave: of 4096 elements of a bell curve, at most 15 are candidates

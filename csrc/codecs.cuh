@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How the values of a block become codes of BITS bits and one 4-byte entry, and back.
 //
 // A codec object is fitted to one block: entry() is what the row keeps of it and code() what a value becomes. levels()

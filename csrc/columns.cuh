@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Matrices of few columns, row by row: where an element is without a division, and many of them under way at once.
 #pragma once
 

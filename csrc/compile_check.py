@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compile every kernel for every supported architecture, through each compiler found, without a GPU.
 
     python -m csrc.compile_check

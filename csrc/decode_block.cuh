@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Decode one block of several rows and add it up, in row order: the bits of the sum are equal wherever it is computed.
 #pragma once
 

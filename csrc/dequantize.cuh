@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Decode payload rows, or the sum of several, into values.
 #pragma once
 

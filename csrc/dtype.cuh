@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Element types and their conversions, without a system header: run-time compilation (NVRTC) finds none.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Encode the tile that a team holds, and keep what the codes lose.
 #pragma once
 

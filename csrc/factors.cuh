@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Orthonormal columns for tall factors [rows, r], r at most MAX_RANK: Cholesky-QR, that is X <- X L^-T with L L^T the
 // Gram matrix X^T X and a ridge. Each CUDA block has a slice of the rows of one of the factors in shared memory.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // left right^T for stacks of factors: written, or subtracted from matrices. In float32 whatever the matrix units are
 // allowed to do: ranks must agree on every bit, and a residual must have what the product left out.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The one host file: a table of the kernels and one launch function for all of them.
 //
 // Pointers and streams cross as integers, so the module depends on no other library's binary interface.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Encode values into payload rows. Values and residuals are read and written once.
 #pragma once
 

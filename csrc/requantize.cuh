@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Encode the sum of several payload rows into one row. The sum never leaves the registers.
 #pragma once
 

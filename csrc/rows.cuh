@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Payload rows, one per chunk: the codes of its elements, packed little-endian, then an entry per block, then zeros up
 // to a multiple of 16 bytes.
 #pragma once

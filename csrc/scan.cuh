@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sums over what comes before a thread, in a warp and in a CUDA block of MAX_WARPS warps.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The exact k-th largest key of each row, by a radix histogram over the bits of a float32: 11, 11 and 9 of them, from
 // the top. No threshold is guessed and nothing is tried again, so the host never waits.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What is to be sent: values, what was left out before, and their velocity. One pass, which also begins the selection.
 #pragma once
 

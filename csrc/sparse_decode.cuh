@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sparse payload rows, or the sum of several, back to values.
 #pragma once
 

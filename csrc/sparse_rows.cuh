@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How rows of values are cut up for sparse payloads, and where in a payload row things lie.
 //
 // A row of values is one chunk. CUDA blocks take tiles of it. In the payload, indices are 16 bits wide and relative to

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Find the smallest key to send in each row, and where in the payload each tile's entries go.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Write what was selected into payload rows, in ascending order of its elements, and keep what that leaves out.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How a warp takes its elements: 32 neighbours a step, one for each lane.
 //
 // Every access of the warp is whole wherever the memory begins, and ballots give each element its place.

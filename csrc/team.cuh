@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The threads that share one quantization block, the piece of it each holds in registers, and sums over all of it.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A flat buffer of any dtype that the kernels know.
 #pragma once
 

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tutorials: each file runs by itself and is tested."""

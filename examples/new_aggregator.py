@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tutorial: an aggregator of your own, in one file and one line.
 
     torchrun --nproc-per-node 4 examples/new_aggregator.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tutorial: a compressor of your own, in one file and one line.
 
     torchrun --nproc-per-node 4 examples/new_compressor.py

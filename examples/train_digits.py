@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Learn scikit-learn's handwritten digits with DDP and one of commopt's hooks; a few seconds on a laptop.
 
     torchrun --nproc-per-node 2 examples/train_digits.py --hook hierarchical_quantized:bits=4

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train a small GPT with DDP or FSDP2 (--parallel), and choose how its gradients are averaged.
 
     torchrun --nproc-per-node 2 examples/train_gpt.py --strategy hierarchical --seconds 60

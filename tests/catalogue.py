@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every aggregator that the registries can make, how exact each must be, and on which clusters it is tried."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A DDP model of any shapes whose every gradient the test chooses, and a record of all that its hook did."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All_reduces on links of one latency and one bandwidth, in closed form: what prices and simulations are held against.
 
 nbytes is S, `ranks` P, in a hierarchy `per_node` L on each of `nodes` N.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two loaders of kernels compared byte by byte, whatever the kernels do."""
 
 from __future__ import annotations

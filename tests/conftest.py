@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which tests are left to `make test-all`; and in several processes (`pytest -n 4`): who may run beside whom."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Machines for the doctor: healthy ones, from which each test takes one thing away."""
 
 from __future__ import annotations

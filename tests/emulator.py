@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Build the device code for the CPU and launch it like any other loader."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Watches every access of emulated device code: GCC's -fsanitize=thread calls what is defined here before each of them,
 // and libtsan is not linked.
 //

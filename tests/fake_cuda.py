@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A made-up GPU: tensors in host memory, streams that know what they have waited for, and memory that is used again.
 
     with Gpu() as gpu:

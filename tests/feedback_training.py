@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training whose every gradient the test chooses, and the books that error feedback must balance."""
 
 from __future__ import annotations

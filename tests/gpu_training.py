@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small models that train on a CPU over gloo or on a GPU over NCCL: jobs that take a device, and what they return."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models, data and the reference for training with hooks: gradients equal the float64 mean, replicas stay alike."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A reference for LocalSGD without DDP: a replica and an optimizer per node, all in one process."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the CUDA kernels of low-rank factors must do, wherever they run: the reference, up to roundings."""
 
 from __future__ import annotations

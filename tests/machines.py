@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Synthetic machines below a folder: the files of /sys and /proc that discovery and the doctor read.
 
     tree = Tree(tmp_path)

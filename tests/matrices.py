@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Texts as `nvidia-smi topo -m` prints them, drawn from a function of two places."""
 
 from __future__ import annotations

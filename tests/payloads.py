@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Payload rows with gaps and guards between them, and a slow reading of their documented layout."""
 
 from __future__ import annotations

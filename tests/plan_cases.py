@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random planning problems, and everything about them computed the slow and obvious way."""
 
 from __future__ import annotations

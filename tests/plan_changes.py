@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A search that has another plan at every meeting, for trainings in which plans change."""
 
 from __future__ import annotations

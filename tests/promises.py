@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which test holds which promise of docs/design.md, for a strategy of every kind; all of them run in `make test`."""
 
 from __future__ import annotations

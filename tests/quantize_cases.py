@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the CUDA kernels of block quantization must do, wherever they run: compared with the reference on the CPU."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The emulator with every access watched: races, accesses out of bounds, reads of what nobody wrote."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run a function on every rank of a small gloo or NCCL world, in worker processes that live from job to job.
 
     from tests.ranks import run

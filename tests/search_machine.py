@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A machine in the model of the planner, with noise and with conditions that change: what Search is driven with."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `make test` runs of the suite: what holds a promise, and as much of every test as fits into its minutes.
 
 The rule, so that nobody has to keep a list:

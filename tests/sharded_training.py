@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models of fully_shard and replicate on 2x2 emulated ranks, trained with torch's own all-reduce and with commopt's."""
 
 from __future__ import annotations

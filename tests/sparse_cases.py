@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the CUDA kernels of sparse rows must do, wherever they run: bit for bit what the reference does on the CPU."""
 
 from __future__ import annotations

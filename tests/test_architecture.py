@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The structure docs/design.md promises: imports go down only, and the house does not grow."""
 
 from __future__ import annotations

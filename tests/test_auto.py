@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`auto` on real process groups: what the search does to a training, and what is saved of it."""
 
 from __future__ import annotations

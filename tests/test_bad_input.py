@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mistakes end in an error on every rank that names the value, the rule and the fix; nothing hangs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """commopt bandwidth: nccl-tests' table, its arithmetic, and that it notices wrong results and bad settings."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clocks of the benchmarks: operations in turns, and what a GPU's clock does around what it times."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The benchmark of whole compressors: the same work for both sides, real averages, and what it writes and prints."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who takes part in the training benchmark: names, torch's hooks, and PowerSGD without overlap."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`make gpu` where there is no GPU: its steps are run by the same code, all but what only a GPU can do."""
 
 from __future__ import annotations

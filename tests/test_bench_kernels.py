@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernel benchmark: every kernel is in it, its bytes are those of the tensors, and it writes what it prints."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Matrices of benchmark runs: what is run, what is left out, and what comes of failures."""
 
 from __future__ import annotations

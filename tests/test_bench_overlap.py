@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The overlap benchmark: what it reads from a trace, checked by hand, and that it runs where there is no GPU."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pictures of results: what is in a file, which pictures there are of it, and that they show what it says."""
 
 from __future__ import annotations

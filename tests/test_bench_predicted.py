@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The predictions of scaling: their file, their picture, and what must hold in them."""
 
 from __future__ import annotations

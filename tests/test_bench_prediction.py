@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Predictions against measurements: what is probed, how a prediction is made of it, and the files and figures."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Published figures: the arithmetic of the comparison, and those that have enough inputs to be reproduced."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The scaling benchmark: its arithmetic, its file, its command line and one real run."""
 
 from __future__ import annotations

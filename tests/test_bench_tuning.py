@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tuner against every choice it had: what is tried, how the choice is awaited, and the files and figures."""
 
 from __future__ import annotations

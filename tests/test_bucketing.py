@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What planning is fed with: units, strategies, samples to try out, and times put together from records."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `auto` may choose from, and how much of a gradient each of them leaves out."""
 
 from __future__ import annotations

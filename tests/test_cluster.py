@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The emulated cluster: its link really is slow, its counters are right, and it leaves nothing behind."""
 
 from __future__ import annotations

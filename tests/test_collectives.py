@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The standalone API: five collectives on torch and NumPy arrays, in place, against a naive reference."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every command with arguments, files and environments it cannot use: one line on stderr, status 2, no traceback.
 
 Each case calls a command's main() in this process with its work taken out: what measures, trains or starts processes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every compressor promises, and the row layout of those that work on blocks."""
 
 from __future__ import annotations

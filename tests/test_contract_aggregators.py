@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every aggregator promises: the right mean, equal bits on all ranks, NaN seen by all, exact byte counts.
 
 The jobs take a device: here it is the CPU, with gloo; tests/test_gpu_contract.py runs them over NCCL.

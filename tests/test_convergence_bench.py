@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The convergence benchmark: what it compares, its file, its tables and picture, and one short real run."""
 
 from __future__ import annotations

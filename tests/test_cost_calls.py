@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What aggregators say they do, on clusters that need no process group, and the bytes that follow from it."""
 
 from __future__ import annotations

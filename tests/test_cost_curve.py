@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fitted curves: they find the law behind noisy points, never fall, and say when they are asked too much."""
 
 from __future__ import annotations

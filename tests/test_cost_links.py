@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A links file: what is written is read again, what is broken is refused by name, what is missing estimated or said."""
 
 from __future__ import annotations

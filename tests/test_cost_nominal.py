@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Links from line rates: the closed forms, the right curve at every level, and the rates of ports."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The price of an aggregator: the closed forms where these hold, and every aggregator on every shape of cluster."""
 
 from __future__ import annotations

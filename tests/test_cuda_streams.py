@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CUDA lane on a made-up GPU: every byte is read after it was written, and used again after it was read.
 
 Ranks are made up too: all have the same values, and a collective is an operation on the current stream. What DDP does

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors of a GPU over gloo, and products where TF32 is allowed: on a made-up GPU."""
 
 from __future__ import annotations

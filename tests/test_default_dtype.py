@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch.set_default_dtype is the caller's: what the library keeps, sends and computes is not of it."""
 
 from __future__ import annotations

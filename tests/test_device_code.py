@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The device code itself: rules that the text of all kernels must keep, and the compile check."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whole trainings whose kernels run in the emulator: what the wrappers hand them is what DDP's buckets really are."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DGC: the exact largest elements in a documented row, the paper's formulas step by step, and what it costs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every check of the doctor, once on a healthy machine and once with its own trouble, which only it may report."""
 
 from __future__ import annotations

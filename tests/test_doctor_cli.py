@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m commopt doctor`: what it prints, its exit status, what it refuses; and the small parts beneath it."""
 
 from __future__ import annotations

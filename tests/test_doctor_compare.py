@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What differs between the nodes of a job; the report of many machines; a real run under torchrun."""
 
 from __future__ import annotations

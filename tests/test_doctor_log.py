@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The doctor reads NCCL's own log: transports, adapters, algorithms, and why the fast way was not taken."""
 
 from __future__ import annotations

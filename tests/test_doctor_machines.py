@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Machines as people have them, all well: notes, but no alarm, and no advice that does harm."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What README.md and docs/*.md show: Python runs, commands are understood, figures are what their commands write."""
 
 from __future__ import annotations

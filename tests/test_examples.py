@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tutorials run as a newcomer runs them: under torchrun, from the command line."""
 
 from __future__ import annotations

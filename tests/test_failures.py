@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A failure on one rank becomes an error on all within seconds, and a lane never keeps the interpreter alive."""
 
 from __future__ import annotations

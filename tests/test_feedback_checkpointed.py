@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Residuals through torch.distributed.checkpoint: each rank writes its own, any world can read them."""
 
 from __future__ import annotations

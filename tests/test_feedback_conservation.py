@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Nothing is lost: the mean gradients of all steps are what was applied plus what the residuals hold."""
 
 from __future__ import annotations

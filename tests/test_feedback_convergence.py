@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training with feedback ends where dense training ends; without it, it does not."""
 
 from __future__ import annotations

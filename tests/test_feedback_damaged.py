@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A state is input: whatever is wrong with it is one error on every rank, and what was there before stays."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Error feedback under DDP's features: every gradient counts once, and misuse is noticed."""
 
 from __future__ import annotations

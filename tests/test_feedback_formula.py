@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The formulas themselves: residuals stay bounded for ever, and stochastic rounding is right on average."""
 
 from __future__ import annotations

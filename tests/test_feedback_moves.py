@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whatever else changes with a checkpoint's world or recipe, what it had not sent yet is sent: nothing gets stuck."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """inf and NaN reach every rank and leave no trace in any residual, with a GradScaler and without."""
 
 from __future__ import annotations

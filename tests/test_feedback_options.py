@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the presets' options promise: warm-up, dense parameters, memory, and errors that say what to write instead."""
 
 from __future__ import annotations

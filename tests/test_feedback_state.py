@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints of residuals: exact in the same world, complete in another one, refused where they do not fit."""
 
 from __future__ import annotations

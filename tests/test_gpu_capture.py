@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps in a CUDA graph: what can be repeated trains as without one, what cannot is refused while it is captured."""
 
 from __future__ import annotations

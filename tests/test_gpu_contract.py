@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The contract of tests/test_contract_aggregators.py over NCCL, with 2, 4 and 8 ranks that may share one GPU.
 
 Equal bits on all ranks are promised here too. The bits of gloo are promised only where commopt itself adds, in rank

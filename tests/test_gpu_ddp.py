@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every preset inside DDP models, with mixed precision and with what else DDP can do: over gloo, and over NCCL."""
 
 from __future__ import annotations

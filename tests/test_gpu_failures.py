@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A failure on one rank becomes an error on all within seconds over NCCL too, where kernels run ahead of the host.
 
 A rank whose kernels wait for the failed one has no error yet: its step may end with what was never reduced, and its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Both loaders compile one source: on a GPU every kernel of theirs must write the same bytes, and no others.
 
 Each kernel is launched by one loader, its memory is put back, and it is launched by the other; then all memory that the

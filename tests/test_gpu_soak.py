@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hundreds of steps: nothing hangs, nothing grows, and what is owed stays bounded."""
 
 from __future__ import annotations

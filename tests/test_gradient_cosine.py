@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sampled averages are compared with the exact ones: the same samples on every rank, and every byte of them counted."""
 
 from __future__ import annotations

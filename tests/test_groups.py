@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who shares a node, calls that ranks make differently, and gloo's collectives out of sends and receives."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Buckets that change their strategy in mid-training lose nothing: what one has kept, the next one sends."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every preset under every feature of DDP: right gradients and bit-identical replicas."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans in a training that goes on: right gradients whatever travels together, and the same plan on every rank."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Links given by hand: what they lack is said at once, on every rank, and never hangs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DDP's buckets made anew: the plan's own in the very next backward, and nobody waits for anybody meanwhile."""
 
 from __future__ import annotations

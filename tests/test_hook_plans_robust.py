@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans where training does not go by the book: frozen parameters, checkpoints, freeze(), compilers, devices."""
 
 from __future__ import annotations

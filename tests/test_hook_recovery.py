@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training goes on after an exception, after saving and loading, and after the process group is made again."""
 
 from __future__ import annotations

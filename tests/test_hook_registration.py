@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every way to put a preset on a DDP model trains alike, and the hook tells what it did."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a HookState keeps and counts: through pickles, checkpoints, and scalers that come late."""
 
 from __future__ import annotations

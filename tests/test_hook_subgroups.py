@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every preset on a data-parallel subgroup, with tensor parallelism beside it."""
 
 from __future__ import annotations

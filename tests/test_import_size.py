@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`import commopt` loads what a hook needs and nothing else; pictures, readers and reports come when they are used."""
 
 from __future__ import annotations

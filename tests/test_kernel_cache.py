@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where machine code that was compiled at run time is kept, and when it is trusted; a pretended compiler will do."""
 
 from __future__ import annotations

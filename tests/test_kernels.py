@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every kernel does what its reference does: in the emulator, and on a GPU with both loaders.
 
 Launch code, shuffles, barriers, tails, strides, alignment; selection and its order, ties; orthogonality and extremes.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """On CUDA a lane works in the thread that submits, on the CPU in its own: what the caller has set must not count.
 
 Here the CPU's lane works in the submitting thread too, whose hook is called under autocast, a default device and a

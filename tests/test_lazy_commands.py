@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Commands are imported by the command line only, each when it is asked for."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which loader runs the kernels: what is forced, what is there, and what works once it is tried."""
 
 from __future__ import annotations

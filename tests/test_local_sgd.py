@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LocalSGD itself: its options, its calendar, what it sends, and the mean of arbitrary parameters."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LocalSGD in training loops: what the nodes hold, step by step, and when they meet."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks find each other anew after whatever went wrong before; the store is asked with a limit."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options of NCCL by level: what is refused, what reaches which process group, and that ranks agree."""
 
 from __future__ import annotations

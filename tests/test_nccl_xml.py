@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """NCCL's XML: what is read from it, what is said about it, and what is refused."""
 
 from __future__ import annotations

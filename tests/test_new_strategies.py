@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tutorials' compressor and aggregator keep every promise, by the functions that check those of commopt."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reading the matrix of `nvidia-smi topo -m`, whole, quoted and damaged."""
 
 from __future__ import annotations

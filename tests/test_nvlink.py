@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The shape in which NVLinks join GPUs, and what they carry."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """NVIDIA's driver as a source of the topology and of the doctor, played by a module that answers like pynvml."""
 
 from __future__ import annotations

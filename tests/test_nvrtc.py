@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Device code compiled at run time: as nvcc does it, once for each architecture, kept on disk."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a build holds, with and without a CUDA compiler; nothing is downloaded."""
 
 from __future__ import annotations

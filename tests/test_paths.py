@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Distances in NCCL's classes, which network ports are nearest, and what a node's ports carry together."""
 
 from __future__ import annotations

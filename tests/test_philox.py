@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The random bits of stochastic rounding: published vectors, and an oracle in Python's own integers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The picture: every part is in it, nothing overlaps, text fits its box."""
 
 from __future__ import annotations

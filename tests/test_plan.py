@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans and decisions as data: what they refuse, and that they survive JSON."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prices corrected by what was observed: a factor and an overhead, and neither absurd for the sake of the other."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The planner against every partition there is, and against the clock."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Price tables, and what cannot be one."""
 
 from __future__ import annotations

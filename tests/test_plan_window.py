@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Windows: means over usual steps of the times of the last rank, and what counts as a difference."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PowerSGD: a deterministic orthogonalizer, the papers' formulas step by step, and matrices of every shape."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Presets: their options are those of the dataclasses they build, and each is a hook that DDP takes as it is."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The probe: which sizes it measures in how much time, and who measures what."""
 
 from __future__ import annotations

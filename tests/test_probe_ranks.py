@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The probe on ranks, and its command: what counts is the slowest rank, and what one meets all hear of."""
 
 from __future__ import annotations

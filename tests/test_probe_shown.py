@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the probe says: the network beside its line rate, the report, the picture and the progress."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What holds for the whole checkout: remedies that can be followed, where results come from."""
 
 from __future__ import annotations
@@ -28,6 +29,11 @@ def sources(*folders: str) -> list[Path]:
 
 
 # --------------------------------------------------------------------- files
+
+
+def test_every_source_names_its_licence_in_its_first_line() -> None:
+    lines = {path: path.read_text().partition("\n")[0] for path in sources(*CODE)}
+    assert not [path for path, line in lines.items() if not line.endswith(" SPDX-License-Identifier: Apache-2.0")]
 
 
 def test_the_citation_is_of_this_version() -> None:

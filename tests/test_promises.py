@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every promise of docs/design.md is held by a test of `make test`, for a strategy of every kind."""
 
 from __future__ import annotations

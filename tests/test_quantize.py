@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How exact the block codecs are: their definitions in NumPy and float64, hard blocks, and gradients of a GPT."""
 
 from __future__ import annotations

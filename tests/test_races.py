@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """No kernel races, leaves its memory or reads what nobody wrote; and whoever says so would see it.
 
 Kernels run in processes of their own: what goes wrong in one that was made wrong on purpose stays there.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The spawn helper itself: results, tracebacks, timeouts, environment, emulated nodes, worker replacement."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one rank records: the marks, the ring, what it costs, and CUDA events without a GPU."""
 
 from __future__ import annotations

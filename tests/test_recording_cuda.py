@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recording on a GPU: with events of a made-up device, and where there is a real one, on that."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `commopt run` takes from its command line, and what it refuses before anything starts."""
 
 from __future__ import annotations

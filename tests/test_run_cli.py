@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m commopt run` from the shell: exit status, report, and what it says when there was nothing to do."""
 
 from __future__ import annotations

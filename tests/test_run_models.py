@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `commopt run` does to the models of a script: the same, bit for bit, as attaching by hand."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A script under `commopt run` finds what it would find under python itself."""
 
 from __future__ import annotations

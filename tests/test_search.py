@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Search: tries what promises to pay, takes back what does not, follows drift, and never oscillates."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rule by which `make test` leaves tests out."""
 
 from __future__ import annotations

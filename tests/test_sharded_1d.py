@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FSDP2 over all ranks: gradients and weights between nodes as commopt sends them, beside stock FSDP2."""
 
 from __future__ import annotations

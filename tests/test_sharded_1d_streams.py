@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FSDP2 over all ranks on a made-up GPU: what its streams and commopt's share is neither late nor gone."""
 
 from __future__ import annotations

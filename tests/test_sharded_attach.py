@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What attach takes and refuses, on every rank; ranks that fail, replicas that differ, steps that are dropped."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run of FSDP2 leaves unsent goes on in the next: in the same world to the bit, in another one as a sum."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The collectives of commopt.sharded over a team, without FSDP: right answers, nothing lost, bytes as they say."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Error feedback between the replicas of FSDP2: nothing is lost, ranges are owned once, and bytes are as promised."""
 
 from __future__ import annotations

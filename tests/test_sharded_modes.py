@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """HSDP with commopt's exact average is HSDP: every mode of FSDP2 leaves the bits that torch's own all-reduce leaves."""
 
 from __future__ import annotations

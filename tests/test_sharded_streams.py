@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FSDP's hook on a made-up GPU: what the streams of FSDP, commopt and the optimizer share is neither late nor gone."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long a bucket's way is: the functions of commopt that one steady step enters, and what the hook costs the host.
 
 Definition. A function is a code object of the package `commopt`; comprehensions and generator expressions belong to the

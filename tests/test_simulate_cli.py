@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command: options, tables, files, pictures, and what it says of unusable input."""
 
 from __future__ import annotations

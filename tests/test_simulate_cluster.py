@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clusters: rates, connections, trees, and what work takes on a GPU."""
 
 from __future__ import annotations

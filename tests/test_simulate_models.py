@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models against what is published of them: every parameter, the FLOPs of a forward, and real modules."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scaling: efficiencies by hand, strategies, the smallest batch, and thousands of ranks."""
 
 from __future__ import annotations

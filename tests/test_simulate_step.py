@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A simulated step: by hand, against closed forms, and against what training plans and predicts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Workloads: times by hand and from a file; another batch; GPUs; what is refused."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ratios of times on the emulated cluster, within one run: the gain that hierarchical averaging is for."""
 
 from __future__ import annotations

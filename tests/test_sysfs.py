@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The live readers on machines whose files are made up: PCI tree, NUMA, network cards, and the NCCL file that wins."""
 
 from __future__ import annotations

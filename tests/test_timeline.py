@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a timeline says: times known by hand, who is named, and the report."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clocks of other ranks, bytes over a team, and which steps are gathered."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The trace is well-formed by the rules of the trace event format, and says what the timeline says."""
 
 from __future__ import annotations

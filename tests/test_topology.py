@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which ranks share a machine, from what each of them reports."""
 
 from __future__ import annotations

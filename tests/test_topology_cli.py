@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m topology` from end to end: tree, matrix, JSON, XML, and refused input."""
 
 from __future__ import annotations

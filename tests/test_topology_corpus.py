@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recorded machines, where COMMOPT_TOPOLOGIES names their folder: every fact a person read from each (INDEX.json)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whatever a file holds, reading it ends soon: in a topology that every question can be asked of, or in one line."""
 
 from __future__ import annotations

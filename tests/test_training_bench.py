@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The training benchmark, its file, its picture and the demo around it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What wire_bytes and stats promise is what the collectives carry, step by step, with matrices and with 16 bits."""
 
 from __future__ import annotations

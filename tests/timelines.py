@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Timelines of made-up training, of which every number is known."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All_reduces for the test that compares promised bytes with the network's counters; runs under torchrun."""
 
 from __future__ import annotations

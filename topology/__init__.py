@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the machines are: a leaf package of standard-library Python that knows nothing of torch or commopt.
 
 python -m topology                  this machine; also: show FILE, --json, --plot FILE

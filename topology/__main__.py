@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m topology`: what this machine is, or what a recorded topology says."""
 
 from __future__ import annotations

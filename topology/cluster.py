@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which machine is this process on, and which ranks share one: what NCCL goes by, read without NCCL."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One door for files: recognises what kind of topology a file holds."""
 
 from __future__ import annotations

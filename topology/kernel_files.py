@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small files of /sys and /proc, and the notations in them. What cannot be read is None."""
 
 from __future__ import annotations

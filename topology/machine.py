@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The machine that this process runs on: its files, its driver, and the NCCL topology file that takes precedence."""
 
 from __future__ import annotations

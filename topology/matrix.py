@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The matrix that `nvidia-smi topo -m` prints, read into the model.
 
 It states distances and numbers of NVLinks, and nothing about PCIe switches, bus ids or the speed of a NIC.

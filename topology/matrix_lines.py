@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Single lines of the matrix of `nvidia-smi topo -m`: the header with its columns, and a device's row.
 
 People paste the matrix into scripts, logs and issues: it comes with comment signs, host names or times in front, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one machine is made of: frozen facts as a reader found them, None where it could not know.
 
 Readers (xml_reader, matrix, machine) build a `Topology`; everything that asks about one (queries, text, picture, the

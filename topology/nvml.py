@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """NVIDIA's driver, asked through NVML: its GPUs, their NVLinks, and distances that the PCI tree does not tell."""
 
 from __future__ import annotations

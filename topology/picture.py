@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The picture of a machine: NUMA nodes and switches as boxes in boxes, GPUs, network ports, NVLinks (needs matplotlib).
 
 All GPUs stand in one row with the network ports of their switch above, so that NVLinks have the room below.

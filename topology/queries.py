@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What follows from a topology: the ports that count, the shape of NVLinks, distances, bandwidth."""
 
 from __future__ import annotations

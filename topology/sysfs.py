@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The live machine, or a copy of its files: GPUs, network cards, NUMA nodes and the PCI tree from /sys and /proc."""
 
 from __future__ import annotations

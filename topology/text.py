@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A machine as JSON, and as text for people: a tree, a matrix of distances, notes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small XML tree with line numbers, from text that nobody has checked, and the values of its attributes.
 
 Bounded in every direction: no DOCTYPE (so no entities), limits on size, depth and number of elements.

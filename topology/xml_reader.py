@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """NCCL's topology XML: dumps (NCCL_TOPO_DUMP_FILE) with <gpu> and <net>, and cloud providers' templates without them.
 
 A template only has PCI devices: those of class 0x03 are its GPUs and those of class 0x02 its network cards, as in NCCL;

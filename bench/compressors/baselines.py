@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch's communication hooks, called as DDP calls them, and which of them each preset is compared with."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one method takes for whole steps of one model; its records, their file and the table."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What can be timed: something that averages the buckets of a step; commopt's presets in a team that sends nothing."""
 
 from __future__ import annotations

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Evidence for maintainers: what the claims of the documents rest on."""

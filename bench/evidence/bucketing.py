@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adaptive buckets against DDP's default and every cap one could have tried, in turns within one run.
 
     python -m bench.cluster --nodes 2 --ranks-per-node 1 --rate 1gbit \\

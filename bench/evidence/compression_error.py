@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much compressors leave out of real gradients: `python -m bench.evidence.compression_error --json FILE`.
 
 Trains the demo's GPT in this process, as one node of the demo sees it (the batches of its ranks together), and encodes

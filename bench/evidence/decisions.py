@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What was measured about mechanisms that were deleted, as tables: `python -m bench.evidence.decisions TABLE FILE...`.
 
 hook: stock DDP beside the hook with DDP's own buckets. merging: buckets that DDP makes anew beside those merged in the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a bucket costs on the host: `python -m bench.evidence.hook_overhead --json bench/results/hook_overhead.json`.
 
 One process, a model of many small buckets, no peers: a backward with commopt's hook less a backward with a hook that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run a benchmark on one emulated cluster after another, and read and write what all of its runs found."""
 
 from __future__ import annotations

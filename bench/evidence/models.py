@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models that want different buckets, and three whose size can be chosen."""
 
 from __future__ import annotations

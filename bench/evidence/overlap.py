@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Does communication run beside backward on a GPU? `python -m bench.evidence.overlap --json FILE`.
 
 torch's profiler looks at a few steps of a GPT under DDP. What runs on which stream, and which calls of the host wait

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What recording every step costs in a training: `torchrun ... -m bench.evidence.recording_cost --json out.json`.
 
 Three models alike train in turns: two that record nothing, one that records all. The first two tell the noise apart

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models in training that take turns: with a strategy, with stock DDP, or without communication."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Install commopt with its kernels compiled for the GPU here, or check that they are: `python -m bench.gpu.build`.
 
 With --into FOLDER that is a virtual environment which sees all that this Python sees: torch stays where it is, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Launch every kernel on small and awkward shapes, with each loader: what compute-sanitizer looks at.
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m bench.gpu.every_kernel

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write down what machine this is, and whether its GPU is in good health: `python -m bench.gpu.machine --json FILE`.
 
 Versions, the GPU, how fast it copies and multiplies, what commopt's topology and doctor and what nvidia-smi say.

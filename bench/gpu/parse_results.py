@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the files of a step say: tests counted, targets, whether a model has learned."""
 
 from __future__ import annotations

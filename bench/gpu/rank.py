@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run a module as one of several NCCL ranks that share a GPU: `torchrun ... -m bench.gpu.rank MODULE ARGS...`.
 
 NCCL refuses two ranks of one host on one GPU, so every rank passes for a host of its own, and all traffic goes through

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a session on a GPU came to: its records, their file, and its tables: `python -m bench.gpu.report FOLDER`.
 
 With --document FILE the tables go between the two marks in a Markdown file too, so that nobody types a figure.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a session on a GPU runs, and how: one command in processes of its own, under a time limit."""
 
 from __future__ import annotations

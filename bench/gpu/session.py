@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps on a GPU: run one, judge it, and take all of them one after the other."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All steps, the most telling first."""
 
 from __future__ import annotations

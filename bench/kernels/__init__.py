@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How close every kernel comes to the memory's speed: `python -m bench.kernels --json FILE`.
 
 Each is timed in turns with a device copy that moves as many bytes, with the plain torch it replaces, and with what

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One job of a kernel: who can do it, the bytes it must move, and the target it is held against."""
 
 from __future__ import annotations

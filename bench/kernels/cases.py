@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every kernel in the calls that training makes of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time everybody who can do a kernel's job, in turns with a device copy; the records, their file and the table."""
 
 from __future__ import annotations

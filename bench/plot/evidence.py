@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pictures of the evidence: buckets, bandwidth, convergence, predictions, scaling and tuning."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every picture there is: what it is called, of which files it is made, and who draws it."""
 
 from __future__ import annotations

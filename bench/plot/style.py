@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What all pictures have in common: sizes that can be read at 830 pixels, a colour for each method, labels at lines."""
 
 from __future__ import annotations

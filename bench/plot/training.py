@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training benchmarks: loss by time, and the time to a loss or what a step takes."""
 
 from __future__ import annotations

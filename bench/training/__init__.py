@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train a model for the same time with each strategy, and compare speed, traffic and held-out loss.
 
     python -m bench.cluster --nodes 2 --ranks-per-node 2 --rate 200mbit \\

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One strategy's training: its clock, the looks at the held-out loss, and the bytes between the nodes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a training benchmark found: its records, their file of JSON lines, and the table.
 
 `python -m bench.training.report FILE` prints a table of such a file in Markdown.

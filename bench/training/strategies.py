@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who takes part: stock DDP, torch's own hooks, PowerSGD after backward, and every preset; and the command line."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Aggregators, one file each; a new one is one file and one line in AGGREGATORS."""
 
 from commopt.aggregate.adam import Adam, exchange_norm

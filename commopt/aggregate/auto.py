@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `commopt.auto` is asked for: which ways of averaging a tuner may choose from, and how hard it may try."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The contract of an aggregator: the only code that issues collectives on gradients. And the plainest of them."""
 
 from __future__ import annotations

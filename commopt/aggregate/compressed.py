@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All_reduce in compressed form: every element is encoded at most twice, whatever the number of ranks.
 
 A ring that carries a 16-bit or quantized sum rounds it again at every hop, so its error grows with the ranks. Here

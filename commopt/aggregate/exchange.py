@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One exchange of the low-rank factors of a buffer's matrices: from gradients to messages and back."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reduce inside the node, aggregate between nodes, spread inside the node: the slow network sees each byte once."""
 
 from __future__ import annotations

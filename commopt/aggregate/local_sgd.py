@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Post-local SGD (Lin et al., arXiv 1808.07217): nodes learn by themselves and average parameters now and then."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which elements of a buffer are matrices worth a low-rank approximation, and how they are spread over ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PowerSGD (Vogels et al., arXiv 1905.13727): matrices travel as products of two factors with few columns.
 
 A gradient M [rows, cols] is multiplied by a factor Q [cols, r]. The sum of that over the ranks, made orthonormal, is P;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a buffer becomes rows of payload: one row per chunk, in which compressed and dense elements travel together."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a buffer is divided over the ranks of a node, so that each takes its part across; residuals follow their part."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time collectives the way nccl-tests does, and print its table with commopt's columns after it.
 
     torchrun --nproc-per-node 4 -m commopt bandwidth -b 4K -e 32M -f 2 --aggregator torch,flat,hierarchical

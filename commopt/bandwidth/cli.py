@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`commopt bandwidth`: how fast are collectives here? A loop of calls on every rank, of which the slowest counts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is run: the collectives with nccl-tests' conventions, inputs whose results are known exactly, and who runs it.
 
 Element i of a rank depends on i modulo a prime, so that blocks of any usual length differ from each other, and only

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is printed and written: nccl-tests' columns in its own widths, ours to their right, and notes around them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command line: flags of nccl-tests, and ours beside them."""
 
 from __future__ import annotations

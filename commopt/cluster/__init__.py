@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Emulate several nodes joined by a slow network on one machine.
 
     commopt cluster --nodes 2 --ranks-per-node 2 --rate 200mbit train.py --steps 10

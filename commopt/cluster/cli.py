@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`commopt cluster`: run a script on emulated nodes, and always take everything down again."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Namespaces, links and bridge of an emulated cluster, the shape of a link, and counters of what a node moved."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torchrun, but with the exit status of the rank that failed first; torchrun itself always exits with 1."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The standalone API: five collectives over a group, hierarchical where that saves messages between nodes."""
 
 from __future__ import annotations

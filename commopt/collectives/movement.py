@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Arrays of torch, NumPy and CuPy as tensors over the same memory, and how they move over two levels of a cluster."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compressors, one file each; a new one is one file and one line in COMPRESSORS."""
 
 from commopt.compress.base import Compressor, Passes, Trials

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The contract of a compressor: values in, payload of fixed shape out, and back. It never communicates."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Deep Gradient Compression: the largest elements only, with momentum on each rank's side of the wire."""
 
 from __future__ import annotations

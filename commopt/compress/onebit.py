@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One bit per element: signs, and one magnitude per block."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Payloads that are the values themselves: rounded to 16 bits, or float32 as it is."""
 
 from __future__ import annotations

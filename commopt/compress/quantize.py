@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A few bits per element and a scale for each block: what block compressors share, and 8, 4 or 2 bits."""
 
 from __future__ import annotations

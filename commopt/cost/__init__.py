@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What messages cost: curves fitted to measurements, the table of all links, and the price of every aggregator."""
 
 from commopt.cost.curve import Curve, Point, Segment

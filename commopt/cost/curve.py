@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a message of so many bytes costs: latency and bandwidth, piece by piece, fitted to measurements."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the links of a cluster and the work on a rank cost: a table of curves, measured or nominal, and its file."""
 
 from __future__ import annotations

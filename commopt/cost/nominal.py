@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Links from advertised line rates, without derating, and the closed forms of what an all_reduce costs on them.
 
 nbytes is the gradient on each rank (S), `ranks` P, in a hierarchy `per_node` L on each of `nodes` N. `intra` is the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one all_reduce by an aggregator costs on a cluster of any shape: its calls, priced by the links."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Why is communication slow here? Checks of files, environment, driver and logs, each with its remedy."""
 
 from __future__ import annotations

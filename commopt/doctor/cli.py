@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`commopt doctor`: why is communication slow here?"""
 
 from __future__ import annotations

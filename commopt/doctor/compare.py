@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Under torchrun: every rank examines its own machine, rank 0 hears all of them and compares."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ethernet: which interface carries the data, how fast it is, frame size, TCP buffers, number of sockets."""
 
 from __future__ import annotations

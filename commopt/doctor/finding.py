@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a check reports: what was looked at, what it is, what it should be, and the command that fixes it."""
 
 from __future__ import annotations

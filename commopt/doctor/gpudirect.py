@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Between GPUs and adapters: GPUDirect RDMA, the distance limit, access control (ACS), IOMMU, PCIe links."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GPUs: peer access and NVLink, the NVSwitch fabric, other users, clocks, memory, errors that the driver logged."""
 
 from __future__ import annotations

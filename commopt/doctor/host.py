@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The operating system and the limits of this process: memory, files, stack, the CPU's clock, NUMA, logout."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What NCCL's warnings mean: which are causes, which follow from another rank's end, and what to do."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a log of NCCL means: which transports, adapters and settings were used, what that costs, what to do."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What NCCL really did: the facts in logs written with NCCL_DEBUG=INFO, for NCCL 2.4 and later."""
 
 from __future__ import annotations

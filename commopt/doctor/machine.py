@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Everything a check may look at: files below a root, the environment, NVML, software versions. Nothing else."""
 
 from __future__ import annotations

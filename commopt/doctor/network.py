@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Network interfaces and RDMA ports as the kernel lists them, NCCL's lists of them, and which are near to which GPU."""
 
 from __future__ import annotations

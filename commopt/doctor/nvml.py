@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the driver's management library says and no file does: peer access, fabric, MIG, tenants, links, health."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """InfiniBand, RoCE and EFA: RDMA within NCCL's reach, ports, the choice among them, RoCE addresses, error counters."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings and versions: variables that cost speed or stop NCCL, files of settings, a topology file."""
 
 from __future__ import annotations

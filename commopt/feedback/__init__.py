@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Error feedback: what compression left out is kept by parameter and range, and added to the next gradient."""
 
 from commopt.feedback.checkpoint import layout_of, pieces_of, restore, save, spread

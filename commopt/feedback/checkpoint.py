@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Residuals and factors as plain dictionaries: for torch.save, rank-0-only checkpoints, other worlds and buckets.
 
 What is read may be anything, for files get mixed up and damaged. It is checked as it is read, since a value that is not

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an aggregator may know and remember about the one buffer it is given, and how feedback is done."""
 
 from __future__ import annotations

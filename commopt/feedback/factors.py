@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Factors of low-rank approximations that the next step starts from, by level, parameter and range of elements."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What lies where in a buffer: parameters by name, cut anywhere."""
 
 from __future__ import annotations

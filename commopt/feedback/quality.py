@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How good compressed averages are, measured on samples: cosine with the exact ones, and what encodings leave out."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All residuals of one registration: found by what they are for, moved when buckets change, committed or dropped."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Process groups of commopt's own: who is on which node, and teams of ranks for each level of the network."""
 
 from commopt.groups.build import join, read_arguments

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a process group to a Team: who is on which node, and commopt's own groups for every level."""
 
 from __future__ import annotations

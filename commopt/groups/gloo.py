@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Point-to-point collectives for gloo that keep both directions of a link busy.
 
 Gloo announces a receive with a small message on the connection that also carries the data. Its own all_gather and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who is there: this rank's place in one commopt setup, and how ranks compare notes before a collective could hang.
 
 They do so through the rendezvous store: a store exchange, unlike a collective, can say who is missing and carries text

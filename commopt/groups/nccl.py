@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What NCCL is told about the communicator of one level of the network: how much of the GPU it may take."""
 
 from __future__ import annotations

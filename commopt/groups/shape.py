@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is known of a team without a process group: its ranks, their nodes, the levels these make, and what each sends.
 
 WireModel tells the payload bytes of each primitive for the algorithms that backends use for large messages: rings for

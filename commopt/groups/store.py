@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rendezvous store, asked with a limit.
 
 A call of torch's client waits for its answer without one, and a network that is cut gives no error for many minutes.

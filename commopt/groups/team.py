@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An ordered set of ranks with its own process group, and its two-level split into nodes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DDP communication hooks: presets, the state of a registration, and how to attach them.
 
 A bucket's way: ddp (attach) registers one of presets with a state (HookState, what users hold); DDP calls it, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The registration of a hook with a DDP model: DDP's buckets on their way to the lane."""
 
 from __future__ import annotations

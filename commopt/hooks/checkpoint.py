@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a checkpoint of a registration holds, and whether it fits the model and the world it is loaded into."""
 
 from __future__ import annotations

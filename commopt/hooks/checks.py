@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is refused (gradients that nobody can average) and warned of (loops in which error feedback cannot work)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CommState, what users hold of any registration: what was done, where the time went, and checkpoints."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Put a hook on a DDP model: `attach` for torch's class, a subclass of it for the one-argument form."""
 
 from __future__ import annotations

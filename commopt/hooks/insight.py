@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the time went: the recordings of all ranks as a timeline, and a report on it, also as a page."""
 
 from __future__ import annotations

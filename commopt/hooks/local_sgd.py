@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Average a model's parameters over all ranks every few steps, before the forward that would read them."""
 
 from __future__ import annotations

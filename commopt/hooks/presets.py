@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The names users type: each is a hook that torch's DDP accepts as it is, and a recipe for an aggregator at once."""
 
 # No `from __future__ import annotations` here: DDP compares a hook's annotations with the types themselves.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The lane's work for one buffer, `Reduction`, and the count of what it sends, `Traffic`; of whatever model."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one registration of an aggregator with a model, of DDP or any other, remembers from first buffer to last."""
 
 from __future__ import annotations

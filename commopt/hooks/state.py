@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """HookState, what users hold of a registration with DDP: CommState with its options and its plan."""
 
 from __future__ import annotations

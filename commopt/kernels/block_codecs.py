@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How each codec treats whole blocks in plain torch."""
 
 from __future__ import annotations

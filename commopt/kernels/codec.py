@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the kernels of compression share: codecs, rows of payload, residuals they are handed, checks of arguments."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pick what runs the kernels: compiled at install time, compiled at first use, or plain torch."""
 
 from __future__ import annotations

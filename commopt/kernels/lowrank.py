@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Low-rank factors of stacked matrices: orthogonalize them, multiply them into and out of the matrices.
 
 Everything is float32 and contiguous. A stack of matrices is [count, rows, cols]; a factor is [count, rows, r] (left)

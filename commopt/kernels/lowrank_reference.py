@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Low-rank factors in plain torch: orthogonalized with the same bits everywhere, and their products."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compile device code at run time through CuPy's binding of NVRTC, and keep on disk what comes out.
 
 CuPy's own `RawModule(code=...)` adds -ftz=true to all options: denormals would then count as zeros in every product,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Block quantization: values to payload rows and back, their sum, and the sum encoded again."""
 
 from __future__ import annotations

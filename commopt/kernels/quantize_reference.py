@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Block quantization in plain torch, in pieces that stay in the cache from the first pass over them to the last."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Error feedback in plain torch: the old residual and the velocity added to values, the new ones left."""
 
 from __future__ import annotations

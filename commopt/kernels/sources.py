@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find the device code and hand it out as self-contained translation units."""
 
 from __future__ import annotations

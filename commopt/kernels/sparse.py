@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sparse rows: the largest elements of each chunk to a payload row, and back, and the sum of rows."""
 
 from __future__ import annotations

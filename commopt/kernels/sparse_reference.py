@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sparse rows in plain torch: what a row holds, and how the largest elements are found without sorting them all."""
 
 from __future__ import annotations

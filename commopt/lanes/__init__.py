@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where communication runs: one lane per device and process, shared by every hook and every standalone call."""
 
 from commopt.lanes.failure import failure_of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who failed, and who says so: a lane that fails tells every rank and frees the peers that wait for this one.
 
 An exception that ends the process is told too, and a peer that was lost elsewhere gets its name. With COMMOPT_CHECK=1

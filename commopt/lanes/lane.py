@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A lane runs all communication of one device in one total order; an operation is one piece of it."""
 
 from __future__ import annotations

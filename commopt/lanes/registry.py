@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The lanes of this process, one for each device; who uses them; and how they end."""
 
 from __future__ import annotations

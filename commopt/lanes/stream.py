@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CUDA lane: one side stream, filled by the thread that submits, so that backward's kernels run beside it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measure what messages and compression cost here: `torchrun ... -m commopt probe -o links.json`."""
 
 from commopt.probe.operations import Settings

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m commopt probe`: what do messages and compression cost here?"""
 
 from __future__ import annotations

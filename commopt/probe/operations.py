@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is timed: settings, the collectives on every level, and the work that aggregators do between messages."""
 
 from __future__ import annotations

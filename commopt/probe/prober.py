@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measure what messages and compression cost on a cluster, within a budget of time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What was measured, for people: tables, and how the network compares with its line rate."""
 
 from __future__ import annotations

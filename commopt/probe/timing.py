@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time calls on every rank at once, where the slowest rank counts; and sizes of messages within a budget."""
 
 from __future__ import annotations

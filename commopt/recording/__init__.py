@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What happened when on this rank: buckets, messages and the collectives inside them."""
 
 from commopt.recording.recorder import (

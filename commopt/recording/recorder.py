@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The last steps of one rank in a ring: marks in time, messages under way, and their records in the end."""
 
 from __future__ import annotations

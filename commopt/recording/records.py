@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One step as plain data; all times (`_us`) are microseconds on this rank's clock (that of time.perf_counter)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m commopt run`: train with a strategy and leave the script as it is."""
 
 from __future__ import annotations

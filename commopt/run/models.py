@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The DDP models of a script: each gets its hook in its first forward that a backward may follow."""
 
 from __future__ import annotations

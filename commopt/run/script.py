@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a command line asks for: the script, and what `attach` is to do; checked before anything starts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which gradients travel together, and by which strategy: measured on live steps, decided on rank 0, followed by all.
 
 Controller knows what averages DDP's buckets, and gives DDP those of a plan (reducer). Where plans are made it measures

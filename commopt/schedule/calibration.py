@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What messages cost: short trials between two steps with this model's own shapes, or a probe's links."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `auto` may choose from: the exact averages, and every allowed compression at one strength."""
 
 from __future__ import annotations

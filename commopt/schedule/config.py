@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a user may ask for about buckets and tuning, and how the ranks settle on it."""
 
 from __future__ import annotations

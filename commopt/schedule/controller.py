@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Follow a plan, and where plans are made, measure, meet and adopt what rank 0 decided.
 
 Every rank measures in the same steps and meets after the same step; rank 0 decides there (schedule.search), and what

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What rank 0 tells the others: when to measure, what to follow, what tuning has come to; and the words for it."""
 
 from __future__ import annotations

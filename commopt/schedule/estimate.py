@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What measurements say, and how much of it is noise."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which parameters lie in a bucket, by name."""
 
 from __future__ import annotations

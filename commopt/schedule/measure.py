@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When gradients were ready and messages ran: recorded on every rank in the steps that count, and put together."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which gradients travel together, and by which strategy: plain data that rank 0 makes and every rank follows."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The best groups for one FIFO lane, by an exact dynamic programme.
 
 Units 1..n in the order of backward, unit j ready at r_j (made non-decreasing by a running maximum: a message waits for

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a message costs: its time by size for every strategy, corrected by what messages take beside backward."""
 
 from __future__ import annotations

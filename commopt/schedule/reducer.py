@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Give a DDP model the buckets of a plan while it trains, without communication.
 
 DDP makes its buckets when it is constructed, and once more before the second forward, from the order in which gradients

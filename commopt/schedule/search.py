@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find the plan that pays on live steps, keep it while conditions last, and leave it when it stops paying.
 
 measured as it is -> trial -> trial .. -> the best, or what ran before -> watch -> drift -> trial ..

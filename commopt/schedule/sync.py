@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the ranks put together what they measured and rank 0 decides for all; on the lane, collectively."""
 
 from __future__ import annotations

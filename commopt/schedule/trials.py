@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a search has tried, what is chosen of it, and when compressed gradients have diverged from the exact ones."""
 
 from __future__ import annotations

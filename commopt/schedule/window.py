@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What some steps of a run measured, put together from all ranks, and whether two such windows differ."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models of fully_shard and replicate: what FSDP2 sends between nodes goes through an aggregator.
 
 seams holds every private name of torch; layouts says which parameters are in a buffer; state is what users hold. With

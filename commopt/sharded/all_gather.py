@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The weights of an FSDP2 parameter group come to every rank: compressed across nodes, exact inside.
 
 Every rank computes with what was decoded, of its own shard too, so all compute with equal weights; the shards that the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A step for every backward of FSDP2: messages in an order that ranks compare, and what is committed at its end."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From what FSDP puts into a buffer to names and ranges: of each parameter a share, padded so that all are equal."""
 
 from __future__ import annotations

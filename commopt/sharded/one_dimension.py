@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FSDP2 over all ranks, a 1-D mesh: what replaces its collectives, and what a checkpoint holds."""
 
 from __future__ import annotations

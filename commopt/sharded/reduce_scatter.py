@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gradients of an FSDP2 parameter group go to their owners: exact inside the node, compressed across.
 
 A rank adds up, with the others of its node, what the ranks at its place on all nodes own; encodes one row for each of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From FSDP's hook to the lane: one message per buffer, averaged over the replicas of this rank's shard."""
 
 from __future__ import annotations

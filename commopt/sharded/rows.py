@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The shards of an FSDP2 parameter group, as every rank can tell them, and as rows of payload: no padding travels."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every private name of torch's FSDP2 that commopt uses; `require_seams` names the one that this torch lacks."""
 
 from __future__ import annotations
@@ -152,10 +153,10 @@ class ParameterGroup:
         """Return whether gradients will be views of `buffer`, in host memory, and not read before backward ends."""
         return (
             buffer.device.type == "cpu"
+            and buffer.dtype == self._raw._orig_dtype
             and self.divided_later(buffer.dtype) == 1.0
             and all(
                 param.sharded_param.grad is None
-                and buffer.dtype == getattr(param, "sharded_grad_dtype", param.sharded_param.dtype)  # torch 2.15
                 and not param.offload_to_cpu
                 and not getattr(param.sharded_param, "_post_accumulate_grad_hooks", None)
                 for param in self._with_gradient
@@ -246,20 +247,12 @@ def _with_none_but_this(info: Any) -> Any:
     return shown
 
 
-def _with_gradient(raw: Any) -> list[Any]:
-    """Return the parameters that `post_backward` will put into the buffer, in their order there."""
-    order = getattr(raw, "_reduce_scatter_param_indices", range(len(raw.fsdp_params)))  # torch 2.15
-    return [raw.fsdp_params[index] for index in order if _has_gradient(raw.fsdp_params[index], raw)]
-
-
 def _has_gradient(param: Any, raw: Any) -> bool:
     """Return whether `post_backward` will put it into the buffer."""
     unsharded = getattr(param, "_unsharded_param", None)
     if unsharded is None:
         return False
     if param.unsharded_accumulated_grad is not None or unsharded.grad is not None:
-        return True
-    if hasattr(raw, "_get_partial_reduce_grad") and raw._get_partial_reduce_grad(param) is not None:  # torch 2.15
         return True
     return bool(getattr(raw, "reduce_scatter_unused_params", False) and unsharded.requires_grad)  # torch 2.13
 

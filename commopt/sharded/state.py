@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ShardedState, what users hold of an attached model of fully_shard or replicate, and how it comes about."""
 
 from __future__ import annotations

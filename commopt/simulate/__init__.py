@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a training step takes on a cluster of any number of GPUs, simulated; nothing is communicated.
 
 A workload (model_zoo, workload: when each gradient is ready) meets a cluster (cluster: what a message costs there) in a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m commopt simulate`: what would a training step take on that cluster?"""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cluster that a simulation runs on: GPUs by data sheet, the network as it is sold and used, shapes and links."""
 
 from __future__ import annotations

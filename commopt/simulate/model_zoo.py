@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models by their published shapes: what a simulation knows of their parameters, and what their layers compute.
 
 Normalization, activations, pooling and look-ups count as no FLOPs: memory bounds them, and the share of its peak that a

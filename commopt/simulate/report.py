@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What was simulated: a table and a JSON document."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One model on more and more nodes by several strategies: step time, throughput and efficiency."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One training step on a cluster: gradients become ready, buckets are sent, and the optimizer waits for the last."""
 
 from __future__ import annotations

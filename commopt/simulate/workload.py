@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A training step of one rank without communication: when each gradient is ready, computed or from a file."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The recordings of all ranks on one clock: report and Perfetto trace. Loaded when it is used: no hook needs it."""
 
 from commopt.timeline.analysis import Analysis, BucketTimes, MessageTimes, RankTimes, StepTimes, Straggler, analyse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the time of a step goes, on each rank and in each message, and who the others wait for."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A timeline in Chrome's trace event format, which Perfetto (ui.perfetto.dev) and chrome://tracing show."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The recordings of all ranks on one clock, and what the lane did during each message."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The report: where a step's time and bytes go, in words and figures."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Does it still learn? Compare every preset with dense averaging, step by step, over seeds and optimizers.
 
     python -m bench.evidence.convergence --json bench/results/convergence.json

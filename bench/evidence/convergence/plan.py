@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is compared: the two examples under two optimizers, with every preset, at several strengths; FSDP2 beside."""
 
 from __future__ import annotations

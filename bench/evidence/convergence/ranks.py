@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every rank of the convergence benchmark runs, under torchrun: one training after the other."""
 
 # No `from __future__ import annotations`: DDP compares a hook's annotations with the types themselves.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the convergence benchmark found: its records, their file of JSON lines, and its tables."""
 
 from __future__ import annotations

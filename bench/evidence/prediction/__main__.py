@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Predict the steps of several models and strategies from links probed in the same run, and measure them.
 
     python -m bench.cluster --nodes 2 --ranks-per-node 2 --rate 100mbit -m bench.evidence.prediction --json out.json

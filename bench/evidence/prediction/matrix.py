@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Predict and measure on six emulated clusters, and add up how far predictions are off: about half an hour.
 
     python -m bench.evidence.prediction.matrix --json bench/results/prediction.json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A step predicted from its profile without communication, from probed links and the aggregator's own work."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Probe what a prediction needs and no more: a survey of everything would leave little time for long messages."""
 
 from __future__ import annotations

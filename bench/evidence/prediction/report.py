@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run of the comparison found, and how far predictions are from measurements.
 
 `python -m bench.evidence.prediction.report FILE` prints what was measured, and the errors, in Markdown.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a training step scales over ranks and emulated nodes.
 
     python -m bench.evidence.scaling --worlds 1x1,1x2,2x2,4x2 --rate 200mbit --json bench/results/scaling.json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Command line: `python -m bench.evidence.scaling --help`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Predict how six models scale to thousands of GPUs: `python -m bench.evidence.scaling.predicted --json FILE`, minutes.
 
 Nothing is measured: commopt.simulate, with the assumptions of docs/simulator.md and those in the file's header. Stock

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Simulate what others have published about scaling and compare: `python -m bench.evidence.scaling.published`, seconds.
 
 Inputs that a source gives are taken from it, the others are listed beside it; none was chosen by the result.

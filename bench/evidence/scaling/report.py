@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the scaling benchmark found: its records, their file and the tables.
 
 `python -m bench.evidence.scaling.report FILE MODE` prints the steps in Markdown.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank of one world: times steps of every strategy in turns, and one that communicates nothing.
 
 Started by bench.evidence.scaling on an emulated cluster; rank 0 writes what it found to --json.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Let commopt tune itself, and compare its choice with the fastest of all choices, found by trying every one.
 
     python -m bench.cluster --nodes 2 --ranks-per-node 2 --rate 100mbit \\

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One model on one cluster: every candidate, the tuner's choice, and both in turns with stock DDP."""
 
 from __future__ import annotations

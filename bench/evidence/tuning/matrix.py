@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compare the tuner's choices on twelve emulated clusters and on a link that is not shaped: about half an hour.
 
     python -m bench.evidence.tuning.matrix --json bench/results/tuning.json

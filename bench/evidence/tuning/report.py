@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What comparisons of the tuner found; `python -m bench.evidence.tuning.report FILE...` prints it in Markdown."""
 
 from __future__ import annotations
