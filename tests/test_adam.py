@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
@@ -125,6 +127,28 @@ def test_without_compression_it_is_adamw(layout: str, equal: bool, steps: int, m
     for weights in results:
         assert torch.equal(weights, results[0])
         assert float((weights - expected).norm() / expected.norm()) < 1e-6
+
+
+def train_replicas(rank: int, world_size: int) -> float:
+    """Return how far a model of HSDP, whose nodes see the same data, is from one that torch's AdamW has trained."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    sharded, alone = fully_shard(Net().layers, mesh=mesh), Net().layers
+    ours = commopt.attach(sharded, EXACT).optimizer(sharded.parameters(), lr=LR, weight_decay=DECAY)
+    adamw = torch.optim.AdamW(alone.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=DECAY)
+    for step in range(10):
+        for optimizer, module, seen in ((ours, sharded, [rank % 2]), (adamw, alone, [0, 1])):
+            optimizer.zero_grad()
+            for each in seen:
+                x, y = data(each, step)
+                ((module(x) - y).square().mean() / len(seen)).backward()
+            optimizer.step()
+    found = torch.cat([each.full_tensor().detach().flatten() for each in sharded.parameters()])
+    expected = torch.cat([each.detach().flatten() for each in alone.parameters()])
+    return float((found - expected).norm() / expected.norm())
+
+
+def test_replicas_of_fsdp2_are_trained_by_adamw_too() -> None:
+    assert max(run(train_replicas, 4, nodes=(2, 2))) < 1e-6
 
 
 # ----------------------------------------------------------------------------------------- feedback
