@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What mkdocs is told beyond mkdocs.yml: the reference by commopt.__all__, all messages, no link that leads nowhere."""
 
 from __future__ import annotations

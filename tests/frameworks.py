@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the tests of frameworks share: a model and its batches, what a launcher sets, and the page's blocks."""
 
 from __future__ import annotations

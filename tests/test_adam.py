@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adam before the wire: torch.optim.AdamW where nothing is left out, and nothing is lost where something is."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A framework that is not installed is named, with the command that installs it; commopt itself needs none of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightning's Trainer and Fabric: their own accumulation, precision and clipping; resuming changes no bit."""
 
 from __future__ import annotations

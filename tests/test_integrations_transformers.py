@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Accelerate and the Trainer of Transformers: their own accumulation, precision and clipping; exact resuming; HSDP."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Figures of a training for loggers: every kind of logger, as the state says, and no rank ever hangs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The report as a page: whole, readable without a network, with every rank and message; and what it advises."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`commopt run` and the processes that a script starts itself: each trains with the hook."""
 
 from __future__ import annotations

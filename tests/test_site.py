@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The documentation as readers meet it: commands that they paste, messages that they look up, names, links."""
 
 from __future__ import annotations

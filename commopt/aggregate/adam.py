@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adam's direction of a node's gradient, before it is compressed: what is left out is then owed in units of updates.
 
 Behind the wire Adam would divide by the square root of what was decoded, which is flat within a block of signs and

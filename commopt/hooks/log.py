@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Figures of the steps under way for TensorBoard, W&B, a CSV file and whatever else writes: CommState.log_to."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightning: a callback that attaches a strategy to the model of a Trainer, and is saved with it."""
 
 from __future__ import annotations

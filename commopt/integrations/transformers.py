@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transformers: a callback that attaches a strategy to the model of a Trainer, and saves its state beside it."""
 
 from __future__ import annotations

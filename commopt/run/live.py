@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run shows while it goes on: a line every so many steps, and a page that is written anew each time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Processes that a script starts: with multiprocessing, and as programs that are the script once more."""
 
 from __future__ import annotations

@@ -222,7 +222,7 @@ class ParameterGroup:
                     f"FSDP takes one; leave out set_all_reduce_hook, set_custom_reduce_scatter, set_custom_all_gather "
                     f"and what else replaces FSDP's collectives"
                 )
-        self._with_gradient = _with_gradient(self._raw)
+        self._with_gradient = [param for param in self._raw.fsdp_params if _has_gradient(param, self._raw)]
 
 
 class _OnlyThis:

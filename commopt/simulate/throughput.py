@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one GPU has been published to train in a second, and what follows for other GPUs and models.
 
 Sources of the table:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What to try next: rules over what a report has measured, each with its figures."""
 
 from __future__ import annotations

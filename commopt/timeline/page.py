@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A report as one page of HTML that needs a browser and nothing else: its pictures are SVG inside it."""
 
 from __future__ import annotations

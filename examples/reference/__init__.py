@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An example of every public name, shown in the API reference; `python -m examples.reference` runs all of them.
 
 They run in a process group of one rank. What an example takes for granted, it has as a parameter: `ddp`, a torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m examples.reference`: run all examples."""
 
 from __future__ import annotations

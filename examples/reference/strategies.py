@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Examples of presets, aggregators and compressors."""
 
 # No `from __future__ import annotations`: what you copy from here may be a hook, whose annotations DDP reads.

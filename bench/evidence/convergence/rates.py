@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each strategy at its own best learning rate: the table of `python -m bench.evidence.convergence --rates`.
 
 python -m bench.evidence.convergence --rates --no-link --json bench/results/convergence_rates.json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Predict which preset suits which cluster: `python -m bench.evidence.scaling.presets --json FILE`, minutes.
 
 Nothing is measured: as bench.evidence.scaling.predicted, for every preset by itself. What learned worse than stock DDP
