@@ -133,7 +133,8 @@ def test_without_compression_it_is_adamw(layout: str, equal: bool, steps: int, m
 def train_replicas(rank: int, world_size: int) -> float:
     """Return how far a model of HSDP, whose nodes see the same data, is from one that torch's AdamW has trained."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    sharded, alone = fully_shard(Net().layers, mesh=mesh), Net().layers
+    sharded, alone = Net().layers, Net().layers
+    fully_shard(sharded, mesh=mesh)
     ours = commopt.attach(sharded, EXACT).optimizer(sharded.parameters(), lr=LR, weight_decay=DECAY)
     adamw = torch.optim.AdamW(alone.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=DECAY)
     for step in range(10):

@@ -10,8 +10,10 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 MOST_LINES = 13_000
 
-LATER = ("commopt.collectives", "commopt.command_line", "commopt.hooks.insight", "commopt.simulate", "commopt.doctor")
-LATER += ("commopt.integrations",)
+LATER = (
+    *("commopt.collectives", "commopt.command_line", "commopt.hooks.insight", "commopt.simulate", "commopt.doctor"),
+    "commopt.integrations",
+)
 
 _COUNT = """
 import sys

@@ -172,7 +172,7 @@ def main() -> None:
         return
     told = "python -m bench.evidence.scaling.predicted" + (f" --json {options.json}" if options.json else "")
     given = assumptions(told, BATCHES)
-    found = []
+    found: list[Prediction] = []
     for number, name in enumerate(BATCHES, 1):
         print(f"{name}, up to {NODES[-1] * given.gpus_per_node} GPUs ({number} of {len(BATCHES)})", file=sys.stderr)
         found += predictions(given, [name], NODES)
