@@ -6,13 +6,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
@@ -144,7 +145,7 @@ def train_replicas(rank: int, world_size: int) -> float:
                 x, y = data(each, step)
                 ((module(x) - y).square().mean() / len(seen)).backward()
             optimizer.step()
-    found = torch.cat([each.full_tensor().detach().flatten() for each in sharded.parameters()])
+    found = torch.cat([cast(DTensor, each).full_tensor().detach().flatten() for each in sharded.parameters()])
     expected = torch.cat([each.detach().flatten() for each in alone.parameters()])
     return float((found - expected).norm() / expected.norm())
 
