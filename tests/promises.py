@@ -137,6 +137,13 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             "test_sharded_1d.py::test_no_forward_computes_with_weights_of_before[True]",
         ),
     },
+    "without compression, `adam=` is torch's AdamW": {
+        "onebit": (
+            "test_adam.py::test_without_compression_it_is_adamw[1+1-True-200-1]",
+            "test_adam.py::test_no_update_is_lost[signs-1+1-2]",
+        ),
+        "dgc": ("test_adam.py::test_no_update_is_lost[largest-2x2-2]",),
+    },
     "never slower in silence": {
         "auto": (
             "test_search.py::test_keeps_stock_ddp_where_nothing_pays_and_says_so",
@@ -171,6 +178,11 @@ WITHOUT: dict[str, dict[str, str]] = {
     "all ranks compute with equal weights, none of them stale": {
         **dict.fromkeys(("flat", "hierarchical", "cast", "onebit"), "weights travel as they do with the quantized"),
         **dict.fromkeys(("dgc", "powersgd", "local_sgd", "auto"), "refused for models sharded over all ranks"),
+    },
+    "without compression, `adam=` is torch's AdamW": {
+        **dict.fromkeys(("flat", "hierarchical", "local_sgd", "auto"), "takes no adam="),
+        **dict.fromkeys(("cast", "quantized"), "compressed as with one bit"),
+        "powersgd": "refuses adam=: directions are not of low rank",
     },
     "never slower in silence": dict.fromkeys((*PRESETS_WITHOUT_AUTO, "local_sgd"), "was asked for by name"),
 }
