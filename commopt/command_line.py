@@ -144,7 +144,7 @@ def require_writable(path: Path) -> None:
         existed = path.exists()
         path.open("a").close()
         if not existed:
-            path.unlink()
+            path.unlink(missing_ok=True)  # another rank looks at the same file, perhaps
     except (OSError, ValueError) as error:
         raise ConfigurationError(
             f"{path} cannot be written: {reason_of(error)}; pass a file in a folder that exists"

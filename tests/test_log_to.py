@@ -213,7 +213,7 @@ def fail(rank: int, world_size: int) -> tuple[list[int], list[str]]:
     with heard() as said:
         state.log_to(broken, 2)
         train(ddp, rank, *range(6))
-    return calls, [line for _, line in said]
+    return calls, [line for _, line in said if "log_to" in line]  # others warn of loops without an optimizer
 
 
 def test_a_logger_that_fails_ends_no_training() -> None:

@@ -121,7 +121,7 @@ def _restore_counts(store: ResidualStore, ranks: Sequence[Mapping[str, Any]]) ->
     if expected is not None:
         if not isinstance(expected, float) or not 0 <= expected <= MAX_MAGNITUDE**2:
             refuse("expected_square", expected, f"a float from 0 to {MAX_MAGNITUDE**2:g}, or None")
-        store.expected_square = torch.tensor([expected], dtype=torch.float64)
+        store.expected_square = torch.tensor([expected], dtype=torch.float64, device="cpu")
     store.warm = True
 
 
