@@ -61,6 +61,7 @@ def _needs_cluster() -> None:
 
 
 @pytest.mark.cluster
+@pytest.mark.timeout(900)  # its three programs take their turn among the other tests' clusters
 @pytest.mark.usefixtures("_needs_cluster")
 def test_from_a_clone_to_a_script_on_two_nodes(tmp_path: Path) -> None:
     if not (ROOT / ".git").exists():
@@ -77,7 +78,7 @@ def test_from_a_clone_to_a_script_on_two_nodes(tmp_path: Path) -> None:
         env=environment(tmp_path / "bin", **home),
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=840,
     )
     assert done.returncode == 0, done.stderr
     assert len(re.findall(r"^loss [\d.]+, \d+ ms per step$", done.stdout, re.M)) == 3
