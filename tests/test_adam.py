@@ -283,6 +283,23 @@ def test_residuals_of_gradients_and_of_updates_are_not_mixed() -> None:
     assert "exp_avg" in second
 
 
+def spoil_a_step(rank: int, world_size: int) -> tuple[bool, bool]:
+    """Return whether gradients of a step with a NaN on rank 0 were finite, and whether anything kept was changed."""
+    trainer = Trainer(rank, STRATEGIES["signs"])
+    for step in range(3):
+        trainer.step(step)
+    before = trainer.comm.state_dict()
+    trainer.step(3, spoil=float("nan") if rank == 0 else 1.0)
+    after = trainer.comm.state_dict()
+    finite = all(bool(each.grad.isfinite().all()) for each in trainer.module.parameters() if each.grad is not None)
+    kept = [(before["residuals"][path], after["residuals"][path]) for path in before["residuals"]]
+    return finite, any(not torch.equal(one[piece], other[piece]) for one, other in kept for piece in one)
+
+
+def test_a_step_that_is_not_finite_reaches_every_rank_and_changes_no_moment() -> None:
+    assert run(spoil_a_step, 2, nodes=(1, 1)) == [(False, False)] * 2
+
+
 # ----------------------------------------------------------------------------------------- clipping
 
 
