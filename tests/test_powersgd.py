@@ -96,6 +96,14 @@ def test_bits_do_not_depend_on_the_threads(shape: tuple[int, ...]) -> None:
             assert torch.equal(orthogonalize(values), alone), f"{number} threads"
 
 
+@pytest.mark.parametrize("shape", [(1, 4099, 4), (2, 700, 32), (40, 9, 2)], ids=str)
+def test_bits_do_not_depend_on_the_order_of_sums(shape: tuple[int, ...]) -> None:
+    """So another processor, whose BLAS adds in another order, comes to the same."""
+    values = random_values(*shape)
+    order = torch.randperm(shape[1], generator=torch.Generator().manual_seed(1))
+    assert torch.equal(orthogonalize(values[:, order].contiguous()), orthogonalize(values)[:, order])
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_spoils_its_own_matrix(bad: float) -> None:
     values = random_values(3, 50, 4)

@@ -36,11 +36,11 @@ _TILE_ROWS, _TILE_COLS = 64, 128  # of a product
 def orthogonalize(factors: Tensor, out: Tensor | None = None, initial: Tensor | None = None) -> Tensor:
     """Return factors [count, rows, r] with (nearly) orthonormal columns that span the same space.
 
-    Each matrix is divided by its largest magnitude, then twice by the Cholesky factor of its Gram matrix with a ridge
-    (Cholesky-QR): no singular value of the result exceeds 1 + 1e-5, whatever the scale; directions far smaller than
-    the largest end below 1; all-zero gives zero. Equal input gives equal bits, whatever the number of threads and,
-    between CPUs, the machine: replicas that do it for themselves stay alike. A NaN or an infinity gives NaN in that
-    matrix. Nothing waits for the device.
+    By Cholesky-QR: on a CPU once, in float64 with exact sums; by a kernel twice, in float32 with a ridge. No singular
+    value of the result exceeds 1 + 1e-5, whatever the scale; directions far smaller than the others end below 1;
+    all-zero gives zero. Equal input gives equal bits, whatever the number of threads and, between CPUs, the machine:
+    replicas that do it for themselves stay alike. A NaN or an infinity gives NaN in that matrix. Nothing waits for the
+    device.
 
     initial: orthonormal factors of the same shape that keep a direction from getting lost: times NOISE * sqrt(rows)
         they are added to the divided matrices, and where a matrix is all zero they replace it.

@@ -9,30 +9,30 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from commopt.kernels.lowrank import NOISE, RIDGE
+from commopt.kernels.lowrank import NOISE
 from commopt.kernels.residual import piece_numel
 
-_PIECE_NUMEL = 2**18  # products of columns to hold at once: as many as stay in the cache
+_EXACT = 53  # bits of a whole number in float64
+_GRID = 20  # bits of an element beside the largest of its column
+_WORD = 24  # bits of half a coefficient: with those of an element and of the sum of 2^9 columns, still exact
+_FLOOR = 2.0**-40  # of a pivot, as a share of its column's square: what rounding to the grid makes of nothing
 
 
 def orthogonalize_each(work: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> None:
     """Orthogonalize stacks; `work` is the stacks, none of them empty, where to write them, and their initial factors.
 
-    Only elementwise multiplications, additions and divisions, which every processor rounds alike, and sums in a fixed
-    tree: neither the number of threads nor the width of a vector unit can change a bit.
+    Cholesky-QR in float64, once. Every product of matrices is exact: whole numbers, whose sums stay below 2^53 (as in
+    Ozaki et al., "Error-free transformations of matrix multiplication", Numerical Algorithms 2012). So neither the
+    order in which a BLAS adds nor its threads can change a bit; all else is elementwise.
     """
-    stacks = [_rescaled(factors, initial) for factors, _, initial in work]
-    counts = [stack.shape[0] for stack in stacks]
-    matrix_rank = stacks[0].shape[1]
-    pairs = torch.tril_indices(matrix_rank, matrix_rank, device=stacks[0].device)
-    for _ in range(2):
-        grams = stacks[0].new_zeros(sum(counts), matrix_rank, matrix_rank)
-        grams[:, pairs[0], pairs[1]] = torch.cat([_products(columns, pairs) for columns in stacks])
-        _cholesky(grams)  # of all at once: for so small matrices a call costs more than its arithmetic
-        for columns, triangles in zip(stacks, grams.split(counts), strict=True):
-            _divide(columns, triangles)
-    for columns, (_, out, _) in zip(stacks, work, strict=True):
-        out.copy_(columns.transpose(1, 2))
+    grids = [_on_a_grid(factors, initial) for factors, _, initial in work]
+    counts = [len(grid) for grid in grids]
+    inverses, scales = _inverse_roots(torch.cat([_gram(grid) for grid in grids]))
+    for grid, inverse, scale, (_, out, _) in zip(
+        grids, inverses.split(counts), scales.split(counts), work, strict=True
+    ):
+        upper, lower = torch.bmm(inverse, grid).chunk(2, dim=1)
+        out.copy_(upper.add_(lower, alpha=2.0**-_WORD).mul_(scale).transpose(1, 2))
 
 
 def project(matrices: Tensor, factors: Tensor, out: Tensor, *, transposed: bool) -> None:
@@ -77,63 +77,48 @@ def _may_use_tf32(device: torch.device) -> bool:
     return bool(matmul.allow_tf32)
 
 
-def _rescaled(factors: Tensor, initial: Tensor | None) -> Tensor:
-    """Return the columns [count, matrix_rank, rows] of factors divided by their largest magnitude, with noise."""
-    largest = factors.abs().amax((1, 2), keepdim=True)
-    zero = largest == 0
-    columns = (factors / largest.masked_fill(zero, 1.0)).transpose(1, 2).contiguous()
+def _on_a_grid(factors: Tensor, initial: Tensor | None) -> Tensor:
+    """Return the columns of factors, with noise, as whole numbers: float64 [count, r, rows], at most 2^_GRID large."""
     if initial is not None:
-        noise = initial * sqrt(factors.shape[1])
-        columns += torch.where(zero, noise, noise * NOISE).transpose(1, 2)
-    return columns
+        largest = factors.abs().amax((1, 2), keepdim=True)
+        noise = torch.where(largest == 0, 1.0, largest * NOISE) * sqrt(factors.shape[1])
+        factors = torch.addcmul(factors, initial, noise)
+    largest = factors.abs().amax(1).double()
+    columns = factors.transpose(1, 2)
+    grid = torch.empty(columns.shape, dtype=torch.float64, device=columns.device)
+    return torch.mul(columns, (2.0**_GRID / largest.masked_fill_(largest == 0, 1.0)).unsqueeze(2), out=grid).round_()
 
 
-def _products(columns: Tensor, pairs: Tensor) -> Tensor:
-    """Return the inner product of each pair of columns; `columns` is [count, matrix_rank, rows]."""
-    count, _, rows = columns.shape
-    at_once = max(_PIECE_NUMEL // (count * rows), 1)
-    sums = []
-    for chosen in pairs.split(at_once, dim=1):
-        sums.append(_sum(columns[:, chosen[0]] * columns[:, chosen[1]]))
-    return torch.cat(sums, dim=1)
+def _gram(grid: Tensor) -> Tensor:
+    """Return the inner products of columns [count, r, r]: exact for so many rows, those sums added in order."""
+    first, *others = grid.split(2 ** (_EXACT - 2 * _GRID), dim=2)
+    gram = torch.bmm(first, first.transpose(1, 2))
+    for part in others:
+        gram += torch.bmm(part, part.transpose(1, 2))
+    return gram
 
 
-def _sum(values: Tensor) -> Tensor:
-    """Return the sums along the last dimension: its second half is added to the first until one is left."""
-    numel = values.shape[-1]
-    while numel > 1:
-        half = (numel + 1) // 2
-        values[..., : numel - half] += values[..., half:numel]
-        numel = half
-    return values[..., 0]
+def _inverse_roots(grams: Tensor) -> tuple[Tensor, Tensor]:
+    """Return L^-1 of Gram matrices L L^T, as two words of whole numbers [count, 2 r, r] and their units [count, r, 1].
 
-
-def _cholesky(grams: Tensor) -> None:
-    """Turn the lower triangles of `grams` [count, r, r], with a ridge, into Cholesky factors.
-
-    A root of zero becomes a one: a matrix that is all zero stays what it is when it is divided by it.
+    Elimination in the rows of [G | 1]. Pivots have a floor: roundings could make them negative. A root of zero becomes
+    a one: a column that is all zero stays what it is.
     """
-    matrix_rank = grams.shape[1]
-    diagonal = grams.diagonal(dim1=1, dim2=2)
-    trace = diagonal[:, 0].clone()
-    for place in range(1, matrix_rank):
-        trace += diagonal[:, place]
-    ridge = trace * (RIDGE / matrix_rank)
-    diagonal += ridge[:, None]
+    count, matrix_rank, _ = grams.shape
+    rows = grams.new_zeros(matrix_rank, 2 * matrix_rank, count)  # matrices beside each other: long rows, few calls
+    rows[:, :matrix_rank] = grams.permute(1, 2, 0)
+    floors = rows.diagonal().mul(_FLOOR).T.contiguous()
+    rows.diagonal(matrix_rank).fill_(1.0)
     for place in range(matrix_rank):
-        column = grams[:, place:, place]
-        # Roundings could make a pivot smaller than the ridge, which exact arithmetic cannot.
-        root = torch.maximum(column[:, 0], ridge).double().sqrt().float()
-        root.masked_fill_(root == 0, 1.0)
-        column /= root[:, None]
-        column[:, 0] = root
-        below = column[:, 1:]
-        grams[:, place + 1 :, place + 1 :] -= below[:, :, None] * below[:, None, :]
-
-
-def _divide(columns: Tensor, triangles: Tensor) -> None:
-    """Replace X, whose columns are given as [count, r, rows], by X L^-T with the lower triangle L."""
-    for place in range(columns.shape[1]):
-        column = columns[:, place, None]
-        column /= triangles[:, place, place, None, None]
-        columns[:, place + 1 :] -= triangles[:, place + 1 :, place, None] * column
+        row = rows[place, place:]
+        root = torch.maximum(row[0], floors[place]).sqrt_()
+        row /= root.masked_fill_(root == 0, 1.0)
+        rows[place + 1 :, place:] -= rows[place, place + 1 : matrix_rank, None] * row
+    inverse = rows[:, matrix_rank:].permute(2, 0, 1)
+    exponents = torch.frexp(inverse.abs().amax(2, keepdim=True)).exponent
+    units = torch.ldexp(torch.ones_like(exponents, dtype=torch.float64), exponents - _WORD)
+    words = grams.new_empty(count, 2 * matrix_rank, matrix_rank)
+    upper, lower = words.chunk(2, dim=1)
+    scaled = inverse / units
+    lower.copy_(scaled - torch.round(scaled, out=upper)).mul_(2.0**_WORD).round_()
+    return words, units
