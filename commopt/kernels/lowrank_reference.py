@@ -15,7 +15,7 @@ from commopt.kernels.residual import piece_numel
 _EXACT = 53  # bits of a whole number in float64
 _GRID = 20  # bits of an element beside the largest of its column
 _WORD = 24  # bits of half a coefficient: with those of an element and of the sum of 2^9 columns, still exact
-_FLOOR = 2.0**-40  # of a pivot, as a share of its column's square: what rounding to the grid makes of nothing
+_FLOOR = 2.0**-34  # of a pivot, as a share of its column's square: below, roundings of the elimination would count
 
 
 def orthogonalize_each(work: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> None:
