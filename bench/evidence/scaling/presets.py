@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predict which preset suits which cluster: `python -m bench.evidence.scaling.presets --json FILE`, minutes.
 
-No time is measured: as bench.evidence.scaling.predicted, for every preset by itself. Which of them may be the best with an
-optimizer is measured: those that learned as stock DDP does in bench.evidence.convergence.
+No time is measured: as bench.evidence.scaling.predicted, for every preset by itself. Measured is which of them may be
+the best with an optimizer: those that learned as stock DDP does in bench.evidence.convergence.
 """
 
 from __future__ import annotations
@@ -142,10 +142,8 @@ def markdown(given: Assumptions, found: Sequence[Cell], presets: Mapping[str, Se
         f"{TITLES[optimizer]}: {', '.join(f'`{name}`' for name in names if name not in EXACT)}"
         for optimizer, names in presets.items()
     )
-    return (
-        f"{table(headings, lines)}\n\nMilliseconds of a step; in brackets: stock DDP. Chosen from exact averages and, the "
-        f"one that learned best first, {chosen}. {given}"
-    )
+    told = f"Milliseconds of a step; in brackets: stock DDP. Beside exact averages, what learned best first, {chosen}."
+    return f"{table(headings, lines)}\n\n{told} {given}"
 
 
 def main() -> None:
