@@ -139,10 +139,12 @@ def markdown(given: Assumptions, found: Sequence[Cell], presets: Mapping[str, Se
     headings = ["model", "Gb/s", *(f"{nodes} nodes" for nodes in NODES)]
     lines = [[name, f"{gbps:g}", *shown] for (name, gbps), shown in rows.items()]
     chosen = "; ".join(
-        f"{TITLES[optimizer]}: {', '.join(f'`{name}`' for name in names if name not in EXACT)}"
+        f"{TITLES[optimizer]}: {', '.join(f'`{name}`' for name in names if name.startswith('hierarchical_'))}"
         for optimizer, names in presets.items()
     )
-    told = f"Milliseconds of a step; in brackets: stock DDP. Beside exact averages, what learned best first, {chosen}."
+    told = (
+        f"Milliseconds of a step; in brackets: stock DDP. Allowed, what learned best first: {chosen}; exact averages."
+    )
     return f"{table(headings, lines)}\n\n{told} {given}"
 
 
