@@ -50,7 +50,7 @@ bench: $(VENV)/.demo  ## bandwidth of every aggregator on two emulated nodes
 	$(BIN)/python -m bench.cluster --nodes 2 --ranks-per-node 2 --rate 200mbit -m bench.bandwidth \
 	    -b 4K -e 16M -f 8 -n 5 -w 1 --aggregator torch,flat,hierarchical,hierarchical_bf16
 
-plots: $(VENV)/.demo  ## every picture of bench/results again, into docs/images
+plots: $(VENV)/.demo  ## the pictures that pages show, from bench/results
 	$(BIN)/python -m bench.plot
 
 clean:

@@ -12,12 +12,12 @@ import pytest
 
 import commopt
 from bench.evidence.convergence.plan import NO_FEEDBACK
+from bench.evidence.convergence.report import Summary, summarize
 from bench.evidence.convergence.report import read as read_convergence
-from bench.evidence.convergence.report import summarize
 from bench.evidence.scaling import predicted, presets, published
 from bench.evidence.scaling.predicted import GBPS, STRATEGIES, Assumptions, predictions, read
 from bench.plot.pictures import drawings
-from commopt.simulate.scaling import FLAGGED
+from commopt.simulate.scaling import FLAGGED, LOSSY
 
 RESULTS = Path(__file__).parents[1] / "bench" / "results"
 
@@ -74,11 +74,28 @@ def test_what_learned_worse_is_simulated_and_never_called_the_best() -> None:
         == {*("onebit", "hierarchical_onebit", "hierarchical_dgc")}
         == set(FLAGGED) - {"dgc"}
     )  # which was tried with the digits only
-    with patch.multiple(presets, NODES=(2,), GBPS=(1,)):
+    candidates = (*LOSSY, *FLAGGED, "dgc:adam=True")
+    with patch.multiple(presets, NODES=(2,), GBPS=(1,), CANDIDATES=candidates):
         (cell,) = presets.cells(given(), "resnet50")
-    assert [each["step_ms"] for each in cell.presets] == sorted(each["step_ms"] for each in cell.presets)
-    assert {each["preset"] for each in cell.presets if each["flagged"]} == set(FLAGGED)
-    allowed = {each["preset"]: each["step_ms"] for each in cell.presets if not each["flagged"]}
-    assert cell.best_ms == allowed[cell.best] <= 1.02 * min(allowed.values())
-    assert cell.stock_ms == allowed["stock"] > cell.exact_ms == allowed["hierarchical"]
-    assert f"`{cell.best}` {cell.best_ms:.0f} ({cell.stock_ms:.0f})" in presets.markdown(given(), [cell])
+        step_ms = {each["preset"]: each["step_ms"] for each in cell.presets}
+        assert list(step_ms.values()) == sorted(step_ms.values())
+        assert step_ms.keys() == {*presets.EXACT, *candidates}
+        assert cell.stock_ms == step_ms["stock"] > cell.exact_ms == step_ms["hierarchical"]
+        learned = summarize(runs)
+        adamw = presets.allowed(learned, "adamw")
+        assert {*presets.EXACT, *LOSSY} == {*adamw}
+        name, ms = cell.best(adamw)
+        assert ms == step_ms[name] <= 1.02 * min(step_ms[each] for each in adamw)
+        assert all(step_ms[each] > 1.02 * min(step_ms[each] for each in adamw) for each in adamw[: adamw.index(name)])
+        # With few elements DGC is judged by a training that sent as few.
+        few = "hierarchical_dgc:min_elements=1:adam=True"
+        assert "dgc:adam=True" in presets.allowed([*learned, *good_at(few)], "adamw")
+        assert "dgc:adam=True" not in presets.allowed([*learned, *good_at("hierarchical_dgc:adam=True")], "adamw")
+    table = presets.markdown(given(), [cell], {"sgd": adamw, "adamw": adamw})
+    assert f"| resnet50 | 1 | `{name}` {ms:.0f} ({cell.stock_ms:.0f}) |" in table
+    table = presets.markdown(given(), [cell], {"sgd": ("flat",), "adamw": adamw})
+    assert f"| SGD `flat` {step_ms['flat']:.0f}<br>AdamW `{name}` {ms:.0f} ({cell.stock_ms:.0f}) |" in table
+
+
+def good_at(strategy: str) -> list[Summary]:
+    return [Summary("gpt", "adamw", strategy, 1, 1.0, None, 0.3, None, (0.3,), None, False)]

@@ -16,15 +16,13 @@ _RESULTS, _IMAGES = Path("bench/results"), Path("docs/images")
 def main() -> None:
     """Draw one picture, or all."""
     parser = Parser(prog="python -m bench.plot", description=(bench.plot.__doc__ or "").splitlines()[0])
-    parser.add_argument("json", type=Path, nargs="*", help=f"what to draw (default: everything in {_RESULTS})")
-    parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help=f"PNG, SVG or PDF (default: into {_IMAGES}, by name)"
-    )
+    parser.add_argument("json", type=Path, nargs="*", help=f"what to draw (default: what {_IMAGES} has pictures of)")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="PNG, SVG or PDF")
     options = parser.parse_args()
     if not find_spec("matplotlib"):
         parser.error("pictures need matplotlib: pip install matplotlib")
     if bool(options.json) != bool(options.output):
-        parser.error("name the files and, with -o, where to draw them; or nothing at all, and everything is drawn")
+        parser.error("name the files and, with -o, where to draw them; or nothing, and what pages show is drawn")
     try:
         if options.json:
             draw_one(options.json, options.output)
@@ -50,12 +48,13 @@ def draw_one(files: list[Path], output: Path) -> None:
 
 
 def draw_all(results: Path, images: Path) -> None:
-    """Draw every picture of the files in `results` into `images`, and say so."""
+    """Draw every picture in `images` anew that is one of files in `results`, and say so."""
     from bench.plot.pictures import drawings
 
     for picture, files, output in drawings(results.glob("*.json"), images):
-        picture.draw(files, output)
-        print(f"{output}: {', '.join(file.name for file in files)}", flush=True)
+        if output.exists():
+            picture.draw(files, output)
+            print(f"{output}: {', '.join(file.name for file in files)}", flush=True)
 
 
 if __name__ == "__main__":

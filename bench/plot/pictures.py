@@ -79,8 +79,8 @@ PICTURES = (
     _each("probe", _PROBE, evidence.draw_probe),
 )
 
-# What documents show under another name than that of the file it is drawn from.
-_SHOWN_AS = {"demo_200mbit": "demo", "probe_200mbit": "probe", "training_200mbit": "time_to_loss"}
+# What pages show under another name than that of the file it is drawn from.
+_SHOWN_AS = {"probe_200mbit": "probe", "training_200mbit": "time_to_loss"}
 
 
 def picture_of(kind: str | None) -> Picture | None:

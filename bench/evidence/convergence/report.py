@@ -182,7 +182,7 @@ def _percent(loss: float, stock_loss: float) -> float:
 
 
 _YARDSTICKS = ("hierarchical", "Hierarchical(inter=Flat())")  # what the bytes are compared with, as files name it
-_TITLES = {"sgd": "SGD", "adamw": "AdamW"}
+TITLES = {"sgd": "SGD", "adamw": "AdamW"}
 
 
 def rows(runs: Sequence[Run], outcomes: Sequence[Outcome]) -> list[dict[str, str]]:
@@ -200,14 +200,14 @@ def rows(runs: Sequence[Run], outcomes: Sequence[Outcome]) -> list[dict[str, str
     for strategy in sorted(known, key=lambda name: order.index(name) if name in order else len(order)):
         row = {"strategy": f"`{strategy}`"}
         for task, optimizer in kinds:
-            row[f"{task.name} {_TITLES[optimizer]}"] = verdict(summaries.get((task.name, optimizer, strategy)))
+            row[f"{task.name} {TITLES[optimizer]}"] = verdict(summaries.get((task.name, optimizer, strategy)))
         if shares:
             row["bytes of hierarchical's"] = _number(shares.get(strategy), 3)
         if outcomes:
             row["step ms"] = _number(step_ms.get(strategy), 0)
             for optimizer in OPTIMIZERS:
                 gpt = summaries.get((GPT.name, optimizer, strategy))
-                row[f"s to loss, {_TITLES[optimizer]}"] = _number(seconds_to_target(gpt, step_ms.get(strategy)), 1)
+                row[f"s to loss, {TITLES[optimizer]}"] = _number(seconds_to_target(gpt, step_ms.get(strategy)), 1)
         found.append(row)
     return found
 

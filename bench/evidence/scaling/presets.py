@@ -1,20 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predict which preset suits which cluster: `python -m bench.evidence.scaling.presets --json FILE`, minutes.
 
-Nothing is measured: as bench.evidence.scaling.predicted, for every preset by itself. What learned worse than stock DDP
-where that was measured (commopt.simulate.scaling.FLAGGED) is simulated and never the best.
+No time is measured: as bench.evidence.scaling.predicted, for every preset by itself. Measured is which of them may be
+the best with an optimizer: those that learned as stock DDP does in bench.evidence.convergence.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from bench.document import table
+from bench.evidence.convergence.plan import GPT, OPTIMIZERS
+from bench.evidence.convergence.report import TITLES, Summary, summarize
+from bench.evidence.convergence.report import read as read_convergence
 from bench.evidence.scaling.predicted import BATCHES, GBPS, Assumptions, assumptions, scaling
 from bench.output import write_lines, written_by
 from commopt.command_line import Parser, content_of, output_file
@@ -22,42 +25,46 @@ from commopt.simulate import ScalingPoint, strategy
 from commopt.simulate.scaling import FLAGGED, LOSSLESS, LOSSY, STOCK
 
 KIND = "preset_by_cluster"
-MODELS = {"resnet50": "sgd", "gpt2": "adamw", "bert-large": "adamw"}
+MODELS = ("resnet50", "gpt2", "bert-large")
 NODES = (2, 4, 8, 16)
-# By what they leave out, least first; of presets within this factor of the fastest the first is called the best.
-_ALLOWED = (STOCK, *LOSSLESS, *LOSSY)
+EXACT = (STOCK, *LOSSLESS)
+CANDIDATES = (
+    *LOSSY,
+    *("hierarchical_quantized:bits=2", "quantized:bits=2", "hierarchical_dgc:density=0.05", *FLAGGED),
+    *(f"{name}:adam=True" for name in FLAGGED),
+)
+# Of presets within this factor of the fastest the one that learned best is called the best.
 _AS_FAST = 1.02
-_TITLES = {"sgd": "SGD", "adamw": "AdamW"}
+_LEARNED = Path("bench/results/convergence.json")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One model on one cluster.
-
-    best: of the presets without a flag the one that leaves out least, 2 % above the fastest of them or less. exact: the
-    fastest exact one.
-    """
+    """One model on one cluster; exact: the fastest exact preset."""
 
     model: str
-    optimizer: str
     batch: int
     gbps: float
     nodes: int
     gpus: int
     compute_ms: float
     stock_ms: float
-    best: str
-    best_ms: float
     exact: str
     exact_ms: float
     presets: list[dict[str, Any]]
-    """Of each: preset, step_ms, exposed_ms, flagged; the fastest first."""
+    """Of each: preset, step_ms, exposed_ms; the fastest first."""
     record: str = "cell"
+
+    def best(self, allowed: Sequence[str]) -> tuple[str, float]:
+        """Return the first of `allowed` that is at most 2 % slower than the fastest of them, and its milliseconds."""
+        step_ms = {each["preset"]: each["step_ms"] for each in self.presets}
+        fastest_ms = min(step_ms[name] for name in allowed)
+        return next((name, step_ms[name]) for name in allowed if step_ms[name] <= _AS_FAST * fastest_ms)
 
 
 def cells(given: Assumptions, model: str) -> Iterator[Cell]:
     """Yield a cell for each network and number of nodes."""
-    strategies = [strategy(name) for name in (*_ALLOWED, *FLAGGED)]
+    strategies = [strategy(name) for name in (*EXACT, *CANDIDATES)]
     for gbps in GBPS:
         rows = scaling(model, gbps, given).weak(NODES, strategies, BATCHES[model])
         for nodes in NODES:
@@ -67,27 +74,45 @@ def cells(given: Assumptions, model: str) -> Iterator[Cell]:
 def _cell(model: str, gbps: float, rows: Sequence[ScalingPoint]) -> Cell:
     step_ms = {row.strategy: row.outcome.step_us / 1000 for row in rows}
     exposed_ms = {row.strategy: row.outcome.exposed_us / 1000 for row in rows}
-    fastest_ms = min(step_ms[name] for name in _ALLOWED)
-    best = next(name for name in _ALLOWED if step_ms[name] <= _AS_FAST * fastest_ms)
-    exact = min((STOCK, *LOSSLESS), key=step_ms.__getitem__)
+    exact = min(EXACT, key=step_ms.__getitem__)
     return Cell(
         model=model,
-        optimizer=MODELS[model],
         batch=rows[0].batch,
         gbps=gbps,
         nodes=rows[0].nodes,
         gpus=rows[0].ranks,
         compute_ms=rows[0].outcome.compute_us / 1000,
         stock_ms=step_ms[STOCK],
-        best=best,
-        best_ms=step_ms[best],
         exact=exact,
         exact_ms=step_ms[exact],
         presets=[
-            {"preset": each, "step_ms": step_ms[each], "exposed_ms": exposed_ms[each], "flagged": each in FLAGGED}
+            {"preset": each, "step_ms": step_ms[each], "exposed_ms": exposed_ms[each]}
             for each in sorted(step_ms, key=step_ms.__getitem__)
         ],
     )
+
+
+def allowed(learned: Sequence[Summary], optimizer: str) -> tuple[str, ...]:
+    """Return the presets that learned as stock DDP does with an optimizer: exact ones, then the best first."""
+    found = {
+        name: [each for each in learned if (each.strategy, each.optimizer) == (_judge(name), optimizer)]
+        for name in CANDIDATES
+    }
+    percent = {
+        name: max(0.0, round(each.percent_of_loss, 1))
+        for name, tasks in found.items()
+        if all(each.acceptable for each in tasks)
+        for each in tasks
+        if each.task == GPT.name
+    }
+    return (*EXACT, *sorted(percent, key=percent.__getitem__))
+
+
+def _judge(preset: str) -> str:
+    """Return whose training judges a preset: between nodes, and where DGC sends as little as of a large model."""
+    name, colon, options = preset.removeprefix("hierarchical_").partition(":")
+    few = ":min_elements=1" if name == "dgc" and "density" not in options else ""
+    return f"hierarchical_{name}{few}{colon}{options}"
 
 
 def read(path: Path) -> tuple[Assumptions, list[Cell]]:
@@ -99,15 +124,28 @@ def read(path: Path) -> tuple[Assumptions, list[Cell]]:
         return Assumptions(**header), [Cell(**row) for row in rows]
 
 
-def markdown(given: Assumptions, found: Sequence[Cell]) -> str:
-    """Return a table with a row for each model and network, a column for each number of nodes, and what it rests on."""
+def markdown(given: Assumptions, found: Sequence[Cell], presets: Mapping[str, Sequence[str]]) -> str:
+    """Return a table with a row for each model and network, a column for each number of nodes, and what it rests on.
+
+    presets: for each optimizer those that are allowed. A cell has one preset where it is the same for all optimizers.
+    """
     rows: dict[tuple[str, float], list[str]] = {}
     for each in found:
-        row = rows.setdefault((f"{each.model}, {_TITLES[each.optimizer]}", each.gbps), [])
-        row.append(f"`{each.best}` {each.best_ms:.0f} ({each.stock_ms:.0f})")
-    headings = ["model, optimizer", "Gb/s", *(f"{nodes} nodes" for nodes in NODES)]
+        best = {TITLES[optimizer]: each.best(names) for optimizer, names in presets.items()}
+        same = len(set(best.values())) == 1
+        shown = [f"{'' if same else title + ' '}`{name}` {step_ms:.0f}" for title, (name, step_ms) in best.items()]
+        cell = "<br>".join(shown[:1] if same else shown)
+        rows.setdefault((each.model, each.gbps), []).append(f"{cell} ({each.stock_ms:.0f})")
+    headings = ["model", "Gb/s", *(f"{nodes} nodes" for nodes in NODES)]
     lines = [[name, f"{gbps:g}", *shown] for (name, gbps), shown in rows.items()]
-    return f"{table(headings, lines)}\n\nMilliseconds of a step; in brackets: stock DDP. {given}"
+    chosen = "; ".join(
+        f"{TITLES[optimizer]}: {', '.join(f'`{name}`' for name in names if name.startswith('hierarchical_'))}"
+        for optimizer, names in presets.items()
+    )
+    told = (
+        f"Milliseconds of a step; in brackets: stock DDP. Allowed, what learned best first: {chosen}; exact averages."
+    )
+    return f"{table(headings, lines)}\n\n{told} {given}"
 
 
 def main() -> None:
@@ -115,6 +153,13 @@ def main() -> None:
     parser = Parser(prog="python -m bench.evidence.scaling.presets", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write JSON lines: assumptions, then cells")
     parser.add_argument("--show", type=content_of(read), metavar="FILE", help="print a table of such a file instead")
+    parser.add_argument(
+        "--learned",
+        type=content_of(read_convergence),
+        default=str(_LEARNED),
+        metavar="FILE",
+        help=f"what bench.evidence.convergence measured ({_LEARNED})",
+    )
     options = parser.parse_args()
     if options.show:
         given, found = options.show
@@ -125,7 +170,8 @@ def main() -> None:
             found += cells(given, model)
     if options.json:
         write_lines(options.json, [asdict(given), *map(asdict, found)])
-    print(markdown(given, found))
+    learned = summarize(options.learned[1])
+    print(markdown(given, found, {optimizer: allowed(learned, optimizer) for optimizer in OPTIMIZERS}))
 
 
 if __name__ == "__main__":
