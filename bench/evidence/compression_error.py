@@ -8,6 +8,7 @@ its gradient, laid out as DDP would, at several steps: relative L2 error of one 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -20,28 +21,25 @@ from examples.train_gpt import GPT, load_corpus, windows_at
 
 STEPS = (0, 5, 20, 50, 100, 200)
 RANKS_PER_NODE = 2
+BATCH = 2 * RANKS_PER_NODE  # windows per node and step
 
 
-def gradients(steps: tuple[int, ...], batch: int, context: int = 64) -> dict[int, torch.Tensor]:
-    """Return the flat gradient, float32, at each of `steps`."""
+def flat_gradients(batch: int, context: int = 64) -> Iterator[torch.Tensor]:
+    """Yield the flat gradient, float32, of one step after the other, for as long as asked."""
     torch.manual_seed(0)
     model = GPT(layers=6, width=256, context=context)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, betas=(0.9, 0.95), weight_decay=0.1)
     warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / 10, total_iters=10)
     text, _ = load_corpus()
-    taken = {}
-    for step in range(max(steps) + 1):
+    while True:
         starts = torch.randint(len(text) - context, (batch,))
         tokens, targets = windows_at(text, starts, context, torch.device("cpu"))
         optimizer.zero_grad()
         cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
-        if step in steps:
-            # DDP fills its buckets from the last layer on.
-            found = [p.grad.flatten() for p in reversed(list(model.parameters())) if p.grad is not None]
-            taken[step] = torch.cat(found)
+        # DDP fills its buckets from the last layer on.
+        yield torch.cat([p.grad.flatten() for p in reversed(list(model.parameters())) if p.grad is not None])
         optimizer.step()
         warm_up.step()
-    return taken
 
 
 def relative_error(compressor: Compressor, values: torch.Tensor) -> float:
@@ -57,12 +55,11 @@ def relative_error(compressor: Compressor, values: torch.Tensor) -> float:
 def main() -> None:
     """Measure, print a table, write the figures."""
     parser = Parser(prog="python -m bench.evidence.compression_error", description=__doc__)
-    parser.add_argument(
-        "--batch", type=whole(1), default=2 * RANKS_PER_NODE, help="windows per node and step (default 4)"
-    )
+    parser.add_argument("--batch", type=whole(1), default=BATCH, help="windows per node and step (default 4)")
     parser.add_argument("--json", type=output_file, metavar="FILE")
     options = parser.parse_args()
-    taken = gradients(STEPS, options.batch)
+    made = zip(range(max(STEPS) + 1), flat_gradients(options.batch), strict=False)
+    taken = {step: values for step, values in made if step in STEPS}
     print("step".ljust(60), *(f"{step:>7}" for step in taken))
     rows = []
     for compressor in timed_compressors():

@@ -25,10 +25,10 @@ _NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # four ranks need no four GPUs: how well
 def train(options: argparse.Namespace) -> int:
     """Make the file or go on with it; return the exit status of the ranks. Raises ValueError when it is another's."""
     environment = report.Environment(
-        **machine(), command=options.command, ranks_per_node=list(plan.RANKS_PER_NODE), settings=options.settings
+        **machine(), command=options.command, ranks_per_node=list(options.ranks_per_node), settings=options.settings
     )
     report.write(options.json, *report.resume(options.json, environment))
-    launcher, settings = local_ranks(len(plan.RANKS_PER_NODE), plan.RANKS_PER_NODE[0])
+    launcher, settings = local_ranks(len(options.ranks_per_node), options.ranks_per_node[0])
     command = [sys.executable, "-m", *launcher, "-m", "bench.evidence.convergence.ranks", *sys.argv[1:]]
     with subprocess.Popen(command, env={**os.environ, **settings, **_NO_GPU}) as ranks:
         try:
@@ -48,7 +48,7 @@ def time_steps(options: argparse.Namespace) -> int:
     seconds = _LINK_SECONDS_QUICK if options.quick else _LINK_SECONDS
     arguments = ["--strategies", ",".join(strategies), *plan.GPT.model, "--json", str(options.link_json)]
     arguments += ["--seconds", str(seconds), "--look-every", str(seconds)]
-    with Cluster(len(plan.RANKS_PER_NODE), plan.RANKS_PER_NODE, plan.RATE) as cluster:
+    with Cluster(len(options.ranks_per_node), options.ranks_per_node, plan.RATE) as cluster:
         return cluster.run(["-m", "bench.training", *arguments], env=_NO_GPU, capture=False).returncode
 
 

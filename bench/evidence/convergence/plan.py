@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from bench.evidence.convergence import resnet
 from bench.training.report import STOCK
 from commopt import Aggregator, LocalSGD
 from commopt.command_line import Parser
@@ -25,7 +26,7 @@ NO_FEEDBACK = ":feedback=None"
 _QUICK_STEPS = 20
 _QUICK_LOOK_EVERY = 10
 
-Training = train_digits.Training | train_gpt.Training
+Training = train_digits.Training | train_gpt.Training | resnet.Training
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,13 @@ class Entry:
     """What averages where the strategy is no preset's name."""
     rate: float = 1.0
     """Times the task's learning rate."""
+    tuned: bool = False
+    """Whether that is its best rate, so that its name need not tell it from others."""
 
     @property
     def name(self) -> str:
         """What its trainings are called."""
-        return self.strategy if self.rate == 1 else f"{self.strategy}, rate x {self.rate:g}"
+        return self.strategy if self.tuned or self.rate == 1 else f"{self.strategy}, rate x {self.rate:g}"
 
 
 def _local_sgd(period: int, start_step: int) -> Entry:
@@ -125,11 +128,8 @@ class Task:
     """Options of the example's command line."""
     learning_rates: tuple[tuple[str, float], ...]
     one_seed: bool = False
-
-    @property
-    def example(self) -> ModuleType:
-        """The module that trains it."""
-        return train_digits if self.name == "digits" else train_gpt
+    example: ModuleType = train_gpt
+    """What trains it."""
 
     def start(self, optimizer: str, momentum: float, seed: int, device: torch.device, rate: float = 1.0) -> Training:
         """Return the example's fresh model and data. Collective."""
@@ -143,10 +143,10 @@ class Task:
 
     @property
     def _decay(self) -> str:
-        return "steps" if self.name == "digits" else "decay-steps"
+        return "decay-steps" if self.example is train_gpt else "steps"
 
 
-DIGITS = Task("digits", 600, 60, (), (("sgd", 0.04), ("adamw", 3e-3)))
+DIGITS = Task("digits", 600, 60, (), (("sgd", 0.04), ("adamw", 3e-3)), example=train_digits)
 GPT = Task(
     name="gpt",
     steps=400,
@@ -198,7 +198,7 @@ def cases(tasks: Sequence[Task], entries: Sequence[Entry], seeds: Sequence[int])
         Case(task, optimizer, entry, seed)
         for seed in seeds
         for task in tasks
-        for optimizer in OPTIMIZERS
+        for optimizer, _ in task.learning_rates
         for entry in entries
         if task.name in entry.tasks and optimizer in entry.optimizers and not (task.one_seed and seed != seeds[0])
     ]

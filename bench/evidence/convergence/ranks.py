@@ -21,12 +21,12 @@ from torch.distributed.tensor import DTensor
 import bench.evidence.convergence
 import commopt
 from bench.environment import gather, slowest_rank_ms
-from bench.evidence.convergence import plan, report
+from bench.evidence.convergence import large, plan, report
 from bench.evidence.convergence.plan import Case, Training, cases
 from bench.evidence.convergence.report import Point, Run
 from bench.training.strategies import enter
 from commopt.command_line import Parser, output_file, whole
-from examples import train_digits
+from examples import train_gpt
 from examples.train_gpt import progress_bar, start_process_group
 
 
@@ -34,7 +34,7 @@ def parse_options() -> argparse.Namespace:
     """Read the command line; a wrong one ends here, before anything is started.
 
     Beside the options themselves: tasks, entries and seeds, as plan.cases takes them; settings, of all tasks; the
-    command; and link_json, where the times on the slow network go.
+    ranks per node; the command; and link_json, where the times on the slow network go.
     """
     parser = Parser(
         prog="python -m bench.evidence.convergence",
@@ -54,8 +54,10 @@ def parse_options() -> argparse.Namespace:
         metavar="TEXT",
         help="strategies with TEXT in their names, and torch's own",
     )
-    parser.add_argument("--sharded", action="store_true", help="the GPT under FSDP2, HSDP and over all ranks, instead")
-    names = [task.name for task in (*plan.TASKS, *plan.SHARDED_TASKS)]
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--sharded", action="store_true", help="the GPT under FSDP2, HSDP and over all ranks, instead")
+    which.add_argument("--large", action="store_true", help="a GPT of 5 million parameters and a ResNet-18 instead")
+    names = [task.name for task in (*plan.TASKS, *plan.SHARDED_TASKS, *large.TASKS)]
     parser.add_argument("--task", choices=names, help="one task only")
     parser.add_argument("--seeds", type=whole(1), default=len(plan.SEEDS), help="seeds 0, 1, ... (default %(default)s)")
     parser.add_argument("--rates", action="store_true", help="one bit, DGC and stock at several learning rates instead")
@@ -63,15 +65,20 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--no-link", action="store_true", help="do not time steps on emulated nodes")
     parser.add_argument("--report", action="store_true", help="train and time nothing: report what the file has")
     options = parser.parse_args()
-    tasks: Sequence[plan.Task] = plan.SHARDED_TASKS if options.sharded else plan.TASKS
+    tasks: Sequence[plan.Task] = plan.TASKS
+    known, options.ranks_per_node = plan.RATE_ENTRIES if options.rates else plan.ENTRIES, plan.RANKS_PER_NODE
+    if options.sharded:
+        tasks, known = plan.SHARDED_TASKS, plan.SHARDED_ENTRIES
+    elif options.large:
+        tasks, known = (large.RATE_TASKS, large.RATE_ENTRIES) if options.rates else (large.TASKS, large.ENTRIES)
+        options.ranks_per_node = large.RANKS_PER_NODE
     if options.task not in (None, *(task.name for task in tasks)):
-        parser.error(f"--task {options.task} needs {'no ' if options.sharded else ''}--sharded")
+        parser.error(f"--task {options.task} is not among {', '.join(task.name for task in tasks)}")
     tasks = plan.quick(tasks) if options.quick else tasks
     options.tasks = tuple(task for task in tasks if options.task in (None, task.name))
     options.settings = plan.settings(tasks)
     options.seeds = range(1 if options.quick else options.seeds)
     try:
-        known = plan.SHARDED_ENTRIES if options.sharded else plan.RATE_ENTRIES if options.rates else plan.ENTRIES
         options.entries = plan.chosen(options.only, known)
     except ValueError as error:
         parser.error(str(error))
@@ -86,10 +93,10 @@ Show = Callable[[float], None]
 def look(training: Training, step: int) -> Point:
     """Return how good the model is now. Collective."""
     accuracy = None
-    if isinstance(training, train_digits.Training):
-        accuracy, loss = training.held_out_accuracy()
-    else:
+    if isinstance(training, train_gpt.Training):
         loss = training.held_out_loss()
+    else:
+        accuracy, loss = training.held_out_accuracy()
     return Point(step, loss if isfinite(loss) else None, accuracy)
 
 
@@ -126,6 +133,7 @@ def train(case: Case, device: torch.device, show: Show) -> Run:
         inter_bytes_per_step=inter,
         curve=curve,
         digest=digest,
+        learning_rate=entry.rate * dict(task.learning_rates)[case.optimizer],
     )
 
 

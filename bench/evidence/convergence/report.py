@@ -60,6 +60,8 @@ class Run:
     curve: list[Point] = field(repr=False)
     digest: str = ""
     """Of the bits of all parameters at the end, on all ranks."""
+    learning_rate: float | None = None
+    """At the beginning; None in files older than this field."""
 
     @property
     def key(self) -> tuple[str, str, str, int]:
