@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_common as common
 
 from commopt.errors import ConfigurationError
-from commopt.hooks.checks import NEWEST_TESTED_TORCH
 from commopt.sharded.layouts import Part
+from commopt.version import NEWEST_TESTED_TORCH
 
 _OF_THE_MESHES = ("DataParallelMeshInfo", "DDPMeshInfo", "FSDPMeshInfo")
 _OF_A_STATE = ("_root_post_backward_final_callback",)
@@ -293,15 +294,23 @@ def groups_of(model: nn.Module) -> list[ParameterGroup]:
 
 def watch_backwards(model: nn.Module, ended: Callable[[], None], given_up: Callable[[], None]) -> None:
     """Call `ended` after every backward, once FSDP has reduced what it will; `given_up` in `reset_iter_state`."""
+
+    def unless_by_hand(state: Any) -> None:
+        if not getattr(state._state_ctx, "manual_backward_finalization_active", False):
+            ended()
+
     for state in _states(model):
-        state._root_post_backward_final_callback = _then(state._root_post_backward_final_callback, ended)
+        callback = _then(state._root_post_backward_final_callback, partial(unless_by_hand, state))
+        state._root_post_backward_final_callback = callback
+        if hasattr(state, "finalize_backward"):  # torch 2.15: what set_manual_backward_finalization leaves to the user
+            state.finalize_backward = _then(state.finalize_backward, ended)
         if hasattr(state, "_reset_iter_state"):  # torch 2.13; before there is no way on after a backward that raised
             state._reset_iter_state = _then(state._reset_iter_state, given_up)
 
 
-def _then(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
-    def both() -> None:
-        first()
+def _then(first: Callable[..., None], second: Callable[[], None]) -> Callable[..., None]:
+    def both(**options: Any) -> None:
+        first(**options)
         second()
 
     return both
