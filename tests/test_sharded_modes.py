@@ -84,6 +84,27 @@ def accumulate(how: str) -> Callable[..., None]:
     return loop
 
 
+def accumulate_in_other_layouts(net: Any, steps: int) -> None:
+    """Partial sums to which other parameters come with the next backward, and that have some which the last has not."""
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for micro in range(MICROS):
+            net.set_requires_all_reduce(micro == MICROS - 1)
+            (net(batch(step, micro), side=(step + micro) % 2 == 0).square().mean() / MICROS).backward()
+        optimizer.step()
+
+
+def finalized_by_hand(net: Any, steps: int) -> None:
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
+    net.set_manual_backward_finalization(True)
+    for step in range(steps):
+        optimizer.zero_grad()
+        net(batch(step)).square().mean().backward()
+        net.finalize_backward(async_op=True).wait()
+        optimizer.step()
+
+
 def clipped(net: Net, steps: int) -> list[float]:
     optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
     norms = []
@@ -283,6 +304,11 @@ def two_groups_in_a_module(net: Net, **options: Any) -> None:
     each_layer(net, mesh=init_device_mesh("cpu", (4,)), shard_placement_fn=place)
 
 
+def matrices_in_bfloat16(net: Net) -> None:
+    for layer in net.layers:
+        layer[0].weight.grad_dtype = BF16  # type: ignore[index,union-attr]
+
+
 def kept_until_backward(net: Net) -> None:
     for module in modules_of(net):
         module.set_reshard_after_backward(False)
@@ -327,19 +353,35 @@ MODES: dict[str, Callable[[], Outcome]] = {
     "one shard": lambda: compare(Made(mesh=hsdp_mesh(4, 1)), large_losses),
     "a stage of a pipeline": lambda: compare(a_stage(), plain_steps),
     "a backward that raises": lambda: compare(Made(), raises_once),
+    "gradients of two dtypes": lambda: compare(
+        Made(change=matrices_in_bfloat16, shard=two_layers_together), large_losses
+    ),
+    "partial sums in other layouts": lambda: compare(Made(), accumulate_in_other_layouts, 4),
+    "finalized by hand": lambda: compare(Made(), finalized_by_hand),
 }
 NOT_OVERLAPPED = (
-    *("bfloat16", "bfloat16, reduced in bfloat16", "float16"),  # it is cast
+    *(() if hasattr(FSDPModule, "finalize_backward") else ("bfloat16",)),  # torch 2.15 reduces it in float32
+    *("bfloat16, reduced in bfloat16", "float16"),  # it is cast
     *("forced sum", "partial sums, forced"),  # it is divided afterwards
     *("optimizer in backward", "offloaded"),  # it is read, or copied
 )
+# What FSDPModule has where torch can do it.
 SINCE = {
-    "replicate": "replicate_with_fsdp is of torch 2.10",
-    "a backward that raises": "reset_iter_state is of 2.13",
-    "a loss in chunks": "groups of which only a part runs are of 2.13",
-    "chunks that all reduce": "groups of which only a part runs are of 2.13",
-    "two groups in a module": "they are of torch 2.12",
+    "replicate": ("reset_iter_state", "replicate_with_fsdp is of torch 2.10"),
+    "a backward that raises": ("reset_iter_state", "reset_iter_state is of 2.13"),
+    "a loss in chunks": ("reset_iter_state", "groups of which only a part runs are of 2.13"),
+    "chunks that all reduce": ("reset_iter_state", "groups of which only a part runs are of 2.13"),
+    "two groups in a module": ("reset_iter_state", "they are of torch 2.12"),
+    "gradients of two dtypes": ("finalize_backward", "FSDP2 takes them since 2.15"),
+    "partial sums in other layouts": ("finalize_backward", "FSDP2 adds them up since 2.15"),
+    "finalized by hand": ("finalize_backward", "finalize_backward is of 2.15"),
 }
+
+
+def skip_where_torch_cannot(mode: str) -> None:
+    needed, why = SINCE.get(mode, ("unshard", ""))
+    if not hasattr(FSDPModule, needed):
+        pytest.skip(why)
 
 
 # Where more is known of what is sent and not waited for, per step.
@@ -350,6 +392,7 @@ SENT = {
     "accumulated over the shards": (BUFFERS, BUFFERS),
     "accumulated locally": (BUFFERS, BUFFERS),
     "accumulated after every backward": (BUFFERS * MICROS, BUFFERS),  # at first there is no .grad yet
+    "finalized by hand": (BUFFERS, BUFFERS),
 }
 
 
@@ -359,8 +402,7 @@ def one_mode(rank: int, world_size: int, name: str) -> Outcome:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_mode(mode: str) -> None:
-    if mode in SINCE and not hasattr(FSDPModule, "reset_iter_state"):
-        pytest.skip(SINCE[mode])
+    skip_where_torch_cannot(mode)
     for found in run(one_mode, 4, mode, nodes=NODES):
         assert found["equal"], found
         assert found["moved"], found
@@ -369,6 +411,8 @@ def test_mode(mode: str) -> None:
         if mode in SENT:
             assert (found["buckets"], found["overlapped"]) == SENT[mode]
             assert found["placements"] == {"(Replicate(), Shard(dim=0))"}  # the user's mesh
+        if mode == "finalized by hand":
+            assert found["steps"] == 1, found
 
 
 # ------------------------------------------------------------------------------------------- over all ranks
@@ -414,8 +458,7 @@ def exactly(rank: int, world: int, mode: str) -> list[float]:
 @pytest.mark.parametrize("mode", OVER_ALL_RANKS)
 @pytest.mark.parametrize("nodes", [(1, 1), NODES])
 def test_exact_averages_over_all_ranks_are_those_of_stock_fsdp(nodes: tuple[int, ...], mode: str) -> None:
-    if mode in SINCE and not hasattr(FSDPModule, "reset_iter_state"):
-        pytest.skip(SINCE[mode])
+    skip_where_torch_cannot(mode)
     # Between two ranks the order of a sum does not matter: the same bits. Four are added up in other orders.
     limit = 0.0 if len(nodes) == sum(nodes) else 5e-2 if "16" in mode else 1e-4
     assert max(run(exactly, sum(nodes), mode, nodes=nodes)[0]) <= limit

@@ -128,12 +128,10 @@ class ShardedRegistration(Backwards):
     def reduce(self, group: ParameterGroup, buffer: Tensor) -> None:
         """Average one buffer over the replicas, in place: now, or where nobody can tell by the end of backward."""
         entered_ns = perf_counter_ns()
-        if (kept := group.take_partial()) is not None:
+        if (kept := group.take_partial(buffer)) is not None:
             buffer += kept
-        if buffer.is_cuda:
-            # FSDP made them on another stream than this one, and keeps no reference while their values are cast here.
-            for tensor in (buffer,) if kept is None else (buffer, kept):
-                tensor.record_stream(torch.cuda.current_stream(buffer.device))
+        if buffer.is_cuda:  # FSDP made it on another stream, and keeps no reference while its values are cast here
+            buffer.record_stream(torch.cuda.current_stream(buffer.device))
         if self._is_first(buffer.device):
             self.step = Step(self.steps, self.store, self.scaler)
         layout, spans = self._layout_of(group, buffer)

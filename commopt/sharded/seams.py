@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,16 +16,17 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common as common
 
 from commopt.errors import ConfigurationError
 from commopt.sharded.layouts import Part
+from commopt.version import NEWEST_TESTED_TORCH
 
 _OF_THE_MESHES = ("DataParallelMeshInfo", "DDPMeshInfo", "FSDPMeshInfo")
 _OF_A_STATE = ("_root_post_backward_final_callback",)
 _OF_A_GROUP = (
-    *("fsdp_params", "mesh_info", "mp_policy", "device", "post_backward", "reduce_grads", "all_reduce_grads"),
+    *("fsdp_params", "mesh_info", "device", "post_backward", "reduce_grads", "all_reduce_grads"),
     *("_all_reduce_hook", "_partial_reduce_output"),
 )
 _OF_A_PARAMETER = (
     *("sharded_param", "sharded_size", "padded_sharded_param_size", "fsdp_placement", "offload_to_cpu"),
-    *("unsharded_accumulated_grad", "_orig_size", "_module_info"),
+    *("unsharded_accumulated_grad", "mp_policy", "_orig_size", "_module_info"),
 )
 # What wrappers put into the names of modules; `named_parameters` of the plain module knows nothing of it.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
@@ -50,7 +52,7 @@ def _require(owner: object, names: Iterable[str]) -> None:
             what = owner.__name__ if isinstance(owner, type(torch)) else type(owner).__name__
             raise ConfigurationError(
                 f"torch {torch.__version__} has no {what}.{name}, which commopt needs to average the gradients of a "
-                f"model of fully_shard; use torch 2.7 to 2.13, or tell commopt's authors of this version"
+                f"model of fully_shard; use torch 2.7 to {NEWEST_TESTED_TORCH}, or tell commopt's authors of this one"
             )
 
 
@@ -95,8 +97,8 @@ class ParameterGroup:
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
-        """In which gradients are reduced, None for that in which they are computed."""
-        dtype: torch.dtype | None = self._raw.mp_policy.reduce_dtype
+        """In which the user wants gradients reduced, None for what FSDP takes then."""
+        dtype: torch.dtype | None = self._raw.fsdp_params[0].mp_policy.reduce_dtype
         return dtype
 
     @property
@@ -153,20 +155,31 @@ class ParameterGroup:
         """Return whether gradients will be views of `buffer`, in host memory, and not read before backward ends."""
         return (
             buffer.device.type == "cpu"
-            and buffer.dtype == self._raw._orig_dtype
             and self.divided_later(buffer.dtype) == 1.0
             and all(
-                param.sharded_param.grad is None
+                getattr(param, "sharded_grad_dtype", param.orig_dtype) in (None, buffer.dtype)  # torch 2.15
+                and param.sharded_param.grad is None
                 and not param.offload_to_cpu
                 and not getattr(param.sharded_param, "_post_accumulate_grad_hooks", None)
                 for param in self._with_gradient
             )
         )
 
-    def take_partial(self) -> Tensor | None:
-        """Return the sum over the shards of backwards that were not to be averaged, and keep it no longer."""
-        partial: Tensor | None = self._raw._partial_reduce_output
-        self._raw._partial_reduce_output = None
+    def take_partial(self, buffer: Tensor) -> Tensor | None:
+        """Return the sum over the shards of backwards that were not to be averaged, and keep it no longer.
+
+        It is laid out as `buffer`, the gradients of this backward.
+        """
+        raw = self._raw
+        partial: Tensor | None = raw._partial_reduce_output
+        if partial is None:
+            return None
+        if partial.is_cuda:  # FSDP made it on another stream
+            partial.record_stream(torch.cuda.current_stream(partial.device))
+        if hasattr(raw, "_prepare_partial_reduce_output"):  # torch 2.15; before it has the parameters of this backward
+            sizes = [param.padded_sharded_param_size.numel() for param in self._with_gradient]
+            partial = raw._prepare_partial_reduce_output(self._with_gradient, sizes, buffer.dtype)
+        raw._partial_reduce_output = None
         return partial
 
     def reduce_by(self, average: Callable[[Tensor], None]) -> None:
@@ -222,7 +235,9 @@ class ParameterGroup:
                     f"FSDP takes one; leave out set_all_reduce_hook, set_custom_reduce_scatter, set_custom_all_gather "
                     f"and what else replaces FSDP's collectives"
                 )
-        self._with_gradient = [param for param in self._raw.fsdp_params if _has_gradient(param, self._raw)]
+        params = self._raw.fsdp_params
+        order = getattr(self._raw, "_reduce_scatter_param_indices", range(len(params)))  # torch 2.15: by dtype
+        self._with_gradient = [params[index] for index in order if _has_gradient(params[index], self._raw)]
 
 
 class _OnlyThis:
@@ -254,6 +269,8 @@ def _has_gradient(param: Any, raw: Any) -> bool:
         return False
     if param.unsharded_accumulated_grad is not None or unsharded.grad is not None:
         return True
+    if hasattr(raw, "_get_partial_reduce_grad") and raw._get_partial_reduce_grad(param) is not None:  # torch 2.15
+        return True
     return bool(getattr(raw, "reduce_scatter_unused_params", False) and unsharded.requires_grad)  # torch 2.13
 
 
@@ -277,15 +294,23 @@ def groups_of(model: nn.Module) -> list[ParameterGroup]:
 
 def watch_backwards(model: nn.Module, ended: Callable[[], None], given_up: Callable[[], None]) -> None:
     """Call `ended` after every backward, once FSDP has reduced what it will; `given_up` in `reset_iter_state`."""
+
+    def unless_by_hand(state: Any) -> None:
+        if not getattr(state._state_ctx, "manual_backward_finalization_active", False):
+            ended()
+
     for state in _states(model):
-        state._root_post_backward_final_callback = _then(state._root_post_backward_final_callback, ended)
+        callback = _then(state._root_post_backward_final_callback, partial(unless_by_hand, state))
+        state._root_post_backward_final_callback = callback
+        if hasattr(state, "finalize_backward"):  # torch 2.15: what set_manual_backward_finalization leaves to the user
+            state.finalize_backward = _then(state.finalize_backward, ended)
         if hasattr(state, "_reset_iter_state"):  # torch 2.13; before there is no way on after a backward that raised
             state._reset_iter_state = _then(state._reset_iter_state, given_up)
 
 
-def _then(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
-    def both() -> None:
-        first()
+def _then(first: Callable[..., None], second: Callable[[], None]) -> Callable[..., None]:
+    def both(**options: Any) -> None:
+        first(**options)
         second()
 
     return both
@@ -303,7 +328,7 @@ def require_collectives(groups: Iterable[ParameterGroup]) -> None:
             if not hasattr(group._raw, name):
                 raise ConfigurationError(
                     f"torch {torch.__version__} has no {type(group._raw).__name__}.{name}, which commopt needs for "
-                    f"fully_shard on a 1-D mesh; use torch 2.9 to 2.13, or a 2-D mesh (HSDP)"
+                    f"fully_shard on a 1-D mesh; use torch 2.9 to {NEWEST_TESTED_TORCH}, or a 2-D mesh (HSDP)"
                 )
         for comm in (group._raw._reduce_scatter_comm, group._raw._all_gather_comm):
             if type(comm).__name__ not in ("DefaultReduceScatter", "DefaultAllGather"):
