@@ -80,35 +80,45 @@ class Judged(nn.Module):
         return {"loss": nn.functional.mse_loss(self.net(x).float(), labels)}
 
 
-def with_trainer(folder: Path) -> dict[str, Any]:
+def trainer_of(model: nn.Module, steps: int, folder: Path, **options: Any) -> Any:
     from transformers import Trainer, TrainingArguments
-
-    from commopt.integrations.transformers import CommoptCallback
 
     drawn = torch.Generator().manual_seed(3)
     data = [{"x": torch.randn(16, generator=drawn), "labels": torch.randn(4, generator=drawn)} for _ in range(400)]
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=steps,
+        save_steps=SAVED_AT,
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=ACCUMULATED,
+        max_grad_norm=LARGEST_NORM,
+        learning_rate=0.01,
+        lr_scheduler_type="constant",
+        **{"report_to": [], "disable_tqdm": True, "logging_strategy": "no", **options},
+    )
+    return Trainer(model=model, args=arguments, train_dataset=data)
 
-    def trainer_of(model: nn.Module, steps: int, where: str) -> Trainer:
-        arguments = TrainingArguments(
-            output_dir=str(folder / where),
-            max_steps=steps,
-            save_steps=SAVED_AT,
-            per_device_train_batch_size=8,
-            gradient_accumulation_steps=ACCUMULATED,
-            max_grad_norm=LARGEST_NORM,
-            learning_rate=0.01,
-            lr_scheduler_type="constant",
-            **{"use_cpu": True, "bf16": True, "report_to": [], "disable_tqdm": True, "logging_strategy": "no"},
-        )
-        return Trainer(model=model, args=arguments, train_dataset=data)
 
-    def fit(where: str, choice: dict[str, Any] | None, steps: int = STEPS, start: Any = None) -> tuple[str, Any]:
-        model = Judged()
-        trainer, averaging = trainer_of(model, steps, where), None
-        if choice is not None:
-            averaging = CommoptCallback(trainer, **choice)
-            trainer.add_callback(averaging)
-        trainer.train(resume_from_checkpoint=start)
+def trained(
+    folder: Path, choice: dict[str, Any] | None, steps: int = STEPS, start: Any = None, **options: Any
+) -> tuple[Judged, Any]:
+    """Train with the Trainer, and return the model and the callback."""
+    from commopt.integrations.transformers import CommoptCallback
+
+    model = Judged()
+    trainer, averaging = trainer_of(model, steps, folder, **options), None
+    if choice is not None:
+        averaging = CommoptCallback(trainer, **choice)
+        trainer.add_callback(averaging)
+    trainer.train(resume_from_checkpoint=start)
+    return model, averaging
+
+
+def with_trainer(folder: Path) -> dict[str, Any]:
+    on_cpus = {"use_cpu": True, "bf16": True}
+
+    def fit(where: str, *how: Any, **options: Any) -> tuple[str, Any]:
+        model, averaging = trained(folder / where, *how, **options, **on_cpus)
         return digest_of(model.net), averaging
 
     done = {"stock": fit("stock", None)[0], "exact": fit("exact", {"choice": "flat"})[0]}
@@ -129,7 +139,7 @@ def with_trainer(folder: Path) -> dict[str, Any]:
     dist.barrier()
     done["without"] = fit("without", LOSSY, start=str(saved))[0]
     model = Judged()
-    trainer = trainer_of(model, 1, "page")
+    trainer = trainer_of(model, 1, folder / "page", **on_cpus)
     made = frameworks.execute("Transformers", trainer=trainer, commopt=commopt)
     done["page"] = made["averaging"].comm.stats()["steps"]
     return done
@@ -157,14 +167,30 @@ def train_sharded(rank: int, world_size: int, port: int, folder: str) -> dict[st
     done["whole"] = fit(0, STEPS, LOSSY)[0]
     fit(0, SAVED_AT, LOSSY)[1].save_state(folder)
     done["resumed"] = fit(SAVED_AT, STEPS, LOSSY, True)[0]
+
+    sharded: dict[str, Any] = {"fsdp": True, "accelerator_config": {"use_configured_state": True}}
+    sharded["fsdp_config"] = {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}
+
+    def train(where: str, *how: Any, **options: Any) -> str:
+        mesh = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+        model, _ = trained(Path(folder, where), *how, parallelism_config=mesh, **sharded, **options)
+        assert {parameter.device_mesh.ndim for parameter in model.parameters()} == {2}
+        return digest_of(nn.ParameterList([parameter.full_tensor() for parameter in model.parameters()]))
+
+    done["Trainer's stock"], done["Trainer's exact"] = train("stock", None), train("exact", {"choice": "flat"})
+    done["Trainer's whole"] = train("whole", LOSSY)
+    train("half", LOSSY, SAVED_AT)
+    dist.barrier()
+    done["Trainer's resumed"] = train("half", LOSSY, start=True)
     return done
 
 
-def test_hsdp_of_accelerate(tmp_path: Path) -> None:
+def test_hsdp_of_accelerate_and_the_trainer(tmp_path: Path) -> None:
     ranks = run(train_sharded, 4, frameworks.free_port(), str(tmp_path), nodes=(2, 2), fresh=True, timeout_s=240)
     done = ranks[0]
-    assert done["exact"] == done["stock"]
-    assert done["resumed"] == done["whole"] != done["exact"]
+    for name in ("", "Trainer's "):
+        assert done[f"{name}exact"] == done[f"{name}stock"]
+        assert done[f"{name}resumed"] == done[f"{name}whole"] != done[f"{name}exact"]
 
 
 SCRIPT = """
