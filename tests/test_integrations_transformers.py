@@ -168,11 +168,13 @@ def train_sharded(rank: int, world_size: int, port: int, folder: str) -> dict[st
     fit(0, SAVED_AT, LOSSY)[1].save_state(folder)
     done["resumed"] = fit(SAVED_AT, STEPS, LOSSY, True)[0]
 
-    sharded = {"fsdp": True, "fsdp_config": {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}}
+    sharded: dict[str, Any] = {"fsdp": True, "accelerator_config": {"use_configured_state": True}}
+    sharded["fsdp_config"] = {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}
 
     def train(where: str, *how: Any, **options: Any) -> str:
         mesh = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
         model, _ = trained(Path(folder, where), *how, parallelism_config=mesh, **sharded, **options)
+        assert {parameter.device_mesh.ndim for parameter in model.parameters()} == {2}
         return digest_of(nn.ParameterList([parameter.full_tensor() for parameter in model.parameters()]))
 
     done["Trainer's stock"], done["Trainer's exact"] = train("stock", None), train("exact", {"choice": "flat"})
