@@ -89,6 +89,7 @@ class Reference:
                 decoded = sent if average.compressor is None else decode(average.compressor, sent)
                 self._errors[node] = [a - b for a, b in zip(sent, decoded, strict=True)]
                 for theta, each in zip(self._theta, decoded, strict=True):
+                    assert theta.grad is not None
                     theta.grad += each
             self._outer.step()
             learned = [[new - old for new, old in zip(self._theta, values, strict=True)] for values in taken]
