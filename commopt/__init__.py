@@ -4,7 +4,18 @@
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from commopt.aggregate import AGGREGATORS, Adam, Aggregator, Auto, Compressed, Flat, Hierarchical, LocalSGD, PowerSGD
+from commopt.aggregate import (
+    AGGREGATORS,
+    Adam,
+    Aggregator,
+    Auto,
+    Compressed,
+    Flat,
+    Hierarchical,
+    LocalSGD,
+    Outer,
+    PowerSGD,
+)
 from commopt.compress import COMPRESSORS, DGC, Cast, Compressor, OneBit, Quantize
 from commopt.errors import (
     CommoptError,
@@ -32,6 +43,7 @@ from commopt.hooks import (
 from commopt.hooks.presets import (
     auto,
     dgc,
+    diloco,
     flat,
     hierarchical,
     hierarchical_bf16,
@@ -40,8 +52,11 @@ from commopt.hooks.presets import (
     hierarchical_powersgd,
     hierarchical_quantized,
     onebit,
+    onebit_local,
     powersgd,
     quantized,
+    sparse_loco,
+    streaming_diloco,
 )
 from commopt.lanes import failure_of
 from commopt.schedule import Plan
@@ -114,6 +129,7 @@ __all__ = [
     "MismatchError",
     "NcclOptions",
     "OneBit",
+    "Outer",
     "Plan",
     "PowerSGD",
     "Preset",
@@ -131,6 +147,7 @@ __all__ = [
     "auto",
     "build_preset",
     "dgc",
+    "diloco",
     "failure_of",
     "flat",
     "hierarchical",
@@ -142,6 +159,9 @@ __all__ = [
     "hook",
     "merged_state",
     "onebit",
+    "onebit_local",
     "powersgd",
     "quantized",
+    "sparse_loco",
+    "streaming_diloco",
 ]

@@ -15,11 +15,22 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
-from commopt import Compressed, ConfigurationError, Flat, Hierarchical, Layout, LocalSGD, Quantize
+from commopt import (
+    DGC,
+    Compressed,
+    ConfigurationError,
+    Flat,
+    Hierarchical,
+    Layout,
+    LocalSGD,
+    OneBit,
+    Outer,
+    Quantize,
+)
 from commopt.aggregate import Buffer, Call
 from commopt.compress import Cast
 from commopt.groups import TeamShape
-from commopt.hooks import local_sgd as periodic
+from commopt.hooks import parcels
 from tests.feedback_training import Records
 from tests.ranks import run
 
@@ -40,11 +51,25 @@ BFLOAT16 = Hierarchical(inter=Compressed(Cast(torch.bfloat16), feedback=None))
         ({"gradients": LocalSGD()}, "over all ranks"),
         ({"gradients": Hierarchical(Compressed(Quantize()))}, "residuals"),
         ({"buffers": 1}, "buffers=1"),
+        ({"outer": 0.7}, "outer=0.7"),
+        ({"compressor": "onebit"}, "'onebit'"),
+        ({"compressor": DGC(momentum=0.9)}, "momentum=0"),
+        ({"decay": 0.9}, "decay=0.9"),
+        ({"decay": 0, "compressor": OneBit()}, "decay=0"),
+        ({"merge": 0}, "merge=0"),
+        ({"delay": 8}, "delay=8, period=8"),
+        ({"fragments": 0}, "fragments=0"),
     ],
 )
 def test_wrong_options_are_named(options: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigurationError, match=named):
         LocalSGD(**options)
+
+
+@pytest.mark.parametrize("options", [{"lr": 0}, {"lr": True}, {"momentum": 1.0}, {"nesterov": 1}, {"nesterov": True}])
+def test_wrong_options_of_the_outer_optimizer_are_named(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=next(iter(options))):
+        Outer(**options)
 
 
 def test_it_is_no_part_of_another_aggregator() -> None:
@@ -56,8 +81,8 @@ def test_it_is_no_part_of_another_aggregator() -> None:
 
 def test_the_calendar_begins_with_the_start_step() -> None:
     average = LocalSGD(period=3, start_step=2)
-    assert [steps for steps in range(12) if average.averages_after(steps)] == [5, 8, 11]
-    assert [steps for steps in range(4) if LocalSGD(period=1).averages_after(steps)] == [1, 2, 3]
+    assert [steps for steps in range(12) if average.due(steps)] == [5, 8, 11]
+    assert [steps for steps in range(4) if LocalSGD(period=1).due(steps)] == [1, 2, 3]
 
 
 def test_gradients_stay_inside_the_node_from_the_start_step_on() -> None:
@@ -110,11 +135,11 @@ def average_mixed(rank: int, world_size: int, buffers: bool) -> tuple[dict[str, 
     state = commopt.attach(ddp, LocalSGD(gradients=BFLOAT16, buffers=buffers))
     before = Mixed(rank).state_dict()
     module.load_state_dict(before)  # DDP has taken rank 0's
-    periodic.MESSAGE_NBYTES = 1024  # `large` is longer: it travels alone, from where it is
+    parcels.PARCEL_NBYTES = 1024  # `large` is longer: it travels alone, from where it is
     try:
         state.average_parameters()
     finally:
-        periodic.MESSAGE_NBYTES = 25 * 2**20
+        parcels.PARCEL_NBYTES = 25 * 2**20
     assert module.last_channels_first.is_contiguous(memory_format=torch.channels_last)
     return before, copy.deepcopy(module.state_dict()), state.stats()
 

@@ -8,7 +8,7 @@ import json
 import pickle
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ PARTS: dict[str, tuple[type[Any], ...]] = {
     "hierarchical_powersgd": (PowerSGD, Hierarchical),
     "auto": (commopt.Auto,),
 }
+LOCAL = ("diloco", "streaming_diloco", "onebit_local", "sparse_loco")
+
 OF_OUTER: dict[type[Any], set[str]] = {Compressed: {"feedback", "dense", "adam"}, Hierarchical: set()}
 
 
@@ -103,9 +105,20 @@ def test_attach_takes_what_a_state_takes() -> None:
     assert of_attach == set(inspect.signature(commopt.HookState).parameters) - {"aggregator", "module"}
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", [*PRESETS, *LOCAL])
 def test_a_preset_is_pickled_by_name(name: str) -> None:
-    assert pickle.loads(pickle.dumps(PRESETS[name])) is PRESETS[name]
+    preset = getattr(commopt, name)
+    assert pickle.loads(pickle.dumps(preset)) is preset
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_presets_of_local_sgd_take_its_options(name: str) -> None:
+    assert name not in PRESETS  # which average a buffer by itself, too
+    preset = getattr(commopt, name)
+    assert list(inspect.signature(preset).parameters)[2:] == [field.name for field in fields(commopt.LocalSGD)]
+    usual = preset()
+    assert isinstance(usual, commopt.LocalSGD)
+    assert commopt.build_preset(f"{name}:period=20") == replace(usual, period=20)
 
 
 def register_without_a_state(rank: int, world_size: int) -> None:

@@ -7,6 +7,7 @@ from commopt.aggregate.base import Aggregator, Buffer, Call, Flat, Step, Work, W
 from commopt.aggregate.compressed import Compressed
 from commopt.aggregate.hierarchical import Hierarchical
 from commopt.aggregate.local_sgd import LocalSGD
+from commopt.aggregate.outer import Outer
 from commopt.aggregate.powersgd import PowerSGD
 
 AGGREGATORS: dict[str, type[Aggregator]] = {
@@ -27,6 +28,7 @@ __all__ = [
     "Flat",
     "Hierarchical",
     "LocalSGD",
+    "Outer",
     "PowerSGD",
     "Step",
     "Work",

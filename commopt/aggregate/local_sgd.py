@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Post-local SGD (Lin et al., arXiv 1808.07217): nodes learn by themselves and average parameters now and then."""
+"""Local SGD (Lin et al., arXiv 1808.07217) and DiLoCo (arXiv 2311.08105): nodes learn by themselves, and meet."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import inf
 from typing import ClassVar
 
 from torch import Tensor
 
-from commopt.aggregate.base import Aggregator, Buffer, Step
+from commopt.aggregate.base import Aggregator, Buffer, Flat, Step
+from commopt.aggregate.compressed import Compressed
 from commopt.aggregate.hierarchical import Hierarchical
+from commopt.aggregate.outer import Deltas, Outer
+from commopt.compress import Compressor
 from commopt.errors import ConfigurationError
-from commopt.feedback import BufferContext
+from commopt.feedback import BufferContext, Feedback
 from commopt.groups import Team, TeamShape, apply_scale
 
 _log = logging.getLogger("commopt")
@@ -21,30 +25,61 @@ _log = logging.getLogger("commopt")
 
 @dataclass(frozen=True, repr=False)
 class LocalSGD(Aggregator):
-    """Average gradients inside the node in every step, parameters over all ranks every `period` steps.
+    """Average gradients inside the node in every step; between nodes, every `period` steps, what each has learned.
 
-    For DDP models only: `commopt.attach(ddp, LocalSGD(...))` averages the parameters too. Between two averages
-    nodes hold different parameters. On one node gradients are averaged over all ranks in every step.
+    For DDP models only: `commopt.attach(ddp, LocalSGD(...))` sees to the parameters too. Between two rounds nodes
+    hold different parameters. On one node gradients are averaged over all ranks in every step. The optimizer is the
+    user's own, and each node's.
 
-    period: optimizer steps between two averages of the parameters.
+    With theta what nodes agreed on last, node k of K at theta_k, C the compressor and D its decoding, a round is
+
+        a_k = decay e_k + theta - theta_k;  e_k = a_k - D(C(a_k));  theta = outer(theta, mean_k D(C(a_k)))
+        theta_k = merge theta + (1 - merge) theta_k
+
+    By default that is the mean of the parameters, and neither theta nor e_k is kept.
+
+    period: optimizer steps between two rounds.
     start_step: the steps before it average gradients over all ranks.
     gradients: by what, over all ranks at first and over a node's ranks later. It may keep no residuals, which would
         have no way to the other nodes.
     buffers: average floating buffers (BatchNorm's statistics) with the parameters; for DDP(broadcast_buffers=False).
+    outer: the optimizer of theta.
+    compressor: how deltas travel between nodes; what it leaves out (e_k) travels in the next round. None: as float32.
+    decay: the share of e_k that is kept, in (0, 1] (SparseLoCo, arXiv 2508.15706, keeps 0.95).
+    fragments: the parameters, in their order, are cut into so many of about as many bytes; fragment p has its rounds
+        p / fragments of a period after the first (Streaming DiLoCo, arXiv 2501.18512).
+    delay: the steps that are made while deltas travel, below `period`. What a node learns in them is not lost: what the
+        round changes is added.
+    merge: the share of the round's result in a node's parameters, in (0, 1].
     """
 
     period: int = 8
     start_step: int = 0
     gradients: Aggregator = field(default_factory=Hierarchical)
     buffers: bool = False
+    outer: Outer = field(default_factory=Outer)
+    compressor: Compressor | None = None
+    decay: float = 1.0
+    fragments: int = 1
+    delay: int = 0
+    merge: float = 1.0
 
     node_local: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        for name, least in (("period", 1), ("start_step", 0)):
+        for name, least in (("period", 1), ("start_step", 0), ("fragments", 1), ("delay", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigurationError(f"LocalSGD({name}={value!r}) must be a whole number, {least} or more")
+        if self.delay >= self.period:
+            raise ConfigurationError(
+                f"LocalSGD(delay={self.delay}, period={self.period}) would begin a round before the last one is over; "
+                f"use a delay below the period"
+            )
+        for name in ("decay", "merge"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= 1:
+                raise ConfigurationError(f"LocalSGD({name}={value!r}) must be above 0 and at most 1")
         if not isinstance(self.gradients, Aggregator) or self.gradients.node_local:
             raise ConfigurationError(
                 f"LocalSGD(gradients={self.gradients!r}) needs what averages gradients over all ranks, for "
@@ -57,25 +92,62 @@ class LocalSGD(Aggregator):
             )
         if not isinstance(self.buffers, bool):
             raise ConfigurationError(f"LocalSGD(buffers={self.buffers!r}) must be True or False")
+        if not isinstance(self.outer, Outer):
+            raise ConfigurationError(f"LocalSGD(outer={self.outer!r}) must be a commopt.Outer, as Outer(lr=0.7)")
+        if self.compressor is None:
+            if self.decay != 1:
+                raise ConfigurationError(
+                    f"LocalSGD(decay={self.decay}) is of what a compressor leaves out, and there is none; leave decay, "
+                    f"or add for example compressor=OneBit()"
+                )
+        elif not isinstance(self.compressor, Compressor):
+            raise ConfigurationError(
+                f"LocalSGD(compressor={self.compressor!r}) must be a compressor, for example OneBit(), or None"
+            )
+        elif self.compressor.local_momentum is not None:
+            raise ConfigurationError(
+                f"LocalSGD(compressor={self.compressor!r}) has a momentum for gradients, and deltas have that of "
+                f"`outer`; use momentum=0"
+            )
 
     def check(self, team: TeamShape) -> None:
-        """Ask `gradients`, for the world and for a node."""
+        """Ask `gradients`, for the world and for a node, and what averages parameters."""
         self.gradients.check(team)
         if team.intra is not None:
             self.gradients.check(team.intra)
+        self.parameters.check(team)
         if team.node_count == 1 and team.rank == 0:
             _log.warning(
                 "%s: all ranks are on one node, so gradients are averaged over all of them in every step", self
             )
 
-    @property
-    def parameters(self) -> Aggregator:
-        """What averages the parameters: `gradients` where that is exact, since rounded weights would stay rounded."""
+    # ------------------------------------------------------------------------------------- parameters
+
+    @cached_property
+    def exact(self) -> Aggregator:
+        """What takes exact means of parameters: `gradients` where it does, since rounded weights would stay rounded."""
         return self.gradients if self.gradients.lossless else Hierarchical()
 
-    def averages_after(self, steps: int) -> bool:
-        """Return whether the parameters are to be averaged when `steps` optimizer steps have been made."""
-        return steps > self.start_step and (steps - self.start_step) % self.period == 0
+    @cached_property
+    def parameters(self) -> Aggregator:
+        """What a round replaces parameters by: their mean, or what comes of deltas, which keeps what was agreed on."""
+        if self.compressor is None:
+            return self.exact if self.outer == Outer() else Hierarchical(inter=Deltas(Flat(), self.outer))
+        return Hierarchical(inter=Deltas(Compressed(self.compressor, Feedback(self.decay)), self.outer))
+
+    def due(self, steps: int) -> tuple[int, ...]:
+        """Return the fragments a round of which begins when `steps` optimizer steps have been made."""
+        since = steps - self.start_step
+        if since <= 0:
+            return ()
+        place = since % self.period
+        return tuple(each for each in range(self.fragments) if each * self.period // self.fragments == place)
+
+    def round_after(self, steps: int) -> int:
+        """Return which round, from 1 on, begins after `steps` steps; each fragment's only grow."""
+        return -(-(steps - self.start_step) // self.period)
+
+    # ------------------------------------------------------------------------------------- gradients
 
     def all_reduce(self, buffer: Tensor, team: Team, scale: float, context: BufferContext) -> None:
         """Sum over all ranks; from `start_step` on over the node, in units of the sum over all ranks."""

@@ -90,12 +90,15 @@ def reshard(
     averages = [number for number, each in enumerate(paths) if is_average(each)]
     collected += [(collected[number] != 0).float() for number in averages]
     moving = torch.cat(collected)
+    if averages:  # sums of equal values are exact then, and so are their means: all nodes must come to the same
+        moving = moving.double()
     intra.all_reduce(moving)
     parted = moving.view(len(collected), -1)
     for place, number in enumerate(averages):
         parted[number] /= parted[len(paths) + place].clamp_(min=1.0)
+    parted = parted.float()
     if mine is not None:
         spans = context.layout.spans_of(mine)
         for each, whole in zip(paths, parted, strict=False):  # behind them, how many held the averages
             parts = [whole[first:last] for first, last in spans]
-            store.deposit(each, mine, torch.cat(parts) if parts else moving[:0])
+            store.deposit(each, mine, torch.cat(parts) if parts else whole[:0])

@@ -14,8 +14,10 @@ from commopt.feedback.factors import Factors, FactorStore, Side
 from commopt.feedback.layout import Layout, Piece, Spans, checked_patterns, gaps, joined_spans, matches
 from commopt.feedback.quality import GradientCosine, sample_numel
 from commopt.feedback.store import (
+    ANCHOR,
     EXP_AVG,
     EXP_AVG_SQ,
+    MOMENTUM_BUFFER,
     Kind,
     Residual,
     ResidualStore,
@@ -26,8 +28,10 @@ from commopt.feedback.store import (
 )
 
 __all__ = [
+    "ANCHOR",
     "EXP_AVG",
     "EXP_AVG_SQ",
+    "MOMENTUM_BUFFER",
     "SAMPLE_EVERY_STEPS",
     "BufferContext",
     "FactorStore",

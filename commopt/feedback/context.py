@@ -134,7 +134,7 @@ class BufferContext:
         return Velocity(*self._state(momentum_path(self.path), layout, device, feedback.dtype), momentum)
 
     def moment(self, name: str, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return a moment of Adam's (EXP_AVG, EXP_AVG_SQ) of the buffer, float32, and the place for the next one."""
+        """Return the average kept as `name` (EXP_AVG, ANCHOR) of the buffer, float32, and the next one's place."""
         return self._state(f"{self.path}.{name}".lstrip("."), self.layout, device, torch.float32)
 
     def _state(self, path: str, layout: Layout, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -26,6 +26,9 @@ T = TypeVar("T")
 _MOMENTUM = "momentum"
 EXP_AVG, EXP_AVG_SQ = "exp_avg", "exp_avg_sq"
 """Where Adam's moments are kept, below a level's residuals: as torch calls them."""
+ANCHOR, MOMENTUM_BUFFER = "anchor", "momentum_buffer"
+"""Where the parameters that nodes agreed on last are kept, and their outer momentum, as torch.optim.SGD calls it."""
+_AVERAGES = (EXP_AVG, EXP_AVG_SQ, ANCHOR, MOMENTUM_BUFFER)
 
 _SWEEPS = 3  # of what nobody asks for; it stays where it is then
 _LOW_BITS = 0xFFFF  # of a float32, which bfloat16 does not have
@@ -37,7 +40,7 @@ class Residual:
 
     `path` tells the level of the aggregator ("", "inter", "intra"). Values are unscaled and in units of the average:
     their sum over all ranks is what the model has not been told yet, or its momentum at the path of that name. Those of
-    Adam's moments are averages, each of its own node.
+    Adam's moments are averages, each of its own node; so is what nodes agreed on, of which all have the same.
     """
 
     path: str
@@ -68,13 +71,13 @@ def momentum_path(path: str) -> str:
 
 
 def is_momentum(path: str) -> bool:
-    """Return whether what is kept at `path` is momentum, or a moment of Adam's: nobody is owed it."""
-    return path.rpartition(".")[2] in (_MOMENTUM, EXP_AVG, EXP_AVG_SQ)
+    """Return whether what is kept at `path` is momentum, a moment of Adam's or parameters: nobody is owed it."""
+    return path.rpartition(".")[2] in (_MOMENTUM, *_AVERAGES)
 
 
 def is_average(path: str) -> bool:
     """Return whether what ranks keep at `path` are averages, so that a sum over them means nothing."""
-    return path.rpartition(".")[2] in (EXP_AVG, EXP_AVG_SQ)
+    return path.rpartition(".")[2] in _AVERAGES
 
 
 class Scratch:
@@ -358,7 +361,7 @@ class ResidualStore:
     def stats(self) -> dict[str, Any]:
         """Return the L2 norm of all residuals, the sampled error, bytes kept and dropped commits; waits for devices."""
         slots = self.slots()
-        momentum = [s for s in slots if is_momentum(s.path) and not s.path.endswith(EXP_AVG_SQ)]
+        momentum = [s for s in slots if is_momentum(s.path) and not s.path.endswith((EXP_AVG_SQ, ANCHOR))]
         kept = [tensor for slot in slots for tensor in (slot.values, slot.spare) if tensor is not None]
         return {
             "residual_norm": _norm(slot for slot in slots if not is_momentum(slot.path)),

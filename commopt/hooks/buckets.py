@@ -20,6 +20,7 @@ from commopt import lanes
 from commopt.aggregate import Aggregator, Flat, LocalSGD
 from commopt.errors import CommoptError, ConfigurationError
 from commopt.feedback import GradientCosine, Layout, ResidualStore, sample_numel
+from commopt.feedback.checkpoint import required
 from commopt.groups import WireBytes
 from commopt.hooks.checks import (
     REDUCIBLE,
@@ -55,7 +56,9 @@ class DDPRegistration(Registration):
         self.controller = Controller(self.recorder, self.layouts)
         self.averages: ParameterAverages | None = None
         if isinstance(aggregator, LocalSGD):
-            self.averages = ParameterAverages(aggregator, module, self.parameters.values())
+            self.averages = ParameterAverages(aggregator, module, self.parameters, self.store)
+        # The gradients of a LocalSGD leave nothing for later, and `store` is for its parameters.
+        self._remembers_nothing = None if self.averages is None else ResidualStore()
         self._ddp: ref[TorchDDP] | None = None
         self._cosine_of = -1  # which plan, by its number, the samples of averages are of
         self._raising_task = -1
@@ -158,7 +161,7 @@ class DDPRegistration(Registration):
         self.controller.begin_step(steps)
         if self.recorder.enabled:
             self.recorder.begin_step(steps, device)
-        self.step = Step(steps, self.store, self.scaler)
+        self.step = Step(steps, self._remembers_nothing or self.store, self.scaler)
         if self.watches_cosine and self.controller.changes != self._cosine_of:
             self._cosine_of = self.controller.changes
             self.cosine = GradientCosine(steps)  # a new plan is judged by its own samples
@@ -218,6 +221,13 @@ class DDPRegistration(Registration):
         if self.averages is not None:
             self.averages.steps = self.steps
 
+    @property
+    def residual_paths(self) -> tuple[str, ...]:
+        """Those of gradients, or of a LocalSGD's parameters."""
+        if isinstance(self.aggregator, LocalSGD):
+            return self.aggregator.parameters.residual_paths
+        return super().residual_paths
+
     def wire_bytes(self) -> WireBytes:
         """Return the payload this rank has sent, with that of averaged parameters."""
         sent = super().wire_bytes()
@@ -226,15 +236,16 @@ class DDPRegistration(Registration):
     # ------------------------------------------------------------------------------------- checkpoints
 
     def extras(self) -> dict[str, Any]:
-        """Return the plan that is followed and what tuning came to."""
+        """Return the plan that is followed and what tuning came to; with a LocalSGD also where its rounds are."""
         plan, tuned = self.controller.plan, self.controller.tuned
         return {
             "plan": None if plan is None else plan.to_json(),
             "tuned": None if tuned is None else tuned.to_json(),
+            **({} if self.averages is None else {"rounds": self.averages.state()}),
         }
 
     def read_extras(self, part: Mapping[str, Any]) -> tuple[Any, object]:
-        """Return both, as Registration.read_extras."""
+        """Return all of them, as Registration.read_extras."""
         try:
             plan = None if part.get("plan") is None else Plan.from_json(part["plan"])
             tuned = None if part.get("tuned") is None else Tuned.from_json(part["tuned"])
@@ -242,15 +253,19 @@ class DDPRegistration(Registration):
             raise ConfigurationError(
                 f"the checkpoint's {error}; load another, start without one, or set its 'plan' and 'tuned' to None"
             ) from error
-        return (plan, tuned), (None if plan is None else plan.digest(), tuned)
+        rounds = None
+        if self.averages is not None and "rounds" in part:
+            rounds = self.averages.read(required(part["rounds"], dict, "rounds"))
+        alike = None if rounds is None else (rounds[0], list(rounds[1]))
+        return (plan, tuned, rounds), (None if plan is None else plan.digest(), tuned, alike)
 
     def go_on(
         self, store: ResidualStore, steps: int, buffers: Sequence[Layout], numels: Mapping[str, int], extras: Any
     ) -> None:
         """Go on from a checkpoint, as Registration.go_on; what could be taken over of its plan is the controller's."""
         super().go_on(store, steps, buffers, numels, extras)
+        plan, tuned, rounds = extras or (None, None, None)
         if self.averages is not None:
-            self.averages.begin_anew(steps)
-        plan, tuned = extras or (None, None)
+            self.averages.begin_anew(steps, store, rounds)
         self.controller.restart(steps, plan, tuned, buffers)
         self.layouts.expect(numels)

@@ -266,7 +266,7 @@ def _buffers(part: Mapping[str, Any]) -> list[Layout]:
 
 
 def _require_same_levels(parts: list[Mapping[str, Any]], registration: Registration) -> None:
-    paths = () if registration.aggregator is None else registration.aggregator.residual_paths
+    paths = registration.residual_paths
     roles = (item for part in parts for item in field(part, "residuals", dict).items())
     used = {str(role).rpartition("/")[0] for role, pieces in roles if required(pieces, dict, f"residuals[{role!r}]")}
     if not used <= set(paths):

@@ -121,7 +121,7 @@ class CommState:
             "intra_bytes": sent.intra,
             "inter_bytes": sent.inter,
             "hook_us_per_bucket": registration.hook_ns / 1000 / calls if calls else 0.0,
-            **(registration.store.stats() if self.aggregator is not None and self.aggregator.residual_paths else {}),
+            **(registration.store.stats() if registration.residual_paths else {}),
         }
 
     def timeline(self, trace: str | Path | None = None) -> Timeline:

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Average a model's parameters over all ranks every few steps, before the forward that would read them."""
+"""The rounds of a LocalSGD: parameters leave before a forward, and come back before one."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from weakref import finalize, ref
 
@@ -14,27 +13,47 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from commopt.aggregate import Aggregator, LocalSGD
+from commopt.aggregate import Aggregator, LocalSGD, context_for
 from commopt.errors import ConfigurationError
-from commopt.feedback import BufferContext, Layout
-from commopt.groups import Team, WireBytes
-from commopt.lanes import LaneClient
+from commopt.feedback import BufferContext, ResidualStore
+from commopt.feedback.checkpoint import field, refuse
+from commopt.groups import WireBytes
+from commopt.hooks.parcels import Named, Parcel, fragments_of, parcels_of
+from commopt.lanes import LaneClient, Work
 from commopt.schedule import reducer
 
 _log = logging.getLogger("commopt")
 
-MESSAGE_NBYTES = 25 * 2**20  # what DDP gives its buckets
+
+@dataclass(eq=False)
+class _Flight:
+    """A parcel on its way. values: once `work` has ended, what to put in its place, or with `adds` to add to it."""
+
+    parcel: Parcel
+    values: Tensor
+    adds: bool
+    work: Work | None = None
+
+    def end(self) -> Tensor:
+        """Return the values, once they are there."""
+        if self.work is not None:
+            self.work.wait()
+        return self.values
+
+
+Underway = dict[int, list[_Flight]]  # by fragment
 
 
 class ParameterAverages:
     """The parameters of one DDP model that a LocalSGD averages, and what that has sent.
 
-    parameters: those whose gradients DDP averages. client: this rank among the others, None before it has joined them.
-    steps: how many are complete; whoever counts them tells. A forward of `module` with gradients averages first what is
-    due; an evaluation under no_grad() does not: one rank may evaluate alone.
+    parameters: those whose gradients DDP averages. store: keeps what nodes agreed on and residuals. client: this rank
+    among the others, None before it has joined them. steps: how many are complete; whoever counts them tells. A
+    forward of `module` with gradients first sees to what is due; an evaluation under no_grad() does not: one rank may
+    evaluate alone.
     """
 
-    def __init__(self, average: LocalSGD, module: nn.Module | None, parameters: Iterable[Tensor]) -> None:
+    def __init__(self, average: LocalSGD, module: nn.Module | None, parameters: Named, store: ResidualStore) -> None:
         self.sent = WireBytes()
         self.times = 0
         self.steps = 0
@@ -42,55 +61,188 @@ class ParameterAverages:
         self._average = average
         self._module = None if module is None else ref(module)
         # Chosen once: what is frozen later has become different on the nodes all the same.
-        self._parameters = tuple(parameters)
-        self._averaged_at = -1
+        self._parameters = dict(parameters)
+        self._fragments = fragments_of(self._parameters, average.fragments)
+        self._store = store
+        self._anchored = not average.parameters.residual_paths
+        self._underway: Underway = {}
+        self._turn = -1  # the steps before the last one
+        if not self._anchored:
+            _require_float32_holds(average, self._parameters)
         if module is not None:
             finalize(self, module.register_forward_pre_hook(_BeforeForward(self)).remove).atexit = False
 
     def take_turn(self) -> None:
-        """Average if that is due and not done; all ranks must ask before the next step.
+        """Do what is due and not done; all ranks must ask before the next step.
 
         Returns when the parameters are there (on CUDA: for the current stream). Raises ConfigurationError when the
         model is not known, or a CUDA graph is captured that would repeat what is not due.
         """
+        average, steps, client = self._average, self.steps, self.client
         if self._module is None:
             raise ConfigurationError(
-                f"{self._average} averages parameters and does not know the model; use commopt.attach(ddp, ...), or "
+                f"{average} averages parameters and does not know the model; use commopt.attach(ddp, ...), or "
                 f"HookState(aggregator, module=ddp.module)"
             )
-        if self.client is None or self._averaged_at == self.steps or not self._average.averages_after(self.steps):
+        if client is None or self._turn == steps:
+            return
+        begins = not self._anchored and steps >= average.start_step
+        leave, land = average.due(steps), average.due(steps - average.delay)
+        if not (begins or leave or land):
             return
         if reducer.is_capturing():
-            self._average.check_capture(self.steps, self.client.team)
-        self._averaged_at = self.steps
-        self.run(self.client)
-
-    def begin_anew(self, steps: int) -> None:
-        """Go on after `steps` steps, and forget which average was made last: the parameters are a checkpoint's now."""
-        self.steps, self._averaged_at = steps, -1
-
-    def run(self, client: LaneClient) -> None:
-        """Average now, whatever is due and without changing it; collective. Returns as `take_turn` does."""
+            average.check_capture(steps, client.team)
+        self._turn = steps
         if client.team.node_count == 1:
             return
-        aggregator, handles = self._average.parameters, []
-        for message in _messages(self._tensors()):
-            work = partial(message.average, aggregator, client.team)
-            handles.append(client.run(work, "average of the parameters", message.device))
-            layout = Layout.anonymous(message.numel)
-            self.sent += aggregator.wire_bytes(layout, message.dtype, client.team, message.device, 0)
-        for handle in handles:
-            handle.wait()
+        if begins:
+            self._drop_anchor(client)
+        for fragment in leave:
+            self._underway[fragment] = [
+                self._send(client, parcel, by, average.round_after(steps)) for parcel, by in self._parcels(fragment)
+            ]
+        for fragment in land:
+            self._land(fragment)
+
+    def run(self, client: LaneClient) -> None:
+        """Take the exact mean now, whatever is due and without changing it; collective. Returns as `take_turn` does."""
+        if client.team.node_count == 1:
+            return
+        for fragment in list(self._underway):
+            self._land(fragment)
+        flights = [
+            self._send(client, parcel, self._average.exact, 0, adds=False)
+            for parcel in parcels_of({**self._parameters, **self._buffers()})
+        ]
+        for flight in flights:
+            flight.parcel.put(flight.end())
         self.times += 1
 
-    def _tensors(self) -> list[Tensor]:
+    # ------------------------------------------------------------------------------------- rounds
+
+    def _drop_anchor(self, client: LaneClient) -> None:
+        """Keep the parameters, which are those of all nodes now, as agreed on."""
+        alone, by = client.team.intra, self._average.parameters
+        flights = []
+        for fragment in self._fragments:
+            for parcel in parcels_of(fragment):
+                values = parcel.values(copy=True)
+                if alone is not None and alone.rank > 0:  # the sum over a node is to be what one rank holds, exactly
+                    values.zero_()
+                flights.append(self._submit(client, _Flight(parcel, values, adds=False), by, 0, 1.0))
+        for flight in flights:
+            flight.end()
+        self._anchored = True
+
+    def _send(
+        self, client: LaneClient, parcel: Parcel, by: Aggregator, number: int, adds: bool | None = None
+    ) -> _Flight:
+        average = self._average
+        if adds is None:
+            adds = average.delay > 0 or average.merge < 1
+        flight = _Flight(parcel, parcel.values(copy=adds), adds)
+        # Over all ranks though those of a node agree: in DDP's join() they may not, and inside a node it is cheap.
+        return self._submit(client, flight, by, number, 1.0 / client.team.size)
+
+    def _submit(self, client: LaneClient, flight: _Flight, by: Aggregator, number: int, scale: float) -> _Flight:
+        """Let the lane do a flight, of round `number` of its parcel."""
+        parcel, values, team, store = flight.parcel, flight.values, client.team, self._store
+        before = values.clone() if flight.adds else None
+
+        def exchange() -> None:
+            context = BufferContext.unremembered(values.numel())
+            if by.residual_paths:
+                store.begin_step()
+                context = context_for(by, parcel.layout, team, store, number, rank=team.ranks[team.rank])
+            by.all_reduce(values, team, scale, context)
+            if by.residual_paths:
+                store.end_bucket([values], last=True)
+            if before is not None:
+                values.sub_(before)
+
+        inputs = () if before is None else (before,)
+        flight.work = client.submit("average of the parameters", exchange, values, inputs, values.numel())
+        self.sent += by.wire_bytes(parcel.layout, parcel.dtype, team, parcel.device, number)
+        return flight
+
+    def _land(self, fragment: int) -> None:
+        """Wait for a round, and let the model have what came of it."""
+        flights = self._underway.pop(fragment, ())
+        for flight in flights:
+            values = flight.end()
+            if flight.adds:
+                flight.parcel.add(values, self._average.merge)
+            else:
+                flight.parcel.put(values)
+        self.times += bool(flights)
+
+    def _parcels(self, fragment: int) -> list[tuple[Parcel, Aggregator]]:
+        """Return what travels in a round, and by what: buffers with the last fragment, always exactly."""
+        average, tensors = self._average, self._fragments[fragment]
+        buffers = self._buffers() if fragment == average.fragments - 1 else {}
+        if average.parameters is average.exact:
+            return [(parcel, average.exact) for parcel in parcels_of({**tensors, **buffers})]
+        own = [(parcel, average.parameters) for parcel in parcels_of(tensors)]
+        return [*own, *((parcel, average.exact) for parcel in parcels_of(buffers))]
+
+    def _buffers(self) -> dict[str, Tensor]:
         module = None if self._module is None else self._module()
         if module is None or not self._average.buffers:
-            return list(self._parameters)
+            return {}
         # By the names that DDP goes by for buffers. Asked each time: a module may put other tensors in their place.
         ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-        buffers = [b for name, b in module.named_buffers() if b.is_floating_point() and name not in ignored]
-        return [*self._parameters, *buffers]
+        return {name: b for name, b in module.named_buffers() if b.is_floating_point() and name not in ignored}
+
+    # ------------------------------------------------------------------------------------- checkpoints
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds beside the store: whether that has what was agreed on, and what is under way.
+
+        The latter by name, in host memory: what is to be added when the round is over.
+        """
+        underway: dict[str, Tensor] = {}
+        for flight in (flight for flights in self._underway.values() for flight in flights):
+            parts = flight.parcel.parts(flight.end())
+            underway |= {name: part.detach().to("cpu", copy=True) for name, part in parts.items()}
+        return {"anchored": self._anchored, "underway": underway}
+
+    def read(self, saved: Mapping[str, Any]) -> tuple[bool, Underway]:
+        """Return what `state` returned as what `begin_anew` takes; raises ConfigurationError for what is damaged."""
+        anchored, values = field(saved, "anchored", bool, "rounds"), dict(field(saved, "underway", dict, "rounds"))
+        underway: Underway = {}
+        for fragment in range(self._average.fragments):
+            for parcel, _ in self._parcels(fragment):
+                if values.keys().isdisjoint(parcel.tensors):
+                    continue
+                parts = [_part(values.pop(name, None), name, tensor) for name, tensor in parcel.tensors.items()]
+                joined = torch.cat([each.reshape(-1).to(parcel.device, parcel.dtype) for each in parts])
+                underway.setdefault(fragment, []).append(_Flight(parcel, joined, adds=True))
+        if values:
+            refuse("a name in rounds['underway']", next(iter(values)), "one of the model's")
+        return anchored or not self._average.parameters.residual_paths, underway
+
+    def begin_anew(self, steps: int, store: ResidualStore, rounds: tuple[bool, Underway] | None) -> None:
+        """Go on after `steps` steps: the parameters are a checkpoint's now. rounds: None for one of another world.
+
+        There nodes agree on the parameters as they are then.
+        """
+        self.steps, self._turn, self._store = steps, -1, store
+        self._anchored, self._underway = rounds or (not self._average.parameters.residual_paths, {})
+
+
+def _part(values: object, name: str, tensor: Tensor) -> Tensor:
+    if not isinstance(values, Tensor) or values.shape != tensor.shape or not values.isfinite().all():
+        refuse(f"rounds['underway'][{name!r}]", values, f"a finite tensor of shape {list(tensor.shape)}")
+    return values
+
+
+def _require_float32_holds(average: LocalSGD, parameters: Named) -> None:
+    for name, parameter in parameters.items():
+        if parameter.dtype == torch.float64:
+            raise ConfigurationError(
+                f"{average} keeps what nodes agreed on in float32, and parameter {name!r} is torch.float64; use "
+                f"float32 parameters, or a LocalSGD without outer and compressor, which is exact"
+            )
 
 
 def warn_of_broadcasts(aggregator: Aggregator, ddp: TorchDDP) -> None:
@@ -100,51 +252,6 @@ def warn_of_broadcasts(aggregator: Aggregator, ddp: TorchDDP) -> None:
             "DDP broadcasts this model's buffers from rank 0 in every forward, between nodes too; use "
             "DistributedDataParallel(..., broadcast_buffers=False) and LocalSGD(buffers=True)"
         )
-
-
-@dataclass(frozen=True)
-class _Message:
-    """Tensors of one device that travel together, as `dtype`."""
-
-    tensors: tuple[Tensor, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def numel(self) -> int:
-        return sum(tensor.numel() for tensor in self.tensors)
-
-    def average(self, aggregator: Aggregator, team: Team) -> None:
-        """Average the values, on the lane; those of one tensor where they are, if that can be."""
-        tensors = [tensor.detach() for tensor in self.tensors]
-        alone = len(tensors) == 1 and tensors[0].dtype == self.dtype and tensors[0].is_contiguous()
-        flat = tensors[0].view(-1) if alone else torch.cat([each.reshape(-1).to(self.dtype) for each in tensors])
-        # Over all ranks though those of a node agree: in DDP's join() they may not, and inside a node it is cheap.
-        aggregator.all_reduce(flat, team, 1.0 / team.size, BufferContext.unremembered(self.numel))
-        if not alone:
-            for tensor, value in zip(tensors, flat.split([each.numel() for each in tensors]), strict=True):
-                tensor.copy_(value.view(tensor.shape))
-
-
-def _messages(tensors: Iterable[Tensor]) -> list[_Message]:
-    """Cut up what is to be averaged, alike on all ranks: one device and dtype each, no longer than a bucket.
-
-    16-bit tensors travel as float32, rounded once: gradients stand rounding in every sum better than weights do.
-    """
-    messages: list[_Message] = []
-    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault((torch.promote_types(tensor.dtype, torch.float32), tensor.device), []).append(tensor)
-    for (dtype, device), alike in kinds.items():
-        nbytes, part = 0, list[Tensor]()
-        for tensor in alike:
-            nbytes += tensor.numel() * dtype.itemsize
-            if part and nbytes > MESSAGE_NBYTES:
-                messages.append(_Message(tuple(part), dtype, device))
-                nbytes, part = tensor.numel() * dtype.itemsize, []
-            part.append(tensor)
-        messages.append(_Message(tuple(part), dtype, device))
-    return messages
 
 
 class _BeforeForward:

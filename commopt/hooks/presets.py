@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commopt.aggregate import Aggregator, Auto, Compressed, Flat, Hierarchical, PowerSGD
+from commopt.aggregate import Aggregator, Auto, Compressed, Flat, Hierarchical, LocalSGD, Outer, PowerSGD
 from commopt.compress import DGC, Cast, Compressor, OneBit, Quantize
 from commopt.errors import ConfigurationError
 from commopt.hooks.state import HookState
@@ -125,6 +125,7 @@ def _near(name: str, known: Iterable[str]) -> str:
 # ----------------------------------------------------------------------------------------- by their names
 
 PRESETS: dict[str, Preset] = {}
+LOCAL_PRESETS: dict[str, Preset] = {}  # for whole models only: between their rounds nodes go their own ways
 
 
 def build_preset(text: str, **options: Any) -> Aggregator:
@@ -135,19 +136,20 @@ def build_preset(text: str, **options: Any) -> Aggregator:
     from commopt.command_line import option_value
 
     name, *settings = text.split(":")
-    if name not in PRESETS:
-        meant = _near(name, PRESETS)
-        raise ConfigurationError(f"preset {name!r} is unknown{meant} known presets: {', '.join(sorted(PRESETS))}")
+    known = PRESETS | LOCAL_PRESETS
+    if name not in known:
+        meant = _near(name, known)
+        raise ConfigurationError(f"preset {name!r} is unknown{meant} known presets: {', '.join(sorted(known))}")
     for setting in settings:
         option, equals, value = setting.partition("=")
         if not equals:
             raise ConfigurationError(f"{setting!r} in {text!r} is no option=value, for example {name}:block=256")
         options[option] = option_value(value)
-    return PRESETS[name].build(**options)
+    return known[name].build(**options)
 
 
-def _preset(name: str, about: str, build: Callable[[], Aggregator]) -> Preset:
-    """Make a preset without options."""
+def _preset(name: str, about: str, build: Callable[..., Aggregator]) -> Preset:
+    """Make a preset of what builds its aggregator, and says by its signature which options there are."""
     build.__name__ = build.__qualname__ = name
     build.__module__, build.__doc__ = __name__, about
     return PRESETS.setdefault(name, Preset(build))
@@ -221,4 +223,49 @@ hierarchical_quantized = _preset_of("hierarchical_quantized", _BITS, Quantize, b
 hierarchical_onebit = _preset_of("hierarchical_onebit", _SIGNS, OneBit, between_nodes=True)
 hierarchical_powersgd = _preset_of("hierarchical_powersgd", _FACTORS, PowerSGD, between_nodes=True)
 hierarchical_dgc = _preset_of("hierarchical_dgc", _LARGEST, DGC, between_nodes=True, min_elements=_FREE_ELEMENTS)
+
+
+def _local(name: str, about: str, **defaults: Any) -> Preset:
+    """Make a preset whose options are those of LocalSGD."""
+    preset = _preset_of(name, about, LocalSGD, **defaults)
+    LOCAL_PRESETS[name] = PRESETS.pop(name)
+    return preset
+
+
+_NESTEROV = Outer(lr=0.7, momentum=0.9, nesterov=True)
+
+diloco = _local(
+    "diloco",
+    "DiLoCo (Douillard et al., arXiv 2311.08105): float32 deltas every 500 steps, then Nesterov's, 0.9 at rate 0.7.",
+    period=500,
+    outer=_NESTEROV,
+)
+streaming_diloco = _local(
+    "streaming_diloco",
+    "Streaming DiLoCo (arXiv 2501.18512): every 100 steps, in fragments that travel by 4 bits while a step is made; "
+    "half of the result is taken over. There fragments are of layers and the 4 bits are E3M0; here there are 8 by "
+    "bytes, with a scale per block and error feedback, and the outer optimizer is DiLoCo's.",
+    period=100,
+    outer=_NESTEROV,
+    compressor=Quantize(bits=4),
+    fragments=8,
+    delay=1,
+    merge=0.5,
+)
+onebit_local = _local(
+    "onebit_local",
+    "Signs of deltas and a scale per block, with error feedback (arXiv 1901.09847, there of gradients), every 16 "
+    "steps: for AdamW on the slowest links.",
+    period=16,
+    compressor=OneBit(),
+)
+sparse_loco = _local(
+    "sparse_loco",
+    "SparseLoCo (arXiv 2508.15706): the largest 1/64 of the deltas every 30 steps, error feedback that decays by 0.95, "
+    "no outer momentum. There 64 of every 4096 elements are taken, with 2 bits each; here they are bfloat16, and the "
+    "largest of a message. It needs hundreds of rounds.",
+    period=30,
+    compressor=DGC(density=1 / 64),
+    decay=0.95,
+)
 auto = _preset_of("auto", "Whatever pays here, of what is allowed: predicted, tried on live steps, and watched.", Auto)

@@ -161,6 +161,11 @@ class Registration:
         self.traffic.count(aggregator, layout, buffer.dtype, buffer.device, step.number)
         return work
 
+    @property
+    def residual_paths(self) -> tuple[str, ...]:
+        """The levels at which `store` keeps something."""
+        return () if self.aggregator is None else self.aggregator.residual_paths
+
     def wire_bytes(self) -> WireBytes:
         """Return the payload this rank has sent, nothing before it has joined."""
         return WireBytes() if self.joined is None else self.traffic.wire_bytes(self.joined.team)

@@ -54,6 +54,23 @@ def dgc(ddp: DDP) -> None:
     commopt.attach(ddp, commopt.dgc, momentum=0.9)  # and SGD(momentum=0)
 
 
+def diloco(ddp: DDP) -> None:
+    commopt.attach(ddp, commopt.diloco, period=100)
+
+
+def streaming_diloco(ddp: DDP) -> None:
+    commopt.attach(ddp, commopt.streaming_diloco, fragments=2, delay=5)
+
+
+def onebit_local(ddp: DDP) -> None:
+    comm = commopt.attach(ddp, commopt.onebit_local, start_step=1000)
+    comm.average_parameters()  # on every rank, before saving or evaluating
+
+
+def sparse_loco(ddp: DDP) -> None:
+    commopt.attach(ddp, commopt.sparse_loco, period=15)
+
+
 def powersgd(ddp: DDP) -> None:
     commopt.attach(ddp, commopt.powersgd, matrix_rank=4)
 
@@ -121,6 +138,11 @@ def PowerSGD(ddp: DDP) -> None:
 def LocalSGD(ddp: DDP) -> None:
     comm = commopt.attach(ddp, commopt.LocalSGD(period=8, start_step=1000))
     comm.average_parameters()  # on every rank, before saving or evaluating
+
+
+def Outer(ddp: DDP) -> None:
+    outer = commopt.Outer(lr=0.7, momentum=0.9, nesterov=True)
+    commopt.attach(ddp, commopt.LocalSGD(period=50, outer=outer, compressor=commopt.Quantize(bits=4)))
 
 
 def Auto(ddp: DDP) -> None:

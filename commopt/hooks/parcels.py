@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters that travel together: cut up alike on all ranks, laid one after the other, and put back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from commopt.errors import ConfigurationError
+from commopt.feedback import Layout
+
+PARCEL_NBYTES = 25 * 2**20  # what DDP gives its buckets
+
+Named = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """Tensors of one device that travel together, as `dtype`."""
+
+    tensors: Named
+    dtype: torch.dtype
+    device: torch.device
+
+    @cached_property
+    def layout(self) -> Layout:
+        """What lies where, once they are one buffer."""
+        return Layout.of_parameters([(name, tuple(tensor.shape)) for name, tensor in self.tensors.items()])
+
+    def values(self, *, copy: bool) -> Tensor:
+        """Return the values as one buffer; if it need be no copy, those of one tensor where they are."""
+        tensors = [tensor.detach() for tensor in self.tensors.values()]
+        if not copy and len(tensors) == 1 and tensors[0].dtype == self.dtype and tensors[0].is_contiguous():
+            return tensors[0].view(-1)
+        return torch.cat([each.reshape(-1).to(self.dtype) for each in tensors])
+
+    def parts(self, values: Tensor) -> dict[str, Tensor]:
+        """Return what of a buffer is each tensor's, in its shape."""
+        parted = values.split([tensor.numel() for tensor in self.tensors.values()])
+        return {name: part.view(each.shape) for (name, each), part in zip(self.tensors.items(), parted, strict=True)}
+
+    def put(self, values: Tensor) -> None:
+        """Make a buffer's the tensors' values."""
+        for tensor, part in zip(self.tensors.values(), self.parts(values).values(), strict=True):
+            tensor.detach().copy_(part)
+
+    def add(self, values: Tensor, share: float) -> None:
+        """Add a share of a buffer to the tensors, each rounded once."""
+        for tensor, part in zip(self.tensors.values(), self.parts(values).values(), strict=True):
+            tensor.detach().copy_(torch.add(tensor.detach(), part, alpha=share))
+
+
+def parcels_of(tensors: Named) -> list[Parcel]:
+    """Cut up what is to be averaged, alike on all ranks: one device and dtype each, no longer than a bucket.
+
+    16-bit tensors travel as float32, rounded once: gradients stand rounding in every sum better than weights do.
+    """
+    parcels: list[Parcel] = []
+    kinds: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        kinds.setdefault((torch.promote_types(tensor.dtype, torch.float32), tensor.device), {})[name] = tensor
+    for (dtype, device), alike in kinds.items():
+        nbytes, part = 0, dict[str, Tensor]()
+        for name, tensor in alike.items():
+            nbytes += tensor.numel() * dtype.itemsize
+            if part and nbytes > PARCEL_NBYTES:
+                parcels.append(Parcel(part, dtype, device))
+                nbytes, part = tensor.numel() * dtype.itemsize, {}
+            part[name] = tensor
+        parcels.append(Parcel(part, dtype, device))
+    return parcels
+
+
+def fragments_of(tensors: Named, count: int) -> list[Named]:
+    """Cut tensors, in their order, into `count` fragments of about as many bytes, with at least one tensor each.
+
+    Raises ConfigurationError when there are fewer.
+    """
+    if tensors and len(tensors) < count:
+        raise ConfigurationError(
+            f"LocalSGD(fragments={count}) is more than the model has parameters, {len(tensors)}; use fewer fragments"
+        )
+    fragments: list[dict[str, Tensor]] = [{} for _ in range(count)]
+    total, done, number = sum(each.numel() * each.element_size() for each in tensors.values()), 0, 0
+    for left, (name, tensor) in zip(range(len(tensors), 0, -1), tensors.items(), strict=True):
+        nbytes = tensor.numel() * tensor.element_size()
+        # The next fragment begins where its share does, or where each that is to come needs one of what is left.
+        ends = 2 * done + nbytes > 2 * total * (number + 1) // count or left < count - number
+        if fragments[number] and number + 1 < count and ends:
+            number += 1
+        fragments[number][name] = tensor
+        done += nbytes
+    return list(fragments)
