@@ -100,8 +100,8 @@ def trainer_of(model: nn.Module, steps: int, folder: Path, **options: Any) -> An
 
 
 def trained(
-    folder: Path, choice: dict[str, Any] | None, steps: int = STEPS, start: Any = None, **options: Any
-) -> tuple[Judged, Any]:
+    options: dict[str, Any], folder: Path, choice: dict[str, Any] | None, steps: int = STEPS, start: Any = None
+) -> tuple[Any, Any]:
     """Train with the Trainer, and return the model and the callback."""
     from commopt.integrations.transformers import CommoptCallback
 
@@ -115,10 +115,10 @@ def trained(
 
 
 def with_trainer(folder: Path) -> dict[str, Any]:
-    on_cpus = {"use_cpu": True, "bf16": True}
+    on_cpus: dict[str, Any] = {"use_cpu": True, "bf16": True}
 
-    def fit(where: str, *how: Any, **options: Any) -> tuple[str, Any]:
-        model, averaging = trained(folder / where, *how, **options, **on_cpus)
+    def fit(where: str, *how: Any, **resumed: Any) -> tuple[str, Any]:
+        model, averaging = trained(on_cpus, folder / where, *how, **resumed)
         return digest_of(model.net), averaging
 
     done = {"stock": fit("stock", None)[0], "exact": fit("exact", {"choice": "flat"})[0]}
@@ -171,9 +171,9 @@ def train_sharded(rank: int, world_size: int, port: int, folder: str) -> dict[st
     sharded: dict[str, Any] = {"fsdp": True, "accelerator_config": {"use_configured_state": True}}
     sharded["fsdp_config"] = {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}
 
-    def train(where: str, *how: Any, **options: Any) -> str:
-        mesh = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
-        model, _ = trained(Path(folder, where), *how, parallelism_config=mesh, **sharded, **options)
+    def train(where: str, *how: Any, **resumed: Any) -> str:
+        sharded["parallelism_config"] = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+        model, _ = trained(sharded, Path(folder, where), *how, **resumed)
         assert {parameter.device_mesh.ndim for parameter in model.parameters()} == {2}
         return digest_of(nn.ParameterList([parameter.full_tensor() for parameter in model.parameters()]))
 

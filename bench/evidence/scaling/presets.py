@@ -125,19 +125,24 @@ def read(path: Path) -> tuple[Assumptions, list[Cell]]:
 
 
 def markdown(given: Assumptions, found: Sequence[Cell], presets: Mapping[str, Sequence[str]]) -> str:
-    """Return a table with a row for each model and network, a column for each number of nodes, and what it rests on.
+    """Return a table with a column for each number of nodes, and what it rests on.
 
-    presets: for each optimizer those that are allowed. A cell has one preset where it is the same for all optimizers.
+    presets: for each optimizer those that are allowed. It has a row for each model and network, one for each optimizer
+    where their choices differ.
     """
-    rows: dict[tuple[str, float], list[str]] = {}
-    for each in found:
-        best = {TITLES[optimizer]: each.best(names) for optimizer, names in presets.items()}
-        same = len(set(best.values())) == 1
-        shown = [f"{'' if same else title + ' '}`{name}` {step_ms:.0f}" for title, (name, step_ms) in best.items()]
-        cell = "<br>".join(shown[:1] if same else shown)
-        rows.setdefault((each.model, each.gbps), []).append(f"{cell} ({each.stock_ms:.0f})")
-    headings = ["model", "Gb/s", *(f"{nodes} nodes" for nodes in NODES)]
-    lines = [[name, f"{gbps:g}", *shown] for (name, gbps), shown in rows.items()]
+    lines = []
+    for model, gbps in dict.fromkeys((each.model, each.gbps) for each in found):
+        row = [each for each in found if (each.model, each.gbps) == (model, gbps)]
+        best = {TITLES[optimizer]: [each.best(names) for each in row] for optimizer, names in presets.items()}
+        if len({tuple(choices) for choices in best.values()}) == 1:
+            best = {"any": next(iter(best.values()))}
+        for title, choices in best.items():
+            shown = [
+                f"`{name}` {step_ms:.0f} ({each.stock_ms:.0f})"
+                for each, (name, step_ms) in zip(row, choices, strict=True)
+            ]
+            lines.append([model, f"{gbps:g}", title, *shown])
+    headings = ["model", "Gb/s", "optimizer", *(f"{nodes} nodes" for nodes in NODES)]
     chosen = "; ".join(
         f"{TITLES[optimizer]}: {', '.join(f'`{name}`' for name in names if name.startswith('hierarchical_'))}"
         for optimizer, names in presets.items()
