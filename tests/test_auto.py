@@ -16,7 +16,15 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import commopt
 from commopt import Auto, ConfigurationError
 from commopt.schedule import Calendar, Decision, Plan, Tried, Tuned, Window, controller, sync
-from tests.hook_training import SMALL_BUCKET, Tower, batch_of, expected_gradients, loss_of, seeded
+from tests.hook_training import (
+    BUCKETS_CAN_BE_GIVEN,
+    SMALL_BUCKET,
+    Tower,
+    batch_of,
+    expected_gradients,
+    loss_of,
+    seeded,
+)
 from tests.plan_changes import plan_of, tower_names
 from tests.ranks import run
 
@@ -218,7 +226,9 @@ def resume(rank: int, world_size: int) -> tuple[bool, bool]:
 
 
 def test_a_checkpoint_knows_the_tuning() -> None:
-    assert run(resume, 4, nodes=(2, 2)) == [(True, True)] * 4
+    for same_bits, same_tuning in run(resume, 4, nodes=(2, 2)):
+        assert same_bits or not BUCKETS_CAN_BE_GIVEN
+        assert same_tuning
 
 
 def resume_from_a_trial(rank: int, world_size: int) -> tuple[bool, bool]:

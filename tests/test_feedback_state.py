@@ -33,6 +33,7 @@ from tests.feedback_training import (
     total,
     zero_gradients,
 )
+from tests.hook_training import BUCKETS_CAN_BE_GIVEN
 from tests.ranks import run
 
 State = dict[str, Any]
@@ -101,6 +102,7 @@ def assert_same(first: list[tuple[str, dict[str, Vectors]]], second: list[tuple[
                 assert torch.equal(residuals[role][name], residuals_again[role][name]), (rank, role, name)
 
 
+@pytest.mark.skipif(not BUCKETS_CAN_BE_GIVEN, reason="before torch 2.12 the first step of a run has buckets of its own")
 @pytest.mark.parametrize(
     ("strategy", "layout", "gathered", "option"),
     [
