@@ -40,6 +40,8 @@ LAYERS = (
     "commopt.hooks.insight",
     "commopt.hooks.checkpoint",
     "commopt.hooks.registration",
+    "commopt.hooks.local_sgd",
+    "commopt.hooks.parcels",
     "commopt.hooks.reduction",
     "commopt.hooks.checks",
     "commopt.collectives",

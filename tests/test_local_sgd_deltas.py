@@ -90,14 +90,14 @@ class Reference:
                 self._errors[node] = [a - b for a, b in zip(sent, decoded, strict=True)]
                 for theta, each in zip(self._theta, decoded, strict=True):
                     assert theta.grad is not None
-                    theta.grad += each
+                    theta.grad.add_(each)
             self._outer.step()
             learned = [[new - old for new, old in zip(self._theta, values, strict=True)] for values in taken]
             self._late.append((steps + average.delay, learned))
         if self._late and self._late[0][0] == steps:
             for replica, changes in zip(self.replicas, self._late.pop(0)[1], strict=True):
                 for parameter, change in zip(replica.parameters(), changes, strict=True):
-                    parameter += average.merge * change
+                    parameter.add_(change, alpha=average.merge)
 
 
 def decode(compressor: Compressor, tensors: list[Tensor]) -> list[Tensor]:
@@ -231,7 +231,7 @@ def test_between_rounds_it_averages_saves_and_moves_to_another_world() -> None:
 def test_fragments_are_of_about_as_many_bytes_and_have_rounds_of_their_own() -> None:
     tensors = {str(index): torch.zeros(numel) for index, numel in enumerate([100, 1, 1, 30, 30, 40, 100])}
     fragments = fragments_of(tensors, 3)
-    assert [list(each) for each in fragments] == [["0", "1"], ["2", "3", "4", "5"], ["6"]]
+    assert fragments == [["0", "1"], ["2", "3", "4", "5"], ["6"]]
     assert [len(each) for each in fragments_of(tensors, 7)] == [1] * 7
     with pytest.raises(ConfigurationError, match=r"fragments=8\) is more"):
         fragments_of(tensors, 8)

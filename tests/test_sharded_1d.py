@@ -464,7 +464,7 @@ def test_what_cannot_work_is_named_on_every_rank() -> None:
         "use commopt.Hierarchical",
         "equally long",
         "for DDP models only",
-        "for DDP models only",
+        "on a 1-D mesh",
         "plan='adaptive'",
         "is no commopt.Weights",
         "disagree about weights",

@@ -78,7 +78,7 @@ def complex_numbers(net: Net) -> None:
 
 REFUSED: dict[str, tuple[Callable[[int], object], tuple[str, ...]]] = {
     "auto": (with_options("auto"), ("DDP models only", "plans of DDP's buckets")),
-    "LocalSGD": (with_options(LocalSGD()), ("DDP models only", "whole parameters")),
+    "LocalSGD with buffers": (with_options(LocalSGD(buffers=True)), ("leave buffers out",)),
     "a plan": (with_options(plan="adaptive"), ("plan='adaptive'", "leave plan out")),
     "links": (with_options(links="links.json"), ("links=", "leave links out")),
     "tuned": (with_options(tuned="tuned.json"), ("tuned=", "leave tuned out")),

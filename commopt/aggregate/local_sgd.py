@@ -27,9 +27,9 @@ _log = logging.getLogger("commopt")
 class LocalSGD(Aggregator):
     """Average gradients inside the node in every step; between nodes, every `period` steps, what each has learned.
 
-    For DDP models only: `commopt.attach(ddp, LocalSGD(...))` sees to the parameters too. Between two rounds nodes
-    hold different parameters. On one node gradients are averaged over all ranks in every step. The optimizer is the
-    user's own, and each node's.
+    For models of DDP, and of FSDP2 with replicas, one on each node: `commopt.attach(model, LocalSGD(...))` sees to the
+    parameters too. Between two rounds nodes hold different ones. On one node gradients are averaged over all ranks in
+    every step. The optimizer is the user's own, and each node's.
 
     With theta what nodes agreed on last, node k of K at theta_k, C the compressor and D its decoding, a round is
 

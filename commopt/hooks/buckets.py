@@ -20,8 +20,6 @@ from commopt import lanes
 from commopt.aggregate import Aggregator, Flat, LocalSGD
 from commopt.errors import CommoptError, ConfigurationError
 from commopt.feedback import GradientCosine, Layout, ResidualStore, sample_numel
-from commopt.feedback.checkpoint import required
-from commopt.groups import WireBytes
 from commopt.hooks.checks import (
     REDUCIBLE,
     UnusedAverages,
@@ -54,9 +52,9 @@ class DDPRegistration(Registration):
         self.watches_cosine = False
         self.cosine = GradientCosine()
         self.controller = Controller(self.recorder, self.layouts)
-        self.averages: ParameterAverages | None = None
         if isinstance(aggregator, LocalSGD):
-            self.averages = ParameterAverages(aggregator, module, self.parameters, self.store)
+            parameters = dict(self.parameters)
+            self.averages = ParameterAverages(aggregator, module, lambda: parameters, self.store)
         # The gradients of a LocalSGD leave nothing for later, and `store` is for its parameters.
         self._remembers_nothing = None if self.averages is None else ResidualStore()
         self._ddp: ref[TorchDDP] | None = None
@@ -221,27 +219,15 @@ class DDPRegistration(Registration):
         if self.averages is not None:
             self.averages.steps = self.steps
 
-    @property
-    def residual_paths(self) -> tuple[str, ...]:
-        """Those of gradients, or of a LocalSGD's parameters."""
-        if isinstance(self.aggregator, LocalSGD):
-            return self.aggregator.parameters.residual_paths
-        return super().residual_paths
-
-    def wire_bytes(self) -> WireBytes:
-        """Return the payload this rank has sent, with that of averaged parameters."""
-        sent = super().wire_bytes()
-        return sent if self.averages is None else sent + self.averages.sent
-
     # ------------------------------------------------------------------------------------- checkpoints
 
     def extras(self) -> dict[str, Any]:
-        """Return the plan that is followed and what tuning came to; with a LocalSGD also where its rounds are."""
+        """Return the plan that is followed and what tuning came to, and what Registration.extras does."""
         plan, tuned = self.controller.plan, self.controller.tuned
         return {
             "plan": None if plan is None else plan.to_json(),
             "tuned": None if tuned is None else tuned.to_json(),
-            **({} if self.averages is None else {"rounds": self.averages.state()}),
+            **super().extras(),
         }
 
     def read_extras(self, part: Mapping[str, Any]) -> tuple[Any, object]:
@@ -253,19 +239,14 @@ class DDPRegistration(Registration):
             raise ConfigurationError(
                 f"the checkpoint's {error}; load another, start without one, or set its 'plan' and 'tuned' to None"
             ) from error
-        rounds = None
-        if self.averages is not None and "rounds" in part:
-            rounds = self.averages.read(required(part["rounds"], dict, "rounds"))
-        alike = None if rounds is None else (rounds[0], list(rounds[1]))
+        rounds, alike = super().read_extras(part)
         return (plan, tuned, rounds), (None if plan is None else plan.digest(), tuned, alike)
 
     def go_on(
         self, store: ResidualStore, steps: int, buffers: Sequence[Layout], numels: Mapping[str, int], extras: Any
     ) -> None:
         """Go on from a checkpoint, as Registration.go_on; what could be taken over of its plan is the controller's."""
-        super().go_on(store, steps, buffers, numels, extras)
         plan, tuned, rounds = extras or (None, None, None)
-        if self.averages is not None:
-            self.averages.begin_anew(steps, store, rounds)
+        super().go_on(store, steps, buffers, numels, rounds)
         self.controller.restart(steps, plan, tuned, buffers)
         self.layouts.expect(numels)

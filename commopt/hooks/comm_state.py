@@ -93,6 +93,17 @@ class CommState:
             )
         return made
 
+    def average_parameters(self) -> None:
+        """Replace the parameters by their mean over all ranks, exactly; collective.
+
+        With LocalSGD call it before the model is saved or evaluated, and after training: what is on its way arrives
+        first, and the next round comes when it would have come. With other aggregators, and on one node, parameters are
+        equal already and nothing happens.
+        """
+        averages = self._registration.averages
+        if averages is not None:
+            averages.run(averages.client or self._registration.client)
+
     def close(self) -> None:
         """Finish what was started, and close commopt's process groups; every rank must, and the model trains no more.
 
@@ -109,7 +120,7 @@ class CommState:
         Steps, buckets that the hook saw, payload bytes this rank sent and microseconds spent in the hook; with
         error feedback also residual_norm (of this rank, in units of the average gradient), compression_error (left
         out over what should have been sent, sampled), residual_bytes and factor_bytes kept, and dropped_commits
-        (non-finite values). Waits for the device.
+        (non-finite values); with LocalSGD parameter_averages. Waits for the device.
         """
         registration = self._registration
         joined, calls, sent = registration.joined, registration.hook_calls, registration.wire_bytes()
@@ -122,6 +133,7 @@ class CommState:
             "inter_bytes": sent.inter,
             "hook_us_per_bucket": registration.hook_ns / 1000 / calls if calls else 0.0,
             **(registration.store.stats() if registration.residual_paths else {}),
+            **({} if registration.averages is None else {"parameter_averages": registration.averages.times}),
         }
 
     def timeline(self, trace: str | Path | None = None) -> Timeline:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from commopt.aggregate import Aggregator, LocalSGD, context_for
 from commopt.errors import ConfigurationError
-from commopt.feedback import BufferContext, ResidualStore
+from commopt.feedback import BufferContext, Piece, ResidualStore
 from commopt.feedback.checkpoint import field, refuse
 from commopt.groups import WireBytes
 from commopt.hooks.parcels import Named, Parcel, fragments_of, parcels_of
@@ -45,32 +45,42 @@ Underway = dict[int, list[_Flight]]  # by fragment
 
 
 class ParameterAverages:
-    """The parameters of one DDP model that a LocalSGD averages, and what that has sent.
+    """The parameters of one model that a LocalSGD averages, and what that has sent.
 
-    parameters: those whose gradients DDP averages. store: keeps what nodes agreed on and residuals. client: this rank
-    among the others, None before it has joined them. steps: how many are complete; whoever counts them tells. A
-    forward of `module` with gradients first sees to what is due; an evaluation under no_grad() does not: one rank may
-    evaluate alone.
+    read: returns those whose gradients are averaged, or what this rank has of them, always under the same names.
+    pieces: what those are that are not whole. store: keeps what nodes agreed on and residuals. client: this rank among
+    those that have the same of them, None before it has joined them. steps: how many are complete; whoever counts them
+    tells. A forward of `module` with gradients first sees to what is due; an evaluation under no_grad() does not: one
+    rank may evaluate alone.
     """
 
-    def __init__(self, average: LocalSGD, module: nn.Module | None, parameters: Named, store: ResidualStore) -> None:
+    def __init__(
+        self,
+        average: LocalSGD,
+        module: nn.Module | None,
+        read: Callable[[], Named],
+        store: ResidualStore,
+        pieces: Mapping[str, Piece] | None = None,
+    ) -> None:
         self.sent = WireBytes()
         self.times = 0
         self.steps = 0
         self.client: LaneClient | None = None
         self._average = average
         self._module = None if module is None else ref(module)
+        self._read = read
+        self._pieces = pieces or {}
         # Chosen once: what is frozen later has become different on the nodes all the same.
-        self._parameters = dict(parameters)
-        self._fragments = fragments_of(self._parameters, average.fragments)
+        self._fragments = fragments_of(read(), average.fragments)
         self._store = store
         self._anchored = not average.parameters.residual_paths
         self._underway: Underway = {}
         self._turn = -1  # the steps before the last one
         if not self._anchored:
-            _require_float32_holds(average, self._parameters)
-        if module is not None:
-            finalize(self, module.register_forward_pre_hook(_BeforeForward(self)).remove).atexit = False
+            _require_float32_holds(average, read())
+        if module is not None:  # before FSDP's own, which gathers the parameters
+            hook = module.register_forward_pre_hook(_BeforeForward(self), prepend=True)
+            finalize(self, hook.remove).atexit = False
 
     def take_turn(self) -> None:
         """Do what is due and not done; all ranks must ask before the next step.
@@ -112,7 +122,7 @@ class ParameterAverages:
             self._land(fragment)
         flights = [
             self._send(client, parcel, self._average.exact, 0, adds=False)
-            for parcel in parcels_of({**self._parameters, **self._buffers()})
+            for parcel in parcels_of({**self._read(), **self._buffers()}, self._pieces)
         ]
         for flight in flights:
             flight.parcel.put(flight.end())
@@ -122,10 +132,10 @@ class ParameterAverages:
 
     def _drop_anchor(self, client: LaneClient) -> None:
         """Keep the parameters, which are those of all nodes now, as agreed on."""
-        alone, by = client.team.intra, self._average.parameters
+        average, alone, by = self._average, client.team.intra, self._average.parameters
         flights = []
-        for fragment in self._fragments:
-            for parcel in parcels_of(fragment):
+        for fragment in range(average.fragments):
+            for parcel in parcels_of(self._tensors(fragment), self._pieces):
                 values = parcel.values(copy=True)
                 if alone is not None and alone.rank > 0:  # the sum over a node is to be what one rank holds, exactly
                     values.zero_()
@@ -178,12 +188,16 @@ class ParameterAverages:
 
     def _parcels(self, fragment: int) -> list[tuple[Parcel, Aggregator]]:
         """Return what travels in a round, and by what: buffers with the last fragment, always exactly."""
-        average, tensors = self._average, self._fragments[fragment]
+        average, tensors, pieces = self._average, self._tensors(fragment), self._pieces
         buffers = self._buffers() if fragment == average.fragments - 1 else {}
         if average.parameters is average.exact:
-            return [(parcel, average.exact) for parcel in parcels_of({**tensors, **buffers})]
-        own = [(parcel, average.parameters) for parcel in parcels_of(tensors)]
-        return [*own, *((parcel, average.exact) for parcel in parcels_of(buffers))]
+            return [(parcel, average.exact) for parcel in parcels_of({**tensors, **buffers}, pieces)]
+        own = [(parcel, average.parameters) for parcel in parcels_of(tensors, pieces)]
+        return [*own, *((parcel, average.exact) for parcel in parcels_of(buffers, pieces))]
+
+    def _tensors(self, fragment: int) -> Named:
+        everything = self._read()
+        return {name: everything[name] for name in self._fragments[fragment]}
 
     def _buffers(self) -> dict[str, Tensor]:
         module = None if self._module is None else self._module()

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from commopt.errors import ConfigurationError
-from commopt.feedback import Layout
+from commopt.feedback import Layout, Piece
 
 PARCEL_NBYTES = 25 * 2**20  # what DDP gives its buckets
 
@@ -20,16 +20,18 @@ Named = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Parcel:
-    """Tensors of one device that travel together, as `dtype`."""
+    """Tensors of one device that travel together, as `dtype`. pieces: what those are that are not whole parameters."""
 
     tensors: Named
     dtype: torch.dtype
     device: torch.device
+    pieces: Mapping[str, Piece]
 
     @cached_property
     def layout(self) -> Layout:
         """What lies where, once they are one buffer."""
-        return Layout.of_parameters([(name, tuple(tensor.shape)) for name, tensor in self.tensors.items()])
+        whole = (Piece(name, 0, tensor.numel(), tuple(tensor.shape)) for name, tensor in self.tensors.items())
+        return Layout(tuple(self.pieces.get(each.name, each) for each in whole))
 
     def values(self, *, copy: bool) -> Tensor:
         """Return the values as one buffer; if it need be no copy, those of one tensor where they are."""
@@ -54,7 +56,7 @@ class Parcel:
             tensor.detach().copy_(torch.add(tensor.detach(), part, alpha=share))
 
 
-def parcels_of(tensors: Named) -> list[Parcel]:
+def parcels_of(tensors: Named, pieces: Mapping[str, Piece]) -> list[Parcel]:
     """Cut up what is to be averaged, alike on all ranks: one device and dtype each, no longer than a bucket.
 
     16-bit tensors travel as float32, rounded once: gradients stand rounding in every sum better than weights do.
@@ -68,15 +70,15 @@ def parcels_of(tensors: Named) -> list[Parcel]:
         for name, tensor in alike.items():
             nbytes += tensor.numel() * dtype.itemsize
             if part and nbytes > PARCEL_NBYTES:
-                parcels.append(Parcel(part, dtype, device))
+                parcels.append(Parcel(part, dtype, device, pieces))
                 nbytes, part = tensor.numel() * dtype.itemsize, {}
             part[name] = tensor
-        parcels.append(Parcel(part, dtype, device))
+        parcels.append(Parcel(part, dtype, device, pieces))
     return parcels
 
 
-def fragments_of(tensors: Named, count: int) -> list[Named]:
-    """Cut tensors, in their order, into `count` fragments of about as many bytes, with at least one tensor each.
+def fragments_of(tensors: Named, count: int) -> Sequence[Sequence[str]]:
+    """Cut tensors, in their order, into `count` fragments of about as many bytes, each of one at least; return names.
 
     Raises ConfigurationError when there are fewer.
     """
@@ -84,7 +86,7 @@ def fragments_of(tensors: Named, count: int) -> list[Named]:
         raise ConfigurationError(
             f"LocalSGD(fragments={count}) is more than the model has parameters, {len(tensors)}; use fewer fragments"
         )
-    fragments: list[dict[str, Tensor]] = [{} for _ in range(count)]
+    fragments: list[list[str]] = [[] for _ in range(count)]
     total, done, number = sum(each.numel() * each.element_size() for each in tensors.values()), 0, 0
     for left, (name, tensor) in zip(range(len(tensors), 0, -1), tensors.items(), strict=True):
         nbytes = tensor.numel() * tensor.element_size()
@@ -92,6 +94,6 @@ def fragments_of(tensors: Named, count: int) -> list[Named]:
         ends = 2 * done + nbytes > 2 * total * (number + 1) // count or left < count - number
         if fragments[number] and number + 1 < count and ends:
             number += 1
-        fragments[number][name] = tensor
+        fragments[number].append(name)
         done += nbytes
-    return list(fragments)
+    return fragments

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from commopt.aggregate import Aggregator
+from commopt.aggregate import Aggregator, LocalSGD
 from commopt.feedback import GradientCosine, Layout, ResidualStore, spread
+from commopt.feedback.checkpoint import required
 from commopt.groups import Membership, NcclByLevel, WireBytes
 from commopt.hooks.checks import warn_of_untested_torch
+from commopt.hooks.local_sgd import ParameterAverages
 from commopt.hooks.reduction import Reduction, Step, Traffic
 from commopt.lanes import LaneClient, Work
 from commopt.recording import Recorder
@@ -41,7 +43,8 @@ class Registration:
     kind: what users hold it by, for messages. parameters: those averaged here, by name; numels: of whole ones.
     joined: None before `join`. steps: how many are complete, with those before the checkpoint it goes on from;
     reduced_steps: without. step: the one under way, or the last. device: of the first buffer.
-    keeps_residuals: whether what averages does. logs: called after each step, by whom backward runs in.
+    keeps_residuals: whether what averages does. averages: those of a LocalSGD, whose `store` it is then.
+    logs: called after each step, by whom backward runs in.
     """
 
     kind = "HookState"
@@ -64,6 +67,7 @@ class Registration:
         self.joined: LaneClient | None = None
         self.steps = self.reduced_steps = 0
         self.keeps_residuals = False
+        self.averages: ParameterAverages | None = None
         self.store = ResidualStore(per_step=scaler is not None and scaler.is_enabled())
         self.step = Step(0, self.store, scaler)
         self.recorder = Recorder(always=settings.record)
@@ -163,12 +167,15 @@ class Registration:
 
     @property
     def residual_paths(self) -> tuple[str, ...]:
-        """The levels at which `store` keeps something."""
+        """The levels at which `store` keeps something: of gradients, or of a LocalSGD's parameters."""
+        if isinstance(self.aggregator, LocalSGD):
+            return self.aggregator.parameters.residual_paths
         return () if self.aggregator is None else self.aggregator.residual_paths
 
     def wire_bytes(self) -> WireBytes:
         """Return the payload this rank has sent, nothing before it has joined."""
-        return WireBytes() if self.joined is None else self.traffic.wire_bytes(self.joined.team)
+        sent = WireBytes() if self.averages is None else self.averages.sent
+        return sent if self.joined is None else sent + self.traffic.wire_bytes(self.joined.team)
 
     def model(self) -> TorchDDP | None:
         """Return the DDP model, whose own broadcasts a report tells; None for others."""
@@ -177,15 +184,18 @@ class Registration:
     # ------------------------------------------------------------------------------------- checkpoints
 
     def extras(self) -> dict[str, Any]:
-        """Return what a checkpoint holds beside steps, buffers and residuals."""
-        return {}
+        """Return what a checkpoint holds beside steps, buffers and residuals: where the rounds of a LocalSGD are."""
+        return {} if self.averages is None else {"rounds": self.averages.state()}
 
     def read_extras(self, part: Mapping[str, Any]) -> tuple[Any, object]:
         """Return what a rank's own part has of `extras`, and of that what must be alike on all ranks.
 
         Raises ConfigurationError for what is damaged.
         """
-        return None, None
+        if self.averages is None or "rounds" not in part:
+            return None, None
+        rounds = self.averages.read(required(part["rounds"], dict, "rounds"))
+        return rounds, (rounds[0], list(rounds[1]))
 
     def take_share(
         self, store: ResidualStore, parts: Sequence[Mapping[str, Any]], largest: Callable[[str], float]
@@ -205,4 +215,6 @@ class Registration:
         """
         store.steps = self.steps = steps
         self.store = store
+        if self.averages is not None:
+            self.averages.begin_anew(steps, store, extras)
         self.step = Step(steps, store, self.scaler, list(buffers))

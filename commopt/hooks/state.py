@@ -101,20 +101,9 @@ class HookState(CommState):
         if before.controller.frozen:
             self.freeze()
 
-    def average_parameters(self) -> None:
-        """Replace the parameters by their mean over all ranks, as LocalSGD does from time to time; collective.
-
-        Call it before the model is saved or evaluated, and after training; the next average comes when it would have
-        come. With other aggregators, and on one node, parameters are equal already and nothing happens.
-        """
-        if self._registration.averages is not None:
-            self._registration.averages.run(self._registration.client)
-
     def stats(self) -> dict[str, Any]:
-        """Return what was done so far, as CommState.stats, and plan_changes; with LocalSGD also parameter_averages."""
-        averages, changes = self._registration.averages, self._registration.controller.changes
-        of_averages = {} if averages is None else {"parameter_averages": averages.times}
-        return {**super().stats(), "plan_changes": changes, **of_averages}
+        """Return what was done so far, as CommState.stats, and plan_changes."""
+        return {**super().stats(), "plan_changes": self._registration.controller.changes}
 
     # ------------------------------------------------------------------------------------- plans
 

@@ -14,10 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from commopt.aggregate import LocalSGD
 from commopt.errors import ConfigurationError
-from commopt.feedback import Layout, ResidualStore, Spans, spread
+from commopt.feedback import Layout, ResidualStore, Spans, is_average, spread
 from commopt.groups import Membership, WireBytes
 from commopt.hooks.checks import refuse_second_adam, warn_of_untested_torch
+from commopt.hooks.local_sgd import ParameterAverages
 from commopt.hooks.reduction import Reduction, Step, Traffic
 from commopt.lanes import LaneClient, Work
 from commopt.sharded.backwards import Backwards, Request, Sequel, told_why_ranks_wait
@@ -42,6 +44,7 @@ class ShardedRegistration(Backwards):
         super().__init__(asked)
         self.replicas: dict[dist.ProcessGroup | None, Replicas] = {}
         self._clients: list[LaneClient] = []
+        self._of_gradients: ResidualStore | None = None
         self._known: dict[tuple[int, ...], tuple[Layout, Spans]] = {}
 
     @property
@@ -63,6 +66,8 @@ class ShardedRegistration(Backwards):
                     self.replicas[group] = Replicas(self._join(group))
                 for replicas in self.replicas.values():
                     aggregator.check(replicas.client.team)
+                if isinstance(aggregator, LocalSGD):
+                    self._average_parameters(aggregator)
             except Exception as error:  # of some replicas, perhaps: heard of before any rank waits for them again
                 problem = error
             everyone.membership.exchange(f"the replicas of {everyone.name}", problem)
@@ -84,6 +89,32 @@ class ShardedRegistration(Backwards):
         self.device = self.groups[0].device
         self.joined = everyone
         return everyone
+
+    def _average_parameters(self, average: LocalSGD) -> None:
+        """See to the parameters too; raises ConfigurationError where their shards have different replicas."""
+        if len(self.replicas) > 1:
+            raise ConfigurationError(
+                f"{average} averages the parameters of one mesh, and this model was sharded on several; use one mesh"
+            )
+        called, pieces = {}, {}
+        for group in self.groups:
+            for part in group.parts:
+                piece = part.piece(group.shard_rank, group.shard_count)
+                called[part.name], pieces[piece.name] = piece.name, piece
+
+        def read() -> dict[str, Tensor]:
+            held = (each for group in self.groups for each in group.shards_by_part)
+            return {called[part.name]: values for part, values in held if values.numel()}
+
+        self._of_gradients = ResidualStore()  # which leave nothing for later: `store` is for the parameters
+        self.averages = ParameterAverages(average, self._model, read, self.store, pieces)
+        self.averages.client = next(iter(self.replicas.values())).client
+
+    def end(self) -> None:
+        """End a backward, as Backwards.end."""
+        super().end()
+        if self.averages is not None:
+            self.averages.steps = self.steps
 
     def _join(self, group: Any, problem: Exception | None = None, **facts: str) -> LaneClient:
         timeout_s, nccl = self.settings.timeout_s, self.settings.nccl
@@ -133,7 +164,9 @@ class ShardedRegistration(Backwards):
         if buffer.is_cuda:  # FSDP made it on another stream, and keeps no reference while its values are cast here
             buffer.record_stream(torch.cuda.current_stream(buffer.device))
         if self._is_first(buffer.device):
-            self.step = Step(self.steps, self.store, self.scaler)
+            if self.averages is not None:
+                self.averages.take_turn()
+            self.step = Step(self.steps, self._of_gradients or self.store, self.scaler)
         layout, spans = self._layout_of(group, buffer)
         if layout.numel:
             work = self._send(group, buffer, layout, spans)
@@ -192,7 +225,8 @@ class ShardedRegistration(Backwards):
             for group in self.groups:
                 layout, _ = layout_of(group.parts, group.shard_rank, group.shard_count)
                 layout = Layout(tuple(piece for piece in layout.pieces if (path, piece.name) in kept))
-                values = everything.collect(path, layout) / self.replicas[group.replicas].client.team.size
+                held_by = 1 if is_average(path) else self.replicas[group.replicas].client.team.size
+                values = everything.collect(path, layout) / held_by
                 store.deposit(path, layout, values)
         store.factors = everything.factors
         store.warm = True

@@ -122,6 +122,11 @@ class ParameterGroup:
         return [self._part(param) for param in self._with_gradient]
 
     @property
+    def shards_by_part(self) -> list[tuple[Part, Tensor]]:
+        """What this rank holds of its parameters, with the values: asked anew each time, as FSDP may replace them."""
+        return [(self._part(param), param.sharded_param.to_local()) for param in self._raw.fsdp_params]
+
+    @property
     def key(self) -> tuple[int, ...]:
         """Tells one set of `parts_with_gradient` from another."""
         return tuple(map(id, self._with_gradient))

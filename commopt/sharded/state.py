@@ -133,7 +133,7 @@ def attach_sharded(
     settings = Settings()
     try:  # a mistake of this rank alone is every rank's to hear of
         ranks_per_node = None if replicated else for_ddp.pop("ranks_per_node", None)
-        _require_options(aggregator, scaler, for_ddp)
+        _require_options(aggregator, scaler, for_ddp, replicated=bool(replicated))
         _require_reducible(model, replicated or groups)
         if not replicated:
             require_attachable(groups, weights)
@@ -158,13 +158,17 @@ def attach_sharded(
     return ShardedState(registration)
 
 
-def _require_options(aggregator: Aggregator, scaler: Any, for_ddp: dict[str, Any]) -> None:
-    if isinstance(aggregator, (Auto, LocalSGD)):
-        why = "averages whole parameters" if isinstance(aggregator, LocalSGD) else "makes plans of DDP's buckets"
+def _require_options(aggregator: Aggregator, scaler: Any, for_ddp: dict[str, Any], *, replicated: bool) -> None:
+    if isinstance(aggregator, Auto):
         raise ConfigurationError(
-            f"{aggregator} is for DDP models only, as it {why}; attach another to a model of fully_shard, for example "
-            f"'hierarchical_quantized'"
+            f"{aggregator} is for DDP models only, as it makes plans of DDP's buckets; attach another to a model of "
+            f"fully_shard, for example 'hierarchical_quantized'"
         )
+    if isinstance(aggregator, LocalSGD) and (aggregator.buffers or not replicated):
+        why = "nodes have none on a 1-D mesh: shard inside them, on a 2-D one"
+        if replicated:
+            why = "FSDP leaves buffers to each rank: leave buffers out"
+        raise ConfigurationError(f"{aggregator} averages the parameters of replicas, and {why}")
     if aggregator.adam is not None and aggregator.adam.clip_norm is not None:
         raise ConfigurationError(
             f"{aggregator}: clip_norm is for DDP models only, as no rank of FSDP2 sees the norm of all; leave it out"

@@ -95,6 +95,8 @@ ENTRIES = (
     _on_link("hierarchical_powersgd:matrix_rank=1"),
     _on_link("hierarchical_powersgd:matrix_rank=16"),
     *(_local_sgd(period, start_step) for start_step in (0, 100) for period in (2, 4, 8, 16)),
+    _own_adam("onebit_local"),
+    _own_adam("onebit_local:delay=4:fragments=4"),
 )
 
 # Each at its own best learning rate: what compresses updates may want another than what compresses gradients.

@@ -117,7 +117,7 @@ def train(case: Case, device: torch.device, show: Show) -> Run:
             torch.cuda.synchronize()
         step_s.append(time.perf_counter() - started)
         if step % task.look_every == 0 or step == task.steps:
-            if entry.aggregator is not None and isinstance(state, commopt.HookState) and step == task.steps:
+            if isinstance(state, commopt.HookState) and step == task.steps:
                 state.average_parameters()
             curve.append(look(training, step))
             show(step / task.steps)
