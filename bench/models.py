@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, relu
 from torch.nn.parallel import DistributedDataParallel
 
+import commopt
 from commopt.command_line import whole
 from examples.train_gpt import Training, add_model_options
 
@@ -34,10 +35,15 @@ class Trainable(Protocol):
         """Return the mean loss in nats on the same held-out data each time; collective."""
         ...
 
+    def follow(self, state: commopt.CommState | None) -> None:
+        """Take the optimizer that goes with the hook, where the hook does Adam's part of AdamW."""
+        ...
+
 
 CLASSES = 1000
 PATTERNS = 16  # of the classes: what a model can learn in the seconds of a benchmark
 HELD_OUT_IMAGES = 64
+ADAM_LEARNING_RATE = 1e-3  # where the hook makes Adam's directions
 
 
 class ImageTraining:
@@ -59,6 +65,11 @@ class ImageTraining:
         )
         self.draws = torch.Generator().manual_seed(options.seed * dist.get_world_size() + dist.get_rank())
         self.held_out = self._images(HELD_OUT_IMAGES, torch.Generator().manual_seed(options.seed + 1_000_000))
+
+    def follow(self, state: commopt.CommState | None) -> None:
+        """Take the optimizer that goes with the hook, where the hook does Adam's part of AdamW."""
+        if state is not None and state.aggregator is not None and state.aggregator.adam is not None:
+            self.optimizer = state.optimizer(self.model.parameters(), ADAM_LEARNING_RATE)
 
     def step(self) -> Tensor:
         """Do one optimizer step on this rank's next batch; return this rank's loss, still on the device."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -25,6 +25,8 @@ from tests.chosen import threads
 from tests.feedback_training import NUMELS, Training, Vectors, residual_of, residuals_of, total, zero_gradients, zeros
 from tests.hook_training import assert_identical
 from tests.ranks import run
+from tests.sharded_training import batch
+from tests.test_sharded_modes import WithoutItsHead, last_layer_with_the_head
 
 EXACT = Hierarchical(Compressed(OneBit(64, start_step=1_000_000), adam=Adam()))  # dense for ever: exact
 SIGNS = Hierarchical(Compressed(OneBit(64), adam=Adam()))
@@ -119,7 +121,14 @@ def train_exactly(rank: int, world_size: int, equal: bool, steps: int, micros: i
 
 @pytest.mark.parametrize(
     ("layout", "equal", "steps", "micros"),
-    [("2", False, 200, 1), ("3", False, 40, 2), ("1+1", True, 200, 1), ("2x2", True, 40, 1)],
+    [
+        ("2", False, 200, 1),
+        ("3", False, 40, 2),
+        ("1+1", True, 200, 1),
+        pytest.param("3", False, 200, 2, marks=pytest.mark.slow),
+        pytest.param("2x2", True, 200, 1, marks=pytest.mark.slow),
+        pytest.param("2+1", True, 200, 1, marks=pytest.mark.slow),
+    ],
 )
 def test_without_compression_it_is_adamw(layout: str, equal: bool, steps: int, micros: int) -> None:
     """Groups, a schedule, decoupled decay, accumulation, a frozen parameter, and buckets that change on the way."""
@@ -208,6 +217,8 @@ def test_no_update_is_lost(name: str, layout: str, nodes: int) -> None:
         assert lost < 1e-4, (key, lost)
     assert max(float(values.abs().max()) for values in left.values()) > 0.1, "nothing was left out"
     agreed = [each for _, _, mine in results for each in mine]
+    if layout == "1+1":  # one that has longer directions than the others would find that they do not follow its own
+        assert results[0][2] == results[1][2]
     assert all(0 <= each <= 1 for each in agreed)
     assert min(agreed) < 0.9  # every rank has gradients of its own
 
@@ -360,6 +371,28 @@ def test_a_second_adam_is_refused_by_name(make: Callable[[Any], torch.optim.Opti
         assert "comm.optimizer(" in message
 
 
+def use_twice(rank: int, world_size: int) -> str:
+    """Train with a loss in chunks, each of which reduces the gradients of the head."""
+    net = WithoutItsHead()
+    last_layer_with_the_head(net, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
+    commopt.attach(net, SIGNS)
+    first, second = (chunk.requires_grad_() for chunk in net(batch(0)).detach().chunk(2))
+    net.head(first).square().sum().backward()
+    loss = net.head(second).square().sum()
+    with pytest.raises(ConfigurationError) as caught:
+        loss.backward()
+    return str(caught.value)
+
+
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "reset_iter_state"), reason="groups of which only a part runs are of torch 2.13"
+)
+def test_a_gradient_in_two_messages_is_refused() -> None:
+    """Moments would advance twice."""
+    for message in run(use_twice, 2, nodes=(1, 1)):
+        assert "in two messages" in message
+
+
 def ask_wrongly(rank: int, world_size: int) -> list[str]:
     ddp = TorchDDP(Net())
     comm = commopt.attach(ddp, "hierarchical_onebit", adam=True)
@@ -391,6 +424,7 @@ def test_what_optimizer_refuses() -> None:
         (lambda: Adam(renew_every=0), "renew_every=0"),
         (lambda: Adam(clip_norm=0), "clip_norm=0"),
         (lambda: Compressed(OneBit(), adam="yes"), "adam='yes'"),  # type: ignore[arg-type]
+        (lambda: commopt.build_preset("hierarchical_dgc:adam=(0.5,2)"), "betas=(0.5, 2)"),
         (lambda: Compressed(OneBit(), feedback=None, adam=Adam()), "feedback"),
         (lambda: Compressed(DGC(momentum=0.9), adam=Adam()), "twice"),
         (lambda: commopt.hierarchical_powersgd(adam=Adam()), "no option adam"),
@@ -408,4 +442,23 @@ def test_renewals_are_accounted_for() -> None:
         aggregator.wire_bytes(layout, torch.float32, team, torch.device("cpu"), step).inter for step in (1, 2)
     )
     assert renewing - usual == 100 * 128 * 4 // 2  # of two ranks with half of it, each sends what the other lacks
-    assert [aggregator.phase(step) for step in range(7)] == [0, 0, 2, 0, 0, 2, 0]
+    assert [aggregator.phase(step) for step in range(10)] == [0, 1, 2, 1, 1, 2, 1, 1, 8, 1]
+
+
+def count_bytes(rank: int, world_size: int, name: str, steps: int) -> int:
+    training = Training(rank, world_size, STRATEGIES[name])
+    for _ in range(steps):
+        training.step()
+    sent: int = training.comm.stats()["inter_bytes"]
+    return sent
+
+
+def test_what_adam_exchanges_beside_directions_is_counted() -> None:
+    """A square and a product of each parameter in every eighth step, and with clip_norm one number in each."""
+    usual, clipped = (sum(run(count_bytes, 2, name, 8, nodes=(1, 1))) for name in ("signs", "clipped"))
+    assert clipped - usual == 2 * 8 * 8  # float64, by each of two ranks
+    aggregator, layout, team = STRATEGIES["signs"], Layout.of_parameters([("a", (100, 128))]), TeamShape.of((1, 1))
+    first, second = (
+        aggregator.wire_bytes(layout, torch.float32, team, torch.device("cpu"), step).inter for step in (0, 1)
+    )
+    assert first - second == 2 * 4

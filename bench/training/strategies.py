@@ -63,7 +63,7 @@ class Unoverlapped:
     def __init__(self, training: Trainable, average: LowRankAverage) -> None:
         self._training = training
         self.model, self.optimizer, self.device = training.model, training.optimizer, training.device
-        self.evaluation = training.evaluation
+        self.evaluation, self.follow = training.evaluation, training.follow
         self.optimizer.register_step_pre_hook(lambda optimizer, arguments, options: average())
 
     def step(self) -> Tensor:
@@ -163,6 +163,7 @@ KNOWN = (*STRATEGIES, *OTHERS)
 def enter(training: Trainable, strategy: str, plan: str) -> tuple[Trainable, commopt.CommState | None]:
     """Return the training with `strategy` in it, and the state of commopt's hook if it is one of commopt's.
 
+    With adam= it has taken the hook's optimizer.
     plan: of DDP's buckets, for presets; what tunes itself chooses its own. Collective.
     """
     if strategy in OTHERS:
@@ -171,7 +172,9 @@ def enter(training: Trainable, strategy: str, plan: str) -> tuple[Trainable, com
     options: dict[str, Any] = {} if name.partition(":")[0] == AUTO else {"plan": plan}
     if weights:
         options["weights"] = WEIGHTS[weights]
-    return training, choose_averaging(training.model, name, **options)
+    state = choose_averaging(training.model, name, **options)
+    training.follow(state)
+    return training, state
 
 
 def require_known(strategy: str, parallel: str = "ddp") -> None:

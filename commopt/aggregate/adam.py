@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commopt.aggregate.base import mark_non_finite
+from commopt.aggregate.base import Buffer, Step, call, mark_non_finite
 from commopt.aggregate.rows import RowFormat
 from commopt.compress import ErrorFeedback
 from commopt.concise_repr import ConciseRepr
@@ -75,6 +75,24 @@ class Adam(ConciseRepr):
         """Return whether v is averaged over the nodes in `step` (None: in most)."""
         return self.renew_every is not None and step is not None and (step + 1) % self.renew_every == 0
 
+    def compares(self, step: int | None) -> bool:
+        """Return whether nodes compare their directions in `step` (None: in most)."""
+        return step is not None and step % SAMPLE_EVERY_STEPS == 0
+
+    def calls(self, buffer: Buffer, team: TeamShape) -> tuple[Step, ...]:
+        """Return the exact exchanges beside the directions': of v, and of how far nodes agree."""
+        found: tuple[Step, ...] = ()
+        if self.renews(buffer.step):
+            found += call(team, "all_reduce", buffer.layout.numel * torch.float32.itemsize)
+        if self.compares(buffer.step):
+            found += call(team, "all_reduce", 2 * len(buffer.layout.pieces) * torch.float32.itemsize)
+        return found
+
+    def phase(self, step: int, first: int) -> int:
+        """Return the earliest step from `first` on with the exchanges of `step`."""
+        mine = self.renews(step), self.compares(step)
+        return next(each for each in range(first, step + 1) if (self.renews(each), self.compares(each)) == mine)
+
     def direction(self, buffer: Tensor, team: TeamShape, scale: float, context: BufferContext) -> Tensor:
         """Return this rank's f u_k / K, times the loss scale: float32, in scratch memory; m and v are staged.
 
@@ -119,10 +137,12 @@ class Adam(ConciseRepr):
         """Measure, every SAMPLE_EVERY_STEPS-th step, how far nodes agree: what others sent against this rank's own.
 
         With c the cosine of two nodes' directions and a the share of the noise's square that b1 leaves in m, the share
-        of a gradient's square that all nodes agree on is h = a c / (1 - c + a c).
+        of a gradient's square that all nodes agree on is h = a c / (1 - c + a c). Collective over `team`: were each
+        node to judge alone, one with the longer directions would find the others' too short, and lengthen its own.
         """
-        if context.step % SAMPLE_EVERY_STEPS or context.store is None:
+        if not self.compares(context.step) or context.store is None:
             return
+        assert isinstance(team, Team)
         others = torch.sub(result, direction)
         for region, carry in zip(rows.regions, carries, strict=True):
             if carry is None:
@@ -135,12 +155,16 @@ class Adam(ConciseRepr):
                 done += end - begin
         lengths = _lengths(context.layout, direction.device)
         share = context.share or 1 / team.size
-        squares = torch.segment_reduce(direction.square(), "sum", lengths=lengths, unsafe=True)
-        products = torch.segment_reduce(others.to(torch.float32).mul_(direction), "sum", lengths=lengths, unsafe=True)
-        cosine = (products / squares * (share / (1 - share))).clamp_(0.0, 1.0)
+        alike = direction * (1 / share - 1)  # what others send who agree with this rank
+        lacks = torch.sub(alike, others)  # before it is multiplied: 1 - c is tiny where nodes have one gradient
+        both = torch.cat([alike.mul_(direction), lacks.mul_(direction)])
+        sums = torch.segment_reduce(both, "sum", lengths=lengths.repeat(2), unsafe=True)
+        team.all_reduce(sums)
+        squares, missing = sums.view(2, -1)
+        apart = (missing / squares).clamp_(0.0, 1.0)
         b1, steps = self.betas[0], 1 + _committed_steps(context.store)
         noise = (1 - b1) / (1 + b1) * (1 + b1**steps) / (1 - b1**steps)
-        found = noise * cosine / (1 - cosine + noise * cosine)
+        found = noise * (1 - apart) / (apart + noise * (1 - apart))
         known = self._agreement(context, direction.device)
         weight = max(_LEAST_WEIGHT, 1 / (1 + context.step // SAMPLE_EVERY_STEPS))
         staged = context.store.stage_factors(known)

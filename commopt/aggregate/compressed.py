@@ -50,8 +50,9 @@ class Compressed(Aggregator):
     feedback: how what compression leaves out is kept for the next step; None forgets it. Only hooks remember: a
         standalone all_reduce does not know that two tensors are the same gradient a step apart.
     dense: patterns of parameter names that travel uncompressed ("*.bias"), beside those that would not shrink.
-    adam: compress Adam's directions instead of gradients, and return their sum (True: Adam()); needs feedback, and an
-        optimizer made by `CommState.optimizer`. A standalone all_reduce averages what it is given.
+    adam: compress Adam's directions instead of gradients, and return their sum (True: Adam(); a pair: with these
+        betas); needs feedback, and an optimizer made by `CommState.optimizer`. A standalone all_reduce averages what it
+        is given.
     """
 
     compressor: Compressor
@@ -73,6 +74,8 @@ class Compressed(Aggregator):
             )
         if isinstance(self.adam, bool):  # as a command line has it
             object.__setattr__(self, "adam", Adam() if self.adam else None)
+        elif isinstance(self.adam, tuple):
+            object.__setattr__(self, "adam", Adam(betas=self.adam))
         if self.adam is None:
             return
         if not isinstance(self.adam, Adam):
@@ -218,23 +221,21 @@ class Compressed(Aggregator):
     # -------------------------------------------------------------------------------------- facts
 
     def calls(self, buffer: Buffer, team: TeamShape) -> tuple[Step, ...]:
-        """Return one all_gather of rows, or an all_to_all and an all_gather of chunks."""
+        """Return one all_gather of rows, or an all_to_all and an all_gather of chunks; and what Adam adds to them."""
         if buffer.nbytes == 0 or team.size == 1:
             return ()
-        renewed: tuple[Step, ...] = ()
-        if self.adam is not None and self.adam.renews(buffer.step):
-            renewed = call(team, "all_reduce", buffer.layout.numel * torch.float32.itemsize)
+        beside = () if self.adam is None else self.adam.calls(buffer, team)
         rows = self._rows(buffer.layout, buffer.dtype, 1, buffer.step)
         if _exchanges(rows, buffer.layout, team):
             return (
-                *renewed,
+                *beside,
                 *_work("encode", rows),
                 *call(team, "all_gather", rows.nbytes),
                 *_work("decode", rows, team.size),
             )
         rows = self._rows(buffer.layout, buffer.dtype, team.size, buffer.step)
         return (
-            *renewed,
+            *beside,
             *_work("encode", rows),
             *call(team, "all_to_all", rows.nbytes * team.size),
             *_work("recode", rows),
@@ -258,11 +259,9 @@ class Compressed(Aggregator):
         return self.compressor.start_step
 
     def phase(self, step: int) -> int:
-        """Return that of the compressor, and of v's renewals."""
-        first, adam = self.compressor.phase(step), self.adam
-        if adam is None or adam.renew_every is None:
-            return first
-        return next(each for each in range(first, step + 1) if adam.renews(each) == adam.renews(step))
+        """Return that of the compressor, and of what Adam exchanges beside it."""
+        first = self.compressor.phase(step)
+        return first if self.adam is None else self.adam.phase(step, first)
 
     def check_capture(self, step: int, team: TeamShape) -> None:
         """Refuse random bits, whose key the host makes once for each launch."""

@@ -17,7 +17,7 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from commopt import lanes
-from commopt.aggregate import Aggregator, Flat, LocalSGD
+from commopt.aggregate import Aggregator, LocalSGD
 from commopt.errors import CommoptError, ConfigurationError
 from commopt.feedback import GradientCosine, Layout, ResidualStore, sample_numel
 from commopt.hooks.checks import (
@@ -28,11 +28,9 @@ from commopt.hooks.checks import (
     warn_of_unknown_scaler,
 )
 from commopt.hooks.local_sgd import ParameterAverages
-from commopt.hooks.reduction import Step, anonymous
+from commopt.hooks.reduction import Step
 from commopt.hooks.registration import Registration, Settings
 from commopt.schedule import Controller, Layouts, Plan, Tuned
-
-_FLAT = Flat()
 
 
 class DDPRegistration(Registration):
@@ -204,7 +202,7 @@ class DDPRegistration(Registration):
         cosine = None
         if self.watches_cosine and not aggregator.lossless and self.cosine.takes(step.number):
             cosine = self.cosine
-            self.traffic.count(_FLAT, anonymous(sample_numel(layout.numel)), torch.float32, buffer.device, step.number)
+            self.traffic.count_exact(sample_numel(layout.numel), torch.float32, buffer.device, step.number)
         return self.send(layout, buffer, index, aggregator, last=last, cosine=cosine)
 
     def _end_step(self) -> None:

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commopt.aggregate import Aggregator, context_for, exchange_norm
+from commopt.aggregate import Aggregator, Flat, context_for, exchange_norm
 from commopt.feedback import GradientCosine, Layout, ResidualStore
 from commopt.groups import Team, TeamShape, WireBytes
 from commopt.recording import Message as Recorded
 from commopt.recording import running
 
+_FLAT = Flat()
 _FOLD_AFTER = 64
 
 
@@ -56,6 +57,11 @@ class Reduction:
     def __str__(self) -> str:
         return f"bucket {self.number} by {self.aggregator}"
 
+    @property
+    def exchanges_norm(self) -> bool:
+        """Whether it ends with a number of float64 that all ranks add up, as Adam(clip_norm=...) needs."""
+        return self.last and (adam := self.aggregator.adam) is not None and adam.clip_norm is not None
+
     def __call__(self) -> None:
         """Do it."""
         store, team, flat = self.step.store, self.team, self.buffer.view(-1)
@@ -72,7 +78,7 @@ class Reduction:
             self.aggregator.all_reduce(flat, team, scale, context)
             if self.cosine is not None and exact is not None:
                 self.cosine.add(exact, flat)
-            if self.last and (adam := self.aggregator.adam) is not None and adam.clip_norm is not None:
+            if self.exchanges_norm:
                 exchange_norm(store, team, flat.device)
             store.end_bucket([flat], last=self.last)
 
@@ -118,6 +124,10 @@ class Traffic:
         if len(kind.steps) == _FOLD_AFTER:
             kind.before.update(aggregator.phase(step) for step in kind.steps)
             kind.steps = []
+
+    def count_exact(self, numel: int, dtype: torch.dtype, device: torch.device, step: int) -> None:
+        """Note one plain all_reduce beside the gradients'."""
+        self.count(_FLAT, anonymous(numel), dtype, device, step)
 
     def wire_bytes(self, team: TeamShape) -> WireBytes:
         """Return the payload this rank has sent so far."""

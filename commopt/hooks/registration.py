@@ -163,6 +163,8 @@ class Registration:
         work = client.submit(task, task, buffer, numel=layout.numel)
         step.buffers.append(layout)
         self.traffic.count(aggregator, layout, buffer.dtype, buffer.device, step.number)
+        if task.exchanges_norm:
+            self.traffic.count_exact(1, torch.float64, buffer.device, step.number)
         return work
 
     @property

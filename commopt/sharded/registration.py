@@ -46,6 +46,7 @@ class ShardedRegistration(Backwards):
         self._clients: list[LaneClient] = []
         self._of_gradients: ResidualStore | None = None
         self._known: dict[tuple[int, ...], tuple[Layout, Spans]] = {}
+        self._sent: set[Layout] = set()  # in the backward under way, with adam=
 
     @property
     def _sequels(self) -> Collection[Sequel]:
@@ -167,7 +168,10 @@ class ShardedRegistration(Backwards):
             if self.averages is not None:
                 self.averages.take_turn()
             self.step = Step(self.steps, self._of_gradients or self.store, self.scaler)
+            self._sent.clear()
         layout, spans = self._layout_of(group, buffer)
+        if self._resolved.adam is not None:
+            self._require_one_message(layout)
         if layout.numel:
             work = self._send(group, buffer, layout, spans)
             if group.may_wait(buffer):
@@ -176,6 +180,19 @@ class ShardedRegistration(Backwards):
                 work.wait()
         self.hook_calls += 1
         self.hook_ns += perf_counter_ns() - entered_ns
+
+    def _require_one_message(self, layout: Layout) -> None:
+        """Raise ConfigurationError where a backward sends parts of a gradient, of each of which Adam would make a step.
+
+        Ranks send alike, so that all of them raise.
+        """
+        if any(layout.shares_names(each) for each in self._sent):
+            raise ConfigurationError(
+                f"one backward sends gradients of {layout.title} in two messages, and adam= needs all of a gradient "
+                f"before it makes a direction of it; call set_requires_gradient_sync(False) on this part of the model, "
+                f"and True before the last of them, or use no adam"
+            )
+        self._sent.add(layout)
 
     def _layout_of(self, group: ParameterGroup, buffer: Tensor) -> tuple[Layout, Spans]:
         known = self._known.get(group.key)

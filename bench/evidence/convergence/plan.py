@@ -100,8 +100,18 @@ ENTRIES = (
 )
 
 # Each at its own best learning rate: what compresses updates may want another than what compresses gradients.
-RATES = (0.5, 1.0, 2.0, 4.0, 8.0)
-_AT_RATES = ("ddp", *(f"hierarchical_{name}{adam}" for name in ("onebit", "dgc") for adam in ("", ":adam=True")))
+RATES = (1.0, 2.0, 3.0, 4.0, 8.0)
+_AT_RATES = (
+    "ddp",
+    "hierarchical_onebit",
+    "hierarchical_onebit:scale=rms",
+    "hierarchical_onebit:scale=rms:adam=True",
+    "hierarchical_quantized:bits=2",
+    "hierarchical_quantized:bits=2:adam=True",
+    "hierarchical_dgc",
+    "hierarchical_dgc:adam=True",
+    "hierarchical_dgc:adam=(0.5,0.95)",
+)
 RATE_ENTRIES = tuple(_own_adam(strategy, rate=rate) for rate in RATES for strategy in _AT_RATES)
 
 _hsdp = partial(Entry, tasks=("hsdp",), optimizers=("adamw",))

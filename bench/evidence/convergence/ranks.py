@@ -108,7 +108,6 @@ def train(case: Case, device: torch.device, show: Show) -> Run:
         _, state = enter(training, entry.strategy, plan="ddp")  # type: ignore[arg-type]  # digits have no .evaluation
     else:
         state = commopt.attach(training.model, entry.aggregator, plan="ddp")
-    training.follow(state)
     curve, step_s = [], []
     for step in range(1, task.steps + 1):
         started = time.perf_counter()

@@ -7,7 +7,8 @@ python -m bench.evidence.convergence.rates bench/results/convergence_rates.json
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from math import inf
 from pathlib import Path
 from statistics import mean
 
@@ -16,38 +17,76 @@ from bench.evidence.convergence.plan import GPT, RATE_ENTRIES, RATES
 from bench.evidence.convergence.report import Run, read
 from commopt.command_line import Parser, content_of
 
+_DENSE_BYTES = 2 * 4  # of an element, by two nodes together
 
-def losses(runs: Sequence[Run]) -> dict[str, dict[float, float]]:
-    """Return the mean held-out loss at the end, by strategy and factor of the learning rate."""
-    by_name: dict[str, list[float]] = {}
-    for run in runs:
-        by_name.setdefault(run.strategy, []).append(run.loss)
-    found: dict[str, dict[float, float]] = {}
+
+Losses = dict[float, dict[int, float]]
+"""Held-out loss at the end, by factor of the learning rate and by seed."""
+
+
+def losses(runs: Sequence[Run]) -> dict[str, Losses]:
+    """Return what was measured, by strategy."""
+    found: dict[str, Losses] = {}
     for entry in RATE_ENTRIES:
-        if entry.name in by_name:
-            found.setdefault(entry.strategy, {})[entry.rate] = mean(by_name[entry.name])
+        if by_seed := {run.seed: run.loss for run in runs if run.strategy == entry.name}:
+            found.setdefault(entry.strategy, {})[entry.rate] = by_seed
     return found
+
+
+def gap(mine: Mapping[int, float], stock: Mapping[int, float]) -> float:
+    """Return by how many per cent a loss is above stock DDP's, of the seeds that both have."""
+    seeds = mine.keys() & stock.keys()
+    return 100 * (sum(mine[seed] for seed in seeds) / sum(stock[seed] for seed in seeds) - 1) if seeds else inf
+
+
+def best_rate(by_rate: Losses, stock: Mapping[int, float]) -> float:
+    """Return the rate with the smallest gap, of those with the most seeds."""
+    most = max(map(len, by_rate.values()))
+    return min((rate for rate in by_rate if len(by_rate[rate]) == most), key=lambda rate: gap(by_rate[rate], stock))
 
 
 def markdown(path: Path) -> str:
     """Return a row for each strategy: its loss at each rate, and the best of them against stock DDP's best."""
     environment, runs = read(path)
-    known = losses(runs)
+    known, shares = losses(runs), bytes_by_rate(runs)
     if "ddp" not in known:
         raise ValueError(f"{path} has no trainings of ddp, which all are compared with")
-    stock, rows, open_ended = min(known["ddp"].values()), [], []
+    most = max(len(by_seed) for by_rate in known.values() for by_seed in by_rate.values())
+    stock = min((each for each in known["ddp"].values() if len(each) == most), key=lambda each: sum(each.values()))
+    rows, open_ended = [], []
     for strategy, by_rate in known.items():
-        best = min(by_rate, key=lambda rate: by_rate[rate])
-        if best in (min(RATES), max(RATES)):
+        best = best_rate(by_rate, stock)
+        if best in (min(by_rate), max(by_rate)):
             open_ended.append(f"`{strategy}`")
-        cells = [f"{by_rate[rate]:.3f}" if rate in by_rate else "-" for rate in RATES]
-        rows.append([f"`{strategy}`", *cells, f"{by_rate[best]:.3f} ({100 * (by_rate[best] / stock - 1):+.1f} %)"])
+        cells = [_cell(by_rate.get(rate, {}), most) for rate in RATES]
+        percent = f"{mean(by_rate[best].values()):.3f} ({gap(by_rate[best], stock):+.1f} %)"
+        rows.append([f"`{strategy}`", *cells, percent, shares.get(strategy, "-")])
     rate = dict(GPT.learning_rates)["adamw"]
-    seeds = len({run.seed for run in runs})
-    caption = f"GPT, AdamW, {environment.settings[GPT.name]['steps']} steps, {seeds} seed(s): held-out loss."
+    caption = (
+        f"GPT, AdamW, {environment.settings[GPT.name]['steps']} steps: held-out loss, the mean of {most} seed(s); "
+        f"in brackets behind a cell: of so many. Best: of the rates with the most seeds, against stock DDP's best with "
+        f"the same seeds."
+    )
     if open_ended:
         caption += f" At the edge of what was tried, so that there may be better: {', '.join(open_ended)}."
-    return f"{table(['strategy', *(f'rate {rate * each:g}' for each in RATES), 'best'], rows)}\n\n{caption}"
+    headings = ["strategy", *(f"rate {rate * each:g}" for each in RATES), "best", "bytes of hierarchical's"]
+    return f"{table(headings, rows)}\n\n{caption}"
+
+
+def _cell(by_seed: Mapping[int, float], most: int) -> str:
+    if not by_seed:
+        return "-"
+    return f"{mean(by_seed.values()):.3f}" + (f" ({len(by_seed)})" if len(by_seed) < most else "")
+
+
+def bytes_by_rate(runs: Sequence[Run]) -> dict[str, str]:
+    """Return what each strategy sends between the nodes, as a part of float32: what `hierarchical` sends."""
+    return {
+        entry.strategy: f"{run.inter_bytes_per_step / (_DENSE_BYTES * run.parameters):.3f}"
+        for run in runs
+        for entry in RATE_ENTRIES
+        if entry.name == run.strategy and run.inter_bytes_per_step is not None
+    }
 
 
 def main() -> None:
