@@ -25,7 +25,6 @@ from commopt.schedule import (
 from commopt.schedule.decision import FIRST_CALENDAR, Option
 from commopt.schedule.measure import StepTimes
 from commopt.schedule.search import Search
-from commopt.schedule.window import GradientQuality
 
 LARGEST_BYTES = 10**9
 M = TypeVar("M", bound="Machine")
@@ -53,7 +52,7 @@ PRICES = {
     "quantized": line(3000.0, 0.5e-3),
     "onebit": line(8000.0, 0.5e-3),
 }
-FOLLOWS = GradientQuality(cosine=0.9, residual_norm=1.0)
+FOLLOWS = 1.0
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ class Machine:
     movable: bool = True
     allow: tuple[str, ...] = ()
     adopted: Tuned | None = None
-    quality: Mapping[int, GradientQuality] = field(default_factory=dict)  # from each step on
+    behind: Mapping[int, float] = field(default_factory=dict)  # steps behind exact averages, from each step on
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.seed)
@@ -190,8 +189,8 @@ class Machine:
         plain = [replace(unit, ready_us=0.0) for unit in self.units]
         times = StepTimes(begin, ready.max(axis=1), started, finished, ready)
         window = Window.of(replace(self.plan, origin="found"), plain, times)
-        shown = [quality for step, quality in self.quality.items() if step <= self.calendar.meet_at]
-        return replace(window, quality=shown[-1] if shown else None, movable=self.movable)
+        shown = [behind for step, behind in self.behind.items() if step <= self.calendar.meet_at]
+        return replace(window, steps_behind=shown[-1] if shown else None, movable=self.movable)
 
     def trace(self, plan: Plan, step: int, jitter: Callable[[], float]) -> Step:
         units, costs = self.conditions(step)
@@ -219,4 +218,4 @@ class TunedMachine(Machine):
     options: tuple[Option, ...] = (*EXACT, *LOSSY)
     max_trials: int = 4
     allow: tuple[str, ...] = ("lossless", "quantized", "onebit")
-    quality: Mapping[int, GradientQuality] = field(default_factory=lambda: {0: FOLLOWS})
+    behind: Mapping[int, float] = field(default_factory=lambda: {0: FOLLOWS})

@@ -66,8 +66,8 @@ def bits(module: torch.nn.Module) -> bytes:
 def go_through_all(rank: int, world_size: int, steps: int) -> tuple[bytes, list[str], float, float]:
     with cycling():
         ddp = TorchDDP(seeded(Tower), **SMALL_BUCKET)
-        # Nothing may be left out for good, at the largest strengths.
-        state = commopt.attach(ddp, "auto", allow=ALL, max_error=1.0, plan="adaptive")
+        # Nothing may be left out for good.
+        state = commopt.attach(ddp, "auto", allow=ALL, plan="adaptive")
         owed = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in ddp.module.named_parameters()}
         largest = 0.0
         for step in range(steps):
@@ -131,6 +131,28 @@ def test_tunes_by_itself_within_sixty_steps(tmp_path: Path, allow: str) -> None:
     assert tuned.nodes == (2, 2)
     if allow == "lossless":
         assert all(tried.error == 0 for tried in tuned.considered)
+
+
+def see_optimizers(rank: int, world_size: int) -> list[str]:
+    found = []
+    for asked, makers in (
+        (None, (torch.optim.SGD, torch.optim.AdamW, torch.optim.SGD)),
+        ("adamw", (torch.optim.SGD,)),
+    ):
+        ddp = TorchDDP(seeded(Tower), **SMALL_BUCKET)
+        state = commopt.attach(ddp, "auto", allow="quantized", optimizer=asked, plan="adaptive")
+        others = torch.nn.Linear(2, 2)
+        others(torch.ones(2)).sum().backward()
+        torch.optim.Adam(others.parameters()).step()
+        for make in makers:
+            loss_of(ddp, batch_of(rank, 0)).backward()
+            make(ddp.parameters(), lr=1e-3).step()
+            found.append(state._registration.controller.optimizer)
+    return found
+
+
+def test_the_optimizer_is_seen_when_it_steps_unless_it_was_told() -> None:
+    assert run(see_optimizers, 2) == [["sgd", "adamw", "adamw", "adamw"]] * 2
 
 
 def tuned_by_hand(plan: commopt.Plan, nodes: tuple[int, ...] = (2, 2)) -> Tuned:
@@ -256,8 +278,7 @@ def test_a_checkpoint_from_the_middle_of_a_search_goes_on_with_what_was_before()
         ({"allow": 3}, "allow=3"),
         ({"max_trials": 0}, "max_trials=0"),
         ({"max_trials": True}, "max_trials=True"),
-        ({"max_error": 0.0}, "max_error=0.0"),
-        ({"max_error": 1.5}, "max_error=1.5"),
+        ({"optimizer": "adam"}, "optimizer='adam'"),
         ({"dense": "*.bias"}, "dense"),
     ],
 )
@@ -272,3 +293,4 @@ def test_exact_averages_are_always_allowed() -> None:
     assert Auto().residual_paths == ()
     assert not Auto("powersgd").lossless
     assert commopt.build_preset("auto:allow=quantized+dgc:max_trials=2") == Auto("quantized+dgc", 2)
+    assert commopt.build_preset("auto:optimizer=adamw") == Auto(optimizer="adamw")

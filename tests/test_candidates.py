@@ -3,14 +3,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from commopt import Auto, Compressed, Flat, Hierarchical, PowerSGD, Quantize
+from bench.evidence.convergence.report import read
+from commopt import DGC, Aggregator, Auto, Compressed, Flat, Hierarchical, OneBit, PowerSGD, Quantize
+from commopt.aggregate.auto import families
 from commopt.feedback import Layout
 from commopt.groups import TeamShape
 from commopt.schedule.candidates import allowed_families, candidates, exact
+from commopt.schedule.learning import LEARNED, steps_to_loss, strength_of
 
 NODES, NODE = TeamShape.of((2, 2)), TeamShape.of((4,))
 
@@ -32,20 +40,61 @@ def test_only_what_is_exact_and_not_asked_for_in_one_form_may_be_replaced() -> N
 def test_each_family_has_one_candidate_in_each_form() -> None:
     auto = Auto("quantized+powersgd+bf16")
     families = allowed_families(auto, NODES)
-    found = candidates(families, [gradient()], None)
+    found = candidates(families, [gradient()], "")
     names = ["bf16", "quantized", "powersgd"]
     assert {each.name for each in found} == {*names, *(f"hierarchical {name}" for name in names)}
     usual = {each.name: each.strategy for each in found}
     assert usual["quantized"] == repr(Compressed(Quantize(4)))
-    assert usual["powersgd"] == repr(PowerSGD(4))
+    assert usual["powersgd"] == repr(PowerSGD(16))
     assert allowed_families(Auto(), NODES) == ()
 
 
-@pytest.mark.parametrize(("limit", "bits"), [(0.05, 8), (0.25, 4), (1.0, 2), (1e-4, None)])
-def test_with_a_limit_the_strongest_that_keeps_it_is_the_candidate(limit: float, bits: int | None) -> None:
-    found = candidates(allowed_families(Auto("quantized"), NODE), [gradient()], limit)
-    assert [each.strategy for each in found] == ([repr(Compressed(Quantize(bits)))] if bits else [])  # type: ignore[arg-type]
-    assert all(0 < each.error <= limit for each in found)
+@pytest.mark.parametrize(
+    ("optimizer", "chosen"),
+    [
+        ("sgd", {"quantized": (4, 1.0), "powersgd": (4, 1.04), "dgc": (0.05, 1.09), "onebit": (512, 1.64)}),
+        ("adamw", {"quantized": (4, 1.01), "powersgd": (16, 1.03), "dgc": (0.05, 1.41), "onebit": (512, 1.42)}),
+        ("", {"quantized": (4, 1.01), "powersgd": (16, 1.03), "dgc": (0.05, 1.41), "onebit": (512, 1.64)}),
+    ],
+)
+def test_the_strength_is_the_strongest_that_learns_nearly_as_fast(
+    optimizer: str, chosen: dict[str, tuple[float, float]]
+) -> None:
+    made: dict[str, Callable[[Any], Aggregator]] = {
+        "quantized": lambda bits: Compressed(Quantize(bits)),
+        "powersgd": PowerSGD,
+        "dgc": lambda density: Compressed(DGC(density)),
+        "onebit": lambda block: Compressed(OneBit(block)),
+    }
+    auto = Auto("quantized+powersgd+dgc+onebit", dense=("*.bias",))
+    found = {each.name: each for each in candidates(allowed_families(auto, NODES), [gradient()], optimizer)}
+    assert set(found) == {form + name for form in ("", "hierarchical ") for name in chosen}
+    for name, (strength, steps) in chosen.items():
+        plain = made[name](strength).with_dense(("*.bias",))
+        assert (found[name].strategy, found[name].steps) == (repr(plain), steps)
+        hierarchical = found[f"hierarchical {name}"]
+        assert (hierarchical.strategy, hierarchical.steps) == (repr(Hierarchical(plain)), steps)
+
+
+def test_of_a_family_that_nobody_measured_the_usual_strength_is_tried() -> None:
+    unknown = tuple(Compressed(Quantize(8, block)) for block in (64, 128))
+    assert strength_of(unknown, 1, "adamw") == (1, 1.0)
+    assert steps_to_loss(unknown[0], "sgd") is None
+
+
+def test_what_is_said_of_learning_was_measured() -> None:
+    _, runs = read(Path(__file__).parents[1] / "bench/results/convergence.json")
+    strengths = [repr(each) for family in families().values() for each in family.strengths]
+    assert set(LEARNED) <= set(strengths)
+    for optimizer in ("sgd", "adamw"):
+        mine = [run for run in runs if (run.task, run.optimizer) == ("gpt", optimizer)]
+        dense = [run for run in mine if run.strategy == "ddp"]
+        loss = 1.05 * mean(run.loss for run in dense)
+        to_dense = mean(run.steps_to(loss) or 400 for run in dense)
+        for learned in LEARNED.values():
+            took = [run.steps_to(loss) or 400 for run in mine if run.strategy == learned.measured]
+            assert len(took) == 3, learned
+            assert getattr(learned, optimizer) == pytest.approx(mean(took) / to_dense, abs=0.006), learned
 
 
 def test_a_gradient_that_tells_nothing_is_refused() -> None:
@@ -53,7 +102,7 @@ def test_a_gradient_that_tells_nothing_is_refused() -> None:
     families = allowed_families(Auto("quantized"), NODE)
     for bad, words in ((torch.zeros_like(values), "all gradients are zero"), (values / 0, "not finite")):
         with pytest.raises(FloatingPointError, match=words):
-            candidates(families, [(layout, bad)], None)
+            candidates(families, [(layout, bad)], "")
 
 
 def test_what_is_left_out_of_a_matrix_is_beyond_the_rank() -> None:

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commopt import ConfigurationError
-from commopt.schedule import Costs, Decision, Tuned, Window, best_plan, explain
-from commopt.schedule.trials import Divergence
-from commopt.schedule.window import GradientQuality
+from commopt.schedule import Costs, Decision, Plan, Tried, Tuned, Window, best_plan, explain
+from commopt.schedule.decision import Option
+from commopt.schedule.trials import Trial, choose
 from tests.search_machine import (
     COSTS,
     EXACT,
@@ -208,6 +208,29 @@ def test_keeps_stock_ddp_where_nothing_pays_and_says_so() -> None:
     assert not any(decision.warning for _, decision in TunedMachine(noise=0.01).run(300).log)
 
 
+def test_what_learns_more_slowly_has_to_be_that_much_faster() -> None:
+    quantized, onebit = LOSSY
+    assert TunedMachine(noise=0.01).run(100).plan.strategy == "quantized"
+    slower = TunedMachine(noise=0.01, options=(*EXACT, replace(quantized, steps=1.6), onebit)).run(100)
+    assert slower.plan.strategy == "onebit"
+    assert slower.tuned.used.steps == 1.0
+    none = TunedMachine(noise=0.01, options=(*EXACT, *(replace(each, steps=5.0) for each in LOSSY))).run(100)
+    assert none.plan.strategy in ("flat", "hierarchical")
+
+
+def test_what_wins_in_time_to_a_loss() -> None:
+    def trial(name: str, step_us: float, exposed_us: float, steps: float) -> Trial:
+        option = Option(name, name, 0.1 * (steps > 1), steps > 1, steps)
+        plan = Plan((("a",),), name)
+        return Trial(name, option, plan, measured=Window(plan, (), (), (step_us,) * 7, (exposed_us,) * 7, ()))
+
+    dense = trial("flat", 100.0, 80.0, 1.0)
+    bits, few = trial("2 bits", 30.0, 10.0, 1.07), trial("dgc", 27.0, 7.0, 1.41)
+    assert choose([dense, few, bits]) is bits
+    assert choose([dense, few]) is few
+    assert choose([dense, trial("dgc", 72.0, 50.0, 1.41)]) is dense
+
+
 def test_takes_nothing_that_only_promises_to_pay() -> None:
     """Compression is much slower than was predicted."""
     truth = Truth(transfers={"quantized": 20.0, "onebit": 20.0})
@@ -246,35 +269,37 @@ def test_follows_a_network_that_becomes_faster_or_slower() -> None:
 
 
 @pytest.mark.parametrize("left_out", [0.1, 0.0], ids=["lossy", "as lossy where nothing was left out once"])
-def test_falls_back_when_updates_diverge_from_the_gradients(left_out: float) -> None:
+def test_averages_exactly_when_the_model_falls_behind(left_out: float) -> None:
     options = (*EXACT, *(replace(option, error=left_out) for option in LOSSY))
-    bad = GradientQuality(cosine=0.2, residual_norm=1.0)
+    bad = 12.0
     truth = lambda step: Truth(transfers=dict.fromkeys(PRICES, 3.0 if step > 1000 else 1.0))  # noqa: E731
-    machine = TunedMachine(options=options, quality={0: FOLLOWS, 400: bad, 800: FOLLOWS}, truth=truth).run(380)
+    machine = TunedMachine(options=options, behind={0: FOLLOWS, 400: bad, 800: FOLLOWS}, truth=truth).run(380)
     assert machine.plan.strategy == "quantized"
     machine.run(900)
     assert machine.tuned.used.error == 0
-    assert "cosine" in machine.tuned.reason
+    assert "12 steps behind" in machine.tuned.reason
     assert machine.plan.strategy in ("flat", "hierarchical")
     machine.run(5000)
     assert "quantized" not in {bucket.plan.strategy for _, bucket in machine.log if bucket.plan and _ > 800}
 
 
-def test_divergence_is_from_the_beginning() -> None:
-    guard = Divergence()
-    assert guard.seen(None) == ""
-    assert guard.seen(GradientQuality(None, 2.0)) == ""
-    assert guard.seen(GradientQuality(0.6, 2.0)) == ""
-    assert guard.seen(GradientQuality(0.31, 7.9)) == ""
-    assert "0.60 to 0.29" in guard.seen(GradientQuality(0.29, 2.0))
-    assert "grew from 2 to 8.1" in guard.seen(GradientQuality(0.6, 8.1))
-    assert guard.seen(GradientQuality(None, 2.0)) == ""
+def test_what_falls_behind_between_two_windows_is_left_at_once() -> None:
+    machine = TunedMachine(noise=0.01).run(100)
+    assert machine.plan.strategy == "quantized"
+    assert machine.search.look(None, 110) == machine.search.look(9.0, 110) == ""
+    decision = Decision.from_json(machine.search.look(11.0, 120))
+    assert decision.plan is not None
+    assert decision.plan.strategy in ("flat", "hierarchical")
+    assert decision.tuned is not None
+    assert "11 steps behind" in decision.tuned.reason
+    assert machine.search.look(11.0, 130) == "", "it was left already"
+    assert TunedMachine().search.look(11.0, 5) == ""
 
 
 def test_goes_on_from_an_earlier_tuning_without_trials() -> None:
     before = TunedMachine(noise=0.01).run(100).tuned
-    filling = {0: FOLLOWS, 40: GradientQuality(0.9, 5.0)}  # residuals may fill up in a new run
-    machine = TunedMachine(adopted=Tuned.from_json(before.to_json()), noise=0.01, quality=filling).run(1000)
+    filling = {0: FOLLOWS, 40: 5.0}  # residuals may fill up in a new run
+    machine = TunedMachine(adopted=Tuned.from_json(before.to_json()), noise=0.01, behind=filling).run(1000)
     assert machine.changes == []
     assert machine.plan == before.plan
 
@@ -322,6 +347,29 @@ def test_a_trial_that_cannot_be_measured_is_over_in_time() -> None:
 def test_a_decision_survives_its_way_to_the_other_ranks() -> None:
     for _, decision in TunedMachine(noise=0.01).run(300).log:
         assert Decision.from_json(decision.to_json()) == decision
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "nodes", "exposed_us", "told"),
+    [
+        ("adamw", (2, 2), 60.0, True),
+        ("sgd", (2, 2), 60.0, False),
+        ("", (2, 2), 60.0, False),
+        ("adamw", (4,), 60.0, False),
+        ("adamw", (2, 2), 20.0, False),
+    ],
+)
+def test_says_what_adam_makes_possible_on_a_slow_link(
+    optimizer: str, nodes: tuple[int, ...], exposed_us: float, told: bool
+) -> None:
+    tried = (
+        Tried("flat", "flat", 0.0, 100.0, 60.0, 100.0, exposed_us),
+        Tried("1 bit", "onebit", 0.7, 30.0, 1.0, 30.0, 1.0, 1.42),
+    )
+    text = explain(None, Tuned("1 bit", ("onebit",), nodes, 50, tried, None, "for a test", optimizer), [])
+    assert ("adam=commopt.Adam()" in text) is told
+    assert "x 1.42" in text
+    assert f"optimizer: {optimizer or 'not known'}" in text
 
 
 def test_explains_itself() -> None:

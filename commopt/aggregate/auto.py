@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import isfinite
 from typing import ClassVar
 
 from commopt.aggregate.base import Aggregator, Flat
@@ -42,14 +41,14 @@ class Auto(Flat):
     allow: "lossless" (always in it) and any of `families()`: "bf16", "quantized" (8, 4, 2 bits), "dgc" (5, 1, 0.1 % of
         the elements), "powersgd" (rank 16 to 1) and so on; a tuple, or a text such as "quantized+powersgd".
     max_trials: how many ways are tried at most, each for nine steps.
-    max_error: how much of the gradient one encoding may leave out, as a share of its L2 norm, over all buckets
-        together; None: what 4 bits, 1 % of the elements, or rank 4 leave out where they are used everywhere.
+    optimizer: "adamw" for one that is like Adam, "sgd" for others, by which strategies learn differently well
+        (docs/tuning.md); None: what steps on the parameters tells.
     dense: patterns of parameter names that are never compressed ("*.bias").
     """
 
     allow: tuple[str, ...] | str = ("lossless",)
     max_trials: int = 4
-    max_error: float | None = None
+    optimizer: str | None = None
     dense: tuple[str, ...] = ()
 
     tunes: ClassVar[bool] = True
@@ -66,10 +65,10 @@ class Auto(Flat):
         object.__setattr__(self, "allow", tuple(family for family in known if family in wanted))
         if not isinstance(self.max_trials, int) or isinstance(self.max_trials, bool) or self.max_trials < 1:
             raise ConfigurationError(f"Auto(max_trials={self.max_trials!r}) must be a whole number, 1 or more")
-        error = self.max_error
-        if error is not None and not (isinstance(error, (int, float)) and isfinite(error) and 0 < error <= 1):
+        if self.optimizer not in (None, "sgd", "adamw"):
             raise ConfigurationError(
-                f"Auto(max_error={error!r}) must be above 0 and at most 1, or None for that of the usual strengths"
+                f"Auto(optimizer={self.optimizer!r}) must be 'adamw' for what is like Adam, 'sgd' for others, "
+                f"or None to see what steps"
             )
         object.__setattr__(self, "dense", checked_patterns("Auto", self.dense))
 

@@ -12,7 +12,7 @@ from commopt.feedback.context import (
 )
 from commopt.feedback.factors import Factors, FactorStore, Side
 from commopt.feedback.layout import Layout, Piece, Spans, checked_patterns, gaps, joined_spans, matches
-from commopt.feedback.quality import GradientCosine, sample_numel
+from commopt.feedback.quality import EVERY_STEPS, Shadow, falls_behind, sample_numel, sample_stride
 from commopt.feedback.store import (
     ANCHOR,
     EXP_AVG,
@@ -29,6 +29,7 @@ from commopt.feedback.store import (
 
 __all__ = [
     "ANCHOR",
+    "EVERY_STEPS",
     "EXP_AVG",
     "EXP_AVG_SQ",
     "MOMENTUM_BUFFER",
@@ -37,16 +38,17 @@ __all__ = [
     "FactorStore",
     "Factors",
     "Feedback",
-    "GradientCosine",
     "Kind",
     "Layout",
     "Piece",
     "Residual",
     "ResidualStore",
     "Scratch",
+    "Shadow",
     "Side",
     "Spans",
     "checked_patterns",
+    "falls_behind",
     "gaps",
     "is_average",
     "is_momentum",
@@ -59,6 +61,7 @@ __all__ = [
     "require_repeatable",
     "restore",
     "sample_numel",
+    "sample_stride",
     "save",
     "scale_and_add",
     "spread",

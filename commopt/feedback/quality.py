@@ -1,28 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How good compressed averages are, measured on samples: cosine with the exact ones, and what encodings leave out."""
+"""How good compressed averages are, measured on samples: how far behind exact ones, and what encodings leave out."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from commopt.feedback.layout import Layout
 from commopt.groups import Team
 
 EVERY_STEPS = 8
 MAX_SAMPLE_NUMEL = 2048
+MOST_STEPS_BEHIND = 10.0
 _FORGETTING = 0.75  # from one sample to the next
 
 
-class GradientCosine:
-    """The cosine of sampled averages and the exact ones: of one lossy buffer in every eighth step, in turn.
+class Shadow:
+    """How many steps a model is behind one whose gradients are averaged exactly: what it was not told, in gradients.
 
+    Of one lossy buffer in every `every`-th step, in turn, some elements are averaged exactly as well, and with them
+    what error feedback keeps: summed over the ranks, that is what exact averages would have told the model and lossy
+    ones have not yet. Where nothing is kept, what each sample lacks is taken for what every step until then lost.
     Counts from `first_step` on: a plan that begins there is judged by its own samples alone.
     """
 
-    def __init__(self, first_step: int = 0) -> None:
+    def __init__(self, every: int = EVERY_STEPS, first_step: int = 0) -> None:
         self.first_step = first_step
-        self._step = -1
+        self._every, self._step = every, -1
         self._seen = self._last_seen = 0  # lossy buffers of this step, and of the last one
+        self._lost: dict[Layout, tuple[int, Tensor]] = {}  # of each buffer: until which step, and what
         self._sums: Tensor | None = None
 
     def takes(self, step: int) -> bool:
@@ -34,43 +40,69 @@ class GradientCosine:
             self._step, self._seen, self._last_seen = step, 0, self._seen
         number = self._seen
         self._seen += 1
-        turns, rest = divmod(step + 1 - self.first_step, EVERY_STEPS)
+        turns, rest = divmod(step + 1 - self.first_step, self._every)
         return rest == 0 < turns and number == turns % max(self._last_seen, 1)
 
-    def exact(self, buffer: Tensor, team: Team, scale: float) -> Tensor:
-        """Return `scale * sum` over the team of some elements of `buffer`, as float32; collective."""
-        sample = _sampled(buffer).to(torch.float32, copy=True)
-        team.all_reduce(sample, scale=scale)
+    def exact(self, buffer: Tensor, kept: Tensor | None, team: Team, scale: float) -> Tensor:
+        """Return `scale * sum` over the team of some elements of `buffer`, and a second row: the sum of `kept`.
+
+        float32 [1 or 2, sample]; collective. kept: of the same elements, None where nothing ever is.
+        """
+        rows = [_sampled(buffer).float(), *([] if kept is None else [kept / scale])]
+        sample = torch.stack(rows)
+        team.all_reduce(sample.view(-1), scale=scale)
         return sample
 
-    def add(self, exact: Tensor, result: Tensor) -> None:
+    def add(self, exact: Tensor, result: Tensor, step: int, layout: Layout, loss_scale: Tensor | None = None) -> None:
         """Compare what `exact` returned with the buffer as it is now; what is not finite does not count. No host sync.
 
         Replicas are alike in both, so every rank finds the same.
         """
-        a, b = exact.double(), _sampled(result).double()
-        sums = torch.stack([a.dot(b), a.dot(a), b.dot(b)])
+        if loss_scale is not None:
+            exact, result = exact / loss_scale, result / loss_scale
+        dense = exact[0].double()
+        if len(exact) == 2:
+            owed = exact[1].double()
+        else:
+            until, owed = self._lost.get(layout, (self.first_step - 1, torch.zeros_like(dense)))
+            missing = dense - _sampled(result).double()
+            owed = owed + missing.masked_fill(~missing.isfinite().all(), 0.0) * (step - until)
+            self._lost[layout] = step, owed
+        sums = torch.stack([owed.dot(owed), dense.dot(dense)])
         sums = sums.masked_fill(~sums.isfinite().all(), 0.0)
         self._sums = sums if self._sums is None else self._sums * _FORGETTING + sums
 
-    def cosine(self) -> float | None:
-        """Return the cosine of recent samples: None before there is one that is not zero; waits for the device."""
-        if self._sums is None:
+    def steps_behind(self) -> float | None:
+        """Return the L2 norm of what the model was not told over that of a gradient, in recent samples.
+
+        None before there is one that is not zero. Waits for the device.
+        """
+        if self._sums is None or not self._sums[1]:
             return None
-        both, exact, result = self._sums.tolist()
-        return both / (exact * result) ** 0.5 if exact * result else None
+        return float((self._sums[0] / self._sums[1]).sqrt())
+
+
+def falls_behind(steps_behind: float | None) -> str:
+    """Say that compression withholds too much, or nothing.
+
+    On the GPT of docs/evidence/convergence.md what learns well stays below 6 (tests/test_guard.py).
+    """
+    if steps_behind is None or steps_behind <= MOST_STEPS_BEHIND:
+        return ""
+    return f"the model is {steps_behind:.0f} steps behind exact averages, more than {MOST_STEPS_BEHIND:.0f}"
 
 
 def sample_numel(numel: int) -> int:
     """Return how many of `numel` elements a sample has."""
-    return len(range(0, numel, _stride(numel)))
+    return len(range(0, numel, sample_stride(numel)))
 
 
 def _sampled(buffer: Tensor) -> Tensor:
-    return buffer[:: _stride(buffer.numel())]
+    return buffer[:: sample_stride(buffer.numel())]
 
 
-def _stride(numel: int) -> int:
+def sample_stride(numel: int) -> int:
+    """Return which elements of `numel` a sample has: the first of every so many."""
     # Odd: widths of layers mostly are not, and one column of a matrix would speak for all.
     return -(-numel // MAX_SAMPLE_NUMEL) | 1
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -17,27 +18,33 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from commopt import lanes
-from commopt.aggregate import Aggregator, LocalSGD
+from commopt.aggregate import Aggregator, LocalSGD, auto_of
 from commopt.errors import CommoptError, ConfigurationError
-from commopt.feedback import GradientCosine, Layout, ResidualStore, sample_numel
+from commopt.feedback import EVERY_STEPS, Layout, ResidualStore, Shadow, falls_behind, sample_numel
 from commopt.hooks.checks import (
     REDUCIBLE,
     UnusedAverages,
+    kind_of,
     refuse_bucket,
     refuse_second_adam,
+    require_comparable,
     warn_of_unknown_scaler,
+    when_first_stepped,
 )
 from commopt.hooks.local_sgd import ParameterAverages
 from commopt.hooks.reduction import Step
 from commopt.hooks.registration import Registration, Settings
 from commopt.schedule import Controller, Layouts, Plan, Tuned
+from commopt.schedule.reducer import is_capturing
+
+_log = logging.getLogger("commopt")
 
 
 class DDPRegistration(Registration):
     """Averages DDP's buckets: `reduce` is called with each, `before_forward` between steps.
 
-    decided_by: the name of the preset that was compared with the aggregator last. cosine: of lossy averages and exact
-    ones, where that is watched.
+    decided_by: the name of the preset that was compared with the aggregator last. guard: how often lossy averages are
+    compared with exact ones, by `shadow`; 0 for never.
     """
 
     def __init__(
@@ -47,8 +54,8 @@ class DDPRegistration(Registration):
         super().__init__(settings, aggregator, scaler, self.layouts.parameters, self.layouts.numels)
         self.module = None if module is None else ref(module)
         self.decided_by: str | None = None
-        self.watches_cosine = False
-        self.cosine = GradientCosine()
+        self.guard = 0
+        self.shadow = Shadow()
         self.controller = Controller(self.recorder, self.layouts)
         if isinstance(aggregator, LocalSGD):
             parameters = dict(self.parameters)
@@ -56,8 +63,9 @@ class DDPRegistration(Registration):
         # The gradients of a LocalSGD leave nothing for later, and `store` is for its parameters.
         self._remembers_nothing = None if self.averages is None else ResidualStore()
         self._ddp: ref[TorchDDP] | None = None
-        self._cosine_of = -1  # which plan, by its number, the samples of averages are of
+        self._shadow_of = -1  # which plan, by its number, the samples of averages are of
         self._raising_task = -1
+        self._warned = False
         self._lately_ns: deque[int] = deque(maxlen=64)
         self._unused: UnusedAverages | None = None
 
@@ -67,8 +75,16 @@ class DDPRegistration(Registration):
         self.keeps_residuals = bool(aggregator.residual_paths)
         if aggregator.adam is not None:
             refuse_second_adam(self)
+        if (auto := auto_of(aggregator)) is not None:
+            self.controller.optimizer = auto.optimizer or ""
+            if auto.optimizer is None:
+                when_first_stepped(self, _note_optimizer)
         self.controller.begin(client.team, aggregator, self.settings.config)
-        self.watches_cosine = self.controller.watches_cosine
+        self.guard = self.settings.guard or 0
+        if self.guard:
+            require_comparable(aggregator)
+        elif self.controller.watches:
+            self.guard = EVERY_STEPS
         if self.averages is not None:
             self.averages.client = client
 
@@ -102,7 +118,7 @@ class DDPRegistration(Registration):
     def freeze(self) -> None:
         """Change the plan no more."""
         self.controller.give_up("frozen")
-        self.watches_cosine = False  # which nobody will ask for
+        self.guard = 0  # nothing could be left, and a captured step would not be sampled
 
     def before_forward(self, *, sends: bool) -> None:
         """Change, between two steps, what was decided to be changed. sends: whether the backward will."""
@@ -158,9 +174,26 @@ class DDPRegistration(Registration):
         if self.recorder.enabled:
             self.recorder.begin_step(steps, device)
         self.step = Step(steps, self._remembers_nothing or self.store, self.scaler)
-        if self.watches_cosine and self.controller.changes != self._cosine_of:
-            self._cosine_of = self.controller.changes
-            self.cosine = GradientCosine(steps)  # a new plan is judged by its own samples
+        if self.guard and is_capturing():
+            self.guard = 0  # a CUDA graph would sample in every step, or in none
+        if self.guard and self.controller.changes != self._shadow_of:
+            self._shadow_of = self.controller.changes
+            self.shadow = Shadow(self.guard, steps)  # a new plan is judged by its own samples
+        if self.guard and self.settings.guard and (steps + 1 - self.shadow.first_step) % self.guard == 0:
+            self._look_back()
+
+    def _look_back(self) -> None:
+        """Warn, once, when the samples so far say that a strategy nobody will leave withholds too much."""
+        aggregator = self.controller.aggregator
+        if self._warned or self.controller.watches or self.client.team.rank != 0:
+            return
+        if behind := falls_behind(self.shadow.steps_behind()):
+            self._warned = True
+            _log.warning(
+                "%s averages, and after step %d %s: use more bits, rank or density, error feedback, or an exact "
+                "average; or leave out guard=, if the loss says otherwise",
+                *(aggregator, self.steps - 1, behind),
+            )
 
     def _let_backward_raise(self, graph_task: int) -> None:
         """Let the backward under way raise the error of a lane that fails meanwhile.
@@ -199,17 +232,17 @@ class DDPRegistration(Registration):
         """Queue the average of bucket `index`, `last` of its step."""
         step, aggregator = self.step, self.controller.aggregator
         self.controller.add_bucket(layout, buffer)
-        cosine = None
-        if self.watches_cosine and not aggregator.lossless and self.cosine.takes(step.number):
-            cosine = self.cosine
-            self.traffic.count_exact(sample_numel(layout.numel), torch.float32, buffer.device, step.number)
-        return self.send(layout, buffer, index, aggregator, last=last, cosine=cosine)
+        shadow = None
+        if self.guard and not aggregator.lossless and self.shadow.takes(step.number):
+            shadow = self.shadow
+            numel = sample_numel(layout.numel) * (2 if aggregator.residual_paths else 1)
+            self.traffic.count_exact(numel, torch.float32, buffer.device, step.number)
+        return self.send(layout, buffer, index, aggregator, last=last, shadow=shadow)
 
     def _end_step(self) -> None:
         assert self.device is not None  # of the first bucket
         usual_us = median(self._lately_ns) / 1000 if self.recorder.enabled and self._lately_ns else 0.0
-        cosine = self.cosine if self.watches_cosine else None
-        meeting = self.controller.end_step(self.steps, self.device, usual_us, cosine, self.store)
+        meeting = self.controller.end_step(self.steps, self.device, usual_us, self.shadow if self.guard else None)
         if meeting is not None:
             self.controller.pending = self.client.run(meeting.hold, meeting.what)
         self.steps += 1
@@ -247,4 +280,11 @@ class DDPRegistration(Registration):
         plan, tuned, rounds = extras or (None, None, None)
         super().go_on(store, steps, buffers, numels, rounds)
         self.controller.restart(steps, plan, tuned, buffers)
+        self._shadow_of = -1
         self.layouts.expect(numels)
+
+
+def _note_optimizer(registration: DDPRegistration, optimizer: torch.optim.Optimizer) -> None:
+    """Tell the tuner what steps on the parameters: what is like Adam counts, whatever else there is."""
+    if registration.controller.optimizer != "adamw":
+        registration.controller.optimizer = kind_of(optimizer)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import logging
 import re
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 from weakref import WeakSet, finalize, ref
@@ -15,7 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from commopt.aggregate import Aggregator
 from commopt.errors import ConfigurationError, UnsupportedTensorError
+from commopt.feedback import is_momentum
 from commopt.version import NEWEST_TESTED_TORCH
 
 REDUCIBLE = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64))
@@ -113,8 +116,13 @@ def require_plain_groups(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-def refuse_second_adam(owner: Any) -> None:
-    """Let any torch optimizer of `owner.parameters` that is like Adam raise ConfigurationError when it first steps."""
+def kind_of(optimizer: torch.optim.Optimizer) -> str:
+    """Return "adamw" for an optimizer that divides by a norm of its own, "sgd" for others."""
+    return "adamw" if any(_ADAPTS & group.keys() for group in optimizer.param_groups) else "sgd"
+
+
+def when_first_stepped(owner: Any, see: Callable[[Any, torch.optim.Optimizer], None]) -> None:
+    """Let each torch optimizer of `owner.parameters` be seen, `see(owner, optimizer)`, when it first steps."""
     known: WeakSet[torch.optim.Optimizer] = WeakSet()
     me = ref(owner)
 
@@ -124,10 +132,28 @@ def refuse_second_adam(owner: Any) -> None:
             return
         ours = set(map(id, alive.parameters.values()))
         if any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
-            require_plain_groups(optimizer)
+            see(alive, optimizer)
         known.add(optimizer)
 
     finalize(owner, register_optimizer_step_pre_hook(look).remove).atexit = False
+
+
+def require_comparable(aggregator: Aggregator) -> None:
+    """Raise ConfigurationError where `guard` would compare with exact averages what is no average of gradients."""
+    what = ""
+    if aggregator.adam is not None:
+        what = "sends directions of Adam's"
+    elif any(map(is_momentum, aggregator.residual_paths)):
+        what = "sends momentum"
+    elif aggregator.node_local:
+        what = "averages parameters"
+    if what:
+        raise ConfigurationError(f"guard= compares averages of gradients, and {aggregator} {what}; leave guard= out")
+
+
+def refuse_second_adam(owner: Any) -> None:
+    """Let any torch optimizer of `owner.parameters` that is like Adam raise ConfigurationError when it first steps."""
+    when_first_stepped(owner, lambda _, optimizer: require_plain_groups(optimizer))
 
 
 class UnusedAverages:

@@ -50,6 +50,7 @@ def attach(
     record: bool = False,
     tuned: Tuned | str | Path | None = None,
     nccl: NcclByLevel | None = None,
+    guard: int | None = None,
     weights: Any = None,
     **preset_options: Any,
 ) -> CommState:
@@ -78,6 +79,7 @@ def attach(
 
         aggregator = _aggregator_from(choice, preset_options)
         for_ddp = {"process_group": process_group, "ranks_per_node": ranks_per_node, "links": links, "tuned": tuned}
+        for_ddp["guard"] = guard
         options = {"scaler": scaler, "timeout": timeout, "record": record, "nccl": nccl, "weights": weights}
         return attach_sharded(sharded, aggregator, **options, plan=plan, **for_ddp)
     _require_free(ddp)
@@ -96,6 +98,7 @@ def attach(
         record=record,
         tuned=tuned,
         nccl=nccl,
+        guard=guard,
     )
     try:
         _require_same_ranks(ddp, state)

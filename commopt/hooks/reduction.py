@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from commopt.aggregate import Aggregator, Flat, context_for, exchange_norm
-from commopt.feedback import GradientCosine, Layout, ResidualStore
+from commopt.feedback import Layout, ResidualStore, Shadow, is_momentum, sample_numel, sample_stride
 from commopt.groups import Team, TeamShape, WireBytes
 from commopt.recording import Message as Recorded
 from commopt.recording import running
@@ -39,7 +39,7 @@ class Step:
 class Reduction:
     """The lane's work for one buffer, contiguous and of any shape: it becomes `scale` times its sum over `team`.
 
-    number: of the buffer in its step. last: whether none follows, and the step's residuals may be committed. cosine:
+    number: of the buffer in its step. last: whether none follows, and the step's residuals may be committed. shadow:
     compares the result with the exact one. scale: None for the average.
     """
 
@@ -50,7 +50,7 @@ class Reduction:
     step: Step
     aggregator: Aggregator
     team: Team
-    cosine: GradientCosine | None = None
+    shadow: Shadow | None = None
     recorded: Recorded | None = None
     scale: float | None = None
 
@@ -74,13 +74,33 @@ class Reduction:
             number, rank = self.step.number, team.ranks[team.rank]
             context = context_for(self.aggregator, self.layout, team, store, number, self.number, rank, loss_scale)
             scale = context.add_leftover(flat, 1.0 / team.size if self.scale is None else self.scale)
-            exact = None if self.cosine is None else self.cosine.exact(flat, team, scale)
+            exact = None if self.shadow is None else self._exact(self.shadow, flat, scale, loss_scale)
             self.aggregator.all_reduce(flat, team, scale, context)
-            if self.cosine is not None and exact is not None:
-                self.cosine.add(exact, flat)
+            if self.shadow is not None and exact is not None:
+                self.shadow.add(exact, flat, number, self.layout, loss_scale)
             if self.exchanges_norm:
                 exchange_norm(store, team, flat.device)
             store.end_bucket([flat], last=self.last)
+
+    def _exact(self, shadow: Shadow, flat: Tensor, scale: float, loss_scale: Tensor | None) -> Tensor:
+        kept = sampled(self.step.store, self.layout, flat.device) if self.aggregator.residual_paths else None
+        if kept is not None and loss_scale is not None:
+            kept *= loss_scale
+        return shadow.exact(flat, kept, self.team, scale)
+
+
+def sampled(store: ResidualStore, layout: Layout, device: torch.device) -> Tensor:
+    """Return what is kept for those elements of a buffer that a Shadow samples, over all levels; float32, unscaled."""
+    stride = sample_stride(layout.numel)
+    total = torch.zeros(sample_numel(layout.numel), dtype=torch.float32, device=device)
+    for slot in store.slots():
+        if is_momentum(slot.path) or not slot.layout.shares_names(layout):
+            continue
+        for here, there, numel in layout.common(slot.layout):
+            begin = here + -here % stride
+            found = slot.values[there + begin - here : there + numel : stride]
+            total[begin // stride :][: len(found)] += found.to(device)
+    return total
 
 
 def loss_scale_of(scaler: Any, device: torch.device) -> Tensor | None:

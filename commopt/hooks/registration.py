@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from commopt.aggregate import Aggregator, LocalSGD
-from commopt.feedback import GradientCosine, Layout, ResidualStore, spread
+from commopt.feedback import Layout, ResidualStore, Shadow, spread
 from commopt.feedback.checkpoint import required
 from commopt.groups import Membership, NcclByLevel, WireBytes
 from commopt.hooks.checks import warn_of_untested_torch
@@ -27,7 +27,8 @@ from commopt.schedule import BucketConfig
 class Settings:
     """What a registration is asked for beside an aggregator, and begins with again after unpickling.
 
-    record: whether the times of all steps are kept rather than of those that planning measures.
+    record: whether the times of all steps are kept rather than of those that planning measures. guard: how often lossy
+    averages are compared with exact ones; None for where something tunes.
     """
 
     ranks_per_node: int | None = None
@@ -35,6 +36,7 @@ class Settings:
     config: BucketConfig = field(default_factory=BucketConfig)
     record: bool = False
     nccl: NcclByLevel | None = None
+    guard: int | None = None
 
 
 class Registration:
@@ -87,6 +89,7 @@ class Registration:
             *(self.kind, process_group, settings.ranks_per_node, settings.timeout_s, settings.nccl, problem),
             aggregator=self.aggregator_name,
             record=str(settings.record),
+            guard=str(settings.guard),
         )
         try:
             if client.team.rank == 0:
@@ -150,7 +153,7 @@ class Registration:
         aggregator: Aggregator,
         *,
         last: bool,
-        cosine: GradientCosine | None = None,
+        shadow: Shadow | None = None,
         scale: float | None = None,
     ) -> Work:
         """Queue the average of a buffer, `index` of the model's and `last` of its step, as Reduction; count it."""
@@ -159,7 +162,7 @@ class Registration:
         # Words only for who asks for them: this is on the way of backward.
         recorded = recorder.message((index,), layout.title, buffer.nbytes) if recorder.enabled else None
         number = len(step.buffers)
-        task = Reduction(buffer, layout, number, last, step, aggregator, client.team, cosine, recorded, scale)
+        task = Reduction(buffer, layout, number, last, step, aggregator, client.team, shadow, recorded, scale)
         work = client.submit(task, task, buffer, numel=layout.numel)
         step.buffers.append(layout)
         self.traffic.count(aggregator, layout, buffer.dtype, buffer.device, step.number)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from commopt.aggregate import Aggregator
+from commopt.document import require_whole
 from commopt.errors import ConfigurationError
 from commopt.groups import NcclByLevel
 from commopt.groups.build import read_arguments
@@ -50,11 +51,13 @@ class HookState(CommState):
         The same on all ranks.
     nccl: what NCCL may take of the GPU on a level ("world", "intra", "inter"; levels that this cluster lacks are no
         error): {"inter": NcclOptions(max_ctas=4)}.
+    guard: compare a sample of what lossy averages deliver with the exact average in every `guard`-th step; "auto" does
+        in every eighth, and leaves a strategy by which the model falls behind; others warn, once. None: "auto" alone.
 
     Raises ConfigurationError, UnsupportedTensorError, and MismatchError on every rank when ranks disagree.
-    Pickling keeps aggregator, ranks_per_node, timeout, plan, links, record, tuned and nccl; groups are made again at
-    the first bucket, over the world, and `scaler` must be assigned again. Residuals are each rank's own and a pickle is
-    usually one rank's: save them with state_dict().
+    Pickling keeps aggregator, ranks_per_node, timeout, plan, links, record, tuned, nccl and guard; groups are made
+    again at the first bucket, over the world, and `scaler` must be assigned again. Residuals are each rank's own and a
+    pickle is usually one rank's: save them with state_dict().
     """
 
     _registration: DDPRegistration
@@ -72,16 +75,19 @@ class HookState(CommState):
         record: bool = False,
         tuned: Tuned | str | Path | None = None,
         nccl: NcclByLevel | None = None,
+        guard: int | None = None,
     ) -> None:
         config, problem = BucketConfig(), None
         try:  # a mistake of this rank alone, as a file that it lacks, is every rank's to hear of
             _require_arguments(aggregator, module, scaler)
             ranks_per_node, timeout_s, nccl = read_arguments(ranks_per_node, timeout, nccl)
             config = BucketConfig.read(plan, links, tuned)
+            if guard is not None:
+                require_whole(guard, 1, "guard")
         except Exception as error:
-            aggregator, module, scaler, problem = None, None, None, error
+            aggregator, module, scaler, guard, problem = None, None, None, None, error
             ranks_per_node, timeout_s, nccl = None, None, {}
-        settings = Settings(ranks_per_node, timeout_s, config, record, nccl)
+        settings = Settings(ranks_per_node, timeout_s, config, record, nccl, guard)
         self._registration = DDPRegistration(settings, aggregator, module, scaler)
         if process_group is not None or dist.is_initialized():
             self._registration.join(process_group, problem)
@@ -102,8 +108,15 @@ class HookState(CommState):
             self.freeze()
 
     def stats(self) -> dict[str, Any]:
-        """Return what was done so far, as CommState.stats, and plan_changes."""
-        return {**super().stats(), "plan_changes": self._registration.controller.changes}
+        """Return what was done so far, as CommState.stats, and plan_changes.
+
+        With a guard also steps_behind: what the model was not told yet, in L2 norms of gradients; None before it knows.
+        """
+        registration = self._registration
+        more: dict[str, Any] = {"plan_changes": registration.controller.changes}
+        if registration.guard:
+            more["steps_behind"] = registration.shadow.steps_behind()
+        return {**super().stats(), **more}
 
     # ------------------------------------------------------------------------------------- plans
 

@@ -14,6 +14,7 @@ from commopt.aggregate import Aggregator, Flat, Hierarchical, auto_of, families
 from commopt.feedback import Layout
 from commopt.groups import TeamShape
 from commopt.schedule.decision import Option
+from commopt.schedule.learning import strength_of
 
 Gradients = Sequence[tuple[Layout, Tensor]]
 
@@ -63,8 +64,8 @@ def allowed_families(aggregator: Aggregator, team: TeamShape) -> tuple[Family, .
     )
 
 
-def candidates(families: Sequence[Family], gradients: Gradients, max_error: float | None) -> list[Option]:
-    """Return one strength of each family: the usual one, or with a limit the strongest that keeps it, if one does.
+def candidates(families: Sequence[Family], gradients: Gradients, optimizer: str) -> list[Option]:
+    """Return of each family the strength that `strength_of` names for the optimizer.
 
     gradients: flat buffers, with what lies where. Raises FloatingPointError when a gradient is not finite, or all are
     zero: such a step tells nothing, measure another one.
@@ -79,11 +80,9 @@ def candidates(families: Sequence[Family], gradients: Gradients, max_error: floa
 
     found = []
     for family in families:
-        strengths = family.strengths[family.usual :: -1] if max_error is None else family.strengths[::-1]
-        for strength in strengths:
-            left_out = error(strength)
-            # What encodes some gradient to no number is no candidate, however strong it may be.
-            if isfinite(left_out) and (max_error is None or left_out <= max_error):
-                found.append(Option(family.name, repr(strength), left_out, lossy=True))
-                break
+        place, steps = strength_of(family.strengths, family.usual, optimizer)
+        strength = family.strengths[place]
+        left_out = error(strength)
+        if isfinite(left_out):  # what encodes some gradient to no number is no candidate
+            found.append(Option(family.name, repr(strength), left_out, True, steps))
     return found

@@ -18,8 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from commopt.aggregate import Aggregator, Flat
 from commopt.errors import ConfigurationError
-from commopt.feedback import Layout, ResidualStore
-from commopt.feedback.quality import GradientCosine
+from commopt.feedback import Layout, Shadow
 from commopt.groups import Team
 from commopt.lanes import Work
 from commopt.recording import Recorder
@@ -40,6 +39,8 @@ _log = logging.getLogger("commopt")
 _STEPS_TO_SETTLE = 3
 # What torch asks for before it captures DDP: in the first ten iterations the reducer takes times of its own.
 _STEPS_TO_CAPTURE = 11
+# So that what falls behind is left within 50.
+LOOK_EVERY_STEPS = 16
 
 
 class Controller:
@@ -47,7 +48,7 @@ class Controller:
 
     aggregator: averages every message of the step under way. plan: what is followed, None while DDP's own buckets are.
     changes: how often another plan was followed from then on. tuned: what tuning has come to. frozen: whether no more
-    plans are made. pending: a meeting that is under way, set by whoever put it on the lane.
+    plans are made. pending: a meeting that is under way, set by whoever put it on the lane. optimizer: as Tuned has it.
     """
 
     def __init__(self, recorder: Recorder, layouts: Layouts) -> None:
@@ -56,6 +57,7 @@ class Controller:
         self.decisions: list[Decision] = []
         self.changes = 0
         self.frozen = False
+        self.optimizer = ""
         self.aggregator: Aggregator = Flat()
         self.pending: Work | None = None
         self._layouts = layouts
@@ -70,6 +72,7 @@ class Controller:
         self._shown: list[Layout] = []  # and in the one under way
         self._gradients: list[Tensor] = []
         self._settled = False
+        self._looked = False  # whether the last meeting was only to look at what the shadow knows
         self._of_ddp = reducer.Buckets(layouts.parameters)
 
     # ------------------------------------------------------------------------------------- setting up
@@ -170,8 +173,8 @@ class Controller:
     # ------------------------------------------------------------------------------------- asking
 
     @property
-    def watches_cosine(self) -> bool:
-        """Whether lossy averages should be compared with exact ones, for who tunes to see them diverge."""
+    def watches(self) -> bool:
+        """Whether lossy averages should be compared with exact ones, for who tunes to leave those that fall behind."""
         return self._tunes and self._keeps_residuals and not self.frozen
 
     # ------------------------------------------------------------------------------------- every step
@@ -208,12 +211,11 @@ class Controller:
         step: int,
         device: torch.device,
         overhead_us: float,
-        gradient_cosine: GradientCosine | None = None,
-        store: ResidualStore | None = None,
+        shadow: Shadow | None = None,
     ) -> Meeting | None:
         """Return the meeting that is due after `step`, to be put on the lane by every rank; None if none is.
 
-        overhead_us: what the hook costs the host for each bucket. gradient_cosine, store: see Meeting.
+        overhead_us: what the hook costs the host for each bucket. shadow: see Meeting.
         """
         self._settled = self._shown == self._buckets
         self._buckets, gradients, self._gradients = self._shown, self._gradients, []
@@ -222,8 +224,12 @@ class Controller:
         if not self._measures:
             return None
         self._measuring.end_step(step, device)
-        if not self._measuring.calendar.meets(step):
+        calendar = self._measuring.calendar
+        between = step + 1 < calendar.measure_from and shadow is not None and not self.aggregator.lossless
+        looks = between and shadow is not None and (step + 1 - shadow.first_step) % LOOK_EVERY_STEPS == 0
+        if not looks and not calendar.meets(step):
             return None
+        self._looked = looks
         assert self._sync is not None  # begun
         self._of_ddp.say_why_not()
         from commopt.schedule.sync import Meeting
@@ -238,8 +244,9 @@ class Controller:
             movable=self._of_ddp.can_change(_names(*self._buckets)),
             overhead_us=overhead_us,
             tuned=self.tuned,
-            gradient_cosine=gradient_cosine,
-            store=store,
+            shadow=shadow,
+            looks=looks,
+            optimizer=self.optimizer,
         )
 
     def require_repeatable(self, step: int) -> None:
@@ -265,6 +272,9 @@ class Controller:
         self.pending.wait()
         assert self._sync is not None  # which decided
         decision = self._sync.decision
+        if self._looked and decision is (self.decisions[-1] if self.decisions else None):  # and nothing was wrong
+            self.pending = None
+            return
         self._measuring.stop()
         if decision is None:
             self._measures = False

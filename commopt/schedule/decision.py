@@ -46,20 +46,23 @@ FIRST_CALENDAR = Calendar(3, 3 + WINDOW_STEPS - 1)  # DDP makes its buckets anew
 class Option:
     """A strategy to choose from; error: the share of the gradient's L2 norm that one encoding leaves out.
 
-    lossy: whether it is only worth its error where it pays against what is exact.
+    lossy: whether it is only worth its error where it pays against what is exact. steps: to a loss, over those of exact
+    averages.
     """
 
     name: str
     strategy: str
     error: float = 0.0
     lossy: bool = False
+    steps: float = 1.0
 
 
 @dataclass(frozen=True)
 class Tried:
     """One candidate: what was predicted of a step, and what was measured; None where it was not tried.
 
-    error: the share of the gradient's L2 norm that one encoding leaves out, 0 for an exact average.
+    error: the share of the gradient's L2 norm that one encoding leaves out, 0 for an exact average. steps: to a loss,
+    over those of exact averages, as measured with the optimizer (commopt/schedule/learning.py).
     """
 
     name: str
@@ -69,6 +72,7 @@ class Tried:
     predicted_exposed_us: float
     step_us: float | None = None
     exposed_us: float | None = None
+    steps: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ class Tuned:
     name: of what is used, one of `considered`, whose first entry is what ran before.
     allow: the families that were allowed. nodes: ranks on each node. steps: how many it took.
     plan: what is followed; None where DDP's own buckets are, by an exact average.
-    reason: why it is used.
+    reason: why it is used. optimizer: "adamw" for any that is like Adam, "sgd" for others; "" where none was known.
     """
 
     name: str
@@ -88,6 +92,7 @@ class Tuned:
     considered: tuple[Tried, ...]
     plan: Plan | None
     reason: str
+    optimizer: str = ""
 
     def __post_init__(self) -> None:
         require_text(self.reason, "tuned: reason")
@@ -170,7 +175,8 @@ class Decision:
 
 # ------------------------------------------------------------------------------------------- in words
 
-_COLUMNS = ("candidate", "leaves out", "step", "exposed", "expected", "")
+_COLUMNS = ("candidate", "leaves out", "steps to a loss", "step", "exposed", "expected", "")
+_SLOW = 0.5  # of a step, where that much of it is communication that nothing hides
 
 
 def explain(aggregator: Aggregator | None, tuned: Tuned | None, decisions: Sequence[Decision]) -> str:
@@ -180,7 +186,17 @@ def explain(aggregator: Aggregator | None, tuned: Tuned | None, decisions: Seque
         from commopt.display import aligned
 
         table = aligned(_COLUMNS, [_row(tried, tuned) for tried in tuned.considered], left=len(_COLUMNS))
-        lines += [f"used: {tuned.reason}", "", *table, "", *_messages(tuned.plan), ""]
+        known = tuned.optimizer or "not known, so that the worse of SGD and AdamW counts"
+        lines += [
+            f"used: {tuned.reason}",
+            f"optimizer: {known}",
+            *_advice(tuned),
+            "",
+            *table,
+            "",
+            *_messages(tuned.plan),
+            "",
+        ]
     last = decisions[-1].reason if decisions else "nothing was decided yet"
     return "\n".join([*lines, f"last decision: {last}"])
 
@@ -190,11 +206,24 @@ def _row(tried: Tried, tuned: Tuned) -> tuple[str, ...]:
     return (
         tried.name,
         f"{tried.error:.1%}" if tried.error else "nothing",
+        f"x {tried.steps:.2f}",
         "" if tried.step_us is None else ms(tried.step_us),
         "" if tried.exposed_us is None else ms(tried.exposed_us),
         f"{ms(tried.predicted_step_us)}, {ms(tried.predicted_exposed_us)} exposed",
         mark,
     )
+
+
+def _advice(tuned: Tuned) -> list[str]:
+    """Say what `auto` cannot choose, as it takes another optimizer: for a slow link, where this one is like Adam."""
+    exact = [each for each in tuned.considered if not each.error and each.step_us]
+    shares = [(each.exposed_us or 0.0) / each.step_us for each in exact if each.step_us]
+    if tuned.optimizer != "adamw" or len(tuned.nodes) < 2 or not shares or min(shares) < _SLOW:
+        return []
+    return [
+        "stronger on a link so slow: commopt.attach(ddp, 'hierarchical_onebit', adam=commopt.Adam()), with "
+        "comm.optimizer(...) in place of yours (docs/adamw.md)"
+    ]
 
 
 def _messages(plan: Plan | None) -> list[str]:

@@ -2,7 +2,7 @@
 """Find the plan that pays on live steps, keep it while conditions last, and leave it when it stops paying.
 
 measured as it is -> trial -> trial .. -> the best, or what ran before -> watch -> drift -> trial ..
-                                                                            \\> diverged -> an exact average
+                                                                            \\> falls behind -> an exact average
 
 Decided on rank 0 and followed by all, for adaptive buckets (one strategy, or two exact ones) as for `auto` (all that
 is allowed). Each trial is a plan that all ranks follow for nine steps. `auto` tries a strategy in the buckets that ran
@@ -23,12 +23,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from commopt.feedback import falls_behind
 from commopt.schedule.decision import FIRST_CALENDAR, WINDOW_STEPS, Calendar, Decision, Option, Tuned
 from commopt.schedule.estimate import DRIFT, LEAST_GAIN, ms
 from commopt.schedule.plan import Plan
 from commopt.schedule.planner import SPARE, best_plan
 from commopt.schedule.prices import Correction, Costs
-from commopt.schedule.trials import LEAST_SHARE, Divergence, Round, Trial, choose, pays
+from commopt.schedule.trials import LEAST_SHARE, Round, Trial, choose, pays
 from commopt.schedule.window import Window
 
 SETTLING_STEPS = 2  # buffers and caches follow
@@ -44,7 +45,7 @@ class Search:
 
     options: what may be chosen; the first is what runs without a plan. max_bytes: of a message of several gradients.
     allow: the families a user allowed, () where there is no strategy to choose. nodes: ranks on each.
-    adopted: what an earlier tuning came to, to go on with.
+    adopted: what an earlier tuning came to, to go on with. optimizer: as Tuned has it.
     """
 
     def __init__(
@@ -56,19 +57,20 @@ class Search:
         allow: tuple[str, ...] = (),
         nodes: tuple[int, ...] = (),
         adopted: Tuned | None = None,
+        optimizer: str = "",
     ) -> None:
         self._options = {option.strategy: option for option in options}
         self._default = options[0]
         self._correction = Correction(costs)
         self._max_bytes, self._max_trials = max_bytes, max_trials
         self._allow, self._nodes, self._tuned = allow, nodes, adopted
+        self._optimizer = optimizer
         self._plan = None if adopted is None else adopted.plan
         self._began: int | None = None
         self._why = "" if adopted else "first plan"  # what the next search is for
         self._round: Round | None = None
         self._reference: Window | None = None
         self._doubt = ""  # a reason to search again although nothing moved
-        self._divergence = Divergence()
         self._refused: set[str] = set()
         self._warned = False
         self._rounds = self._no_search_before = 0
@@ -121,7 +123,7 @@ class Search:
         last = search.tried[-1]
         hopeful = [trial for trial in self._untried(search) if self._is_hopeful(search, trial)]
         if hopeful and len(search.tried) <= self._max_trials:
-            trial = min(hopeful, key=lambda trial: trial.expected or ())
+            trial = min(hopeful, key=lambda trial: trial.option.steps * (trial.expected or (0.0,))[0])
         elif (before := search.to_confirm()) is not None:
             trial = before
         else:
@@ -134,7 +136,7 @@ class Search:
 
     def _untried(self, search: Round) -> Iterator[Trial]:
         """Yield the next plan of each strategy by all that was learned so far, no two alike."""
-        reference = search.fastest
+        reference = search.fastest.did
         found = search.before.plan.groups
         for option in self._options.values():
             if option.strategy in self._refused or option.strategy not in self.costs.prices:
@@ -155,17 +157,17 @@ class Search:
         known = trial.option in [each.option for each in search.tried]
         most = 1 - LEAST_GAIN if known or not self._allow else _HOPELESS
         saves = exposed_us < (1 - LEAST_SHARE) * search.base.exposed.value or search.before.option.lossy
-        return saves and step_us <= most * search.fastest.step.value
+        return saves and trial.option.steps * step_us <= most * search.fastest.to_loss.value
 
     def _conclude(self, search: Round, step: int) -> Decision:
         best = choose(search.tried)
-        others = [each.measured for each in search.tried[1:] if each.measured is not None]
-        seems_better = best is search.before and any(pays(search.base, each, errors=0) for each in others)
+        others = [each for each in search.tried[1:] if each.measured is not None]
+        seems_better = best is search.before and any(pays(search.before, each, errors=0) for each in others)
         self._doubt = "a gain was within the noise" if seems_better else ""
         self._reference, self._round = best.did, None
         self._rounds += 1
         self._no_search_before = step + FIRST_DISTANCE_STEPS * 2**self._rounds
-        self._distance, self._divergence = FIRST_DISTANCE_STEPS, Divergence()
+        self._distance = FIRST_DISTANCE_STEPS
         running = search.running.plan
         predicted = best.did.predicted(self.costs)
         self._plan = replace(best.plan, predicted=predicted)
@@ -182,7 +184,7 @@ class Search:
             told = tuple(each.told(search.base, self.costs) for each in [*search.tried, *self._untried(search)])
             steps = step + 1 - (self._began or 0)
             planned = None if as_stock else self._plan
-            self._tuned = Tuned(best.name, self._allow, self._nodes, steps, told, planned, reason)
+            self._tuned = Tuned(best.name, self._allow, self._nodes, steps, told, planned, reason, self._optimizer)
         decision = replace(self._later(step, reason), tuned=self._tuned, warning=warning)
         if best.plan.contents == running.contents:
             return replace(decision, predicted=predicted)
@@ -197,8 +199,8 @@ class Search:
         if self._reference is None:
             # An earlier tuning's is new with the run: residuals have yet to become what they are going to be.
             self._reference = window
-        elif option is not None and option.lossy and (diverged := self._divergence.seen(window.quality)):
-            return self._fall_back(diverged, window, step)
+        elif option is not None and option.lossy and (behind := falls_behind(window.steps_behind)):
+            return self._fall_back(behind, window, step)
         distance = self._distance // 2 if moved else 2 * self._distance
         self._distance = min(max(distance, FIRST_DISTANCE_STEPS), LARGEST_DISTANCE_STEPS)
         name = window.plan.strategy if option is None else option.name
@@ -211,18 +213,25 @@ class Search:
         reason = f"{name}: {news}; trying out what messages cost now"
         return Decision(None, Calendar(step + 1, step + WINDOW_STEPS), reason, try_out=True)
 
-    def _fall_back(self, diverged: str, window: Window, step: int) -> Decision:
-        """Average exactly from now on; what diverged is not chosen again."""
+    def look(self, steps_behind: float | None, step: int) -> str:
+        """Return as JSON the decision to leave, between two windows, what falls behind exact averages; "" to go on."""
+        behind, last = falls_behind(steps_behind), self._reference
+        if not behind or last is None or self._round is not None or self._tuned is None:
+            return ""
+        return self._fall_back(behind, last, step).to_json()
+
+    def _fall_back(self, behind: str, window: Window, step: int) -> Decision:
+        """Average exactly from now on; what fell behind is not chosen again."""
         assert self._tuned is not None  # which chose what is lossy
         self._refused.add(window.plan.strategy)
         exact = [option for option in self._options.values() if not option.lossy]
         trials = [
-            Trial(f"{option.name} after divergence", option, Plan(window.plan.groups, option.strategy, "measured"))
+            Trial(f"{option.name} instead", option, Plan(window.plan.groups, option.strategy, "measured"))
             for option in exact
         ]
         trial = min(trials, key=lambda trial: window.expected_of(trial.plan, self.costs))
         self._plan, self._reference = trial.plan, None
-        reason = f"{self._tuned.name} -> {trial.name}: {diverged}"
+        reason = f"{self._tuned.name} -> {trial.name}: {behind}"
         considered = [tried for tried in self._tuned.considered if tried.name != trial.name]
         self._tuned = replace(
             self._tuned,

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from commopt.aggregate import Aggregator, Flat, Hierarchical, auto_of
-from commopt.feedback import Layout, ResidualStore
-from commopt.feedback.quality import GradientCosine
+from commopt.feedback import Layout, Shadow
 from commopt.groups import Team, broadcast_bytes
 from commopt.schedule.calibration import (
     LARGEST_NBYTES,
@@ -33,7 +32,7 @@ from commopt.schedule.measure import Measuring, StepTimes, latest, own_times
 from commopt.schedule.plan import Plan, Unit
 from commopt.schedule.prices import Costs
 from commopt.schedule.search import Search
-from commopt.schedule.window import GradientQuality, Window
+from commopt.schedule.window import Window
 
 _log = logging.getLogger("commopt")
 
@@ -48,8 +47,8 @@ class Meeting:
 
     strategy, gradients: what averaged the last step, and the averages by bucket, with what lies where. settled: whether
     the last step had the buckets of the one before. movable: whether DDP can be given others.
-    gradient_cosine, store: where to read how well compressed updates follow the gradients; None where nothing is
-    compressed. tuned: what tuning has come to.
+    shadow: knows how far compressed averages are behind exact ones; None where nobody compares. looks: whether only
+    that is to be looked at. tuned: what tuning has come to. optimizer: as Tuned has it.
     """
 
     sync: Sync
@@ -61,8 +60,9 @@ class Meeting:
     movable: bool
     overhead_us: float
     tuned: Tuned | None
-    gradient_cosine: GradientCosine | None = None
-    store: ResidualStore | None = None
+    shadow: Shadow | None = None
+    looks: bool = False
+    optimizer: str = ""
 
     @property
     def what(self) -> str:
@@ -104,11 +104,9 @@ class Meeting:
         """Meet, on the lane: afterwards `sync.decision` is the same on every rank."""
         self.sync.hold(self)
 
-    def quality(self) -> GradientQuality | None:
-        """Return how well compressed updates follow the gradients; waits for the device."""
-        if self.gradient_cosine is None or self.store is None:
-            return None
-        return GradientQuality(self.gradient_cosine.cosine(), self.store.stats()["residual_norm"])
+    def steps_behind(self) -> float | None:
+        """Return how far compressed averages are behind exact ones; waits for the device."""
+        return None if self.shadow is None else self.shadow.steps_behind()
 
 
 class Sync:
@@ -135,7 +133,15 @@ class Sync:
         self._search = None
 
     def hold(self, meeting: Meeting) -> None:
-        """Meet: afterwards `decision` is the same on every rank."""
+        """Meet: afterwards `decision` is the same on every rank, after a look the one before where nothing is wrong."""
+        if meeting.looks:
+            search = self._search
+            found = self._from_leader(
+                meeting, lambda: search.look(meeting.steps_behind(), meeting.step) if search else ""
+            )
+            if found:
+                self.step, self.decision = meeting.step, Decision.from_json(found)
+            return
         steps = range(meeting.measuring.calendar.measure_from, meeting.step + 1)
         records = meeting.measuring.records() if meeting.settled else {}
         ready_us = meeting.measuring.ready_us()
@@ -168,16 +174,20 @@ class Sync:
                 _log.exception("no plan could be made after step %d; buckets stay as they are", meeting.step)
         return broadcast_bytes(self._team, text.encode() if self.is_leader else None, 0).decode()
 
+    def _look(self, meeting: Meeting) -> str:
+        return "" if self._search is None else self._search.look(meeting.steps_behind(), meeting.step)
+
     def _find_options(self, meeting: Meeting) -> str:
         """Return as JSON what may be chosen, or why that cannot be known yet."""
         options = [Option(_PLAIN.get(name, str(each)), name) for name, each in self._exact.items()]
         if self._auto is not None:
             try:
-                options += candidates(self._families, meeting.gradients, self._auto.max_error) if self._families else []
+                options += candidates(self._families, meeting.gradients, meeting.optimizer) if self._families else []
                 if meeting.strategy not in [option.strategy for option in options]:
-                    # An earlier run's choice, where max_error chose another strength of the family then.
+                    # An earlier run's choice, of another strength of the family.
                     running = self.strategies[meeting.strategy]
-                    options += candidates([Family(str(running), (running,), 0)], meeting.gradients, None)
+                    alone = Family(str(running), (running,), 0)
+                    options += candidates([alone], meeting.gradients, meeting.optimizer)
             except FloatingPointError as error:
                 return json.dumps(str(error))
         return json.dumps([asdict(option) for option in options])
@@ -192,12 +202,16 @@ class Sync:
             costs = Costs(prices, meeting.overhead_us)
             if self._search is None:
                 auto, nodes = self._auto, self._team.ranks_per_node
-                tuning = () if auto is None else (auto.max_trials, tuple(auto.allow), nodes, meeting.tuned)
+                tuning = (
+                    ()
+                    if auto is None
+                    else (*(auto.max_trials, tuple(auto.allow), nodes, meeting.tuned, meeting.optimizer),)
+                )
                 # No message larger than what was tried: scratch grows with the largest.
                 self._search = Search(self._options or [], costs, LARGEST_NBYTES, *tuning)
             else:
                 self._search.reprice(costs)
-        window = replace(window, quality=meeting.quality(), movable=meeting.movable)
+        window = replace(window, steps_behind=meeting.steps_behind(), movable=meeting.movable)
         return self._search.decide(window, meeting.step).to_json()
 
     def _try_out(self, meeting: Meeting, chosen: Mapping[str, Aggregator]) -> dict[str, Points]:

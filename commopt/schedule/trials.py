@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a search has tried, what is chosen of it, and when compressed gradients have diverged from the exact ones."""
+"""What a search has tried, and what is chosen of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from commopt.schedule.decision import Option, Tried
 from commopt.schedule.estimate import LEAST_GAIN, Estimate
 from commopt.schedule.plan import Plan
 from commopt.schedule.prices import Costs
-from commopt.schedule.window import GradientQuality, Window
+from commopt.schedule.window import Window
 
 LEAST_SHARE = 0.03  # of the exposed communication that a change must save
 # What is compared is a few plans, once: a wrong choice between two that are much alike costs little.
@@ -39,6 +39,12 @@ class Trial:
         return self.measured
 
     @property
+    def to_loss(self) -> Estimate:
+        """The time of a step, times the steps to a loss over those of exact averages."""
+        step, steps = self.did.step, self.option.steps
+        return Estimate(steps * step.value, steps * step.error)
+
+    @property
     def words(self) -> str:
         """What it took, for a reason."""
         return f"{self.name} takes {'nothing' if self.measured is None else self.measured}"
@@ -46,7 +52,7 @@ class Trial:
     def told(self, base: Window, costs: Costs) -> Tried:
         """Return what is known of it as data."""
         expected = self.expected or base.expected_of(self.plan, costs)
-        tried = Tried(self.name, self.plan.strategy, self.option.error, *expected)
+        tried = Tried(self.name, self.plan.strategy, self.option.error, *expected, steps=self.option.steps)
         if self.measured is None:
             return tried
         return replace(tried, step_us=self.measured.step.value, exposed_us=self.measured.exposed.value)
@@ -65,9 +71,9 @@ class Round:
         self._confirmed = False
 
     @property
-    def fastest(self) -> Window:
-        """What took the least time, whatever noise may explain."""
-        return min((each for each in self.tried if each.measured is not None), key=_step_us).did
+    def fastest(self) -> Trial:
+        """What takes the least time to a loss, whatever noise may explain."""
+        return min((each for each in self.tried if each.measured is not None), key=_to_loss_us)
 
     def knows(self, plan: Plan) -> bool:
         """Return whether a plan has been tried."""
@@ -76,7 +82,7 @@ class Round:
     def to_confirm(self) -> Trial | None:
         """Return what ran before, once, where what would be chosen gains little."""
         best, clear_us = self.fastest, _CLEAR * self.base.step.value
-        if self._confirmed or not pays(self.base, best, errors=0) or best.step.value <= clear_us:
+        if self._confirmed or not pays(self.before, best, errors=0) or best.did.step.value <= clear_us:
             return None
         self._confirmed = True
         return self.before
@@ -90,8 +96,8 @@ class Round:
             self.before = self.tried[0] = replace(self.before, measured=self.base)
 
 
-def pays(before: Window, after: Window, errors: float = _SIGNIFICANT_ERRORS) -> bool:
-    """Return whether a step, and its exposed communication, fell by enough, and by more than noise explains.
+def pays(before: Trial, after: Trial, errors: float = _SIGNIFICANT_ERRORS) -> bool:
+    """Return whether the time to a loss, and exposed communication, fell by enough, and by more than noise explains.
 
     errors: how many standard errors noise is taken to explain.
     """
@@ -99,7 +105,8 @@ def pays(before: Window, after: Window, errors: float = _SIGNIFICANT_ERRORS) -> 
     def fell(then: Estimate, now: Estimate, share: float) -> bool:
         return then.value - now.value > max(share * then.value, errors * hypot(then.error, now.error))
 
-    return fell(before.exposed, after.exposed, LEAST_SHARE) and fell(before.step, after.step, LEAST_GAIN)
+    exposed = fell(before.did.exposed, after.did.exposed, LEAST_SHARE)
+    return exposed and fell(before.to_loss, after.to_loss, LEAST_GAIN)
 
 
 def choose(tried: Sequence[Trial]) -> Trial:
@@ -113,33 +120,9 @@ def choose(tried: Sequence[Trial]) -> Trial:
         alike = [each for each in tried if each.measured is not None and each.option.lossy == lossy]
         if alike and not lossy:
             chosen = alike[0]
-        chosen = min((each for each in alike if pays(chosen.did, each.did)), key=_step_us, default=chosen)
+        chosen = min((each for each in alike if pays(chosen, each)), key=_to_loss_us, default=chosen)
     return chosen
 
 
-def _step_us(trial: Trial) -> float:
-    return trial.did.step.value
-
-
-class Divergence:
-    """Compares the quality of compressed gradients with what it was when the present way of averaging was new."""
-
-    _LEAST_COSINE_SHARE = 0.5  # of what it was
-    _MOST_GROWTH = 4.0  # of what is kept for later, which stays bounded while error feedback works
-
-    def __init__(self) -> None:
-        self._first: GradientQuality | None = None
-
-    def seen(self, now: GradientQuality | None) -> str:
-        """Say what got worse than it may, or nothing."""
-        if now is None or self._first is None:
-            self._first = self._first or now
-            return ""
-        if self._first.cosine is None:
-            self._first = replace(self._first, cosine=now.cosine)
-        then = self._first
-        if now.cosine is not None and then.cosine is not None and now.cosine < self._LEAST_COSINE_SHARE * then.cosine:
-            return f"the cosine of updates to the dense mean fell from {then.cosine:.2f} to {now.cosine:.2f}"
-        if now.residual_norm > self._MOST_GROWTH * then.residual_norm > 0:
-            return f"the residuals' norm grew from {then.residual_norm:.3g} to {now.residual_norm:.3g}"
-        return ""
+def _to_loss_us(trial: Trial) -> float:
+    return trial.to_loss.value

@@ -16,25 +16,13 @@ from commopt.schedule.prices import Costs, Floats, Observed, observed_ratio
 
 
 @dataclass(frozen=True)
-class GradientQuality:
-    """How well compressed updates follow the gradients, on the first rank.
-
-    cosine: of updates and the dense mean, sampled; None before the first sample. residual_norm: L2, of all that is kept
-    for later.
-    """
-
-    cosine: float | None
-    residual_norm: float
-
-
-@dataclass(frozen=True)
 class Window:
     """A plan as it did in a few steps, as rank 0 gets it.
 
     plan: the messages that were run. movable: whether another plan may have other groups.
     units: in the order of backward, `ready_us` the mean over usual steps (see `of`); ready_error_us its error for each.
     step_us, exposed_us: of each step, on the slowest rank. observed: a message for each group of the plan.
-    earlier: another window of the same plan, which counts as much.
+    earlier: another window of the same plan, which counts as much. steps_behind: as Shadow has it.
     """
 
     plan: Plan
@@ -43,7 +31,7 @@ class Window:
     step_us: tuple[float, ...]
     exposed_us: tuple[float, ...]
     observed: tuple[Observed, ...]
-    quality: GradientQuality | None = None
+    steps_behind: float | None = None
     movable: bool = True
     earlier: Window | None = None
 

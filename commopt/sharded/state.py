@@ -25,6 +25,7 @@ _FOR_DDP = {
     "plan": "FSDP's groups are those you gave to fully_shard, one message each",
     "links": "it is for plans, and FSDP's groups are those you gave to fully_shard, one message each",
     "tuned": "it is for plans, and FSDP's groups are those you gave to fully_shard, one message each",
+    "guard": "FSDP's messages are not compared with exact ones",
     "process_group": "the mesh of fully_shard says which ranks are replicas",
     "ranks_per_node": "ranks of one shard are not neighbours; set COMMOPT_RANKS_PER_NODE, which counts all ranks",
 }
