@@ -100,7 +100,7 @@ def test_sharded_strategies_are_those_of_their_mesh(
     monkeypatch.setattr(sys, "argv", ["bench.evidence.convergence", "--task", "hsdp"])
     with pytest.raises(SystemExit):
         parse_options()
-    assert "--task hsdp needs --sharded" in capsys.readouterr().err
+    assert "--task hsdp is not among digits, gpt" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------ the file

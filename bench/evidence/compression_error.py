@@ -24,10 +24,10 @@ RANKS_PER_NODE = 2
 BATCH = 2 * RANKS_PER_NODE  # windows per node and step
 
 
-def flat_gradients(batch: int, context: int = 64) -> Iterator[torch.Tensor]:
+def flat_gradients(batch: int, layers: int = 6, width: int = 256, context: int = 64) -> Iterator[torch.Tensor]:
     """Yield the flat gradient, float32, of one step after the other, for as long as asked."""
     torch.manual_seed(0)
-    model = GPT(layers=6, width=256, context=context)
+    model = GPT(layers, width, context)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, betas=(0.9, 0.95), weight_decay=0.1)
     warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / 10, total_iters=10)
     text, _ = load_corpus()

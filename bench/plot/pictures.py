@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.evidence.scaling.predicted import KIND as PREDICTED
-from bench.plot import evidence, training
+from bench.plot import evidence, large, training
 from commopt.document import parse, read_text
 
 _PROBE = "probe"
@@ -69,6 +69,7 @@ def _each(name: str, kind: str, draw: Callable[[Path, Path], None]) -> Picture:
 PICTURES = (
     _each("training", "training", training.draw_file),
     _each("convergence", "convergence", evidence.draw_learning),
+    _each("convergence_large", "convergence_large", large.draw),
     _each("periodic", "periodic", evidence.draw_learning),
     _each("scaling", "scaling", evidence.draw_scaling),
     _each("scaling_predicted", PREDICTED, evidence.draw_predicted_scaling),

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from bench.demo import local_ranks
 from bench.environment import end_when_told, machine
-from bench.evidence.convergence import plan, report
+from bench.evidence.convergence import large_table, plan, report
 from bench.evidence.convergence.ranks import parse_options
 from bench.training import report as link_report
 from commopt.cluster import Cluster
@@ -25,7 +25,11 @@ _NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # four ranks need no four GPUs: how well
 def train(options: argparse.Namespace) -> int:
     """Make the file or go on with it; return the exit status of the ranks. Raises ValueError when it is another's."""
     environment = report.Environment(
-        **machine(), command=options.command, ranks_per_node=list(options.ranks_per_node), settings=options.settings
+        **machine(),
+        command=options.command,
+        ranks_per_node=list(options.ranks_per_node),
+        settings=options.settings,
+        kind=options.kind,
     )
     report.write(options.json, *report.resume(options.json, environment))
     launcher, settings = local_ranks(len(options.ranks_per_node), options.ranks_per_node[0])
@@ -66,7 +70,7 @@ def main() -> int:
             failure = train(options) or (0 if options.no_link else time_steps(options))
             if failure:
                 return failure
-        table = report.markdown(options.json)
+        table = (large_table if options.large else report).markdown(options.json)
     except (OSError, ValueError) as error:
         print(f"bench.evidence.convergence: {error}", file=sys.stderr)
         return _UNUSABLE

@@ -44,13 +44,11 @@ class Entry:
     """What averages where the strategy is no preset's name."""
     rate: float = 1.0
     """Times the task's learning rate."""
-    tuned: bool = False
-    """Whether that is its best rate, so that its name need not tell it from others."""
 
     @property
     def name(self) -> str:
         """What its trainings are called."""
-        return self.strategy if self.tuned or self.rate == 1 else f"{self.strategy}, rate x {self.rate:g}"
+        return self.strategy if self.rate == 1 else f"{self.strategy}, rate x {self.rate:g}"
 
 
 def _local_sgd(period: int, start_step: int) -> Entry:

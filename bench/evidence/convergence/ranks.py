@@ -34,7 +34,7 @@ def parse_options() -> argparse.Namespace:
     """Read the command line; a wrong one ends here, before anything is started.
 
     Beside the options themselves: tasks, entries and seeds, as plan.cases takes them; settings, of all tasks; the
-    ranks per node; the command; and link_json, where the times on the slow network go.
+    ranks per node and the kind of file; the command; and link_json, where the times on the slow network go.
     """
     parser = Parser(
         prog="python -m bench.evidence.convergence",
@@ -82,6 +82,7 @@ def parse_options() -> argparse.Namespace:
         options.entries = plan.chosen(options.only, known)
     except ValueError as error:
         parser.error(str(error))
+    options.kind = f"convergence_large{'_rates' * options.rates}" if options.large else "convergence"
     options.link_json = report.on_link(options.json)
     options.command = shlex.join(["python", "-m", "bench.evidence.convergence", *sys.argv[1:]])
     return options

@@ -133,6 +133,11 @@ class Summary:
     """Whether all its parameters end as stock's."""
 
     @property
+    def key(self) -> tuple[str, str, str]:
+        """What tells it from others."""
+        return self.task, self.optimizer, self.strategy
+
+    @property
     def acceptable(self) -> bool:
         """Whether it learns as well as stock DDP, to the tolerance this project promises."""
         return self.points >= -POINTS_ALLOWED if self.points is not None else self.percent_of_loss <= PERCENT_ALLOWED
@@ -184,12 +189,12 @@ def _percent(loss: float, stock_loss: float) -> float:
 
 
 _YARDSTICKS = ("hierarchical", "Hierarchical(inter=Flat())")  # what the bytes are compared with, as files name it
-TITLES = {"sgd": "SGD", "adamw": "AdamW"}
+OPTIMIZER_TITLES = {"sgd": "SGD", "adamw": "AdamW"}
 
 
 def rows(runs: Sequence[Run], outcomes: Sequence[Outcome]) -> list[dict[str, str]]:
     """Return a row for each strategy, by heading; outside of the tolerance a figure has an exclamation mark."""
-    summaries = {(summary.task, summary.optimizer, summary.strategy): summary for summary in summarize(runs)}
+    summaries = {summary.key: summary for summary in summarize(runs)}
     kinds = [
         kind
         for kind in product((*TASKS, *SHARDED_TASKS), OPTIMIZERS)
@@ -202,14 +207,16 @@ def rows(runs: Sequence[Run], outcomes: Sequence[Outcome]) -> list[dict[str, str
     for strategy in sorted(known, key=lambda name: order.index(name) if name in order else len(order)):
         row = {"strategy": f"`{strategy}`"}
         for task, optimizer in kinds:
-            row[f"{task.name} {TITLES[optimizer]}"] = verdict(summaries.get((task.name, optimizer, strategy)))
+            row[f"{task.name} {OPTIMIZER_TITLES[optimizer]}"] = verdict(summaries.get((task.name, optimizer, strategy)))
         if shares:
             row["bytes of hierarchical's"] = _number(shares.get(strategy), 3)
         if outcomes:
             row["step ms"] = _number(step_ms.get(strategy), 0)
             for optimizer in OPTIMIZERS:
                 gpt = summaries.get((GPT.name, optimizer, strategy))
-                row[f"s to loss, {TITLES[optimizer]}"] = _number(seconds_to_target(gpt, step_ms.get(strategy)), 1)
+                row[f"s to loss, {OPTIMIZER_TITLES[optimizer]}"] = _number(
+                    seconds_to_target(gpt, step_ms.get(strategy)), 1
+                )
         found.append(row)
     return found
 

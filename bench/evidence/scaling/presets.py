@@ -16,7 +16,7 @@ from typing import Any
 
 from bench.document import table
 from bench.evidence.convergence.plan import GPT, OPTIMIZERS
-from bench.evidence.convergence.report import TITLES, Summary, summarize
+from bench.evidence.convergence.report import OPTIMIZER_TITLES, Summary, summarize
 from bench.evidence.convergence.report import read as read_convergence
 from bench.evidence.scaling.predicted import BATCHES, GBPS, Assumptions, assumptions, scaling
 from bench.output import write_lines, written_by
@@ -133,7 +133,7 @@ def markdown(given: Assumptions, found: Sequence[Cell], presets: Mapping[str, Se
     lines = []
     for model, gbps in dict.fromkeys((each.model, each.gbps) for each in found):
         row = [each for each in found if (each.model, each.gbps) == (model, gbps)]
-        best = {TITLES[optimizer]: [each.best(names) for each in row] for optimizer, names in presets.items()}
+        best = {OPTIMIZER_TITLES[optimizer]: [each.best(names) for each in row] for optimizer, names in presets.items()}
         if len({tuple(choices) for choices in best.values()}) == 1:
             best = {"any": next(iter(best.values()))}
         for title, choices in best.items():
@@ -144,7 +144,7 @@ def markdown(given: Assumptions, found: Sequence[Cell], presets: Mapping[str, Se
             lines.append([model, f"{gbps:g}", title, *shown])
     headings = ["model", "Gb/s", "optimizer", *(f"{nodes} nodes" for nodes in NODES)]
     chosen = "; ".join(
-        f"{TITLES[optimizer]}: {', '.join(f'`{name}`' for name in names if name.startswith('hierarchical_'))}"
+        f"{OPTIMIZER_TITLES[optimizer]}: {', '.join(f'`{name}`' for name in names if name.startswith('hierarchical_'))}"
         for optimizer, names in presets.items()
     )
     told = (

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of `python -m bench.evidence.convergence --large`: a row for each model, optimizer and strategy.
+
+python -m bench.evidence.convergence.large_table bench/results/convergence_large.json
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import mean
+
+from bench.document import table
+from bench.evidence.convergence.large import FACTORS, TASKS
+from bench.evidence.convergence.report import (
+    OPTIMIZER_TITLES,
+    PERCENT_ALLOWED,
+    POINTS_ALLOWED,
+    Run,
+    Summary,
+    read,
+    summarize,
+    verdict,
+)
+from commopt.command_line import Parser, content_of
+
+_FLOAT32_BYTES = 4
+
+
+def sent_bytes(run: Run, nodes: int) -> float:
+    """Return what all nodes send in a step, averaged over the training; stock DDP's is reckoned as `dense_bytes`."""
+    return dense_bytes(run, nodes) if run.inter_bytes_per_step is None else run.inter_bytes_per_step
+
+
+def dense_bytes(run: Run, nodes: int) -> float:
+    """Return what a ring of nodes with one rank each sends in a step in float32."""
+    return 2 * (nodes - 1) * _FLOAT32_BYTES * run.parameters
+
+
+def markdown(path: Path) -> str:
+    """Return the table of a file; raises ValueError."""
+    environment, runs = read(path)
+    nodes, summaries = len(environment.ranks_per_node), summarize(runs)
+    kinds = [(task.name, optimizer) for task in TASKS for optimizer, _ in task.learning_rates]
+    ordered = sorted(summaries, key=lambda each: kinds.index((each.task, each.optimizer)))
+    rows = [_row(each, [run for run in runs if run.key[:3] == each.key], nodes) for each in ordered]
+    headings = ["model, optimizer", "strategy", "bytes of float32's", "learning rate", "seeds", "held out"]
+    return f"{table(headings, rows)}\n\n{_caption(environment.settings, runs)}"
+
+
+def _row(summary: Summary, runs: list[Run], nodes: int) -> list[str]:
+    share = mean(sent_bytes(run, nodes) / dense_bytes(run, nodes) for run in runs)
+    rate = runs[0].learning_rate or 0.0
+    base = next(dict(task.learning_rates)[summary.optimizer] for task in TASKS if task.name == summary.task)
+    edge = " *" if rate in (base * min(FACTORS), base * max(FACTORS)) else ""
+    return [
+        f"{summary.task}, {OPTIMIZER_TITLES[summary.optimizer]}",
+        f"`{summary.strategy}`",
+        f"{share:.4f}",
+        f"{rate:g}{edge}",
+        str(summary.seeds),
+        verdict(summary),
+    ]
+
+
+def _caption(settings: dict[str, dict[str, object]], runs: list[Run]) -> str:
+    sizes = {run.task: run.parameters for run in runs}
+    models = ", ".join(
+        f"{task} {size:,} parameters and {settings[task]['steps']} steps" for task, size in sizes.items()
+    )
+    return (
+        f"One rank on each of two nodes; {models}. gpt-5m: held-out loss in nats per byte; resnet18: held-out accuracy "
+        f"in %; in brackets: against stock DDP with the same seeds, ± the standard deviation of that where there are "
+        f"several. !: more than {POINTS_ALLOWED} points or {PERCENT_ALLOWED:g} % worse. *: the lowest or highest rate "
+        f"tried. Bytes of stock DDP: a ring's."
+    )
+
+
+def main() -> None:
+    """Print the table of a file."""
+    parser = Parser(
+        prog="python -m bench.evidence.convergence.large_table", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("file", type=content_of(markdown), help="what bench.evidence.convergence --large --json wrote")
+    print(parser.parse_args().file)
+
+
+if __name__ == "__main__":
+    main()
