@@ -28,6 +28,7 @@ _NOT_FINITE = "test_feedback_nonfinite.py::test_without_a_scaler_each_bucket_is_
 _RESUMING = "test_feedback_state.py::test_resuming_changes_no_bit"
 _DAMAGED = "test_feedback_damaged.py::"
 _LOCAL_SGD = "test_local_sgd_training.py::"
+_DELTAS = "test_local_sgd_deltas.py::"
 _FEATURE = "test_hook_ddp_features.py::test_feature_of_ddp"
 _CLUSTERS = "test_hook_ddp_features.py::test_other_clusters"
 _PLANS = "test_hook_plans.py::test_gradients_stay_right_while_plans_change"
@@ -64,6 +65,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "onebit": (f"{_CONSERVATION}[inter onebit rms-3x2-float32]",),
         "dgc": (f"{_CONSERVATION}[inter top 5%-2+1 interleaved-float32]",),
         "powersgd": (f"{_CONSERVATION}[inter rank 2-3x2-bfloat16]",),
+        "local_sgd": (f"{_DELTAS}test_it_is_diloco",),
         "auto": ("test_handover.py::test_nothing_is_lost_whatever_comes_next[2x2-names0]",),
     },
     "non-finite values reach every rank, and change no residual": {
@@ -97,6 +99,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         for kind in KINDS
     },
     "nothing damaged is loaded": {
+        "local_sgd": (f"{_DELTAS}test_between_rounds_it_averages_saves_and_moves_to_another_world",),
         "cast": (f"{_DAMAGED}test_damaged_states_are_refused_or_train_finitely[float16]",),
         "quantized": (f"{_DAMAGED}test_what_is_wrong_is_named_on_every_rank[8 bits]",),
         "onebit": (f"{_DAMAGED}test_damaged_states_are_refused_or_train_finitely[bfloat16]",),
@@ -154,18 +157,12 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
 
 # Where a promise says nothing about a kind, or no more than about another.
 WITHOUT: dict[str, dict[str, str]] = {
-    "nothing is lost": {
-        **dict.fromkeys(("flat", "hierarchical"), "leaves nothing out"),
-        "local_sgd": "averages whole parameters",
-    },
+    "nothing is lost": dict.fromkeys(("flat", "hierarchical"), "leaves nothing out"),
     "state follows the parameter": {
         **dict.fromkeys(("flat", "hierarchical"), "keeps nothing"),
         "cast": "keeps residuals as the quantized do",
     },
-    "nothing damaged is loaded": {
-        **dict.fromkeys(("flat", "hierarchical"), "keeps nothing"),
-        "local_sgd": "keeps a number of steps only",
-    },
+    "nothing damaged is loaded": dict.fromkeys(("flat", "hierarchical"), "keeps nothing"),
     "accounting": {"auto": "sends what one of the others sends"},
     "the same plan everywhere": {
         **dict.fromkeys(("flat", "cast", "onebit", "dgc"), "plans do not see which compressor it is"),
@@ -173,7 +170,8 @@ WITHOUT: dict[str, dict[str, str]] = {
     },
     "FSDP2's modes leave torch's bits": {
         **dict.fromkeys(("hierarchical", *LOSSY), "adds up in another order, or leaves something out"),
-        **dict.fromkeys(("local_sgd", "auto"), "refused for models of FSDP2"),
+        "local_sgd": "lets nodes differ",
+        "auto": "refused for models of FSDP2",
     },
     "all ranks compute with equal weights, none of them stale": {
         **dict.fromkeys(("flat", "hierarchical", "cast", "onebit"), "weights travel as they do with the quantized"),

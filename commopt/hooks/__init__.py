@@ -4,7 +4,7 @@
 A bucket's way: ddp (attach) registers one of presets with a state (HookState, what users hold); DDP calls it, and
 buckets (DDPRegistration) puts the bucket on the lane, where reduction averages it. For any model: registration (what is
 remembered), comm_state (what users hold of it), checkpoint, insight (timeline and report), log (figures for loggers).
-Beside them: local_sgd (averages of parameters), checks (what is refused or warned of).
+Below both: local_sgd (rounds of parameters, by parcels), checks (what is refused or warned of).
 """
 
 from commopt.hooks.checkpoint import merged_state
