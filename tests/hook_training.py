@@ -22,7 +22,7 @@ Batch = tuple[Any, ...]
 REPRESENTATIVES = ["flat", "hierarchical_quantized", "hierarchical_powersgd"]
 STEPS = 4  # DDP rebuilds its buckets after iteration 0, or 1 with a static graph
 WIDTH = 64  # so wide that a layer has more elements than the DGC presets send at least
-BUCKETS_CAN_BE_GIVEN = torch.__version__ >= (2, 12)  # to DDP, by a plan or a checkpoint
+BUCKETS_CAN_BE_GIVEN = torch.__version__ >= "2.12"  # to DDP, by a plan or a checkpoint
 SMALL_BUCKET: dict[str, Any] = {"bucket_cap_mb": 0.012}
 
 

@@ -34,7 +34,7 @@ from tests.sharded_training import (
     policy,
 )
 
-pytestmark = pytest.mark.skipif(torch.__version__ < (2, 9), reason="FSDP2 lets its collectives be replaced since 2.9")
+pytestmark = pytest.mark.skipif(torch.__version__ < "2.9", reason="FSDP2 lets its collectives be replaced since 2.9")
 
 WORLD, WIDE = 4, (96, 193, 96, 5)
 EIGHT = Hierarchical(Compressed(Quantize(bits=8)))
