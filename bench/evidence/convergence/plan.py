@@ -104,13 +104,15 @@ _AT_RATES = (
     "hierarchical_onebit",
     "hierarchical_onebit:scale=rms",
     "hierarchical_onebit:scale=rms:adam=True",
+    "hierarchical_onebit:scale=rms:adam=(0.5,0.95)",
     "hierarchical_quantized:bits=2",
     "hierarchical_quantized:bits=2:adam=True",
     "hierarchical_dgc",
     "hierarchical_dgc:adam=True",
     "hierarchical_dgc:adam=(0.5,0.95)",
+    "hierarchical_quantized:adam=(0.5,0.95)",  # nearly exact: what the betas alone do
 )
-RATE_ENTRIES = tuple(_own_adam(strategy, rate=rate) for rate in RATES for strategy in _AT_RATES)
+RATE_ENTRIES = tuple(_own_adam(strategy, rate=rate) for strategy in _AT_RATES for rate in RATES)
 
 _hsdp = partial(Entry, tasks=("hsdp",), optimizers=("adamw",))
 _fsdp = partial(Entry, tasks=("fsdp",), optimizers=("adamw",))
