@@ -147,6 +147,10 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "dgc": ("test_adam.py::test_no_update_is_lost[largest-2x2-2]",),
     },
+    "a model that falls behind exact averages is told of, or `auto` leaves the strategy": {
+        "quantized": ("test_guard.py::test_the_guard_finds_what_the_model_was_not_told",),
+        "auto": ("test_guard.py::test_an_injected_bad_strength_is_left_within_fifty_steps",),
+    },
     "never slower in silence": {
         "auto": (
             "test_search.py::test_keeps_stock_ddp_where_nothing_pays_and_says_so",
@@ -181,6 +185,11 @@ WITHOUT: dict[str, dict[str, str]] = {
         **dict.fromkeys(("flat", "hierarchical", "local_sgd", "auto"), "takes no adam="),
         **dict.fromkeys(("cast", "quantized"), "compressed as with one bit"),
         "powersgd": "refuses adam=: directions are not of low rank",
+    },
+    "a model that falls behind exact averages is told of, or `auto` leaves the strategy": {
+        **dict.fromkeys(("flat", "hierarchical"), "leaves nothing out"),
+        **dict.fromkeys(("cast", "onebit", "dgc", "powersgd"), "sampled as the quantized"),
+        "local_sgd": "refused: nodes are to differ",
     },
     "never slower in silence": dict.fromkeys((*PRESETS_WITHOUT_AUTO, "local_sgd"), "was asked for by name"),
 }
