@@ -392,7 +392,6 @@ def test_what_optimizer_refuses() -> None:
         (lambda: Adam(clip_norm=0), "clip_norm=0"),
         (lambda: Compressed(OneBit(), adam="yes"), "adam='yes'"),  # type: ignore[arg-type]
         (lambda: Compressed(OneBit(), feedback=None, adam=Adam()), "feedback"),
-        (lambda: Compressed(DGC(momentum=0.9), adam=Adam()), "twice"),
         (lambda: commopt.hierarchical_powersgd(adam=Adam()), "no option adam"),
     ],
 )

@@ -21,8 +21,6 @@ from commopt.feedback.store import (
     ResidualStore,
     Scratch,
     is_average,
-    is_momentum,
-    momentum_path,
 )
 
 __all__ = [
@@ -45,11 +43,9 @@ __all__ = [
     "checked_patterns",
     "gaps",
     "is_average",
-    "is_momentum",
     "joined_spans",
     "layout_of",
     "matches",
-    "momentum_path",
     "pieces_of",
     "require_feedback",
     "require_repeatable",

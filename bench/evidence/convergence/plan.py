@@ -35,8 +35,6 @@ class Entry:
     strategy: str
     tasks: tuple[str, ...] = ("digits", "gpt")
     optimizers: tuple[str, ...] = OPTIMIZERS
-    momentum: float = 0.9
-    """Of SGD; 0 where the strategy has momentum of its own."""
     on_link: bool = False
     """Whether its step is also timed where the network is slow."""
     aggregator: Aggregator | None = None
@@ -58,7 +56,6 @@ def _local_sgd(period: int, start_step: int) -> Entry:
 # Flat presets compress what four ranks exchange; the GPT is for what nodes exchange, and timed on their links as well.
 _flat = partial(Entry, tasks=("digits",))
 _on_link = partial(Entry, on_link=True)
-_own_momentum = partial(Entry, optimizers=("sgd",), momentum=0.0)
 # Adam's betas in the hook are those of the GPT's AdamW.
 _own_adam = partial(Entry, tasks=("gpt",), optimizers=("adamw",))
 
@@ -83,8 +80,6 @@ ENTRIES = (
     _on_link("hierarchical_dgc:density=0.05"),
     _on_link("hierarchical_dgc:min_elements=1"),
     _own_adam("hierarchical_dgc:adam=True"),
-    _own_momentum("hierarchical_dgc:momentum=0.9"),
-    _own_momentum("hierarchical_dgc:momentum=0.9:momentum_masking=False"),
     _flat("powersgd"),
     _on_link("hierarchical_powersgd"),
     Entry("hierarchical_powersgd" + NO_FEEDBACK),
@@ -97,7 +92,8 @@ ENTRIES = (
 # Each at its own best learning rate: what compresses updates may want another than what compresses gradients.
 RATES = (0.5, 1.0, 2.0, 4.0, 8.0)
 _AT_RATES = ("ddp", *(f"hierarchical_{name}{adam}" for name in ("onebit", "dgc") for adam in ("", ":adam=True")))
-RATE_ENTRIES = tuple(_own_adam(strategy, rate=rate) for rate in RATES for strategy in _AT_RATES)
+_TWO_BITS = tuple(f"hierarchical_quantized:bits=2{block}" for block in ("", ":block=128", ":block=512"))
+RATE_ENTRIES = tuple(_own_adam(strategy, rate=rate) for rate in RATES for strategy in (*_AT_RATES, *_TWO_BITS))
 
 _hsdp = partial(Entry, tasks=("hsdp",), optimizers=("adamw",))
 _fsdp = partial(Entry, tasks=("fsdp",), optimizers=("adamw",))
@@ -131,11 +127,11 @@ class Task:
         """The module that trains it."""
         return train_digits if self.name == "digits" else train_gpt
 
-    def start(self, optimizer: str, momentum: float, seed: int, device: torch.device, rate: float = 1.0) -> Training:
+    def start(self, optimizer: str, seed: int, device: torch.device, rate: float = 1.0) -> Training:
         """Return the example's fresh model and data. Collective."""
         parser = Parser()
         self.example.add_model_options(parser)
-        chosen = {"optimizer": optimizer, "momentum": momentum, "seed": seed, self._decay: self.steps}
+        chosen = {"optimizer": optimizer, "seed": seed, self._decay: self.steps}
         chosen["learning-rate"] = rate * dict(self.learning_rates)[optimizer]
         options = [word for name, value in chosen.items() for word in (f"--{name}", str(value))]
         training: Training = self.example.Training(parser.parse_args([*self.model, *options]), device)
