@@ -56,7 +56,7 @@ class Training:
         self.steps = options.steps
         self.optimizer: torch.optim.Optimizer
         if options.optimizer == "sgd":
-            self.optimizer = torch.optim.SGD(self.model.parameters(), learning_rate, options.momentum)
+            self.optimizer = torch.optim.SGD(self.model.parameters(), learning_rate, momentum=0.9)
         else:
             self.optimizer = torch.optim.AdamW(self.model.parameters(), learning_rate)
         self.decay = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1.0, 0.0, self.steps)  # to zero at the end
@@ -107,7 +107,6 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=300, help="of the optimizer (default 300)")
     parser.add_argument("--batch", type=int, default=16, help="images per rank and step (default 16)")
     parser.add_argument("--optimizer", choices=LEARNING_RATES, default="sgd")
-    parser.add_argument("--momentum", type=float, default=0.9, help="of SGD; 0 when the hook has its own (default 0.9)")
     parser.add_argument("--learning-rate", type=float, help=f"default: {LEARNING_RATES}")
 
 

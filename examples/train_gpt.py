@@ -173,7 +173,7 @@ class Training:
         self.decay_steps = options.decay_steps
         self.optimizer: torch.optim.Optimizer
         if options.optimizer == "sgd":
-            self.optimizer = torch.optim.SGD(self.model.parameters(), learning_rate, options.momentum, fused=True)
+            self.optimizer = torch.optim.SGD(self.model.parameters(), learning_rate, momentum=0.9, fused=True)
         else:
             self.optimizer = torch.optim.AdamW(
                 self.model.parameters(), learning_rate, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY, fused=True
@@ -235,7 +235,6 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bf16", action="store_true", help="FSDP2 computes in bfloat16 and reduces in float32")
     parser.add_argument("--batch", type=int, default=2, help="windows per rank and step (default 2)")
     parser.add_argument("--optimizer", choices=LEARNING_RATES, default="adamw")
-    parser.add_argument("--momentum", type=float, default=0.9, help="of SGD; 0 when the hook has its own (default 0.9)")
     parser.add_argument("--learning-rate", type=float, help=f"default: {LEARNING_RATES}")
     parser.add_argument("--decay-steps", type=int, metavar="STEPS", help="lower it to zero in so many (default: never)")
 

@@ -110,12 +110,10 @@ def threads(number: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def kept(state: Mapping[str, Any], name: str, numel: int, *, momentum: bool = False) -> Tensor:
-    """Return all residuals (or all momentum) that a saved state holds for a parameter, float64 [numel]."""
+def kept(state: Mapping[str, Any], name: str, numel: int) -> Tensor:
+    """Return all residuals that a saved state holds for a parameter, float64 [numel]."""
     total = torch.zeros(numel, dtype=torch.float64)
-    for role, pieces in state["residuals"].items():
-        if (role.partition("/")[0].split(".")[-1] == "momentum") != momentum:
-            continue
+    for pieces in state["residuals"].values():
         for key, values in pieces.items():
             own, _, span = key.rpartition("[")
             if own == name:

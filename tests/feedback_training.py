@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -45,8 +45,6 @@ STRATEGIES: dict[str, Aggregator] = {
     **{f"inter {name}": Hierarchical(flat(name)) for name in COMPRESSORS},
     "late 4 bits": Compressed(Quantize(4, BLOCK, start_step=6)),
     "top 60%": Compressed(DGC(0.6)),  # more than dense float32 if four ranks sent it to all: through servers
-    "momentum": Compressed(DGC(0.05, momentum=0.9)),
-    "inter momentum": Hierarchical(Compressed(DGC(0.05, momentum=0.9))),
     "inter adam": Hierarchical(Compressed(OneBit(BLOCK), adam=Adam())),
     "rank 2": PowerSGD(2, start_step=0),
     "inter rank 2": Hierarchical(PowerSGD(2, start_step=0)),
@@ -133,24 +131,12 @@ def residuals_of(state: Mapping[str, Any]) -> dict[str, Vectors]:
     return roles
 
 
-def is_momentum(role: str) -> bool:
-    """Return whether a role of a saved state is momentum, or a moment of Adam's, which nobody is owed."""
-    return role.partition("/")[0].split(".")[-1] in ("momentum", "exp_avg", "exp_avg_sq")
-
-
 def residual_of(state: Mapping[str, Any]) -> Vectors:
-    """Return the sum of all residuals of one rank, float64; momentum is none."""
-    return _sum_of(vectors for role, vectors in residuals_of(state).items() if not is_momentum(role))
-
-
-def momentum_of(state: Mapping[str, Any]) -> Vectors:
-    """Return the sum of all momentum of one rank, float64."""
-    return _sum_of(vectors for role, vectors in residuals_of(state).items() if is_momentum(role))
-
-
-def _sum_of(roles: Iterable[Vectors]) -> Vectors:
+    """Return the sum of all residuals of one rank, float64; Adam's moments are none."""
     total = zeros()
-    for vectors in roles:
+    for role, vectors in residuals_of(state).items():
+        if "exp_avg" in role:
+            continue
         for name, values in vectors.items():
             total[name] += values.double()
     return total
@@ -166,7 +152,7 @@ def factors_of(state: Mapping[str, Any]) -> dict[tuple[str, str], Tensor]:
 
 
 def same_residuals(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
-    """Return whether two saved states of a rank hold the same bits: of residuals, momentum and factors."""
+    """Return whether two saved states of a rank hold the same bits: of residuals, moments and factors."""
     return alike(residuals_of(first), residuals_of(second)) and alike(factors_of(first), factors_of(second))
 
 

@@ -123,7 +123,7 @@ class Learner:
 
 
 def kept(state: commopt.HookState) -> dict[str, Tensor]:
-    """Return residuals, momentum and factors of this rank by what they are of, on the CPU."""
+    """Return residuals, moments and factors of this rank by what they are of, on the CPU."""
     saved = state.state_dict()
     found = {f"{role} {key}": values for role, pieces in saved["residuals"].items() for key, values in pieces.items()}
     for block in saved["factors"]:

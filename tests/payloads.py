@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from commopt.compress import Compressor, ErrorFeedback, Momentum, RngKey, Velocity
+from commopt.compress import Compressor, ErrorFeedback, RngKey
 from commopt.kernels.codec import Codec
 
 GAP = 48
@@ -85,11 +85,10 @@ def relative_error(compressor: Compressor, values: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Carrying:
-    """How a residual and a velocity take part."""
+    """How a residual takes part."""
 
     loss_scale: float | None = None
     decay: float = 1.0
-    momentum: Momentum | None = None
     old_offset: int = 0
     new_offset: int = 0
 
@@ -97,13 +96,11 @@ class Carrying:
 class Kept:
     """A carry in memory of its own, amid guards."""
 
-    def __init__(self, carrying: Carrying, old: Tensor, old_velocity: Tensor, device: str) -> None:
-        self.arenas = [torch.full((old.numel() + 9,), 7.0, device=device) for _ in range(2)]
-        new, new_velocity = (arena[carrying.new_offset :][: old.numel()] for arena in self.arenas)
-        old, old_velocity = (shifted(part, device, carrying.old_offset) for part in (old, old_velocity))
+    def __init__(self, carrying: Carrying, old: Tensor, device: str) -> None:
+        self.arena = torch.full((old.numel() + 9,), 7.0, device=device)
+        new, old = self.arena[carrying.new_offset :][: old.numel()], shifted(old, device, carrying.old_offset)
         loss_scale = None if carrying.loss_scale is None else torch.tensor(carrying.loss_scale, device=device)
-        velocity = None if carrying.momentum is None else Velocity(old_velocity, new_velocity, carrying.momentum)
-        self.carry = ErrorFeedback(old, new, loss_scale, carrying.decay, velocity)
+        self.carry = ErrorFeedback(old, new, loss_scale, carrying.decay)
 
 
 def shifted(values: Tensor, device: str, offset: int) -> Tensor:

@@ -184,12 +184,12 @@ class Check:
         """Encode by the reference and by the kernel, and compare what they leave."""
         wanted, got = rows_of(codec, rows, row_blocks), rows_of(codec, rows, row_blocks, self._device)
         way = carrying or Carrying()
-        kept = [Kept(way, old / (way.loss_scale or 1.0), old, device) for device in ("cpu", self._device)]
+        kept = [Kept(way, old / (way.loss_scale or 1.0), device) for device in ("cpu", self._device)]
         wanted_carry, got_carry = (each.carry if carrying else None for each in kept)
         refer(wanted, wanted_carry)
         with launched_by(self._loader):
             launch(got, got_carry)
-        (wanted_new, _), (got_new, _) = (each.arenas for each in kept)
+        wanted_new, got_new = (each.arena for each in kept)
         # torch takes roots on the CPU with an error of up to an ulp.
         if (fuzzy and sums(codec)) or codec.name == "sign_rms":
             return _compare_sums(codec, wanted, got, wanted_new, got_new.cpu())

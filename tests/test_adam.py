@@ -426,7 +426,6 @@ def test_what_optimizer_refuses() -> None:
         (lambda: Compressed(OneBit(), adam="yes"), "adam='yes'"),  # type: ignore[arg-type]
         (lambda: commopt.build_preset("hierarchical_dgc:adam=(0.5,2)"), "betas=(0.5, 2)"),
         (lambda: Compressed(OneBit(), feedback=None, adam=Adam()), "feedback"),
-        (lambda: Compressed(DGC(momentum=0.9), adam=Adam()), "twice"),
         (lambda: commopt.hierarchical_powersgd(adam=Adam()), "no option adam"),
     ],
 )

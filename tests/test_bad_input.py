@@ -180,7 +180,6 @@ def test_refused(name: str, refused: list[dict[str, Raised]]) -> None:
         (lambda: Cast(torch.float32), ("float32", "bfloat16", "float16")),
         (lambda: DGC(2), ("density", "2", "1")),
         (lambda: Hierarchical(inter=DGC()), ("DGC", "Compressed(Cast(")),  # type: ignore[arg-type]
-        (lambda: Compressed(DGC(momentum=0.9), feedback=None), ("momentum", "feedback")),
         (lambda: Compressed(PowerSGD()), ("PowerSGD", "Compressor")),  # type: ignore[arg-type]
         (lambda: PowerSGD(0), ("matrix_rank", "0")),
         (lambda: commopt.all_reduce(torch.ones(1)), ("init_process_group",)),
@@ -334,7 +333,7 @@ def test_a_process_group_destroyed_meanwhile(tmp_path: Any) -> None:
 DIFFERENCES: list[tuple[str, Any, Any, tuple[str, ...]]] = [
     ("aggregator", Hierarchical(), Flat(), ("Hierarchical(", "Flat()")),
     ("aggregator", Compressed(Cast(torch.bfloat16)), Compressed(Cast(torch.float16)), ("bfloat16", "float16")),
-    ("aggregator", Compressed(DGC(0.1)), Compressed(DGC(0.1, momentum=0.9)), ("momentum=0.9",)),
+    ("aggregator", Compressed(DGC(0.1)), Compressed(DGC(0.1, min_elements=9)), ("min_elements=9",)),
     ("aggregator", PowerSGD(2), PowerSGD(2, start_step=9), ("PowerSGD(matrix_rank=2)", "start_step=9")),
     ("aggregator", Flat(), None, ("Flat()",)),
     ("ranks_per_node", 2, 4, ("2", "4")),

@@ -114,7 +114,6 @@ def test_bytes_are_what_a_kernel_must_move() -> None:
     assert by_name["recode", "sign_mean, 1 bit, 8 peers"] == 2 * 4 * NUMEL + 9 * row_nbytes
     # 11 of 10007: an end, 11 indices and a gap of 2 bytes, 11 values, padding.
     assert by_name["select", "0.1% as bfloat16"] == 3 * 4 * NUMEL + 64
-    assert by_name["select", "0.1% as bfloat16, momentum"] == 5 * 4 * NUMEL + 64
     assert by_name["accumulate sparse", "0.1% as bfloat16, 8 peers"] == 4 * NUMEL + 8 * 64
     assert by_name["subtract", "rank 4"] == 2 * 4 * 100 * 100 + 2 * 4 * 100 * 4
     assert by_name["orthogonalize", "50 of 2048 x 4"] == 3 * 4 * 50 * 2048 * 4

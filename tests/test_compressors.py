@@ -161,7 +161,7 @@ def test_layout_is_as_documented(compressor: Blockwise) -> None:
         (Cast(), 16),
         (Quantize(8), 8 + 32 / 512),
         (Quantize(4), 4 + 32 / 512),
-        (Quantize(2), 2 + 32 / 512),
+        (Quantize(2), 2 + 32 / 64),
         (OneBit(), 1 + 32 / 512),
         (Quantize(4, block=256), 4 + 32 / 256),
         (Quantize(2, block=4096), 2 + 32 / 4096),

@@ -172,7 +172,7 @@ def device() -> Iterator[Gpu]:
             registry._close_all()
 
 
-STRATEGIES = [name for name in commopt.PRESETS if name != "auto"] + ["dgc:momentum=0.9"]
+STRATEGIES = [name for name in commopt.PRESETS if name != "auto"]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

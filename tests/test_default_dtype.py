@@ -13,7 +13,7 @@ from tests.gpu_training import Learner, kept
 from tests.ranks import run
 
 STRATEGIES = [name for name in commopt.PRESETS if name != "auto"]  # whose choices depend on the clock
-OPTIONS = {"quantized": ":rounding=stochastic", "dgc": ":momentum=0.9"}
+OPTIONS = {"quantized": ":rounding=stochastic"}
 
 
 def train(rank: int, world_size: int, default: torch.dtype, strategies: Sequence[str]) -> dict[str, dict[str, Tensor]]:

@@ -26,7 +26,7 @@ ENCODED = {
     "quantized:bits=2": "recode_centroids2",
     "hierarchical_onebit": "encode_sign_mean",
     "hierarchical_dgc:density=0.05": "sparse_accumulate",
-    "dgc:density=0.05:momentum=0.9": "sparse_decode",
+    "dgc:density=0.05": "sparse_decode",
     "hierarchical_powersgd": "lowrank_subtract",
     "powersgd": "factor_solve",
 }

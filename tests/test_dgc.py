@@ -18,9 +18,7 @@ from torch import Tensor
 import commopt
 from commopt import DGC, Aggregator, Compressed, Feedback, Hierarchical
 from commopt.compress import ErrorFeedback
-from tests.catalogue import LAYOUTS
 from tests.chosen import Chooser, Trace, kept
-from tests.feedback_training import Training, Vectors, momentum_of, total
 from tests.hook_training import assert_identical
 from tests.payloads import decode, encode
 from tests.ranks import run
@@ -199,14 +197,14 @@ def test_what_cannot_travel_is_plain_to_see(compressor: DGC, values: Tensor) -> 
 
 
 def test_defaults() -> None:
-    assert DGC() == DGC(0.001, 0.0, False, True, None, (), torch.bfloat16, 1)
+    assert DGC() == DGC(0.001, (), torch.bfloat16, 1)
     assert repr(DGC()) == "DGC(density=0.001)"
     assert DGC().start_step == 0
     assert hash(DGC(warmup=((2, 0.5),))) != hash(DGC())
 
 
 def test_warmup_is_a_schedule_of_densities() -> None:
-    compressor = DGC(0.01, momentum=0.9, warmup=((2, 0.5), (3, 0.1)))
+    compressor = DGC(0.01, warmup=((2, 0.5), (3, 0.1)))
     assert compressor.start_step == 5
     for step, density in enumerate((0.5, 0.5, 0.1, 0.1, 0.1)):
         assert compressor.at(step) == replace(compressor, density=density, warmup=())
@@ -224,7 +222,7 @@ STEPS = 6
 
 
 def dyadic(rank: int, step: int, world_size: int) -> dict[str, Tensor]:
-    """Integers that the number of ranks divides: with a momentum of 1/2 every float32 operation is exact."""
+    """Integers that the number of ranks divides: every float32 operation is exact."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     integers = {name: torch.randint(-700, 701, shape, generator=generator) for name, shape in SHAPES.items()}
     return {name: (world_size * values).float() for name, values in integers.items()}
@@ -236,37 +234,23 @@ def largest(p: Array, count: int) -> npt.NDArray[np.intp]:
 
 @dataclass
 class Sender:
-    """One rank's side of DGC, arXiv 1712.01887, algorithms 1 and 4 and equation 4, with momentum masking."""
+    """One rank's side of DGC, arXiv 1712.01887, algorithm 1."""
 
     config: DGC
     numel: int
     decay: float = 1.0
-    u: Array = field(init=False)
     v: Array = field(init=False)
 
     def __post_init__(self) -> None:
-        self.u, self.v = np.zeros(self.numel), np.zeros(self.numel)
-
-    def add(self, g: Array) -> Array:
-        """Accumulate, return p."""
-        m = self.config.momentum
-        if not m:
-            return g + self.decay * self.v
-        if self.config.nesterov:
-            self.u = m * (self.u + g)
-            return self.decay * self.v + self.u + g
-        self.u = m * self.u + g
-        return self.decay * self.v + self.u
+        self.v = np.zeros(self.numel)
 
     def send(self, g: Array, density: float, chunk_numel: int) -> Array:
         """Return what the rank tells the others, chunk by chunk."""
-        p = self.add(g)
+        p = g + self.decay * self.v
         decoded = np.zeros(self.numel)
         for begin in range(0, self.numel, chunk_numel):
             chosen = begin + largest(p[begin : begin + chunk_numel], ceil(density * chunk_numel))
             decoded[chosen] = rounded(p[chosen], self.config.value_dtype)
-            if self.config.momentum_masking:
-                self.u[chosen] = 0
         self.v = p - decoded
         return decoded
 
@@ -288,7 +272,7 @@ def expected(config: DGC, ranks: int, gradients: Sequence[Sequence[Array]], deca
     numel = len(gradients[0][0])
     chunk_numel = ceil(numel / chunks)
     senders = [Sender(config, numel, decay) for _ in range(ranks)]
-    server = Sender(replace(config, momentum=0.0, nesterov=False), numel)
+    server = Sender(config, numel)
     results = []
     for step, own in enumerate(gradients):
         density = density_at(config, step)
@@ -299,23 +283,16 @@ def expected(config: DGC, ranks: int, gradients: Sequence[Sequence[Array]], deca
 
 
 F32: dict[str, Any] = {"value_dtype": torch.float32}
-HALF: dict[str, Any] = {"momentum": 0.5, **F32}
 FORMULAS: dict[str, DGC] = {
     "plain": DGC(0.1, **F32),
     "16-bit values": DGC(0.1),
-    "momentum": DGC(0.1, **HALF),
-    "momentum, 16-bit values": DGC(0.1, momentum=0.5),
-    "no masking": DGC(0.1, momentum_masking=False, **HALF),
-    "nesterov": DGC(0.1, nesterov=True, **HALF),
-    "nesterov, no masking": DGC(0.1, nesterov=True, momentum_masking=False, **HALF),
-    "warmup": DGC(0.01, warmup=((2, 0.25), (2, 0.1)), **HALF),
-    "very sparse": DGC(0.001, **HALF),
+    "warmup": DGC(0.01, warmup=((2, 0.25), (2, 0.1)), **F32),
+    "very sparse": DGC(0.001, **F32),
 }
 # From four ranks on, so many elements are more than a dense float32 sum: they go through servers.
 THROUGH_SERVERS: dict[str, DGC] = {
-    "plain": DGC(0.6, value_dtype=torch.bfloat16),
-    "momentum": DGC(0.4, **HALF),
-    "nesterov, no masking": DGC(0.4, nesterov=True, momentum_masking=False, **HALF),
+    "16-bit values": DGC(0.6),
+    "float32": DGC(0.4, **F32),
 }
 
 
@@ -349,11 +326,6 @@ def assert_results(traces: Sequence[Trace], name: str, want: Sequence[Array], co
         np.testing.assert_array_equal(got, values, err_msg=f"{context}: {name}, step {step}")
 
 
-def dense_sums(config: DGC, gradients: Sequence[Sequence[Array]]) -> list[Array]:
-    senders = [Sender(config, len(gradients[0][0])) for _ in gradients[0]]
-    return [np.sum([s.add(g) for s, g in zip(senders, own, strict=True)], axis=0) for own in gradients]
-
-
 @pytest.mark.parametrize(("world_size", "scaled"), [(2, False), (3, True)])
 def test_the_papers_formulas(world_size: int, scaled: bool) -> None:
     aggregators = [Compressed(config) for config in FORMULAS.values()]
@@ -361,16 +333,13 @@ def test_the_papers_formulas(world_size: int, scaled: bool) -> None:
     for (name, config), traces in zip(FORMULAS.items(), zip(*results, strict=True), strict=True):
         gradients = shares("matrix", world_size)
         assert_results(traces, "matrix", expected(config, world_size, gradients, 1.0, 1), name)
-        assert_results(traces, "bias", dense_sums(config, shares("bias", world_size)), name)
+        assert_results(traces, "bias", [np.sum(own, axis=0) for own in shares("bias", world_size)], name)
         for rank, trace in enumerate(traces):
             sender = Sender(config, NUMEL)
             for step in range(STEPS):
                 sender.send(gradients[step][rank], density_at(config, step), NUMEL)
                 state = trace.states[step]
                 np.testing.assert_array_equal(kept(state, "matrix", NUMEL), sender.v, err_msg=f"{name}: residual")
-                velocity = sender.u if config.momentum else np.zeros(NUMEL)
-                got = kept(state, "matrix", NUMEL, momentum=True)
-                np.testing.assert_array_equal(got, velocity, err_msg=f"{name}: momentum, step {step}")
 
 
 def test_more_than_a_dense_sum_goes_through_owners() -> None:
@@ -385,10 +354,8 @@ def test_more_than_a_dense_sum_goes_through_owners() -> None:
             assert trace.nbytes == [2 * 3 * row] * STEPS
 
 
-@pytest.mark.parametrize("name", ["plain", "momentum", "nesterov"])
-def test_between_nodes_the_nodes_are_the_workers(name: str) -> None:
-    """Momentum lives on the shards of the nodes' sums."""
-    config = FORMULAS[name]
+def test_between_nodes_the_nodes_are_the_workers() -> None:
+    config = FORMULAS["plain"]
     results = run(follow, 4, [Hierarchical(Compressed(config))], ["matrix"], False, nodes=(2, 2))
     nodes = [[own[0] + own[1], own[2] + own[3]] for own in shares("matrix", 4)]
     want = [
@@ -401,33 +368,16 @@ def test_between_nodes_the_nodes_are_the_workers(name: str) -> None:
             strict=True,
         )
     ]
-    assert_results([traces[0] for traces in results], "matrix", want, name)
-
-
-def test_momentum_goes_on_where_everything_travels_dense() -> None:
-    """By name, because nothing would be saved, and with nesterov."""
-    dense = [
-        Compressed(FORMULAS["momentum"], dense=("*",)),
-        Compressed(FORMULAS["nesterov"], dense=("mat*",)),
-        Compressed(DGC(1.0, **HALF)),
-    ]
-    results = run(follow, 2, dense, list(SHAPES), False)
-    for aggregator, traces in zip(dense, zip(*results, strict=True), strict=True):
-        assert isinstance(aggregator.compressor, DGC)
-        for name in SHAPES:
-            assert_results(traces, name, dense_sums(aggregator.compressor, shares(name, 2)), aggregator)
-            for trace in traces:
-                assert not kept(trace.states[-1], name, len(shares(name, 2)[0][0])).any()
-                assert kept(trace.states[-1], name, len(shares(name, 2)[0][0]), momentum=True).any()
+    assert_results([traces[0] for traces in results], "matrix", want, "between nodes")
 
 
 def test_decay_and_no_feedback_at_all() -> None:
     """Decay is for what was not sent; without feedback nothing is remembered."""
-    decaying, plain = FORMULAS["momentum"], DGC(0.1, **F32)
-    aggregators = [Compressed(decaying, Feedback(decay=0.5)), Compressed(plain, None)]
+    plain = FORMULAS["plain"]
+    aggregators = [Compressed(plain, Feedback(decay=0.5)), Compressed(plain, None)]
     halved, forgetful = zip(*run(follow, 2, aggregators, ["matrix"], False), strict=True)
     gradients = shares("matrix", 2)
-    assert_results(halved, "matrix", expected(decaying, 2, gradients, 0.5, 1), "decay")
+    assert_results(halved, "matrix", expected(plain, 2, gradients, 0.5, 1), "decay")
     want = [np.sum([Sender(plain, NUMEL).send(g, 0.1, NUMEL) for g in own], axis=0) for own in gradients]
     assert_results(forgetful, "matrix", want, "no feedback")
     assert not forgetful[0].states[-1]["residuals"]
@@ -470,172 +420,17 @@ def test_rows_go_to_all_while_that_costs_no_more_than_a_dense_sum(world_size: in
         assert many.nbytes[-1] == (servers if world_size > 2 else above.payload_nbytes(numel))
 
 
-def keep(rank: int, world_size: int, scaled: bool) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Return, without and with momentum, statistics and saved state after some steps."""
-    found = []
-    for momentum in (0.0, 0.9):
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if scaled else None
-        aggregator = Compressed(DGC(0.05, momentum=momentum))
-        trace = Chooser(aggregator, SHAPES, lambda step: dyadic(rank, step, world_size), scaler=scaler).run(4)
-        found.append((trace.stats, trace.states[-1]))
-    return found
+def keep(rank: int, world_size: int, scaled: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return statistics and saved state after some steps."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if scaled else None
+    chooser = Chooser(Compressed(DGC(0.05)), SHAPES, lambda step: dyadic(rank, step, world_size), scaler=scaler)
+    trace = chooser.run(4)
+    return trace.stats, trace.states[-1]
 
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_what_is_kept_is_counted(scaled: bool) -> None:
-    """A residual, momentum also of what travels dense, and both twice with a scaler; nothing more with more ranks."""
-    times = 2 if scaled else 1
-    for (plain, _), (stats, state) in run(keep, 3, scaled):
-        assert plain["residual_bytes"] == 4 * NUMEL * times
-        assert "momentum_norm" not in plain
-        assert stats["residual_bytes"] == 4 * (NUMEL + NUMEL + 7) * times
-        momentum = torch.cat([kept(state, "matrix", NUMEL, momentum=True), kept(state, "bias", 7, momentum=True)])
-        assert momentum.any()
+    """A residual, and twice with a scaler; nothing more with more ranks."""
+    for stats, state in run(keep, 3, scaled):
+        assert stats["residual_bytes"] == 4 * NUMEL * (2 if scaled else 1)
         assert stats["residual_norm"] == pytest.approx(float(kept(state, "matrix", NUMEL).norm()), rel=1e-5)
-        assert stats["momentum_norm"] == pytest.approx(float(momentum.norm()), rel=1e-5)
-
-
-# --------------------------------------------------------------------------------------------- clipping
-
-CLIP_SHAPES = {"matrix": (20, 10), "bias": (8,)}
-
-
-def steep(rank: int, step: int) -> dict[str, Tensor]:
-    """Half of the elements are zero, so that all others are sent; ranks are above and below the limit."""
-    matrix = random_values(200, 100 * step + rank) * (torch.arange(200) % 2)
-    values = {"matrix": matrix.view(20, 10), "bias": random_values(8, 100 * step + rank + 50)}
-    return {name: each * (0.01 if rank == 0 else 5.0 * rank) for name, each in values.items()}
-
-
-def clip(rank: int, world_size: int, clip_norm: float, scaled: bool, poison: bool) -> Trace:
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1) if scaled else None
-
-    def gradients(step: int) -> dict[str, Tensor]:
-        values = steep(rank, step)
-        if step == 2:
-            values = {name: torch.zeros_like(each) for name, each in values.items()}
-        if poison and step == 1 and rank == 1:
-            values["matrix"][3, 3] = float("inf")
-        return values
-
-    return Chooser(Compressed(DGC(0.5, clip_norm=clip_norm)), CLIP_SHAPES, gradients, scaler=scaler).run(3)
-
-
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_each_worker_clips_its_own_gradient(world_size: int, scaled: bool) -> None:
-    clip_norm = 3.0
-    limit = clip_norm * world_size**0.5  # of the gradient; that of its part of the average is W times smaller
-    traces = run(clip, world_size, clip_norm, scaled, False)
-    assert_identical([trace.digest() for trace in traces])
-    for step in range(2):
-        want = {name: torch.zeros(shape).double() for name, shape in CLIP_SHAPES.items()}
-        for rank in range(world_size):
-            own = steep(rank, step)
-            norm = float(torch.cat([each.flatten().double() for each in own.values()]).norm())
-            assert (norm > limit) == (rank > 0), "both kinds must occur"
-            for name, each in own.items():
-                want[name] += each.double() * min(1.0, limit / norm) / world_size
-        for name, values in want.items():
-            got = traces[0].results[step][name].double()
-            # What bfloat16 rounded away in the first step comes in the second.
-            torch.testing.assert_close(got, values, rtol=2**-7, atol=2**-7 * float(values.abs().max()))
-    for values in traces[0].results[2].values():
-        assert values.isfinite().all(), "a gradient of zero has no norm to divide by"
-
-
-def test_clipping_hides_no_infinity() -> None:
-    for trace in run(clip, 2, 3.0, True, True):
-        assert not all(values.isfinite().all() for values in trace.results[1].values())
-        for name, shape in CLIP_SHAPES.items():
-            numel = int(np.prod(shape))
-            assert torch.equal(kept(trace.states[0], name, numel), kept(trace.states[1], name, numel))
-        assert all(values.isfinite().all() for values in trace.results[2].values())
-
-
-# --------------------------------------------------------------------------------- momentum and state
-
-MOMENTUM = {
-    "flat": Compressed(DGC(0.05, momentum=0.9)),
-    "between nodes": Hierarchical(Compressed(DGC(0.05, momentum=0.9))),
-}
-
-
-def test_momentum_has_a_path_of_its_own() -> None:
-    assert Compressed(DGC()).residual_paths == ("",)
-    assert set(MOMENTUM["flat"].residual_paths) == {"", "momentum"}
-    assert set(MOMENTUM["between nodes"].residual_paths) == {"inter", "inter.momentum"}
-    assert Compressed(DGC(), feedback=None).residual_paths == ()
-
-
-def save_momentum(rank: int, world_size: int, kind: str) -> tuple[Vectors, dict[str, Any] | None]:
-    training = Training(rank, world_size, MOMENTUM[kind])
-    for _ in range(4):
-        training.step()
-    return momentum_of(training.comm.state_dict()), training.comm.gathered_state_dict()
-
-
-def load_momentum(rank: int, world_size: int, kind: str, saved: dict[str, Any]) -> tuple[Vectors, str, bool]:
-    training = Training(rank, world_size, MOMENTUM[kind])
-    training.comm.load_state_dict(saved)
-    loaded = momentum_of(training.comm.state_dict())
-    for _ in range(4):
-        training.step()
-    later = momentum_of(training.comm.state_dict())
-    return loaded, training.digest(), all(bool(values.isfinite().all()) for values in later.values())
-
-
-@pytest.mark.parametrize(
-    ("kind", "old", "new"),
-    [
-        ("flat", "3", "2"),
-        ("between nodes", "2x2", "3x2"),
-        ("between nodes", "2x2", "1+1"),
-        ("between nodes", "2x2", "2+1"),
-    ],
-)
-def test_another_world_takes_over_the_momentum(kind: str, old: str, new: str) -> None:
-    world_size, nodes = LAYOUTS[old]
-    saved = run(save_momentum, world_size, kind, nodes=nodes)
-    state = saved[0][1]
-    assert state is not None
-    left = total([vectors for vectors, _ in saved])
-    assert all(values.abs().max() > 0.1 for values in left.values()), "also what travels dense has momentum"
-    world_size, nodes = LAYOUTS[new]
-    results = run(load_momentum, world_size, kind, state, nodes=nodes)
-    loaded = total([vectors for vectors, _, _ in results])
-    for name, values in left.items():
-        torch.testing.assert_close(loaded[name], values, rtol=1e-5, atol=1e-5)
-    assert_identical([digest for _, digest, _ in results])
-    assert all(fine for _, _, fine in results)
-
-
-def watch_momentum(rank: int, world_size: int, kind: str, scaled: bool) -> list[tuple[bool, bool]]:
-    """Return, for steps with and without a NaN, whether the momentum on this rank changed."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if scaled else None
-    training = Training(rank, world_size, MOMENTUM[kind], scaler=scaler)
-    for _ in range(4):
-        training.step()
-    changes = []
-    for step in range(6):
-        before = momentum_of(training.comm.state_dict())
-        # In one bucket the NaN comes with what is compressed, in another with what travels dense.
-        poison = ((step // 2) % world_size, ("third.weight", "second.weight")[step // 2 % 2], 5, float("nan"))
-        finite = training.step(poison if step % 2 else None)
-        after = momentum_of(training.comm.state_dict())
-        hit = [poison[1]] if not scaled else list(before)
-        changed = any(not torch.equal(before[name], after[name]) for name in hit)
-        changes.append((finite, changed))
-    return changes
-
-
-@pytest.mark.parametrize(("kind", "layout"), [("flat", "3"), ("between nodes", "2x2")])
-@pytest.mark.parametrize("scaled", [False, True])
-def test_a_dropped_step_leaves_no_momentum(kind: str, layout: str, scaled: bool) -> None:
-    world_size, nodes = LAYOUTS[layout]
-    results = run(watch_momentum, world_size, kind, scaled, nodes=nodes)
-    for changes in results:
-        assert [finite for finite, _ in changes] == [True, False] * 3
-        assert not any(changed for finite, changed in changes if not finite)
-    for step in (0, 2, 4):
-        assert any(changes[step][1] for changes in results), "momentum never changes"

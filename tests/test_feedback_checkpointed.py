@@ -84,7 +84,7 @@ def total(parts: Sequence[tuple[str, Vectors]]) -> dict[str, Tensor]:
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.parametrize(
-    ("strategy", "layout"), [("4 bits", "3"), ("inter 4 bits", "2x2"), ("momentum", "3"), ("inter rank 2", "2x2")]
+    ("strategy", "layout"), [("4 bits", "3"), ("inter 4 bits", "2x2"), ("top 5%", "3"), ("inter rank 2", "2x2")]
 )
 def test_distributed_checkpoint(tmp_path: Path, strategy: str, layout: str) -> None:
     world_size, nodes = LAYOUTS[layout]

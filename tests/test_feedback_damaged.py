@@ -140,10 +140,7 @@ FACTORS: Cases = {
     "unknown name": (put("fourth", "factors", 0, "piece", 0), ("factors[0]", "fourth", "parameters")),
     "no path": (put(..., "factors", 0, "path"), ("factors[0]['path']", "state_dict()")),
 }
-MOMENTUM: Cases = {
-    "NaN momentum": (setting("momentum/worker", element=float("nan")), ("momentum/worker", "first.weight", "nan"))
-}
-CASES: dict[str, Cases] = {"8 bits": WORKER, "rank 2": FACTORS, "momentum": MOMENTUM}
+CASES: dict[str, Cases] = {"8 bits": WORKER, "rank 2": FACTORS, "top 5%": {"NaN": WORKER["NaN"]}}
 
 
 def load_damaged(rank: int, world_size: int, strategy: str) -> dict[str, str]:
@@ -312,7 +309,7 @@ FUZZED: dict[str, tuple[Aggregator, torch.dtype, str, bool]] = {
     "2 bits": (STRATEGIES["2 bits"], torch.float16, "2", False),
     "float16": (Compressed(Cast(torch.float16)), torch.float32, "2", False),
     "bfloat16": (flat("onebit rms", feedback=Feedback(dtype=torch.bfloat16)), torch.bfloat16, "2", False),
-    "momentum": (STRATEGIES["momentum"], torch.float32, "2", False),
+    "top 5%": (STRATEGIES["top 5%"], torch.float32, "2", False),
     "rank 2": (STRATEGIES["rank 2"], torch.float32, "2", False),
     "inter 4 bits": (STRATEGIES["inter 4 bits"], torch.float32, "2x2", False),
     "inter rank 2": (STRATEGIES["inter rank 2"], torch.float32, "2x2", True),

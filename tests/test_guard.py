@@ -19,7 +19,7 @@ import commopt
 from commopt import DGC, Aggregator, Compressed, Flat, Hierarchical, OneBit, PowerSGD, Quantize
 from commopt.aggregate import Call
 from commopt.compress import Trials
-from commopt.feedback import EVERY_STEPS, Layout, ResidualStore, Shadow, falls_behind, sample_numel
+from commopt.feedback import EVERY_STEPS, EXP_AVG, Layout, ResidualStore, Shadow, falls_behind, sample_numel
 from commopt.feedback.quality import MAX_SAMPLE_NUMEL, MOST_STEPS_BEHIND, sample_stride
 from commopt.feedback.store import Residual
 from commopt.groups import Team, WireBytes
@@ -89,7 +89,7 @@ def test_residuals_are_sampled_where_they_lie(numel: int) -> None:
     layout = Layout.of_parameters([("a", numel // 3), ("b", numel - numel // 3)])
     values, store = torch.arange(1.0, numel + 1), ResidualStore()
     cut = numel // 2 + 1
-    for path, begin, end in (("inter", 0, cut), ("", cut, numel), ("momentum", 0, numel)):
+    for path, begin, end in (("inter", 0, cut), ("", cut, numel), (EXP_AVG, 0, numel)):
         store.install(Residual(path, "worker", layout.cut(begin, end), values[begin:end]))
     store.deposit("", layout.cut(0, 1), torch.tensor([10.0]))
     store.install(Residual("inter", "worker", Layout.of_parameters([("c", 3)]), torch.ones(3)))
@@ -245,7 +245,7 @@ def learn(rank: int, world_size: int, strategy: str, optimizer: str) -> tuple[fl
     warnings = Records()
     logging.getLogger("commopt").addHandler(warnings)
     try:
-        training = GPT.start(optimizer, 0.9, 0, torch.device("cpu"))
+        training = GPT.start(optimizer, 0, torch.device("cpu"))
         state = commopt.attach(training.model, strategy, guard=EVERY_STEPS)
         for _ in range(49):
             training.step()
@@ -325,7 +325,6 @@ def refuse(rank: int, world_size: int) -> list[str]:
         ("hierarchical_quantized", {"guard": 0}),
         ("hierarchical_quantized", {"guard": 8 + rank}),
         ("hierarchical_onebit", {"guard": 8, "adam": commopt.Adam()}),
-        ("hierarchical_dgc", {"guard": 8, "momentum": 0.9}),
         (commopt.LocalSGD(4), {"guard": 8}),
     ):
         with pytest.raises(commopt.CommoptError) as info:
@@ -335,9 +334,8 @@ def refuse(rank: int, world_size: int) -> list[str]:
 
 
 def test_what_cannot_be_compared_is_refused_on_every_rank() -> None:
-    for zero, other, adam, momentum, local in run(refuse, 2, nodes=(1, 1)):
+    for zero, other, adam, local in run(refuse, 2, nodes=(1, 1)):
         assert "guard" in zero
         assert "guard" in other
         assert "directions" in adam
-        assert "momentum" in momentum
         assert "parameters" in local

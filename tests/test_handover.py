@@ -320,23 +320,23 @@ def test_a_rank_that_holds_nothing_places_anew_as_the_others_do() -> None:
         migrate(store, A)
         migrate(store, AB, "inter")
         assert store.place("inter", AB, "shards")
-        migrate(store, AB, "inter", "inter.momentum")  # momentum may have stayed elsewhere
+        migrate(store, AB, "inter", "inter.exp_avg")  # moments may have stayed elsewhere
         assert store.place("inter", AB, "shards")
 
 
-def test_momentum_goes_to_momentum_or_stays() -> None:
+def test_moments_go_to_moments_or_stay() -> None:
     store = ResidualStore()
-    store.deposit("inter.momentum", AB, VALUES)
+    store.deposit("inter.exp_avg", AB, VALUES)
     store.deposit("inter", AB, 2 * VALUES)
     migrate(store, AB, "")
     assert {path: pieces["b[0:2]"] for path, pieces in kept(store).items()} == {
         "": [8.0, 10.0],
-        "inter.momentum": [4.0, 5.0],
+        "inter.exp_avg": [4.0, 5.0],
     }
-    migrate(store, AB, "", "momentum")
+    migrate(store, AB, "", "exp_avg")
     assert {path: pieces["b[0:2]"] for path, pieces in kept(store).items()} == {
         "": [8.0, 10.0],
-        "momentum": [4.0, 5.0],
+        "exp_avg": [4.0, 5.0],
     }
 
 

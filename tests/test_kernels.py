@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from commopt.kernels import loader
-from commopt.kernels.codec import Codec, Momentum
+from commopt.kernels.codec import Codec
 from commopt.kernels.loader import Loader
 from commopt.kernels.quantize_reference import uniform
 from commopt.kernels.sparse import SparseRow
@@ -214,7 +214,7 @@ class TestSparse:
             for count in (1, 600, sum(numbers) - 1):
                 check.select(SparseRow(values.numel(), count, torch.bfloat16), values, 1, carrying=carrying)
 
-    @pytest.mark.parametrize("carrying", [None, Carrying(1024.0), Carrying(momentum=Momentum(0.9))], ids=str)
+    @pytest.mark.parametrize("carrying", [None, Carrying(1024.0), Carrying(decay=0.9)], ids=str)
     def test_rows_of_different_thresholds(self, check: sparse_cases.Check, carrying: Carrying | None) -> None:
         """Rows of ten tiles, the last of them short. In the second row most is zero, the third is small."""
         values = torch.randn(3, 37_000) * torch.tensor([100.0, 1.0, 1e-6])[:, None]

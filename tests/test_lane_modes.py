@@ -33,7 +33,7 @@ from tests.ranks import run
 
 DTYPES = (torch.bfloat16, torch.float16)
 STRATEGIES = [name for name in commopt.PRESETS if name != "auto"]  # whose choices depend on the clock
-OPTIONS = {"quantized": ":rounding=stochastic", "dgc": ":momentum=0.9"}
+OPTIONS = {"quantized": ":rounding=stochastic"}
 
 
 # ------------------------------------------------------------------------------ the lane of a GPU, on the CPU

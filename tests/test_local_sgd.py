@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
 from commopt import (
-    DGC,
     Compressed,
     ConfigurationError,
     Flat,
@@ -53,7 +52,6 @@ BFLOAT16 = Hierarchical(inter=Compressed(Cast(torch.bfloat16), feedback=None))
         ({"buffers": 1}, "buffers=1"),
         ({"outer": 0.7}, "outer=0.7"),
         ({"compressor": "onebit"}, "'onebit'"),
-        ({"compressor": DGC(momentum=0.9)}, "momentum=0"),
         ({"decay": 0.9}, "decay=0.9"),
         ({"decay": 0, "compressor": OneBit()}, "decay=0"),
         ({"merge": 0}, "merge=0"),

@@ -18,8 +18,8 @@ from tests.payloads import decode, encode, relative_error, round_trip, slow_code
 from tests.test_philox import oracle_uniform
 
 EPS = 2.0**-24
-UNIFORM = [Quantize(8), Quantize(4, levels="uniform"), Quantize(2, levels="uniform")]
-NEAREST = [*UNIFORM, Quantize(4), Quantize(2), OneBit(), OneBit(scale="rms")]
+UNIFORM = [Quantize(8), Quantize(4, levels="uniform"), Quantize(2, 512, "uniform")]
+NEAREST = [*UNIFORM, Quantize(4), Quantize(2, 512), OneBit(), OneBit(scale="rms")]
 LEVELS = np.array([h + h * h / 2 for h in np.arange(8) + 0.5])
 
 nearest = pytest.mark.parametrize("compressor", NEAREST, ids=str)
@@ -100,7 +100,7 @@ def test_companded_takes_the_nearest_level() -> None:
 
 
 def test_centroids_are_the_means_of_the_small_and_the_large() -> None:
-    compressor, values = Quantize(2), hard()
+    compressor, values = Quantize(2, 512), hard()
     made = encode(compressor, values)
     magnitude = np.abs(blocks_of(values.double().numpy()))
     split = 1.05 * np.sqrt((magnitude**2).mean(1, keepdims=True))
@@ -152,7 +152,7 @@ def test_every_block_is_a_contraction(compressor: Blockwise) -> None:
         torch.testing.assert_close(square[ordinary], (bound * exact_square)[ordinary], rtol=1e-4, atol=1e-12)
     elif compressor == OneBit(scale="rms"):
         bound = 2 * (1 - mean / rms)
-    elif compressor == Quantize(2):
+    elif compressor == Quantize(2, 512):
         bound = 1 - (mean / rms) ** 2 + 2.0**-16  # at least as good as one magnitude, but for bfloat16
     limit = bound * exact_square * (1 + 1e-4) + 1e-9 * exact_square
     assert (square <= limit)[ordinary].all(), (square / exact_square)[ordinary]
@@ -225,7 +225,7 @@ def test_one_element(compressor: Blockwise) -> None:
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
 def test_stochastic_rounding_is_unbiased(bits: int) -> None:
-    steps, compressor = 400, Quantize(bits, rounding="stochastic")  # type: ignore[arg-type]
+    steps, compressor = 400, Quantize(bits, 512, rounding="stochastic")  # type: ignore[arg-type]
     values = torch.randn(2048, generator=generator())
     largest = 2 ** (bits - 1) - 1
     scale = values.view(-1, 512).abs().amax(1).repeat_interleave(512).double() / largest

@@ -17,8 +17,8 @@ from tests.overheard import overheard
 
 SETTLED = 4  # steps: then buckets change no more, and no residual moves to another rank
 STEPS = 6  # one of each kind
-ALONE = ["top 5%", "momentum", "rank 2", "late rank 2"]
-BETWEEN = ["inter 4 bits", "inter top 5%", "inter momentum", "inter rank 2", "inter rank 1"]
+ALONE = ["top 5%", "rank 2", "late rank 2"]
+BETWEEN = ["inter 4 bits", "inter top 5%", "inter rank 2", "inter rank 1"]
 
 
 @contextmanager

@@ -3,6 +3,8 @@
 
 hook: stock DDP beside the hook with DDP's own buckets. merging: buckets that DDP makes anew beside those merged in the
 hook. adaptive: adaptive buckets beside DDP's own. budget: what the tuner chose beside the fastest uniform strategy.
+momentum: DGC with and without a momentum of its own.
+exemptions: what it gains to send some parameters dense.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from pathlib import Path
 from statistics import median
 
 from bench.document import table
+from bench.evidence.convergence.report import bytes_of_yardstick, summarize, verdict
+from bench.evidence.convergence.report import read as read_convergence
 from bench.evidence.tuning.report import read as read_tuning
 from commopt.command_line import Parser
 
@@ -90,11 +94,42 @@ def budget(paths: Sequence[Path]) -> str:
     return table(headings, rows)
 
 
+def momentum(paths: Sequence[Path]) -> str:
+    """Return a row for each DGC with SGD that had a momentum of its own, and for those beside it."""
+    found = {
+        (each.task, each.strategy): each
+        for path in paths
+        for each in summarize(read_convergence(path)[1])
+        if each.optimizer == "sgd"
+    }
+    names = [
+        name
+        for task, name in found
+        if task == "gpt" and re.fullmatch(r"hierarchical_dgc(:min_elements=1)?(:momentum.*)?", name)
+    ]
+    rows = [[f"`{name}`", *(verdict(found.get((task, name))) for task in ("digits", "gpt"))] for name in sorted(names)]
+    return table(["strategy", "digits, SGD: accuracy", "GPT, SGD: loss"], rows)
+
+
+def exemptions(paths: Sequence[Path]) -> str:
+    """Return a row for each strategy with and without parameters that travel dense."""
+    runs = [run for path in paths for run in read_convergence(path)[1]]
+    shares = bytes_of_yardstick(runs)
+    rows = [
+        [f"`{each.strategy}`", f"{shares[each.strategy]:.3f}", verdict(each)]
+        for each in summarize(runs)
+        if each.strategy in shares
+    ]
+    return table(["strategy", "bytes of hierarchical's", "loss, against stock DDP"], rows)
+
+
 def _ratio(ms: dict[str, float], name: str, base: str) -> str:
     return f"{ms[name] / ms[base]:.3f}"
 
 
-TABLES: dict[str, Callable[[Sequence[Path]], str]] = {made.__name__: made for made in (hook, merging, adaptive, budget)}
+TABLES: dict[str, Callable[[Sequence[Path]], str]] = {
+    made.__name__: made for made in (hook, merging, adaptive, budget, momentum, exemptions)
+}
 
 
 def main() -> None:

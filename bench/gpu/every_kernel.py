@@ -23,7 +23,7 @@ from torch import Tensor
 from commopt.command_line import Parser
 from commopt.errors import ConfigurationError
 from commopt.kernels import lowrank, quantize, sources, sparse
-from commopt.kernels.codec import Codec, CodecName, ErrorFeedback, Momentum, RngKey, Velocity
+from commopt.kernels.codec import Codec, CodecName, ErrorFeedback, RngKey
 from commopt.kernels.loader import VARIABLE, loader_for
 from commopt.kernels.sparse import BLOCK, SparseRow
 
@@ -62,9 +62,7 @@ def _sparse(value_dtype: torch.dtype, device: torch.device) -> Iterator[Call]:
     numel = 2 * row.chunk_numel - 11
     values, payload = _random(numel, device), _rows(row.nbytes, device, 2)
     carry = _carry(numel, device)
-    scales = (carry.loss_scale, None)
-    velocity = Velocity(_random(numel, device), torch.empty(numel, device=device), Momentum(0.9))
-    carries = [replace(carry, loss_scale=scale, velocity=each) for scale in scales for each in (None, velocity)]
+    carries = [replace(carry, loss_scale=scale) for scale in (carry.loss_scale, None)]
     few = values[: row.chunk_numel - 4000]  # the second row is all padding
     for given in (values, torch.zeros_like(values)):  # a few candidates in each tile, and all that there are
         for taken in (None, *carries):

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from math import ceil, isqrt
 
@@ -32,7 +31,7 @@ from commopt.kernels import lowrank, quantize, sparse
 from commopt.kernels import lowrank_reference as lowrank_reference
 from commopt.kernels import quantize_reference as reference
 from commopt.kernels import sparse_reference as sparse_reference
-from commopt.kernels.codec import Codec, ErrorFeedback, Momentum, RngKey, Velocity
+from commopt.kernels.codec import Codec, RngKey
 from commopt.kernels.sparse import SparseRow
 
 _INT8 = Quantize(8).codec
@@ -132,10 +131,8 @@ _CHOSEN: tuple[Compressor, ...] = (
     OneBit(),
 )
 _DENSITIES = (0.001, 0.01)
-_MOMENTUM = Momentum(0.9)
 _PASSES_NBYTES = 20
-"""Of an element: gradient and residual read, the sum written, read again to choose from it, what is left written. With
-momentum, two more reads and writes take the place of the second look."""
+"""Of an element: gradient and residual read, the sum written, read again to choose from it, what is left written."""
 
 
 def sparse_families() -> list[Family]:
@@ -180,18 +177,6 @@ def _selections(row: SparseRow, title: str, setting: Setting) -> Iterator[Case]:
         (payload, carry.new),
         others=(Implementation(TOPK, route, (carry.new, sent)),),
         targets=(targets, times_faster(5, TOPK)),
-    )
-    velocity = Velocity(setting.random(setting.numel), torch.empty_like(values), _MOMENTUM)
-    moving: ErrorFeedback = replace(carry, velocity=velocity)
-    yield Case(
-        "select",
-        f"{title}, momentum",
-        sparse.select,
-        sparse_reference.select,
-        (row, values, payload, SCALE, moving),
-        (values, carry.old, velocity.old),
-        (payload, carry.new, velocity.new),
-        targets=(targets,),
     )
 
 

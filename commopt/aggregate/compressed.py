@@ -21,7 +21,7 @@ from torch import Tensor
 from commopt.aggregate.adam import Adam
 from commopt.aggregate.base import Aggregator, Buffer, Step, WorkKind, call, mark_non_finite, work
 from commopt.aggregate.rows import Region, RowFormat, row_format, split
-from commopt.compress import Compressor, ErrorFeedback, Exact, Passes, RngKey, Velocity
+from commopt.compress import Compressor, ErrorFeedback, Exact, Passes, RngKey
 from commopt.errors import ConfigurationError
 from commopt.feedback import (
     EXP_AVG,
@@ -32,13 +32,11 @@ from commopt.feedback import (
     Kind,
     Layout,
     checked_patterns,
-    momentum_path,
     require_feedback,
     require_repeatable,
     scale_and_add,
 )
 from commopt.groups import Team, TeamShape
-from commopt.kernels.residual import advance
 
 _EVERYTHING = ("*",)
 
@@ -67,11 +65,6 @@ class Compressed(Aggregator):
             )
         require_feedback("Compressed", self.feedback)
         object.__setattr__(self, "dense", checked_patterns("Compressed", self.dense))
-        if self.feedback is None and self.compressor.local_momentum is not None:
-            raise ConfigurationError(
-                f"Compressed({self.compressor!r}, feedback=None) has nowhere to keep momentum; use "
-                f"feedback=Feedback(), or momentum=0"
-            )
         if isinstance(self.adam, bool):  # as a command line has it
             object.__setattr__(self, "adam", Adam() if self.adam else None)
         elif isinstance(self.adam, tuple):
@@ -82,10 +75,6 @@ class Compressed(Aggregator):
             raise ConfigurationError(f"Compressed(adam={self.adam!r}) must be a commopt.Adam(), or None for none")
         if self.feedback is None:
             raise ConfigurationError("Compressed(adam=..., feedback=None) has nowhere to keep m and v; leave feedback")
-        if self.compressor.local_momentum is not None:
-            raise ConfigurationError(
-                f"Compressed({self.compressor!r}, adam=...) would apply momentum twice; use momentum=0, or no adam"
-            )
 
     # --------------------------------------------------------------------------------- all_reduce
 
@@ -93,8 +82,6 @@ class Compressed(Aggregator):
         """Exchange, or scatter and gather; one rank alone sends nothing, but applies what was kept before."""
         if buffer.numel() == 0:
             return
-        if self.compressor.clip_norm is not None:
-            clip(buffer, self.compressor.clip_norm, team.size, scale, context.loss_scale)
         if self.adam is None or context.store is None:
             self._average(buffer, team, scale, context)
             return
@@ -125,12 +112,8 @@ class Compressed(Aggregator):
         return rows, self._through_servers(rows, buffer, team, scale, context)
 
     def _alone(self, buffer: Tensor, scale: float, context: BufferContext) -> None:
-        velocity = context.velocity(context.layout, self.feedback, buffer.device, self.compressor.local_momentum)
         kept = None if self.feedback is None else context.leftover(context.layout, buffer.device)
-        if velocity is None:
-            scale_and_add(buffer, buffer, scale, kept)
-        else:
-            scale_and_add(_advanced(buffer, scale, velocity, context), buffer, 1.0, kept)
+        scale_and_add(buffer, buffer, scale, kept)
 
     def _exchange(
         self, rows: RowFormat, buffer: Tensor, team: Team, scale: float, context: BufferContext
@@ -188,17 +171,13 @@ class Compressed(Aggregator):
         self, rows: RowFormat, buffer: Tensor, payload: Tensor, team: Team, scale: float, context: BufferContext
     ) -> list[ErrorFeedback | None]:
         """Encode all regions of `buffer`; return what each leaves out."""
-        local_momentum, carries = self.compressor.local_momentum, []
+        carries = []
         for region in rows.regions:
-            values, factor = region.read(buffer, context.scratch), scale
+            values = region.read(buffer, context.scratch)
             carry = self._carry(region, "worker", region.layout, context, buffer.device)
             carries.append(carry)
-            if region.dense and local_momentum is not None:  # of the compressed, the compressor sees to it
-                velocity = context.velocity(region.layout, self.feedback, buffer.device, local_momentum)
-                if velocity is not None:
-                    values, factor = _advanced(values, scale, velocity, context), 1.0
             rng = context.rng("worker") if region.compressor.stochastic else RngKey()
-            region.compressor.compress(values, region.payload(payload), region.chunk_numel, factor, carry, rng)
+            region.compressor.compress(values, region.payload(payload), region.chunk_numel, scale, carry, rng)
             if carry is not None and not region.dense and context.step % SAMPLE_EVERY_STEPS == 0:
                 context.sample(values, scale, carry)
         return carries
@@ -210,7 +189,7 @@ class Compressed(Aggregator):
             if kind == "server" or self.feedback is None or context.memory.settled:
                 return None
             return context.leftover(layout, device)
-        return context.carry(kind, layout, self.feedback, device, region.compressor.local_momentum, region.layout)
+        return context.carry(kind, layout, self.feedback, device, region.layout)
 
     def _rows(self, layout: Layout, dtype: torch.dtype, chunks: int, step: int | None) -> RowFormat:
         compressor = self.compressor.at(step)
@@ -285,7 +264,7 @@ class Compressed(Aggregator):
             return ()
         if self.adam is not None:
             return ("", EXP_AVG, EXP_AVG_SQ)
-        return ("",) if self.compressor.local_momentum is None else ("", momentum_path(""))
+        return ("",)
 
     def with_dense(self, patterns: Sequence[str]) -> Compressed:
         """Return the same with more patterns in `dense`."""
@@ -318,22 +297,6 @@ def _judge(rows: RowFormat, payloads: Tensor, buffer: Tensor, context: BufferCon
     context.report(finite)
 
 
-def clip(buffer: Tensor, limit: float, ranks: int, scale: float, loss_scale: Tensor | None) -> None:
-    """Scale `buffer` down, in place, so that this rank's part of the average has at most its share of the norm.
-
-    That is limit / sqrt(ranks), L2: parts that are independent then add up to `limit` (arXiv 1712.01887, section 3.2).
-    `scale * buffer` is the part, times the loss scale. What is not finite stays so; no host waits for a device.
-    """
-    norm = torch.linalg.vector_norm(buffer, dtype=torch.float64) * scale  # float32 would overflow where values fit
-    if loss_scale is not None:
-        norm = norm / loss_scale
-    factor = (limit * ranks**-0.5 / norm).clamp(max=1.0)  # of a norm of 0, too
-    if buffer.dtype.itemsize < torch.float32.itemsize:
-        buffer.copy_(buffer.float().mul_(factor))
-    else:
-        buffer.mul_(factor)
-
-
 def _exchanges(rows: RowFormat, layout: Layout, team: TeamShape) -> bool:
     """Return whether every rank sends one row to all others, rather than a chunk to each server."""
     if team.size == 2:
@@ -354,13 +317,6 @@ def affordable_to_all(row_nbytes: int, numel: int, ranks: int) -> bool:
 def _work(kind: WorkKind, rows: RowFormat, times: int = 1) -> tuple[Step, ...]:
     """Return the work on all elements of a buffer, or on `times` as many."""
     return tuple(work(kind, region.compressor, region.numel * times) for region in rows.regions)
-
-
-def _advanced(values: Tensor, scale: float, velocity: Velocity, context: BufferContext) -> Tensor:
-    """Return what momentum makes of `scale * values`: float32."""
-    moved = context.scratch.take("moved", values.numel(), torch.float32, values.device)
-    advance(values, scale, velocity, context.loss_scale, moved)
-    return moved
 
 
 def _keep_rounding(exact: Tensor, dtype: torch.dtype, residual: Tensor, carry: ErrorFeedback) -> None:

@@ -16,7 +16,7 @@ from commopt.aggregate.base import Aggregator, Buffer, Flat, Step, WorkKind, cal
 from commopt.aggregate.shards import division, reshard
 from commopt.compress import Passes
 from commopt.errors import ConfigurationError
-from commopt.feedback import BufferContext, Layout, is_momentum
+from commopt.feedback import BufferContext, Layout
 from commopt.groups import Team, TeamShape, apply_scale
 
 Form = Literal["reduce_scatter", "leader"]
@@ -241,10 +241,7 @@ def _levels(inter: Aggregator, team: TeamShape) -> tuple[Any, Any]:
 
 def _alone(inter: Aggregator, team: TeamShape) -> Aggregator:
     """Return what averages over a team of one level: over nodes of one rank, or over one node."""
-    if team.node_count > 1 or inter.adam is not None:
-        return inter
-    # One node needs the momentum too.
-    return inter.with_dense(("*",)) if any(map(is_momentum, inter.residual_paths)) else Flat()
+    return inter if team.node_count > 1 or inter.adam is not None else Flat()
 
 
 def _paths(inter: Aggregator) -> tuple[str, ...]:

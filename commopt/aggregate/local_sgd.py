@@ -104,11 +104,6 @@ class LocalSGD(Aggregator):
             raise ConfigurationError(
                 f"LocalSGD(compressor={self.compressor!r}) must be a compressor, for example OneBit(), or None"
             )
-        elif self.compressor.local_momentum is not None:
-            raise ConfigurationError(
-                f"LocalSGD(compressor={self.compressor!r}) has a momentum for gradients, and deltas have that of "
-                f"`outer`; use momentum=0"
-            )
 
     def check(self, team: TeamShape) -> None:
         """Ask `gradients`, for the world and for a node, and what averages parameters."""

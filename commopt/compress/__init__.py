@@ -6,7 +6,7 @@ from commopt.compress.dgc import DGC
 from commopt.compress.onebit import OneBit
 from commopt.compress.plain import Cast, Exact, Plain
 from commopt.compress.quantize import Blockwise, Quantize
-from commopt.kernels.codec import ErrorFeedback, Momentum, RngKey, Velocity
+from commopt.kernels.codec import ErrorFeedback, RngKey
 
 COMPRESSORS: dict[str, type[Compressor]] = {"cast": Cast, "quantize": Quantize, "onebit": OneBit, "dgc": DGC}
 
@@ -18,12 +18,10 @@ __all__ = [
     "Compressor",
     "ErrorFeedback",
     "Exact",
-    "Momentum",
     "OneBit",
     "Passes",
     "Plain",
     "Quantize",
     "RngKey",
     "Trials",
-    "Velocity",
 ]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from commopt.concise_repr import ConciseRepr
-from commopt.kernels.codec import ErrorFeedback, Momentum, RngKey
+from commopt.kernels.codec import ErrorFeedback, RngKey
 
 T = TypeVar("T")
 CodingWork = Literal["encode", "decode", "recode"]
@@ -150,16 +150,6 @@ class Compressor(ConciseRepr, ABC):
     def phase(self, step: int) -> int:
         """Return the first of the neighbouring steps at which the same compressor is in force as at `step`."""
         return self.start_step if step >= self.start_step else 0
-
-    @cached_property
-    def local_momentum(self) -> Momentum | None:
-        """The momentum that is applied before compression, in place of the optimizer's."""
-        return None
-
-    @cached_property
-    def clip_norm(self) -> float | None:
-        """What the L2 norm of a buffer is clipped to before it is compressed, over the root of the ranks."""
-        return None
 
     # ------------------------------------------------------------- what the tuner and the simulator ask
 

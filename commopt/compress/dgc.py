@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deep Gradient Compression: the largest elements only, with momentum on each rank's side of the wire."""
+"""Deep Gradient Compression: the largest elements only."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
-from math import isfinite
 from typing import ClassVar
 
 import torch
@@ -15,7 +13,7 @@ from commopt.compress.base import CodingWork, Compressor, Passes, Trials
 from commopt.compress.quantize import check_choice
 from commopt.errors import ConfigurationError
 from commopt.kernels import sparse
-from commopt.kernels.codec import ErrorFeedback, Momentum, RngKey
+from commopt.kernels.codec import ErrorFeedback, RngKey
 from commopt.kernels.sparse import SparseRow
 
 
@@ -23,19 +21,11 @@ from commopt.kernels.sparse import SparseRow
 class DGC(Compressor):
     """Send the largest elements of each gradient, and keep the others for later (arXiv 1712.01887).
 
-    By default this is top-k with error feedback, which goes with any optimizer. With `momentum` the optimizer must
-    have none of its own (SGD(momentum=0)): nobody can see here whether it does, and twice is far too much. Momentum and
-    residual add up on each rank before elements are chosen (section 3.1); what travels dense gets the same momentum.
-    It lives where residuals do; a standalone all_reduce has neither.
+    This is top-k with error feedback and the paper's warm-up, and goes with any optimizer. The paper's momentum on each
+    rank is left out: trainings learned no better with it than with the optimizer's.
 
     density: the share of elements that is sent, in (0, 1]; of a chunk of n elements exactly ceil(density n),
     min_elements: but no fewer than this, which is for chunks so small that a message takes as long as an empty one.
-    momentum: in [0, 1); nesterov: Nesterov's.
-    momentum_masking: the velocity of an element starts from zero once it is sent (section 3.2).
-    clip_norm: each of W ranks clips its part of the average, its gradient over W, before anything is added to it, to an
-        L2 norm of clip_norm / sqrt(W) (section 3.2): independent parts then add up to clip_norm. Per buffer, since the
-        model's norm is unknown when its first bucket is due.
-        What clipping takes away is not kept.
     warmup: (steps, density) one after the other before `density` is in force; ((100, 0.25), (100, 0.0625)) for 200.
     value_dtype: how values travel: torch.bfloat16, torch.float16 (more exact, but inf above 65504, loss scale
         included), or torch.float32. What rounding takes away is kept for later too.
@@ -44,10 +34,6 @@ class DGC(Compressor):
     """
 
     density: float = 0.001
-    momentum: float = 0.0
-    nesterov: bool = False
-    momentum_masking: bool = True
-    clip_norm: float | None = None
     warmup: tuple[tuple[int, float], ...] = ()
     value_dtype: torch.dtype = torch.bfloat16
     min_elements: int = 1
@@ -56,15 +42,6 @@ class DGC(Compressor):
 
     def __post_init__(self) -> None:
         _check_density("density", self.density)
-        if not _is_number(self.momentum) or not 0 <= self.momentum < 1:
-            raise ConfigurationError(f"DGC(momentum={self.momentum!r}) must be at least 0 and below 1, for example 0.9")
-        check_choice("DGC", "nesterov", self.nesterov, (True, False))
-        check_choice("DGC", "momentum_masking", self.momentum_masking, (True, False))
-        if self.nesterov and self.momentum == 0:
-            raise ConfigurationError("DGC(nesterov=True) needs a momentum above 0; add for example momentum=0.9")
-        clip_norm = self.clip_norm
-        if clip_norm is not None and not (_is_number(clip_norm) and clip_norm > 0 and isfinite(clip_norm)):
-            raise ConfigurationError(f"DGC(clip_norm={clip_norm!r}) must be a norm above 0, or None for no clipping")
         check_choice("DGC", "value_dtype", self.value_dtype, (torch.bfloat16, torch.float16, torch.float32))
         if type(self.min_elements) is not int or self.min_elements < 1:
             raise ConfigurationError(f"DGC(min_elements={self.min_elements!r}) must be a whole number from 1 on")
@@ -99,11 +76,6 @@ class DGC(Compressor):
         """Not one dimension: biases and the weights of norms are few and matter at once."""
         return len(shape) != 1
 
-    @cached_property
-    def local_momentum(self) -> Momentum | None:
-        """What momentum, nesterov and momentum_masking say."""
-        return Momentum(self.momentum, self.nesterov, self.momentum_masking) if self.momentum else None
-
     # ------------------------------------------------------------------------------------------ payloads
 
     def payload_nbytes(self, chunk_numel: int) -> int:
@@ -119,7 +91,7 @@ class DGC(Compressor):
         carry: ErrorFeedback | None = None,
         rng: RngKey = RngKey(),
     ) -> None:
-        """Choose the largest; with a velocity in the carry, p has it added as kernels.sparse.select says."""
+        """Choose the largest, as kernels.sparse.select says."""
         sparse.select(self._row(chunk_numel), values, payload, scale, carry)
 
     def decompress(self, payload: Tensor, values: Tensor, chunk_numel: int) -> None:

@@ -16,6 +16,9 @@ from commopt.kernels import quantize
 from commopt.kernels.codec import Codec, CodecName, ErrorFeedback, RngKey
 
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 64, 4096
+# To AdamW small gradients matter as much as large ones. With 2 bits they come out as noise beside larger ones, which is
+# what longer blocks save too little for.
+_BLOCK = {8: 512, 4: 512, 2: 64}
 _NONUNIFORM: dict[int, CodecName] = {4: "companded", 2: "centroids"}
 
 
@@ -101,7 +104,7 @@ def check_choice(whose: str, name: str, value: object, choices: tuple[object, ..
 class Quantize(Blockwise):
     """Round every element to one of 2^bits levels that are fitted to its block.
 
-    block: elements that share a scale of 4 bytes; a multiple of 64.
+    block: elements that share a scale of 4 bytes; a multiple of 64. None: 512, and 64 with 2 bits.
     levels: "uniform" are multiples of the block's absmax / (2^(bits-1) - 1). "nonuniform" are denser where gradients
         are: 16 levels whose spacing grows with their magnitude (4 bits), or the mean magnitudes of the small and of the
         large elements (2 bits). None takes the nonuniform ones where they exist: 4 and 2 bits, nearest rounding.
@@ -111,14 +114,14 @@ class Quantize(Blockwise):
     """
 
     bits: Literal[8, 4, 2] = 8
-    block: int = 512
+    block: int | None = None
     levels: Literal["uniform", "nonuniform"] | None = None
     rounding: Literal["nearest", "stochastic"] = "nearest"
     start_step: int = 0
 
     def __post_init__(self) -> None:
         check_choice("Quantize", "bits", self.bits, (8, 4, 2))
-        check("Quantize", self.block, self.start_step)
+        check("Quantize", self.codec.block, self.start_step)
         if self.levels is not None:
             check_choice("Quantize", "levels", self.levels, ("uniform", "nonuniform"))
         check_choice("Quantize", "rounding", self.rounding, ("nearest", "stochastic"))
@@ -142,9 +145,10 @@ class Quantize(Blockwise):
     def codec(self) -> Codec:
         """The uniform codec, or the nonuniform one of as many bits."""
         stochastic = self.rounding == "stochastic"
+        block = _BLOCK[self.bits] if self.block is None else self.block
         if self.levels == "uniform" or stochastic or self.bits == 8:
-            return Codec("uniform", self.bits, self.block, stochastic)
-        return Codec(_NONUNIFORM[self.bits], self.bits, self.block)
+            return Codec("uniform", self.bits, block, stochastic)
+        return Codec(_NONUNIFORM[self.bits], self.bits, block)
 
     @classmethod
     def trials(cls) -> Trials[Compressor]:

@@ -23,8 +23,6 @@ from commopt.feedback.store import (
     ResidualStore,
     Scratch,
     is_average,
-    is_momentum,
-    momentum_path,
 )
 
 __all__ = [
@@ -51,11 +49,9 @@ __all__ = [
     "falls_behind",
     "gaps",
     "is_average",
-    "is_momentum",
     "joined_spans",
     "layout_of",
     "matches",
-    "momentum_path",
     "pieces_of",
     "require_feedback",
     "require_repeatable",

@@ -9,14 +9,14 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from commopt.compress import ErrorFeedback, Momentum, RngKey, Velocity
+from commopt.compress import ErrorFeedback, RngKey
 from commopt.concise_repr import ConciseRepr
 from commopt.errors import ConfigurationError
 from commopt.feedback.factors import Factors, FactorStore, Make
 from commopt.feedback.layout import Layout
-from commopt.feedback.store import Kind, Memory, ResidualStore, Scratch, momentum_path
+from commopt.feedback.store import Kind, Memory, ResidualStore, Scratch
 from commopt.groups import apply_scale
-from commopt.kernels.residual import advance, round_with_carry
+from commopt.kernels.residual import round_with_carry
 
 SAMPLE_EVERY_STEPS = 8
 _SAMPLE_NUMEL = 16384
@@ -104,12 +104,11 @@ class BufferContext:
         layout: Layout,
         feedback: Feedback | None,
         device: torch.device,
-        momentum: Momentum | None = None,
         whole: Layout | None = None,
     ) -> ErrorFeedback | None:
         """Return the residual that goes into an encoding of `layout` and the place for the one that comes out.
 
-        A worker's with a `momentum` has velocities too. A server's `layout` is its part of `whole`.
+        A server's `layout` is its part of `whole`.
         """
         if self.store is None or feedback is None:
             return None
@@ -120,29 +119,18 @@ class BufferContext:
             self.memory.found[key] = slot
         old, new = self.store.stage(slot, self.rank)
         if kind == "worker":
-            velocity = None if momentum is None else self.velocity(layout, feedback, device, momentum)
-            return ErrorFeedback(old, new, self.loss_scale, feedback.decay, velocity)
+            return ErrorFeedback(old, new, self.loss_scale, feedback.decay)
         # Decay is for what grows old while it waits; a sum is sent to all at once.
         return ErrorFeedback(old, new, self.loss_scale)
 
-    def velocity(
-        self, layout: Layout, feedback: Feedback | None, device: torch.device, momentum: Momentum | None
-    ) -> Velocity | None:
-        """Return the velocity of what this rank sends of `layout`, and the place for the next one."""
-        if self.store is None or feedback is None or momentum is None:
-            return None
-        return Velocity(*self._state(momentum_path(self.path), layout, device, feedback.dtype), momentum)
-
     def moment(self, name: str, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the average kept as `name` (EXP_AVG, ANCHOR) of the buffer, float32, and the next one's place."""
-        return self._state(f"{self.path}.{name}".lstrip("."), self.layout, device, torch.float32)
-
-    def _state(self, path: str, layout: Layout, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         assert self.store is not None
-        slot = self.memory.found.get((path, "worker", layout))
+        path = f"{self.path}.{name}".lstrip(".")
+        slot = self.memory.found.get((path, "worker", self.layout))
         if slot is None:
-            slot = self.store.slot(path, "worker", layout, device, dtype, layout)
-            self.memory.found[path, "worker", layout] = slot
+            slot = self.store.slot(path, "worker", self.layout, device, torch.float32, self.layout)
+            self.memory.found[path, "worker", self.layout] = slot
         return self.store.stage(slot, self.rank)
 
     def holds(self, layout: Layout) -> bool:
@@ -188,10 +176,6 @@ class BufferContext:
             return
         unscale = scale if self.loss_scale is None else scale / self.loss_scale
         gradient = values[:_SAMPLE_NUMEL].float() * unscale
-        if carry.velocity is not None:
-            old = carry.velocity.old[:_SAMPLE_NUMEL]
-            at_hand = Velocity(old, torch.empty_like(old), carry.velocity.momentum)
-            advance(gradient.clone(), 1.0, at_hand, None, gradient)
         sent = gradient + carry.decay * carry.old[:_SAMPLE_NUMEL]
         self.store.error.add(carry.new[:_SAMPLE_NUMEL], sent)
 

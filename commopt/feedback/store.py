@@ -23,7 +23,6 @@ Key = tuple[str, str, Layout]
 
 T = TypeVar("T")
 
-_MOMENTUM = "momentum"
 EXP_AVG, EXP_AVG_SQ = "exp_avg", "exp_avg_sq"
 """Where Adam's moments are kept, below a level's residuals: as torch calls them."""
 ANCHOR, MOMENTUM_BUFFER = "anchor", "momentum_buffer"
@@ -39,8 +38,8 @@ class Residual:
     """One residual: of what this rank sent ("worker"), or of the sum it encoded for all ("server").
 
     `path` tells the level of the aggregator ("", "inter", "intra"). Values are unscaled and in units of the average:
-    their sum over all ranks is what the model has not been told yet, or its momentum at the path of that name. Those of
-    Adam's moments are averages, each of its own node; so is what nodes agreed on, of which all have the same.
+    their sum over all ranks is what the model has not been told yet. Those of Adam's moments are averages, each of its
+    own node; so is what nodes agreed on, of which all have the same.
     """
 
     path: str
@@ -65,18 +64,8 @@ class Memory:
     sweeps: int = 0
 
 
-def momentum_path(path: str) -> str:
-    """Return where a level keeps the momentum of what its ranks send."""
-    return f"{path}.{_MOMENTUM}" if path else _MOMENTUM
-
-
-def is_momentum(path: str) -> bool:
-    """Return whether what is kept at `path` is momentum, a moment of Adam's or parameters: nobody is owed it."""
-    return path.rpartition(".")[2] in (_MOMENTUM, *_AVERAGES)
-
-
 def is_average(path: str) -> bool:
-    """Return whether what ranks keep at `path` are averages, so that a sum over them means nothing."""
+    """Return whether averages are kept at `path`, moments or parameters: nobody is owed them, a sum means nothing."""
     return path.rpartition(".")[2] in _AVERAGES
 
 
@@ -131,7 +120,7 @@ class ResidualStore:
     def migrate(self, layout: Layout, by: object, paths: tuple[str, ...], *, settle: bool) -> Memory:
         """Let `by`, which keeps residuals at `paths`, send from now on what is kept for the parameters of a buffer.
 
-        What keeps none sends it as a leftover of path "". Momentum goes to where there is momentum, else it stays for
+        What keeps none sends it as a leftover of path "". Adam's moments go to where there are some, else they stay for
         whatever has some again. Nothing is communicated; what has to change its rank is told by `place`, which depends
         on what was sent by whom, alike on every rank, and not on what this one holds.
         Asked again before every step until `settle`d: then nothing kept for the buffer is left that `by` did not use.
@@ -154,10 +143,10 @@ class ResidualStore:
         for path in self.placed:
             if senders - {paths} or path not in paths:
                 self.placed[path] = _others(self.placed[path], layout)
-        heir = next((path for path in reversed(paths) if not is_momentum(path)), "")
+        heir = next((path for path in reversed(paths) if not is_average(path)), "")
         for path in {slot.path for slot in self.slots()} - {heir, *paths}:
             alike = (each for each in paths if each.rpartition(".")[2] == path.rpartition(".")[2])
-            to = next(alike, None) if is_momentum(path) else heir
+            to = next(alike, None) if is_average(path) else heir
             if to is not None and self.holds(path, layout):
                 self.dissolve(path, layout)
                 self.deposit(to, layout, self.collect(path, layout))
@@ -361,10 +350,10 @@ class ResidualStore:
     def stats(self) -> dict[str, Any]:
         """Return the L2 norm of all residuals, the sampled error, bytes kept and dropped commits; waits for devices."""
         slots = self.slots()
-        momentum = [s for s in slots if is_momentum(s.path) and not s.path.endswith((EXP_AVG_SQ, ANCHOR))]
+        momentum = [s for s in slots if is_average(s.path) and not s.path.endswith((EXP_AVG_SQ, ANCHOR))]
         kept = [tensor for slot in slots for tensor in (slot.values, slot.spare) if tensor is not None]
         return {
-            "residual_norm": _norm(slot for slot in slots if not is_momentum(slot.path)),
+            "residual_norm": _norm(slot for slot in slots if not is_average(slot.path)),
             **({"momentum_norm": _norm(momentum)} if momentum else {}),
             "compression_error": self.error.value(),
             "residual_bytes": sum(tensor.numel() * tensor.element_size() for tensor in kept),

@@ -18,7 +18,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from commopt.aggregate import Aggregator
 from commopt.errors import ConfigurationError, UnsupportedTensorError
-from commopt.feedback import is_momentum
 from commopt.version import NEWEST_TESTED_TORCH
 
 REDUCIBLE = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64))
@@ -143,8 +142,6 @@ def require_comparable(aggregator: Aggregator) -> None:
     what = ""
     if aggregator.adam is not None:
         what = "sends directions of Adam's"
-    elif any(map(is_momentum, aggregator.residual_paths)):
-        what = "sends momentum"
     elif aggregator.node_local:
         what = "averages parameters"
     if what:

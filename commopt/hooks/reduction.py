@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from commopt.aggregate import Aggregator, Flat, context_for, exchange_norm
-from commopt.feedback import Layout, ResidualStore, Shadow, is_momentum, sample_numel, sample_stride
+from commopt.feedback import Layout, ResidualStore, Shadow, is_average, sample_numel, sample_stride
 from commopt.groups import Team, TeamShape, WireBytes
 from commopt.recording import Message as Recorded
 from commopt.recording import running
@@ -94,7 +94,7 @@ def sampled(store: ResidualStore, layout: Layout, device: torch.device) -> Tenso
     stride = sample_stride(layout.numel)
     total = torch.zeros(sample_numel(layout.numel), dtype=torch.float32, device=device)
     for slot in store.slots():
-        if is_momentum(slot.path) or not slot.layout.shares_names(layout):
+        if is_average(slot.path) or not slot.layout.shares_names(layout):
             continue
         for here, there, numel in layout.common(slot.layout):
             begin = here + -here % stride

@@ -27,39 +27,17 @@ CodecName = Literal["uniform", "companded", "centroids", "sign_mean", "sign_rms"
 
 
 @dataclass(frozen=True)
-class Momentum:
-    """How a velocity u follows the gradients g: u <- factor u + g, or factor (u + g) with Nesterov's momentum.
-
-    masking: where an element was sent its velocity starts from zero (arXiv 1712.01887, section 3.2).
-    """
-
-    factor: float
-    nesterov: bool = False
-    masking: bool = True
-
-
-@dataclass(frozen=True)
-class Velocity:
-    """The velocity before and after an encoding: float32 [numel], never the same memory, unscaled like a residual."""
-
-    old: Tensor
-    new: Tensor
-    momentum: Momentum
-
-
-@dataclass(frozen=True)
 class ErrorFeedback:
     """What an encoding takes over from the last one, and what it leaves to the next.
 
     `old` and `new` are float32 [numel], never the same memory. Both are held unscaled: `loss_scale` (0-d float32 on
-    their device, None for 1) is what the values were multiplied by. A `velocity` is for compressors with a momentum.
+    their device, None for 1) is what the values were multiplied by.
     """
 
     old: Tensor
     new: Tensor
     loss_scale: Tensor | None = None
     decay: float = 1.0
-    velocity: Velocity | None = None
 
 
 @dataclass(frozen=True)
@@ -162,10 +140,7 @@ def check_carry(carry: ErrorFeedback | None, numel: int, payload: Tensor) -> Non
     """Raise ConfigurationError unless the carry, if any, has a float32 element for each of `numel` values."""
     if carry is None:
         return
-    parts = [("old", carry.old), ("new", carry.new)]
-    if carry.velocity is not None:
-        parts += [("old velocity", carry.velocity.old), ("new velocity", carry.velocity.new)]
-    for name, part in parts:
+    for name, part in (("old", carry.old), ("new", carry.new)):
         suits = part.dtype == torch.float32 and part.shape == (numel,) and part.is_contiguous()
         if not suits or part.device != payload.device:
             raise ConfigurationError(

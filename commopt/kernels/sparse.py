@@ -89,18 +89,15 @@ def select(row: SparseRow, values: Tensor, payload: Tensor, scale: float, carry:
 
     values: 1-D, floating; chunk i of `row.chunk_numel` elements goes into row i. payload: uint8 [rows, row.nbytes].
     Every operation below is one float32 operation, rounded by itself (no fused multiply-add); products of the scalars
-    come first. S is the loss scale (1 without one), v the carry's residual, u its velocity, m and decay the factors:
+    come first. S is the loss scale (1 without one), v the carry's residual, decay its factor:
 
         g = float32(values) * float32(scale)
         without a carry                         p = g
         with a carry                            p = g + (S decay) v_old
-        with a velocity as well                 w = (S m) u_old + g,           p = w + (S decay) v_old
-        and with Nesterov's momentum            w = m (S u_old + g),     p = (w + g) + (S decay) v_old
 
     Of the chosen elements value_dtype(p) is sent. What is kept:
 
         v_new = (p - sent) (1/S)                sent = 0 where p is not among the chosen
-        u_new = w (1/S)                         0 where p is among the chosen, with masking
 
     No CUDA implementation waits for the device. Raises ConfigurationError (shapes, strides, devices) and
     UnsupportedTensorError (dtypes).
@@ -198,17 +195,9 @@ def _accumulated(values: Tensor, scale: float, row: SparseRow, carry: ErrorFeedb
     source = (values.data_ptr(), DTYPES[values.dtype], values.numel(), float(scale), row.chunk_numel)
     if carry is None:
         return (*source, 0, 1.0, 0, 0, 0.0, 0, 0)
-    velocity: Arguments = (0, 0, 0.0, 0)
-    if carry.velocity is not None:
-        momentum = carry.velocity.momentum
-        addresses = carry.velocity.old.data_ptr(), carry.velocity.new.data_ptr()
-        velocity = (*addresses, float(momentum.factor), int(momentum.nesterov))
-    return (*source, carry.old.data_ptr(), float(carry.decay), *velocity, address(carry.loss_scale))
+    return (*source, carry.old.data_ptr(), float(carry.decay), 0, 0, 0.0, 0, address(carry.loss_scale))
 
 
 def _kept(carry: ErrorFeedback | None) -> Arguments:
-    """Return whether p becomes the new residual, and what of the velocity is masked."""
-    if carry is None:
-        return 0, 0, 0
-    masked = carry.velocity is not None and carry.velocity.momentum.masking
-    return 1, address(carry.loss_scale), address(carry.velocity.new if carry.velocity is not None and masked else None)
+    """Return whether p becomes the new residual, and the loss scale to take out of it."""
+    return (0, 0, 0) if carry is None else (1, address(carry.loss_scale), 0)

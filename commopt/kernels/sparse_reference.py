@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from commopt.kernels.codec import ErrorFeedback
-from commopt.kernels.residual import Residual, add_velocity, piece_numel, scale_into
+from commopt.kernels.residual import Residual, piece_numel, scale_into
 from commopt.kernels.sparse import BLOCK, SparseRow
 
 
@@ -24,8 +24,6 @@ def select(row: SparseRow, values: Tensor, payload: Tensor, scale: float, carry:
         sent = entries.write(chosen, chunk.index_select(0, chosen))
         if carry is not None:
             chunk.index_add_(0, chosen, sent, alpha=-1)
-        if carry is not None and carry.velocity is not None and carry.velocity.momentum.masking:
-            carry.velocity.new[begin : begin + row.chunk_numel].index_fill_(0, chosen, 0.0)
     if carry is not None:
         Residual(carry).unscale_new()
 
@@ -53,7 +51,7 @@ def accumulate(row: SparseRow, payloads: Tensor, total: Tensor) -> None:
 
 
 def _add_up(values: Tensor, scale: float, p: Tensor, carry: ErrorFeedback | None) -> None:
-    """Set p to `scale * values` (+ the carry), and the new velocity."""
+    """Set p to `scale * values` (+ the carry)."""
     factor = torch.full((), scale, dtype=torch.float32, device=values.device)
     residual = None if carry is None else Residual(carry)
     step = min(piece_numel(values.device), values.numel())
@@ -61,9 +59,7 @@ def _add_up(values: Tensor, scale: float, p: Tensor, carry: ErrorFeedback | None
     for begin in range(0, values.numel(), max(step, 1)):
         part = p[begin : begin + step]
         scale_into(values[begin : begin + step], factor, part)
-        if carry is not None and residual is not None:
-            if carry.velocity is not None:
-                add_velocity(begin, part, carry.velocity, carry.loss_scale)
+        if residual is not None:
             residual.add_old(begin, part, work[: part.numel()])
 
 

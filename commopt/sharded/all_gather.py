@@ -58,7 +58,7 @@ class Weights(ConciseRepr):
             raise ConfigurationError(
                 f"Weights({compressor}) would round otherwise in forward than in backward; use rounding='nearest'"
             )
-        if compressor.sparse or compressor.start_step or compressor.local_momentum is not None:
+        if compressor.sparse or compressor.start_step:
             raise ConfigurationError(
                 f"Weights({compressor}) is for gradients only; use commopt.Quantize or commopt.Cast, without start_step"
             )

@@ -251,7 +251,7 @@ def _require_reducible(aggregator: Aggregator, inner: Aggregator) -> None:
                 f"use no adam, or {_HSDP}"
             )
         compressor = inner.compressor
-        if compressor.sparse or compressor.local_momentum is not None or compressor.clip_norm is not None:
+        if compressor.sparse:
             raise ConfigurationError(
                 f"{compressor} cannot compress the gradients of a model on a 1-D FSDP2 mesh, where the rows of all "
                 f"owners have to be equally long; use commopt.Quantize, commopt.OneBit or commopt.Cast, or {_HSDP}"

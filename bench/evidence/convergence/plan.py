@@ -36,8 +36,6 @@ class Entry:
     strategy: str
     tasks: tuple[str, ...] = ("digits", "gpt")
     optimizers: tuple[str, ...] = OPTIMIZERS
-    momentum: float = 0.9
-    """Of SGD; 0 where the strategy has momentum of its own."""
     on_link: bool = False
     """Whether its step is also timed where the network is slow."""
     aggregator: Aggregator | None = None
@@ -59,7 +57,6 @@ def _local_sgd(period: int, start_step: int) -> Entry:
 # Flat presets compress what four ranks exchange; the GPT is for what nodes exchange, and timed on their links as well.
 _flat = partial(Entry, tasks=("digits",))
 _on_link = partial(Entry, on_link=True)
-_own_momentum = partial(Entry, optimizers=("sgd",), momentum=0.0)
 # Adam's betas in the hook are those of the GPT's AdamW.
 _own_adam = partial(Entry, tasks=("gpt",), optimizers=("adamw",))
 
@@ -84,8 +81,6 @@ ENTRIES = (
     _on_link("hierarchical_dgc:density=0.05"),
     _on_link("hierarchical_dgc:min_elements=1"),
     _own_adam("hierarchical_dgc:adam=True"),
-    _own_momentum("hierarchical_dgc:momentum=0.9"),
-    _own_momentum("hierarchical_dgc:momentum=0.9:momentum_masking=False"),
     _flat("powersgd"),
     _on_link("hierarchical_powersgd"),
     Entry("hierarchical_powersgd" + NO_FEEDBACK),
@@ -106,6 +101,8 @@ _AT_RATES = (
     "hierarchical_onebit:scale=rms:adam=True",
     "hierarchical_onebit:scale=rms:adam=(0.5,0.95)",
     "hierarchical_quantized:bits=2",
+    "hierarchical_quantized:bits=2:block=128",
+    "hierarchical_quantized:bits=2:block=512",
     "hierarchical_quantized:bits=2:adam=True",
     "hierarchical_dgc",
     "hierarchical_dgc:adam=True",
@@ -143,11 +140,11 @@ class Task:
     example: ModuleType = train_gpt
     """What trains it."""
 
-    def start(self, optimizer: str, momentum: float, seed: int, device: torch.device, rate: float = 1.0) -> Training:
+    def start(self, optimizer: str, seed: int, device: torch.device, rate: float = 1.0) -> Training:
         """Return the example's fresh model and data. Collective."""
         parser = Parser()
         self.example.add_model_options(parser)
-        chosen = {"optimizer": optimizer, "momentum": momentum, "seed": seed, self._decay: self.steps}
+        chosen = {"optimizer": optimizer, "seed": seed, self._decay: self.steps}
         chosen["learning-rate"] = rate * dict(self.learning_rates)[optimizer]
         options = [word for name, value in chosen.items() for word in (f"--{name}", str(value))]
         training: Training = self.example.Training(parser.parse_args([*self.model, *options]), device)
