@@ -4,8 +4,7 @@
 //
 // The first level is counted while p is written, the second while p is read again. That pass also keeps the few
 // elements that can still be selected (candidates.cuh), and what follows reads no others. So an element moves 16 bytes,
-// if gradients are float32: 4 of gradient and 4 of residual are read, 4 of p written, and 4 of p read. A velocity is
-// read and written, 8 more. A tile with too many candidates is read thrice more, 12 bytes an element; with a loss scale
+// if gradients are float32: 4 of gradient and 4 of residual are read, 4 of p written, and 4 of p read. A tile with too many candidates is read thrice more, 12 bytes an element; with a loss scale
 // all of p is read and written once more, 8 bytes.
 //
 // Zeros are not counted: many threads would wait for one bin, and where the other keys are too few the search ends at

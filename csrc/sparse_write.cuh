@@ -12,7 +12,6 @@ struct Destination {
     int present;          // of the tile's elements
     float* residual;      // of the tile; null: nothing is kept
     float inverse;        // of the loss scale
-    float* velocity;      // of the tile; null: none
 
     // Return whether the element is chosen. `before` counts what precedes it in its row.
     __device__ __forceinline__ bool write(float value, int element, const Counts& before) const {
@@ -22,9 +21,8 @@ struct Destination {
         const bool spoils = entry == 0 && threshold.not_finite != 0;
         target.indices()[entry] = static_cast<unsigned short>(first + element);
         const float sent = target.write_value(entry, spoils ? __uint_as_float(0x7FC00000u) : value);
-        if (element < present) {
-            if (residual != nullptr) residual[element] = __fmul_rn(__fsub_rn(value, sent), inverse);
-            if (velocity != nullptr) velocity[element] = 0.0f;
+        if (element < present && residual != nullptr) {
+            residual[element] = __fmul_rn(__fsub_rn(value, sent), inverse);
         }
         return true;
     }
@@ -47,12 +45,11 @@ struct Writer {
 };
 
 // sparse_write: one CUDA block of 256 threads per group. `before` tells what earlier tiles of the row have. With
-// `keeps`, p becomes the new residual: without a loss scale it changes only where something is sent. There the
-// velocity, if any, becomes zero.
+// `keeps`, p becomes the new residual: without a loss scale it changes only where something is sent.
 extern "C" __global__ void sparse_write(float* p, long long numel, long long chunk_numel, const Threshold* thresholds,
                                         const Candidates* candidates, const Counts* before, unsigned char* payload,
                                         long long row_stride, long long entries, long long value_dtype, long long keeps,
-                                        const float* loss_scale, float* velocity) {
+                                        const float* loss_scale) {
     const bool rescales = keeps && loss_scale != nullptr;
     const Group group(chunk_numel, blockIdx.x);
     const Visit visit(group, candidates, rescales);
@@ -65,8 +62,7 @@ extern "C" __global__ void sparse_write(float* p, long long numel, long long chu
                            static_cast<unsigned int>(span.tile % REGION_TILES * TILE_NUMEL),
                            span.present,
                            keeps ? p + span.begin : nullptr,
-                           inverse,
-                           velocity == nullptr ? nullptr : velocity + span.begin};
+                           inverse};
     };
     if (visit.few) {
         const Candidates& own = candidates[group.index(group.own)];

@@ -194,10 +194,10 @@ def _accumulated(values: Tensor, scale: float, row: SparseRow, carry: ErrorFeedb
     """Return what p is added up from."""
     source = (values.data_ptr(), DTYPES[values.dtype], values.numel(), float(scale), row.chunk_numel)
     if carry is None:
-        return (*source, 0, 1.0, 0, 0, 0.0, 0, 0)
-    return (*source, carry.old.data_ptr(), float(carry.decay), 0, 0, 0.0, 0, address(carry.loss_scale))
+        return (*source, 0, 1.0, 0)
+    return (*source, carry.old.data_ptr(), float(carry.decay), address(carry.loss_scale))
 
 
 def _kept(carry: ErrorFeedback | None) -> Arguments:
     """Return whether p becomes the new residual, and the loss scale to take out of it."""
-    return (0, 0, 0) if carry is None else (1, address(carry.loss_scale), 0)
+    return (0, 0) if carry is None else (1, address(carry.loss_scale))
