@@ -44,7 +44,7 @@ def test_each_family_has_one_candidate_in_each_form() -> None:
     names = ["bf16", "quantized", "powersgd"]
     assert {each.name for each in found} == {*names, *(f"hierarchical {name}" for name in names)}
     usual = {each.name: each.strategy for each in found}
-    assert usual["quantized"] == repr(Compressed(Quantize(4)))
+    assert usual["quantized"] == repr(Compressed(Quantize(2)))
     assert usual["powersgd"] == repr(PowerSGD(16))
     assert allowed_families(Auto(), NODES) == ()
 
@@ -52,9 +52,9 @@ def test_each_family_has_one_candidate_in_each_form() -> None:
 @pytest.mark.parametrize(
     ("optimizer", "chosen"),
     [
-        ("sgd", {"quantized": (4, 1.0), "powersgd": (4, 1.04), "dgc": (0.05, 1.09), "onebit": (512, 1.64)}),
-        ("adamw", {"quantized": (4, 1.01), "powersgd": (16, 1.03), "dgc": (0.05, 1.41), "onebit": (512, 1.42)}),
-        ("", {"quantized": (4, 1.01), "powersgd": (16, 1.03), "dgc": (0.05, 1.41), "onebit": (512, 1.64)}),
+        ("sgd", {"quantized": (2, 1.03), "powersgd": (4, 1.04), "dgc": (0.05, 1.09), "onebit": (512, 1.64)}),
+        ("adamw", {"quantized": (2, 1.04), "powersgd": (16, 1.03), "dgc": (0.05, 1.41), "onebit": (512, 1.42)}),
+        ("", {"quantized": (2, 1.04), "powersgd": (16, 1.03), "dgc": (0.05, 1.41), "onebit": (512, 1.64)}),
     ],
 )
 def test_the_strength_is_the_strongest_that_learns_nearly_as_fast(

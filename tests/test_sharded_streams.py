@@ -45,8 +45,10 @@ class Group:
     def may_wait(self, buffer: Tensor) -> bool:
         return False
 
-    def take_partial(self) -> Tensor | None:
+    def take_partial(self, buffer: Tensor) -> Tensor | None:
         partial, self.partial = self.partial, None
+        if partial is not None:
+            partial.record_stream(torch.cuda.current_stream(partial.device))
         return partial
 
 
@@ -94,8 +96,7 @@ CASES: dict[str, dict[str, Any]] = {
     "factors": {"aggregator": PowerSGD(start_step=0), "padded": True, "scaler": True},
 }
 MUTANTS = {
-    "the buffer is not recorded": ("(buffer,) if kept is None else (buffer, kept)", "()"),
-    "the partial sum is not recorded": ("(buffer,) if kept is None else (buffer, kept)", "(buffer,)"),
+    "the buffer is not recorded": ("buffer.record_stream(torch.cuda.current_stream(buffer.device))", "pass"),
     "nobody waits for the average": ("work.wait()", "pass"),
 }
 

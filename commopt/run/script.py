@@ -15,12 +15,13 @@ from types import ModuleType
 from typing import Any
 
 from commopt.command_line import option_value
+from commopt.document import require_whole
 from commopt.errors import ConfigurationError
 from commopt.groups.build import read_arguments, require_timeout
 from commopt.hooks import build_preset
 from commopt.schedule import BucketConfig
 
-STATE_OPTIONS = ("ranks_per_node", "timeout", "plan", "links", "record", "tuned")
+STATE_OPTIONS = ("ranks_per_node", "timeout", "plan", "links", "record", "tuned", "guard")
 """Options of HookState that can be written down."""
 SCRIPT_OPTIONS = ("aggregator", "module", "nccl", "process_group", "scaler")
 """Options of HookState that are objects of the script."""
@@ -59,6 +60,8 @@ class Choice:
             raise ConfigurationError(f"--option ranks_per_node={ranks_per_node} is not 1 or more")
         if not isinstance(given("record", False), bool):
             raise ConfigurationError(f"--option record={given('record')} is neither True nor False")
+        if (guard := given("guard")) is not None:
+            require_whole(guard, 1, "--option guard")
         build_preset(strategy, **{name: value for name, value in options.items() if name not in STATE_OPTIONS})
         BucketConfig.read(given("plan"), given("links"), given("tuned"))
         return cls(strategy, options)

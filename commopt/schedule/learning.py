@@ -29,7 +29,7 @@ LEARNED = {
     "Compressed(Cast(dtype=torch.bfloat16), feedback=None)": Learned("hierarchical_bf16", 1.00, 1.00),
     "Compressed(Quantize(bits=8))": Learned("hierarchical_quantized", 1.00, 1.00),
     "Compressed(Quantize(bits=4))": Learned("hierarchical_quantized:bits=4", 1.00, 1.01),
-    "Compressed(Quantize(bits=2))": Learned("hierarchical_quantized:bits=2", 1.14, 1.07),
+    "Compressed(Quantize(bits=2))": Learned("hierarchical_quantized:bits=2", 1.03, 1.04),
     "Compressed(OneBit(block=512))": Learned("hierarchical_onebit", 1.64, 1.42),
     "Compressed(DGC(density=0.05))": Learned("hierarchical_dgc:density=0.05", 1.09, 1.41),
     # Measured where 1024 elements at least were sent of a message, 1.5 %.

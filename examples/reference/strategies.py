@@ -51,7 +51,7 @@ def onebit(ddp: DDP) -> None:
 
 
 def dgc(ddp: DDP) -> None:
-    commopt.attach(ddp, commopt.dgc, momentum=0.9)  # and SGD(momentum=0)
+    commopt.attach(ddp, commopt.dgc, density=0.02, min_elements=1)
 
 
 def diloco(ddp: DDP) -> None:
