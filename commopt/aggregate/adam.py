@@ -110,10 +110,6 @@ class Adam(ConciseRepr):
         found.copy_(buffer).mul_(scale / share if loss_scale is None else scale / share / loss_scale)
         if self.clip_norm is not None:
             self._clip(found, v, 1 - b2**steps, store)
-        factors = self._factors(team.size, context, device) * (share / correction[0])
-        if loss_scale is not None:
-            factors *= loss_scale
-        factors = factors.repeat_interleave(_lengths(layout, device), output_size=layout.numel)
 
         def follow(part: slice) -> None:
             gradient = found[part]
@@ -122,7 +118,7 @@ class Adam(ConciseRepr):
 
         def direct(part: slice) -> None:
             denominator = torch.sqrt(next_v[part], out=found[part]).div_(correction[1] ** 0.5).add_(self.eps)
-            torch.div(next_m[part], denominator, out=denominator).mul_(factors[part])
+            torch.div(next_m[part], denominator, out=denominator)
 
         step = piece_numel(device)  # a cache still holds what was just written
         parts = [slice(begin, begin + step) for begin in range(0, layout.numel, step)]
@@ -138,6 +134,14 @@ class Adam(ConciseRepr):
                 direct(part)
         if self.clip_norm is not None:
             store.expected[layout] = share * next_v.sum(dtype=torch.float64) / correction[1]
+        factors = self._factors(team.size, context, device) * (share / correction[0])
+        if loss_scale is not None:
+            factors *= loss_scale
+        if device.type == "cpu":  # where repeat_interleave takes longer than all the rest
+            for piece, factor in zip(found.split([piece.numel for piece in layout.pieces]), factors, strict=True):
+                piece.mul_(factor)
+        else:
+            found.mul_(factors.repeat_interleave(_lengths(layout, device), output_size=layout.numel))
         mark_non_finite(found, next_v.max().isfinite())  # where the square overflows, the direction would be zero
         return found
 
