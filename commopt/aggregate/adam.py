@@ -23,6 +23,7 @@ from commopt.concise_repr import ConciseRepr
 from commopt.errors import ConfigurationError
 from commopt.feedback import EXP_AVG, EXP_AVG_SQ, SAMPLE_EVERY_STEPS, BufferContext, Layout, ResidualStore
 from commopt.groups import Team, TeamShape
+from commopt.kernels.residual import piece_numel
 
 _LEAST_WEIGHT = 0.25  # of a new measurement of the agreement
 
@@ -102,27 +103,46 @@ class Adam(ConciseRepr):
         assert store is not None  # Compressed sees to it
         b1, b2 = self.betas
         share, loss_scale = context.share or 1 / team.size, context.loss_scale
-        gradient = context.scratch.take("direction", layout.numel, torch.float32, device)
-        gradient.copy_(buffer).mul_(scale / share if loss_scale is None else scale / share / loss_scale)
         (m, next_m), (v, next_v) = (context.moment(name, device) for name in (EXP_AVG, EXP_AVG_SQ))
         steps = _committed_steps(store)
+        correction = [1 - beta ** (steps + 1) for beta in self.betas]
+        found = context.scratch.take("direction", layout.numel, torch.float32, device)
+        found.copy_(buffer).mul_(scale / share if loss_scale is None else scale / share / loss_scale)
         if self.clip_norm is not None:
-            self._clip(gradient, v, 1 - b2**steps, store)
-        torch.lerp(m, gradient, 1 - b1, out=next_m)
-        torch.mul(v, b2, out=next_v).addcmul_(gradient, gradient, value=1 - b2)
-        if team.size > 1 and self.renews(context.step):
+            self._clip(found, v, 1 - b2**steps, store)
+
+        def follow(part: slice) -> None:
+            gradient = found[part]
+            torch.lerp(m[part], gradient, 1 - b1, out=next_m[part])
+            torch.mul(v[part], b2, out=next_v[part]).addcmul_(gradient, gradient, value=1 - b2)
+
+        def direct(part: slice) -> None:
+            denominator = torch.sqrt(next_v[part], out=found[part]).div_(correction[1] ** 0.5).add_(self.eps)
+            torch.div(next_m[part], denominator, out=denominator)
+
+        step = piece_numel(device)  # a cache still holds what was just written
+        parts = [slice(begin, begin + step) for begin in range(0, layout.numel, step)]
+        renews = team.size > 1 and self.renews(context.step)
+        for part in parts:
+            follow(part)
+            if not renews:
+                direct(part)
+        if renews:
             assert isinstance(team, Team)
             team.all_reduce(next_v, scale=share)
-        correction = [1 - beta ** (steps + 1) for beta in self.betas]
+            for part in parts:
+                direct(part)
         if self.clip_norm is not None:
             store.expected[layout] = share * next_v.sum(dtype=torch.float64) / correction[1]
-        denominator = torch.sqrt(next_v, out=gradient).div_(correction[1] ** 0.5).add_(self.eps)
-        found = torch.div(next_m, denominator, out=gradient).mul_(share / correction[0])
-        if team.size > 1:
-            found.mul_(self._length(team.size, context, device))
+        factors = self._factors(team.size, context, device) * (share / correction[0])
         if loss_scale is not None:
-            found.mul_(loss_scale)
-        mark_non_finite(found, next_v.isfinite().all())  # where the square overflows, the direction would be zero
+            factors *= loss_scale
+        if device.type == "cpu":  # where repeat_interleave takes longer than all the rest
+            for piece, factor in zip(found.split([piece.numel for piece in layout.pieces]), factors, strict=True):
+                piece.mul_(factor)
+        else:
+            found.mul_(factors.repeat_interleave(_lengths(layout, device), output_size=layout.numel))
+        mark_non_finite(found, next_v.max().isfinite())  # where the square overflows, the direction would be zero
         return found
 
     def compare(
@@ -170,15 +190,15 @@ class Adam(ConciseRepr):
         staged = context.store.stage_factors(known)
         staged.copy_(torch.where(squares > 0, torch.lerp(known[:, 0], found, weight), known[:, 0]).unsqueeze(1))
 
-    def _length(self, nodes: int, context: BufferContext, device: torch.device) -> Tensor:
-        """Return f of each element [numel].
+    def _factors(self, nodes: int, context: BufferContext, device: torch.device) -> Tensor:
+        """Return f of each piece of the buffer.
 
         With h the share of a gradient's square that nodes agree on, the mean's square is h + (1 - h) / K of one node's.
         """
+        if nodes == 1:
+            return torch.ones(len(context.layout.pieces), dtype=torch.float32, device=device)
         agreed = self._agreement(context, device)[:, 0]
-        factors = (agreed + (1 - agreed) / nodes).rsqrt_()
-        lengths = _lengths(context.layout, device)
-        return factors.repeat_interleave(lengths, output_size=context.layout.numel)
+        return (agreed + (1 - agreed) / nodes).rsqrt_()
 
     def _agreement(self, context: BufferContext, device: torch.device) -> Tensor:
         """Return h of each piece of the buffer [pieces, 1]: 1 until it is measured."""
