@@ -4,7 +4,6 @@
 hook: stock DDP beside the hook with DDP's own buckets. merging: buckets that DDP makes anew beside those merged in the
 hook. adaptive: adaptive buckets beside DDP's own. budget: what the tuner chose beside the fastest uniform strategy.
 momentum: DGC with and without a momentum of its own.
-exemptions: what it gains to send some parameters dense.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from pathlib import Path
 from statistics import median
 
 from bench.document import table
-from bench.evidence.convergence.report import bytes_of_yardstick, summarize, verdict
 from bench.evidence.convergence.report import read as read_convergence
+from bench.evidence.convergence.report import summarize, verdict
 from bench.evidence.tuning.report import read as read_tuning
 from commopt.command_line import Parser
 
@@ -111,24 +110,12 @@ def momentum(paths: Sequence[Path]) -> str:
     return table(["strategy", "digits, SGD: accuracy", "GPT, SGD: loss"], rows)
 
 
-def exemptions(paths: Sequence[Path]) -> str:
-    """Return a row for each strategy with and without parameters that travel dense."""
-    runs = [run for path in paths for run in read_convergence(path)[1]]
-    shares = bytes_of_yardstick(runs)
-    rows = [
-        [f"`{each.strategy}`", f"{shares[each.strategy]:.3f}", verdict(each)]
-        for each in summarize(runs)
-        if each.strategy in shares
-    ]
-    return table(["strategy", "bytes of hierarchical's", "loss, against stock DDP"], rows)
-
-
 def _ratio(ms: dict[str, float], name: str, base: str) -> str:
     return f"{ms[name] / ms[base]:.3f}"
 
 
 TABLES: dict[str, Callable[[Sequence[Path]], str]] = {
-    made.__name__: made for made in (hook, merging, adaptive, budget, momentum, exemptions)
+    made.__name__: made for made in (hook, merging, adaptive, budget, momentum)
 }
 
 

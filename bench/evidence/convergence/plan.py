@@ -104,6 +104,7 @@ _AT_RATES = (
     "hierarchical_quantized:bits=2:block=128",
     "hierarchical_quantized:bits=2:block=512",
     "hierarchical_quantized:bits=2:adam=True",
+    "hierarchical_quantized:bits=2:block=512:adam=True",
     "hierarchical_dgc",
     "hierarchical_dgc:adam=True",
     "hierarchical_dgc:adam=(0.5,0.95)",
