@@ -176,7 +176,7 @@ class Training:
             self.optimizer = torch.optim.SGD(self.model.parameters(), learning_rate, momentum=0.9, fused=True)
         else:
             self.optimizer = torch.optim.AdamW(
-                self.model.parameters(), learning_rate, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY, fused=True
+                self.model.parameters(), learning_rate, betas=options.betas, weight_decay=WEIGHT_DECAY, fused=True
             )
         self.schedule = self._schedule()
         self.device, self.batch, self.context = device, options.batch, options.context
@@ -236,6 +236,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=2, help="windows per rank and step (default 2)")
     parser.add_argument("--optimizer", choices=LEARNING_RATES, default="adamw")
     parser.add_argument("--learning-rate", type=float, help=f"default: {LEARNING_RATES}")
+    parser.add_argument("--betas", type=float, nargs=2, default=(0.9, 0.95), help="of AdamW (default 0.9 0.95)")
     parser.add_argument("--decay-steps", type=int, metavar="STEPS", help="lower it to zero in so many (default: never)")
 
 

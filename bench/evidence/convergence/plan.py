@@ -42,11 +42,18 @@ class Entry:
     """What averages where the strategy is no preset's name."""
     rate: float = 1.0
     """Times the task's learning rate."""
+    betas: tuple[float, float] | None = None
+    """Of the GPT's AdamW; None: the example's own."""
+
+    @property
+    def kind(self) -> str:
+        """What its trainings at every learning rate are called."""
+        return self.strategy if self.betas is None else f"{self.strategy}, AdamW's betas {self.betas}"
 
     @property
     def name(self) -> str:
         """What its trainings are called."""
-        return self.strategy if self.rate == 1 else f"{self.strategy}, rate x {self.rate:g}"
+        return self.kind if self.rate == 1 else f"{self.kind}, rate x {self.rate:g}"
 
 
 def _local_sgd(period: int, start_step: int) -> Entry:
@@ -93,24 +100,31 @@ ENTRIES = (
 )
 
 # Each at its own best learning rate: what compresses updates may want another than what compresses gradients.
-RATES = (1.0, 2.0, 3.0, 4.0, 8.0)
+RATES = (2.0, 3.0, 4.0, 6.0, 8.0)
+_SHORT_MEMORY = (0.5, 0.95)  # a first moment that forgets sooner: dense AdamW and the gradient path are tried with it too
 _AT_RATES = (
-    "ddp",
-    "hierarchical_onebit",
-    "hierarchical_onebit:scale=rms",
-    "hierarchical_onebit:scale=rms:adam=True",
-    "hierarchical_onebit:scale=rms:adam=(0.5,0.95)",
-    "hierarchical_quantized:bits=2",
-    "hierarchical_quantized:bits=2:block=128",
-    "hierarchical_quantized:bits=2:block=512",
-    "hierarchical_quantized:bits=2:adam=True",
-    "hierarchical_quantized:bits=2:block=512:adam=True",
-    "hierarchical_dgc",
-    "hierarchical_dgc:adam=True",
-    "hierarchical_dgc:adam=(0.5,0.95)",
-    "hierarchical_quantized:adam=(0.5,0.95)",  # nearly exact: what the betas alone do
+    _own_adam("ddp"),
+    _own_adam("ddp", betas=_SHORT_MEMORY),
+    _own_adam("hierarchical_onebit"),
+    _own_adam("hierarchical_onebit:adam=True"),
+    _own_adam("hierarchical_onebit:scale=rms"),
+    _own_adam("hierarchical_onebit:scale=rms", betas=_SHORT_MEMORY),
+    _own_adam("hierarchical_onebit:scale=rms:adam=True"),
+    _own_adam("hierarchical_onebit:scale=rms:adam=(0.5,0.95)"),
+    _own_adam("hierarchical_dgc"),
+    _own_adam("hierarchical_dgc", betas=_SHORT_MEMORY),
+    _own_adam("hierarchical_dgc:adam=True"),
+    _own_adam("hierarchical_dgc:adam=(0.5,0.95)"),
+    _own_adam("hierarchical_quantized:bits=2"),
+    _own_adam("hierarchical_quantized:bits=2", betas=_SHORT_MEMORY),
+    _own_adam("hierarchical_quantized:bits=2:block=512"),
+    _own_adam("hierarchical_quantized:bits=2:adam=True"),
+    _own_adam("hierarchical_quantized:bits=4"),
+    _own_adam("hierarchical_quantized:adam=True"),  # nearly exact: what averaging each node's directions costs
+    _own_adam("hierarchical_powersgd"),
+    _own_adam("hierarchical_powersgd", betas=_SHORT_MEMORY),
 )
-RATE_ENTRIES = tuple(_own_adam(strategy, rate=rate) for strategy in _AT_RATES for rate in RATES)
+RATE_ENTRIES = tuple(replace(entry, rate=rate) for entry in _AT_RATES for rate in RATES)
 
 _hsdp = partial(Entry, tasks=("hsdp",), optimizers=("adamw",))
 _fsdp = partial(Entry, tasks=("fsdp",), optimizers=("adamw",))
@@ -141,13 +155,15 @@ class Task:
     example: ModuleType = train_gpt
     """What trains it."""
 
-    def start(self, optimizer: str, seed: int, device: torch.device, rate: float = 1.0) -> Training:
-        """Return the example's fresh model and data. Collective."""
+    def start(self, optimizer: str, seed: int, device: torch.device, entry: Entry) -> Training:
+        """Return the example's fresh model and data, with an entry's learning rate and betas. Collective."""
         parser = Parser()
         self.example.add_model_options(parser)
         chosen = {"optimizer": optimizer, "seed": seed, self._decay: self.steps}
-        chosen["learning-rate"] = rate * dict(self.learning_rates)[optimizer]
+        chosen["learning-rate"] = entry.rate * dict(self.learning_rates)[optimizer]
         options = [word for name, value in chosen.items() for word in (f"--{name}", str(value))]
+        if entry.betas is not None:
+            options += ["--betas", *map(str, entry.betas)]
         training: Training = self.example.Training(parser.parse_args([*self.model, *options]), device)
         return training
 

@@ -104,7 +104,7 @@ def look(training: Training, step: int) -> Point:
 def train(case: Case, device: torch.device, show: Show) -> Run:
     """Do one training from start to end. Collective."""
     task, entry = case.task, case.entry
-    training = task.start(case.optimizer, case.seed, device, entry.rate)
+    training = task.start(case.optimizer, case.seed, device, entry)
     if entry.aggregator is None:
         _, state = enter(training, entry.strategy, plan="ddp")  # type: ignore[arg-type]  # digits have no .evaluation
     else:

@@ -29,7 +29,7 @@ def losses(runs: Sequence[Run]) -> dict[str, Losses]:
     found: dict[str, Losses] = {}
     for entry in RATE_ENTRIES:
         if by_seed := {run.seed: run.loss for run in runs if run.strategy == entry.name}:
-            found.setdefault(entry.strategy, {})[entry.rate] = by_seed
+            found.setdefault(entry.kind, {})[entry.rate] = by_seed
     return found
 
 
@@ -82,7 +82,7 @@ def _cell(by_seed: Mapping[int, float], most: int) -> str:
 def bytes_by_rate(runs: Sequence[Run]) -> dict[str, str]:
     """Return what each strategy sends between the nodes, as a part of float32: what `hierarchical` sends."""
     return {
-        entry.strategy: f"{run.inter_bytes_per_step / (_DENSE_BYTES * run.parameters):.3f}"
+        entry.kind: f"{run.inter_bytes_per_step / (_DENSE_BYTES * run.parameters):.3f}"
         for run in runs
         for entry in RATE_ENTRIES
         if entry.name == run.strategy and run.inter_bytes_per_step is not None
