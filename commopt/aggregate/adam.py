@@ -106,6 +106,7 @@ class Adam(ConciseRepr):
         (m, next_m), (v, next_v) = (context.moment(name, device) for name in (EXP_AVG, EXP_AVG_SQ))
         steps = _committed_steps(store)
         correction = [1 - beta ** (steps + 1) for beta in self.betas]
+        root = correction[1] ** 0.5
         found = context.scratch.take("direction", layout.numel, torch.float32, device)
         found.copy_(buffer).mul_(scale / share if loss_scale is None else scale / share / loss_scale)
         if self.clip_norm is not None:
@@ -117,8 +118,8 @@ class Adam(ConciseRepr):
             torch.mul(v[part], b2, out=next_v[part]).addcmul_(gradient, gradient, value=1 - b2)
 
         def direct(part: slice) -> None:
-            denominator = torch.sqrt(next_v[part], out=found[part]).div_(correction[1] ** 0.5).add_(self.eps)
-            torch.div(next_m[part], denominator, out=denominator)
+            denominator = torch.sqrt(next_v[part], out=found[part]).add_(root * self.eps)
+            torch.div(next_m[part], denominator, out=denominator)  # times `root` with the factors
 
         step = piece_numel(device)  # a cache still holds what was just written
         parts = [slice(begin, begin + step) for begin in range(0, layout.numel, step)]
@@ -134,7 +135,7 @@ class Adam(ConciseRepr):
                 direct(part)
         if self.clip_norm is not None:
             store.expected[layout] = share * next_v.sum(dtype=torch.float64) / correction[1]
-        factors = self._factors(team.size, context, device) * (share / correction[0])
+        factors = self._factors(team.size, context, device) * (share * root / correction[0])
         if loss_scale is not None:
             factors *= loss_scale
         if device.type == "cpu":  # where repeat_interleave takes longer than all the rest
@@ -163,24 +164,25 @@ class Adam(ConciseRepr):
         if not self.compares(context.step) or context.store is None:
             return
         assert isinstance(team, Team)
-        others = torch.sub(result, direction)
+        share = context.share or 1 / team.size
+        # Share times what others send who agree with this rank, less what others sent. Subtracted before it is
+        # multiplied: 1 - c is tiny where nodes have one gradient.
+        lacks = torch.sub(direction, result, alpha=share)
         for region, carry in zip(rows.regions, carries, strict=True):
             if carry is None:
                 continue
             left_out, done = carry.new - carry.decay * carry.old, 0
-            if carry.loss_scale is not None:
-                left_out *= carry.loss_scale
+            left_out *= share if carry.loss_scale is None else share * carry.loss_scale
             for begin, end in region.spans:
-                others[begin:end] += left_out[done : done + end - begin]
+                lacks[begin:end] -= left_out[done : done + end - begin]
                 done += end - begin
-        lengths = _lengths(context.layout, direction.device)
-        share = context.share or 1 / team.size
-        alike = direction * (1 / share - 1)  # what others send who agree with this rank
-        lacks = torch.sub(alike, others)  # before it is multiplied: 1 - c is tiny where nodes have one gradient
-        both = torch.cat([alike.mul_(direction), lacks.mul_(direction)])
-        sums = torch.segment_reduce(both, "sum", lengths=lengths.repeat(2), unsafe=True)
+        lengths = [piece.numel for piece in context.layout.pieces]
+        parts = list(zip(direction.split(lengths), lacks.split(lengths), strict=True))
+        squares = torch.stack([own.dot(own) for own, _ in parts]) * (1 / share - 1)
+        missing = torch.stack([own.dot(lack) for own, lack in parts]) / share
+        sums = torch.cat([squares, missing])
         team.all_reduce(sums)
-        squares, missing = sums.view(2, -1)
+        squares, missing = sums.chunk(2)
         apart = (missing / squares).clamp_(0.0, 1.0)
         b1, steps = self.betas[0], 1 + _committed_steps(context.store)
         noise = (1 - b1) / (1 + b1) * (1 + b1**steps) / (1 - b1**steps)
