@@ -100,31 +100,34 @@ ENTRIES = (
 )
 
 # Each at its own best learning rate: what compresses updates may want another than what compresses gradients.
-RATES = (2.0, 3.0, 4.0, 6.0, 8.0)
-_SHORT_MEMORY = (0.5, 0.95)  # a first moment that forgets sooner: dense AdamW and the gradient path are tried with it too
+RATES = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)
+_USUAL, _LOW, _HIGH = RATES[1:5], RATES[:4], RATES[3:]
+# A first moment that forgets sooner, of dense AdamW and of the gradient path too: what do the betas alone do?
+_SHORT_MEMORY = (0.5, 0.95)
 _AT_RATES = (
-    _own_adam("ddp"),
-    _own_adam("ddp", betas=_SHORT_MEMORY),
-    _own_adam("hierarchical_onebit"),
-    _own_adam("hierarchical_onebit:adam=True"),
-    _own_adam("hierarchical_onebit:scale=rms"),
-    _own_adam("hierarchical_onebit:scale=rms", betas=_SHORT_MEMORY),
-    _own_adam("hierarchical_onebit:scale=rms:adam=True"),
-    _own_adam("hierarchical_onebit:scale=rms:adam=(0.5,0.95)"),
-    _own_adam("hierarchical_dgc"),
-    _own_adam("hierarchical_dgc", betas=_SHORT_MEMORY),
-    _own_adam("hierarchical_dgc:adam=True"),
-    _own_adam("hierarchical_dgc:adam=(0.5,0.95)"),
-    _own_adam("hierarchical_quantized:bits=2"),
-    _own_adam("hierarchical_quantized:bits=2", betas=_SHORT_MEMORY),
-    _own_adam("hierarchical_quantized:bits=2:block=512"),
-    _own_adam("hierarchical_quantized:bits=2:adam=True"),
-    _own_adam("hierarchical_quantized:bits=4"),
-    _own_adam("hierarchical_quantized:adam=True"),  # nearly exact: what averaging each node's directions costs
-    _own_adam("hierarchical_powersgd"),
-    _own_adam("hierarchical_powersgd", betas=_SHORT_MEMORY),
+    (_own_adam("ddp"), _USUAL),
+    (_own_adam("ddp", betas=_SHORT_MEMORY), _HIGH),
+    (_own_adam("hierarchical_onebit"), _LOW),
+    (_own_adam("hierarchical_onebit:adam=True"), _USUAL),
+    (_own_adam("hierarchical_onebit:scale=rms"), _USUAL),
+    (_own_adam("hierarchical_onebit:scale=rms", betas=_SHORT_MEMORY), _HIGH),
+    (_own_adam("hierarchical_onebit:scale=rms:adam=True"), _USUAL),
+    (_own_adam("hierarchical_onebit:scale=rms:adam=(0.5,0.95)"), _HIGH),
+    (_own_adam("hierarchical_dgc"), _HIGH),
+    (_own_adam("hierarchical_dgc", betas=_SHORT_MEMORY), _HIGH),
+    (_own_adam("hierarchical_dgc:adam=True"), _LOW),
+    (_own_adam("hierarchical_dgc:adam=(0.5,0.95)"), _HIGH),
+    (_own_adam("hierarchical_quantized:bits=2"), _USUAL),
+    (_own_adam("hierarchical_quantized:bits=2", betas=_SHORT_MEMORY), _HIGH),
+    (_own_adam("hierarchical_quantized:bits=2:block=512"), _USUAL),
+    (_own_adam("hierarchical_quantized:bits=2:adam=True"), _USUAL),
+    (_own_adam("hierarchical_quantized:bits=2:dense=('*norm*','*bias','*embed*','head*')"), _USUAL),
+    (_own_adam("hierarchical_quantized:bits=4"), _USUAL),
+    (_own_adam("hierarchical_quantized:adam=True"), _USUAL),  # nearly exact: what averaging nodes' directions costs
+    (_own_adam("hierarchical_powersgd"), _USUAL),
+    (_own_adam("hierarchical_powersgd", betas=_SHORT_MEMORY), _HIGH),
 )
-RATE_ENTRIES = tuple(replace(entry, rate=rate) for entry in _AT_RATES for rate in RATES)
+RATE_ENTRIES = tuple(replace(entry, rate=rate) for entry, rates in _AT_RATES for rate in rates)
 
 _hsdp = partial(Entry, tasks=("hsdp",), optimizers=("adamw",))
 _fsdp = partial(Entry, tasks=("fsdp",), optimizers=("adamw",))

@@ -15,6 +15,7 @@ from statistics import mean
 from bench.document import table
 from bench.evidence.convergence.plan import GPT, RATE_ENTRIES, RATES
 from bench.evidence.convergence.report import Run, read
+from bench.training.report import STOCK
 from commopt.command_line import Parser, content_of
 
 _DENSE_BYTES = 2 * 4  # of an element, by two nodes together
@@ -39,37 +40,41 @@ def gap(mine: Mapping[int, float], stock: Mapping[int, float]) -> float:
     return 100 * (sum(mine[seed] for seed in seeds) / sum(stock[seed] for seed in seeds) - 1) if seeds else inf
 
 
-def best_rate(by_rate: Losses, stock: Mapping[int, float]) -> float:
-    """Return the rate with the smallest gap, of those with the most seeds."""
+def best_rate(by_rate: Losses) -> float:
+    """Return the rate with the smallest mean loss, of those with the most seeds."""
     most = max(map(len, by_rate.values()))
-    return min((rate for rate in by_rate if len(by_rate[rate]) == most), key=lambda rate: gap(by_rate[rate], stock))
+    return min((rate for rate in by_rate if len(by_rate[rate]) == most), key=lambda rate: mean(by_rate[rate].values()))
 
 
 def markdown(path: Path) -> str:
-    """Return a row for each strategy: its loss at each rate, and the best of them against stock DDP's best."""
+    """Return a row for each strategy: its loss at each rate, and the best against stock DDP's best with either betas.
+
+    Raises ValueError when `path` has no trainings of stock DDP.
+    """
     environment, runs = read(path)
     known, shares = losses(runs), bytes_by_rate(runs)
-    if "ddp" not in known:
-        raise ValueError(f"{path} has no trainings of ddp, which all are compared with")
+    stocks = {name: each[best_rate(each)] for name, each in known.items() if name.startswith(STOCK[0])}
+    if not stocks:
+        raise ValueError(f"{path} has no trainings of {STOCK[0]}, which all are compared with")
     most = max(len(by_seed) for by_rate in known.values() for by_seed in by_rate.values())
-    stock = min((each for each in known["ddp"].values() if len(each) == most), key=lambda each: sum(each.values()))
     rows, open_ended = [], []
     for strategy, by_rate in known.items():
-        best = best_rate(by_rate, stock)
+        best = best_rate(by_rate)
         if best in (min(by_rate), max(by_rate)):
             open_ended.append(f"`{strategy}`")
         cells = [_cell(by_rate.get(rate, {}), most) for rate in RATES]
-        percent = f"{mean(by_rate[best].values()):.3f} ({gap(by_rate[best], stock):+.1f} %)"
-        rows.append([f"`{strategy}`", *cells, percent, shares.get(strategy, "-")])
+        gaps = [f"{gap(by_rate[best], stock):+.1f} %" for stock in stocks.values()]
+        rows.append([f"`{strategy}`", *cells, f"{mean(by_rate[best].values()):.3f}", *gaps, shares.get(strategy, "-")])
     rate = dict(GPT.learning_rates)["adamw"]
     caption = (
         f"GPT, AdamW, {environment.settings[GPT.name]['steps']} steps: held-out loss, the mean of {most} seed(s); "
-        f"in brackets behind a cell: of so many. Best: of the rates with the most seeds, against stock DDP's best with "
-        f"the same seeds."
+        f"in brackets behind a cell: of so many. Best: of the rates with the most seeds, and how far above stock "
+        f"DDP at its best, with the same seeds and either betas."
     )
     if open_ended:
         caption += f" At the edge of what was tried, so that there may be better: {', '.join(open_ended)}."
-    headings = ["strategy", *(f"rate {rate * each:g}" for each in RATES), "best", "bytes of hierarchical's"]
+    against = [f"against `{name}`" for name in stocks]
+    headings = ["strategy", *(f"rate {rate * each:g}" for each in RATES), "best", *against, "bytes of hierarchical's"]
     return f"{table(headings, rows)}\n\n{caption}"
 
 
