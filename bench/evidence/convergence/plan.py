@@ -121,7 +121,7 @@ _AT_RATES = (
     (_own_adam("hierarchical_quantized:bits=2", betas=_SHORT_MEMORY), _HIGH),
     (_own_adam("hierarchical_quantized:bits=2:block=512"), _USUAL),
     (_own_adam("hierarchical_quantized:bits=2:adam=True"), _USUAL),
-    (_own_adam("hierarchical_quantized:bits=2:dense=('*norm*','*bias','*embed*','head*')"), _USUAL),
+    (_own_adam("hierarchical_quantized:bits=2:dense=('*norm*','*bias','*mlp.0*','head.0*')"), _USUAL),
     (_own_adam("hierarchical_quantized:bits=4"), _USUAL),
     (_own_adam("hierarchical_quantized:adam=True"), _USUAL),  # nearly exact: what averaging nodes' directions costs
     (_own_adam("hierarchical_powersgd"), _USUAL),
