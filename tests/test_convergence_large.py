@@ -27,9 +27,9 @@ def test_each_method_is_trained_at_its_best_rate() -> None:
     losses = {(run.task, run.optimizer, run.strategy): run.loss for run in runs}
     for entry in large.ENTRIES:
         (task,), (optimizer,) = entry.tasks, entry.optimizers
-        names = (entry.strategy, *(f"{entry.strategy}, rate x {factor:g}" for factor in large.FACTORS))
+        names = (entry.kind, *(f"{entry.kind}, rate x {factor:g}" for factor in large.FACTORS))
         tried = [losses[task, optimizer, name] for name in names if (task, optimizer, name) in losses]
-        assert not tried or losses[task, optimizer, entry.strategy] == min(tried), entry
+        assert not tried or losses[task, optimizer, entry.kind] == min(tried), entry
 
 
 def test_every_strategy_exists() -> None:

@@ -27,31 +27,33 @@ RESNET = Task("resnet18", 400, 40, (), (("sgd", 0.05), ("adamw", 2e-3)), example
 TASKS = (GPT_5M, RESNET)
 RATE_TASKS = (replace(GPT_5M, steps=150, look_every=150), replace(RESNET, steps=150, look_every=150))
 
-_STRATEGIES = {
+_SHORT_MEMORY = (0.5, 0.95)
+"""AdamW's betas with which few elements do not come in lumps: bench/results/convergence_rates.json."""
+
+_METHODS = {
     "adamw": (
-        "ddp",
-        "hierarchical_onebit:adam=True",
-        "hierarchical_quantized:bits=2",
-        "hierarchical_powersgd",
-        "hierarchical_dgc:adam=True",
+        Entry("ddp"),
+        Entry("hierarchical_onebit:scale=rms:adam=True"),
+        Entry("hierarchical_quantized:bits=2"),
+        Entry("hierarchical_powersgd"),
+        Entry("ddp", betas=_SHORT_MEMORY),
+        Entry("hierarchical_dgc", betas=_SHORT_MEMORY),
     ),
     "sgd": (
-        "ddp",
-        "hierarchical_powersgd",
-        "hierarchical_quantized:bits=2",
-        "hierarchical_onebit",
-        "hierarchical_dgc",
+        Entry("ddp"),
+        Entry("hierarchical_powersgd"),
+        Entry("hierarchical_quantized:bits=2"),
+        Entry("hierarchical_onebit"),
+        Entry("hierarchical_dgc"),
     ),
 }
 
-_KINDS = [
-    (task.name, optimizer, strategy)
+RATE_ENTRIES = tuple(
+    replace(entry, tasks=(task.name,), optimizers=(optimizer,), rate=factor)
     for task in TASKS
     for optimizer, _ in task.learning_rates
-    for strategy in _STRATEGIES[optimizer]
-]
-RATE_ENTRIES = tuple(
-    Entry(strategy, (task,), (optimizer,), rate=factor) for task, optimizer, strategy in _KINDS for factor in FACTORS
+    for entry in _METHODS[optimizer]
+    for factor in FACTORS
 )
 # All that were tried are best at the task's own rate: bench/results/convergence_large_rates.json.
 ENTRIES = tuple(entry for entry in RATE_ENTRIES if entry.rate == 1)

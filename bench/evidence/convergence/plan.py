@@ -81,6 +81,8 @@ ENTRIES = (
     Entry("hierarchical_onebit" + NO_FEEDBACK),
     Entry("hierarchical_onebit:start_step=100"),
     _own_adam("hierarchical_onebit:adam=True"),
+    Entry("hierarchical_onebit:scale=rms"),
+    _own_adam("hierarchical_onebit:scale=rms:adam=True"),
     _flat("dgc"),
     _on_link("hierarchical_dgc"),
     Entry("hierarchical_dgc" + NO_FEEDBACK),

@@ -110,7 +110,7 @@ class Training:
             self.optimizer = torch.optim.SGD(self.model.parameters(), self.learning_rate, options.momentum)
         else:
             self.optimizer = torch.optim.AdamW(
-                self.model.parameters(), self.learning_rate, betas=BETAS, weight_decay=WEIGHT_DECAY
+                self.model.parameters(), self.learning_rate, betas=options.betas, weight_decay=WEIGHT_DECAY
             )
         self.decay = self._decay()
         self.device, self.batch = device, options.batch
@@ -158,5 +158,6 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, required=True, help="of the optimizer")
     parser.add_argument("--batch", type=int, default=16, help="images per rank and step (default 16)")
     parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd")
+    parser.add_argument("--betas", type=float, nargs=2, default=BETAS, help="of AdamW")
     parser.add_argument("--momentum", type=float, default=0.9, help="of SGD (default 0.9)")
     parser.add_argument("--learning-rate", type=float, required=True)
