@@ -77,7 +77,11 @@ def origin(paths: Sequence[Path]) -> str:
     """Say when, and with which commopt, the results in some files were made, whoever wrote them; "" of no files."""
     headers = [header for path in paths for header in _headers(path.read_text())]
     days = sorted({header["date"][:10] for header in headers if header.get("date")})
-    made = sorted({_with(header.get("commopt") or header.get("version"), header.get("revision")) for header in headers})
+    revisions: dict[str | None, set[str]] = {}
+    for header in headers:
+        known = revisions.setdefault(header.get("commopt") or header.get("version"), set())
+        known.update([header["revision"]] if header.get("revision") else ())
+    made = [_with(version, sorted(known)) for version, known in sorted(revisions.items(), key=lambda each: str(each[0]))]
     when = "" if not days else f" {days[0]}" if len(days) == 1 else f" {days[0]} to {days[-1]}"
     return f"Made{when or ' on a day that was not recorded'}{'; '.join(made)}." if headers else ""
 
@@ -92,11 +96,11 @@ def _headers(text: str) -> list[dict[str, Any]]:
     return [each for each in found if {"date", "command"} & each.keys()]
 
 
-def _with(version: str | None, revision: str | None) -> str:
+def _with(version: str | None, revisions: Sequence[str]) -> str:
     shown = f" with commopt {version}" if version else ""
     if version not in (None, __version__):
         shown += f", which was before {__version__},"
-    return shown + (f" at {revision}" if revision else ", revision not recorded")
+    return shown + (f" at {', '.join(revisions)}" if revisions else ", revision not recorded")
 
 
 T = TypeVar("T")

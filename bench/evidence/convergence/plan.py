@@ -238,17 +238,15 @@ def cases(tasks: Sequence[Task], entries: Sequence[Entry], seeds: Sequence[int])
 def chosen(patterns: Sequence[str], entries: Sequence[Entry] = ENTRIES) -> tuple[Entry, ...]:
     """Return torch's own averages, which all are compared with, and the entries whose name has one of `patterns` in it.
 
-    Raises ValueError when a pattern is in none.
+    A pattern that is a name stands for that alone. Raises ValueError when a pattern is in none.
     """
+    kinds, wanted = {entry.kind for entry in entries}, set[str]()
     for pattern in patterns:
-        if not any(pattern in entry.strategy for entry in entries):
-            known = ", ".join(entry.strategy for entry in entries)
-            raise ValueError(f"{pattern!r} is in no strategy's name; known: {known}")
-    return tuple(
-        entry
-        for entry in entries
-        if not patterns or entry.strategy in STOCK or any(pattern in entry.strategy for pattern in patterns)
-    )
+        found = {pattern} & kinds or {kind for kind in kinds if pattern in kind}
+        if not found:
+            raise ValueError(f"{pattern!r} is in no strategy's name; known: {', '.join(sorted(kinds))}")
+        wanted |= found
+    return tuple(entry for entry in entries if not patterns or entry.strategy in STOCK or entry.kind in wanted)
 
 
 def settings(tasks: Sequence[Task]) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def parse_options() -> argparse.Namespace:
         action="append",
         default=[],
         metavar="TEXT",
-        help="strategies with TEXT in their names, and torch's own",
+        help="strategies with TEXT in their names or called TEXT, and torch's own",
     )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--sharded", action="store_true", help="the GPT under FSDP2, HSDP and over all ranks, instead")
