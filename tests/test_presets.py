@@ -37,7 +37,7 @@ PARTS: dict[str, tuple[type[Any], ...]] = {
 }
 LOCAL = ("diloco", "streaming_diloco", "onebit_local", "sparse_loco")
 
-OWN = {"hierarchical_bf16": {"rounding"}}  # options that a recipe says itself
+OWN = {"hierarchical_bf16": {"rounding", "lossless"}}  # options that a recipe says itself
 OF_OUTER: dict[type[Any], set[str]] = {Compressed: {"feedback", "dense", "adam"}, Hierarchical: set()}
 
 
@@ -78,6 +78,7 @@ def test_a_signature_shows_defaults_and_types() -> None:
             {"rounding": "stochastic"},
             Hierarchical(Compressed(Cast(rounding="stochastic"), feedback=None)),
         ),
+        ("hierarchical_bf16", {"lossless": True}, Hierarchical(Compressed(Cast(), feedback=None, packed=True))),
         ("quantized", {"bits": 4, "dense": ("*.bias",)}, Compressed(Quantize(4), dense=("*.bias",))),
         (
             "hierarchical_onebit",

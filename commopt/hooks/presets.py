@@ -204,8 +204,8 @@ hierarchical = _preset(
 )
 
 
-def _bf16(*, rounding: Literal["nearest", "stochastic"] = "nearest") -> Aggregator:
-    return Hierarchical(inter=Compressed(Cast(torch.bfloat16, rounding), feedback=None))
+def _bf16(*, rounding: Literal["nearest", "stochastic"] = "nearest", lossless: bool = False) -> Aggregator:
+    return Hierarchical(inter=Compressed(Cast(torch.bfloat16, rounding), feedback=None, packed=lossless))
 
 
 hierarchical_bf16 = _preset(
