@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "cast.cuh"
 #include "dequantize.cuh"
 #include "factors.cuh"
 #include "lowrank.cuh"
@@ -50,7 +51,7 @@ const std::map<std::string, Kernel>& kernels() {
         KERNEL(recode_uniform8), KERNEL(recode_uniform4), KERNEL(recode_uniform2), KERNEL(recode_companded4),
         KERNEL(recode_centroids2), KERNEL(recode_sign_mean), KERNEL(recode_sign_rms),
         KERNEL(recode_uniform8_stochastic), KERNEL(recode_uniform4_stochastic), KERNEL(recode_uniform2_stochastic),
-        KERNEL(sparse_accumulate), KERNEL(sparse_threshold), KERNEL(sparse_collect), KERNEL(sparse_histogram),
+        KERNEL(cast_stochastic), KERNEL(sparse_accumulate), KERNEL(sparse_threshold), KERNEL(sparse_collect), KERNEL(sparse_histogram),
         KERNEL(sparse_count), KERNEL(sparse_offsets), KERNEL(sparse_write), KERNEL(sparse_decode),
         KERNEL(factor_absmax), KERNEL(factor_gram), KERNEL(factor_solve),
         KERNEL(lowrank_decode), KERNEL(lowrank_subtract),

@@ -76,7 +76,7 @@ def test_elements_past_the_end_count_as_zero(compressor: Compressor, rows: int, 
 @every
 def test_rows_are_cut_where_chunks_end(compressor: Compressor) -> None:
     """A row is what its chunk alone would be, random bits apart."""
-    if isinstance(compressor, Quantize) and compressor.rounding == "stochastic":
+    if compressor.stochastic:
         pytest.skip("random bits follow the element's place among all values")
     values = some(36_860)
     made = encode(compressor, values, rows=3)
@@ -110,7 +110,7 @@ def test_a_long_call_is_its_blocks(compressor: Compressor) -> None:
         return  # what is sent depends on all elements; tests/test_dgc.py
     begin = 131_072 // compressor.granularity * compressor.granularity - 3 * compressor.granularity
     end = begin + 8 * compressor.granularity
-    if not (isinstance(compressor, Quantize) and compressor.rounding == "stochastic"):
+    if not compressor.stochastic:
         few = encode(compressor, values[begin:end])
         assert same(decode(compressor, few, end - begin), decoded[begin:end])
     assert (decoded - values).norm() < 0.9 * values.norm()

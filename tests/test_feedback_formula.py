@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from commopt import Communicator, Compressed, Quantize
+from commopt import Communicator, Compressed, Compressor, Quantize
 from commopt.compress import ErrorFeedback, RngKey
 from tests.feedback_training import BLOCK, COMPRESSORS
 from tests.ranks import run
@@ -17,6 +17,7 @@ from tests.ranks import run
 NUMEL = 4 * BLOCK
 WORKERS = 2
 MARK = 250
+STOCHASTIC = Quantize(8, BLOCK, rounding="stochastic")
 STEPS = {"4 bits": 2500, "2 bits": 2500, "onebit mean": 2500}  # the others take 750
 
 
@@ -47,11 +48,11 @@ def test_residuals_stay_bounded(name: str) -> None:
 
 
 def average_again_and_again(
-    rank: int, world_size: int, rounding: str, repeats: int
+    rank: int, world_size: int, compressor: Compressor, repeats: int
 ) -> tuple[Tensor, Tensor, list[str]]:
     """Return the mean error, its standard error, and a hash of each result."""
     comm = Communicator()
-    aggregator = Compressed(Quantize(8, BLOCK, rounding=rounding), feedback=None)  # type: ignore[arg-type]
+    aggregator = Compressed(compressor, feedback=None)
     true = torch.stack([input_of(peer).double() for peer in range(world_size)]).mean(0)
     errors, hashes = [], []
     for _ in range(repeats):
@@ -72,7 +73,7 @@ def z_scores(result: tuple[Tensor, Tensor, list[str]]) -> Tensor:
 
 
 def test_stochastic_rounding_is_unbiased_through_an_all_reduce() -> None:
-    results = run(average_again_and_again, 3, "stochastic", 200)
+    results = run(average_again_and_again, 3, STOCHASTIC, 200)
     assert len({tuple(hashes) for _, _, hashes in results}) == 1, "ranks got different bits"
     assert len(set(results[0][2])) == 200, "the rng fell alike twice"
     z = z_scores(results[0])
@@ -83,11 +84,11 @@ def test_stochastic_rounding_is_unbiased_through_an_all_reduce() -> None:
 
 def test_nearest_rounding_is_biased() -> None:
     """The z-test can fail: rounding to nearest is wrong in the same way every time."""
-    (result, _) = run(average_again_and_again, 2, "nearest", 20)
+    (result, _) = run(average_again_and_again, 2, Quantize(8, BLOCK), 20)
     assert float(z_scores(result).square().mean()) > 100
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_same_program_gives_the_same_bits(world_size: int) -> None:
-    first, second = (run(average_again_and_again, world_size, "stochastic", 5, fresh=True) for _ in range(2))
+    first, second = (run(average_again_and_again, world_size, STOCHASTIC, 5, fresh=True) for _ in range(2))
     assert first[0][2] == second[0][2]

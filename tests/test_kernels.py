@@ -18,7 +18,7 @@ from torch import Tensor
 from commopt.kernels import loader
 from commopt.kernels.codec import Codec
 from commopt.kernels.loader import Loader
-from commopt.kernels.quantize_reference import uniform
+from commopt.kernels.philox import uniform
 from commopt.kernels.sparse import SparseRow
 from tests import lowrank_cases, quantize_cases, sparse_cases
 from tests.emulator import Emulator, on_the_cpu

@@ -16,7 +16,7 @@ import pytest
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
-from commopt import DGC, PRESETS, Compressed, ConfigurationError, Hierarchical, OneBit, PowerSGD, Quantize
+from commopt import DGC, PRESETS, Cast, Compressed, ConfigurationError, Hierarchical, OneBit, PowerSGD, Quantize
 from tests.hook_training import SMALL_BUCKET, Tower, batch_of, loss_of, seeded, train
 from tests.ranks import run
 
@@ -37,6 +37,7 @@ PARTS: dict[str, tuple[type[Any], ...]] = {
 }
 LOCAL = ("diloco", "streaming_diloco", "onebit_local", "sparse_loco")
 
+OWN = {"hierarchical_bf16": {"rounding", "lossless"}}  # options that a recipe says itself
 OF_OUTER: dict[type[Any], set[str]] = {Compressed: {"feedback", "dense", "adam"}, Hierarchical: set()}
 
 
@@ -52,7 +53,7 @@ def test_every_preset_is_told_of_here() -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_options_and_documents_come_from_the_dataclasses(name: str) -> None:
-    expected = set()
+    expected = set(OWN.get(name, ()))
     for kind in PARTS[name]:
         expected |= OF_OUTER.get(kind, {field.name for field in fields(kind)})
         assert str(inspect.getdoc(kind)) in str(PRESETS[name].__doc__)
@@ -72,6 +73,12 @@ def test_a_signature_shows_defaults_and_types() -> None:
     ("preset", "options", "built"),
     [
         ("powersgd", {"matrix_rank": 8}, PowerSGD(8)),
+        (
+            "hierarchical_bf16",
+            {"rounding": "stochastic"},
+            Hierarchical(Compressed(Cast(rounding="stochastic"), feedback=None)),
+        ),
+        ("hierarchical_bf16", {"lossless": True}, Hierarchical(Compressed(Cast(), feedback=None, packed=True))),
         ("quantized", {"bits": 4, "dense": ("*.bias",)}, Compressed(Quantize(4), dense=("*.bias",))),
         (
             "hierarchical_onebit",

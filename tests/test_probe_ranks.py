@@ -185,7 +185,9 @@ def test_alone_only_compression_is_measured(
     assert "Quantize(bits=4)" in output.out
     links = Links.load(file)
     assert not links.curves
-    assert {key.kind for key in links.work} == {"encode", "decode", "recode", "factor", "refresh", "copy"}
+    assert {key.kind for key in links.work} == {
+        *("encode", "decode", "recode", "factor", "refresh", "copy", "pack", "unpack")
+    }
 
 
 @pytest.mark.parametrize(

@@ -21,13 +21,13 @@ from torch import Tensor
 from bench.document import table
 from bench.environment import machine
 from bench.evidence.compression_error import flat_gradients
-from commopt import Compressor, OneBit, Quantize
+from commopt import Cast, Compressor, OneBit, Quantize
 from commopt.command_line import Parser, content_of, output_file, whole
 from commopt.document import parse, read_text
 from commopt.feedback.store import round_stochastically
-from commopt.kernels.codec import ErrorFeedback
+from commopt.kernels.codec import ErrorFeedback, RngKey
 
-_COMPRESSORS = (Quantize(8), Quantize(4), Quantize(2), OneBit())
+_COMPRESSORS = (Cast(), Cast(rounding="stochastic"), Quantize(8), Quantize(4), Quantize(2), OneBit())
 Keep = Callable[[Tensor, int], Tensor]
 """Returns a residual as it is kept, given the step."""
 RESIDUALS: dict[str, Keep | None] = {
@@ -61,7 +61,7 @@ class Channel:
     def send(self, values: Tensor, step: int) -> None:
         """Encode and decode `values`, with what was left out before; keep what is left out now."""
         carry = None if self.keep is None else ErrorFeedback(self.residual, torch.empty_like(values))
-        self.compressor.compress(values, self._payload, self._chunk_numel, 1.0, carry)
+        self.compressor.compress(values, self._payload, self._chunk_numel, 1.0, carry, RngKey(step=step))
         if self.keep is not None and carry is not None:
             self.residual = self.keep(carry.new, step).float()
         self.compressor.decompress(self._payload, self._decoded, self._chunk_numel)

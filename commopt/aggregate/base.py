@@ -20,7 +20,7 @@ from commopt.groups import Team, TeamShape, WireBytes
 if TYPE_CHECKING:
     from commopt.aggregate.adam import Adam
 
-WorkKind = Literal["encode", "decode", "recode", "factor", "refresh", "copy"]
+WorkKind = Literal["encode", "decode", "recode", "factor", "refresh", "copy", "pack", "unpack"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Work:
 
     encode, decode: by the compressor whose repr is `what`; recode: add up encoded rows and encode the sum; factor: all
     arithmetic that one message of low-rank factors takes; refresh: what a second message of the other factors adds;
-    copy: into another order, or another dtype.
+    copy: into another order, or another dtype; pack, unpack: bfloat16 numbers in fewer bytes, whose sizes count too.
     """
 
     kind: WorkKind

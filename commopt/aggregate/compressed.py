@@ -6,12 +6,12 @@ each rank owns one chunk: scatter the encoded chunks to their servers, add them 
 sum, gather. Between two ranks a single exchange of everything moves the same bytes in one message less and spares
 the second rounding; more ranks do so with sparse payloads, while that is affordable. With feedback every rounding is
 kept and sent later: a rank's own ("worker"), that of the sum ("server", as in DoubleSqueeze, arXiv 1905.05957) and that
-of the final cast to a 16-bit buffer.
+of the final cast to a 16-bit buffer. Rows of bfloat16 may travel in fewer bytes, exactly (aggregate/packed.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from commopt.aggregate.adam import Adam
 from commopt.aggregate.base import Aggregator, Buffer, Step, WorkKind, call, mark_non_finite, work
 from commopt.aggregate.rows import Region, RowFormat, row_format, split
-from commopt.compress import Compressor, ErrorFeedback, Exact, Passes, RngKey
+from commopt.compress import Cast, Compressor, ErrorFeedback, Exact, Passes, RngKey, Trials
 from commopt.errors import ConfigurationError
 from commopt.feedback import (
     EXP_AVG,
@@ -48,6 +48,7 @@ class Compressed(Aggregator):
     feedback: how what compression leaves out is kept for the next step; None forgets it. Only hooks remember: a
         standalone all_reduce does not know that two tensors are the same gradient a step apart.
     dense: patterns of parameter names that travel uncompressed ("*.bias"), beside those that would not shrink.
+    packed: let bfloat16 numbers travel in 0.72 of their bytes, exactly, on the CPU; with Cast(torch.bfloat16).
     adam: compress Adam's directions instead of gradients, and return their sum (True: Adam(); a pair: with these
         betas); needs feedback, and an optimizer made by `CommState.optimizer`. A standalone all_reduce averages what it
         is given.
@@ -57,6 +58,7 @@ class Compressed(Aggregator):
     feedback: Feedback | None = Feedback()
     dense: tuple[str, ...] = ()
     adam: Adam | None = None
+    packed: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.compressor, Compressor):
@@ -64,6 +66,11 @@ class Compressed(Aggregator):
                 f"Compressed({self.compressor!r}) needs a Compressor, for example Compressed(Cast(torch.bfloat16))"
             )
         require_feedback("Compressed", self.feedback)
+        if self.packed and not (isinstance(self.compressor, Cast) and self.compressor.dtype == torch.bfloat16):
+            raise ConfigurationError(
+                f"Compressed({self.compressor}, packed=True) packs the exponents of bfloat16, which this does not "
+                f"send; use Cast(torch.bfloat16) or packed=False"
+            )
         object.__setattr__(self, "dense", checked_patterns("Compressed", self.dense))
         if isinstance(self.adam, bool):  # as a command line has it
             object.__setattr__(self, "adam", Adam() if self.adam else None)
@@ -76,12 +83,24 @@ class Compressed(Aggregator):
         if self.feedback is None:
             raise ConfigurationError("Compressed(adam=..., feedback=None) has nowhere to keep m and v; leave feedback")
 
+    def check(self, team: TeamShape) -> None:
+        """Refuse to pack on a GPU, for which there is no kernel."""
+        self._check_device(team.default_device)
+
+    def _check_device(self, device: torch.device) -> None:
+        if self.packed and device.type != "cpu":
+            raise ConfigurationError(
+                f"{self} packs bfloat16 on the CPU, and these tensors are on {device.type}; use packed=False "
+                f"(hierarchical_bf16: lossless=False)"
+            )
+
     # --------------------------------------------------------------------------------- all_reduce
 
     def all_reduce(self, buffer: Tensor, team: Team, scale: float, context: BufferContext) -> None:
         """Exchange, or scatter and gather; one rank alone sends nothing, but applies what was kept before."""
         if buffer.numel() == 0:
             return
+        self._check_device(buffer.device)
         if self.adam is None or context.store is None:
             self._average(buffer, team, scale, context)
             return
@@ -124,7 +143,7 @@ class Compressed(Aggregator):
         mine = rows.take(1, "sent", context.scratch, buffer.device)
         carries = self._encode(rows, buffer, mine, team, scale, context)
         received = rows.take(team.size, "received", context.scratch, buffer.device)
-        team.all_gather(received.view(-1), mine.view(-1))
+        self._travel(team.all_gather, rows, received, mine, context)
         for region, carry in zip(rows.regions, carries, strict=True):
             total = region.target(buffer, torch.float32, region.chunk_numel, context.scratch)
             region.compressor.accumulate(region.payload(received), total)
@@ -144,7 +163,7 @@ class Compressed(Aggregator):
         encoded = rows.take(team.size, "sent", scratch, device)
         own = self._encode(rows, buffer, encoded, team, scale, context)
         received, served = rows.take(team.size, "received", scratch, device), rows.take(1, "served", scratch, device)
-        team.all_to_all(received.view(-1), encoded.view(-1))
+        self._travel(team.all_to_all, rows, received, encoded, context)
         carries = []
         for region in rows.regions:
             begin, end = region.chunk(team.rank)
@@ -153,7 +172,7 @@ class Compressed(Aggregator):
             sources, target, rng = region.payload(received), region.payload(served), context.rng("server")
             region.compressor.recompress(sources, target, region.chunk_numel, end - begin, carry, rng)
         gathered = encoded  # is sent, and as long
-        team.all_gather(gathered.view(-1), served.view(-1))
+        self._travel(team.all_gather, rows, gathered, served, context)
         for region, carry in zip(rows.regions, carries, strict=True):
             if carry is not None and rows.rounds:
                 exact = scratch.take("total", carry.new.numel(), torch.float32, device)
@@ -182,6 +201,19 @@ class Compressed(Aggregator):
                 context.sample(values, scale, carry)
         return carries
 
+    def _travel(
+        self,
+        collective: Callable[[Tensor, Tensor], None],
+        rows: RowFormat,
+        received: Tensor,
+        sent: Tensor,
+        context: BufferContext,
+    ) -> None:
+        if self.packed:
+            rows.packing.exchange(collective, received, sent, context.scratch)
+        else:
+            collective(received.view(-1), sent.view(-1))
+
     def _carry(
         self, region: Region, kind: Kind, layout: Layout, context: BufferContext, device: torch.device
     ) -> ErrorFeedback | None:
@@ -209,18 +241,31 @@ class Compressed(Aggregator):
             return (
                 *beside,
                 *_work("encode", rows),
-                *call(team, "all_gather", rows.nbytes),
+                *self._travels(rows, team, "all_gather", 1, team.size),
                 *_work("decode", rows, team.size),
             )
         rows = self._rows(buffer.layout, buffer.dtype, team.size, buffer.step)
         return (
             *beside,
             *_work("encode", rows),
-            *call(team, "all_to_all", rows.nbytes * team.size),
+            *self._travels(rows, team, "all_to_all", team.size, team.size),
             *_work("recode", rows),
-            *call(team, "all_gather", rows.nbytes),
+            *self._travels(rows, team, "all_gather", 1, team.size),
             *_work("decode", rows),
         )
+
+    def _travels(self, rows: RowFormat, team: TeamShape, primitive: str, sent: int, received: int) -> tuple[Step, ...]:
+        """Return the collective that brings rows; what did not fit and is sent once more is left out."""
+        form = rows.packing if self.packed else None
+        if form is None or not form.parts:
+            return call(team, primitive, rows.nbytes * sent)
+        packed, unpacked = work("pack", "", form.numel * sent), work("unpack", "", form.numel * received)
+        return packed, *call(team, primitive, form.nbytes * sent), unpacked
+
+    @classmethod
+    def trials(cls) -> Trials[Aggregator]:
+        """Return packed bfloat16: what Cast() tries, in fewer bytes and with more work."""
+        return Trials("bf16_packed", (cls(Cast(torch.bfloat16), None, packed=True),), feedback=False)
 
     @property
     def lossless(self) -> bool:

@@ -10,6 +10,7 @@ from math import ceil
 import torch
 from torch import Tensor
 
+from commopt.aggregate.packed import Packing
 from commopt.compress import Cast, Compressor, Exact
 from commopt.feedback import Layout, Piece, Scratch, Spans, joined_spans, matches
 
@@ -76,6 +77,11 @@ class RowFormat:
     def rounds(self) -> bool:
         """Whether float32 sums have to be rounded in the end."""
         return self.dtype.itemsize < torch.float32.itemsize
+
+    @cached_property
+    def packing(self) -> Packing:
+        """How its bfloat16 numbers travel in fewer bytes."""
+        return Packing.of(self.regions)
 
     def take(self, count: int, tag: str, scratch: Scratch, device: torch.device) -> Tensor:
         """Return memory for `count` rows."""

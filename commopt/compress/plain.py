@@ -6,13 +6,15 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from commopt.compress.base import CodingWork, Compressor, Passes, Trials
+from commopt.compress.quantize import check_choice
 from commopt.errors import ConfigurationError
+from commopt.kernels import cast
 from commopt.kernels.codec import ErrorFeedback, RngKey
 from commopt.kernels.residual import round_with_carry
 
@@ -55,7 +57,7 @@ class Plain(Compressor):
         for row in self._rows(payload):
             end = min(begin + row.numel(), values.numel())
             own = carry and replace(carry, old=carry.old[begin:end], new=carry.new[begin:end])
-            round_with_carry(values[begin:end], row[: end - begin], scale, own)
+            self._round(values[begin:end], row[: end - begin], scale, own, rng, begin)
             row[end - begin :].zero_()
             begin = end
 
@@ -90,6 +92,12 @@ class Plain(Compressor):
             "recode": Passes(wire + 2 * value, ranks + 1),
         }
 
+    def _round(
+        self, values: Tensor, rounded: Tensor, scale: float, carry: ErrorFeedback | None, rng: RngKey, place: int
+    ) -> None:
+        """Fill `rounded` with elements of what is encoded, from the one at `place` on."""
+        round_with_carry(values, rounded, scale, carry)
+
     def _rows(self, payload: Tensor) -> list[Tensor]:
         """Return the rows as numbers; those without gaps between them count as one."""
         if payload.is_contiguous():
@@ -103,18 +111,46 @@ class Cast(Plain):
 
     bfloat16 keeps float32's range and 8 bits of precision; float16 keeps 11 bits and overflows to inf above 65504,
     which every rank then sees.
+
+    rounding: "stochastic" rounds to bfloat16 up or down at random, so that the mean over steps is exact without
+        feedback; one step is less exact than with "nearest". Chance makes nothing infinite: what is beyond the largest
+        bfloat16 is rounded to nearest.
     """
 
     dtype: torch.dtype = torch.bfloat16
+    rounding: Literal["nearest", "stochastic"] = "nearest"
 
     def __post_init__(self) -> None:
         if self.dtype not in (torch.bfloat16, torch.float16):
             raise ConfigurationError(f"Cast({self.dtype}) is not a 16-bit format; use torch.bfloat16 or torch.float16")
+        check_choice("Cast", "rounding", self.rounding, ("nearest", "stochastic"))
+        if self.stochastic and self.dtype != torch.bfloat16:
+            raise ConfigurationError(
+                f"Cast({self.dtype}, rounding='stochastic') does not exist; use torch.bfloat16 or rounding='nearest'"
+            )
 
     @cached_property
     def wire_dtype(self) -> torch.dtype:
         """The 16-bit format."""
         return self.dtype
+
+    @cached_property
+    def stochastic(self) -> bool:
+        """With rounding="stochastic"."""
+        return self.rounding == "stochastic"
+
+    @property
+    def error_bound(self) -> float:
+        """Half a unit in the last place of the element itself, if it is no denormal number; or, by chance, a whole."""
+        return super().error_bound * (2 if self.stochastic else 1)
+
+    def _round(
+        self, values: Tensor, rounded: Tensor, scale: float, carry: ErrorFeedback | None, rng: RngKey, place: int
+    ) -> None:
+        if self.stochastic:
+            cast.round_stochastically(values, rounded, scale, carry, rng, place)
+        else:
+            super()._round(values, rounded, scale, carry, rng, place)
 
     @classmethod
     def trials(cls) -> Trials[Compressor]:

@@ -17,6 +17,7 @@ from commopt.errors import ConfigurationError
 from commopt.feedback.factors import FactorStore
 from commopt.feedback.layout import Layout, gaps
 from commopt.feedback.quality import SampledError
+from commopt.kernels.residual import round_by_chance
 
 Kind = Literal["worker", "server"]
 Key = tuple[str, str, Layout]
@@ -30,7 +31,6 @@ ANCHOR, MOMENTUM_BUFFER = "anchor", "momentum_buffer"
 _AVERAGES = (EXP_AVG, EXP_AVG_SQ, ANCHOR, MOMENTUM_BUFFER)
 
 _SWEEPS = 3  # of what nobody asks for; it stays where it is then
-_LOW_BITS = 0xFFFF  # of a float32, which bfloat16 does not have
 
 
 @dataclass(eq=False)
@@ -378,6 +378,7 @@ def round_stochastically(values: Tensor, seed: int) -> Tensor:
     """
     generator = torch.Generator(values.device)
     generator.manual_seed(seed)
-    noise = torch.randint(_LOW_BITS + 1, values.shape, dtype=torch.int32, device=values.device, generator=generator)
-    noise.add_(values.view(torch.int32)).bitwise_and_(~_LOW_BITS)
-    return noise.view(torch.float32).to(torch.bfloat16)
+    chances = torch.randint(2**16, values.shape, dtype=torch.int32, device=values.device, generator=generator)
+    rounded = torch.empty_like(values, dtype=torch.bfloat16)
+    round_by_chance(values, chances, rounded)
+    return rounded

@@ -9,7 +9,7 @@ from dataclasses import MISSING, fields
 from difflib import get_close_matches
 from functools import update_wrapper
 from inspect import Parameter, Signature
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -202,10 +202,17 @@ flat = _preset("flat", "One all_reduce over all ranks, as stock DDP does, in nod
 hierarchical = _preset(
     "hierarchical", "Exact average; only 2 (N-1)/N of the gradient crosses between N nodes.", lambda: Hierarchical()
 )
+
+
+def _bf16(*, rounding: Literal["nearest", "stochastic"] = "nearest", lossless: bool = False) -> Aggregator:
+    return Hierarchical(inter=Compressed(Cast(torch.bfloat16, rounding), feedback=None, packed=lossless))
+
+
 hierarchical_bf16 = _preset(
     "hierarchical_bf16",
-    "As hierarchical, with bfloat16 between the nodes and float32 sums: half the bytes on the slow network.",
-    lambda: Hierarchical(inter=Compressed(Cast(torch.bfloat16), feedback=None)),
+    "As hierarchical, with bfloat16 between the nodes and float32 sums: half the bytes on the slow network.\n\n"
+    'rounding: "stochastic" rounds at random, so that the mean over steps is exact; see Cast.',
+    _bf16,
 )
 
 _BITS = "8, 4 or 2 bits per element {}, with error feedback."

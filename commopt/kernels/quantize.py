@@ -47,8 +47,8 @@ def encode(
     arguments = (
         *(values.data_ptr(), DTYPES[values.dtype], values.numel(), float(scale)),
         *(payload.data_ptr(), payload.stride(0), *_shape(codec, payload.shape[0], chunk_numel)),
-        *_carry(carry),
-        *_rng(codec, rng),
+        *carry_arguments(carry),
+        *(rng_arguments(rng) if codec.stochastic else ()),
     )
     _launch(kernels, f"encode_{_encoder(codec)}", codec, payload, payload.shape[0] * chunk_numel, arguments)
 
@@ -104,8 +104,8 @@ def recode(
     _, *row_shape = _shape(codec, 1, chunk_numel)
     arguments = (
         *(payloads.data_ptr(), payloads.stride(0), payloads.shape[0], payload.data_ptr(), *row_shape, numel),
-        *_carry(carry),
-        *_rng(codec, rng),
+        *carry_arguments(carry),
+        *(rng_arguments(rng) if codec.stochastic else ()),
     )
     _launch(kernels, f"recode_{_encoder(codec)}", codec, payload, chunk_numel, arguments)
 
@@ -151,16 +151,15 @@ def _shape(codec: Codec, rows: int, chunk_numel: int) -> tuple[int, int, int]:
     return rows, chunk_numel // codec.block, codec.block
 
 
-def _carry(carry: ErrorFeedback | None) -> Arguments:
+def carry_arguments(carry: ErrorFeedback | None) -> Arguments:
+    """Return what a kernel is told of a carry."""
     if carry is None:
         return 0, 0, 0, 1.0
     return carry.old.data_ptr(), carry.new.data_ptr(), address(carry.loss_scale), float(carry.decay)
 
 
-def _rng(codec: Codec, rng: RngKey) -> Arguments:
-    """Return the arguments of a stochastic rounding; they cross as signed numbers."""
-    if not codec.stochastic:
-        return ()
+def rng_arguments(rng: RngKey) -> Arguments:
+    """Return what a stochastic rounding is told; the numbers cross as signed ones."""
     return tuple((number + 2**63) % 2**64 - 2**63 for number in (rng.seed, rng.step, rng.stream))
 
 

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Error feedback in plain torch: the old residual added to values, the new one left."""
+"""Error feedback in plain torch: the old residual added to values, the new one left. And rounding to 16 bits."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from commopt.kernels.codec import ErrorFeedback
+from commopt.kernels.codec import ErrorFeedback, RngKey
+from commopt.kernels.philox import sixteen_bits
 
+_LARGEST_BFLOAT16 = torch.finfo(torch.bfloat16).max
+_LOW_BITS = 0xFFFF  # what of a float32 a bfloat16 lacks
 _CPU_PIECE_NUMEL = 2**17
 _PIECE_NUMEL = 2**24  # elsewhere launches cost more than memory traffic
 
@@ -57,20 +60,46 @@ class Residual:
             self._new.mul_(self._inverse)
 
 
+def round_by_chance(values: Tensor, chances: Tensor, rounded: Tensor) -> None:
+    """Round float32 `values` to bfloat16, up or down with probabilities that make the mean exact.
+
+    chances: whole numbers below 2^16, evenly spread (int32, overwritten). Up means away from zero. What is beyond the
+    largest bfloat16 is rounded to nearest: chance makes nothing infinite, and infinities and NaN stay.
+    """
+    chances.add_(values.view(torch.int32)).bitwise_and_(~_LOW_BITS)
+    rounded.copy_(torch.where(values.abs() <= _LARGEST_BFLOAT16, chances.view(torch.float32), values))
+
+
 @torch.no_grad()
-def round_with_carry(values: Tensor, rounded: Tensor, scale: float, carry: ErrorFeedback | None) -> None:
-    """Round `scale * values` (+ the carry) to the dtype of `rounded`: all 1-D and of one length, without any check."""
+def round_with_carry(
+    values: Tensor,
+    rounded: Tensor,
+    scale: float,
+    carry: ErrorFeedback | None,
+    rng: RngKey | None = None,
+    place: int = 0,
+) -> None:
+    """Round `scale * values` (+ the carry) to the dtype of `rounded`: all 1-D and of one length, without any check.
+
+    rng: round by chance, to bfloat16; the values are the elements from `place` on of what is rounded by this key.
+    """
     step = min(piece_numel(values.device), values.numel())
     factor = torch.full((), scale, dtype=torch.float32, device=values.device)  # written there: no host waits
     residual = None if carry is None else Residual(carry)
-    memory = torch.empty(2, step if residual else 0, dtype=torch.float32, device=values.device)
+    direct = residual is None and rng is None
+    memory = torch.empty(2, 0 if direct else step, dtype=torch.float32, device=values.device)
     for begin in range(0, values.numel(), max(step, 1)):
         part, target = values[begin : begin + step], rounded[begin : begin + step]
-        if residual is None:
+        if direct:
             scale_into(part, factor, target)
             continue
         p, work = memory[:, : part.numel()]
         scale_into(part, factor, p)
-        residual.add_old(begin, p, work)
-        target.copy_(p)
-        residual.write_new(begin, p, work.copy_(target))
+        if residual is not None:
+            residual.add_old(begin, p, work)
+        if rng is None:
+            target.copy_(p)
+        else:
+            round_by_chance(p, sixteen_bits(place + begin, p.numel(), rng, p.device), target)
+        if residual is not None:
+            residual.write_new(begin, p, work.copy_(target))

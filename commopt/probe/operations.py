@@ -16,7 +16,7 @@ from commopt.cost import LinkKey, WorkKey
 from commopt.errors import ConfigurationError
 from commopt.groups import Team
 from commopt.hooks import PRESETS
-from commopt.kernels import lowrank
+from commopt.kernels import lowrank, packing
 
 PARTS = ("intra", "inter", "world", "work")
 
@@ -207,7 +207,7 @@ def _inside(value: object) -> Iterator[object]:
 
 def jobs_of(compressors: Iterable[Compressor]) -> list[Job]:
     """Return the work that these compressors make, and that which does not depend on them."""
-    jobs = [Job(WorkKey("copy"), _copy)]
+    jobs = [Job(WorkKey("copy"), _copy), Job(WorkKey("pack"), _pack), Job(WorkKey("unpack"), _unpack)]
     for compressor in compressors:
         for kind, prepare in (("encode", _encode), ("decode", _decode), ("recode", _recode)):
             jobs.append(Job(WorkKey(kind, repr(compressor)), partial(prepare, compressor)))
@@ -226,6 +226,28 @@ def _copy(numel: int, device: torch.device) -> Callable[[], None]:
         copied.copy_(values)
 
     return copy
+
+
+def _pack(numel: int, device: torch.device) -> Callable[[], None]:
+    values, packed = _packed(numel)
+
+    def pack() -> None:
+        packing.pack(values, packed)
+
+    return pack
+
+
+def _unpack(numel: int, device: torch.device) -> Callable[[], None]:
+    values, packed = _packed(numel)
+    return partial(packing.unpack, packed, values)
+
+
+def _packed(numel: int) -> tuple[Tensor, Tensor]:
+    """Return numbers as bfloat16 and packed, on the CPU: elsewhere nothing is."""
+    values = _normal(numel, torch.device("cpu")).to(torch.bfloat16)
+    packed = torch.empty(packing.packed_nbytes(numel), dtype=torch.uint8)
+    packing.pack(values, packed)
+    return values, packed
 
 
 def _encode(compressor: Compressor, numel: int, device: torch.device) -> Callable[[], None]:

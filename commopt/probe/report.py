@@ -94,7 +94,7 @@ def own_gbps(membership: Membership, environ: Mapping[str, str]) -> float | None
 
 # ------------------------------------------------------------------------------------------------- tables
 
-_KINDS = ("encode", "decode", "recode", "factor", "refresh", "copy")
+_KINDS = ("encode", "decode", "recode", "factor", "refresh", "copy", "pack", "unpack")
 _LEVELS = ("intra", "inter", "world")
 
 LINKS = "GB/s: of the message, when it is long; node Gb/s: what a node sent to others in the largest one; 1e9."

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from commopt.aggregate import Aggregator, Flat, Hierarchical, auto_of, families
+from commopt.errors import ConfigurationError
 from commopt.feedback import Layout
 from commopt.groups import TeamShape
 from commopt.schedule.decision import Option
@@ -49,19 +50,31 @@ def available(aggregator: Aggregator, team: TeamShape) -> dict[str, Aggregator]:
 
 
 def allowed_families(aggregator: Aggregator, team: TeamShape) -> tuple[Family, ...]:
-    """Return what `auto` is allowed beside the exact averages, flat and, where there are two levels, hierarchical."""
+    """Return what `auto` is allowed beside the exact averages, flat and, where there are two levels, hierarchical.
+
+    What cannot run on the team is left out.
+    """
     auto = auto_of(aggregator)
     if auto is None:
         return ()
     forms: dict[str, Callable[[Aggregator], Aggregator]] = {"": lambda aggregator: aggregator}
     if team.intra is not None:
         forms["hierarchical "] = Hierarchical
-    return tuple(
+    found = (
         Family(prefix + kind, tuple(form(each.with_dense(auto.dense)) for each in trials.strengths), trials.usual)
         for kind, trials in families().items()
         if kind in auto.allow
         for prefix, form in forms.items()
     )
+    return tuple(family for family in found if all(_runs(each, team) for each in family.strengths))
+
+
+def _runs(aggregator: Aggregator, team: TeamShape) -> bool:
+    try:
+        aggregator.check(team)
+    except ConfigurationError:
+        return False
+    return True
 
 
 def candidates(families: Sequence[Family], gradients: Gradients, optimizer: str) -> list[Option]:

@@ -250,6 +250,10 @@ def _require_reducible(aggregator: Aggregator, inner: Aggregator) -> None:
                 f"{inner} makes directions of gradients, and a 1-D FSDP2 mesh has no sum of a node to make them of; "
                 f"use no adam, or {_HSDP}"
             )
+        if inner.packed:
+            raise ConfigurationError(
+                f"{inner} packs what it exchanges, which a 1-D FSDP2 mesh does not; use packed=False, or {_HSDP}"
+            )
         compressor = inner.compressor
         if compressor.sparse:
             raise ConfigurationError(
