@@ -11,11 +11,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from commopt.aggregate.base import Aggregator, Buffer, Flat, Step
+from commopt.aggregate.base import Aggregator, Buffer, Flat, Step, WorkKind
 from commopt.aggregate.compressed import Compressed
 from commopt.aggregate.hierarchical import Hierarchical
 from commopt.aggregate.outer import Deltas, Outer
-from commopt.compress import Compressor
+from commopt.compress import Compressor, Passes
 from commopt.errors import ConfigurationError
 from commopt.feedback import BufferContext, Feedback
 from commopt.groups import Team, TeamShape, apply_scale
@@ -162,6 +162,10 @@ class LocalSGD(Aggregator):
         """Return the earliest step that reaches as far and sends as much."""
         earliest = self.gradients.phase(step)
         return earliest if step < self.start_step else max(earliest, self.start_step)
+
+    def passes(self, ranks: int) -> dict[tuple[WorkKind, str], Passes]:
+        """Return those of gradients and of parameters."""
+        return self.gradients.passes(ranks) | self.parameters.passes(ranks)
 
     def check_capture(self, step: int, team: TeamShape) -> None:
         """Refuse where there are several nodes."""
