@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from commopt import DGC, LocalSGD, OneBit, Outer, Quantize
+from commopt import DGC, LocalSGD, OneBit, Outer, PowerSGD, Quantize
 from commopt.cost import Speeds, cost, nominal_links
 from commopt.feedback import Layout
 from commopt.groups import TeamShape
@@ -97,6 +97,8 @@ def test_one_node_averages_gradients_and_waits_for_all_its_ranks() -> None:
 def test_the_presets_have_their_names() -> None:
     for name in ("diloco:period=50", "streaming_diloco", "onebit_local:delay=4:fragments=4", "sparse_loco"):
         assert isinstance(strategy(name).candidates[0].build(), LocalSGD)
+    chosen = strategy("diloco:period=4:compressor=PowerSGD(matrix_rank=8)").candidates[0].build()
+    assert chosen == LocalSGD(4, outer=NESTEROV, compressor=PowerSGD(8))
 
 
 # --------------------------------------------------------------------------------------- beside training
@@ -107,6 +109,7 @@ AVERAGES = (
     LocalSGD(PERIOD, outer=NESTEROV, fragments=2),
     LocalSGD(PERIOD, outer=Outer(0.7), compressor=DGC(1 / 64, min_elements=1), decay=0.95),
     LocalSGD(PERIOD, compressor=Quantize(4), fragments=6, delay=1, merge=0.5),
+    LocalSGD(PERIOD, compressor=PowerSGD(2, start_step=0), fragments=2),
     LocalSGD(PERIOD),
 )
 
