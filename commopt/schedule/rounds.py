@@ -4,8 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil
 
 from commopt.aggregate import LocalSGD
+from commopt.schedule.candidates import INSIDE
+from commopt.schedule.decision import Tried
+from commopt.schedule.learning import Learned
+from commopt.schedule.prices import Costs
+from commopt.schedule.window import Window
+
+_PARCEL_NBYTES = 25 * 2**20  # as hooks.parcels has it
 
 
 def mean_step_us(
@@ -45,3 +53,19 @@ def largest_sum(average: LocalSGD, fragments: Sequence[int]) -> int:
     """Return the most that leaves in one step, of what is given for each fragment."""
     first = average.start_step + average.period
     return max(sum(fragments[each] for each in average.due(steps)) for steps in range(first, first + average.period))
+
+
+def expected(average: LocalSGD, learned: Learned, steps: float, window: Window, costs: Costs) -> Tried:
+    """Return what a LocalSGD should take under the conditions of a window, with its messages; fragments of one size."""
+    home = {name: unit for unit in window.units for name in unit.names}
+    groups = [list({home[name].names: home[name] for name in group}.values()) for group in window.plan.groups]
+    nbytes = [sum(unit.nbytes for unit in group) for group in groups]
+    ready_us = [max(unit.ready_us for unit in group) for group in groups]
+    parcels = ceil(sum(nbytes) / average.fragments / _PARCEL_NBYTES)
+    parcel_us = costs.lane_us(sum(nbytes) // (average.fragments * parcels), repr(average.parameters))
+    fragments_us = [parcels * parcel_us] * average.fragments
+    lane_us = [costs.lane_us(each, repr(INSIDE)) for each in nbytes]
+    then_us = mean_step_us(average, fragments_us, ready_us, lane_us, max(ready_us))
+    saved_us = window.predicted(costs).finish_us - then_us
+    step_us, exposed_us = (max(0.0, each.value - saved_us) for each in (window.step, window.exposed))
+    return Tried(learned.measured, repr(average), 0.0, step_us, exposed_us, steps=steps)
