@@ -100,7 +100,7 @@ def test_switching_between_all_ways_loses_nothing(nodes: Sequence[int]) -> None:
 
 def tune(rank: int, world_size: int, folder: Path, allow: str) -> tuple[bytes, str, str, int]:
     ddp = TorchDDP(seeded(Tower), **SMALL_BUCKET)
-    state = commopt.attach(ddp, "auto", allow=allow, plan="adaptive")
+    state = commopt.attach(ddp, "auto", allow=allow, plan="adaptive", optimizer="adamw")
     assert state.tuned is None
     assert "nothing was decided yet" in state.explain()
     steps = 0
@@ -120,7 +120,7 @@ def step(ddp: TorchDDP, rank: int, number: int) -> None:
             parameter -= 1e-3 * parameter.grad
 
 
-@pytest.mark.parametrize("allow", ["lossless", "quantized+powersgd"])
+@pytest.mark.parametrize("allow", ["lossless", "quantized+powersgd", "local"])
 def test_tunes_by_itself_within_sixty_steps(tmp_path: Path, allow: str) -> None:
     results = run(tune, 4, tmp_path, allow, nodes=(2, 2), timeout_s=120.0)
     replicas, texts, documents, steps = zip(*results, strict=True)
@@ -129,8 +129,11 @@ def test_tunes_by_itself_within_sixty_steps(tmp_path: Path, allow: str) -> None:
     tuned = Tuned.from_json(documents[0])
     assert tuned.steps <= 60
     assert tuned.nodes == (2, 2)
-    if allow == "lossless":
+    if allow != "quantized+powersgd":
         assert all(tried.error == 0 for tried in tuned.considered)
+    local = {tried.name: tried for tried in tuned.considered if tried.strategy.startswith("LocalSGD(")}
+    assert set(local) == ({"onebit_local", "onebit_local:delay=4:fragments=4"} if allow == "local" else set())
+    assert all(tried.predicted_step_us > 0 and tried.step_us is None for tried in local.values())
 
 
 def see_optimizers(rank: int, world_size: int) -> list[str]:
@@ -290,7 +293,8 @@ def test_bad_wishes_are_named(options: dict[str, Any], named: str) -> None:
 def test_exact_averages_are_always_allowed() -> None:
     assert Auto(allow=("quantized",)) == Auto("quantized") == Auto(("lossless", "quantized"))
     assert Auto().lossless
-    assert Auto().residual_paths == ()
+    assert Auto().residual_paths == Auto("local").residual_paths == ()
+    assert Auto("local").lossless
     assert not Auto("powersgd").lossless
     assert commopt.build_preset("auto:allow=quantized+dgc:max_trials=2") == Auto("quantized+dgc", 2)
     assert commopt.build_preset("auto:optimizer=adamw") == Auto(optimizer="adamw")

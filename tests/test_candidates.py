@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from bench.evidence.convergence.report import read
-from commopt import DGC, Aggregator, Auto, Compressed, Flat, Hierarchical, OneBit, PowerSGD, Quantize
+from commopt import DGC, Aggregator, Auto, Compressed, Flat, Hierarchical, OneBit, PowerSGD, Quantize, build_preset
 from commopt.aggregate.auto import families
 from commopt.feedback import Layout
 from commopt.groups import TeamShape
 from commopt.schedule.candidates import allowed_families, candidates, exact
-from commopt.schedule.learning import LEARNED, steps_to_loss, strength_of
+from commopt.schedule.learning import LEARNED, LEARNED_LOCAL, steps_to_loss, strength_of
 
 NODES, NODE = TeamShape.of((2, 2)), TeamShape.of((4,))
 
@@ -86,12 +86,16 @@ def test_what_is_said_of_learning_was_measured() -> None:
     _, runs = read(Path(__file__).parents[1] / "bench/results/convergence.json")
     strengths = [repr(each) for family in families().values() for each in family.strengths]
     assert set(LEARNED) <= set(strengths)
+    assert all(build_preset(learned.measured) == average for average, learned in LEARNED_LOCAL.items())
     for optimizer in ("sgd", "adamw"):
         mine = [run for run in runs if (run.task, run.optimizer) == ("gpt", optimizer)]
         dense = [run for run in mine if run.strategy == "ddp"]
         loss = 1.05 * mean(run.loss for run in dense)
         to_dense = mean(run.steps_to(loss) or 400 for run in dense)
-        for learned in LEARNED.values():
+        for learned in (*LEARNED.values(), *LEARNED_LOCAL.values()):
+            if getattr(learned, optimizer) is None:
+                assert not any(run.strategy == learned.measured for run in mine)
+                continue
             took = [run.steps_to(loss) or 400 for run in mine if run.strategy == learned.measured]
             assert len(took) == 3, learned
             assert getattr(learned, optimizer) == pytest.approx(mean(took) / to_dense, abs=0.006), learned

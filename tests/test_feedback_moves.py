@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 import commopt
 from commopt import DGC, Aggregator, Compressed, Feedback, Hierarchical, PowerSGD, Quantize
 from tests.catalogue import LAYOUTS
-from tests.feedback_training import Training, Vectors, residual_of, zero_gradients, zeros
+from tests.feedback_training import Records, Training, Vectors, residual_of, zero_gradients, zeros
 from tests.ranks import run
 
 STEPS = 14  # of zero gradients: at 4 bits little is left of a residual after each
@@ -80,6 +81,23 @@ def test_residuals_are_sent_in_the_end(old: Aggregator, old_layout: str, new: Ag
         assert left < 1e-4 * largest
         for name, values in owed.items():
             torch.testing.assert_close(told[name], values, rtol=0, atol=1e-5)
+
+
+def load_quietly(rank: int, world_size: int, saved: dict[str, Any]) -> list[str]:
+    logging.getLogger("commopt").addHandler(records := Records())
+    Training(rank, world_size, FOUR).comm.load_state_dict(saved)
+    return records.messages
+
+
+def test_the_rules_for_the_learning_rate_are_told_in_another_world() -> None:
+    saved = next(state for state in run(save, 2, FOUR) if state is not None)
+    first, *others = run(load_quietly, 3, saved)
+    assert len(first) == 1
+    assert "of 2 ranks and here are 3" in first[0]
+    assert "by 1.5 for SGD" in first[0]
+    assert "by 1.22 for Adam" in first[0]
+    assert others == [[], []]
+    assert run(load_quietly, 2, saved) == [[], []]
 
 
 def resume_twice(rank: int, world_size: int, aggregator: Aggregator) -> list[str]:

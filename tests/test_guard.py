@@ -240,12 +240,12 @@ def test_samples_are_counted_to_the_byte(layout: str) -> None:
 
 def learn(rank: int, world_size: int, strategy: str, optimizer: str) -> tuple[float, list[str]]:
     """Return how far the small GPT of the convergence benchmark is behind after 49 steps, and the warnings."""
-    from bench.evidence.convergence.plan import GPT  # which loads scikit-learn
+    from bench.evidence.convergence.plan import GPT, Entry  # which loads scikit-learn
 
     warnings = Records()
     logging.getLogger("commopt").addHandler(warnings)
     try:
-        training = GPT.start(optimizer, 0, torch.device("cpu"))
+        training = GPT.start(optimizer, 0, torch.device("cpu"), Entry(strategy))
         state = commopt.attach(training.model, strategy, guard=EVERY_STEPS)
         for _ in range(49):
             training.step()

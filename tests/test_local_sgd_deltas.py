@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
-from commopt import ConfigurationError, LocalSGD, OneBit, Outer, Quantize
+from commopt import ConfigurationError, Hierarchical, LocalSGD, OneBit, Outer, PowerSGD, Quantize
 from commopt.compress import Compressor
 from commopt.hooks.parcels import fragments_of
 from tests.hook_training import Tower, batch_of, digest_of, loss_of, seeded
@@ -86,7 +87,7 @@ class Reference:
             for node, (values, ranks) in enumerate(zip(taken, self._ranks, strict=True)):
                 deltas = [(theta - each) * len(ranks) / world for theta, each in zip(self._theta, values, strict=True)]
                 sent = [average.decay * e + d for e, d in zip(self._errors[node], deltas, strict=True)]
-                decoded = sent if average.compressor is None else decode(average.compressor, sent)
+                decoded = decode(average.compressor, sent) if isinstance(average.compressor, Compressor) else sent
                 self._errors[node] = [a - b for a, b in zip(sent, decoded, strict=True)]
                 for theta, each in zip(self._theta, decoded, strict=True):
                     assert theta.grad is not None
@@ -147,6 +148,32 @@ def test_it_is_diloco(average: LocalSGD, nodes: Sequence[int]) -> None:
         assert off < 3e-4
 
 
+def beside_gradients(rank: int, world_size: int) -> float:
+    """Return how far apart low-rank factors of deltas of one step of SGD and those of gradients lead."""
+    trained = []
+    for average in (
+        LocalSGD(1, compressor=PowerSGD(2, start_step=3)),
+        Hierarchical(PowerSGD(2)),
+    ):  # rounds are from 1 on
+        module = seeded(Tower)
+        ddp = TorchDDP(module)
+        commopt.attach(ddp, average)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(ddp, batch_of(rank, step)).backward()
+            optimizer.step()
+        ddp(*batch_of(rank, STEPS))  # the last round
+        trained.append(list(module.parameters()))
+    return max(float((one - other).abs().max()) for one, other in zip(*trained, strict=True))
+
+
+@pytest.mark.parametrize("nodes", [(1, 1), (2, 2)], ids=["1+1", "2x2"])
+def test_deltas_travel_as_low_rank_factors(nodes: Sequence[int]) -> None:
+    for off in run(beside_gradients, sum(nodes), nodes=nodes):
+        assert off < 1e-4
+
+
 # -------------------------------------------------------------------------------------- beside training
 
 
@@ -173,6 +200,11 @@ def resume(rank: int, world_size: int, average: LocalSGD, stop_after: int) -> tu
 @pytest.mark.parametrize(("stop_after", "nodes"), [(5, (2, 1)), (7, (2, 2)), (6, (1, 1))], ids=["2+1", "2x2", "1+1"])
 def test_resuming_in_the_middle_of_a_period_changes_no_bit(stop_after: int, nodes: Sequence[int]) -> None:
     for went_on, resumed in run(resume, sum(nodes), EVERYTHING, stop_after, nodes=nodes):
+        assert went_on == resumed
+
+
+def test_resuming_changes_no_bit_of_low_rank_factors() -> None:
+    for went_on, resumed in run(resume, 4, replace(EVERYTHING, compressor=PowerSGD(2, start_step=1)), 7, nodes=(2, 2)):
         assert went_on == resumed
 
 
@@ -235,6 +267,10 @@ def test_fragments_are_of_about_as_many_bytes_and_have_rounds_of_their_own() -> 
     assert [len(each) for each in fragments_of(tensors, 7)] == [1] * 7
     with pytest.raises(ConfigurationError, match=r"fragments=8\) is more"):
         fragments_of(tensors, 8)
+    names = ["embedding", "norm0.weight", "h.0.mlp.0.weight", "h.0.mlp.1.weight", "h.1.mlp.0.weight", "h.1.b", "head"]
+    model = {name: torch.zeros(10) for name in names}
+    assert fragments_of(model, 3) == [names[:2], names[2:4], names[4:]]  # blocks stay whole
+    assert [len(each) for each in fragments_of(model, 6)] == [1, 1, 2, 1, 1, 1]  # more than there are blocks
     average = LocalSGD(period=4, start_step=1, fragments=3)
     assert [average.due(steps) for steps in range(10)] == [(), (), (1,), (2,), (), (0,), (1,), (2,), (), (0,)]
     assert [average.round_after(steps) for steps in (2, 3, 5, 6, 9)] == [1, 1, 1, 2, 2]

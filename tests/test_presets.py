@@ -126,6 +126,18 @@ def test_presets_of_local_sgd_take_its_options(name: str) -> None:
     usual = preset()
     assert isinstance(usual, commopt.LocalSGD)
     assert commopt.build_preset(f"{name}:period=20") == replace(usual, period=20)
+    for compressor in (commopt.PowerSGD(8), commopt.Quantize(bits=4), commopt.OneBit()):
+        assert commopt.build_preset(f"{name}:compressor={compressor}") == replace(usual, compressor=compressor)
+    by_place = commopt.build_preset(f"{name}:compressor=Quantize(4)")
+    assert by_place == replace(usual, compressor=commopt.Quantize(4))
+
+
+@pytest.mark.parametrize(
+    "value", ["Quantise(bits=4)", "Quantize(4, bits=x)", "Quantize(bit=4)", "x.OneBit()", "print()"]
+)
+def test_a_value_that_is_no_compressor_is_named(value: str) -> None:
+    with pytest.raises(ConfigurationError, match="none of Cast, Quantize, OneBit, DGC, PowerSGD, Outer"):
+        commopt.build_preset(f"diloco:compressor={value}")
 
 
 def register_without_a_state(rank: int, world_size: int) -> None:

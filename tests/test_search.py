@@ -14,7 +14,10 @@ from hypothesis import strategies as st
 
 from commopt import ConfigurationError
 from commopt.schedule import Costs, Decision, Plan, Tried, Tuned, Window, best_plan, explain
+from commopt.schedule.candidates import INSIDE
 from commopt.schedule.decision import Option
+from commopt.schedule.learning import LEARNED_LOCAL
+from commopt.schedule.search import Search
 from commopt.schedule.trials import Trial, choose
 from tests.search_machine import (
     COSTS,
@@ -370,6 +373,51 @@ def test_says_what_adam_makes_possible_on_a_slow_link(
     assert ("adam=commopt.Adam()" in text) is told
     assert "x 1.42" in text
     assert f"optimizer: {optimizer or 'not known'}" in text
+
+
+def test_says_what_local_sgd_should_take_and_never_switches_to_it() -> None:
+    (deltas,) = {repr(average.parameters) for average in LEARNED_LOCAL}
+    prices = {**PRICES, repr(INSIDE): line(100.0, 1e-5), deltas: line(3000.0, 0.2e-3)}
+    allow = ("lossless", "quantized", "onebit", "local")
+    texts = []
+    for optimizer, nodes in (("adamw", (2, 2)), ("sgd", (2, 2)), ("adamw", (4,))):
+        machine = TunedMachine(noise=0.01, costs=Costs(prices, overhead_us=100.0), allow=allow)
+        machine.search = Search(machine.options, machine.costs, None, 4, allow, nodes, None, optimizer)
+        tuned = machine.run(100).tuned
+        local = {each.name: each for each in tuned.considered if each.strategy.startswith("LocalSGD(")}
+        texts.append(explain(None, tuned, []))
+        assert machine.plan.strategy in PRICES
+        if optimizer == "adamw" and len(nodes) > 1:
+            # Compute and the last bucket, and in 16 steps once two messages of half the model.
+            inside_us = 58_000 + 100 + 100 + 1e-5 * tuned_bytes(machine)
+            round_us = 2 * (3000 + 100) + 0.2e-3 * sum(unit.nbytes for unit in UNITS)
+            at_once, later = local["onebit_local"], local["onebit_local:delay=4:fragments=4"]
+            assert at_once.predicted_step_us == pytest.approx(inside_us + round_us / 16, rel=0.02)
+            assert later.predicted_step_us == pytest.approx(inside_us, rel=0.02)
+            assert at_once.steps == 1.29
+        else:
+            assert not local
+    assert "faster to a loss, by prices" in texts[0] or "should not be faster" in texts[0]
+    assert "never switched to" in texts[0]
+    assert "measured with AdamW only" in texts[1]
+    assert "there is one node" in texts[2]
+
+
+def tuned_bytes(machine: TunedMachine) -> int:
+    """The last message of those that ran first."""
+    return sum(unit.nbytes for unit in machine.units if unit.names[0] in machine.found.groups[-1])
+
+
+@pytest.mark.parametrize(("used_us", "told"), [(100.0, "faster to a loss"), (40.0, "should not be faster")])
+def test_local_sgd_is_compared_in_time_to_a_loss(used_us: float, told: str) -> None:
+    (average, *_), (learned, *_) = LEARNED_LOCAL, LEARNED_LOCAL.values()
+    tried = (
+        Tried("flat", "flat", 0.0, used_us, 60.0, used_us, 60.0),
+        Tried(learned.measured, repr(average), 0.0, 35.0, 1.0, steps=1.29),
+    )
+    text = explain(None, Tuned("flat", ("lossless", "local"), (2, 2), 50, tried, None, "for a test", "adamw"), [])
+    assert told in text
+    assert ("commopt.attach(ddp, 'onebit_local')" in text) is (told == "faster to a loss")
 
 
 def test_explains_itself() -> None:

@@ -59,7 +59,7 @@ def test_strategies_that_there_are_not() -> None:
     for name in ("stock:bits=2", "quantized:bits=3", "quantized:bit=4", "auto"):
         with pytest.raises(ConfigurationError):
             strategy(name)
-    with pytest.raises(ConfigurationError, match="there are stock, lossless, lossy, auto, dgc, flat"):
+    with pytest.raises(ConfigurationError, match="there are stock, lossless, lossy, auto, dgc, diloco, flat"):
         strategy("fastest")
 
 

@@ -15,6 +15,7 @@ from commopt.feedback import Feedback, checked_patterns
 from commopt.groups import TeamShape
 
 LOSSLESS = "lossless"
+LOCAL = "local"
 
 
 def families() -> dict[str, Trials[Aggregator]]:
@@ -40,7 +41,8 @@ class Auto(Flat):
 
     allow: "lossless" (always in it) and any of `families()`: "bf16", "bf16_packed" (the same in fewer bytes, on the
         CPU), "quantized" (8, 4, 2 bits), "dgc" (5, 1, 0.1 % of the elements), "powersgd" (rank 16 to 1) and so on; a
-        tuple, or a text such as "quantized+powersgd".
+        tuple, or a text such as "quantized+powersgd". "local": say what a
+        LocalSGD should take here. It is never switched to: nodes would come to hold different parameters.
     max_trials: how many ways are tried at most, each for nine steps.
     optimizer: "adamw" for one that is like Adam, "sgd" for others, by which strategies learn differently well
         (docs/tuning.md); None: what steps on the parameters tells.
@@ -56,7 +58,7 @@ class Auto(Flat):
 
     def __post_init__(self) -> None:
         names = self.allow.split("+") if isinstance(self.allow, str) else self.allow
-        known = (LOSSLESS, *families())
+        known = (LOSSLESS, *families(), LOCAL)
         if not isinstance(names, (tuple, list)) or not set(names) <= set(known):
             raise ConfigurationError(
                 f"Auto(allow={self.allow!r}) must name some of {', '.join(known)}, for example "
@@ -76,13 +78,13 @@ class Auto(Flat):
     @property
     def lossless(self) -> bool:
         """If nothing else can be chosen."""
-        return self.allow == (LOSSLESS,)
+        return set(self.allow) <= {LOSSLESS, LOCAL}
 
     @property
     def residual_paths(self) -> tuple[str, ...]:
         """Those of all that may be chosen."""
         known = families()
-        keeping = any(known[family].feedback for family in self.allow if family != LOSSLESS)
+        keeping = any(known[family].feedback for family in self.allow if family in known)
         return ("", "inter") if keeping else ()
 
     def residual_paths_on(self, team: TeamShape) -> tuple[str, ...]:

@@ -4,18 +4,19 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 from typing import ClassVar
 
 from torch import Tensor
 
-from commopt.aggregate.base import Aggregator, Buffer, Flat, Step
+from commopt.aggregate.base import Aggregator, Buffer, Flat, Step, WorkKind
 from commopt.aggregate.compressed import Compressed
 from commopt.aggregate.hierarchical import Hierarchical
 from commopt.aggregate.outer import Deltas, Outer
-from commopt.compress import Compressor
+from commopt.aggregate.powersgd import PowerSGD
+from commopt.compress import Compressor, Passes
 from commopt.errors import ConfigurationError
 from commopt.feedback import BufferContext, Feedback
 from commopt.groups import Team, TeamShape, apply_scale
@@ -44,10 +45,12 @@ class LocalSGD(Aggregator):
         have no way to the other nodes.
     buffers: average floating buffers (BatchNorm's statistics) with the parameters; for DDP(broadcast_buffers=False).
     outer: the optimizer of theta.
-    compressor: how deltas travel between nodes; what it leaves out (e_k) travels in the next round. None: as float32.
+    compressor: how deltas travel between nodes, a PowerSGD for one too; what it leaves out (e_k) travels in the next
+        round. None: as float32.
     decay: the share of e_k that is kept, in (0, 1] (SparseLoCo, arXiv 2508.15706, keeps 0.95).
-    fragments: the parameters, in their order, are cut into so many of about as many bytes; fragment p has its rounds
-        p / fragments of a period after the first (Streaming DiLoCo, arXiv 2501.18512).
+    fragments: the parameters, in their order, are cut into so many of about as many bytes, between blocks where there
+        are enough; fragment p has its rounds p / fragments of a period after the first (Streaming DiLoCo, arXiv
+        2501.18512).
     delay: the steps that are made while deltas travel, below `period`. What a node learns in them is not lost: what the
         round changes is added.
     merge: the share of the round's result in a node's parameters, in (0, 1].
@@ -58,7 +61,7 @@ class LocalSGD(Aggregator):
     gradients: Aggregator = field(default_factory=Hierarchical)
     buffers: bool = False
     outer: Outer = field(default_factory=Outer)
-    compressor: Compressor | None = None
+    compressor: Compressor | PowerSGD | None = None
     decay: float = 1.0
     fragments: int = 1
     delay: int = 0
@@ -100,9 +103,10 @@ class LocalSGD(Aggregator):
                     f"LocalSGD(decay={self.decay}) is of what a compressor leaves out, and there is none; leave decay, "
                     f"or add for example compressor=OneBit()"
                 )
-        elif not isinstance(self.compressor, Compressor):
+        elif not isinstance(self.compressor, (Compressor, PowerSGD)):
             raise ConfigurationError(
-                f"LocalSGD(compressor={self.compressor!r}) must be a compressor, for example OneBit(), or None"
+                f"LocalSGD(compressor={self.compressor!r}) must be a compressor, for example OneBit(), a PowerSGD, or "
+                f"None"
             )
 
     def check(self, team: TeamShape) -> None:
@@ -128,7 +132,10 @@ class LocalSGD(Aggregator):
         """What a round replaces parameters by: their mean, or what comes of deltas, which keeps what was agreed on."""
         if self.compressor is None:
             return self.exact if self.outer == Outer() else Hierarchical(inter=Deltas(Flat(), self.outer))
-        return Hierarchical(inter=Deltas(Compressed(self.compressor, Feedback(self.decay)), self.outer))
+        kept = Feedback(self.decay)
+        if isinstance(self.compressor, PowerSGD):
+            return Hierarchical(inter=Deltas(replace(self.compressor, feedback=kept), self.outer))
+        return Hierarchical(inter=Deltas(Compressed(self.compressor, kept), self.outer))
 
     def due(self, steps: int) -> tuple[int, ...]:
         """Return the fragments a round of which begins when `steps` optimizer steps have been made."""
@@ -162,6 +169,10 @@ class LocalSGD(Aggregator):
         """Return the earliest step that reaches as far and sends as much."""
         earliest = self.gradients.phase(step)
         return earliest if step < self.start_step else max(earliest, self.start_step)
+
+    def passes(self, ranks: int) -> dict[tuple[WorkKind, str], Passes]:
+        """Return those of gradients and of parameters."""
+        return self.gradients.passes(ranks) | self.parameters.passes(ranks)
 
     def check_capture(self, step: int, team: TeamShape) -> None:
         """Refuse where there are several nodes."""

@@ -9,6 +9,7 @@ from dataclasses import fields, is_dataclass
 from functools import partial
 from hashlib import sha256
 from io import BytesIO
+from math import sqrt
 from typing import Any, TypeGuard
 
 import torch
@@ -143,7 +144,25 @@ def load(read: Callable[[], object], registration: Registration) -> None:
     _require_no_problem({rank: str(each["refused"]) for rank, each in zip(membership.ranks, answers, strict=True)})
     assert loaded is not None  # else there was a problem
     require_equal(membership.ranks, answers, facts)
+    if membership.team.rank == 0:
+        _tell_of_learning_rate(int(facts["ranks"]), membership.team.size)
     registration.go_on(store, *loaded)
+
+
+def _tell_of_learning_rate(ranks_then: int, ranks_now: int) -> None:
+    """Say what the field does about the learning rate when the batch of a step has grown or shrunk with the world."""
+    if ranks_then != ranks_now:
+        factor = ranks_now / ranks_then
+        _log.warning(
+            "the checkpoint is of %d ranks and here are %d: with equal batches on each a step takes %.3g times as many "
+            "samples. The usual rules multiply the learning rate by %.3g for SGD (Goyal et al., arXiv 1706.02677) and "
+            "by %.3g for Adam (Malladi et al., arXiv 2205.10287); commopt leaves it alone",
+            ranks_then,
+            ranks_now,
+            factor,
+            factor,
+            sqrt(factor),
+        )
 
 
 def _require_no_problem(problems: Mapping[int, str]) -> None:
@@ -186,6 +205,7 @@ def _fill(store: ResidualStore, saved: object, registration: Registration) -> tu
             f"returns"
         )
     facts = {
+        "ranks": str(len(first["nodes"])),
         "steps": str(first["steps"]),
         "residuals": source,
         "parameters": _digest(sorted(numels.items())),

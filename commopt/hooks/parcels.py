@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -80,20 +82,29 @@ def parcels_of(tensors: Named, pieces: Mapping[str, Piece]) -> list[Parcel]:
 def fragments_of(tensors: Named, count: int) -> Sequence[Sequence[str]]:
     """Cut tensors, in their order, into `count` fragments of about as many bytes, each of one at least; return names.
 
-    Raises ConfigurationError when there are fewer.
+    Blocks stay whole where there are as many: what is in the same entry of a list of modules ("layers.3.").
+    Raises ConfigurationError when there are fewer tensors.
     """
     if tensors and len(tensors) < count:
         raise ConfigurationError(
             f"LocalSGD(fragments={count}) is more than the model has parameters, {len(tensors)}; use fewer fragments"
         )
+    blocks = [list(names) for _, names in groupby(tensors, _block_of)]
+    units = blocks if len(blocks) >= count else [[name] for name in tensors]
+    sizes = [sum(tensors[name].numel() * tensors[name].element_size() for name in unit) for unit in units]
     fragments: list[list[str]] = [[] for _ in range(count)]
-    total, done, number = sum(each.numel() * each.element_size() for each in tensors.values()), 0, 0
-    for left, (name, tensor) in zip(range(len(tensors), 0, -1), tensors.items(), strict=True):
-        nbytes = tensor.numel() * tensor.element_size()
+    total, done, number = sum(sizes), 0, 0
+    for left, unit, nbytes in zip(range(len(units), 0, -1), units, sizes, strict=True):
         # The next fragment begins where its share does, or where each that is to come needs one of what is left.
         ends = 2 * done + nbytes > 2 * total * (number + 1) // count or left < count - number
         if fragments[number] and number + 1 < count and ends:
             number += 1
-        fragments[number].append(name)
+        fragments[number] += unit
         done += nbytes
     return fragments
+
+
+def _block_of(name: str) -> str:
+    """Return the name up to its first index, all of it where there is none."""
+    found = re.match(r"(?:.*?\.)?[0-9]+(?=\.)", name)
+    return found[0] if found else name

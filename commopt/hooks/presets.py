@@ -3,6 +3,7 @@
 
 # No `from __future__ import annotations` here: DDP compares a hook's annotations with the types themselves.
 
+import ast
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, fields
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commopt.aggregate import Aggregator, Auto, Compressed, Flat, Hierarchical, LocalSGD, Outer, PowerSGD
-from commopt.compress import DGC, Cast, Compressor, OneBit, Quantize
+from commopt.compress import COMPRESSORS, DGC, Cast, Compressor, OneBit, Quantize
 from commopt.errors import ConfigurationError
 from commopt.hooks.state import HookState
 
@@ -131,6 +132,7 @@ LOCAL_PRESETS: dict[str, Preset] = {}  # for whole models only: between their ro
 def build_preset(text: str, **options: Any) -> Aggregator:
     """Return the aggregator that "name" or "name:option=value:option=value" describes, as a command line can.
 
+    A value is a literal, or a compressor or an Outer as they show themselves: compressor=Quantize(bits=4).
     Raises ConfigurationError that names the presets, or the preset's options, that are near.
     """
     from commopt.command_line import option_value
@@ -144,8 +146,24 @@ def build_preset(text: str, **options: Any) -> Aggregator:
         option, equals, value = setting.partition("=")
         if not equals:
             raise ConfigurationError(f"{setting!r} in {text!r} is no option=value, for example {name}:block=256")
-        options[option] = option_value(value)
+        typed = option_value(value)
+        options[option] = _object(typed) if isinstance(typed, str) and typed.endswith(")") else typed
     return known[name].build(**options)
+
+
+def _object(text: str) -> Any:
+    """Return the compressor or Outer that is shown as `text`; raises ConfigurationError."""
+    known: tuple[type[Any], ...] = (*COMPRESSORS.values(), PowerSGD, Outer)
+    kinds = {each.__name__: each for each in known}
+    try:
+        shown: Any = ast.parse(text, mode="eval").body
+        by_name = {each.arg: ast.literal_eval(each.value) for each in shown.keywords}
+        return kinds[shown.func.id](*map(ast.literal_eval, shown.args), **by_name)
+    except (SyntaxError, AttributeError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, ConfigurationError):
+            raise
+        examples = "Quantize(bits=4) or PowerSGD(matrix_rank=8)"
+        raise ConfigurationError(f"{text!r} is none of {', '.join(kinds)} with its options, as {examples}") from None
 
 
 def _preset(name: str, about: str, build: Callable[..., Aggregator]) -> Preset:
@@ -250,8 +268,8 @@ diloco = _local(
 streaming_diloco = _local(
     "streaming_diloco",
     "Streaming DiLoCo (arXiv 2501.18512): every 100 steps, in fragments that travel by 4 bits while a step is made; "
-    "half of the result is taken over. There fragments are of layers and the 4 bits are E3M0; here there are 8 by "
-    "bytes, with a scale per block and error feedback, and the outer optimizer is DiLoCo's.",
+    "half of the result is taken over. There the 4 bits are E3M0; here they have a scale per block and error feedback, "
+    "there are 8 fragments, of whole blocks of layers where there are as many, and the outer optimizer is DiLoCo's.",
     period=100,
     outer=_NESTEROV,
     compressor=Quantize(bits=4),

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from commopt.schedule.config import BucketConfig
 from commopt.schedule.controller import Controller
-from commopt.schedule.decision import Calendar, Decision, Tried, Tuned, explain
+from commopt.schedule.decision import Calendar, Decision, Tried, Tuned
 from commopt.schedule.layouts import Layouts, require_same_parameters
 from commopt.schedule.plan import Plan, Unit, simulate
 
 if TYPE_CHECKING:
+    from commopt.schedule.explanation import explain
     from commopt.schedule.planner import SPARE, best_plan
     from commopt.schedule.prices import Costs, PriceTable
     from commopt.schedule.window import Window
@@ -26,6 +27,7 @@ _LATER = {
     "PriceTable": "prices",
     "Window": "window",
     "best_plan": "planner",
+    "explain": "explanation",
 }
 
 

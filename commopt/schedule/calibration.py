@@ -121,7 +121,8 @@ class _Trial:
         self._buffer = values.to(team.default_device, dtype)
         self._layout = Layout.anonymous(layout.numel) if aggregator.lossless else layout
         self._aggregator, self._team = aggregator, team
-        self._store, self._steps = ResidualStore(), count(aggregator.start_step)
+        # From 1 on: in round 0 a LocalSGD's parameters stay where they are.
+        self._store, self._steps = ResidualStore(), count(max(1, aggregator.start_step))
 
     def mean_us(self, calls: int) -> float:
         """Return what each of so many calls takes on the slowest rank; no pauses, in which a network would recover."""

@@ -10,14 +10,19 @@ from math import isfinite, sqrt
 import torch
 from torch import Tensor
 
-from commopt.aggregate import Aggregator, Flat, Hierarchical, auto_of, families
+from commopt.aggregate import Aggregator, Flat, Hierarchical, LocalSGD, auto_of, families
+from commopt.aggregate.auto import LOCAL
 from commopt.errors import ConfigurationError
 from commopt.feedback import Layout
 from commopt.groups import TeamShape
 from commopt.schedule.decision import Option
-from commopt.schedule.learning import strength_of
+from commopt.schedule.learning import LEARNED_LOCAL, strength_of
 
 Gradients = Sequence[tuple[Layout, Tensor]]
+
+
+INSIDE = LocalSGD()
+"""Stands for what any LocalSGD does with gradients."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,14 @@ def _runs(aggregator: Aggregator, team: TeamShape) -> bool:
     except ConfigurationError:
         return False
     return True
+
+
+def local_messages(aggregator: Aggregator, team: TeamShape) -> dict[str, Aggregator]:
+    """Return what the messages of a LocalSGD are averaged by, gradients and parameters, where `auto` may tell of it."""
+    auto = auto_of(aggregator)
+    if auto is None or LOCAL not in auto.allow or team.node_count == 1:
+        return {}
+    return {repr(each): each for each in (INSIDE, *(average.parameters for average in LEARNED_LOCAL))}
 
 
 def candidates(families: Sequence[Family], gradients: Gradients, optimizer: str) -> list[Option]:

@@ -23,7 +23,7 @@ from commopt.groups import Team
 from commopt.lanes import Work
 from commopt.recording import Recorder
 from commopt.schedule import reducer
-from commopt.schedule.candidates import available
+from commopt.schedule.candidates import available, local_messages
 from commopt.schedule.config import BucketConfig, require_fit, require_strategy
 from commopt.schedule.decision import FIRST_CALENDAR, Calendar, Decision, Tuned
 from commopt.schedule.layouts import Layouts
@@ -98,7 +98,8 @@ class Controller:
 
             self._sync = Sync(team, aggregator, config)
         if self._measures and config.links is not None:
-            require_prices(self._strategies, self._layouts.parameters, self._layouts.whole, team, config.links)
+            priced = {**self._strategies, **local_messages(aggregator, team)}
+            require_prices(priced, self._layouts.parameters, self._layouts.whole, team, config.links)
         if aggregator.tunes and config.plan == "ddp":
             how = "flat does" if config.tuned is None else "tuned= says, and nobody watches"
             _log.warning("auto does not tune with plan='ddp': gradients are averaged as %s; leave plan= out", how)

@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rank 0 tells the others: when to measure, what to follow, what tuning has come to; and the words for it."""
+"""What rank 0 tells the others: when to measure, what to follow, what tuning has come to."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from commopt.aggregate import Aggregator
 from commopt.document import load, read_as, read_text, require_text, require_whole
 from commopt.errors import ConfigurationError
-from commopt.schedule.estimate import ms
 from commopt.schedule.plan import Plan, Prediction
 
 _FORMAT = 2
@@ -171,70 +168,3 @@ class Decision:
         """Read what `to_json` wrote; raises ConfigurationError for anything else."""
         decision: Decision = read_as(cls, load(text, "decision", _FORMAT), "decision")
         return decision
-
-
-# ------------------------------------------------------------------------------------------- in words
-
-_COLUMNS = ("candidate", "leaves out", "steps to a loss", "step", "exposed", "expected", "")
-_SLOW = 0.5  # of a step, where that much of it is communication that nothing hides
-
-
-def explain(aggregator: Aggregator | None, tuned: Tuned | None, decisions: Sequence[Decision]) -> str:
-    """Return what is used, what it was compared with, what each message does, and the last decision."""
-    lines = [f"asked for: {aggregator if aggregator is not None else 'what the hook stands for'}"]
-    if tuned is not None:
-        from commopt.display import aligned
-
-        table = aligned(_COLUMNS, [_row(tried, tuned) for tried in tuned.considered], left=len(_COLUMNS))
-        known = tuned.optimizer or "not known, so that the worse of SGD and AdamW counts"
-        lines += [
-            f"used: {tuned.reason}",
-            f"optimizer: {known}",
-            *_advice(tuned),
-            "",
-            *table,
-            "",
-            *_messages(tuned.plan),
-            "",
-        ]
-    last = decisions[-1].reason if decisions else "nothing was decided yet"
-    return "\n".join([*lines, f"last decision: {last}"])
-
-
-def _row(tried: Tried, tuned: Tuned) -> tuple[str, ...]:
-    mark = "used" if tried.name == tuned.name else "" if tried.step_us is not None else "not tried"
-    return (
-        tried.name,
-        f"{tried.error:.1%}" if tried.error else "nothing",
-        f"x {tried.steps:.2f}",
-        "" if tried.step_us is None else ms(tried.step_us),
-        "" if tried.exposed_us is None else ms(tried.exposed_us),
-        f"{ms(tried.predicted_step_us)}, {ms(tried.predicted_exposed_us)} exposed",
-        mark,
-    )
-
-
-def _advice(tuned: Tuned) -> list[str]:
-    """Say what `auto` cannot choose, as it takes another optimizer: for a slow link, where this one is like Adam."""
-    exact = [each for each in tuned.considered if not each.error and each.step_us]
-    shares = [(each.exposed_us or 0.0) / each.step_us for each in exact if each.step_us]
-    if tuned.optimizer != "adamw" or len(tuned.nodes) < 2 or not shares or min(shares) < _SLOW:
-        return []
-    return [
-        "stronger on a link so slow: commopt.attach(ddp, 'hierarchical_onebit', adam=commopt.Adam()), with "
-        "comm.optimizer(...) in place of yours (docs/adamw.md)"
-    ]
-
-
-def _messages(plan: Plan | None) -> list[str]:
-    """Return the messages of a step, and when each is expected to be reduced."""
-    if plan is None:
-        return ["messages: DDP's own buckets"]
-    lines = [f"messages by {plan.strategy}, in the order of backward:"]
-    for number, group in enumerate(plan.groups):
-        text = f"  {number}: {group[0]} .. {group[-1]}"
-        if plan.predicted is not None:
-            late_us = plan.predicted.group_finish_us[number] - plan.predicted.compute_us
-            text += f"; {ms(late_us)} after backward" if late_us > 0 else f"; hidden, {ms(-late_us)} before its end"
-        lines.append(text)
-    return lines

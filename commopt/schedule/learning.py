@@ -7,20 +7,27 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from commopt.aggregate import Aggregator, Hierarchical
+from commopt.aggregate import Aggregator, Hierarchical, LocalSGD
+from commopt.compress import OneBit
 
 MOST_STEPS = 1.05  # of one strength: a weaker one of the family is taken instead, where there is one
 
 
 class Learned(NamedTuple):
-    """Steps to a loss over those of exact averages, by SGD with momentum and by AdamW.
+    """Steps to a loss over those of exact averages, by SGD with momentum and by AdamW; None where nobody measured.
 
     measured: what the strategy is called in bench/results/convergence.json.
     """
 
     measured: str
-    sgd: float
-    adamw: float
+    sgd: float | None
+    adamw: float | None
+
+    def steps(self, optimizer: str) -> float | None:
+        """Return those with an optimizer: "sgd", "adamw", or "" for unknown: what is worse of the two."""
+        if optimizer:
+            return self.sgd if optimizer == "sgd" else self.adamw
+        return None if self.sgd is None or self.adamw is None else max(self.sgd, self.adamw)
 
 
 # The GPT of docs/evidence/convergence.md, 134,656 parameters, means of three seeds: to 5 % above what stock DDP ends
@@ -40,17 +47,21 @@ LEARNED = {
     "PowerSGD(matrix_rank=1)": Learned("hierarchical_powersgd:matrix_rank=1", 1.40, 1.83),
 }
 
+# Those that `auto` knows of, by the names of presets.
+LEARNED_LOCAL = {
+    LocalSGD(16, compressor=OneBit()): Learned("onebit_local", None, 1.29),
+    LocalSGD(16, compressor=OneBit(), delay=4, fragments=4): Learned("onebit_local:delay=4:fragments=4", None, 1.28),
+}
+
 
 def steps_to_loss(strength: Aggregator, optimizer: str) -> float | None:
     """Return the steps to a loss over those of exact averages, None where nobody measured.
 
-    strength: in any form. optimizer: "sgd", "adamw", or "" for unknown: what is worse of the two.
+    strength: in any form. optimizer: as Learned.steps has it.
     """
     inner: Any = strength.inter if isinstance(strength, Hierarchical) else strength
     learned = LEARNED.get(repr(replace(inner, dense=()) if getattr(inner, "dense", ()) else inner))
-    if learned is None:
-        return None
-    return max(learned.sgd, learned.adamw) if not optimizer else float(getattr(learned, optimizer))
+    return None if learned is None else learned.steps(optimizer)
 
 
 def strength_of(strengths: Sequence[Aggregator], usual: int, optimizer: str) -> tuple[int, float]:

@@ -23,12 +23,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from commopt.aggregate.auto import LOCAL
 from commopt.feedback import falls_behind
 from commopt.schedule.decision import FIRST_CALENDAR, WINDOW_STEPS, Calendar, Decision, Option, Tuned
 from commopt.schedule.estimate import DRIFT, LEAST_GAIN, ms
+from commopt.schedule.learning import LEARNED_LOCAL
 from commopt.schedule.plan import Plan
 from commopt.schedule.planner import SPARE, best_plan
 from commopt.schedule.prices import Correction, Costs
+from commopt.schedule.rounds import expected
 from commopt.schedule.trials import LEAST_SHARE, Round, Trial, choose, pays
 from commopt.schedule.window import Window
 
@@ -182,6 +185,12 @@ class Search:
             reason = f"{search.why}: {best}: {search.before.words} -> {best.words}"
         if self._allow:
             told = tuple(each.told(search.base, self.costs) for each in [*search.tried, *self._untried(search)])
+            if LOCAL in self._allow and len(self._nodes) > 1:
+                told += tuple(
+                    expected(average, learned, to_loss, search.base, self.costs)
+                    for average, learned in LEARNED_LOCAL.items()
+                    if (to_loss := learned.steps(self._optimizer)) is not None
+                )
             steps = step + 1 - (self._began or 0)
             planned = None if as_stock else self._plan
             self._tuned = Tuned(best.name, self._allow, self._nodes, steps, told, planned, reason, self._optimizer)

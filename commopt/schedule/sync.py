@@ -25,7 +25,7 @@ from commopt.schedule.calibration import (
     prices_from_points,
     samples_of,
 )
-from commopt.schedule.candidates import Family, allowed_families, available, candidates, exact
+from commopt.schedule.candidates import Family, allowed_families, available, candidates, exact, local_messages
 from commopt.schedule.config import BucketConfig
 from commopt.schedule.decision import Calendar, Decision, Option, Tuned
 from commopt.schedule.measure import Measuring, StepTimes, latest, own_times
@@ -124,6 +124,7 @@ class Sync:
         self._team, self._links = team, config.links
         self._auto = auto_of(aggregator)
         self._exact, self._families = exact(aggregator, team), allowed_families(aggregator, team)
+        self._local = local_messages(aggregator, team)
         self._options: list[Option] | None = None
         self._points: dict[str, Points] | None = None
         self._search: Search | None = None
@@ -157,7 +158,7 @@ class Sync:
                     self.decision = Decision(None, calendar, f"measuring again: {answer}")
                 return
             self._options, self._points, self._search = [Option(**entry) for entry in answer], None, None
-        chosen = {option.strategy: self.strategies[option.strategy] for option in self._options}
+        chosen = {option.strategy: self.strategies[option.strategy] for option in self._options} | self._local
         if self._points is None or try_out:
             self._points = {} if self._links is not None else self._try_out(meeting, chosen)
             try_out = True

@@ -17,7 +17,8 @@ _MOST_NOTES = 6
 
 CAPTION = (
     "Simulated, not measured. compute: of a usual rank; waiting: for the slowest; exposed: communication that nothing "
-    "hides.\nMB sent: by a node to others in a step. efficiency: against one GPU, and one node with the same strategy."
+    "hides.\nMB sent: by a node to others in a step, in brackets in the one that sends most. "
+    "efficiency: against one GPU, and one node with the same strategy."
 )
 
 
@@ -43,11 +44,15 @@ def _cells(row: ScalingPoint) -> list[str]:
         str(row.ranks),
         str(row.batch or "-"),
         *(f"{time_us / 1e3:.1f}" for time_us in times_us),
-        f"{outcome.inter_bytes_per_node / 1e6:.1f}",
+        _sent(outcome.inter_bytes_per_node, outcome.peak_inter_bytes_per_node),
         f"{row.samples_per_s:.4g}" if row.batch else "-",
         f"{row.gpu_efficiency:.1%}",
         f"{row.node_efficiency:.1%}",
     ]
+
+
+def _sent(mean: int, peak: int) -> str:
+    return f"{mean / 1e6:.1f}" + (f" ({peak / 1e6:.1f})" if peak > mean else "")
 
 
 def as_document(inputs: Mapping[str, Any], rows: Sequence[ScalingPoint]) -> dict[str, Any]:

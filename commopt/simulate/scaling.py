@@ -12,6 +12,7 @@ from commopt.aggregate import Aggregator
 from commopt.errors import ConfigurationError
 from commopt.feedback import Layout
 from commopt.hooks import PRESETS, build_preset
+from commopt.hooks.presets import LOCAL_PRESETS
 from commopt.simulate.cluster import ClusterSpec
 from commopt.simulate.step import OVERHEAD_US, Outcome, Simulation, Stragglers
 from commopt.simulate.workload import Workload
@@ -80,8 +81,9 @@ def strategy(name: str, buckets: BucketSource = "planned") -> Strategy:
     }
     if name in groups:
         return Strategy(name, groups[name])
-    if name.split(":")[0] not in PRESETS:
-        raise ConfigurationError(f"strategy {name!r} is unknown; there are {', '.join([*groups, *sorted(PRESETS)])}")
+    known = PRESETS | LOCAL_PRESETS
+    if name.split(":")[0] not in known:
+        raise ConfigurationError(f"strategy {name!r} is unknown; there are {', '.join([*groups, *sorted(known)])}")
     candidate = Candidate(name, buckets)
     candidate.build()
     return Strategy(name, (candidate,))

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
@@ -12,13 +12,17 @@ from math import exp, expm1, inf, isfinite, log
 from statistics import NormalDist, fmean
 from typing import Literal, NamedTuple
 
-from commopt.aggregate import Aggregator
+import torch
+
+from commopt.aggregate import Aggregator, LocalSGD
 from commopt.cost import Cost, Links, Pricing
 from commopt.document import require_time
 from commopt.errors import ConfigurationError
 from commopt.feedback import Layout
 from commopt.groups import TeamShape
+from commopt.hooks.parcels import fragments_of, parcels_of
 from commopt.schedule import SPARE, Costs, PriceTable, Unit, best_plan
+from commopt.schedule.rounds import largest_sum, mean_step_us
 from commopt.simulate.workload import Workload, dtype_named
 
 Buckets = Literal["ddp", "planned"] | Sequence[Sequence[str]]
@@ -42,8 +46,10 @@ class Outcome:
     """What a step takes: step_us = compute_us + waiting_us + exposed_us.
 
     waiting_us: how much later the slowest rank's last gradient is ready than that of a usual rank, on average.
-    exposed_us: from then until the last bucket has arrived. communication_us: how long the lane is busy.
-    inter_bytes_per_node: payload that the first node sends to others. notes: what the figures leave out or assume.
+    exposed_us: from then until the last bucket has arrived, and with a LocalSGD what rounds are waited for.
+    communication_us: how long the lane is busy. inter_bytes_per_node: payload that the first node sends to others.
+    notes: what the figures leave out or assume. With a LocalSGD all are means over a period, of steps and bytes.
+    peak_inter_bytes_per_node: in the step that sends most.
     """
 
     step_us: float
@@ -54,6 +60,7 @@ class Outcome:
     inter_bytes_per_node: int
     buckets: tuple[Bucket, ...]
     notes: tuple[str, ...] = ()
+    peak_inter_bytes_per_node: int = 0
 
 
 @dataclass(frozen=True)
@@ -108,10 +115,13 @@ class Simulation:
         self, layout: Layout, aggregator: Aggregator, shape: TeamShape, links: Links, overhead_us: float = OVERHEAD_US
     ) -> None:
         require_time(overhead_us, "overhead_us")
+        if isinstance(aggregator, LocalSGD) and shape.node_count == 1:
+            aggregator = aggregator.gradients  # nobody to exchange parameters with
+        self._average = aggregator if isinstance(aggregator, LocalSGD) else None
         aggregator.check(shape)
         self._layout, self._aggregator, self._shape, self._overhead_us = layout, aggregator, shape, overhead_us
         self._pieces = {piece.name: piece for piece in layout.pieces}
-        self._pricing = cache(lambda dtype: Pricing(aggregator, dtype_named(dtype), shape, links))
+        self._pricing = cache(lambda dtype, by=aggregator: Pricing(by, dtype_named(dtype), shape, links))
         self._prices = cache(self._price_table)
         self._cost = cache(self._cost_of)
 
@@ -120,26 +130,56 @@ class Simulation:
         if self._shape.size == 1:
             alone_us = workload.compute_us
             return Outcome(alone_us, alone_us, 0.0, 0.0, 0.0, 0, ())
-        factors = (Stragglers(0.0) if stragglers is None else stragglers).slowest(self._shape.size)
+        average = self._average
+        # What waits for others in each step: with a LocalSGD the ranks of a node.
+        together = self._shape.size if average is None else max(self._shape.ranks_per_node)
+        factors = (Stragglers(0.0) if stragglers is None else stragglers).slowest(together)
         chosen = self._buckets(workload, buckets, fmean(factors))
         units = {name: unit for unit in workload.units for name in unit.names}
         sent = [self._cost(bucket, units[bucket.names[0]].dtype) for bucket in chosen]
         ready_us = [max(units[name].ready_us for name in bucket.names) for bucket in chosen]
         lane_us = [self._overhead_us + cost.total_us for cost, _ in sent]
         compute_us, slowest_us = workload.compute_us, fmean(factors) * workload.compute_us
-        step_us = fmean(
-            max(finish_us([factor * ready for ready in ready_us], lane_us), factor * compute_us) for factor in factors
-        )
+        own_nbytes = sum(nbytes for _, nbytes in sent)
+        rounds = [] if average is None else self._rounds(average, units)
+        rounds_us = [sum(self._overhead_us + cost.total_us for cost, _ in parcels) for parcels in rounds]
+        rounds_nbytes = [sum(nbytes for _, nbytes in parcels) for parcels in rounds]
+
+        def reduced_us(factor: float) -> float:
+            ready = [factor * each for each in ready_us]
+            if average is None:
+                return max(finish_us(ready, lane_us), factor * compute_us)
+            optimizer_us = factor * workload.optimizer_us
+            return mean_step_us(average, rounds_us, ready, lane_us, factor * compute_us, optimizer_us)
+
+        step_us = fmean(map(reduced_us, factors))
+        period = 1 if average is None else average.period
         return Outcome(
             step_us=step_us,
             compute_us=compute_us,
             waiting_us=slowest_us - compute_us,
             exposed_us=step_us - slowest_us,
-            communication_us=sum(lane_us),
-            inter_bytes_per_node=sum(nbytes for _, nbytes in sent),
+            communication_us=sum(lane_us) + sum(rounds_us) / period,
+            inter_bytes_per_node=own_nbytes + round(sum(rounds_nbytes) / period),
             buckets=chosen,
-            notes=tuple(dict.fromkeys(note for cost, _ in sent for note in cost.notes)),
+            notes=tuple(dict.fromkeys(note for cost, _ in chain(sent, *rounds) for note in cost.notes)),
+            peak_inter_bytes_per_node=own_nbytes + (0 if average is None else largest_sum(average, rounds_nbytes)),
         )
+
+    def _rounds(self, average: LocalSGD, units: Mapping[str, Unit]) -> list[list[tuple[Cost, int]]]:
+        """Return of each fragment what its parcels cost, and how much of them leaves a node."""
+        tensors = {  # in the order of forward, as a module has them
+            piece.name: torch.empty(piece.shape, dtype=dtype_named(units[piece.name].dtype), device="meta")
+            for piece in reversed(self._layout.pieces)
+        }
+        return [
+            [
+                (pricing.cost(parcel.layout), pricing.inter_nbytes(parcel.layout))
+                for parcel in parcels_of({name: tensors[name] for name in names}, {})
+                for pricing in [self._pricing(str(parcel.dtype), average.parameters)]
+            ]
+            for names in fragments_of(tensors, average.fragments)
+        ]
 
     def _buckets(self, workload: Workload, wanted: Buckets, factor: float) -> tuple[Bucket, ...]:
         groups: Iterable[Sequence[str]]
