@@ -43,7 +43,7 @@ _CPU = torch.device("cpu")
 
 
 class Replica:
-    """The GPT, whose parameters are one vector, matrices first; the batches of all nodes, as the benchmark draws them."""
+    """The GPT, its parameters one vector, matrices first; the batches of all nodes, as the benchmark draws them."""
 
     def __init__(self, seed: int) -> None:
         parser = Parser()
@@ -487,31 +487,36 @@ def gaps(mine: Mapping[int, float], dense: Mapping[int, float]) -> list[float]:
 
 
 def markdown(path: Path) -> str:
-    """Return a row for each form: its loss at each rate, and how far the best is above AdamW's best."""
+    """Return a row for each form: its loss at each rate, and how far it is above AdamW."""
     header, runs = read(path)
     losses: dict[str, dict[float, dict[int, float]]] = {}
     for run in runs:
         losses.setdefault(run.form, {}).setdefault(run.rate, {})[run.seed] = inf if run.loss is None else run.loss
     if DENSE not in losses:
         raise ValueError(f"{path} has no trainings of {DENSE}, which all are compared with")
-    dense = losses[DENSE][best_rate(losses[DENSE])]
+    dense = losses[DENSE]
     shares = {run.form: run.bytes_of_dense for run in runs}
     rates = sorted({run.rate for run in runs})
     rows = []
     for name in (name for name in FORMS if name in losses):
-        best = best_rate(losses[name])
-        found = gaps(losses[name][best], dense)
-        error = f" ± {stdev(found) / sqrt(len(found)):.1f}" if len(found) > 1 else ""
+        mine = losses[name]
+        cells = [f"{mean(mine[rate].values()):.3f}" if rate in mine else "-" for rate in rates]
+        at_best = gaps(mine[best_rate(mine)], dense[best_rate(dense)])
+        at_each = [gap for rate in mine.keys() & dense.keys() for gap in gaps(mine[rate], dense[rate])]
         share = shares[name]
-        cells = [f"{mean(losses[name][rate].values()):.3f}" if rate in losses[name] else "-" for rate in rates]
-        sent = "oracle" if share is None else f"{share:.3f}"
-        rows.append([name, *cells, f"{mean(found):+.1f}{error} % ({len(found)})", sent])
-    columns = ["form", *(f"rate {rate * LEARNING_RATE:g}" for rate in rates), "best", "bytes of dense"]
+        rows.append([name, *cells, _shown(at_best), _shown(at_each), "oracle" if share is None else f"{share:.3f}"])
+    columns = ["form", *(f"rate {rate * LEARNING_RATE:g}" for rate in rates), "best", "all rates", "bytes of dense"]
     caption = (
-        f"{NODES} nodes in one process, {header['steps']} steps: held-out loss, the mean of the seeds there are. Best: of "
-        f"the rates with the most seeds, against AdamW's best, seed by seed; ±: the standard error of the mean; in brackets: seeds."
+        f"{NODES} nodes in one process, {header['steps']} steps: held-out loss, the mean of the seeds there are. "
+        f"Best: at the best of the rates with the most seeds, against {DENSE} at its best, seed by seed. All rates: "
+        f"against {DENSE} at the same rate and seed. ±: standard error of the mean; in brackets: how many trainings."
     )
     return f"{table(columns, rows)}\n\n{caption}"
+
+
+def _shown(percents: Sequence[float]) -> str:
+    error = f" ± {stdev(percents) / sqrt(len(percents)):.1f}" if len(percents) > 1 else ""
+    return f"{mean(percents):+.1f}{error} % ({len(percents)})" if percents else "-"
 
 
 def main() -> None:
