@@ -79,14 +79,14 @@ def directions(form: Form, replica: Replica, gradients: list[Tensor]) -> list[Te
 def test_nodes_with_one_gradient_take_adams_direction(replica: Replica) -> None:
     gradients = noise(replica, 10, equal=True)
     expected = directions(FORMS[DENSE], replica, gradients)
-    for name in ("own v, length 1", "own v, length exact", "own v", "v shared every 8"):
+    for name in ("own v, length 1", "own v, length exact", "own v, length sketched", "own v", "v shared every 8"):
         for found, wanted in zip(directions(FORMS[name], replica, gradients), expected, strict=True):
             assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-5), name
 
 
 def test_lengths_make_up_for_the_noise_of_one_node(replica: Replica) -> None:
     gradients = noise(replica, 25)
-    for name in ("own v, length exact", "own v"):
+    for name in ("own v, length exact", "own v, length sketched", "own v"):
         short, long = (directions(FORMS[each], replica, gradients)[-1] for each in ("own v, length 1", name))
         assert float(long.norm() / short.norm()) == pytest.approx(NODES**0.5, rel=0.05), name
 

@@ -37,7 +37,8 @@ NODES = len(plan.RANKS_PER_NODE)
 LEARNING_RATE = dict(plan.GPT.learning_rates)["adamw"]
 RATES = (2.0, 3.0, 4.0, 6.0)
 EPS = 1e-8
-_LEAST_WEIGHT = 0.25  # of a new measurement of the agreement, as in commopt.Adam
+_LEAST_WEIGHT = 0.25  # of a new measurement of lengths, as in commopt.Adam
+_SKETCH_NUMEL = 32
 _HELD_OUT_WINDOWS = 2048  # more than the benchmark's 64: differences are small
 _CPU = torch.device("cpu")
 
@@ -238,13 +239,14 @@ class Form:
     momentum "behind": m = b1 m + (1 - b1) mean(C(f g / r));  x -= lr m                     (LaProp, arXiv 2002.04839)
     momentum "common": u = mean(C((b1 m + (1 - b1) g) / r));  x -= lr u;  m = u r           (1-bit Adam's order)
 
-    length: 1, sqrt(nodes), or of each tensor: "exact" from the squares of nodes' gradients and of their mean,
-        "measured" as commopt.Adam does it.
+    length: 1, sqrt(nodes), or of each tensor: "exact" from the squares of nodes' gradients and of their mean;
+        "sketched" the same of 32 sums with random signs in place of the gradients, in every 8th step; "measured" as
+        commopt.Adam does it, from directions.
     """
 
     second: Callable[[Replica, float], Own]
     compressor: Compressor | None = None
-    length: Literal["1", "sqrt(K)", "exact", "measured"] = "measured"
+    length: Literal["1", "sqrt(K)", "exact", "sketched", "measured"] = "measured"
     momentum: Literal["node", "behind", "common"] = "node"
     betas: tuple[float, float] = (0.9, 0.95)
     channel: type[Channel] = Channel
@@ -266,6 +268,7 @@ FORMS: dict[str, Form] = {
     "own v, length 1": Form(Own, length="1"),
     "own v, length sqrt(K)": Form(Own, length="sqrt(K)"),
     "own v, length exact": Form(Own, length="exact"),
+    "own v, length sketched": Form(Own, length="sketched"),
     "own v": Form(Own),
     "v shared": Form(partial(Shared, 1)),
     "v shared every 8": Form(partial(Shared, 8)),
@@ -278,6 +281,7 @@ FORMS: dict[str, Form] = {
     "one bit, own v, length sqrt(K)": Form(Own, _BIT, "sqrt(K)"),
     "one bit, own v, length exact": Form(Own, _BIT, "exact"),
     TODAY: Form(Own, _BIT),
+    "one bit, own v, length sketched": Form(Own, _BIT, "sketched"),
     "one bit, v shared": Form(partial(Shared, 1), _BIT),
     "one bit, v shared every 8": Form(partial(Shared, 8), _BIT),
     "one bit, v shared every 32": Form(partial(Shared, 32), _BIT),
@@ -325,7 +329,7 @@ class Averaging:
         if self.form.momentum == "node":
             self._m.lerp_(gradients, 1 - b1)
         own = momentum / root
-        for part, length in zip(own.split(self.lengths, 1), self._length(gradients).tolist(), strict=True):
+        for part, length in zip(own.split(self.lengths, 1), self._length(gradients, step).tolist(), strict=True):
             part *= length
         sent = self._sent(own, step)
         self._compare(own, sent, step)
@@ -346,8 +350,9 @@ class Averaging:
         numel, matrices = sum(self.lengths), self._matrices.stop
         dense = numel if self.form.compressor is None else numel - matrices
         floats = dense + self._second.floats
-        if self.form.length == "measured":
-            floats += 2 * len(self.lengths) / SAMPLE_EVERY_STEPS
+        if self.form.length in ("measured", "sketched"):
+            each = 2 if self.form.length == "measured" else 1 + _SKETCH_NUMEL
+            floats += each * len(self.lengths) / SAMPLE_EVERY_STEPS
         share = floats / numel
         if (compressor := self.form.compressor) is not None:
             whole_numel = -(-matrices // compressor.granularity) * compressor.granularity
@@ -365,13 +370,16 @@ class Averaging:
             values[self._matrices] = channel.send(values[self._matrices], step)
         return sent
 
-    def _length(self, gradients: Tensor) -> Tensor:
+    def _length(self, gradients: Tensor, step: int) -> Tensor:
         """Return f of each tensor."""
         if self.form.length == "exact":
-            squares = torch.stack([self._sums(gradients.square().mean(0)), self._sums(gradients.mean(0).square())])
-            self._squares.lerp_(squares, 1 - self.form.betas[1])
+            self._squares.lerp_(_squares(gradients, self.lengths), 1 - self.form.betas[1])
+        if self.form.length == "sketched" and step % SAMPLE_EVERY_STEPS == 0:
+            sketch = torch.cat([_sketch(part, step) for part in gradients.split(self.lengths, 1)], 1)
+            self._squares.lerp_(_squares(sketch, [_SKETCH_NUMEL] * len(self.lengths)), _weight(step))
+        if self.form.length in ("exact", "sketched"):
             own, common = self._squares
-            return torch.where(common > 0, own / common, 1.0).sqrt()
+            return (own / common).clamp(1.0, NODES).nan_to_num(1.0).sqrt()
         if self.form.length == "measured":
             return (self._agreed + (1 - self._agreed) / NODES).rsqrt()
         return torch.full_like(self._agreed, 1.0 if self.form.length == "1" else sqrt(NODES))
@@ -381,16 +389,33 @@ class Averaging:
         if step % SAMPLE_EVERY_STEPS:
             return
         others = sent.sum(0) - sent
-        cosine = self._sums((own * others).sum(0)) / self._sums(own.square().sum(0)).clamp_min(1e-30) / (NODES - 1)
+        alike, squares = (_sums(each.sum(0), self.lengths) for each in (own * others, own.square()))
+        cosine = alike / squares.clamp_min(1e-30) / (NODES - 1)
         cosine.clamp_(0.0, 1.0)
         b1 = 0.0 if self.form.momentum == "behind" else self.form.betas[0]
         noise = (1 - b1) / (1 + b1) * (1 + b1 ** (step + 1)) / (1 - b1 ** (step + 1))
-        self._agreed.lerp_(
-            noise * cosine / (1 - cosine + noise * cosine), max(_LEAST_WEIGHT, 1 / (1 + step // SAMPLE_EVERY_STEPS))
-        )
+        self._agreed.lerp_(noise * cosine / (1 - cosine + noise * cosine), _weight(step))
 
-    def _sums(self, values: Tensor) -> Tensor:
-        return torch.stack([part.sum() for part in values.split(self.lengths)])
+
+def _squares(values: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Return, of each tensor, the mean square of the nodes' values [nodes, numel], and the square of their mean."""
+    return torch.stack([_sums(values.square().mean(0), lengths), _sums(values.mean(0).square(), lengths)])
+
+
+def _sums(values: Tensor, lengths: Sequence[int]) -> Tensor:
+    return torch.stack([part.sum() for part in values.split(lengths)])
+
+
+def _sketch(values: Tensor, step: int) -> Tensor:
+    """Return sums of rows [nodes, 32], each with a random sign: what their squares add up to is expected of values'."""
+    rows = pad(values, (0, -values.shape[1] % _SKETCH_NUMEL)).unflatten(1, (-1, _SKETCH_NUMEL))
+    signs = torch.randint(2, (rows.shape[1],), generator=torch.Generator().manual_seed(step)) * 2.0 - 1
+    return torch.einsum("nrs,r->ns", rows, signs)
+
+
+def _weight(step: int) -> float:
+    """Return how much a measurement in every 8th step counts, beside those before."""
+    return max(_LEAST_WEIGHT, 1 / (1 + step // SAMPLE_EVERY_STEPS))
 
 
 # --------------------------------------------------------------------------------------------- trainings
