@@ -58,14 +58,15 @@ class Channel:
         self._payload = torch.empty(1, compressor.payload_nbytes(self._chunk_numel), dtype=torch.uint8)
         self._decoded, self.residual, self.total = (torch.zeros_like(like) for _ in range(3))
 
-    def send(self, values: Tensor, step: int) -> None:
-        """Encode and decode `values`, with what was left out before; keep what is left out now."""
+    def send(self, values: Tensor, step: int) -> Tensor:
+        """Encode and decode `values`, with what was left out before; keep what is left out now. Return what arrives."""
         carry = None if self.keep is None else ErrorFeedback(self.residual, torch.empty_like(values))
         self.compressor.compress(values, self._payload, self._chunk_numel, 1.0, carry, RngKey(step=step))
         if self.keep is not None and carry is not None:
             self.residual = self.keep(carry.new, step).float()
         self.compressor.decompress(self._payload, self._decoded, self._chunk_numel)
         self.total += self._decoded
+        return self._decoded
 
 
 def measure(steps: int) -> list[Loss]:
