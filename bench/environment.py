@@ -81,7 +81,7 @@ def origin(paths: Sequence[Path]) -> str:
     for header in headers:
         known = revisions.setdefault(header.get("commopt") or header.get("version"), set())
         known.update([header["revision"]] if header.get("revision") else ())
-    made = [_with(version, sorted(known)) for version, known in sorted(revisions.items(), key=lambda each: str(each[0]))]
+    made = [_with(version, sorted(revisions[version])) for version in sorted(revisions, key=str)]
     when = "" if not days else f" {days[0]}" if len(days) == 1 else f" {days[0]} to {days[-1]}"
     return f"Made{when or ' on a day that was not recorded'}{'; '.join(made)}." if headers else ""
 

@@ -41,8 +41,8 @@ class Auto(Flat):
 
     allow: "lossless" (always in it) and any of `families()`: "bf16", "bf16_packed" (the same in fewer bytes, on the
         CPU), "quantized" (8, 4, 2 bits), "dgc" (5, 1, 0.1 % of the elements), "powersgd" (rank 16 to 1) and so on; a
-        tuple, or a text such as "quantized+powersgd". "local": say what a
-        LocalSGD should take here. It is never switched to: nodes would come to hold different parameters.
+        tuple, or a text such as "quantized+powersgd". "local": say what a LocalSGD should take here. It is never
+        switched to: nodes would come to hold different parameters.
     max_trials: how many ways are tried at most, each for nine steps.
     optimizer: "adamw" for one that is like Adam, "sgd" for others, by which strategies learn differently well
         (docs/tuning.md); None: what steps on the parameters tells.
