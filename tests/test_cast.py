@@ -16,9 +16,10 @@ from commopt.compress import RngKey
 from commopt.kernels import loader, philox
 from tests.emulator import launched_by
 from tests.payloads import Carrying, Kept, decode, encode, guarded, shifted
+from tests.quantize_cases import DTYPES
 from tests.ranks import run
 from tests.test_feedback_formula import average_again_and_again, z_scores
-from tests.test_kernels import DTYPES, Kernels, kernels  # noqa: F401  # a fixture
+from tests.test_kernels import Kernels, kernels  # noqa: F401  # a fixture
 from tests.test_philox import oracle
 
 STOCHASTIC = Cast(rounding="stochastic")
