@@ -34,7 +34,18 @@ RATE_BPS = 100_000_000
     ],
 )
 def test_a_link_by_its_rate(rate: str, rate_bps: int | None, burst_bytes: int | None) -> None:
-    assert Link.parse(rate) == Link(rate_bps, burst_bytes)
+    link = Link.parse(rate)
+    assert link == Link(rate_bps, rate_bps)
+    shape = [] if rate_bps is None else [["root", "tbf", "rate", f"{rate_bps}bit", "burst", f"{burst_bytes}b"]]
+    assert [arguments[:6] for arguments in link.near_end()] == [each[:6] for each in link.far_end()] == shape
+
+
+def test_a_link_may_receive_faster_than_it_sends() -> None:
+    link = Link.parse("50mbit/10mbit", "5ms")
+    assert (link.receive_bps, link.send_bps) == (50_000_000, 10_000_000)
+    assert "10000000bit" in link.near_end()[1]
+    assert "50000000bit" in link.far_end()[0]
+    assert Link.parse("none/1mbit").far_end() == []
 
 
 def test_delay_is_one_way_and_kept_above_the_rate() -> None:
@@ -55,6 +66,7 @@ def test_delay_is_one_way_and_kept_above_the_rate() -> None:
             "rate '200mbps' must be a number and one of bit, kbit, mbit, gbit; for example",
         ),
         (lambda: Link.parse("0mbit"), "rate '0mbit' must be above 0; write none"),
+        (lambda: Link.parse("5mbit/"), "rate '' must be a number"),
         (lambda: Link.parse("-5mbit"), "rate '-5mbit' must be a number"),
         (lambda: Link.parse(delay="5"), "delay '5' must be a number and one of us, ms, s; for example 5ms"),
         (lambda: Cluster(0), "nodes 0 must be between 1 and 254"),

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import commopt
-from bench.evidence.convergence import plan, report
+from bench.evidence.convergence import local_table, plan, report
 from bench.evidence.convergence.ranks import parse_options
 from bench.evidence.convergence.report import Environment, Point, Run
 from bench.training.report import Look, Outcome
@@ -161,6 +161,23 @@ def test_table() -> None:
     assert found["hierarchical_onebit:feedback=None"]["gpt SGD"] == "2.500 (+25.0 %) !"
     assert found["hierarchical_dgc"]["gpt SGD"] == "diverged !"
     assert found["hierarchical_dgc"]["s to loss, SGD"] == "-"
+
+
+def test_local_sgd_by_period(tmp_path: Path) -> None:
+    strategies = [entry.strategy for entry in plan.LOCAL_ENTRIES]
+    assert len(set(strategies)) == len(strategies)
+    one_bit = "LocalSGD(period=16, compressor=OneBit(block=512))"
+    assert one_bit in strategies
+    runs = [
+        made("gpt", "ddp", [4.0, 3.0, 2.0]),
+        made("gpt", "hierarchical", [4.0, 3.0, 2.0], inter_bytes=800.0),
+        made("gpt", one_bit, [5.0, 2.1, 2.05], inter_bytes=4.0),
+    ]
+    report.write(tmp_path / "out.json", ENVIRONMENT, runs)
+    lines = local_table.markdown(tmp_path / "out.json").splitlines()
+    assert lines[0] == "|  | every step | period=4 | period=16 | period=64 |"
+    row = next(line for line in lines if line.startswith("| `LocalSGD(compressor=OneBit(block=512))`"))
+    assert row.endswith("| - | - | 2.050 (+2.5 %) !; x 0.69; 0.0050 | - |")
 
 
 def test_parameters_that_end_as_stocks_are_said_to() -> None:

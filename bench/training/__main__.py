@@ -18,6 +18,7 @@ from bench.training.measure import FIRST_STEPS, Run, Show, measure
 from bench.training.report import Environment, Outcome
 from bench.training.strategies import NOTES, parse_options
 from commopt.cluster import link_rate
+from commopt.hooks.presets import LOCAL_PRESETS
 from examples.train_gpt import progress_bar, start_process_group
 from topology import Cluster
 
@@ -68,6 +69,11 @@ def main() -> None:
                 report.write(options.json, environment, outcomes)
     if is_reporter:
         notes = [NOTES[outcome.strategy] for outcome in outcomes if outcome.strategy in NOTES]
+        if any(outcome.strategy.partition(":")[0] in LOCAL_PRESETS for outcome in outcomes):
+            notes.append(
+                "LocalSGD: step and exposed are means. The loss is that of each node's own parameters, on its share of "
+                "the held-out windows"
+            )
         report.print_table(environment, outcomes, notes)
         if options.plot:
             from bench.plot.training import draw

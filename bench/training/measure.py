@@ -7,7 +7,7 @@ import argparse
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median, quantiles
+from statistics import mean, median, quantiles
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from bench.environment import from_rank_0, gather, slowest_rank_ms
 from bench.models import MODELS
 from bench.training.report import Look, Outcome
 from bench.training.strategies import enter
+from commopt import LocalSGD
 from commopt.cluster import Traffic, link_rate, traffic
 from topology import Cluster
 
@@ -103,14 +104,16 @@ def measure(run: Run, options: argparse.Namespace, cluster: Cluster, compute_ms:
     curve = run.train(options.seconds, options.look_every, show)
     moved = Bytes.between(before, node_traffic(), cluster)
     step_ms, steps = slowest_rank_ms(run.step_s), len(run.step_s)
+    local = run.state is not None and isinstance(run.state.aggregator, LocalSGD)
+    usual_ms = mean(step_ms[FIRST_STEPS:] or step_ms) if local else median(step_ms)  # rounds are rare, and count
     predicted = None if run.state is None else sum(gather(run.state.stats()["inter_bytes"]))
     return Outcome(
         strategy=run.strategy,
         steps=steps,
         seconds=curve[-1].seconds,
-        step_ms=median(step_ms),
+        step_ms=usual_ms,
         step_p90_ms=quantiles(step_ms, n=10)[-1] if len(step_ms) > 1 else step_ms[0],
-        exposed_ms=median(step_ms) - compute_ms,
+        exposed_ms=usual_ms - compute_ms,
         inter_mib_per_step=_mib(moved.sent, steps),
         inter_payload_mib_per_step=_mib(moved.payload, steps),
         inter_predicted_mib_per_step=_mib(predicted, steps),

@@ -85,7 +85,7 @@ class Outcome:
     steps: int
     seconds: float
     step_ms: float
-    """Median over steps of the slowest rank's."""
+    """Median over steps of the slowest rank's; with LocalSGD the mean, as rounds are rare."""
     step_p90_ms: float
     exposed_ms: float
     """step_ms less the environment's compute_ms."""
@@ -178,7 +178,8 @@ def print_table(environment: Environment, outcomes: Sequence[Outcome], notes: Se
     headings = ["strategy", "step ms", "exposed ms", "of stock's", "MiB /step", "held-out loss", last]
     rows = [_row(outcome, outcomes, target_loss) for outcome in outcomes]
     payloads = ", ".join(
-        f"{outcome.strategy} {outcome.inter_payload_mib_per_step:.2f} ({outcome.inter_predicted_mib_per_step:.2f})"
+        f"{outcome.strategy} {_number(outcome.inter_payload_mib_per_step, 2)} "
+        f"({_number(outcome.inter_predicted_mib_per_step, 2)})"
         for outcome in outcomes
         if outcome.inter_payload_mib_per_step is not None and outcome.inter_predicted_mib_per_step is not None
     )
@@ -201,7 +202,9 @@ def _row(outcome: Outcome, outcomes: Sequence[Outcome], target_loss: float | Non
 
 
 def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
+    if value is None:
+        return "-"
+    return f"{value:.2g}" if 0 < value < 10**-digits else f"{value:.{digits}f}"
 
 
 def markdown(environment: Environment, outcomes: Sequence[Outcome], chosen: Sequence[str]) -> str:

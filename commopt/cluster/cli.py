@@ -242,7 +242,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--nodes", type=whole(1), default=2, help="number of nodes (default 2)")
     ranks = "ranks on every node, or one number per node (default 2)"
     add("--ranks-per-node", type=_ranks_per_node, default=2, metavar="L[,L...]", help=ranks)
-    add("--rate", default="200mbit", help="of every node's link, each way: 1gbit, none (default 200mbit)")
+    rate = "of every node's link: 1gbit, none; received/sent: 50mbit/10mbit (default 200mbit)"
+    add("--rate", default="200mbit", help=rate)
     add("--delay", default="0ms", help="one-way delay of the network: 500us, 5ms (default 0ms)")
     add("-m", "--module", action="store_true", help="SCRIPT is a module, as in `python -m`")
     add("script", metavar="SCRIPT")

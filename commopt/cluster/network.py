@@ -106,40 +106,51 @@ _DELAYED_PACKETS = 100_000
 
 @dataclass(frozen=True)
 class Link:
-    """One node's full-duplex link; `rate_bps` None means unshaped, `delay_us` is one way."""
+    """One node's full-duplex link: what it sends and receives; None means unshaped, `delay_us` is one way."""
 
-    rate_bps: int | None = None
-    burst_bytes: int | None = None
+    send_bps: int | None = None
+    receive_bps: int | None = None
     delay_us: int = 0
 
     @classmethod
     def parse(cls, rate: str = "none", delay: str = "0ms") -> Link:
-        """Read text such as "200mbit", "1.5ms"; raise a ValueError that shows the right form."""
+        """Read text such as "200mbit", "1.5ms"; raise a ValueError that shows the right form.
+
+        Of two rates the first is what a node receives and the second what it sends, as with lines to homes:
+        "50mbit/10mbit".
+        """
         delay_us = _quantity("delay", delay, _DELAY_UNITS, example="5ms")
-        if rate == "none":
-            return cls(delay_us=delay_us)
-        rate_bps = _quantity("rate", rate, _RATE_UNITS, example="200mbit, or none for an unshaped link")
-        if rate_bps <= 0:
-            raise ValueError(f"rate {rate!r} must be above 0; write none for an unshaped link")
-        # What a port may send at once: 2 ms of the rate; a larger burst lets small messages through for free.
-        return cls(rate_bps, max(32 * 1024, rate_bps * 2 // 1000 // 8), delay_us)
+        receive, slash, send = rate.partition("/")
+        return cls(_rate(send if slash else receive), _rate(receive), delay_us)
 
     def near_end(self) -> list[list[str]]:
         """`tc qdisc add` arguments for the node's own end of its link."""
+        shaped = _tbf(self.send_bps)
         if not self.delay_us:
-            return self.far_end()
+            return [["root", *tbf] for tbf in shaped]
         netem = ["netem", "delay", f"{self.delay_us}us", "limit", str(_DELAYED_PACKETS)]
-        return [["root", "handle", "1:", *netem], *(["parent", "1:1", *tbf] for tbf in self._tbf())]
+        return [["root", "handle", "1:", *netem], *(["parent", "1:1", *tbf] for tbf in shaped)]
 
     def far_end(self) -> list[list[str]]:
         """`tc qdisc add` arguments for the bridge's end, which shapes what the node receives."""
-        return [["root", *tbf] for tbf in self._tbf()]
+        return [["root", *tbf] for tbf in _tbf(self.receive_bps)]
 
-    def _tbf(self) -> list[list[str]]:
-        if self.rate_bps is None:
-            return []
-        shape = ["rate", f"{self.rate_bps}bit", "burst", f"{self.burst_bytes}b", "latency", _QUEUE_LATENCY]
-        return [["tbf", *shape]]
+
+def _rate(rate: str) -> int | None:
+    if rate == "none":
+        return None
+    rate_bps = _quantity("rate", rate, _RATE_UNITS, example="200mbit, or none for an unshaped link")
+    if rate_bps <= 0:
+        raise ValueError(f"rate {rate!r} must be above 0; write none for an unshaped link")
+    return rate_bps
+
+
+def _tbf(rate_bps: int | None) -> list[list[str]]:
+    if rate_bps is None:
+        return []
+    # What a port may send at once: 2 ms of the rate; a larger burst lets small messages through for free.
+    burst_bytes = max(32 * 1024, rate_bps * 2 // 1000 // 8)
+    return [["tbf", "rate", f"{rate_bps}bit", "burst", f"{burst_bytes}b", "latency", _QUEUE_LATENCY]]
 
 
 def _quantity(name: str, text: str, units: Mapping[str, float], example: str) -> int:

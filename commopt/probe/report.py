@@ -87,8 +87,8 @@ def line_rate_gbps(membership: Membership, environ: Mapping[str, str] = os.envir
 def own_gbps(membership: Membership, environ: Mapping[str, str]) -> float | None:
     """Nodes that are blocks of ranks on one machine share a card, or have an emulated one."""
     if (rate := environ.get(RATE_VARIABLE)) is not None:
-        rate_bps = Link.parse(rate).rate_bps
-        return rate_bps and rate_bps / 1e9
+        link = Link.parse(rate)
+        return min((bps / 1e9 for bps in (link.send_bps, link.receive_bps) if bps is not None), default=None)
     return None if membership.cluster.emulated else node_nic_gbps(discover(environ=environ))
 
 

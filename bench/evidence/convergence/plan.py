@@ -13,7 +13,7 @@ import torch
 
 from bench.evidence.convergence import resnet
 from bench.training.report import STOCK
-from commopt import Aggregator, LocalSGD
+from commopt import DGC, Aggregator, LocalSGD, OneBit, PowerSGD, Quantize
 from commopt.command_line import Parser
 from examples import train_digits, train_gpt
 
@@ -56,9 +56,9 @@ class Entry:
         return self.kind if self.rate == 1 else f"{self.kind}, rate x {self.rate:g}"
 
 
-def _local_sgd(period: int, start_step: int) -> Entry:
-    aggregator = LocalSGD(period, start_step)
-    return Entry(repr(aggregator), optimizers=("sgd",), aggregator=aggregator)
+def _local_sgd(optimizer: str, tasks: tuple[str, ...] = ("digits", "gpt"), **options: Any) -> Entry:
+    aggregator = LocalSGD(**options)
+    return Entry(repr(aggregator), tasks, (optimizer,), aggregator=aggregator)
 
 
 # Flat presets compress what four ranks exchange; the GPT is for what nodes exchange, and timed on their links as well.
@@ -96,9 +96,32 @@ ENTRIES = (
     Entry("hierarchical_powersgd:start_step=50"),
     _on_link("hierarchical_powersgd:matrix_rank=1"),
     _on_link("hierarchical_powersgd:matrix_rank=16"),
-    *(_local_sgd(period, start_step) for start_step in (0, 100) for period in (2, 4, 8, 16)),
+    *(_local_sgd("sgd", period=period, start_step=start) for start in (0, 100) for period in (2, 4, 8, 16)),
     _own_adam("onebit_local"),
     _own_adam("onebit_local:delay=4:fragments=4"),
+)
+
+# What a period and a compressor cost together, and what fragments, delay and merging do beside.
+LOCAL_PERIODS = (4, 16, 64)
+_OF_DELTAS: tuple[dict[str, Any], ...] = (
+    {},
+    {"compressor": Quantize(bits=4)},
+    {"compressor": OneBit()},
+    {"compressor": PowerSGD(4, start_step=0)},  # no dense round first: there are few
+    {"compressor": DGC(1 / 64), "decay": 0.95},
+)
+_BESIDE: tuple[dict[str, Any], ...] = (
+    {"fragments": 4},
+    {"delay": 4},
+    {"fragments": 4, "delay": 4},
+    {"fragments": 4, "delay": 4, "merge": 0.5},
+)
+_deltas = partial(_local_sgd, "adamw", ("gpt",))
+LOCAL_ENTRIES = (
+    _own_adam("ddp"),
+    _own_adam("hierarchical"),
+    *(_deltas(period=period, **options) for options in _OF_DELTAS for period in LOCAL_PERIODS),
+    *(_deltas(period=16, compressor=OneBit(), **options) for options in _BESIDE),
 )
 
 # Each at its own best learning rate: what compresses updates may want another than what compresses gradients.

@@ -57,6 +57,9 @@ def parse_options() -> argparse.Namespace:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--sharded", action="store_true", help="the GPT under FSDP2, HSDP and over all ranks, instead")
     which.add_argument("--large", action="store_true", help="a GPT of 5 million parameters and a ResNet-18 instead")
+    which.add_argument(
+        "--local-sgd", action="store_true", help="LocalSGD by period and compressor, with AdamW, instead"
+    )
     names = [task.name for task in (*plan.TASKS, *plan.SHARDED_TASKS, *large.TASKS)]
     parser.add_argument("--task", choices=names, help="one task only")
     parser.add_argument("--seeds", type=whole(1), default=len(plan.SEEDS), help="seeds 0, 1, ... (default %(default)s)")
@@ -72,6 +75,8 @@ def parse_options() -> argparse.Namespace:
     elif options.large:
         tasks, known = (large.RATE_TASKS, large.RATE_ENTRIES) if options.rates else (large.TASKS, large.ENTRIES)
         options.ranks_per_node = large.RANKS_PER_NODE
+    elif options.local_sgd:
+        tasks, known = (plan.GPT,), plan.LOCAL_ENTRIES
     if options.task not in (None, *(task.name for task in tasks)):
         parser.error(f"--task {options.task} is not among {', '.join(task.name for task in tasks)}")
     tasks = plan.quick(tasks) if options.quick else tasks

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of `python -m bench.evidence.convergence --local-sgd`: LocalSGD by compressor and period.
+
+python -m bench.evidence.convergence.local_table bench/results/convergence_local.json
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bench.document import table
+from bench.evidence.convergence.plan import GPT, LOCAL_ENTRIES, LOCAL_PERIODS
+from bench.evidence.convergence.report import (
+    PERCENT_ALLOWED,
+    TARGET_PERCENT,
+    Summary,
+    bytes_of_yardstick,
+    read,
+    summarize,
+    verdict,
+)
+from commopt import LocalSGD
+from commopt.command_line import Parser, content_of
+
+
+def markdown(path: Path) -> str:
+    """Return a row for each kind of LocalSGD, a column for each period, those of all ranks first; raises ValueError."""
+    environment, runs = read(path)
+    found, shares = {summary.strategy: summary for summary in summarize(runs)}, bytes_of_yardstick(runs)
+    if "ddp" not in found:
+        raise ValueError(f"{path} has no trainings of ddp, which all are compared with")
+    to_stock = found["ddp"].steps_to_target
+
+    def cell(summary: Summary | None) -> str:
+        if summary is None:
+            return "-"
+        steps = ""
+        if summary.steps_to_target is not None and to_stock:
+            steps = f"; x {summary.steps_to_target / to_stock:.2f}"
+        share = f"; {shares[summary.strategy]:.4f}" if summary.strategy in shares else ""
+        return f"{verdict(summary)}{steps}{share}"
+
+    rows: dict[str, list[str]] = {}
+    for entry in LOCAL_ENTRIES:
+        average, summary = entry.aggregator, found.get(entry.strategy)
+        if not isinstance(average, LocalSGD):
+            rows[f"`{entry.strategy}`"] = [cell(summary), *["-"] * len(LOCAL_PERIODS)]
+            continue
+        period = f"period={average.period}"
+        kind = entry.strategy.replace(f"{period}, ", "").replace(period, "")
+        row = rows.setdefault(f"`{kind}`", ["-"] * (1 + len(LOCAL_PERIODS)))
+        row[1 + LOCAL_PERIODS.index(average.period)] = cell(summary)
+    headings = ["", "every step", *(f"period={period}" for period in LOCAL_PERIODS)]
+    ranks = " + ".join(map(str, environment.ranks_per_node))
+    seeds = len({run.seed for run in runs})
+    caption = (
+        f"GPT, AdamW, {environment.settings[GPT.name]['steps']} steps on {ranks} ranks, {seeds} seed(s): held-out loss "
+        f"at the end (against stock DDP); steps to within {TARGET_PERCENT:g} % of what stock DDP ends with, over its "
+        f"own; bytes between nodes, over those of `hierarchical`. !: more than {PERCENT_ALLOWED:g} % worse."
+    )
+    return f"{table(headings, [[name, *row] for name, row in rows.items()])}\n\n{caption}"
+
+
+def main() -> None:
+    """Print the table of a file."""
+    parser = Parser(prog="python -m bench.evidence.convergence.local_table", description="LocalSGD by period.")
+    parser.add_argument(
+        "file", type=content_of(markdown), help="what bench.evidence.convergence --local-sgd --json wrote"
+    )
+    print(parser.parse_args().file)
+
+
+if __name__ == "__main__":
+    main()
