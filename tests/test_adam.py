@@ -35,7 +35,6 @@ STRATEGIES: dict[str, Aggregator] = {
     "signs": SIGNS,
     "signs, flat": Compressed(OneBit(64), adam=Adam()),
     "largest": Hierarchical(Compressed(DGC(0.05), adam=Adam())),
-    "renewed": Hierarchical(Compressed(OneBit(64), adam=Adam(renew_every=3))),
     "clipped": Hierarchical(Compressed(OneBit(64), adam=Adam(clip_norm=1.0))),
 }
 LR, DECAY = 0.01, 0.1
@@ -204,10 +203,10 @@ def keep_books(rank: int, world_size: int, name: str, nodes: int, steps: int) ->
 
 @pytest.mark.parametrize(
     ("name", "layout", "nodes"),
-    [("signs", "1+1", 2), ("largest", "2x2", 2), ("renewed", "2x2", 2), ("signs", "3x2", 3)],
+    [("signs", "1+1", 2), ("largest", "2x2", 2), ("signs", "3x2", 3)],
 )
 def test_no_update_is_lost(name: str, layout: str, nodes: int) -> None:
-    """Directions of all steps are what was applied and what the residuals hold, f and the renewals of v included."""
+    """Directions of all steps are what was applied and what the residuals hold, f included."""
     results = run_on(layout, keep_books, name, nodes, 20)
     assert_identical([digest for _, digest, _ in results])
     owed, left = (total([books[place] for books, _, _ in results]) for place in (0, 2))
@@ -221,22 +220,6 @@ def test_no_update_is_lost(name: str, layout: str, nodes: int) -> None:
         assert results[0][2] == results[1][2]
     assert all(0 <= each <= 1 for each in agreed)
     assert min(agreed) < 0.9  # every rank has gradients of its own
-
-
-def renewed_moments(rank: int, world_size: int) -> list[Tensor]:
-    """Return v of a parameter after steps 2 and 3 of three that renew it in every third."""
-    training = Training(rank, world_size, STRATEGIES["renewed"])
-    found = []
-    for _ in range(3):
-        training.step()
-        found.append(residuals_of(training.comm.state_dict())["inter.exp_avg_sq/worker"]["second.weight"])
-    return found[1:]
-
-
-def test_v_is_shared_exactly_now_and_then() -> None:
-    (second, third), (second_too, third_too) = run(renewed_moments, 2, nodes=(1, 1))
-    assert not torch.equal(second, second_too)
-    assert torch.equal(third, third_too)
 
 
 # ----------------------------------------------------------------------------------------- state
@@ -421,7 +404,6 @@ def test_what_optimizer_refuses() -> None:
     [
         (lambda: Adam(betas=(0.9, 1.0)), "betas=(0.9, 1.0)"),
         (lambda: Adam(eps=-1.0), "eps=-1.0"),
-        (lambda: Adam(renew_every=0), "renew_every=0"),
         (lambda: Adam(clip_norm=0), "clip_norm=0"),
         (lambda: Compressed(OneBit(), adam="yes"), "adam='yes'"),  # type: ignore[arg-type]
         (lambda: commopt.build_preset("hierarchical_dgc:adam=(0.5,2)"), "betas=(0.5, 2)"),
@@ -432,16 +414,6 @@ def test_what_optimizer_refuses() -> None:
 def test_settings_that_make_no_sense(make: Callable[[], object], part: str) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(part)):
         make()
-
-
-def test_renewals_are_accounted_for() -> None:
-    """Bytes of step 2, which renews v, and of the others; several steps are alike in what they send."""
-    aggregator, layout, team = STRATEGIES["renewed"], Layout.of_parameters([("a", (100, 128))]), TeamShape.of((2, 2))
-    usual, renewing = (
-        aggregator.wire_bytes(layout, torch.float32, team, torch.device("cpu"), step).inter for step in (1, 2)
-    )
-    assert renewing - usual == 100 * 128 * 4 // 2  # of two ranks with half of it, each sends what the other lacks
-    assert [aggregator.phase(step) for step in range(10)] == [0, 1, 2, 1, 1, 2, 1, 1, 8, 1]
 
 
 def count_bytes(rank: int, world_size: int, name: str, steps: int) -> int:

@@ -43,8 +43,6 @@ class Adam(ConciseRepr):
     they agree on nothing.
 
     betas, eps: as torch.optim.AdamW's.
-    renew_every: the steps between exact averages of v over the nodes, each of which takes an all_reduce of float32;
-        None for never.
     clip_norm: what the L2 norm of each node's gradient is clipped to before it enters m and v. A bucket cannot wait for
         the others: the norm of all is taken to be as far from what v expects of all as this bucket's is from what v
         expects of it. So a step with a spike is clipped at once; the first step is not. One number is exchanged per
@@ -56,7 +54,6 @@ class Adam(ConciseRepr):
 
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
-    renew_every: int | None = None
     clip_norm: float | None = None
 
     def __post_init__(self) -> None:
@@ -66,38 +63,28 @@ class Adam(ConciseRepr):
         object.__setattr__(self, "betas", tuple(betas))
         if not _is(self.eps) or not 0 <= self.eps < 1:
             raise ConfigurationError(f"Adam(eps={self.eps!r}) must be at least 0 and below 1, for example 1e-8")
-        every, limit = self.renew_every, self.clip_norm
-        if every is not None and (type(every) is not int or every < 1):
-            raise ConfigurationError(f"Adam(renew_every={every!r}) must be a number of steps from 1 on, or None")
+        limit = self.clip_norm
         if limit is not None and not (_is(limit) and isfinite(limit) and limit > 0):
             raise ConfigurationError(f"Adam(clip_norm={limit!r}) must be a norm above 0, or None for no clipping")
-
-    def renews(self, step: int | None) -> bool:
-        """Return whether v is averaged over the nodes in `step` (None: in most)."""
-        return self.renew_every is not None and step is not None and (step + 1) % self.renew_every == 0
 
     def compares(self, step: int | None) -> bool:
         """Return whether nodes compare their directions in `step` (None: in most)."""
         return step is not None and step % SAMPLE_EVERY_STEPS == 0
 
     def calls(self, buffer: Buffer, team: TeamShape) -> tuple[Step, ...]:
-        """Return the exact exchanges beside the directions': of v, and of how far nodes agree."""
-        found: tuple[Step, ...] = ()
-        if self.renews(buffer.step):
-            found += call(team, "all_reduce", buffer.layout.numel * torch.float32.itemsize)
-        if self.compares(buffer.step):
-            found += call(team, "all_reduce", 2 * len(buffer.layout.pieces) * torch.float32.itemsize)
-        return found
+        """Return the exact exchange beside the directions': of how far nodes agree."""
+        if not self.compares(buffer.step):
+            return ()
+        return call(team, "all_reduce", 2 * len(buffer.layout.pieces) * torch.float32.itemsize)
 
     def phase(self, step: int, first: int) -> int:
         """Return the earliest step from `first` on with the exchanges of `step`."""
-        mine = self.renews(step), self.compares(step)
-        return next(each for each in range(first, step + 1) if (self.renews(each), self.compares(each)) == mine)
+        return next(each for each in range(first, step + 1) if self.compares(each) == self.compares(step))
 
     def direction(self, buffer: Tensor, team: TeamShape, scale: float, context: BufferContext) -> Tensor:
         """Return this rank's f u_k / K, times the loss scale: float32, in scratch memory; m and v are staged.
 
-        `scale * buffer` is its part of the average. With `renew_every` collective over `team`.
+        `scale * buffer` is its part of the average.
         """
         store, layout, device = context.store, context.layout, buffer.device
         assert store is not None  # Compressed sees to it
@@ -112,27 +99,13 @@ class Adam(ConciseRepr):
         if self.clip_norm is not None:
             self._clip(found, v, 1 - b2**steps, store)
 
-        def follow(part: slice) -> None:
+        step = piece_numel(device)  # a cache still holds what was just written
+        for part in (slice(begin, begin + step) for begin in range(0, layout.numel, step)):
             gradient = found[part]
             torch.lerp(m[part], gradient, 1 - b1, out=next_m[part])
             torch.mul(v[part], b2, out=next_v[part]).addcmul_(gradient, gradient, value=1 - b2)
-
-        def direct(part: slice) -> None:
-            denominator = torch.sqrt(next_v[part], out=found[part]).add_(root * self.eps)
+            denominator = torch.sqrt(next_v[part], out=gradient).add_(root * self.eps)
             torch.div(next_m[part], denominator, out=denominator)  # times `root` with the factors
-
-        step = piece_numel(device)  # a cache still holds what was just written
-        parts = [slice(begin, begin + step) for begin in range(0, layout.numel, step)]
-        renews = team.size > 1 and self.renews(context.step)
-        for part in parts:
-            follow(part)
-            if not renews:
-                direct(part)
-        if renews:
-            assert isinstance(team, Team)
-            team.all_reduce(next_v, scale=share)
-            for part in parts:
-                direct(part)
         if self.clip_norm is not None:
             store.expected[layout] = share * next_v.sum(dtype=torch.float64) / correction[1]
         factors = self._factors(team.size, context, device) * (share * root / correction[0])
