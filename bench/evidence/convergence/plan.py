@@ -125,23 +125,23 @@ LOCAL_ENTRIES = (
 )
 
 # Each at its own best learning rate: what compresses updates may want another than what compresses gradients.
-RATES = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)
-_USUAL, _LOW, _HIGH = RATES[1:5], RATES[:4], RATES[3:]
+RATES = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)
+_LOW, _USUAL, _HIGH = RATES[:4], RATES[1:5], RATES[3:7]
 # A first moment that forgets sooner, of dense AdamW and of the gradient path too: what do the betas alone do?
 _SHORT_MEMORY = (0.5, 0.95)
 _AT_RATES = (
-    (_own_adam("ddp"), _USUAL),
+    (_own_adam("ddp"), RATES[1:6]),
     (_own_adam("ddp", betas=_SHORT_MEMORY), _HIGH),
     (_own_adam("hierarchical_onebit"), _LOW),
     (_own_adam("hierarchical_onebit:adam=True"), _USUAL),
     (_own_adam("hierarchical_onebit:scale=rms"), _USUAL),
     (_own_adam("hierarchical_onebit:scale=rms", betas=_SHORT_MEMORY), _HIGH),
-    (_own_adam("hierarchical_onebit:scale=rms:adam=True"), _USUAL),
+    (_own_adam("hierarchical_onebit:scale=rms:adam=True"), RATES[1:6]),
     (_own_adam("hierarchical_onebit:scale=rms:adam=(0.5,0.95)"), _HIGH),
     (_own_adam("hierarchical_dgc"), _HIGH),
     (_own_adam("hierarchical_dgc", betas=_SHORT_MEMORY), _HIGH),
     (_own_adam("hierarchical_dgc:adam=True"), _LOW),
-    (_own_adam("hierarchical_dgc:adam=(0.5,0.95)"), _HIGH),
+    (_own_adam("hierarchical_dgc:adam=(0.5,0.95)"), RATES[3:]),
     (_own_adam("hierarchical_quantized:bits=2"), _USUAL),
     (_own_adam("hierarchical_quantized:bits=2", betas=_SHORT_MEMORY), _HIGH),
     (_own_adam("hierarchical_quantized:bits=2:block=512"), _USUAL),
