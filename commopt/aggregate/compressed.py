@@ -143,7 +143,7 @@ class Compressed(Aggregator):
         mine = rows.take(1, "sent", context.scratch, buffer.device)
         carries = self._encode(rows, buffer, mine, team, scale, context)
         received = rows.take(team.size, "received", context.scratch, buffer.device)
-        self._travel(team.all_gather, rows, received, mine, context)
+        self._travel("all_gather", team, rows, received, mine, context)
         for region, carry in zip(rows.regions, carries, strict=True):
             total = region.target(buffer, torch.float32, region.chunk_numel, context.scratch)
             region.compressor.accumulate(region.payload(received), total)
@@ -163,7 +163,7 @@ class Compressed(Aggregator):
         encoded = rows.take(team.size, "sent", scratch, device)
         own = self._encode(rows, buffer, encoded, team, scale, context)
         received, served = rows.take(team.size, "received", scratch, device), rows.take(1, "served", scratch, device)
-        self._travel(team.all_to_all, rows, received, encoded, context)
+        self._travel("all_to_all", team, rows, received, encoded, context)
         carries = []
         for region in rows.regions:
             begin, end = region.chunk(team.rank)
@@ -172,7 +172,7 @@ class Compressed(Aggregator):
             sources, target, rng = region.payload(received), region.payload(served), context.rng("server")
             region.compressor.recompress(sources, target, region.chunk_numel, end - begin, carry, rng)
         gathered = encoded  # is sent, and as long
-        self._travel(team.all_gather, rows, gathered, served, context)
+        self._travel("all_gather", team, rows, gathered, served, context)
         for region, carry in zip(rows.regions, carries, strict=True):
             if carry is not None and rows.rounds:
                 exact = scratch.take("total", carry.new.numel(), torch.float32, device)
@@ -202,15 +202,12 @@ class Compressed(Aggregator):
         return carries
 
     def _travel(
-        self,
-        collective: Callable[[Tensor, Tensor], None],
-        rows: RowFormat,
-        received: Tensor,
-        sent: Tensor,
-        context: BufferContext,
+        self, primitive: str, team: Team, rows: RowFormat, received: Tensor, sent: Tensor, context: BufferContext
     ) -> None:
+        """Bring rows to where `primitive` brings them."""
+        collective: Callable[[Tensor, Tensor], None] = getattr(team, primitive)
         if self.packed:
-            rows.packing.exchange(collective, received, sent, context.scratch)
+            rows.packing.exchange(collective, received, sent, team.rank, context.scratch)
         else:
             collective(received.view(-1), sent.view(-1))
 
@@ -241,25 +238,25 @@ class Compressed(Aggregator):
             return (
                 *beside,
                 *_work("encode", rows),
-                *self._travels(rows, team, "all_gather", 1, team.size),
+                *self._travels("all_gather", team, rows, 1),
                 *_work("decode", rows, team.size),
             )
         rows = self._rows(buffer.layout, buffer.dtype, team.size, buffer.step)
         return (
             *beside,
             *_work("encode", rows),
-            *self._travels(rows, team, "all_to_all", team.size, team.size),
+            *self._travels("all_to_all", team, rows, team.size),
             *_work("recode", rows),
-            *self._travels(rows, team, "all_gather", 1, team.size),
+            *self._travels("all_gather", team, rows, 1),
             *_work("decode", rows),
         )
 
-    def _travels(self, rows: RowFormat, team: TeamShape, primitive: str, sent: int, received: int) -> tuple[Step, ...]:
+    def _travels(self, primitive: str, team: TeamShape, rows: RowFormat, sent: int) -> tuple[Step, ...]:
         """Return the collective that brings rows; what did not fit and is sent once more is left out."""
         form = rows.packing if self.packed else None
         if form is None or not form.parts:
             return call(team, primitive, rows.nbytes * sent)
-        packed, unpacked = work("pack", "", form.numel * sent), work("unpack", "", form.numel * received)
+        packed, unpacked = work("pack", "", form.numel * sent), work("unpack", "", form.numel * (team.size - 1))
         return packed, *call(team, primitive, form.nbytes * sent), unpacked
 
     @classmethod

@@ -66,11 +66,11 @@ class Packing:
         return cls(tuple(parts), offset, numel)
 
     def exchange(
-        self, collective: Callable[[Tensor, Tensor], None], received: Tensor, sent: Tensor, scratch: Scratch
+        self, collective: Callable[[Tensor, Tensor], None], received: Tensor, sent: Tensor, rank: int, scratch: Scratch
     ) -> None:
         """Fill the rows `received` as `collective(received, sent)` would: all are uint8 [rows, nbytes of plain rows].
 
-        collective: brings a row of every rank to every rank.
+        collective: brings a row of every rank to every rank; `rank` is this one, whose own row need not be unpacked.
         """
         if not self.parts:
             return collective(received.view(-1), sent.view(-1))
@@ -81,7 +81,9 @@ class Packing:
         if arrived[:, 0].any():
             _tell()
             return collective(received.view(-1), sent.view(-1))
-        self._unpack(arrived, received)
+        received[rank] = sent[rank if len(sent) > 1 else 0]
+        for others in (slice(0, rank), slice(rank + 1, len(received))):
+            self._unpack(arrived[others], received[others])
 
     def _pack(self, rows: Tensor, packed: Tensor) -> bool:
         for part in self.parts:
