@@ -378,8 +378,8 @@ class Averaging:
             sketch = torch.cat([_sketch(part, step) for part in gradients.split(self.lengths, 1)], 1)
             self._squares.lerp_(_squares(sketch, [_SKETCH_NUMEL] * len(self.lengths)), _weight(step))
         if self.form.length in ("exact", "sketched"):
-            own, common = self._squares
-            return (own / common).clamp(1.0, NODES).nan_to_num(1.0).sqrt()
+            ratio = self._squares[0] / self._squares[1]
+            return ratio.clamp(1.0, NODES).nan_to_num(1.0).sqrt()
         if self.form.length == "measured":
             return (self._agreed + (1 - self._agreed) / NODES).rsqrt()
         return torch.full_like(self._agreed, 1.0 if self.form.length == "1" else sqrt(NODES))
