@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from bench.demo import local_ranks
 from bench.environment import end_when_told, machine
-from bench.evidence.convergence import large_table, plan, report
+from bench.evidence.convergence import large_table, plan, rates, report
 from bench.evidence.convergence.ranks import parse_options
 from bench.training import report as link_report
 from commopt.cluster import Cluster
@@ -70,7 +70,8 @@ def main() -> int:
             failure = train(options) or (0 if options.no_link else time_steps(options))
             if failure:
                 return failure
-        table = (large_table if options.large else report).markdown(options.json)
+        written_by = large_table if options.large else rates if options.rates else report
+        table = written_by.markdown(options.json)
     except (OSError, ValueError) as error:
         print(f"bench.evidence.convergence: {error}", file=sys.stderr)
         return _UNUSABLE
