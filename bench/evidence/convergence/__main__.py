@@ -8,10 +8,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 
 from bench.demo import local_ranks
 from bench.environment import end_when_told, machine
-from bench.evidence.convergence import large_table, local_table, plan, report
+from bench.evidence.convergence import large_table, local_table, plan, rates, report
 from bench.evidence.convergence.ranks import parse_options
 from bench.training import report as link_report
 from commopt.cluster import Cluster
@@ -61,6 +62,12 @@ def link_outcomes(options: argparse.Namespace) -> Sequence[link_report.Outcome]:
     return link_report.read(options.link_json)[1] if options.link_json.exists() else []
 
 
+def _tables(options: argparse.Namespace) -> ModuleType:
+    """Return what prints the table of such a file."""
+    chosen = {large_table: options.large, local_table: options.local_sgd, rates: options.rates}
+    return next((module for module, is_chosen in chosen.items() if is_chosen), report)
+
+
 def main() -> int:
     """Train, time and report."""
     options = parse_options()
@@ -70,7 +77,7 @@ def main() -> int:
             failure = train(options) or (0 if options.no_link else time_steps(options))
             if failure:
                 return failure
-        table = (large_table if options.large else local_table if options.local_sgd else report).markdown(options.json)
+        table = _tables(options).markdown(options.json)
     except (OSError, ValueError) as error:
         print(f"bench.evidence.convergence: {error}", file=sys.stderr)
         return _UNUSABLE
