@@ -44,10 +44,7 @@ class Outer(ConciseRepr):
     def step(
         self, theta: Tensor, delta: Tensor, out: Tensor, momentum: Tensor | None = None, moved: Tensor | None = None
     ) -> None:
-        """Write the next theta into `out` and, where there is momentum, the next of it into `moved`.
-
-        `delta` is D, and is overwritten. All are of one shape; `theta` may be `out`, and `momentum` may be `moved`.
-        """
+        """Write the next theta to `out`, and the next momentum, if any, to `moved`; `delta`, D, is overwritten."""
         if momentum is not None and moved is not None:
             torch.add(delta, momentum, alpha=self.momentum, out=moved)
             delta = delta.add_(moved, alpha=self.momentum) if self.nesterov else moved

@@ -81,12 +81,10 @@ def attach(
     """
     ddp = _inside(model)
     if not isinstance(choice, (Aggregator, Preset, str)) and hasattr(choice, "attach"):  # nobody else loads its class
-        others = (process_group, ranks_per_node, scaler, timeout, plan, links, tuned, nccl, guard, weights)
-        if record or preset_options or any(each is not None for each in others) or _is_sharded(ddp):
-            raise ConfigurationError(
-                f"{choice!r} is for a plain module or a DDP model, and attach takes no options with it; pass them to "
-                f"ParameterServer(...), and to commopt scheduler --timeout"
-            )
+        given = (process_group, ranks_per_node, scaler, timeout, plan, links, tuned, nccl, guard, weights)
+        if record or preset_options or any(each is not None for each in given) or _is_sharded(ddp):
+            what = "is for a plain module or a DDP model, and attach takes no options with it"
+            raise ConfigurationError(f"{choice!r} {what}; pass them to ParameterServer(...)")
         return choice.attach(ddp)
     if (sharded := next((each for each in (ddp, model) if _is_sharded(each)), None)) is not None:
         from commopt.sharded import attach_sharded

@@ -39,9 +39,7 @@ class Link:
         options._timeout = self._limit
         options._devices = [_device(kind, me)]
         try:
-            self._group = kind(
-                dist.PrefixStore(f"commopt-server/link/{server}/{worker}", me.connect()), rank, 2, options
-            )
+            self._group = kind(dist.PrefixStore(f"commopt-server/link/{server}/{worker}", me.meeting), rank, 2, options)
         except RuntimeError as error:
             raise TransportError(f"no connection came about within {me.timeout_s:g} s: {_first_line(error)}") from error
         watched = self._group.recv([torch.empty(1, device="cpu")], self._peer, _NEVER_SENT)
@@ -80,7 +78,7 @@ def _watch(work: dist.Work, on_loss: Callable[[str], None]) -> None:
     try:
         work.wait(_FOR_EVER)
     except RuntimeError as error:
-        on_loss(_first_line(error))
+        on_loss(f"the connection broke: {_first_line(error)}")
 
 
 def _device(kind: Any, me: Participant) -> object:

@@ -22,8 +22,8 @@ from commopt.groups.store import limited
 _log = logging.getLogger("commopt")
 
 SERVER, WORKER = "server", "worker"
-_BEATS = 5  # in the time after which somebody without any is gone
-_CONNECT_S = 30.0
+_BEATS, _LOOKS = 5, 10  # in the time after which somebody without a beat is gone
+_CONNECT_S = 10.0
 _PREFIX = "commopt-server"
 
 
@@ -65,22 +65,22 @@ class Scheduler:
 
     def _look_after(self) -> None:
         store, known = self._store, 0
-        beats: dict[int, tuple[str | None, float]] = {}  # of those present: the last one, and when it was new
+        beats: dict[int, tuple[str | None, int]] = {}  # of those present: the last one, and how often it was no new one
         gone: dict[int, str] = {}
-        while not self._closing.wait(self._timeout_s / _BEATS / 2):
-            count, now = store.add("count", 0), time.monotonic()
-            beats |= {number: (None, now) for number in range(known, count)}
+        # Looks are counted, not seconds: while this thread or the store is held up, nobody is to blame.
+        while not self._closing.wait(self._timeout_s / _LOOKS):
+            count = store.add("count", 0)
+            beats |= {number: (None, 0) for number in range(known, count)}
             known = count
-            for number, (beat, since) in list(beats.items()):
+            for number, (beat, looks) in list(beats.items()):
                 if number not in self.present and (role := store.read(f"role/{number}")):
                     self.present[number] = role
                     _log.info("%s %d is here", role, number)
                 latest = store.read(f"beat/{number}")
+                beats[number] = (latest, looks + 1 if latest == beat else 0)
                 if left := store.read(f"left/{number}"):
                     gone[number] = left
-                elif latest != beat:
-                    beats[number] = (latest, now)
-                elif now - since > self._timeout_s:
+                elif beats[number][1] >= _LOOKS:
                     gone[number] = f"gave no sign of life for {self._timeout_s:g} s"
                 if number in gone:
                     _log.info("%s %d is gone: %s", self.present.pop(number, "somebody"), number, gone[number])
@@ -91,14 +91,22 @@ class Scheduler:
 class Participant:
     """This process among those of a scheduler: a thread shows signs of life, and hears who is gone.
 
+    meeting: where two of them find each other for a connection; it blocks. store: for all else.
     on_gone: called in that thread with the number of somebody who has gone and why; number -1 is the scheduler.
     Raises TransportError when there is no scheduler at `address`, ConfigurationError when that is none.
     """
 
     def __init__(self, address: str, role: str, on_gone: Callable[[int, str], None]) -> None:
         self.host, self.port = host_and_port(address)
-        self._client = self.connect()
-        store = limited(self._client, _PREFIX, _CONNECT_S)
+        try:
+            limit = timedelta(seconds=_CONNECT_S)
+            self.meeting = dist.TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=limit)
+        except (RuntimeError, ValueError, OSError) as error:
+            raise TransportError(
+                f"no scheduler answers at {address} within {_CONNECT_S:g} s; start one there: "
+                f"python -m commopt scheduler --port {self.port}"
+            ) from error
+        store = limited(self.meeting, _PREFIX, _CONNECT_S)
         told = poll(lambda: store.read("timeout"), time.monotonic() + _CONNECT_S)
         if told is None:
             raise ConfigurationError(
@@ -109,27 +117,23 @@ class Participant:
         self.number = self.store.add("count", 1) - 1
         self.store.set(f"role/{self.number}", role)
         self._on_gone = on_gone
+        self._alone = False
         self._closing = Event()
         self._thread = Thread(target=self._beat, name=f"commopt-{role}-beat", daemon=True)
         self._thread.start()
 
-    def connect(self) -> dist.Store:
-        """Return another client of the store: each blocks in its calls, and whoever shares it."""
-        try:
-            limit = timedelta(seconds=_CONNECT_S)
-            return dist.TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=limit)
-        except (RuntimeError, ValueError, OSError) as error:
-            raise TransportError(
-                f"no scheduler answers at {self.host}:{self.port} within {_CONNECT_S:g} s; start one there: "
-                f"python -m commopt scheduler --port {self.port}"
-            ) from error
+    def gone(self) -> dict[str, str]:
+        """Return who has gone, by number, and why."""
+        found: dict[str, str] = json.loads(self.store.read("gone") or "{}")
+        return found
 
-    def leave(self, why: str = "has left") -> None:
-        """Tell the others, if the scheduler still answers, and stop."""
+    def leave(self, why: str) -> None:
+        """Tell the others, unless the scheduler is gone itself, and stop."""
         if not self._closing.is_set():
             self._closing.set()
             with suppress(TransportError):
-                self.store.set(f"left/{self.number}", why)
+                if not self._alone:
+                    self.store.set(f"left/{self.number}", why)
             self.store.close()
 
     def _beat(self) -> None:
@@ -137,13 +141,14 @@ class Participant:
         try:
             while not self._closing.wait(self.timeout_s / _BEATS):
                 self.store.add(f"beat/{self.number}", 1)
-                gone: dict[str, str] = json.loads(self.store.read("gone") or "{}")
+                gone = self.gone()
                 for number in sorted(gone.keys() - told, key=int):
                     told.add(number)
                     self._on_gone(int(number), gone[number])
         except TransportError as error:
+            self._alone = True
             if not self._closing.is_set():
-                self._on_gone(-1, f"the scheduler at {self.host}:{self.port} does not answer any more: {error}")
+                self._on_gone(-1, f"the scheduler at {self.host}:{self.port} does not answer any more ({error})")
 
 
 def host_and_port(address: str) -> tuple[str, int]:

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from math import inf
-from typing import Any
+from typing import Any, TypeVar
 from weakref import finalize, ref
 
 import torch
@@ -24,12 +24,14 @@ from commopt.errors import CommoptError, ConfigurationError, MismatchError, Tran
 from commopt.groups.membership import poll
 from commopt.hooks.parcels import Parcel, parcels_of
 from commopt.server.link import Link
-from commopt.server.scheduler import SERVER, WORKER, Participant
+from commopt.server.scheduler import WORKER, Participant
 from commopt.server.settings import ADDRESS_VARIABLE, ParameterServer
 from commopt.server.wire import Wire
 from commopt.version import __version__
 
 _log = logging.getLogger("commopt")
+
+T = TypeVar("T")
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -77,6 +79,11 @@ class Worker:
             raise ConfigurationError(f"did({amount!r}) must be a number above 0: samples or tokens since the last call")
         self._did, self._told = (self._did if self._told else 0.0) + amount, True
 
+    @property
+    def number(self) -> int:
+        """That of this worker at the scheduler, which logs go by; -1 where another rank talks to it, or it has left."""
+        return -1 if self._connection is None else self._connection.number
+
     @torch.no_grad()
     def push(self) -> None:
         """Send by how much this model has moved since the last `pull`, and what was left out of it before.
@@ -92,7 +99,7 @@ class Worker:
 
         Steps between the two are kept, on top of them. Raises TransportError when the server is gone.
         """
-        self._ranks.share(self._pull)
+        self.round, self.staleness, self.refused = self._ranks.share(self._pull)
         for parcel in self._parcels():
             self._ranks.spread(parcel)
 
@@ -144,17 +151,18 @@ class Worker:
             self._left.append(left)
         server.ask("push", base=self.round, weight=self._did)
         for payload in payloads:
-            server.link.send(payload.cpu())
+            server.send(payload.cpu())
             self.sent_bytes += payload.nbytes
         self._did, self._told, self._pushed_after = 0.0, False, self._steps
 
-    def _pull(self) -> None:
+    def _pull(self) -> tuple[int, int, int]:
+        """Do it; return round, staleness and refused."""
         server, parcels = self._connected(), self._parcels()
         answer = server.answer(server.ask("pull", whole=not self._agreed))
         before, self._agreed = self._agreed, []
         for place, (wire, parcel) in enumerate(zip(self._wires, parcels, strict=True)):
             nbytes = wire.rows(answer["round"] - 1).nbytes if answer["updates"] else 4 * wire.layout.numel
-            payload = server.link.receive(torch.empty(nbytes, dtype=torch.uint8, device="cpu")).to(parcel.device)
+            payload = server.receive(nbytes).to(parcel.device)
             self.received_bytes += nbytes
             values = payload.view(torch.float32)
             if answer["updates"]:
@@ -165,17 +173,17 @@ class Worker:
             else:  # by what it has moved since the push
                 pushed = before[place] - self._moved[place] + self._kept[place] * self._settings.decay
                 parcel.put(values + (parcel.values(copy=False) - pushed))
+        refused = self._pushed_after is not None and not answer["counted"]
+        if refused:
+            _log.warning(
+                "what this worker has learned came %d rounds late, was not counted, and will be sent again; raise "
+                "ParameterServer(staleness=%d), or the period, if this goes on",
+                *(answer["late"], self._settings.staleness),
+            )
         if self._pushed_after is not None:
-            self.staleness, self.refused = answer["late"], self.refused + (not answer["counted"])
-            self._kept = self._left if answer["counted"] else self._moved
-            if not answer["counted"]:
-                _log.warning(
-                    "what this worker has learned came %d rounds late, was not counted, and will be sent again; raise "
-                    "ParameterServer(staleness=%d), or the period, if this goes on",
-                    *(self.staleness, self._settings.staleness),
-                )
+            self._kept = self._moved if refused else self._left
             self._moved, self._left, self._pushed_after = [], [], None
-        self.round = answer["round"]
+        return answer["round"], answer["late"], self.refused + refused
 
     def _connected(self) -> _Connection:
         if self._connection is None:
@@ -213,18 +221,19 @@ class _Ranks:
         self._group = None if group is None or group.size() == 1 else group
         self.leads = group is None or group.rank() == 0
 
-    def share(self, call: Callable[[], None]) -> None:
-        """Let the first rank do it; an error of that is raised on all."""
-        told: list[CommoptError | None] = [None]
+    def share(self, call: Callable[[], Any]) -> Any:
+        """Let the first rank do it; return what came of it on all, and raise its error on all."""
+        told: list[Any] = [None]
         if self.leads:
             try:
-                call()
+                told = [call()]
             except CommoptError as error:
                 told = [error]
         if self._group is not None:
             dist.broadcast_object_list(told, group=self._group, group_src=0)
-        if told[0] is not None:
+        if isinstance(told[0], CommoptError):
             raise told[0]
+        return told[0]
 
     def spread(self, parcel: Parcel) -> None:
         """Give all ranks the first one's values."""
@@ -247,60 +256,70 @@ class _Connection:
         self._me = me = Participant(address, WORKER, self._hear)
         self.number = me.number
         try:
-            self._server = self._find_server()
             shapes = [
                 [(name, list(each.shape), str(each.dtype)) for name, each in parcel.tensors.items()]
                 for parcel in parcels
             ]
             facts = {"version": __version__, "settings": settings.as_text(), "parcels": shapes}
-            answer = self.answer(self.ask("join", **facts), me.timeout_s)
+            answer = self.answer(self.ask("join", **facts), 2 * me.timeout_s)  # of which one for a server that has died
             if answer["problem"]:
                 raise MismatchError(answer["problem"])
-            self.link = Link(me, self._server, me.number, lambda why: self._lose(f"the connection to it: {why}"))
+            self._server = answer["server"]
+            self._link = Link(me, self._server, me.number, self._lose)
             if answer["sends"]:
                 for parcel in parcels:
-                    self.link.send(parcel.values(copy=False).cpu())
+                    self.send(parcel.values(copy=False).cpu())
         except BaseException:
             me.leave("could not join")
             raise
         atexit.register(self.close)
 
-    def _find_server(self) -> int:
-        def look() -> str | None:
-            number = self._me.store.read(SERVER)
-            return None if number in json.loads(self._me.store.read("gone") or "{}") else number
-
-        number = poll(look, time.monotonic() + self._me.timeout_s, self._require_alive)
-        if number is None:
-            raise TransportError(
-                f"the scheduler knows no server after {self._me.timeout_s:g} s; start one: "
-                f"python -m commopt server --scheduler {self._me.host}:{self._me.port}"
-            )
-        return int(number)
-
     def ask(self, kind: str, **request: Any) -> int:
         """Send a request; return its number."""
         self._require_alive()
-        self._me.store.set(f"request/{self.number}/{self._asked}", json.dumps({"kind": kind, **request}))
-        self._me.store.add("requests", 1)
-        self._asked += 1
+
+        def write() -> int:
+            self._me.store.set(f"request/{self.number}/{self._asked}", json.dumps({"kind": kind, **request}))
+            self._asked += 1
+            return self._me.store.add("requests", 1)
+
+        self._while_there(write)
         return self._asked - 1
 
     def answer(self, request: int, limit_s: float = inf) -> dict[str, Any]:
         """Wait for the answer to a request: as long as the server is there."""
         key = f"answer/{self.number}/{request}"
-        found = poll(lambda: self._me.store.read(key), time.monotonic() + limit_s, self._require_alive)
+        until = time.monotonic() + limit_s
+        found = self._while_there(lambda: poll(lambda: self._me.store.read(key), until, self._require_alive))
         if found is None:
-            raise TransportError(f"the parameter server has not answered for {limit_s:g} s; look at its log")
+            raise TransportError(
+                f"no parameter server has answered for {limit_s:g} s; look at its log, or start one: "
+                f"python -m commopt server --scheduler {self._me.host}:{self._me.port}"
+            )
         self._me.store.delete_key(key)
         answer: dict[str, Any] = json.loads(found)
         return answer
+
+    def send(self, payload: Tensor) -> None:
+        """Send a tensor of the CPU."""
+        self._while_there(lambda: self._link.send(payload))
+
+    def receive(self, nbytes: int) -> Tensor:
+        """Return so many bytes."""
+        return self._while_there(lambda: self._link.receive(torch.empty(nbytes, dtype=torch.uint8, device="cpu")))
+
+    def _while_there(self, call: Callable[[], T]) -> T:
+        try:
+            return call()
+        except TransportError as error:
+            self._lose(str(error))  # unless something was said before
+            raise self._loss() from error
 
     def close(self, why: str = "has ended") -> None:
         """Leave."""
         atexit.unregister(self.close)
         self._me.leave(why)
-        self.link.close()
+        self._link.close()
 
     def _hear(self, number: int, why: str) -> None:
         if number == -1:
@@ -315,7 +334,10 @@ class _Connection:
 
     def _require_alive(self) -> None:
         if self._lost:
-            raise TransportError(
-                f"the parameter server is lost: {self._lost}; start what has ended again (the server goes on from its "
-                f"checkpoint), then attach the model again"
-            )
+            raise self._loss()
+
+    def _loss(self) -> TransportError:
+        return TransportError(
+            f"the parameter server is lost: {self._lost}; start what has ended again (the server goes on from its "
+            f"checkpoint), then attach the model again"
+        )
