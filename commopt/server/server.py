@@ -70,13 +70,19 @@ class Server:
             return 0 if self._rounds.shared is None else self._rounds.shared.round
 
     @property
+    def done(self) -> float:
+        """What workers have done in all, as deltas weigh: of those that have counted."""
+        with self._changed:
+            return 0.0 if self._rounds.shared is None else self._rounds.shared.done
+
+    @property
     def workers(self) -> list[int]:
         """The numbers of those that rounds wait for."""
         with self._changed:
             return sorted(number for number, seat in self._rounds.seats.items() if seat.takes_part)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return "parameters" and "momentum" by name (float32, copies) and "round".
+        """Return "parameters" and "momentum" by name (float32, copies), "round", and what workers have "done" in all.
 
         Raises ConfigurationError before there are any.
         """

@@ -40,7 +40,7 @@ class Shared:
     def __init__(self, settings: ParameterServer, layouts: Sequence[Layout], values: Sequence[Tensor]) -> None:
         self.settings = settings
         self.wires = [Wire(layout, settings.compressor) for layout in layouts]
-        self.round = 0
+        self.round, self.done = 0, 0.0
         self.exact = list(values)
         self.public = list(values)
         self.update: list[Tensor] | None = None  # from the public parameters of the round before to these
@@ -67,7 +67,7 @@ class Shared:
             self.public = self.exact
         else:
             self._publish()
-        self.round += 1
+        self.round, self.done = self.round + 1, self.done + total
         for old in [number for number in self._earlier if self.round - number > settings.staleness]:
             del self._earlier[old]
 
@@ -100,9 +100,10 @@ class Shared:
     # ------------------------------------------------------------------------------------- checkpoints
 
     def state(self) -> dict[str, Any]:
-        """Return round, parameters and momentum by name, in their shapes: copies."""
+        """Return round, what was done in all, parameters and momentum by name, in their shapes: copies."""
         return {
             "round": self.round,
+            "done": self.done,
             "parameters": _named(self.wires, self.exact),
             "momentum": _named(self.wires, self._momentum) if self._momentum else {},
         }
@@ -112,7 +113,7 @@ class Shared:
         parameters = _laid_out(self.wires, field(saved, "parameters", dict), "parameters")
         momentum = field(saved, "momentum", dict)
         moments = _laid_out(self.wires, momentum, "momentum") if self._momentum and momentum else self._momentum
-        self.round = whole(field(saved, "round", int), "round")
+        self.round, self.done = whole(field(saved, "round", int), "round"), field(saved, "done", float)
         self.exact, self._momentum = parameters, moments
         self.public = list(parameters)
 
