@@ -65,6 +65,7 @@ from commopt.version import __version__
 if TYPE_CHECKING:
     from commopt.collectives import Communicator, Work, all_reduce
     from commopt.cost import Links
+    from commopt.server import ParameterServer
     from commopt.sharded import Weights
     from commopt.timeline import Report, Timeline
 
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
 _LATER = {
     "Communicator": "commopt.collectives",
     "Links": "commopt.cost",
+    "ParameterServer": "commopt.server",
     "Report": "commopt.timeline",
     "Timeline": "commopt.timeline",
     "Weights": "commopt.sharded",
@@ -130,6 +132,7 @@ __all__ = [
     "NcclOptions",
     "OneBit",
     "Outer",
+    "ParameterServer",
     "Plan",
     "PowerSGD",
     "Preset",

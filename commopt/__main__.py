@@ -15,8 +15,12 @@ COMMANDS = {
     "doctor": "look for what makes communication slow",
     "probe": "measure what messages and compression cost",
     "run": "train with a strategy and leave the script as it is",
+    "scheduler": "let a parameter server and its workers find each other",
+    "server": "hold the parameters of workers that train by themselves",
     "simulate": "what a training step takes on a cluster you describe",
+    "worker": "run a script as a worker of a parameter server",
 }
+_ROLES = ("scheduler", "server", "worker")  # of one package
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,7 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name is None:
         parser.parse_args(words)
         raise AssertionError("argparse takes no line without a command")
-    command = import_module(f"commopt.{name}.cli")
+    module = import_module(f"commopt.{'server' if name in _ROLES else name}.cli")
+    command = getattr(module, name.upper()) if name in _ROLES else module
     command.add_arguments(parsers[name])
     return int(command.run(parser.parse_args(words)))
 

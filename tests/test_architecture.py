@@ -31,10 +31,12 @@ LAYERS = (
     "commopt.bandwidth",
     "commopt.simulate",
     "commopt.probe",
+    "commopt.server.cli",
     "commopt.run",
     "commopt.integrations",
     "commopt.hooks",
     "commopt.sharded",
+    "commopt.server",
     "commopt.hooks.comm_state",
     "commopt.hooks.log",
     "commopt.hooks.insight",
@@ -79,7 +81,7 @@ LAYERS = (
     "topology.kernel_files",
 )
 FRONT_DOORS = {"commopt", "topology"}  # for users; inside, each module is imported by its own name
-COMMANDS = {f"commopt.{name}" for name in ("doctor", "probe", "simulate", "run", "bandwidth", "cluster")}
+COMMANDS = {f"commopt.{name}" for name in ("doctor", "probe", "simulate", "run", "bandwidth", "cluster", "server.cli")}
 
 MOST_LINES_OF_A_FILE = 400
 MOST_METHODS_OF_A_CLASS = 19

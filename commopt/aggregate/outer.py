@@ -41,6 +41,15 @@ class Outer(ConciseRepr):
         if self.nesterov and self.momentum == 0:
             raise ConfigurationError("Outer(nesterov=True) needs a momentum above 0; add for example momentum=0.9")
 
+    def step(
+        self, theta: Tensor, delta: Tensor, out: Tensor, momentum: Tensor | None = None, moved: Tensor | None = None
+    ) -> None:
+        """Write the next theta to `out`, and the next momentum, if any, to `moved`; `delta`, D, is overwritten."""
+        if momentum is not None and moved is not None:
+            torch.add(delta, momentum, alpha=self.momentum, out=moved)
+            delta = delta.add_(moved, alpha=self.momentum) if self.nesterov else moved
+        torch.add(theta, delta, alpha=-self.lr, out=out)
+
 
 @dataclass(frozen=True, repr=False)
 class Deltas(Aggregator):
@@ -65,12 +74,8 @@ class Deltas(Aggregator):
         share = scale if context.share is None else context.share
         buffer.mul_(-scale).add_(anchor, alpha=share)
         self.inner.all_reduce(buffer, team, 1.0, context)
-        step, outer = buffer, self.outer
-        if outer.momentum:
-            velocity, moved = context.moment(MOMENTUM_BUFFER, buffer.device)
-            torch.add(buffer, velocity, alpha=outer.momentum, out=moved)
-            step = buffer.add_(moved, alpha=outer.momentum) if outer.nesterov else moved
-        torch.add(anchor, step, alpha=-outer.lr, out=agreed)
+        moments = context.moment(MOMENTUM_BUFFER, buffer.device) if self.outer.momentum else ()
+        self.outer.step(anchor, buffer, agreed, *moments)
         buffer.copy_(agreed)
 
     def calls(self, buffer: Buffer, team: TeamShape) -> tuple[Step, ...]:

@@ -119,6 +119,11 @@ class Cluster:
         """Undo `cut`."""
         self._network.connect(node_rank, up=True)
 
+    def start(self, node_rank: int, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
+        """Start a program on one node, as `subprocess.Popen` does with these options; it ends with the cluster."""
+        environment = {**os.environ, **self._environment(node_rank)}
+        return subprocess.Popen(self._network.enter(node_rank, command), env=environment, text=True, **options)
+
     def run(
         self,
         command: Sequence[str],

@@ -114,7 +114,7 @@ def _preside(
         return len(answers) == size
 
     with _told_when_left(store, 0, meeting):
-        _poll(complete, deadline, interrupt)
+        poll(complete, deadline, interrupt)
     missing = [place for place in range(size) if place not in answers]
     if not missing:  # all are here, so all have left the meeting before
         store.set("meeting", meeting)
@@ -129,14 +129,14 @@ def _attend(
     """Every other rank's part: return the answers of all, or the places of those that are missing."""
     ticket = secrets.token_hex(8)
     store.set(f"seat/{me}", json.dumps({"ticket": ticket}))
-    invitation = _poll(lambda: _read(store, f"invitation/{ticket}"), deadline, interrupt)
+    invitation = poll(lambda: _read(store, f"invitation/{ticket}"), deadline, interrupt)
     if not invitation:
         return [], [0]
     store.delete_key(f"invitation/{ticket}")
     meeting = invitation["meeting"]
     store.set(f"seat/{me}", json.dumps({"meeting": meeting, "facts": mine}))
     with _told_when_left(store, me, meeting):
-        verdict = _poll(lambda: _read(store, f"verdict/{meeting}"), deadline, interrupt)
+        verdict = poll(lambda: _read(store, f"verdict/{meeting}"), deadline, interrupt)
     if verdict:
         return verdict["answers"], verdict["missing"]
     absent = [place for place in range(1, size) if _read(store, f"seat/{place}").get("meeting") != meeting]
@@ -163,8 +163,8 @@ def _told_when_left(store: LimitedStore, me: int, meeting: str) -> Iterator[None
         raise
 
 
-def _poll(look: Callable[[], Any], deadline: float, interrupt: Callable[[], None]) -> Any:
-    """Call `look` until it returns something true or the time is over; return what it said last.
+def poll(look: Callable[[], Any], deadline: float, interrupt: Callable[[], None] = lambda: None) -> Any:
+    """Call `look` until it returns something true or `deadline` (time.monotonic) is over; return what it said last.
 
     Polling instead of `store.wait`, because a blocked store client also blocks the threads that share it.
     """

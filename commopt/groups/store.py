@@ -83,6 +83,10 @@ class LimitedStore:
         """Return a value, None while there is none."""
         return self.get(key).decode() if self.check([key]) else None
 
+    def close(self) -> None:
+        """End the connection, for all prefixes; whoever asks from now on gets a TransportError."""
+        self._connection.close()
+
     def _call(self, method: str, *arguments: Any) -> Any:
         limit_s = min(self._limit_s, max(self._deadline - time.monotonic(), _LAST_CALL_S))
         return self._connection.call(method, arguments, limit_s)

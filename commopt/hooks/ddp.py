@@ -25,6 +25,7 @@ from commopt.schedule import Plan, Tuned
 if TYPE_CHECKING:
     from commopt.cost import Links
     from commopt.hooks.comm_state import CommState
+    from commopt.server import ParameterServer, Worker
 
 PLAN_VARIABLE = "COMMOPT_PLAN"
 
@@ -37,9 +38,13 @@ def attach(model: TorchDDP, choice: Aggregator | Preset | str, **options: Any) -
 def attach(model: nn.Module, choice: Aggregator | Preset | str, **options: Any) -> CommState: ...
 
 
+@overload
+def attach(model: nn.Module, choice: ParameterServer) -> Worker: ...
+
+
 def attach(
     model: nn.Module,
-    choice: Aggregator | Preset | str,
+    choice: Aggregator | Preset | str | ParameterServer,
     *,
     process_group: Any = None,
     ranks_per_node: int | None = None,
@@ -53,13 +58,14 @@ def attach(
     guard: int | None = None,
     weights: Any = None,
     **preset_options: Any,
-) -> CommState:
+) -> CommState | Worker:
     """Average the gradients of a model with an aggregator, a preset or a preset's name; return the hook's state.
 
     model: a DistributedDataParallel one, or one of FSDP2's fully_shard or replicate, between whose replicas the average
         is then taken (docs/fsdp2.md). What torch.compile and Fabric wrap is found inside. Gradients are real and
         floating, of any shape.
-    choice: a name may carry options of its own: "hierarchical_quantized:bits=4".
+    choice: a name may carry options of its own: "hierarchical_quantized:bits=4". With a ParameterServer, which takes no
+        options here, the model may be a plain module too, and a Worker is returned.
     timeout: in seconds, or a timedelta.
     plan: by default what COMMOPT_PLAN says.
     weights: of a model sharded over all ranks, how its weights travel: Weights(...). By default exactly.
@@ -74,6 +80,12 @@ def attach(
     Call it after fully_shard and before the first backward.
     """
     ddp = _inside(model)
+    if not isinstance(choice, (Aggregator, Preset, str)) and hasattr(choice, "attach"):  # nobody else loads its class
+        given = (process_group, ranks_per_node, scaler, timeout, plan, links, tuned, nccl, guard, weights)
+        if record or preset_options or any(each is not None for each in given) or _is_sharded(ddp):
+            what = "is for a plain module or a DDP model, and attach takes no options with it"
+            raise ConfigurationError(f"{choice!r} {what}; pass them to ParameterServer(...)")
+        return choice.attach(ddp)
     if (sharded := next((each for each in (ddp, model) if _is_sharded(each)), None)) is not None:
         from commopt.sharded import attach_sharded
 
@@ -237,7 +249,7 @@ def _require_same_ranks(ddp: TorchDDP, state: HookState) -> None:
         )
 
 
-def _aggregator_from(choice: Aggregator | Preset | str, options: dict[str, Any]) -> Aggregator:
+def _aggregator_from(choice: object, options: dict[str, Any]) -> Aggregator:
     if isinstance(choice, str):
         return build_preset(choice, **options)
     if isinstance(choice, Preset):

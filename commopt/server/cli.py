@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m commopt scheduler`, `server` and `worker`: the three roles of a parameter server."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from commopt.command_line import number, output_file, refuse, whole
+from commopt.document import reason_of
+from commopt.errors import CommoptError, ConfigurationError
+from commopt.run.script import Script
+from commopt.server.scheduler import Scheduler, host_and_port
+from commopt.server.server import Server
+from commopt.server.settings import ADDRESS_VARIABLE
+
+_LOOK_S = 0.2
+_FAILED = 1
+
+
+@dataclass(frozen=True)
+class Command:
+    """One of the three."""
+
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+def _address(text: str) -> str:
+    try:
+        host_and_port(text)
+    except ConfigurationError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+@contextmanager
+def _until_told() -> Iterator[None]:
+    """Let SIGINT and SIGTERM end what is inside; show on stderr who comes and goes."""
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    log = logging.getLogger("commopt")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    before = {each: signal.signal(each, stop) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    except KeyboardInterrupt:
+        pass
+    finally:
+        log.removeHandler(handler)
+        for each, handle in before.items():
+            signal.signal(each, handle)
+
+
+# ------------------------------------------------------------------------------------------- scheduler
+
+
+def _add_scheduler(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Let a server and its workers find each other, and say who is gone. Runs until it is stopped."
+    parser.add_argument("--port", type=whole(0, 65535), default=29400, help="to listen on (default 29400; 0: any)")
+    parser.add_argument("--host", default="0.0.0.0", help="the address to listen on (default: all)")
+    timeout = "without a sign of life somebody is gone after so many (default 30)"
+    parser.add_argument("--timeout", type=number(), default=30.0, metavar="SECONDS", help=timeout)
+
+
+def _run_scheduler(options: argparse.Namespace) -> int:
+    try:
+        scheduler = Scheduler(options.port, options.host, options.timeout)
+    except ConfigurationError as error:
+        return refuse("commopt scheduler", error)
+    with _until_told():
+        print(f"commopt scheduler: listening on port {scheduler.port}", flush=True)
+        while True:
+            time.sleep(_LOOK_S)
+    scheduler.close()
+    return 0
+
+
+# ------------------------------------------------------------------------------------------- server
+
+
+def _add_server(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Hold the parameters of workers that train by themselves. Runs until it is stopped."
+    parser.epilog = "The settings are those of the first worker that joins, as are the parameters without a checkpoint."
+    parser.add_argument("--scheduler", type=_address, required=True, metavar="HOST:PORT")
+    parser.add_argument("--workers", type=whole(1), default=1, help="to wait for at the start (default 1)")
+    file = 'go on from it if it is there, and write it: torch.load gives "parameters", "momentum" and "round"'
+    parser.add_argument("--checkpoint", type=output_file, metavar="FILE", help=file)
+    parser.add_argument("--every", type=whole(1), default=10, metavar="ROUNDS", help="write it so often (default 10)")
+
+
+def _run_server(options: argparse.Namespace) -> int:
+    try:
+        saved = _load(options.checkpoint)
+        server = Server(options.scheduler, workers=options.workers)
+        if saved is not None:
+            server.load_state_dict(saved)
+    except CommoptError as error:
+        return refuse("commopt server", error)
+    written = 0 if saved is None else saved["round"]
+    with _until_told():
+        while not server.failure:
+            if options.checkpoint and server.round >= written + options.every:
+                written = _save(server, options.checkpoint)
+            time.sleep(_LOOK_S)
+    if options.checkpoint and server.round > written:
+        _save(server, options.checkpoint)
+    server.close()
+    return _FAILED if server.failure else 0
+
+
+def _load(path: Path | None) -> dict[str, Any] | None:
+    if path is None or not path.exists():
+        return None
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        if not isinstance(saved, dict) or not isinstance(saved.get("round"), int):
+            raise ValueError("it is not what this command wrote")
+    except Exception as error:  # torch.load raises whatever a damaged file leads to
+        why = reason_of(error) if isinstance(error, (OSError, ValueError)) else error
+        raise ConfigurationError(f"{path} cannot be read: {why}; move it away to start anew") from None
+    return saved
+
+
+def _save(server: Server, path: Path) -> int:
+    """Write the checkpoint: a process that is killed leaves the old one. Return its round."""
+    saved = server.state_dict()
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    torch.save(saved, unfinished)
+    unfinished.replace(path)
+    return int(saved["round"])
+
+
+# ------------------------------------------------------------------------------------------- worker
+
+
+def _add_worker(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "python -m commopt worker --scheduler HOST:PORT [-m] SCRIPT ARGS..."
+    parser.description = (
+        "Run a training script with the line commopt.attach(model, commopt.ParameterServer(period=...)), which without "
+        "an address finds this scheduler. Under torchrun the ranks of a DDP model are one worker."
+    )
+    parser.add_argument("--scheduler", type=_address, required=True, metavar="HOST:PORT")
+    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as in python -m")
+    parser.add_argument(
+        "script", nargs=argparse.REMAINDER, metavar="SCRIPT ARGS...", help="the script and its arguments"
+    )
+
+
+def _run_worker(options: argparse.Namespace) -> int:
+    try:
+        if not options.script:
+            raise ConfigurationError("no script was named; pass one behind the options")
+        script = Script(options.script[0], tuple(options.script[1:]), options.module)
+        script.require_there()
+    except ConfigurationError as error:
+        return refuse("commopt worker", error)
+    os.environ[ADDRESS_VARIABLE] = options.scheduler
+    script.run()
+    return 0
+
+
+SCHEDULER = Command(_add_scheduler, _run_scheduler)
+SERVER = Command(_add_server, _run_server)
+WORKER = Command(_add_worker, _run_worker)

@@ -1,0 +1,524 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parameter server: the same bits as LocalSGD, and whoever is slow, late, dead or wrong harms nobody else."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import commopt
+from commopt import (
+    ConfigurationError,
+    LocalSGD,
+    MismatchError,
+    OneBit,
+    Outer,
+    ParameterServer,
+    TransportError,
+    UnsupportedTensorError,
+)
+from commopt.compress import DGC, Cast, Compressor, Quantize
+from commopt.server import Scheduler, Server, Worker
+from commopt.server.rounds import window_s
+from tests.hook_training import Tower, digest_of, seeded
+from tests.ranks import run
+from tests.test_local_sgd_deltas import NESTEROV, optimizer_of, train
+
+ROOT = Path(__file__).parents[1]
+# torch's store asks for the names of its clients: an answer that is lost would hold it up for 5 s.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+BY_HAND = 10**6  # a period that never ends by itself
+
+
+@contextmanager
+def hosted(workers: int = 1, timeout: float = 20.0) -> Iterator[Server]:
+    """Have scheduler and server in this process."""
+    scheduler = Scheduler(timeout=timeout)
+    server = Server(scheduler.address, workers=workers)
+    server.address = scheduler.address  # type: ignore[attr-defined]
+    try:
+        yield server
+    finally:
+        server.close()
+        scheduler.close()
+
+
+@contextmanager
+def hosted_by_first(rank: int, workers: int, timeout: float = 20.0) -> Iterator[tuple[str, Server | None]]:
+    """Have them in the first rank's process; yield the address on all ranks, and the server there."""
+    told = [""]
+    if rank:
+        dist.broadcast_object_list(told, src=0)
+        yield told[0], None
+        dist.barrier()
+        return
+    with hosted(workers, timeout) as server:
+        told = [address_of(server)]
+        dist.broadcast_object_list(told, src=0)
+        yield told[0], server
+        dist.barrier()
+
+
+def address_of(server: Server) -> str:
+    address: str = server.address  # type: ignore[attr-defined]
+    return address
+
+
+def joined(address: str, **settings: Any) -> tuple[nn.Module, Worker]:
+    module = seeded(Tower)
+    return module, commopt.attach(module, ParameterServer(address, **settings))
+
+
+def both_joined(server: Server, **settings: Any) -> list[tuple[nn.Module, Worker]]:
+    """Join twice; a server that waits for two lets neither begin before the other."""
+    with ThreadPoolExecutor() as pool:
+        coming = [pool.submit(joined, address_of(server), **settings) for _ in range(2)]
+        return [each.result() for each in coming]
+
+
+def learn(module: nn.Module, amount: float) -> None:
+    """Take a step whose result is known: no two parameters move by the same."""
+    for index, parameter in enumerate(module.parameters()):
+        parameter.grad = torch.linspace(-1, 2 + index, parameter.numel()).view_as(parameter)
+    torch.optim.SGD(module.parameters(), lr=amount).step()
+
+
+def flat(module: nn.Module) -> torch.Tensor:
+    return torch.cat([each.detach().double().reshape(-1) for each in module.parameters()])
+
+
+# ------------------------------------------------------------------------------------- the same bits
+
+
+def beside_local_sgd(rank: int, world_size: int, outer: Outer) -> tuple[str, int, str]:
+    """Return what LocalSGD comes to on this rank, which of the workers this was, and what that came to."""
+    steps, period = range(10), 3
+    expected = seeded(Tower)
+    ddp = TorchDDP(expected)
+    state = commopt.attach(ddp, LocalSGD(period=period, outer=outer))
+    train(ddp, optimizer_of(expected), rank, steps)
+    assert state.stats()["parameter_averages"] == 3
+    with hosted_by_first(rank, world_size) as (address, _):
+        module, worker = joined(address, period=period, outer=outer, staleness=0)
+        place = worker.number - 1  # sums are in the order in which workers came; the server is number 0
+        train(module, optimizer_of(module), place, steps)
+        assert (worker.round, worker.refused) == (3, 0)
+    return digest_of(expected), place, digest_of(module)
+
+
+@pytest.mark.parametrize(("world_size", "outer"), [(2, Outer()), (3, Outer()), (3, NESTEROV)], ids=str)
+def test_with_all_workers_it_is_local_sgd(world_size: int, outer: Outer) -> None:
+    results = run(beside_local_sgd, world_size, outer, nodes=(1,) * world_size)
+    found = {place: digest for _, place, digest in results}
+    assert [found[place] for place in range(world_size)] == [expected for expected, *_ in results]
+    assert len(set(found.values())) == world_size  # each has made a step since the last round
+
+
+def node_and_worker(rank: int, world_size: int) -> tuple[str, int]:
+    node = dist.new_group([0, 1])
+    with hosted_by_first(rank, 2) as (address, _):
+        torch.manual_seed(rank // 2)  # what is not the first worker's is to be overwritten
+        module = Tower()
+        model = TorchDDP(module, process_group=node) if rank < 2 else module
+        worker = commopt.attach(model, ParameterServer(address, period=3, compressor=OneBit()))
+        train(model, optimizer_of(module), rank, range(6))
+        return digest_of(module), worker.round
+
+
+def test_a_ddp_model_is_one_worker() -> None:
+    assert len(set(results := run(node_and_worker, 3))) == 1
+    assert results[0][1] == 2
+
+
+# ------------------------------------------------------------------------------------- slow and dead
+
+
+def at_a_pace(rank: int, world_size: int) -> tuple[float, int, int]:
+    """Return the time of the usual round, how late the last delta came, and how many were refused."""
+    step_s, took_s = (0.09 if rank == 2 else 0.03), []
+    with hosted_by_first(rank, world_size) as (address, _):
+        module, worker = joined(address, period=5, quorum=2)
+        for _ in range(4 if rank == 2 else 12):
+            begin = time.monotonic()
+            for _ in range(5):
+                learn(module, 1e-3)
+                time.sleep(step_s)
+            took_s.append(time.monotonic() - begin)
+        worker.close()
+        return median(took_s), worker.staleness, worker.refused
+
+
+def test_a_slow_worker_does_not_delay_the_others() -> None:
+    (first_s, *_), (second_s, *_), (slow_s, late, refused) = run(at_a_pace, 3)
+    assert max(first_s, second_s) < 0.3  # 5 steps of 0.03 s, where the slow one takes 0.45 s
+    assert slow_s > 0.44
+    assert late >= 1
+    assert refused == 0
+
+
+def test_a_round_waits_for_who_is_usually_there() -> None:
+    assert window_s([], 3.0) == 0
+    assert window_s([1.0, 1.0, 1.0], 3.0) == pytest.approx(1.03)
+    assert window_s([0.8, 1.0, 1.1, 1.3, 9.0], 2.0) == pytest.approx(1.1 + 2 * 0.2)
+
+
+def train_until(rank: int, world_size: int, address: str, done: str) -> int:
+    """Train until there is a file, or until this process ends itself; return how many rounds there were."""
+    module, worker = joined(address, period=2, quorum=None, compressor=OneBit())
+    for step in range(10**6):
+        train(module, optimizer_of(module), rank, [step])
+        time.sleep(0.01)
+        if rank == 2 and worker.round == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if Path(done).exists():
+            break
+    return worker.round
+
+
+def test_a_worker_that_is_killed_comes_back(tmp_path: Path) -> None:
+    done = tmp_path / "done"
+    with hosted(3) as server, ThreadPoolExecutor() as pool:
+        others = pool.submit(run, train_until, 3, address_of(server), str(done), dies=[2])
+        until(lambda: len(server.workers) == 3)
+        until(lambda: len(server.workers) == 2)
+        fell_at = server.round
+        until(lambda: server.round > fell_at + 3)  # the others go on at once
+        module, worker = joined(address_of(server), period=2, compressor=OneBit())
+        begun = worker.round
+        assert begun > fell_at
+        learn(module, 1e-3)
+        learn(module, 1e-3)
+        assert worker.round == server.round == begun + 1  # the next one waits for this worker
+        public = torch.cat(server._rounds.held().public)
+        done.touch()
+        worker.close()
+        assert min(each or begun for each in others.result()) >= begun
+        assert torch.equal(public, torch.cat([each.reshape(-1) for each in module.parameters()]))
+
+
+def until(holds: Callable[[], bool], limit_s: float = 30.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_who_gives_no_sign_of_life_is_gone() -> None:
+    with hosted(2, timeout=3.0) as server:
+        (module, worker), (silent, silent_worker) = both_joined(server, period=BY_HAND)
+        assert silent_worker._connection is not None
+        silent_worker._connection._me._closing.set()  # as if its machine had lost its network
+        learn(module, 1e-3)
+        worker.push()
+        begin = time.monotonic()
+        worker.pull()
+        assert 1 < time.monotonic() - begin < 15
+        learn(silent, 1e-3)
+        with pytest.raises(TransportError, match="the parameter server is lost: the connection broke: "):
+            silent_worker.push()
+
+
+def test_without_scheduler_all_of_them_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = Scheduler(timeout=3.0)
+    server = Server(scheduler.address)
+    module, worker = joined(scheduler.address, period=BY_HAND)
+    scheduler.close()
+    until(lambda: bool(server.failure))
+    assert "does not answer any more" in server.failure
+    learn(module, 1e-3)
+    with pytest.raises(TransportError, match="the parameter server is lost"):
+        worker.push()
+    server.close()
+    monkeypatch.setattr("commopt.server.scheduler._CONNECT_S", 0.5)
+    with pytest.raises(TransportError, match=r"no scheduler answers at 127.0.0.1:\d+ within"):
+        joined(scheduler.address)
+
+
+# ------------------------------------------------------------------------------------- late deltas
+
+
+@pytest.mark.parametrize("compressor", [None, OneBit(block=64), Quantize(bits=4, rounding="stochastic")], ids=str)
+@pytest.mark.parametrize("staleness", [2, 1])
+def test_nothing_is_lost(compressor: Compressor | None, staleness: int) -> None:
+    """One worker makes two rounds alone while the other is at its first: too much for a staleness of 1."""
+    with hosted(2) as server:
+        settings = {"period": BY_HAND, "quorum": 1, "staleness": staleness, "compressor": compressor}
+        (fast, fast_worker), (slow, slow_worker) = both_joined(server, **settings)
+        begin, learned = flat(fast), torch.zeros(flat(fast).numel(), dtype=torch.float64)
+
+        def push(module: nn.Module, worker: Worker, amount: float) -> None:
+            nonlocal learned
+            before = flat(module)
+            learn(module, amount)
+            learned += before - flat(module)
+            worker.push()
+
+        for amount in (1e-3, 2e-3):
+            push(fast, fast_worker, amount)
+            fast_worker.pull()
+        push(slow, slow_worker, 5e-3)
+        slow_worker.pull()
+        refused = staleness < 2
+        assert (slow_worker.staleness, slow_worker.refused) == (2, int(refused))
+        assert server.round == (2 if refused else 3)
+        fast_worker.pull()
+        assert digest_of(slow) == digest_of(fast)
+
+        def owed() -> torch.Tensor:
+            kept = (torch.cat(worker._kept).double() for worker in (fast_worker, slow_worker))
+            theta = torch.cat([each.double().reshape(-1) for each in server.state_dict()["parameters"].values()])
+            return begin - theta + sum(kept)
+
+        torch.testing.assert_close(owed(), learned, rtol=0, atol=3e-6)
+        if refused:
+            assert float((torch.cat(slow_worker._kept)).abs().max()) > 1e-3
+            push(slow, slow_worker, 1e-3)
+            slow_worker.pull()
+            assert slow_worker.refused == 1
+            torch.testing.assert_close(owed(), learned, rtol=0, atol=3e-6)
+            if compressor is None:
+                assert float((torch.cat(slow_worker._kept)).abs().max()) == 0
+
+
+def test_steps_between_push_and_pull_are_kept() -> None:
+    with hosted() as server:
+        module, worker = joined(address_of(server), period=BY_HAND)
+        begin = flat(module)
+        learn(module, 1e-3)
+        worker.push()
+        learn(module, 1e-3)
+        worker.pull()
+        expected = flat(module)
+        worker.did(5)
+        worker.push()
+        worker.pull()
+        torch.testing.assert_close(flat(module), expected)
+        assert float((begin - expected).abs().max()) > 1e-3
+        with pytest.raises(ConfigurationError, match="no step was made"):
+            worker.push()
+
+
+def test_workers_weigh_what_they_did() -> None:
+    with hosted(2) as server:
+        (first, worker), (second, other) = both_joined(server, period=BY_HAND)
+        begin = flat(first)
+        for module, each, amount in ((first, worker, 3.0), (second, other, 1.0)):
+            learn(module, 1e-3 * amount)
+            each.did(amount)
+            each.push()
+        learned = begin - flat(second)
+        worker.pull()
+        other.pull()
+        torch.testing.assert_close(begin - flat(first), (3 * 3 + 1 * 1) / 4 * learned, rtol=1e-4, atol=1e-6)
+
+
+# ------------------------------------------------------------------------------------- what is refused
+
+
+def test_settings_are_compared_when_a_worker_joins() -> None:
+    with hosted() as server:
+        module, worker = joined(address_of(server), period=BY_HAND, compressor=OneBit())
+        cases: tuple[tuple[dict[str, Any], str], ...] = (
+            ({"period": 7}, "period differs: this worker has 7, those of this parameter server have 1000000"),
+            ({"compressor": None}, r"compressor differs: this worker has None, .* have OneBit\(block=512\)"),
+            ({"outer": NESTEROV}, r"outer differs: this worker has Outer\(lr=0.7, .* have Outer\(lr=1.0\)"),
+            ({"quorum": 3}, "quorum differs: this worker has 3"),
+        )
+        for changed, message in cases:
+            with pytest.raises(MismatchError, match=message):
+                joined(address_of(server), **{"period": BY_HAND, "compressor": OneBit(), **changed})
+        settings = ParameterServer(address_of(server), period=BY_HAND, compressor=OneBit())
+        with pytest.raises(MismatchError, match=r"'layers.0.weight' differs: .* \[9, 9\], .* \[\d+, \d+\]"):
+            commopt.attach(Tower(9), settings)
+        with pytest.raises(MismatchError, match=r"'layers.0.weight' differs: .* torch.bfloat16 .* torch.float32"):
+            commopt.attach(Tower().bfloat16(), settings)
+        with pytest.raises(MismatchError, match=r"'extra' differs: this worker has torch.float32 \[3\], .* have none"):
+            commopt.attach(with_extra(Tower()), settings)
+        learn(module, 1e-3)
+        worker.push()
+        worker.pull()
+        assert worker.round == 1
+
+
+def with_extra(module: nn.Module) -> nn.Module:
+    module.register_parameter("extra", nn.Parameter(torch.ones(3)))
+    return module
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"period": 0}, r"ParameterServer\(period=0\) must be a whole number, 1 or more"),
+        ({"quorum": 0}, r"quorum=0"),
+        ({"staleness": -1}, r"staleness=-1"),
+        ({"decay": 1.5}, r"decay=1.5\) must be above 0 and at most 1"),
+        ({"grace": 0}, r"grace=0"),
+        ({"outer": 0.7}, r"outer=0.7\) must be a commopt.Outer"),
+        ({"compressor": "onebit"}, r"must be a compressor"),
+        ({"address": 5}, r"address=5\) must be text"),
+    ],
+)
+def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        ParameterServer(**settings)
+
+
+@pytest.mark.parametrize(
+    "compressor", [None, OneBit(), Cast(torch.bfloat16), Quantize(bits=4), DGC(0.1, warmup=((3, 0.5),))], ids=str
+)
+def test_the_server_reads_what_workers_tell(compressor: Compressor | None) -> None:
+    settings = ParameterServer(period=7, compressor=compressor, outer=NESTEROV, quorum=2, decay=0.9)
+    assert ParameterServer.read(settings.as_text()) == settings
+
+
+def test_the_server_runs_nothing_that_it_is_told() -> None:
+    text = {**ParameterServer().as_text(), "compressor": "exit(3)"}
+    with pytest.raises(ConfigurationError, match=r"knows no exit; .* commopt.COMPRESSORS"):
+        ParameterServer.read(text)
+
+
+def test_models_that_cannot_be() -> None:
+    with hosted() as server:
+        settings = ParameterServer(address_of(server))
+        with pytest.raises(UnsupportedTensorError, match=r"parameter 'layers.0.weight' is torch.float64"):
+            commopt.attach(Tower().double(), settings)
+        with pytest.raises(ConfigurationError, match="ReLU has no parameters"):
+            commopt.attach(nn.ReLU(), settings)
+        with pytest.raises(ConfigurationError, match="attach takes no options with it"):
+            commopt.attach(Tower(), settings, timeout=5)  # type: ignore[call-overload]
+        module, _worker = joined(address_of(server), period=1)
+        with pytest.raises(UnsupportedTensorError, match=r"parameter 'layers.0.weight' is not finite after step 1"):
+            learn(module, float("nan"))
+    with pytest.raises(ConfigurationError, match="COMMOPT_SCHEDULER is not set"):
+        commopt.attach(Tower(), ParameterServer())
+    with pytest.raises(ConfigurationError, match="is no host:port"):
+        commopt.attach(Tower(), ParameterServer("nowhere"))
+
+
+def test_there_is_one_server() -> None:
+    with hosted(timeout=3.0) as server:
+        with pytest.raises(ConfigurationError, match="has a server already"):
+            Server(address_of(server))
+        server.close()
+        after = Server(address_of(server))  # once the other is gone
+        joined(address_of(server))
+        after.close()
+
+
+def test_without_a_server_nobody_waits_for_ever() -> None:
+    scheduler = Scheduler(timeout=3.0)
+    with pytest.raises(TransportError, match=r"no parameter server has answered for 6 s; .* commopt server"):
+        joined(scheduler.address)
+    scheduler.close()
+
+
+# ------------------------------------------------------------------------------------- checkpoints
+
+
+def test_a_checkpoint_is_the_model() -> None:
+    with hosted() as server:
+        with pytest.raises(ConfigurationError, match="no worker has joined yet"):
+            server.state_dict()
+        module, worker = joined(address_of(server), period=1, outer=NESTEROV, compressor=OneBit())
+        for amount in (1e-3, 2e-3):
+            learn(module, amount)
+        saved = server.state_dict()
+        worker.close()
+    assert saved["round"] == 2
+    with hosted() as server:
+        server.load_state_dict(saved)
+        module, worker = joined(address_of(server), period=1, outer=NESTEROV, compressor=OneBit())
+        assert worker.round == 2
+        for name, parameter in module.named_parameters():
+            assert torch.equal(parameter, saved["parameters"][name])
+        again = server.state_dict()
+        assert all(torch.equal(again["momentum"][name], each) for name, each in saved["momentum"].items())
+        assert any(float(each.abs().max()) > 0 for each in saved["momentum"].values())
+        with pytest.raises(ConfigurationError, match="joined already"):
+            server.load_state_dict(saved)
+    with hosted() as server:
+        server.load_state_dict(saved)
+        with pytest.raises(MismatchError, match=r"the checkpoint's parameters .* 'extra'"):
+            commopt.attach(with_extra(Tower()), ParameterServer(address_of(server)))
+        joined(address_of(server))
+
+
+# ------------------------------------------------------------------------------------- command lines
+
+SCRIPT = """
+import sys, time, torch, commopt
+torch.manual_seed(int(sys.argv[1]))
+model = torch.nn.Linear(4, 4)
+comm = commopt.attach(model, commopt.ParameterServer(period=2, compressor=commopt.OneBit()))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(int(sys.argv[2])):
+    model(torch.ones(3, 4)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print("round", comm.round, flush=True)
+    time.sleep(0.01)
+"""
+
+
+@contextmanager
+def command(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": ROOT}
+    with subprocess.Popen([sys.executable, "-m", "commopt", *arguments], **pipes) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_command_lines(tmp_path: Path) -> None:
+    script, checkpoint = tmp_path / "train.py", tmp_path / "model.pt"
+    script.write_text(SCRIPT)
+    with ExitStack() as stack:
+
+        def start(*arguments: str) -> subprocess.Popen[str]:
+            return stack.enter_context(command(*arguments))
+
+        scheduler = start("scheduler", "--port", "0", "--timeout", "4")
+        assert scheduler.stdout is not None
+        at = ("--scheduler", "127.0.0.1:" + re.findall(r"port (\d+)", scheduler.stdout.readline())[0])
+        server = start("server", *at, "--workers", "2", "--checkpoint", str(checkpoint), "--every", "1")
+        both = [start("worker", *at, str(script), seed, "6") for seed in ("0", "1")]
+        said = [process.communicate(timeout=60)[0] for process in both]
+        assert [each.split()[-1] for each in said] == ["3", "3"], said
+        lonely = start("worker", *at, str(script), "0", "100000")
+        assert lonely.stdout is not None
+        assert "round 6\n" in iter(lonely.stdout.readline, "")
+        until(lambda: torch.load(checkpoint, weights_only=True)["round"] >= 4)
+        server.kill()
+        begin = time.monotonic()
+        told = lonely.communicate(timeout=30)[0]
+        assert time.monotonic() - begin < 5
+        assert "TransportError: the parameter server is lost: the connection broke" in told
+        assert len(re.findall(r"worker \d has joined", server.communicate()[0])) == 3
+
+        saved = torch.load(checkpoint, weights_only=True)
+        torch.nn.Linear(4, 4).load_state_dict(saved["parameters"])
+        again = start("server", *at, "--checkpoint", str(checkpoint))
+        said_last = start("worker", *at, str(script), "0", "2").communicate(timeout=60)[0]
+        assert said_last.split()[-1] == str(saved["round"] + 1), said_last
+        again.terminate()
+        assert again.wait(30) == 0, again.communicate()[0]
+        assert torch.load(checkpoint, weights_only=True)["round"] == saved["round"] + 1
+        scheduler.terminate()
+        assert len(re.findall(r"worker \d+ is gone: has ended", scheduler.communicate(timeout=20)[0])) == 4
