@@ -5,7 +5,7 @@ Gradients that are near each other are of similar magnitude: of the 8 bits of th
 A message is as long as its number of elements says, whatever they are: mantissa and sign as they are (8 bits), for the
 exponent its place in the 7 below the largest of its block of 256 (3 bits) and this largest one (8 bits a block). The
 eighth place means: elsewhere; then it stands, whole, in a list that has room for 15 of each 256. Normal numbers need
-7 of these. Where the list is too short the message does not hold the numbers, and `pack` says so.
+8 of these. Where the list is too short the message does not hold the numbers, and `pack` says so.
 """
 
 from __future__ import annotations
@@ -129,4 +129,5 @@ class _Work:
         """Return the bits that were split."""
         self._high.copy_(self.exponents.view(-1)).bitwise_left_shift_(7)
         self._low.copy_(lows.view(-1).view(torch.int8))  # which extends the sign
-        return self._low.bitwise_and_(-0x8000 | 0x7F).bitwise_or_(self._high)
+        self._low.bitwise_and_(-0x8000 | 0x7F).bitwise_or_(self._high)
+        return self._low
