@@ -131,9 +131,11 @@ def measure() -> list[Packed]:
         for step, gradient in enumerate(islice(gradients, max(STEPS) + 1)):
             for name, code in codecs().items() if step in STEPS else ():
                 values = gradient.to(torch.bfloat16)
-                nbytes, *seconds = code(values)
-                rates = (values.nbytes / 1e6 / each for each in seconds)
-                found.append(Packed(name, f"{model}, step {step}", nbytes / values.nbytes, *rates, _elsewhere(values)))
+                nbytes, packing_s, unpacking_s = code(values)
+                rates = (values.nbytes / 1e6 / packing_s, values.nbytes / 1e6 / unpacking_s)
+                found.append(
+                    Packed(name, f"{model}, step {step}", nbytes / values.nbytes, *rates, elsewhere=_elsewhere(values))
+                )
     return found
 
 

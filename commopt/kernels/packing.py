@@ -5,7 +5,7 @@ Gradients that are near each other are of similar magnitude: of the 8 bits of th
 A message is as long as its number of elements says, whatever they are: mantissa and sign as they are (8 bits), for the
 exponent its place in the 7 below the largest of its block of 256 (3 bits) and this largest one (8 bits a block). The
 eighth place means: elsewhere; then it stands, whole, in a list that has room for 15 of each 256. Normal numbers need
-8 of these. Where the list is too short the message does not hold the numbers, and `pack` says so.
+7 of these. Where the list is too short the message does not hold the numbers, and `pack` says so.
 """
 
 from __future__ import annotations
