@@ -72,8 +72,6 @@ class Packing:
 
         collective: brings a row of every rank to every rank; `rank` is this one, whose own row need not be unpacked.
         """
-        if not self.parts:
-            return collective(received.view(-1), sent.view(-1))
         packed = scratch.take("packed", (len(sent), self.nbytes), torch.uint8, sent.device)
         arrived = scratch.take("packed received", (len(received), self.nbytes), torch.uint8, sent.device)
         packed[:, :_HEAD_NBYTES] = 0 if self._pack(sent, packed) else 1

@@ -6,13 +6,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import ceil
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from commopt.aggregate.base import Step, call, work
 from commopt.aggregate.packed import Packing
 from commopt.compress import Cast, Compressor, Exact
 from commopt.feedback import Layout, Piece, Scratch, Spans, joined_spans, matches
+from commopt.groups import Team, TeamShape
+
+Primitive = Literal["all_gather", "all_to_all"]
 
 
 @dataclass(frozen=True)
@@ -67,11 +72,15 @@ class Region:
 
 @dataclass(frozen=True)
 class RowFormat:
-    """The regions of a buffer, side by side in rows of `nbytes` bytes; the values end as `dtype`."""
+    """The regions of a buffer, side by side in rows of `nbytes` bytes; the values end as `dtype`.
+
+    packed: bfloat16 numbers travel in fewer bytes, exactly.
+    """
 
     regions: tuple[Region, ...]
     nbytes: int
     dtype: torch.dtype
+    packed: bool = False
 
     @cached_property
     def rounds(self) -> bool:
@@ -79,18 +88,40 @@ class RowFormat:
         return self.dtype.itemsize < torch.float32.itemsize
 
     @cached_property
-    def packing(self) -> Packing:
-        """How its bfloat16 numbers travel in fewer bytes."""
-        return Packing.of(self.regions)
+    def packing(self) -> Packing | None:
+        """How its bfloat16 numbers travel; None where all travels as it is."""
+        packing = Packing.of(self.regions) if self.packed else None
+        return packing if packing is not None and packing.parts else None
 
     def take(self, count: int, tag: str, scratch: Scratch, device: torch.device) -> Tensor:
         """Return memory for `count` rows."""
         return scratch.take(tag, (count, self.nbytes), torch.uint8, device)
 
+    def travel(self, primitive: Primitive, team: Team, received: Tensor, sent: Tensor, scratch: Scratch) -> None:
+        """Bring rows to where `primitive` brings them. Collective."""
+        collective = team.all_gather if primitive == "all_gather" else team.all_to_all
+        if self.packing is None:
+            collective(received.view(-1), sent.view(-1))
+        else:
+            self.packing.exchange(collective, received, sent, team.rank, scratch)
+
+    def travels(self, primitive: Primitive, team: TeamShape, rows: int) -> tuple[Step, ...]:
+        """Return what `travel` takes to send `rows` rows; what did not fit and is sent once more is left out."""
+        if self.packing is None:
+            return call(team, primitive, self.nbytes * rows)
+        numel = self.packing.numel
+        packed, unpacked = work("pack", "", numel * rows), work("unpack", "", numel * (team.size - 1))
+        return packed, *call(team, primitive, self.packing.nbytes * rows), unpacked
+
 
 @lru_cache(maxsize=1024)
 def row_format(
-    layout: Layout, chunks: int, compressor: Compressor, dense: tuple[str, ...], dtype: torch.dtype
+    layout: Layout,
+    chunks: int,
+    compressor: Compressor,
+    dense: tuple[str, ...],
+    dtype: torch.dtype,
+    packed: bool = False,
 ) -> RowFormat:
     """Cut a buffer, whose values end as `dtype`, into `chunks` rows; what travels dense does so in float32 or less."""
     plain = Cast(dtype) if dtype.itemsize < torch.float32.itemsize else Exact()
@@ -103,7 +134,7 @@ def row_format(
             nbytes = encoder.payload_nbytes(chunk_numel)
             regions.append(Region(encoder, spans, part, chunk_numel, offset, nbytes, encoder is plain))
             offset += nbytes
-    return RowFormat(tuple(regions), offset, dtype)
+    return RowFormat(tuple(regions), offset, dtype, packed)
 
 
 @lru_cache(maxsize=1024)

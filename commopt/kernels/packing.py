@@ -114,7 +114,8 @@ class _Work:
 
     def __init__(self, blocks: int) -> None:
         self.numel = blocks * BLOCK
-        self._low, self._high = _memory.words[:, : self.numel]
+        self._low: Tensor = _memory.words[0, : self.numel]
+        self._high: Tensor = _memory.words[1, : self.numel]
         self.exponents, self.places, self.plane = _memory.bytes[:, :blocks]
 
     def split(self, bits: Tensor, lows: Tensor) -> None:
