@@ -90,6 +90,7 @@ def move_everything(rank: int, world_size: int, device: str) -> None:
 EXACT = (
     Cast(torch.bfloat16),
     Cast(torch.float16),
+    Cast(rounding="stochastic"),
     Quantize(8),
     Quantize(4),
     Quantize(8, rounding="stochastic"),

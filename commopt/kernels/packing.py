@@ -128,7 +128,8 @@ class _Work:
 
     def joined(self, lows: Tensor) -> Tensor:
         """Return the bits that were split."""
+        joined: Tensor = self._low
         self._high.copy_(self.exponents.view(-1)).bitwise_left_shift_(7)
-        self._low.copy_(lows.view(-1).view(torch.int8))  # which extends the sign
-        self._low.bitwise_and_(-0x8000 | 0x7F).bitwise_or_(self._high)
-        return self._low
+        joined.copy_(lows.view(-1).view(torch.int8))  # which extends the sign
+        joined.bitwise_and_(-0x8000 | 0x7F).bitwise_or_(self._high)
+        return joined
