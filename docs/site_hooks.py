@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT))
 GROUPS = {
     "hooks": "Attach, states, presets",
     "sharded": "Attach, states, presets",
+    "server": "Attach, states, presets",
     "aggregate": "Aggregators",
     "compress": "Compressors",
     "feedback": "Error feedback",

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -145,16 +146,19 @@ class Run:
     """A run on the emulated nodes: its processes, and when each stage began (time.monotonic, one for all nodes)."""
 
     name: str
-    options: argparse.Namespace
+    arguments: Sequence[str]
     cluster: Cluster
     folder: Path
+
+    def __post_init__(self) -> None:
+        self.options = parse_options(self.arguments)
 
     def start(self, role: str, node: int, *more: object) -> subprocess.Popen[str]:
         """Start a process of this program; its output goes to a file in the folder."""
         quorum = RUNS[self.name]
         extra = ["--role", role, "--folder", self.folder, "--address", f"{address(_WORKERS)}:{_PORT}", *more]
         extra += [] if quorum is None else ["--quorum", quorum]
-        command = [sys.executable, "-m", PROGRAM, *sys.argv[1:], *map(str, extra)]
+        command = [sys.executable, "-m", PROGRAM, *self.arguments, *map(str, extra)]
         log = (self.folder / f"{role}-{node}.log").open("a")
         return self.cluster.start(node, command, stdout=log, stderr=subprocess.STDOUT)
 
@@ -253,25 +257,10 @@ def verdict(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def main() -> int:
-    """Do all runs, and report; or be one process of one."""
-    options = parse_options()
-    if options.role != "all":
-        {"serve": serve, "train": train}[options.role](options)
-        return 0
-    end_when_told()
-    records = []
-    try:
-        with Cluster(_WORKERS + 1, 1, options.rate) as cluster:
-            for name in RUNS:
-                with tempfile.TemporaryDirectory() as folder:
-                    print(f"{name} ...", file=sys.stderr, flush=True)
-                    records.append(Run(name, options, cluster, Path(folder)).take())
-    except (ClusterUnavailableError, ValueError) as error:
-        return refuse(PROGRAM, error)
+def report(options: argparse.Namespace, command: str, records: Sequence[dict[str, Any]]) -> None:
+    """Print a row for each run, and write them."""
     found = verdict(records)
     if options.json:
-        command = " ".join(["python", "-m", PROGRAM, *sys.argv[1:]])
         settings = {name: getattr(options, name) for name in ("steps", "pace", "period", "compressor", "rate")}
         model = {name: getattr(options, name) for name in ("layers", "width", "context", "batch", "seed")}
         write_results(
@@ -290,6 +279,25 @@ def main() -> int:
     ]
     headings = ["run", "rounds", "s", *(f"steps/s, {stage}" for stage in STAGES), "longest step s", "held-out loss"]
     print_rows("steps/s of the two workers that nothing was done to", headings, rows, json.dumps(found))
+
+
+def main() -> int:
+    """Do all runs, and report; or be one process of one."""
+    options = parse_options()
+    if options.role != "all":
+        {"serve": serve, "train": train}[options.role](options)
+        return 0
+    end_when_told()
+    records = []
+    try:
+        with Cluster(_WORKERS + 1, 1, options.rate) as cluster:
+            for name in RUNS:
+                with tempfile.TemporaryDirectory() as folder:
+                    print(f"{name} ...", file=sys.stderr, flush=True)
+                    records.append(Run(name, sys.argv[1:], cluster, Path(folder)).take())
+    except (ClusterUnavailableError, ValueError) as error:
+        return refuse(PROGRAM, error)
+    report(options, shlex.join(["python", "-m", PROGRAM, *sys.argv[1:]]), records)
     return 0
 
 

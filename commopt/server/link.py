@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from threading import Thread
+from threading import Thread, current_thread
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from commopt.server.scheduler import Participant
 
 _SEGMENT_NBYTES = 4 * 2**20  # each has the time limit: 30 s are enough at 2 Mbit/s
 _NEVER_SENT = 2**30  # a tag
+_PARTING_S = 2.0
 _FOR_EVER = timedelta(days=365)
 
 
@@ -43,7 +45,10 @@ class Link:
         except RuntimeError as error:
             raise TransportError(f"no connection came about within {me.timeout_s:g} s: {_first_line(error)}") from error
         watched = self._group.recv([torch.empty(1, device="cpu")], self._peer, _NEVER_SENT)
-        Thread(target=_watch, args=(watched, on_loss), name="commopt-link", daemon=True).start()
+        self._watch = Thread(target=_watch, args=(watched, on_loss), name="commopt-link", daemon=True)
+        self._watch.start()
+        # A wait of gloo's that returns to an interpreter that goes would end the process.
+        atexit.register(self.close)
 
     def send(self, tensor: Tensor) -> None:
         """Send a contiguous tensor."""
@@ -57,9 +62,12 @@ class Link:
     def close(self) -> None:
         """Break the connection, also for those that wait in it; a second time nothing happens."""
         group, self._group = self._group, None
+        atexit.unregister(self.close)
         if group is not None:
             with suppress(RuntimeError):  # a wait that is over closes gloo's pair
                 group.recv([torch.empty(1, device="cpu")], self._peer, _NEVER_SENT + 1).wait(timedelta(milliseconds=1))
+            if self._watch is not current_thread():
+                self._watch.join(_PARTING_S)
 
     def _move(self, method: str, tensor: Tensor) -> None:
         group = self._group

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from threading import Condition, Event, Lock, Thread
+from threading import Condition, Event, Lock, Thread, current_thread
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ class _Peer:
     asked: int = 0
     link: Link | None = None
     gone: str = ""
+    thread: Thread = field(init=False)
 
 
 class Server:
@@ -62,6 +64,7 @@ class Server:
             me.leave("is one too many")
             raise ConfigurationError(f"the scheduler at {address} has a server already; end that first")
         Thread(target=self._listen, name="commopt-server", daemon=True).start()
+        atexit.register(self.close)
 
     @property
     def round(self) -> int:
@@ -103,11 +106,14 @@ class Server:
 
     def close(self, why: str = "") -> None:
         """End it; workers get an error when they next turn to it."""
+        atexit.unregister(self.close)
         if not self._ending.is_set():
             self.failure = why
             self._ending.set()
             for peer in list(self._peers.values()):
                 self._drop(peer, "the server has ended")
+                if peer.thread is not current_thread():
+                    peer.thread.join(self._me.timeout_s)
             self._me.leave(why or "has ended")
 
     # ------------------------------------------------------------------------------------- who is there
@@ -144,7 +150,9 @@ class Server:
                 for number in [each for each in others if store.check([f"request/{each}/0"])]:
                     others.remove(number)
                     peer = self._peers[number] = _Peer(number)
-                    Thread(target=self._serve, args=(peer,), name=f"commopt-worker-{number}", daemon=True).start()
+                    name = f"commopt-worker-{number}"
+                    peer.thread = Thread(target=self._serve, args=(peer,), name=name, daemon=True)
+                    peer.thread.start()
                 for peer in list(self._peers.values()):
                     while (request := store.read(f"request/{peer.number}/{peer.asked}")) is not None:
                         store.delete_key(f"request/{peer.number}/{peer.asked}")

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import commopt
 from commopt.cost import Speeds, nominal_links
 from commopt.groups import TeamShape
+from commopt.server import Scheduler, Server
 
 
 def attach(ddp: DDP) -> None:
@@ -117,6 +118,22 @@ def Communicator() -> None:
 def Work() -> None:
     work: commopt.Work = commopt.all_reduce(torch.ones(4), async_op=True)
     print(work.wait())
+
+
+def ParameterServer() -> None:
+    scheduler = Scheduler()  # `commopt scheduler` and `commopt server` start them on machines of their own
+    server = Server(scheduler.address)
+    model = torch.nn.Linear(4, 4)
+    comm = commopt.attach(model, commopt.ParameterServer(scheduler.address, period=2, compressor=commopt.OneBit()))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(4):
+        model(torch.ones(2, 4)).sum().backward()
+        comm.did(2)  # samples, which deltas weigh by
+        optimizer.step()  # every second one ends with a push and a pull
+    comm.close()
+    torch.save(server.state_dict(), "model.pt")
+    server.close()
+    scheduler.close()
 
 
 def WireBytes() -> None:

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The evidence of the parameter server: its arithmetic, and its quick form on emulated nodes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.evidence.parameter_server import RUNS, STAGES, Run, parse_options, rate, report, verdict
+from bench.output import read_lines
+from commopt.cluster import Cluster
+
+
+def record(**changed: Any) -> dict[str, Any]:
+    found = {"rounds": 3, "seconds": 9.0, "longest_step_s": 2.0, "rounds_whose_parameters_differ": 0}
+    rates = [[1.0, 2.0], [0.9, 2.0], [1.1, 2.1]]
+    return {**found, "steps_per_s": rates, "losses": [[5, 4.0], [10, 2.0]], **changed}
+
+
+def test_what_is_asked_is_relative_to_the_other_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert rate([0.5, 1.0, 1.5, 2.0, 3.0], 1.0, 3.0) == 1.5
+    slower = record(steps_per_s=[[0.9, 2.0], [1.0, 1.0], [1.0, 2.0]], losses=[[11, 2.02]])
+    records = [{"run": name, **(slower if name == "disturbed" else record())} for name in RUNS]
+    found = verdict(records)
+    assert found["throughput_relative_to_undisturbed"] == {"slow": 0.9, "dead": 0.5, "back": 1.0}
+    assert found["loss_relative_to_synchronous"] == pytest.approx(1.01)
+    assert found["steps_done"] == [11, 10]
+    file = tmp_path / "found.json"
+    report(parse_options(["--json", str(file), "--pace", "0.5"]), "python -m ...", records)
+    header, written = read_lines(file, "run")
+    assert (header["kind"], header["pace"], header["layers"]) == ("parameter_server", 0.5, 6)
+    assert header.items() >= found.items()
+    assert written == records
+    assert "disturbed" in capsys.readouterr().out
+
+
+@pytest.mark.cluster
+def test_one_worker_is_slow_killed_and_back(tmp_path: Path) -> None:
+    if missing := Cluster.missing(rate="100mbit"):
+        pytest.skip(missing)
+    options = ["--steps", "90", "--pace", "0.1", "--period", "3", "--layers", "1", "--width", "32"]
+    with Cluster(4, 1, "100mbit") as cluster:
+        found = Run("disturbed", options, cluster, tmp_path).take()
+    assert found["rounds_whose_parameters_differ"] == 0
+    assert found["longest_step_s"] < 20
+    assert found["losses"][-1][0] >= 90
+    assert found["losses"][-1][1] < found["losses"][0][1]
+    assert len(found["steps_per_s"]) == len(STAGES)
+    assert all(each > 0 for stage in found["steps_per_s"] for each in stage)
+    assert 2 <= found["rounds_of_the_last_worker"] < found["rounds"]
