@@ -85,14 +85,7 @@ class Compressed(Aggregator):
 
     def check(self, team: TeamShape) -> None:
         """Refuse to pack on a GPU, for which there is no kernel."""
-        self._check_device(team.default_device)
-
-    def _check_device(self, device: torch.device) -> None:
-        if self.packed and device.type != "cpu":
-            raise ConfigurationError(
-                f"{self} packs bfloat16 on the CPU, and these tensors are on {device.type}; use packed=False "
-                f"(hierarchical_bf16: lossless=False)"
-            )
+        _require_cpu(self, team.default_device)
 
     # --------------------------------------------------------------------------------- all_reduce
 
@@ -100,7 +93,7 @@ class Compressed(Aggregator):
         """Exchange, or scatter and gather; one rank alone sends nothing, but applies what was kept before."""
         if buffer.numel() == 0:
             return
-        self._check_device(buffer.device)
+        _require_cpu(self, buffer.device)
         if self.adam is None or context.store is None:
             self._average(buffer, team, scale, context)
             return
@@ -123,16 +116,13 @@ class Compressed(Aggregator):
         dtype = context.result_dtype or buffer.dtype
         rows = self._rows(context.layout, dtype, 1, context.step)
         if team.size == 1:
-            self._alone(buffer, scale, context)
+            kept = None if self.feedback is None else context.leftover(context.layout, buffer.device)
+            scale_and_add(buffer, buffer, scale, kept)
             return rows, []
         if _exchanges(rows, context.layout, team):
             return rows, self._exchange(rows, buffer, team, scale, context)
         rows = self._rows(context.layout, dtype, team.size, context.step)
         return rows, self._through_servers(rows, buffer, team, scale, context)
-
-    def _alone(self, buffer: Tensor, scale: float, context: BufferContext) -> None:
-        kept = None if self.feedback is None else context.leftover(context.layout, buffer.device)
-        scale_and_add(buffer, buffer, scale, kept)
 
     def _exchange(
         self, rows: RowFormat, buffer: Tensor, team: Team, scale: float, context: BufferContext
@@ -143,7 +133,7 @@ class Compressed(Aggregator):
         mine = rows.take(1, "sent", context.scratch, buffer.device)
         carries = self._encode(rows, buffer, mine, team, scale, context)
         received = rows.take(team.size, "received", context.scratch, buffer.device)
-        self._travel("all_gather", team, rows, received, mine, context)
+        _travel(self.packed, "all_gather", team, rows, received, mine, context)
         for region, carry in zip(rows.regions, carries, strict=True):
             total = region.target(buffer, torch.float32, region.chunk_numel, context.scratch)
             region.compressor.accumulate(region.payload(received), total)
@@ -163,16 +153,16 @@ class Compressed(Aggregator):
         encoded = rows.take(team.size, "sent", scratch, device)
         own = self._encode(rows, buffer, encoded, team, scale, context)
         received, served = rows.take(team.size, "received", scratch, device), rows.take(1, "served", scratch, device)
-        self._travel("all_to_all", team, rows, received, encoded, context)
+        _travel(self.packed, "all_to_all", team, rows, received, encoded, context)
         carries = []
         for region in rows.regions:
             begin, end = region.chunk(team.rank)
-            carry = self._carry(region, "server", region.layout.cut(begin, end), context, device)
+            carry = _carry(self.feedback, region, "server", region.layout.cut(begin, end), context, device)
             carries.append(carry)
             sources, target, rng = region.payload(received), region.payload(served), context.rng("server")
             region.compressor.recompress(sources, target, region.chunk_numel, end - begin, carry, rng)
         gathered = encoded  # is sent, and as long
-        self._travel("all_gather", team, rows, gathered, served, context)
+        _travel(self.packed, "all_gather", team, rows, gathered, served, context)
         for region, carry in zip(rows.regions, carries, strict=True):
             if carry is not None and rows.rounds:
                 exact = scratch.take("total", carry.new.numel(), torch.float32, device)
@@ -193,32 +183,13 @@ class Compressed(Aggregator):
         carries = []
         for region in rows.regions:
             values = region.read(buffer, context.scratch)
-            carry = self._carry(region, "worker", region.layout, context, buffer.device)
+            carry = _carry(self.feedback, region, "worker", region.layout, context, buffer.device)
             carries.append(carry)
             rng = context.rng("worker") if region.compressor.stochastic else RngKey()
             region.compressor.compress(values, region.payload(payload), region.chunk_numel, scale, carry, rng)
             if carry is not None and not region.dense and context.step % SAMPLE_EVERY_STEPS == 0:
                 context.sample(values, scale, carry)
         return carries
-
-    def _travel(
-        self, primitive: str, team: Team, rows: RowFormat, received: Tensor, sent: Tensor, context: BufferContext
-    ) -> None:
-        """Bring rows to where `primitive` brings them."""
-        collective: Callable[[Tensor, Tensor], None] = getattr(team, primitive)
-        if self.packed:
-            rows.packing.exchange(collective, received, sent, team.rank, context.scratch)
-        else:
-            collective(received.view(-1), sent.view(-1))
-
-    def _carry(
-        self, region: Region, kind: Kind, layout: Layout, context: BufferContext, device: torch.device
-    ) -> ErrorFeedback | None:
-        if region.compressor.exact:
-            if kind == "server" or self.feedback is None or context.memory.settled:
-                return None
-            return context.leftover(layout, device)
-        return context.carry(kind, layout, self.feedback, device, region.layout)
 
     def _rows(self, layout: Layout, dtype: torch.dtype, chunks: int, step: int | None) -> RowFormat:
         compressor = self.compressor.at(step)
@@ -238,26 +209,18 @@ class Compressed(Aggregator):
             return (
                 *beside,
                 *_work("encode", rows),
-                *self._travels("all_gather", team, rows, 1),
+                *_travels(self.packed, "all_gather", team, rows, 1),
                 *_work("decode", rows, team.size),
             )
         rows = self._rows(buffer.layout, buffer.dtype, team.size, buffer.step)
         return (
             *beside,
             *_work("encode", rows),
-            *self._travels("all_to_all", team, rows, team.size),
+            *_travels(self.packed, "all_to_all", team, rows, team.size),
             *_work("recode", rows),
-            *self._travels("all_gather", team, rows, 1),
+            *_travels(self.packed, "all_gather", team, rows, 1),
             *_work("decode", rows),
         )
-
-    def _travels(self, primitive: str, team: TeamShape, rows: RowFormat, sent: int) -> tuple[Step, ...]:
-        """Return the collective that brings rows; what did not fit and is sent once more is left out."""
-        form = rows.packing if self.packed else None
-        if form is None or not form.parts:
-            return call(team, primitive, rows.nbytes * sent)
-        packed, unpacked = work("pack", "", form.numel * sent), work("unpack", "", form.numel * (team.size - 1))
-        return packed, *call(team, primitive, form.nbytes * sent), unpacked
 
     @classmethod
     def trials(cls) -> Trials[Aggregator]:
@@ -325,6 +288,44 @@ class Compressed(Aggregator):
         """Return those of the compressor, and of what travels dense beside it."""
         encoders = (self.compressor, Exact())
         return {(kind, repr(each)): passes for each in encoders for kind, passes in each.passes(ranks).items()}
+
+
+def _require_cpu(aggregator: Compressed, device: torch.device) -> None:
+    if aggregator.packed and device.type != "cpu":
+        raise ConfigurationError(
+            f"{aggregator} packs bfloat16 on the CPU, and these tensors are on {device.type}; use packed=False "
+            f"(hierarchical_bf16: lossless=False)"
+        )
+
+
+def _carry(
+    feedback: Feedback | None, region: Region, kind: Kind, layout: Layout, context: BufferContext, device: torch.device
+) -> ErrorFeedback | None:
+    if region.compressor.exact:
+        if kind == "server" or feedback is None or context.memory.settled:
+            return None
+        return context.leftover(layout, device)
+    return context.carry(kind, layout, feedback, device, region.layout)
+
+
+def _travel(
+    packed: bool, primitive: str, team: Team, rows: RowFormat, received: Tensor, sent: Tensor, context: BufferContext
+) -> None:
+    """Bring rows to where `primitive` brings them."""
+    collective: Callable[[Tensor, Tensor], None] = getattr(team, primitive)
+    if packed:
+        rows.packing.exchange(collective, received, sent, team.rank, context.scratch)
+    else:
+        collective(received.view(-1), sent.view(-1))
+
+
+def _travels(packed: bool, primitive: str, team: TeamShape, rows: RowFormat, sent: int) -> tuple[Step, ...]:
+    """Return the collective that brings rows; what did not fit and is sent once more is left out."""
+    if not packed or not rows.packing.parts:
+        return call(team, primitive, rows.nbytes * sent)
+    form = rows.packing
+    before, after = work("pack", "", form.numel * sent), work("unpack", "", form.numel * (team.size - 1))
+    return before, *call(team, primitive, form.nbytes * sent), after
 
 
 def _judge(rows: RowFormat, payloads: Tensor, buffer: Tensor, context: BufferContext) -> None:
