@@ -101,10 +101,7 @@ ENTRIES = (
 
 # Each at its own best learning rate: what compresses updates may want another than what compresses gradients.
 RATES = (2.0, 3.0, 4.0, 6.0, 8.0)
-_SHORT_MEMORY = (
-    0.5,
-    0.95,
-)  # a first moment that forgets sooner: dense AdamW and the gradient path are tried with it too
+_SHORT_MEMORY = (0.5, 0.95)  # a first moment that forgets sooner: dense AdamW and the gradient path are tried with it too
 _AT_RATES = (
     _own_adam("ddp"),
     _own_adam("ddp", betas=_SHORT_MEMORY),
