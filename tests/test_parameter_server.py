@@ -138,7 +138,10 @@ def node_and_worker(rank: int, world_size: int) -> tuple[str, int]:
         model = TorchDDP(module, process_group=node) if rank < 2 else module
         worker = commopt.attach(model, ParameterServer(address, period=3, compressor=OneBit()))
         train(model, optimizer_of(module), rank, range(6))
-        return digest_of(module), worker.round
+        found = digest_of(module), worker.round
+        worker.close()
+        train(model, optimizer_of(module), rank, range(3))  # as if it had never joined
+        return found
 
 
 def test_a_ddp_model_is_one_worker() -> None:
@@ -312,6 +315,10 @@ def test_steps_between_push_and_pull_are_kept() -> None:
         assert float((begin - expected).abs().max()) > 1e-3
         with pytest.raises(ConfigurationError, match="no step was made"):
             worker.push()
+        learn(module, 1e-3)
+        expected = flat(module)
+        worker.pull()  # without a push
+        torch.testing.assert_close(flat(module), expected)
 
 
 def test_workers_weigh_what_they_did() -> None:

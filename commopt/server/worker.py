@@ -53,7 +53,8 @@ class Worker:
         self._ranks = _Ranks(model.process_group if isinstance(model, TorchDDP) else None)
         self._module = model.module if isinstance(model, TorchDDP) else model
         self._steps, self._did, self._told = 0, 0.0, False
-        self._pushed_after: int | None = None  # steps, while a delta is on its way
+        self._steps_before = 0  # the last push or pull
+        self._pushed = self._left_it = False
         self._agreed: list[Tensor] = []  # the parameters pulled last, on this model's device
         self._kept: list[Tensor] = []  # what the deltas before have left out
         self._moved: list[Tensor] = []  # of the delta that is on its way: as a whole, then what it left out
@@ -97,7 +98,7 @@ class Worker:
     def pull(self) -> None:
         """Take the server's parameters: after a `push` once its round has closed.
 
-        Steps between the two are kept, on top of them. Raises TransportError when the server is gone.
+        Steps since the last push or pull are kept, on top of them. Raises TransportError when the server is gone.
         """
         self.round, self.staleness, self.refused = self._ranks.share(self._pull)
         for parcel in self._parcels():
@@ -105,7 +106,7 @@ class Worker:
 
     def close(self) -> None:
         """Leave; the others go on. What was not pushed is lost to them. A process that ends leaves too."""
-        connection, self._connection = self._connection, None
+        connection, self._connection, self._left_it = self._connection, None, True
         if connection is not None:
             connection.close("has left")
 
@@ -127,8 +128,8 @@ class Worker:
 
     def _push(self) -> None:
         server, decay = self._connected(), self._settings.decay
-        if self._pushed_after is not None or not self._did:
-            why = "the last delta was not pulled yet" if self._pushed_after is not None else "no step was made"
+        if self._pushed or not self._did:
+            why = "the last delta was not pulled yet" if self._pushed else "no step was made"
             raise ConfigurationError(f"push(): {why} since the last pull(); train, push() and pull() in turn")
         payloads, self._moved, self._left = [], [], []
         for place, parcel in enumerate(self._parcels()):
@@ -153,7 +154,7 @@ class Worker:
         for payload in payloads:
             server.send(payload.cpu())
             self.sent_bytes += payload.nbytes
-        self._did, self._told, self._pushed_after = 0.0, False, self._steps
+        self._did, self._told, self._pushed, self._steps_before = 0.0, False, True, self._steps
 
     def _pull(self) -> tuple[int, int, int]:
         """Do it; return round, staleness and refused."""
@@ -168,21 +169,23 @@ class Worker:
             if answer["updates"]:
                 values = before[place] + wire.decode(payload, answer["round"] - 1)
             self._agreed.append(values)
-            if self._pushed_after in (None, self._steps):
+            if self._steps_before == self._steps:
                 parcel.put(values)
-            else:  # by what it has moved since the push
-                pushed = before[place] - self._moved[place] + self._kept[place] * self._settings.decay
-                parcel.put(values + (parcel.values(copy=False) - pushed))
-        refused = self._pushed_after is not None and not answer["counted"]
+            else:
+                stood = before[place]
+                if self._pushed:
+                    stood = stood - self._moved[place] + self._kept[place] * self._settings.decay
+                parcel.put(values + (parcel.values(copy=False) - stood))
+        refused = self._pushed and not answer["counted"]
         if refused:
             _log.warning(
                 "what this worker has learned came %d rounds late, was not counted, and will be sent again; raise "
                 "ParameterServer(staleness=%d), or the period, if this goes on",
                 *(answer["late"], self._settings.staleness),
             )
-        if self._pushed_after is not None:
+        if self._pushed:
             self._kept = self._moved if refused else self._left
-            self._moved, self._left, self._pushed_after = [], [], None
+        self._moved, self._left, self._pushed, self._steps_before = [], [], False, self._steps
         return answer["round"], answer["late"], self.refused + refused
 
     def _connected(self) -> _Connection:
@@ -197,7 +200,7 @@ class Worker:
             return
         self._steps += 1
         self._did += not self._told
-        if self._steps % self._settings.period == 0 and (self._connection is not None or not self._ranks.leads):
+        if self._steps % self._settings.period == 0 and not self._left_it:
             self.push()
             self.pull()
 
