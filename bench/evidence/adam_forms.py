@@ -500,10 +500,11 @@ Losses = Mapping[float, Mapping[int, float]]
 """By rate and seed."""
 
 
-def best_rate(by_rate: Losses) -> float:
-    """Return the rate with the least mean loss, of those with the most seeds."""
-    most = max(map(len, by_rate.values()))
-    return min((rate for rate in by_rate if len(by_rate[rate]) == most), key=lambda rate: mean(by_rate[rate].values()))
+def at_best_rate(by_rate: Losses) -> Mapping[int, float]:
+    """Return the losses of the seeds that all forms have, at the best of the rates with the most of them."""
+    known = [{seed: by_seed[seed] for seed in plan.SEEDS if seed in by_seed} for by_seed in by_rate.values()]
+    most = max(map(len, known))
+    return min((each for each in known if len(each) == most), key=lambda each: mean(each.values()))
 
 
 def gaps(mine: Mapping[int, float], dense: Mapping[int, float]) -> list[float]:
@@ -519,24 +520,30 @@ def markdown(path: Path) -> str:
         losses.setdefault(run.form, {}).setdefault(run.rate, {})[run.seed] = inf if run.loss is None else run.loss
     if DENSE not in losses:
         raise ValueError(f"{path} has no trainings of {DENSE}, which all are compared with")
-    dense = losses[DENSE]
-    shares = {run.form: run.bytes_of_dense for run in runs}
+    dense, shares = losses[DENSE], {run.form: run.bytes_of_dense for run in runs}
     rates = sorted({run.rate for run in runs})
     rows = []
     for name in (name for name in FORMS if name in losses):
-        mine = losses[name]
-        cells = [f"{mean(mine[rate].values()):.3f}" if rate in mine else "-" for rate in rates]
-        at_best = gaps(mine[best_rate(mine)], dense[best_rate(dense)])
+        mine, share = losses[name], shares[name]
+        cells = [_cell(mine.get(rate, {})) for rate in rates]
         at_each = [gap for rate in mine.keys() & dense.keys() for gap in gaps(mine[rate], dense[rate])]
-        share = shares[name]
-        rows.append([name, *cells, _shown(at_best), _shown(at_each), "oracle" if share is None else f"{share:.3f}"])
+        against = _shown(gaps(at_best_rate(mine), at_best_rate(dense))), _shown(at_each)
+        rows.append([name, *cells, *against, "oracle" if share is None else f"{share:.3f}"])
     columns = ["form", *(f"rate {rate * LEARNING_RATE:g}" for rate in rates), "best", "all rates", "bytes of dense"]
     caption = (
-        f"{NODES} nodes in one process, {header['steps']} steps: held-out loss, the mean of the seeds there are. "
-        f"Best: at the best of the rates with the most seeds, against {DENSE} at its best, seed by seed. All rates: "
-        f"against {DENSE} at the same rate and seed. ±: standard error of the mean; in brackets: how many trainings."
+        f"{NODES} nodes in one process, {header['steps']} steps: held-out loss, the mean of seeds 0 to "
+        f"{plan.SEEDS[-1]}, or of as many as in brackets. Best: at the best of the rates with the most seeds, against "
+        f"{DENSE} at its best, seed by seed. All rates: against {DENSE} at the same rate and seed, all that there are. "
+        f"±: the standard error of the mean; in brackets: how many trainings."
     )
     return f"{table(columns, rows)}\n\n{caption}"
+
+
+def _cell(by_seed: Mapping[int, float]) -> str:
+    counted = [by_seed[seed] for seed in plan.SEEDS if seed in by_seed]
+    if not counted:
+        return "-"
+    return f"{mean(counted):.3f}" + ("" if len(counted) == len(plan.SEEDS) else f" ({len(counted)})")
 
 
 def _shown(percents: Sequence[float]) -> str:
