@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -15,8 +15,11 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from bench.evidence import adam_forms
-from bench.evidence.adam_forms import DENSE, FORMS, NODES, TODAY, Averaging, Blocks, Differences, Form, Replica, Shared
+from bench.evidence.adam_averaging import DENSE, FORMS, TODAY, Averaging, Form
+from bench.evidence.adam_forms import Run
+from bench.evidence.adam_nodes import NODES, Blocks, Differences, Own, Replica, Shared
 from bench.evidence.convergence import plan
+from bench.output import write_results
 from examples.train_gpt import GPT, WEIGHT_DECAY, load_corpus, windows_at
 from tests.chosen import threads
 
@@ -101,7 +104,7 @@ def test_blocks_of_one_element_are_v_shared(replica: Replica) -> None:
 def test_nothing_is_lost_by_feedback(replica: Replica) -> None:
     gradients = noise(replica, 5)
     for name, form in FORMS.items():
-        if form.second is not adam_forms.Own or form.momentum != "node" or form.channel is Differences:
+        if form.second is not Own or form.momentum != "node" or form.channel is Differences:
             continue
         if form.length == "measured":  # it hears what was sent
             form = replace(form, length="sqrt(K)")
@@ -142,3 +145,15 @@ def test_the_command_goes_on_and_reports(
     with pytest.raises(SystemExit):  # a file of other steps
         call("--only", DENSE, "--json", str(file))
     assert "20" in capsys.readouterr().err
+
+
+def test_what_a_part_costs_is_told_seed_by_seed(tmp_path: Path) -> None:
+    losses = {(DENSE, 3.0): (2.0, 4.0, 3.0), (DENSE, 4.0): (2.0, 5.0, 3.0), ("own v", 3.0): (2.02, 4.12, 3.03)}
+    runs = [Run(form, rate, seed, loss, 1.0) for (form, rate), each in losses.items() for seed, loss in enumerate(each)]
+    runs.append(Run("own v", 4.0, 0, None, 1.0))  # diverged: of one seed, which is no rate to compare
+    file = tmp_path / "forms.json"
+    write_results(file, {"steps": 400}, "run", map(asdict, runs))
+    (price,) = (line for line in adam_forms.markdown(file).splitlines() if line.startswith("| the mean of directions"))
+    assert price.split("|")[2].strip() == "+1.7 ± 0.7 % (3)"  # 1, 3 and 1 per cent
+    (row,) = (line for line in adam_forms.markdown(file).splitlines() if line.startswith("| own v |"))
+    assert row.split("|")[2:6] == [" 3.057 ", " inf (1) ", " +1.7 ± 0.7 % (3) ", " diverged "]
