@@ -1,41 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is left of AdamW's gap, and where: `python -m bench.evidence.adam_forms --json FILE`, half a minute a training.
-
-Trains the GPT of bench.evidence.convergence in this process as two nodes would, whose gradients are exact means of the
-batches of their ranks. What the nodes exchange has several forms: which second moment divides, when momentum is taken,
-how directions are lengthened, and how they are encoded. Some ask an oracle, to show what a part of the way costs.
-"""
+"""What was found: the file of JSON lines, and its tables."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from itertools import product
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import inf, isfinite, sqrt
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-import torch
-from torch.optim.lr_scheduler import ChainedScheduler, LinearLR
-
 from bench.document import table
-from bench.environment import machine
-from bench.evidence.adam_averaging import DENSE, FORMS, PRICES, Averaging, Form
-from bench.evidence.adam_nodes import (
-    NODES,
-    Replica,
-)
+from bench.evidence.adam_forms.averaging import LEARNING_RATE
+from bench.evidence.adam_forms.forms import DENSE, FORMS, PRICES
+from bench.evidence.adam_forms.replica import NODES
 from bench.evidence.convergence import plan
-from bench.output import read_lines, write_results, written_by
-from commopt.command_line import Parser, content_of, number, output_file, whole
-from examples.train_gpt import WARM_UP_STEPS, WEIGHT_DECAY
-
-LEARNING_RATE = dict(plan.GPT.learning_rates)["adamw"]
-RATES = (2.0, 3.0, 4.0, 6.0)
-
-
-# --------------------------------------------------------------------------------------------- trainings
+from bench.output import read_lines, written_by
 
 
 @dataclass(frozen=True)
@@ -51,27 +31,11 @@ class Run:
     bytes_of_dense: float | None
 
 
-def train(form: Form, rate: float, seed: int, steps: int) -> tuple[Replica, Averaging]:
-    """Train for so many steps, in which the learning rate falls to zero."""
-    replica = Replica(seed)
-    averaging = Averaging(form, replica)
-    optimizer = torch.optim.SGD([replica.weights], rate * LEARNING_RATE, weight_decay=WEIGHT_DECAY)
-    schedule = schedule_of(optimizer, steps)
-    for step in range(steps):
-        replica.weights.grad = averaging.direction(replica.gradients(), step)
-        optimizer.step()
-        schedule.step()
-    return replica, averaging
-
-
-def schedule_of(optimizer: torch.optim.Optimizer, steps: int) -> ChainedScheduler:
-    """Return the benchmark's: up within 10 steps, and down to zero."""
-    return ChainedScheduler(
-        [
-            LinearLR(optimizer, 1 / WARM_UP_STEPS, total_iters=WARM_UP_STEPS),
-            LinearLR(optimizer, 1.0, 0.0, steps),
-        ]
-    )
+def read(path: Path) -> tuple[dict[str, Any], list[Run]]:
+    """Return the header and the trainings of a file; raises ValueError when it holds something else."""
+    with written_by("bench.evidence.adam_forms --json", path):
+        header, rows = read_lines(path, "run")
+        return header, [Run(**row) for row in rows]
 
 
 def resume(path: Path, environment: dict[str, Any]) -> tuple[dict[str, Any], list[Run]]:
@@ -86,31 +50,6 @@ def resume(path: Path, environment: dict[str, Any]) -> tuple[dict[str, Any], lis
             )
     made = [each["revision"] or "an unrecorded one" for each in (saved, environment)]
     return {**saved, "revision": saved["revision"] if made[1] in made[0] else " and ".join(made)}, runs
-
-
-def read(path: Path) -> tuple[dict[str, Any], list[Run]]:
-    """Return the header and the trainings of a file; raises ValueError when it holds something else."""
-    with written_by("bench.evidence.adam_forms --json", path):
-        header, rows = read_lines(path, "run")
-        return header, [Run(**row) for row in rows]
-
-
-def measure(path: Path, cases: Iterable[tuple[int, str, float]], steps: int) -> None:
-    """Do the trainings that a file lacks, of seeds, forms and rates; write it after each."""
-    header = {**machine(), "command": "python -m bench.evidence.adam_forms", "steps": steps}
-    header, runs = resume(path, header)
-    done = {(run.seed, run.form, run.rate) for run in runs}
-    for seed, name, rate in cases:
-        if (seed, name, rate) in done:
-            continue
-        replica, averaging = train(FORMS[name], rate, seed, steps)
-        loss = replica.held_out_loss()
-        runs.append(Run(name, rate, seed, loss if isfinite(loss) else None, averaging.bytes_of_dense))
-        print(f"{name}, rate x {rate:g}, seed {seed}: {loss:.4f}", flush=True)
-        write_results(path, header, "run", map(asdict, runs))
-
-
-# ------------------------------------------------------------------------------------------------ report
 
 
 Losses = Mapping[float, Mapping[int, float]]
@@ -187,32 +126,3 @@ def _shown(percents: Sequence[float]) -> str:
         return "diverged"
     error = f" ± {stdev(percents) / sqrt(len(percents)):.1f}" if len(percents) > 1 else ""
     return f"{mean(percents):+.1f}{error} % ({len(percents)})" if percents else "-"
-
-
-def main() -> None:
-    """Train and write, or print the table of a file."""
-    parser = Parser(prog="python -m bench.evidence.adam_forms", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", action="append", choices=FORMS, metavar="FORM", help="one form; may be repeated")
-    parser.add_argument("--rates", nargs="+", type=number(), default=RATES, help=f"times {LEARNING_RATE}: {RATES}")
-    parser.add_argument("--seeds", type=whole(1), default=len(plan.SEEDS), help="seeds 0, 1, ... (default %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="a few steps of everything with one seed: does it run?")
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--json", type=output_file, metavar="FILE", help="JSON lines; what is in it is not done again")
-    what.add_argument("--report", type=content_of(markdown), metavar="FILE", help="print the table of a file")
-    options = parser.parse_args()
-    if options.report:
-        print(options.report)
-        return
-    torch.set_num_threads(1)
-    (task,) = plan.quick([plan.GPT]) if options.quick else [plan.GPT]
-    seeds: Sequence[int] = range(1 if options.quick else options.seeds)
-    rates = options.rates[:1] if options.quick else options.rates
-    try:
-        measure(options.json, product(seeds, options.only or FORMS, rates), task.steps)
-    except ValueError as error:
-        parser.error(str(error))
-    print(markdown(options.json))
-
-
-if __name__ == "__main__":
-    main()
