@@ -14,20 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from bench.evidence import adam_forms
-from bench.evidence.adam_forms import (
-    DENSE,
-    FORMS,
-    NODES,
-    TODAY,
-    Averaging,
-    Blocks,
-    Differences,
-    Form,
-    Replica,
-    Run,
-    Shared,
-)
+from bench.evidence.adam_forms import __main__ as command
+from bench.evidence.adam_forms.averaging import Averaging, schedule_of, train
+from bench.evidence.adam_forms.forms import DENSE, FORMS, TODAY, Differences, Form
+from bench.evidence.adam_forms.replica import NODES, Replica
+from bench.evidence.adam_forms.report import Run, markdown
+from bench.evidence.adam_forms.second_moments import Blocks, Own, Shared
 from bench.evidence.convergence import plan
 from bench.output import write_results
 from examples.train_gpt import GPT, WEIGHT_DECAY, load_corpus, windows_at
@@ -47,7 +39,7 @@ def by_adamw(rate: float, seed: int) -> GPT:
     torch.manual_seed(seed)
     model, text = GPT(2, 64, CONTEXT), load_corpus()[0]
     optimizer = torch.optim.AdamW(model.parameters(), 0.003 * rate, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY)
-    schedule = adam_forms.schedule_of(optimizer, STEPS)
+    schedule = schedule_of(optimizer, STEPS)
     world = sum(plan.RANKS_PER_NODE)
     draws = [torch.Generator().manual_seed(seed * world + rank) for rank in range(world)]
     for _ in range(STEPS):
@@ -62,7 +54,7 @@ def by_adamw(rate: float, seed: int) -> GPT:
 
 @pytest.mark.parametrize("seed", [0, 3])
 def test_with_the_oracle_and_no_compression_it_is_adamw(seed: int) -> None:
-    replica, _ = adam_forms.train(FORMS[DENSE], 4.0, seed, STEPS)
+    replica, _ = train(FORMS[DENSE], 4.0, seed, STEPS)
     expected = by_adamw(4.0, seed)
     torch.manual_seed(seed)
     started = GPT(2, 64, CONTEXT).state_dict()
@@ -114,7 +106,7 @@ def test_blocks_of_one_element_are_v_shared(replica: Replica) -> None:
 def test_nothing_is_lost_by_feedback(replica: Replica) -> None:
     gradients = noise(replica, 5)
     for name, form in FORMS.items():
-        if form.second is not adam_forms.Own or form.momentum != "node" or form.channel is Differences:
+        if form.second is not Own or form.momentum != "node" or form.channel is Differences:
             continue
         if form.length == "measured":  # it hears what was sent
             form = replace(form, length="sqrt(K)")
@@ -141,7 +133,7 @@ def test_the_command_goes_on_and_reports(
 
     def call(*words: str) -> str:
         monkeypatch.setattr(sys, "argv", ["adam_forms", *words])
-        adam_forms.main()
+        command.main()
         return capsys.readouterr().out
 
     first = call("--quick", "--only", DENSE, "--json", str(file))
@@ -163,7 +155,7 @@ def test_what_a_part_costs_is_told_seed_by_seed(tmp_path: Path) -> None:
     runs.append(Run("own v", 4.0, 0, None, 1.0))  # diverged: of one seed, which is no rate to compare
     file = tmp_path / "forms.json"
     write_results(file, {"steps": 400}, "run", map(asdict, runs))
-    (price,) = (line for line in adam_forms.markdown(file).splitlines() if line.startswith("| the mean of directions"))
+    (price,) = (line for line in markdown(file).splitlines() if line.startswith("| the mean of directions"))
     assert price.split("|")[2].strip() == "+1.7 ± 0.7 % (3)"  # 1, 3 and 1 per cent
-    (row,) = (line for line in adam_forms.markdown(file).splitlines() if line.startswith("| own v |"))
+    (row,) = (line for line in markdown(file).splitlines() if line.startswith("| own v |"))
     assert row.split("|")[2:6] == [" 3.057 ", " inf (1) ", " +1.7 ± 0.7 % (3) ", " diverged "]
