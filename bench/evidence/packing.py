@@ -3,7 +3,7 @@
 
 Trains the demo's GPT (4.9 million parameters) and a ResNet-18 of width 16 in this process, and packs gradients of
 several steps, rounded to bfloat16: as commopt does, and by codecs of bytes, which are given exponents and the rest
-apart: zlib, and zstd where `pip install zstandard` has put it. Times are one thread's; a rate counts bfloat16.
+apart: zlib, and zstd where the package zstandard is there. Times are one thread's; a rate counts bfloat16.
 """
 
 from __future__ import annotations

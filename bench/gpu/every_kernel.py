@@ -22,7 +22,7 @@ from torch import Tensor
 
 from commopt.command_line import Parser
 from commopt.errors import ConfigurationError
-from commopt.kernels import lowrank, quantize, sources, sparse
+from commopt.kernels import cast, lowrank, quantize, sources, sparse
 from commopt.kernels.codec import Codec, CodecName, ErrorFeedback, RngKey
 from commopt.kernels.loader import VARIABLE, loader_for
 from commopt.kernels.sparse import BLOCK, SparseRow
@@ -73,6 +73,14 @@ def _sparse(value_dtype: torch.dtype, device: torch.device) -> Iterator[Call]:
     yield partial(sparse.accumulate, row, payload, torch.empty(row.chunk_numel, device=device))
 
 
+def _cast(device: torch.device) -> Iterator[Call]:
+    numel = 4099
+    for dtype, carrying in itertools.product(_DTYPES, (False, True)):
+        values, carry = _random(numel, device).to(dtype), _carry(numel, device) if carrying else None
+        rounded = torch.empty(numel, dtype=torch.bfloat16, device=device)
+        yield partial(cast.round_stochastically, values, rounded, 0.5, carry, _RNG, 8)
+
+
 def _low_rank(device: torch.device) -> Iterator[Call]:
     for count, rows, cols, matrix_rank in _FACTORS:
         left, right = _random((count, rows, matrix_rank), device), _random((count, cols, matrix_rank), device)
@@ -89,6 +97,7 @@ GROUPS: dict[str, list[Callable[[torch.device], Iterator[Call]]]] = {
         partial(_blocks, Codec(name, bits, block, stochastic))
         for (name, bits, stochastic), block in itertools.product(_KINDS, _BLOCKS)
     ],
+    "cast": [_cast],
     "sparse": [partial(_sparse, dtype) for dtype in _DTYPES],
     "lowrank": [_low_rank],
 }

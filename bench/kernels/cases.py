@@ -27,11 +27,12 @@ from bench.kernels.case import (
     topk_route,
 )
 from commopt.compress import COMPRESSORS, Blockwise, Cast, Compressor, OneBit, Quantize
-from commopt.kernels import lowrank, quantize, sparse
+from commopt.kernels import cast, lowrank, quantize, sparse
 from commopt.kernels import lowrank_reference as lowrank_reference
 from commopt.kernels import quantize_reference as reference
 from commopt.kernels import sparse_reference as sparse_reference
 from commopt.kernels.codec import Codec, RngKey
+from commopt.kernels.residual import round_with_carry
 from commopt.kernels.sparse import SparseRow
 
 _INT8 = Quantize(8).codec
@@ -223,6 +224,21 @@ def _bases(setting: Setting) -> Iterator[Case]:
         )
 
 
+def _casts(setting: Setting) -> Iterator[Case]:
+    values, carry = setting.values, setting.carry
+    rounded = torch.empty_like(values, dtype=torch.bfloat16)
+    yield Case(
+        "round",
+        "bfloat16, stochastic",
+        cast.round_stochastically,
+        round_with_carry,
+        (values, rounded, SCALE, carry, _RNG, 0),
+        (values, carry.old),
+        (rounded, carry.new),
+    )
+
+
+CASTS = Family("bfloat16, stochastic", ("round",), _casts)
 PRODUCTS = Family("products with factors", ("project", "decode low rank", "subtract"), _products)
 BASES = Family("orthonormal factors", ("orthogonalize",), _bases)
 
@@ -242,6 +258,7 @@ def families() -> Iterator[Family]:
     for compressor in timed_compressors():
         if isinstance(compressor, Blockwise):
             yield of_codec(compressor.codec)
+    yield CASTS
     yield from sparse_families()
     yield BASES
     yield PRODUCTS

@@ -6,16 +6,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import ceil
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from commopt.aggregate.base import Step, call, work
-from commopt.aggregate.packed import Packing
 from commopt.compress import Cast, Compressor, Exact
 from commopt.feedback import Layout, Piece, Scratch, Spans, joined_spans, matches
 from commopt.groups import Team, TeamShape
+
+if TYPE_CHECKING:
+    from commopt.aggregate.packed import Packing
 
 Primitive = Literal["all_gather", "all_to_all"]
 
@@ -90,8 +92,12 @@ class RowFormat:
     @cached_property
     def packing(self) -> Packing | None:
         """How its bfloat16 numbers travel; None where all travels as it is."""
-        packing = Packing.of(self.regions) if self.packed else None
-        return packing if packing is not None and packing.parts else None
+        if not self.packed:
+            return None
+        from commopt.aggregate.packed import Packing  # few need it
+
+        packing = Packing.of(self.regions)
+        return packing if packing.parts else None
 
     def take(self, count: int, tag: str, scratch: Scratch, device: torch.device) -> Tensor:
         """Return memory for `count` rows."""

@@ -6,8 +6,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from commopt.kernels import loader
-from commopt.kernels.codec import DTYPES, ErrorFeedback, RngKey
-from commopt.kernels.quantize import carry_arguments, rng_arguments
+from commopt.kernels.codec import DTYPES, ErrorFeedback, RngKey, carry_arguments, rng_arguments
 from commopt.kernels.residual import round_with_carry
 
 _THREADS = 256

@@ -147,3 +147,15 @@ def check_carry(carry: ErrorFeedback | None, numel: int, payload: Tensor) -> Non
                 f"the carry's {name} is {part.dtype} {tuple(part.shape)} on {part.device}; it must be float32 "
                 f"({numel},) on {payload.device}, contiguous, one element per value"
             )
+
+
+def carry_arguments(carry: ErrorFeedback | None) -> tuple[int | float, ...]:
+    """Return what a kernel is told of a carry."""
+    if carry is None:
+        return 0, 0, 0, 1.0
+    return carry.old.data_ptr(), carry.new.data_ptr(), address(carry.loss_scale), float(carry.decay)
+
+
+def rng_arguments(rng: RngKey) -> tuple[int | float, ...]:
+    """Return what a stochastic rounding is told; the numbers cross as signed ones."""
+    return tuple((number + 2**63) % 2**64 - 2**63 for number in (rng.seed, rng.step, rng.stream))

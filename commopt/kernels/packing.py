@@ -102,8 +102,8 @@ class _Memory(threading.local):
     """What a thread packs its pieces in: fresh memory takes longer to get than to work in."""
 
     def __init__(self) -> None:
-        self.words = torch.empty(2, _PIECE_BLOCKS * BLOCK, dtype=torch.int16)
-        self.bytes = torch.empty(3, _PIECE_BLOCKS, BLOCK, dtype=torch.uint8)
+        self.words = torch.empty(2, _PIECE_BLOCKS * BLOCK, dtype=torch.int16, device="cpu")
+        self.bytes = torch.empty(3, _PIECE_BLOCKS, BLOCK, dtype=torch.uint8, device="cpu")
 
 
 _memory = _Memory()

@@ -13,11 +13,12 @@ from commopt.kernels.codec import (
     Codec,
     ErrorFeedback,
     RngKey,
-    address,
+    carry_arguments,
     check_carry,
     check_rows,
     check_total,
     check_values,
+    rng_arguments,
 )
 from commopt.kernels.loader import Arguments, Loader
 
@@ -149,18 +150,6 @@ def _decoder(codec: Codec) -> str:
 
 def _shape(codec: Codec, rows: int, chunk_numel: int) -> tuple[int, int, int]:
     return rows, chunk_numel // codec.block, codec.block
-
-
-def carry_arguments(carry: ErrorFeedback | None) -> Arguments:
-    """Return what a kernel is told of a carry."""
-    if carry is None:
-        return 0, 0, 0, 1.0
-    return carry.old.data_ptr(), carry.new.data_ptr(), address(carry.loss_scale), float(carry.decay)
-
-
-def rng_arguments(rng: RngKey) -> Arguments:
-    """Return what a stochastic rounding is told; the numbers cross as signed ones."""
-    return tuple((number + 2**63) % 2**64 - 2**63 for number in (rng.seed, rng.step, rng.stream))
 
 
 def _launch(kernels: Loader, kernel: str, codec: Codec, payload: Tensor, numel: int, arguments: Arguments) -> None:

@@ -245,7 +245,7 @@ def _unpack(numel: int, device: torch.device) -> Callable[[], None]:
 def _packed(numel: int) -> tuple[Tensor, Tensor]:
     """Return numbers as bfloat16 and packed, on the CPU: elsewhere nothing is."""
     values = _normal(numel, torch.device("cpu")).to(torch.bfloat16)
-    packed = torch.empty(packing.packed_nbytes(numel), dtype=torch.uint8)
+    packed = torch.empty(packing.packed_nbytes(numel), dtype=torch.uint8, device="cpu")
     packing.pack(values, packed)
     return values, packed
 
