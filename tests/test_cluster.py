@@ -285,11 +285,11 @@ def test_failing_rank_takes_the_others_down(script: Callable[[str], str], monkey
         time.sleep(600)
     """)
     with Cluster(nodes=2, ranks_per_node=1) as cluster:
-        result = cluster.run([command], timeout_s=60)
+        result = cluster.run([command], timeout_s=200)
         assert (result.returncode, result.stdout) == (7, "waiting\n")
         assert "[node 1] about to fail\n" in result.stderr
         assert "exitcode  : 7" in result.stderr
-        assert result.seconds < 30
+        assert result.seconds < 180  # the other would sleep 600; starting may take long beside other tests
         again = cluster.run([command], timeout_s=60, env={"SUCCEED": "1"})
         assert (again.returncode, again.stdout) == (0, "")
 
