@@ -428,6 +428,20 @@ def test_there_is_one_server() -> None:
         after.close()
 
 
+def test_a_request_that_makes_no_sense_ends_its_worker_alone() -> None:
+    with hosted(2, timeout=5.0) as server:
+        (_, odd), (module, other) = both_joined(server, quorum=1)
+        assert odd._connection is not None
+        odd._connection.ask("knock")
+        with pytest.raises(TransportError):
+            odd.pull()
+        until(lambda: server.workers == [other.number])
+        learn(module, 1.0)
+        other.push()
+        other.pull()
+        assert server.round == 1
+
+
 def test_without_a_server_nobody_waits_for_ever() -> None:
     scheduler = Scheduler(timeout=3.0)
     with pytest.raises(TransportError, match=r"no parameter server has answered for 6 s; .* commopt server"):

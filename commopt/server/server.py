@@ -167,8 +167,8 @@ class Server:
         try:
             while (request := peer.requests.get()) is not None:
                 {"join": self._admit, "push": self._take, "pull": self._give}[request["kind"]](peer, request)
-        except (CommoptError, RuntimeError) as error:
-            why = str(error)
+        except Exception as error:  # whatever it is, it ends this worker, which would else wait for ever, and no other
+            why = str(error) if isinstance(error, CommoptError) else f"{type(error).__name__}: {error}"
         self._drop(peer, why)
 
     def _drop(self, peer: _Peer, why: str) -> None:
