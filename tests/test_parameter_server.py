@@ -36,6 +36,7 @@ from commopt import (
 from commopt.compress import DGC, Cast, Compressor, Quantize
 from commopt.server import Scheduler, Server, Worker
 from commopt.server.rounds import window_s
+from commopt.server.worker import _Ranks
 from tests.hook_training import Tower, digest_of, seeded
 from tests.ranks import run
 from tests.test_local_sgd_deltas import NESTEROV, optimizer_of, train
@@ -142,6 +143,22 @@ def node_and_worker(rank: int, world_size: int) -> tuple[str, int]:
         worker.close()
         train(model, optimizer_of(module), rank, range(3))  # as if it had never joined
         return found
+
+
+def failing_leader(rank: int, world_size: int) -> str:
+    def fail() -> None:
+        raise RuntimeError("out of memory")
+
+    try:
+        _Ranks(dist.group.WORLD).share(fail)
+    except TransportError as error:
+        return str(error)
+    return ""
+
+
+def test_an_error_of_the_first_rank_is_raised_on_all() -> None:
+    for said in run(failing_leader, 2):
+        assert said.endswith("RuntimeError: out of memory")
 
 
 def test_a_ddp_model_is_one_worker() -> None:

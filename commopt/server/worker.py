@@ -136,7 +136,8 @@ class Worker:
             values = parcel.values(copy=True)
             moved = torch.sub(self._agreed[place], values).add_(self._kept[place], alpha=decay)
             if not bool(moved.isfinite().all()):
-                name = next(name for name, each in parcel.tensors.items() if not bool(each.isfinite().all()))
+                odd = (name for name, each in parcel.tensors.items() if not bool(each.isfinite().all()))
+                name = next(odd, next(iter(parcel.tensors)))  # where only the difference overflows
                 raise UnsupportedTensorError(
                     f"parameter {name!r} is not finite after step {self._steps}; nothing was sent"
                 )
@@ -232,6 +233,8 @@ class _Ranks:
                 told = [call()]
             except CommoptError as error:
                 told = [error]
+            except Exception as error:  # the others wait for this rank's word
+                told = [TransportError(f"the first rank of this worker failed: {type(error).__name__}: {error}")]
         if self._group is not None:
             dist.broadcast_object_list(told, group=self._group, group_src=0)
         if isinstance(told[0], CommoptError):
