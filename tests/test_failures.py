@@ -28,9 +28,9 @@ import commopt
 from commopt import Aggregator, BufferContext, Communicator, Flat, Hierarchical
 from commopt.aggregate import Buffer, Step
 from commopt.cluster import Cluster
-from commopt.errors import TransportError
+from commopt.errors import LaneError, TransportError
 from commopt.groups import Membership
-from commopt.lanes import failure, registry
+from commopt.lanes import failure, lane, registry
 from tests.ranks import run
 
 WITHIN_S = 5.0
@@ -179,6 +179,32 @@ def test_whoever_submits_while_the_lane_fails_hears_why(tmp_path: Path) -> None:
     assert_all_know(run(submit_while_the_lane_fails, 3, str(tmp_path), fresh=True), 1)
 
 
+def fail_after_the_end_of_its_world(rank: int, world_size: int, folder: str) -> None:
+    world_ended = threading.Event()
+
+    def fail_late() -> None:
+        world_ended.wait(WITHIN_S)
+        raise TransportError("a peer that nobody waits for any more")
+
+    before = Communicator()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lane, "_CLOSE_TIMEOUT_S", 0.01)
+        late = before._client.run(fail_late, "late")
+        dist.barrier()
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", init_method=f"file://{folder}/next", rank=rank, world_size=world_size)
+        comm = Communicator()
+    world_ended.set()
+    with pytest.raises(LaneError, match="a peer that nobody waits for any more"):
+        late.wait()
+    assert comm.all_reduce(torch.full((10,), float(rank))).tolist() == [0.5] * 10
+    dist.barrier()
+
+
+def test_a_lane_of_a_destroyed_world_fails_alone(tmp_path: Path) -> None:
+    run(fail_after_the_end_of_its_world, 2, str(tmp_path), fresh=True)
+
+
 def backward(*losses: Tensor) -> None:
     """Call backward of all, which must raise a LaneError as it is."""
     try:
@@ -312,7 +338,7 @@ def requests_of_survivors(world_size: int) -> int:
     def fail(rank: int) -> None:
         place: Any = SimpleNamespace(ranks=ranks, rank=rank, closed=True, lost_ranks=list)
         nowhere: Any = None
-        membership = Membership("commopt/test", lambda: None, nowhere, place, 60, store)  # type: ignore[arg-type]
+        membership = Membership("commopt/test", lambda: None, lambda: None, nowhere, place, 60, store)  # type: ignore[arg-type]
         reports.append(str(failure.fail(membership, "all_reduce", TransportError("Connection closed by peer"))))
 
     threads = [threading.Thread(target=fail, args=(rank,)) for rank in ranks[:-1]]

@@ -540,7 +540,8 @@ def test_command_lines(tmp_path: Path) -> None:
         def start(*arguments: str) -> subprocess.Popen[str]:
             return stack.enter_context(command(*arguments))
 
-        scheduler = start("scheduler", "--port", "0", "--timeout", "4")
+        limit_s = 8
+        scheduler = start("scheduler", "--port", "0", "--timeout", str(limit_s))
         assert scheduler.stdout is not None
         at = ("--scheduler", "127.0.0.1:" + re.findall(r"port (\d+)", scheduler.stdout.readline())[0])
         server = start("server", *at, "--workers", "2", "--checkpoint", str(checkpoint), "--every", "1")
@@ -552,10 +553,10 @@ def test_command_lines(tmp_path: Path) -> None:
         assert "round 6\n" in iter(lonely.stdout.readline, "")
         until(lambda: torch.load(checkpoint, weights_only=True)["round"] >= 4)
         server.kill()
-        begin = time.monotonic()
-        told = lonely.communicate(timeout=30)[0]
-        assert time.monotonic() - begin < 5
-        assert "TransportError: the parameter server is lost: the connection broke" in told
+        begin, lost = time.monotonic(), "TransportError: the parameter server is lost: the connection broke"
+        assert any(lost in line for line in lonely.stdout)
+        assert time.monotonic() - begin < limit_s  # the connection says so, before the silence does
+        assert lonely.wait(30) == 1
         assert len(re.findall(r"worker \d has joined", server.communicate()[0])) == 3
 
         saved = torch.load(checkpoint, weights_only=True)

@@ -187,7 +187,7 @@ def _build(
         for group in [group for group, known in c10d._world.pg_names.items() if known.startswith(f"{name}/")]:
             dist.destroy_process_group(group)
         raise
-    return Membership(name, ref(parent), cluster, team, timeout_s, store.under(name, timeout_s))
+    return Membership(name, ref(parent), ref(_world()), cluster, team, timeout_s, store.under(name, timeout_s))
 
 
 def require_timeout(timeout_s: float) -> float:

@@ -208,6 +208,7 @@ class Membership:
 
     name: str
     parent: ref[dist.ProcessGroup]
+    world: ref[dist.ProcessGroup]  # of its time
     cluster: Cluster
     team: Team
     timeout_s: float

@@ -45,7 +45,8 @@ def fail(membership: Membership, operation: str, error: BaseException) -> LaneEr
 
     The first report wins: a rank that fails only because another did repeats that one's words.
     """
-    affected = {membership, *joined()}  # in whichever a peer waits for this rank, it would wait in vain
+    # In whichever a peer waits for this rank, it would wait in vain. Not in what came after destroy_process_group().
+    affected = {membership, *(each for each in joined() if each.world == membership.world)}
     if isinstance(error, TransportError):
         broken: list[int] = []
         with suppress(RuntimeError, ValueError):  # the user destroys it at this very moment
