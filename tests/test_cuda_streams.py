@@ -102,9 +102,9 @@ class Setup(Membership):
 def setup() -> Setup:
     """Two nodes with two ranks each."""
     team = Echo((0, 0, 1, 1), "world", Echo((0, 0), "intra"), Echo((0, 1), "inter"))
-    parent: Any = lambda: None  # noqa: E731
+    group: Any = lambda: None  # noqa: E731
     store = limited(dist.HashStore(), "made up", 60.0)
-    return Setup("made up", parent, Cluster.from_ranks_per_node(4, 2), team, 60.0, store)
+    return Setup("made up", group, group, Cluster.from_ranks_per_node(4, 2), team, 60.0, store)
 
 
 @dataclass

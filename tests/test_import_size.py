@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-MOST_LINES = 13_260
+MOST_LINES = 13_100
 
 LATER = (
     *("commopt.collectives", "commopt.command_line", "commopt.hooks.insight", "commopt.simulate", "commopt.doctor"),

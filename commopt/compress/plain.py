@@ -14,7 +14,6 @@ from torch import Tensor
 from commopt.compress.base import CodingWork, Compressor, Passes, Trials
 from commopt.compress.quantize import check_choice
 from commopt.errors import ConfigurationError
-from commopt.kernels import cast
 from commopt.kernels.codec import ErrorFeedback, RngKey
 from commopt.kernels.residual import round_with_carry
 
@@ -57,7 +56,12 @@ class Plain(Compressor):
         for row in self._rows(payload):
             end = min(begin + row.numel(), values.numel())
             own = carry and replace(carry, old=carry.old[begin:end], new=carry.new[begin:end])
-            self._round(values[begin:end], row[: end - begin], scale, own, rng, begin)
+            if self.stochastic:
+                from commopt.kernels import cast  # few need it
+
+                cast.round_stochastically(values[begin:end], row[: end - begin], scale, own, rng, begin)
+            else:
+                round_with_carry(values[begin:end], row[: end - begin], scale, own)
             row[end - begin :].zero_()
             begin = end
 
@@ -91,12 +95,6 @@ class Plain(Compressor):
             "decode": Passes(wire + value, 1),
             "recode": Passes(wire + 2 * value, ranks + 1),
         }
-
-    def _round(
-        self, values: Tensor, rounded: Tensor, scale: float, carry: ErrorFeedback | None, rng: RngKey, place: int
-    ) -> None:
-        """Fill `rounded` with elements of what is encoded, from the one at `place` on."""
-        round_with_carry(values, rounded, scale, carry)
 
     def _rows(self, payload: Tensor) -> list[Tensor]:
         """Return the rows as numbers; those without gaps between them count as one."""
@@ -143,14 +141,6 @@ class Cast(Plain):
     def error_bound(self) -> float:
         """Half a unit in the last place of the element itself, if it is no denormal number; or, by chance, a whole."""
         return super().error_bound * (2 if self.stochastic else 1)
-
-    def _round(
-        self, values: Tensor, rounded: Tensor, scale: float, carry: ErrorFeedback | None, rng: RngKey, place: int
-    ) -> None:
-        if self.stochastic:
-            cast.round_stochastically(values, rounded, scale, carry, rng, place)
-        else:
-            super()._round(values, rounded, scale, carry, rng, place)
 
     @classmethod
     def trials(cls) -> Trials[Compressor]:

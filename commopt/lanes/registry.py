@@ -20,7 +20,6 @@ from commopt.errors import CommoptError, ConfigurationError
 from commopt.groups import Membership, NcclByLevel, close_stores, join, keep_groups, memberships, read_arguments
 from commopt.lanes.failure import publish_uncaught
 from commopt.lanes.lane import Lane, Operation, Work, WorkerLane
-from commopt.lanes.stream import StreamLane
 
 _lanes: dict[torch.device, Lane] = {}
 _lock = threading.Lock()
@@ -32,7 +31,12 @@ def lane_for(device: torch.device) -> Lane:
     with _lock:
         _forget_old_world()
         if device not in _lanes:
-            _lanes[device] = StreamLane(device) if device.type == "cuda" else WorkerLane(device)
+            if device.type != "cuda":
+                _lanes[device] = WorkerLane(device)
+            else:
+                from commopt.lanes.stream import StreamLane  # not to be loaded where there is no GPU
+
+                _lanes[device] = StreamLane(device)
         return _lanes[device]
 
 

@@ -16,10 +16,8 @@ from commopt.errors import ConfigurationError
 from commopt.feedback import Layout
 from commopt.groups import TeamShape
 from commopt.schedule.decision import Option
-from commopt.schedule.learning import LEARNED_LOCAL, strength_of
 
 Gradients = Sequence[tuple[Layout, Tensor]]
-
 
 INSIDE = LocalSGD()
 """Stands for what any LocalSGD does with gradients."""
@@ -87,6 +85,8 @@ def local_messages(aggregator: Aggregator, team: TeamShape) -> dict[str, Aggrega
     auto = auto_of(aggregator)
     if auto is None or LOCAL not in auto.allow or team.node_count == 1:
         return {}
+    from commopt.schedule.learning import LEARNED_LOCAL  # few need it
+
     return {repr(each): each for each in (INSIDE, *(average.parameters for average in LEARNED_LOCAL))}
 
 
@@ -96,6 +96,8 @@ def candidates(families: Sequence[Family], gradients: Gradients, optimizer: str)
     gradients: flat buffers, with what lies where. Raises FloatingPointError when a gradient is not finite, or all are
     zero: such a step tells nothing, measure another one.
     """
+    from commopt.schedule.learning import strength_of  # only `auto` does
+
     square = sum(float(torch.linalg.vector_norm(buffer, dtype=torch.float64)) ** 2 for _, buffer in gradients)
     if not isfinite(square) or square == 0:
         what = "all gradients are zero" if square == 0 else "a gradient is not finite"
