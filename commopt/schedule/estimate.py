@@ -46,7 +46,7 @@ class Estimate:
         if not known:
             return every
         mean = fsum(known) / len(known)
-        error = sqrt(fsum((value - mean) ** 2 for value in known) / (len(known) - 1) / len(known)) if known[1:] else 0.0
+        error = hypot(*(value - mean for value in known)) / sqrt((len(known) - 1) * len(known)) if known[1:] else 0.0
         return cls(mean, max(error, every.error))
 
     def pooled(self, other: Estimate) -> Estimate:
