@@ -47,7 +47,7 @@ def test_presets_are_these_aggregators() -> None:
         quantize, bf16, ("*.bias",)
     )
     assert commopt.hierarchical_quantized.build(**options) == Hierarchical(Compressed(quantize))
-    assert commopt.onebit.build(scale="rms", feedback=None) == Compressed(OneBit(scale="rms"), None)
+    assert commopt.onebit.build(scale="mean", feedback=None) == Compressed(OneBit(scale="mean"), None)
     assert commopt.hierarchical_onebit.build(start_step=2, block=64) == Hierarchical(
         Compressed(OneBit(64, start_step=2))
     )

@@ -147,10 +147,10 @@ def test_every_block_is_a_contraction(compressor: Blockwise) -> None:
     square, exact_square = error.square().sum(1), values.square().sum(1)
     mean, rms = values.abs().mean(1), values.square().mean(1).sqrt()
     bound = torch.ones_like(mean)
-    if compressor == OneBit():
+    if compressor == OneBit(scale="mean"):
         bound = 1 - (mean / rms) ** 2
         torch.testing.assert_close(square[ordinary], (bound * exact_square)[ordinary], rtol=1e-4, atol=1e-12)
-    elif compressor == OneBit(scale="rms"):
+    elif compressor == OneBit():
         bound = 2 * (1 - mean / rms)
     elif compressor == Quantize(2, 512):
         bound = 1 - (mean / rms) ** 2 + 2.0**-16  # at least as good as one magnitude, but for bfloat16
@@ -260,7 +260,7 @@ def test_random_bits_follow_the_key_and_the_element() -> None:
 # --------------------------------------------------------------------------------------- accuracy
 
 
-LADDER = [OneBit(), Quantize(2), Quantize(4), Quantize(8)]
+LADDER = [OneBit(scale="mean"), Quantize(2), Quantize(4), Quantize(8)]
 
 
 def draw(name: str) -> Tensor:
@@ -284,7 +284,7 @@ def test_more_bits_are_more_exact(name: str) -> None:
     assert errors[3] < 0.03
     assert relative_error(Quantize(4), values) < relative_error(Quantize(4, levels="uniform"), values)
     assert relative_error(Quantize(2), values) < relative_error(Quantize(2, levels="uniform"), values)
-    assert relative_error(OneBit(), values) < relative_error(OneBit(scale="rms"), values)
+    assert relative_error(OneBit(scale="mean"), values) < relative_error(OneBit(), values)
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,8 @@ over all steps and compared with the sum of the gradients: the L2 norm of the di
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice, product
 from pathlib import Path
 
@@ -19,10 +18,9 @@ import torch
 from torch import Tensor
 
 from bench.document import table
-from bench.environment import machine
 from bench.evidence.compression_error import flat_gradients
+from bench.output import measure_or_report
 from commopt import Cast, Compressor, OneBit, Quantize
-from commopt.command_line import Parser, content_of, output_file, whole
 from commopt.document import parse, read_text
 from commopt.feedback.store import round_stochastically
 from commopt.kernels.codec import ErrorFeedback, RngKey
@@ -96,23 +94,5 @@ def markdown(path: Path) -> str:
     return f"{table(['compressor', *RESIDUALS], rows)}\n\n{caption}"
 
 
-def main() -> None:
-    """Measure and write, or print the table of a file."""
-    parser = Parser(prog="python -m bench.evidence.accumulated_bias", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=whole(1), default=300, help="default 300")
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--json", type=output_file, metavar="FILE", help="measure, and write this")
-    what.add_argument("--report", type=content_of(markdown), metavar="FILE", help="print the table of a file")
-    options = parser.parse_args()
-    if options.report:
-        print(options.report)
-        return
-    command = f"python -m bench.evidence.accumulated_bias --steps {options.steps}"
-    environment = {**machine(), "command": command, "steps": options.steps}
-    rows = [asdict(loss) for loss in measure(options.steps)]
-    options.json.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")
-    print(markdown(options.json))
-
-
 if __name__ == "__main__":
-    main()
+    measure_or_report("bench.evidence.accumulated_bias", __doc__ or "", markdown, measure, steps=300)

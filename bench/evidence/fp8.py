@@ -10,9 +10,8 @@ decodes an element.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from statistics import mean, median
@@ -22,11 +21,10 @@ import torch
 from torch import Tensor
 
 from bench.document import table
-from bench.environment import machine
 from bench.evidence.accumulated_bias import Channel
 from bench.evidence.compression_error import flat_gradients, relative_error
+from bench.output import measure_or_report
 from commopt import Compressor, Quantize
-from commopt.command_line import Parser, content_of, output_file, whole
 from commopt.compress import ErrorFeedback, RngKey
 from commopt.document import parse, read_text
 from commopt.kernels.codec import TINY
@@ -166,22 +164,5 @@ def markdown(path: Path) -> str:
     return table(["missing of", *(f"`{name}`" for name in names)], [[each.what, *shown(each)] for each in found])
 
 
-def main() -> None:
-    """Measure and write, or print the table of a file."""
-    parser = Parser(prog="python -m bench.evidence.fp8", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=whole(1), default=300, help="default 300")
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--json", type=output_file, metavar="FILE", help="measure, and write this")
-    what.add_argument("--report", type=content_of(markdown), metavar="FILE", help="print the table of a file")
-    options = parser.parse_args()
-    if options.report:
-        print(options.report)
-        return
-    environment = {**machine(), "command": f"python -m bench.evidence.fp8 --steps {options.steps}"}
-    rows = [asdict(each) for each in measure(options.steps)]
-    options.json.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")
-    print(markdown(options.json))
-
-
 if __name__ == "__main__":
-    main()
+    measure_or_report("bench.evidence.fp8", __doc__ or "", markdown, measure, steps=300)

@@ -8,10 +8,9 @@ apart: zlib, and zstd where the package zstandard is there. Times are one thread
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import islice
@@ -25,10 +24,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from bench.document import table
-from bench.environment import machine
 from bench.evidence.compression_error import BATCH, flat_gradients
 from bench.evidence.convergence.resnet import draw_images, resnet18, textures
-from commopt.command_line import Parser, content_of, output_file
+from bench.output import measure_or_report
 from commopt.document import parse, read_text
 from commopt.kernels.packing import BLOCK, pack, packed_nbytes, unpack
 
@@ -154,21 +152,5 @@ def markdown(path: Path) -> str:
     return f"{made}\n\n{caption}"
 
 
-def main() -> None:
-    """Measure and write, or print the table of a file."""
-    parser = Parser(prog="python -m bench.evidence.packing", description=(__doc__ or "").splitlines()[0])
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--json", type=output_file, metavar="FILE", help="measure, and write this")
-    what.add_argument("--report", type=content_of(markdown), metavar="FILE", help="print the table of a file")
-    options = parser.parse_args()
-    if options.report:
-        print(options.report)
-        return
-    environment = {**machine(), "command": "python -m bench.evidence.packing"}
-    rows = [asdict(each) for each in measure()]
-    options.json.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")
-    print(markdown(options.json))
-
-
 if __name__ == "__main__":
-    main()
+    measure_or_report("bench.evidence.packing", __doc__ or "", markdown, measure)

@@ -22,6 +22,7 @@ from bench.training.report import STOCK
 _MODELS = {"gpt-5m": "GPT of 5.1 million parameters", "resnet18": "ResNet-18"}
 _SHORTER = {
     "hierarchical_": "",
+    ":density=0.015": "",
     "quantized:bits=2": "2 bits",
     "onebit": "one bit",
     "dgc": "DGC",
@@ -84,7 +85,8 @@ def _draw_front(axes: Axes, own: Sequence[Summary], sent: Mapping[str, float]) -
         points[each.strategy] = where = (sent[each.strategy], y)
         spread = stdev(each.each) if len(each.each) > 1 else 0.0
         axes.errorbar(*where, yerr=spread, color=style.colour, marker=style.marker, ms=7, capsize=2, zorder=3)
-        name = label_of(each.strategy)
+        strategy, _, how = each.strategy.partition(", ")
+        name = label_of(strategy) + (",\nshort first moment" if "betas" in how else "")
         for long, short in _SHORTER.items():
             name = name.replace(long, short)
         axes.annotate(name, where, xytext=(7, 6), textcoords="offset points", color=style.colour, fontsize=9)

@@ -19,12 +19,13 @@ class OneBit(Blockwise):
     Tensors of one dimension travel dense: a bias is not of the magnitude of the weights beside it, which shows.
 
     block: elements that share a magnitude of 4 bytes; a multiple of 64.
-    scale: the magnitude: "mean" of |x|, which has the least square error, or "rms", which keeps the norm.
+    scale: the magnitude: "rms", which keeps the norm and learns better, or "mean" of |x|, which has the least square
+        error and is what the papers send.
     start_step: steps before travel dense.
     """
 
     block: int = 512
-    scale: Literal["mean", "rms"] = "mean"
+    scale: Literal["mean", "rms"] = "rms"
     start_step: int = 0
 
     def __post_init__(self) -> None:

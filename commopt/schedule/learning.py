@@ -37,7 +37,7 @@ LEARNED = {
     "Compressed(Quantize(bits=8))": Learned("hierarchical_quantized", 1.00, 1.00),
     "Compressed(Quantize(bits=4))": Learned("hierarchical_quantized:bits=4", 1.00, 1.01),
     "Compressed(Quantize(bits=2))": Learned("hierarchical_quantized:bits=2", 1.03, 1.04),
-    "Compressed(OneBit(block=512))": Learned("hierarchical_onebit", 1.64, 1.42),
+    "Compressed(OneBit(block=512))": Learned("hierarchical_onebit", 1.52, 1.43),
     "Compressed(DGC(density=0.05))": Learned("hierarchical_dgc:density=0.05", 1.09, 1.41),
     # Measured where 1024 elements at least were sent of a message, 1.5 %.
     "Compressed(DGC(density=0.01))": Learned("hierarchical_dgc", 1.18, 1.94),
@@ -49,8 +49,8 @@ LEARNED = {
 
 # Those that `auto` knows of, by the names of presets.
 LEARNED_LOCAL = {
-    LocalSGD(16, compressor=OneBit()): Learned("onebit_local", None, 1.29),
-    LocalSGD(16, compressor=OneBit(), delay=4, fragments=4): Learned("onebit_local:delay=4:fragments=4", None, 1.28),
+    LocalSGD(16, compressor=OneBit()): Learned("onebit_local", None, 1.26),
+    LocalSGD(16, compressor=OneBit(), delay=4, fragments=4): Learned("onebit_local:delay=4:fragments=4", None, 1.26),
 }
 
 

@@ -47,7 +47,7 @@ def quantized(ddp: DDP) -> None:
 
 
 def onebit(ddp: DDP) -> None:
-    commopt.attach(ddp, commopt.onebit, scale="rms")
+    commopt.attach(ddp, commopt.onebit, scale="mean")
 
 
 def dgc(ddp: DDP) -> None:

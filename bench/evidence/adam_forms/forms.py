@@ -54,7 +54,7 @@ class Form:
         return self.compressor is not None and (self.second is Exact or self.length == "exact")
 
 
-_BIT, _LARGEST = OneBit(scale="rms"), DGC(0.015)
+_BIT, _LARGEST = OneBit(), DGC(0.015)
 _START = 50
 DENSE = "AdamW"
 TODAY = "one bit, own v"
@@ -86,9 +86,7 @@ FORMS: dict[str, Form] = {
     "one bit, v decoded": Form(Decoded, _BIT, "1"),
     "one bit, own v, blocks of 64": Form(partial(Blocks, 64, 1), _BIT),
     "one bit, own v, blocks of 512 every 8": Form(partial(Blocks, 512, 8), _BIT),
-    "one bit, 1-bit Adam, 50 dense steps": Form(
-        partial(Frozen, _START), OneBit(scale="rms", start_step=_START), "1", "common"
-    ),
+    "one bit, 1-bit Adam, 50 dense steps": Form(partial(Frozen, _START), OneBit(start_step=_START), "1", "common"),
     "AdamW, v frozen after 50 steps": Form(partial(Frozen, _START), None, "1"),
     "one bit, oracle v, momentum behind": Form(Exact, _BIT, "1", "behind"),
     "one bit, own v, momentum behind": Form(Own, _BIT, "measured", "behind"),

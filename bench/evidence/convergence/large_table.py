@@ -6,11 +6,12 @@ python -m bench.evidence.convergence.large_table bench/results/convergence_large
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
 from bench.document import table
-from bench.evidence.convergence.large import FACTORS, TASKS
+from bench.evidence.convergence.large import FACTORS, HIGHER_FACTORS, RATE_ENTRIES, TASKS
 from bench.evidence.convergence.report import (
     OPTIMIZER_TITLES,
     PERCENT_ALLOWED,
@@ -39,6 +40,8 @@ def dense_bytes(run: Run, nodes: int) -> float:
 def markdown(path: Path) -> str:
     """Return the table of a file; raises ValueError."""
     environment, runs = read(path)
+    if environment.kind == "convergence_large_rates":
+        return f"{_by_rate(runs)}\n\n{_caption(environment.settings, runs)} Bold: the best rate of a method."
     nodes, summaries = len(environment.ranks_per_node), summarize(runs)
     kinds = [(task.name, optimizer) for task in TASKS for optimizer, _ in task.learning_rates]
     ordered = sorted(summaries, key=lambda each: kinds.index((each.task, each.optimizer)))
@@ -50,16 +53,31 @@ def markdown(path: Path) -> str:
 def _row(summary: Summary, runs: list[Run], nodes: int) -> list[str]:
     share = mean(sent_bytes(run, nodes) / dense_bytes(run, nodes) for run in runs)
     rate = runs[0].learning_rate or 0.0
-    base = next(dict(task.learning_rates)[summary.optimizer] for task in TASKS if task.name == summary.task)
-    edge = " *" if rate in (base * min(FACTORS), base * max(FACTORS)) else ""
     return [
         f"{summary.task}, {OPTIMIZER_TITLES[summary.optimizer]}",
         f"`{summary.strategy}`",
         f"{share:.4f}",
-        f"{rate:g}{edge}",
+        f"{rate:g}",
         str(summary.seeds),
         verdict(summary),
     ]
+
+
+def _by_rate(runs: list[Run]) -> str:
+    """Return a row for each method on each model, with what each learning rate came to."""
+    factors = sorted({*FACTORS, *HIGHER_FACTORS})
+    rows = []
+    for entry in RATE_ENTRIES:
+        (task,), (optimizer,) = entry.tasks, entry.optimizers
+        own = {run.strategy: run for run in runs if (run.task, run.optimizer) == (task, optimizer)}
+        tried = {factor: own[name] for factor in factors if (name := replace(entry, rate=factor).name) in own}
+        if entry.rate != 1 or not tried:
+            continue
+        best = min(tried.values(), key=lambda run: run.loss)
+        cells = [f"{run.loss:.3f} at {run.learning_rate:g}" for run in tried.values()]
+        cells[list(tried.values()).index(best)] = f"**{best.loss:.3f}** at {best.learning_rate:g}"
+        rows.append([f"{task}, {OPTIMIZER_TITLES[optimizer]}", f"`{entry.kind}`", *cells, *["-"] * (4 - len(cells))])
+    return table(["model, optimizer", "strategy", *["held-out loss"] * 4], rows)
 
 
 def _caption(settings: dict[str, dict[str, object]], runs: list[Run]) -> str:
@@ -70,8 +88,8 @@ def _caption(settings: dict[str, dict[str, object]], runs: list[Run]) -> str:
     return (
         f"One rank on each of two nodes; {models}. gpt-5m: held-out loss in nats per byte; resnet18: held-out accuracy "
         f"in %; in brackets: against stock DDP with the same seeds, ± the standard deviation of that where there are "
-        f"several. !: more than {POINTS_ALLOWED} points or {PERCENT_ALLOWED:g} % worse. *: the lowest or highest rate "
-        f"tried. Bytes of stock DDP: a ring's."
+        f"several. !: more than {POINTS_ALLOWED} points or {PERCENT_ALLOWED:g} % worse. "
+        f"Bytes of stock DDP: a ring's."
     )
 
 
