@@ -6,12 +6,11 @@ python -m bench.evidence.convergence.large_table bench/results/convergence_large
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
 from bench.document import table
-from bench.evidence.convergence.large import FACTORS, HIGHER_FACTORS, RATE_ENTRIES, TASKS
+from bench.evidence.convergence.large import FACTORS, RATE_ENTRIES, TASKS
 from bench.evidence.convergence.report import (
     OPTIMIZER_TITLES,
     PERCENT_ALLOWED,
@@ -41,13 +40,18 @@ def markdown(path: Path) -> str:
     """Return the table of a file; raises ValueError."""
     environment, runs = read(path)
     if environment.kind == "convergence_large_rates":
-        return f"{_by_rate(runs)}\n\n{_caption(environment.settings, runs)} Bold: the best rate of a method."
+        return f"{_by_rate(runs)}\n\n{_trained(environment.settings, runs)} Bold: a method's best rate."
     nodes, summaries = len(environment.ranks_per_node), summarize(runs)
     kinds = [(task.name, optimizer) for task in TASKS for optimizer, _ in task.learning_rates]
     ordered = sorted(summaries, key=lambda each: kinds.index((each.task, each.optimizer)))
     rows = [_row(each, [run for run in runs if run.key[:3] == each.key], nodes) for each in ordered]
     headings = ["model, optimizer", "strategy", "bytes of float32's", "learning rate", "seeds", "held out"]
-    return f"{table(headings, rows)}\n\n{_caption(environment.settings, runs)}"
+    caption = (
+        f"{_trained(environment.settings, runs)} gpt-5m: held-out loss in nats per byte; resnet18: held-out accuracy "
+        f"in %; in brackets: against stock DDP with the same seeds, ± the standard deviation of that where there are "
+        f"several. !: more than {POINTS_ALLOWED} points or {PERCENT_ALLOWED:g} % worse. Bytes of stock DDP: a ring's."
+    )
+    return f"{table(headings, rows)}\n\n{caption}"
 
 
 def _row(summary: Summary, runs: list[Run], nodes: int) -> list[str]:
@@ -65,32 +69,26 @@ def _row(summary: Summary, runs: list[Run], nodes: int) -> list[str]:
 
 def _by_rate(runs: list[Run]) -> str:
     """Return a row for each method on each model, with what each learning rate came to."""
-    factors = sorted({*FACTORS, *HIGHER_FACTORS})
+    tried: dict[tuple[str, str, str], list[Run]] = {}
+    for run in sorted(runs, key=lambda run: run.learning_rate or 0.0):
+        tried.setdefault((run.task, run.optimizer, run.strategy.partition(", rate x")[0]), []).append(run)
     rows = []
-    for entry in RATE_ENTRIES:
-        (task,), (optimizer,) = entry.tasks, entry.optimizers
-        own = {run.strategy: run for run in runs if (run.task, run.optimizer) == (task, optimizer)}
-        tried = {factor: own[name] for factor in factors if (name := replace(entry, rate=factor).name) in own}
-        if entry.rate != 1 or not tried:
-            continue
-        best = min(tried.values(), key=lambda run: run.loss)
-        cells = [f"{run.loss:.3f} at {run.learning_rate:g}" for run in tried.values()]
-        cells[list(tried.values()).index(best)] = f"**{best.loss:.3f}** at {best.learning_rate:g}"
-        rows.append([f"{task}, {OPTIMIZER_TITLES[optimizer]}", f"`{entry.kind}`", *cells, *["-"] * (4 - len(cells))])
-    return table(["model, optimizer", "strategy", *["held-out loss"] * 4], rows)
+    for entry in (entry for entry in RATE_ENTRIES if entry.rate == 1):
+        own = tried.get((entry.tasks[0], entry.optimizers[0], entry.kind), [])
+        lowest = min((run.loss for run in own), default=None)
+        cells = [f"{'**' * (run.loss == lowest)}{run.loss:.3f}{'**' * (run.loss == lowest)}" for run in own]
+        cells = [f"{cell} at {run.learning_rate:g}" for cell, run in zip(cells, own, strict=True)]
+        cells += ["-"] * (len(FACTORS) - len(cells))
+        rows.append([f"{entry.tasks[0]}, {OPTIMIZER_TITLES[entry.optimizers[0]]}", f"`{entry.kind}`", *cells])
+    return table(["model, optimizer", "strategy", *["held-out loss"] * len(FACTORS)], rows)
 
 
-def _caption(settings: dict[str, dict[str, object]], runs: list[Run]) -> str:
+def _trained(settings: dict[str, dict[str, object]], runs: list[Run]) -> str:
     sizes = {run.task: run.parameters for run in runs}
     models = ", ".join(
         f"{task} {size:,} parameters and {settings[task]['steps']} steps" for task, size in sizes.items()
     )
-    return (
-        f"One rank on each of two nodes; {models}. gpt-5m: held-out loss in nats per byte; resnet18: held-out accuracy "
-        f"in %; in brackets: against stock DDP with the same seeds, ± the standard deviation of that where there are "
-        f"several. !: more than {POINTS_ALLOWED} points or {PERCENT_ALLOWED:g} % worse. "
-        f"Bytes of stock DDP: a ring's."
-    )
+    return f"One rank on each of two nodes; {models}."
 
 
 def main() -> None:
