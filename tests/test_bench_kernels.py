@@ -110,8 +110,8 @@ def test_bytes_are_what_a_kernel_must_move() -> None:
     assert by_name["decode", "uniform, 8 bits"] == 4 * NUMEL + payload_nbytes
     # 20 blocks of 512 elements hold them all: 10240 codes of a bit and 20 scales, in each of 8 rows.
     row_nbytes = 10_240 // 8 + 20 * 4
-    assert by_name["accumulate", "sign_mean, 1 bit, 8 peers"] == 4 * 10_240 + 8 * row_nbytes
-    assert by_name["recode", "sign_mean, 1 bit, 8 peers"] == 2 * 4 * NUMEL + 9 * row_nbytes
+    assert by_name["accumulate", "sign_rms, 1 bit, 8 peers"] == 4 * 10_240 + 8 * row_nbytes
+    assert by_name["recode", "sign_rms, 1 bit, 8 peers"] == 2 * 4 * NUMEL + 9 * row_nbytes
     # 11 of 10007: an end, 11 indices and a gap of 2 bytes, 11 values, padding.
     assert by_name["select", "0.1% as bfloat16"] == 3 * 4 * NUMEL + 64
     assert by_name["accumulate sparse", "0.1% as bfloat16, 8 peers"] == 4 * NUMEL + 8 * 64

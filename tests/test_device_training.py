@@ -24,7 +24,7 @@ ENCODED = {
     "hierarchical_quantized": "encode_uniform8",
     "hierarchical_quantized:bits=4": "encode_companded4",
     "quantized:bits=2": "recode_centroids2",
-    "hierarchical_onebit": "encode_sign_mean",
+    "hierarchical_onebit": "encode_sign_rms",
     "hierarchical_dgc:density=0.05": "sparse_accumulate",
     "dgc:density=0.05": "sparse_decode",
     "hierarchical_powersgd": "lowrank_subtract",
