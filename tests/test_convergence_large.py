@@ -110,10 +110,10 @@ def test_a_short_run(tmp_path: Path) -> None:
     assert (environment.kind, environment.ranks_per_node) == ("convergence_large", [1, 1])
     assert done.stdout == f"{large_table.markdown(path)}\n"
     stock, compressed = (run for run in runs if run.optimizer == "sgd")
-    assert (stock.strategy, compressed.strategy) == ("ddp", "hierarchical_onebit")
+    assert (stock.strategy, compressed.strategy) == ("ddp", "hierarchical_onebit, rate x 0.5")
     assert compressed.inter_bytes_per_step is not None
     assert 1 / 32 < compressed.inter_bytes_per_step / large_table.dense_bytes(compressed, 2) < 0.1
-    assert stock.learning_rate == 0.05
+    assert (stock.learning_rate, compressed.learning_rate) == (0.2, 0.1)
 
 
 # ------------------------------------------------------------------------------ the accumulated bias
