@@ -5,14 +5,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.environment import machine
-from commopt.command_line import Parser, content_of, output_file, whole
 from commopt.display import show_table
 
 
@@ -49,28 +46,3 @@ def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_text("".join(json.dumps(record) + "\n" for record in records))
     unfinished.replace(path)
-
-
-def measure_or_report(
-    program: str, about: str, markdown: Callable[[Path], str], measure: Callable[..., Iterable[Any]], steps: int = 0
-) -> None:
-    """Do what the command line says: measure and write, or print the table of a file.
-
-    measure: returns dataclasses; takes the number of steps where there is a default for it.
-    """
-    parser = Parser(prog=f"python -m {program}", description=about.splitlines()[0])
-    if steps:
-        parser.add_argument("--steps", type=whole(1), default=steps, help="default %(default)s")
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--json", type=output_file, metavar="FILE", help="measure, and write this")
-    what.add_argument("--report", type=content_of(markdown), metavar="FILE", help="print the table of a file")
-    options = parser.parse_args()
-    if options.report:
-        print(options.report)
-        return
-    given = {"steps": options.steps} if steps else {}
-    command = f"python -m {program}" + "".join(f" --{name} {value}" for name, value in given.items())
-    rows = [asdict(each) for each in measure(*given.values())]
-    record = {"environment": {**machine(), "command": command, **given}, "rows": rows}
-    options.json.write_text(json.dumps(record, indent=1) + "\n")
-    print(markdown(options.json))

@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from bench.command_line import measure_or_report
 from bench.document import table
 from bench.evidence.compression_error import flat_gradients
-from bench.output import measure_or_report
 from commopt import Cast, Compressor, OneBit, Quantize
 from commopt.document import parse, read_text
 from commopt.feedback.store import round_stochastically

@@ -20,10 +20,10 @@ from time import thread_time
 import torch
 from torch import Tensor
 
+from bench.command_line import measure_or_report
 from bench.document import table
 from bench.evidence.accumulated_bias import Channel
 from bench.evidence.compression_error import flat_gradients, relative_error
-from bench.output import measure_or_report
 from commopt import Compressor, Quantize
 from commopt.compress import ErrorFeedback, RngKey
 from commopt.document import parse, read_text

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from bench.command_line import measure_or_report
 from bench.document import table
 from bench.evidence.compression_error import BATCH, flat_gradients
 from bench.evidence.convergence.resnet import draw_images, resnet18, textures
-from bench.output import measure_or_report
 from commopt.document import parse, read_text
 from commopt.kernels.packing import BLOCK, pack, packed_nbytes, unpack
 

@@ -12,13 +12,14 @@ from pathlib import Path
 import torch
 
 import bench.evidence.adam_forms
+from bench.command_line import add_files
 from bench.environment import machine
 from bench.evidence.adam_forms.averaging import LEARNING_RATE, train
 from bench.evidence.adam_forms.forms import FORMS
 from bench.evidence.adam_forms.report import Run, markdown, resume
 from bench.evidence.convergence import plan
 from bench.output import write_results
-from commopt.command_line import Parser, content_of, number, output_file, whole
+from commopt.command_line import Parser, number, whole
 
 RATES = (2.0, 3.0, 4.0, 6.0)
 
@@ -48,9 +49,7 @@ def main() -> None:
     parser.add_argument("--rates", nargs="+", type=number(), default=RATES, help=f"times {LEARNING_RATE}: {RATES}")
     parser.add_argument("--seeds", type=whole(1), default=len(plan.SEEDS), help="seeds 0, 1, ... (default %(default)s)")
     parser.add_argument("--quick", action="store_true", help="a few steps of everything with one seed: does it run?")
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--json", type=output_file, metavar="FILE", help="JSON lines; what is in it is not done again")
-    what.add_argument("--report", type=content_of(markdown), metavar="FILE", help="print the table of a file")
+    add_files(parser, markdown, "JSON lines; what is in it is not done again")
     options = parser.parse_args()
     if options.report:
         print(options.report)

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line of a bench that either measures and writes a file, or prints the table of one."""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from bench.environment import machine
+from commopt.command_line import Parser, content_of, output_file, whole
+
+
+def add_files(
+    parser: ArgumentParser, markdown: Callable[[Path], str], written: str = "measure, and write this"
+) -> None:
+    """Add `--json FILE` and `--report FILE`, of which one must be given; the latter's value is the table itself."""
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--json", type=output_file, metavar="FILE", help=written)
+    what.add_argument("--report", type=content_of(markdown), metavar="FILE", help="print the table of a file")
+
+
+def measure_or_report(
+    program: str, about: str, markdown: Callable[[Path], str], measure: Callable[..., Iterable[Any]], steps: int = 0
+) -> None:
+    """Do what the command line says: measure and write, or print the table of a file.
+
+    measure: returns dataclasses; takes the number of steps where there is a default for it.
+    """
+    parser = Parser(prog=f"python -m {program}", description=about.splitlines()[0])
+    if steps:
+        parser.add_argument("--steps", type=whole(1), default=steps, help="default %(default)s")
+    add_files(parser, markdown)
+    options = parser.parse_args()
+    if options.report:
+        print(options.report)
+        return
+    given = {"steps": options.steps} if steps else {}
+    command = f"python -m {program}" + "".join(f" --{name} {value}" for name, value in given.items())
+    rows = [asdict(each) for each in measure(*given.values())]
+    record = {"environment": {**machine(), "command": command, **given}, "rows": rows}
+    options.json.write_text(json.dumps(record, indent=1) + "\n")
+    print(markdown(options.json))
