@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from bench.evidence.parameter_server import RUNS, STAGES, Run, parse_options, rate, report, verdict
+from bench.evidence.parameter_server import RUNS, STAGES, Run, markdown, parse_options, rate, verdict, write
 from bench.output import read_lines
 from commopt.cluster import Cluster
 
 
 def record(**changed: Any) -> dict[str, Any]:
-    found = {"rounds": 3, "seconds": 9.0, "longest_step_s": 2.0, "rounds_whose_parameters_differ": 0}
+    found = {"rounds": 3, "quorum": 2, "seconds": 9.0, "longest_step_s": 2.0, "rounds_whose_parameters_differ": 0}
     rates = [[1.0, 2.0], [0.9, 2.0], [1.1, 2.1]]
     return {**found, "steps_per_s": rates, "losses": [[5, 4.0], [10, 2.0]], **changed}
 
 
-def test_what_is_asked_is_relative_to_the_other_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_asked_is_relative_to_the_other_runs(tmp_path: Path) -> None:
     assert rate([0.5, 1.0, 1.5, 2.0, 3.0], 1.0, 3.0) == 1.5
     slower = record(steps_per_s=[[0.9, 2.0], [1.0, 1.0], [1.0, 2.0]], losses=[[11, 2.02]])
     records = [{"run": name, **(slower if name == "disturbed" else record())} for name in RUNS]
@@ -28,19 +28,34 @@ def test_what_is_asked_is_relative_to_the_other_runs(tmp_path: Path, capsys: pyt
     assert found["loss_relative_to_synchronous"] == pytest.approx(1.01)
     assert found["steps_done"] == [11, 10]
     file = tmp_path / "found.json"
-    report(parse_options(["--json", str(file), "--pace", "0.5"]), "python -m ...", records)
+    write(parse_options(["--json", str(file), "--pace", "0.5"]), records)
     header, written = read_lines(file, "run")
     assert (header["kind"], header["pace"], header["layers"]) == ("parameter_server", 0.5, 6)
     assert header.items() >= found.items()
     assert written == records
-    assert "disturbed" in capsys.readouterr().out
+    rows = markdown(file).splitlines()
+    assert rows[4] == "| disturbed | 2 | 3 | 0.90/2.00 | 1.00/1.00 | 1.00/2.00 | 2.0 | 11 | 2.020 |"
+    assert "90 % (slow), 50 % (dead), 100 % (back); the loss is +1.0 % from synchronous" in rows[-1]
 
 
 @pytest.mark.cluster
 def test_one_worker_is_slow_killed_and_back(tmp_path: Path) -> None:
     if missing := Cluster.missing(rate="100mbit"):
         pytest.skip(missing)
-    options = ["--steps", "90", "--pace", "0.1", "--period", "3", "--layers", "1", "--width", "32"]
+    options = [
+        "--json",
+        str(tmp_path / "found.json"),
+        "--steps",
+        "90",
+        "--pace",
+        "0.1",
+        "--period",
+        "3",
+        "--layers",
+        "1",
+        "--width",
+        "32",
+    ]
     with Cluster(4, 1, "100mbit") as cluster:
         found = Run("disturbed", options, cluster, tmp_path).take()
     assert found["rounds_whose_parameters_differ"] == 0

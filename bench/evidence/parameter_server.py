@@ -28,11 +28,13 @@ import torch
 import torch.distributed as dist
 
 import commopt
+from bench.command_line import add_files
+from bench.document import table
 from bench.environment import end_when_told, machine
-from bench.output import print_rows, write_results
+from bench.output import read_lines, write_results, written_by
 from commopt.cluster import Cluster, ClusterUnavailableError
 from commopt.cluster.network import address
-from commopt.command_line import Parser, number, output_file, refuse, whole
+from commopt.command_line import Parser, number, refuse, whole
 from commopt.server import Scheduler, Server
 from examples.train_gpt import Training, add_model_options
 
@@ -58,7 +60,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--period", type=whole(1), default=16, help="steps between two rounds (default 16)")
     parser.add_argument("--compressor", choices=_COMPRESSORS, default="onebit")
     parser.add_argument("--rate", default="100mbit", help="of each node's link (default 100mbit)")
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write JSON lines: environment, then each run")
+    add_files(parser, markdown)
     add_model_options(parser)
     parser.add_argument("--role", choices=("all", "serve", "train"), default="all", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -257,33 +259,48 @@ def verdict(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def report(options: argparse.Namespace, command: str, records: Sequence[dict[str, Any]]) -> None:
-    """Print a row for each run, and write them."""
-    found = verdict(records)
-    if options.json:
-        settings = {name: getattr(options, name) for name in ("steps", "pace", "period", "compressor", "rate")}
-        model = {name: getattr(options, name) for name in ("layers", "width", "context", "batch", "seed")}
-        write_results(
-            options.json, {"kind": KIND, **machine(), "command": command, **settings, **model, **found}, "run", records
-        )
-    rows = [
-        [
-            record["run"],
-            str(record["rounds"]),
-            f"{record['seconds']:.1f}",
-            *("/".join(f"{each:.2f}" for each in stage) for stage in record["steps_per_s"]),
-            f"{record['longest_step_s']:.2f}",
-            f"{record['losses'][-1][1]:.4f}",
+def write(options: argparse.Namespace, records: Sequence[dict[str, Any]]) -> None:
+    """Write the file of the command line: how it was made, what is asked of it, and a line for each run."""
+    settings = {name: getattr(options, name) for name in ("steps", "pace", "period", "compressor", "rate")}
+    model = {name: getattr(options, name) for name in ("layers", "width", "context", "batch", "seed")}
+    command = shlex.join(["python", "-m", PROGRAM, *sys.argv[1:]])
+    header = {"kind": KIND, **machine(), "command": command, **settings, **model, **verdict(records)}
+    write_results(options.json, header, "run", records)
+
+
+def markdown(path: Path) -> str:
+    """Return the table of a file, a row for each run."""
+    with written_by(f"{PROGRAM} --json", path):
+        header, records = read_lines(path, "run")
+        rows = [
+            [
+                record["run"],
+                str(record["quorum"] or _WORKERS),
+                str(record["rounds"]),
+                *("/".join(f"{each:.2f}" for each in stage) for stage in record["steps_per_s"]),
+                f"{record['longest_step_s']:.1f}",
+                f"{record['losses'][-1][0]:.0f}",
+                f"{record['losses'][-1][1]:.3f}",
+            ]
+            for record in records
         ]
-        for record in records
-    ]
-    headings = ["run", "rounds", "s", *(f"steps/s, {stage}" for stage in STAGES), "longest step s", "held-out loss"]
-    print_rows("steps/s of the two workers that nothing was done to", headings, rows, json.dumps(found))
+        kept = header["throughput_relative_to_undisturbed"]
+        caption = (
+            f"Steps per second of the two workers that nothing was done to, while the third was slow, dead and back. "
+            f"Of the undisturbed, they kept {', '.join(f'{100 * kept[stage]:.0f} % ({stage})' for stage in STAGES)}; "
+            f"the loss is {100 * (header['loss_relative_to_synchronous'] - 1):+.1f} % from synchronous."
+        )
+    stages = (f"steps/s, {stage}" for stage in STAGES)
+    headings = ["run", "quorum", "rounds", *stages, "longest step, s", "steps of all", "held-out loss"]
+    return f"{table(headings, rows)}\n\n{caption}"
 
 
 def main() -> int:
     """Do all runs, and report; or be one process of one."""
     options = parse_options()
+    if options.report:
+        print(options.report)
+        return 0
     if options.role != "all":
         {"serve": serve, "train": train}[options.role](options)
         return 0
@@ -297,7 +314,8 @@ def main() -> int:
                     records.append(Run(name, sys.argv[1:], cluster, Path(folder)).take())
     except (ClusterUnavailableError, ValueError) as error:
         return refuse(PROGRAM, error)
-    report(options, shlex.join(["python", "-m", PROGRAM, *sys.argv[1:]]), records)
+    write(options, records)
+    print(markdown(options.json))
     return 0
 
 

@@ -13,14 +13,14 @@ from commopt.kernels.codec import Codec
 
 @dataclass(frozen=True, repr=False)
 class OneBit(Blockwise):
-    """Send signs and a magnitude per block, as 1-bit SGD and 1-bit Adam do (arXiv 2102.02888).
+    """Send signs and a magnitude per block, as 1-bit Adam does (arXiv 2102.02888).
 
     Two thirds of a gradient's norm are lost in one step, so feedback is not optional, and a dense start is advised.
     Tensors of one dimension travel dense: a bias is not of the magnitude of the weights beside it, which shows.
 
     block: elements that share a magnitude of 4 bytes; a multiple of 64.
-    scale: the magnitude: "rms", which keeps the norm and learns better, or "mean" of |x|, which has the least square
-        error and is what the papers send.
+    scale: the magnitude: "rms", 1-bit Adam's, which keeps the norm and learned better where we measured; or "mean"
+        of |x|, that of EF-SignSGD (arXiv 1901.09847), which has the least square error of one step.
     start_step: steps before travel dense.
     """
 
