@@ -47,7 +47,7 @@ gpu:  ## compile for the GPU here, test and measure everything on it; OPTIONS='-
 	@$(PYTHON) -m bench.gpu --build build/gpu-environment --out $(RESULTS) $(OPTIONS)
 
 bench: $(VENV)/.demo  ## bandwidth of every aggregator on two emulated nodes
-	$(BIN)/python -m bench.cluster --nodes 2 --ranks-per-node 2 --rate 200mbit -m bench.bandwidth \
+	$(BIN)/python -m bench.cluster --nodes 2 --ranks-per-node 2 --rate 200mbit -m commopt bandwidth \
 	    -b 4K -e 16M -f 8 -n 5 -w 1 --aggregator torch,flat,hierarchical,hierarchical_bf16
 
 plots: $(VENV)/.demo  ## the pictures that pages show, from bench/results

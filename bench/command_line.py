@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line of a bench that either measures and writes a file, or prints the table of one."""
+"""Command lines that measure and write a file, or print the table of one."""
 
 from __future__ import annotations
 
@@ -14,13 +14,18 @@ from bench.environment import machine
 from commopt.command_line import Parser, content_of, output_file, whole
 
 
-def add_files(
-    parser: ArgumentParser, markdown: Callable[[Path], str], written: str = "measure, and write this"
-) -> None:
+def add_files(parser: ArgumentParser, markdown: Callable[[Path], str], about: str = "measure, and write this") -> None:
     """Add `--json FILE` and `--report FILE`, of which one must be given; the latter's value is the table itself."""
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--json", type=output_file, metavar="FILE", help=written)
+    what.add_argument("--json", type=output_file, metavar="FILE", help=about)
     what.add_argument("--report", type=content_of(markdown), metavar="FILE", help="print the table of a file")
+
+
+def print_table(program: str, markdown: Callable[[Path], str], writer: str) -> None:
+    """Print the table of the file that the command line names."""
+    parser = Parser(prog=f"python -m {program}", description="Print the table of a file.")
+    parser.add_argument("file", type=content_of(markdown), help=f"what {writer} wrote")
+    print(parser.parse_args().file)
 
 
 def measure_or_report(

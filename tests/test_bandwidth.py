@@ -296,7 +296,7 @@ def _torchrun(ranks: int, *command: str, **env: str) -> subprocess.CompletedProc
 def test_under_torchrun_with_json(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     flags = f"-b 1K -e 2K -f 2 -n 3 -w 1 --aggregator torch,hierarchical_bf16 --json {path}".split()
-    done = _torchrun(4, "-m", "bench.bandwidth", *flags, COMMOPT_RANKS_PER_NODE="2")
+    done = _torchrun(4, "-m", "commopt", "bandwidth", *flags, COMMOPT_RANKS_PER_NODE="2")
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"# Avg bus bandwidth    : [\d.e-]+", done.stdout.splitlines()[-1])
     document = json.loads(path.read_text())

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from bench.evidence.parameter_server import RUNS, STAGES, Run, markdown, parse_options, rate, verdict, write
-from bench.output import read_lines
+from bench.evidence.parameter_server import RUNS, STAGES, Run, markdown, rate, read, verdict
+from bench.output import write_results
 from commopt.cluster import Cluster
 
 
@@ -26,16 +26,13 @@ def test_what_is_asked_is_relative_to_the_other_runs(tmp_path: Path) -> None:
     found = verdict(records)
     assert found["throughput_relative_to_undisturbed"] == {"slow": 0.9, "dead": 0.5, "back": 1.0}
     assert found["loss_relative_to_synchronous"] == pytest.approx(1.01)
-    assert found["steps_done"] == [11, 10]
     file = tmp_path / "found.json"
-    write(parse_options(["--json", str(file), "--pace", "0.5"]), records)
-    header, written = read_lines(file, "run")
-    assert (header["kind"], header["pace"], header["layers"]) == ("parameter_server", 0.5, 6)
-    assert header.items() >= found.items()
-    assert written == records
-    rows = markdown(file).splitlines()
-    assert rows[4] == "| disturbed | 2 | 3 | 0.90/2.00 | 1.00/1.00 | 1.00/2.00 | 2.0 | 11 | 2.020 |"
-    assert "90 % (slow), 50 % (dead), 100 % (back); the loss is +1.0 % from synchronous" in rows[-1]
+    write_results(file, {"seed": 5}, "run", records)
+    assert read(file) == ({"seed": 5, **found}, records)
+    rows = markdown([read(file), read(file)]).splitlines()
+    assert rows[4].startswith("| disturbed | 5 | 2 | 3, 0 of them not bit-equal | 0.90/2.00 | 1.00/1.00 | 1.00/2.00 |")
+    assert "no less than 50 % of the undisturbed" in rows[-1]
+    assert rows[-1].endswith("+1.0, +1.0; in the mean +1.0 %.")
 
 
 @pytest.mark.cluster

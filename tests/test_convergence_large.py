@@ -14,9 +14,10 @@ import torch
 import commopt
 from bench.evidence.accumulated_bias import RESIDUALS, Channel
 from bench.evidence.convergence import large, large_table, plan, report, resnet
-from bench.evidence.convergence.report import Environment, Point, Run
+from bench.evidence.convergence.report import Point, Run
 from bench.plot.large import draw, front_of
 from commopt import OneBit, Quantize
+from tests.test_convergence_bench import ENVIRONMENT
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -59,15 +60,8 @@ def made(task: str, strategy: str, losses: list[float], sent: float | None, accu
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    environment = Environment(
-        date="2030-01-01T00:00:00+00:00",
-        torch="2.13.0",
-        python="3.11.7",
-        cpu_count=2,
-        command="python -m bench.evidence.convergence --large",
-        ranks_per_node=[1, 1],
-        settings=plan.settings(large.TASKS),
-        kind="convergence_large",
+    environment = replace(
+        ENVIRONMENT, ranks_per_node=[1, 1], settings=plan.settings(large.TASKS), kind="convergence_large"
     )
     runs = [
         made("gpt-5m", "ddp", [3.0, 2.0], None),

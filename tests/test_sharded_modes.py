@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, cast
 
@@ -66,11 +66,18 @@ def compare(made: Made, train: Callable[..., object], steps: int = 3, scales: bo
 # ------------------------------------------------------------------------------------------- loops
 
 
+def each_step(net: Any, steps: int) -> Iterator[int]:
+    """Zero the gradients before the body of a loop, and let AdamW step after it."""
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
+    for step in range(steps):
+        optimizer.zero_grad()
+        yield step
+        optimizer.step()
+
+
 def accumulate(how: str) -> Callable[..., None]:
     def loop(net: Any, steps: int) -> None:
-        optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
-        for step in range(steps):
-            optimizer.zero_grad()
+        for step in each_step(net, steps):
             for micro in range(MICROS):
                 last = micro == MICROS - 1
                 if how == "shards only":
@@ -79,50 +86,37 @@ def accumulate(how: str) -> Callable[..., None]:
                     net.set_requires_gradient_sync(last)
                     net.set_is_last_backward(last)
                 (net(batch(step, micro)).square().mean() / MICROS).backward()
-            optimizer.step()
 
     return loop
 
 
 def accumulate_in_other_layouts(net: Any, steps: int) -> None:
     """Partial sums to which other parameters come with the next backward, and that have some which the last has not."""
-    optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
-    for step in range(steps):
-        optimizer.zero_grad()
+    for step in each_step(net, steps):
         for micro in range(MICROS):
             net.set_requires_all_reduce(micro == MICROS - 1)
             (net(batch(step, micro), side=micro == step % MICROS).square().mean() / MICROS).backward()
-        optimizer.step()
 
 
 def finalized_by_hand(net: Any, steps: int) -> None:
-    optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
     net.set_manual_backward_finalization(True)
-    for step in range(steps):
-        optimizer.zero_grad()
+    for step in each_step(net, steps):
         net(batch(step)).square().mean().backward()
         net.finalize_backward(async_op=True).wait()
-        optimizer.step()
 
 
 def clipped(net: Net, steps: int) -> list[float]:
-    optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
     norms = []
-    for step in range(steps):
-        optimizer.zero_grad()
+    for step in each_step(net, steps):
         net(batch(step)).square().mean().backward()
         norm = nn.utils.clip_grad_norm_(net.parameters(), 0.1)
         norms.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
-        optimizer.step()
     return norms
 
 
 def now_and_then(net: Net, steps: int) -> None:
-    optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
-    for step in range(steps):
-        optimizer.zero_grad()
+    for step in each_step(net, steps):
         net(batch(step), side=step % 2 == 0).square().mean().backward()
-        optimizer.step()
 
 
 def scaled(net: Net, steps: int, scaler: Any) -> list[float]:
@@ -164,25 +158,19 @@ def in_backward(net: Net, steps: int) -> None:
 
 def two_uses(net: Net, steps: int) -> None:
     """Two forwards before one backward, so that each group reduces once for both."""
-    optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
-    for step in range(steps):
-        optimizer.zero_grad()
+    for step in each_step(net, steps):
         (net(batch(step)).square().mean() + net(batch(step, 1)).square().mean()).backward()
-        optimizer.step()
 
 
 def in_chunks(net: Any, steps: int, *, all_reduce: bool = False) -> None:
     """As torchtitan's ChunkedLossWrapper: a backward of the head for each chunk, the last of which reduces, or all."""
-    optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
-    for step in range(steps):
-        optimizer.zero_grad()
+    for step in each_step(net, steps):
         hidden = net(batch(step))
         chunks = [chunk.detach().requires_grad_() for chunk in hidden.chunk(MICROS)]
         for number, chunk in enumerate(chunks):
             net.head.set_requires_gradient_sync(all_reduce or number == MICROS - 1, recurse=False)
             net.head(chunk).square().sum().backward()
         hidden.backward(torch.cat([chunk.grad for chunk in chunks]))
-        optimizer.step()
 
 
 def raises_once(net: Net, steps: int) -> bool:

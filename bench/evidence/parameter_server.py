@@ -21,20 +21,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 import commopt
-from bench.command_line import add_files
 from bench.document import table
 from bench.environment import end_when_told, machine
 from bench.output import read_lines, write_results, written_by
 from commopt.cluster import Cluster, ClusterUnavailableError
 from commopt.cluster.network import address
-from commopt.command_line import Parser, number, refuse, whole
+from commopt.command_line import Parser, content_of, number, output_file, refuse, whole
 from commopt.server import Scheduler, Server
 from examples.train_gpt import Training, add_model_options
 
@@ -49,6 +48,7 @@ _PORT = 29400
 _TIMEOUT_S = 10.0  # without a sign of life
 _POLL_S = 0.05
 _LONGEST_S = 3600.0  # of a run
+_SETTINGS = ("steps", "pace", "period", "compressor", "rate", "layers", "width", "context", "batch", "seed")
 _COMPRESSORS = {"onebit": commopt.OneBit(), "quantize": commopt.Quantize(bits=4), "none": None}
 
 
@@ -60,7 +60,9 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--period", type=whole(1), default=16, help="steps between two rounds (default 16)")
     parser.add_argument("--compressor", choices=_COMPRESSORS, default="onebit")
     parser.add_argument("--rate", default="100mbit", help="of each node's link (default 100mbit)")
-    add_files(parser, markdown)
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--json", type=output_file, metavar="FILE", help="write JSON lines: environment, then each run")
+    what.add_argument("--report", type=content_of(read), nargs="+", metavar="FILE", help="show such files")
     add_model_options(parser)
     parser.add_argument("--role", choices=("all", "serve", "train"), default="all", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -253,45 +255,39 @@ def verdict(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
             for stage, rates in zip(STAGES, disturbed["steps_per_s"], strict=True)
         },
         "loss_relative_to_synchronous": disturbed["losses"][-1][1] / synchronous["losses"][-1][1],
-        "steps_done": [disturbed["losses"][-1][0], synchronous["losses"][-1][0]],
-        "longest_step_s": disturbed["longest_step_s"],
-        "rounds_whose_parameters_differ": disturbed["rounds_whose_parameters_differ"],
     }
 
 
-def write(options: argparse.Namespace, records: Sequence[dict[str, Any]]) -> None:
-    """Write the file of the command line: how it was made, what is asked of it, and a line for each run."""
-    settings = {name: getattr(options, name) for name in ("steps", "pace", "period", "compressor", "rate")}
-    model = {name: getattr(options, name) for name in ("layers", "width", "context", "batch", "seed")}
-    command = shlex.join(["python", "-m", PROGRAM, *sys.argv[1:]])
-    header = {"kind": KIND, **machine(), "command": command, **settings, **model, **verdict(records)}
-    write_results(options.json, header, "run", records)
-
-
-def markdown(path: Path) -> str:
-    """Return the table of a file, a row for each run."""
+def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the header of a file, and its runs; raises ValueError when it holds something else."""
     with written_by(f"{PROGRAM} --json", path):
         header, records = read_lines(path, "run")
-        rows = [
-            [
-                record["run"],
-                str(record["quorum"] or _WORKERS),
-                str(record["rounds"]),
-                *("/".join(f"{each:.2f}" for each in stage) for stage in record["steps_per_s"]),
-                f"{record['longest_step_s']:.1f}",
-                f"{record['losses'][-1][0]:.0f}",
-                f"{record['losses'][-1][1]:.3f}",
-            ]
-            for record in records
+        return header | verdict(records), records
+
+
+def markdown(files: Sequence[tuple[dict[str, Any], list[dict[str, Any]]]]) -> str:
+    """Return a table with a row for each run of the files, which differ by their seeds, and what is asked of them."""
+    rows = [
+        [
+            record["run"],
+            str(header["seed"]),
+            str(record["quorum"] or _WORKERS),
+            f"{record['rounds']}, {record['rounds_whose_parameters_differ']} of them not bit-equal",
+            *("/".join(f"{each:.2f}" for each in stage) for stage in record["steps_per_s"]),
+            f"{record['longest_step_s']:.1f}",
+            f"{record['losses'][-1][1]:.3f}",
         ]
-        kept = header["throughput_relative_to_undisturbed"]
-        caption = (
-            f"Steps per second of the two workers that nothing was done to, while the third was slow, dead and back. "
-            f"Of the undisturbed, they kept {', '.join(f'{100 * kept[stage]:.0f} % ({stage})' for stage in STAGES)}; "
-            f"the loss is {100 * (header['loss_relative_to_synchronous'] - 1):+.1f} % from synchronous."
-        )
-    stages = (f"steps/s, {stage}" for stage in STAGES)
-    headings = ["run", "quorum", "rounds", *stages, "longest step, s", "steps of all", "held-out loss"]
+        for header, records in files
+        for record in records
+    ]
+    kept = min(share for header, _ in files for share in header["throughput_relative_to_undisturbed"].values())
+    losses = [100 * header["loss_relative_to_synchronous"] - 100 for header, _ in files]
+    caption = (
+        f"steps/s: of the two workers that nothing was done to, while the third was slow, dead and back; no less than "
+        f"{100 * kept:.0f} % of the undisturbed. Held-out loss of the disturbed, from synchronous: "
+        f"{', '.join(f'{each:+.1f}' for each in losses)}; in the mean {mean(losses):+.1f} %."
+    )
+    headings = ["run", "seed", "quorum", "rounds", *(f"steps/s, {each}" for each in STAGES), "longest step, s", "loss"]
     return f"{table(headings, rows)}\n\n{caption}"
 
 
@@ -299,7 +295,7 @@ def main() -> int:
     """Do all runs, and report; or be one process of one."""
     options = parse_options()
     if options.report:
-        print(options.report)
+        print(markdown(options.report))
         return 0
     if options.role != "all":
         {"serve": serve, "train": train}[options.role](options)
@@ -314,8 +310,11 @@ def main() -> int:
                     records.append(Run(name, sys.argv[1:], cluster, Path(folder)).take())
     except (ClusterUnavailableError, ValueError) as error:
         return refuse(PROGRAM, error)
-    write(options, records)
-    print(markdown(options.json))
+    settings = {name: getattr(options, name) for name in _SETTINGS}
+    header = {"kind": KIND, **machine(), "command": shlex.join(["python", "-m", PROGRAM, *sys.argv[1:]]), **settings}
+    if options.json:
+        write_results(options.json, header | verdict(records), "run", records)
+    print(markdown([(header | verdict(records), records)]))
     return 0
 
 

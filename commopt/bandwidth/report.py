@@ -208,7 +208,7 @@ def document(settings: Settings, cluster: Cluster, device: torch.device, rows: S
         "environment": {
             "kind": "bandwidth",
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "command": _command(sys.argv),
+            "command": shlex.join(["commopt", *sys.argv[1:]]),
             "commopt": __version__,
             "revision": revision(),
             "torch": torch.__version__,
@@ -227,12 +227,6 @@ def document(settings: Settings, cluster: Cluster, device: torch.device, rows: S
         "out_of_bounds_values": sum(row.wrong for row in rows) if settings.check else None,
         "average_busbw_gbps": average_busbw_gbps(rows),
     }
-
-
-def _command(argv: Sequence[str]) -> str:
-    """Return what was typed; `python -m bench.bandwidth` has no subcommand among its arguments."""
-    arguments = argv[2:] if argv[1:2] == ["bandwidth"] else argv[1:]
-    return shlex.join(["commopt", "bandwidth", *arguments])
 
 
 def _backend(device: torch.device) -> str:

@@ -8,7 +8,6 @@ tries several learning rates for each method in short trainings.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 from bench.evidence.convergence import resnet
 from bench.evidence.convergence.plan import Entry, Task
@@ -33,33 +32,32 @@ _SHORT_MEMORY = (0.5, 0.95)
 """AdamW's betas with which few elements do not come in lumps: bench/results/convergence_rates.json."""
 
 _DGC = "hierarchical_dgc:density=0.015"
-
-_of_both = partial(Entry, tasks=(GPT_5M.name, RESNET.name))
+_ADAMW = (
+    Entry("ddp"),
+    Entry("hierarchical_onebit:adam=True"),
+    Entry("hierarchical_quantized:bits=2"),
+    Entry("hierarchical_powersgd"),
+    Entry("ddp", betas=_SHORT_MEMORY),
+    Entry(_DGC, betas=_SHORT_MEMORY),
+)
+_SGD = (
+    Entry("ddp"),
+    Entry("hierarchical_powersgd"),
+    Entry("hierarchical_quantized:bits=2"),
+    Entry("hierarchical_onebit"),
+    Entry(_DGC),
+)
 _METHODS = {
-    "adamw": (
-        _of_both("ddp"),
-        _of_both("hierarchical_onebit:adam=True"),
-        _of_both("hierarchical_quantized:bits=2"),
-        _of_both("hierarchical_powersgd"),
-        _of_both("ddp", betas=_SHORT_MEMORY),
-        _of_both(_DGC, betas=_SHORT_MEMORY),
-        Entry("onebit_local:period=16:delay=4:fragments=4", tasks=(GPT_5M.name,)),
-    ),
-    "sgd": (
-        _of_both("ddp"),
-        _of_both("hierarchical_powersgd"),
-        _of_both("hierarchical_quantized:bits=2"),
-        _of_both("hierarchical_onebit"),
-        _of_both(_DGC),
-    ),
+    (GPT_5M.name, "adamw"): (*_ADAMW, Entry("onebit_local:period=16:delay=4:fragments=4")),
+    (GPT_5M.name, "sgd"): _SGD,
+    (RESNET.name, "sgd"): _SGD,
+    (RESNET.name, "adamw"): _ADAMW,
 }
 
 RATE_ENTRIES = tuple(
-    replace(entry, tasks=(task.name,), optimizers=(optimizer,), rate=factor)
-    for task in TASKS
-    for optimizer, _ in task.learning_rates
-    for entry in _METHODS[optimizer]
-    if task.name in entry.tasks
+    replace(entry, tasks=(task,), optimizers=(optimizer,), rate=factor)
+    for (task, optimizer), entries in _METHODS.items()
+    for entry in entries
     for factor in (HIGHER_FACTORS if entry.betas is not None or "adam=" in entry.strategy else FACTORS)
 )
 # By bench/results/convergence_large_rates.json; all others are best at the task's own rate.

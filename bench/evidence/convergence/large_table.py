@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from statistics import mean
 
+from bench.command_line import print_table
 from bench.document import table
 from bench.evidence.convergence.large import FACTORS, RATE_ENTRIES, TASKS
 from bench.evidence.convergence.report import (
@@ -21,7 +22,6 @@ from bench.evidence.convergence.report import (
     summarize,
     verdict,
 )
-from commopt.command_line import Parser, content_of
 
 _FLOAT32_BYTES = 4
 
@@ -91,14 +91,5 @@ def _trained(settings: dict[str, dict[str, object]], runs: list[Run]) -> str:
     return f"One rank on each of two nodes; {models}."
 
 
-def main() -> None:
-    """Print the table of a file."""
-    parser = Parser(
-        prog="python -m bench.evidence.convergence.large_table", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("file", type=content_of(markdown), help="what bench.evidence.convergence --large --json wrote")
-    print(parser.parse_args().file)
-
-
 if __name__ == "__main__":
-    main()
+    print_table("bench.evidence.convergence.large_table", markdown, "bench.evidence.convergence --large --json")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from bench.command_line import print_table
 from bench.document import table
 from bench.evidence.convergence.plan import GPT, LOCAL_ENTRIES, LOCAL_PERIODS
 from bench.evidence.convergence.report import (
@@ -20,7 +21,6 @@ from bench.evidence.convergence.report import (
     verdict,
 )
 from commopt import LocalSGD
-from commopt.command_line import Parser, content_of
 
 
 def markdown(path: Path) -> str:
@@ -61,14 +61,5 @@ def markdown(path: Path) -> str:
     return f"{table(headings, [[name, *row] for name, row in rows.items()])}\n\n{caption}"
 
 
-def main() -> None:
-    """Print the table of a file."""
-    parser = Parser(prog="python -m bench.evidence.convergence.local_table", description="LocalSGD by period.")
-    parser.add_argument(
-        "file", type=content_of(markdown), help="what bench.evidence.convergence --local-sgd --json wrote"
-    )
-    print(parser.parse_args().file)
-
-
 if __name__ == "__main__":
-    main()
+    print_table("bench.evidence.convergence.local_table", markdown, "bench.evidence.convergence --local-sgd --json")

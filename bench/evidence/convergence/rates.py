@@ -12,11 +12,11 @@ from math import inf
 from pathlib import Path
 from statistics import mean
 
+from bench.command_line import print_table
 from bench.document import table
 from bench.evidence.convergence.plan import GPT, RATE_ENTRIES, RATES
 from bench.evidence.convergence.report import Run, read
 from bench.training.report import STOCK
-from commopt.command_line import Parser, content_of
 
 _DENSE_BYTES = 2 * 4  # of an element, by two nodes together
 
@@ -94,12 +94,5 @@ def bytes_by_rate(runs: Sequence[Run]) -> dict[str, str]:
     }
 
 
-def main() -> None:
-    """Print the table of a file."""
-    parser = Parser(prog="python -m bench.evidence.convergence.rates", description="Losses by learning rate.")
-    parser.add_argument("file", type=content_of(markdown), help="what bench.evidence.convergence --rates --json wrote")
-    print(parser.parse_args().file)
-
-
 if __name__ == "__main__":
-    main()
+    print_table("bench.evidence.convergence.rates", markdown, "bench.evidence.convergence --rates --json")

@@ -11,13 +11,13 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from bench.command_line import print_table
 from bench.document import table
 from bench.environment import Header
 from bench.evidence.convergence.plan import DIGITS, ENTRIES, GPT, OPTIMIZERS, RATE, SHARDED_TASKS, TASKS
 from bench.output import read_lines, write_results, written_by
 from bench.training.report import STOCK, Outcome, first_below
 from bench.training.report import read as read_training
-from commopt.command_line import Parser, content_of
 
 POINTS_ALLOWED = 0.5
 PERCENT_ALLOWED = 1.0
@@ -285,12 +285,5 @@ def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def main() -> None:
-    """Print the table of a file."""
-    parser = Parser(prog="python -m bench.evidence.convergence.report", description="A table of a convergence file.")
-    parser.add_argument("file", type=content_of(markdown), help="what bench.evidence.convergence --json wrote")
-    print(parser.parse_args().file)
-
-
 if __name__ == "__main__":
-    main()
+    print_table("bench.evidence.convergence.report", markdown, "bench.evidence.convergence --json")
