@@ -37,7 +37,6 @@ from commopt.command_line import Parser, content_of, number, output_file, refuse
 from commopt.server import Scheduler, Server
 from examples.train_gpt import Training, add_model_options
 
-KIND = "parameter_server"
 PROGRAM = "bench.evidence.parameter_server"
 RUNS: dict[str, int | None] = {"synchronous": None, "undisturbed": 2, "disturbed": 2}  # their quorums
 STAGES = ("slow", "dead", "back")  # of the disturbed run's last worker: a third of the steps each
@@ -310,7 +309,7 @@ def main() -> int:
                     records.append(Run(name, sys.argv[1:], cluster, Path(folder)).take())
     except (ClusterUnavailableError, ValueError) as error:
         return refuse(PROGRAM, error)
-    header = {"kind": KIND, **machine(), "command": shlex.join(["python", "-m", PROGRAM, *sys.argv[1:]])}
+    header = {"kind": "parameter_server", **machine(), "command": shlex.join(["python", "-m", PROGRAM, *sys.argv[1:]])}
     header |= {name: getattr(options, name) for name in _SETTINGS} | verdict(records)
     if options.json:
         write_results(options.json, header, "run", records)

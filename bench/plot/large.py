@@ -24,12 +24,12 @@ _SHORTER = {
     "hierarchical_": "",
     ":density=0.015": "",
     "quantized:bits=2": "2 bits",
+    "onebit_local:period=16:delay=4:fragments=4": "local SGD,\none bit",
     "onebit": "one bit",
     "dgc": "DGC",
     "powersgd": "PowerSGD",
     ":adam=True": "\nafter Adam",
 }
-_FEWEST = 2  # methods in a row of panels
 
 
 def draw(file: Path, path: Path) -> None:
@@ -41,7 +41,7 @@ def draw(file: Path, path: Path) -> None:
         for task in TASKS
         for optimizer, _ in task.learning_rates
     }
-    shown = {kind: own for kind, own in by_kind.items() if len(own) >= _FEWEST}
+    shown = {kind: own for kind, own in by_kind.items() if len(own) > 1}
     if not shown:
         raise ValueError(f"{file} has no two methods for the same model and optimizer")
     figure = Figure(figsize=(10.0, 3.7 * len(shown) + 0.6), layout="constrained")
@@ -89,11 +89,12 @@ def _draw_front(axes: Axes, own: Sequence[Summary], sent: Mapping[str, float]) -
         name = label_of(strategy) + (",\nshort first moment" if "betas" in how else "")
         for long, short in _SHORTER.items():
             name = name.replace(long, short)
-        axes.annotate(name, where, xytext=(7, 6), textcoords="offset points", color=style.colour, fontsize=9)
+        axes.annotate(name, where, (-6, 3), textcoords="offset points", ha="right", color=style.colour, fontsize=8)
     best = [points[name] for name in front_of(points)]
     axes.plot(*zip(*best, strict=True), color=GREY, lw=1, ls="--", zorder=1)
     axes.axhline(0, color=GREY, lw=0.8)
-    axes.margins(x=0.16, y=0.16)
+    axes.set_xlim(min(sent.values()) / 8, max(sent.values()) * 1.5)  # names stand on the left
+    axes.margins(y=0.16)
 
 
 def _draw_curves(axes: Axes, trainings: Mapping[str, Sequence[Run]], scale: Mapping[str, float]) -> None:
