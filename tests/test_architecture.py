@@ -46,6 +46,7 @@ LAYERS = (
     "commopt.hooks.parcels",
     "commopt.hooks.reduction",
     "commopt.hooks.checks",
+    "commopt.hooks.steps",
     "commopt.collectives",
     "commopt.schedule",
     "commopt.timeline",

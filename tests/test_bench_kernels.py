@@ -38,7 +38,7 @@ from bench.kernels.cases import PEERS, cases, families
 from bench.kernels.measure import DeviceCopy, Measurement, Missing, measure, require_written
 from bench.timing import Reading, host_clock
 from commopt.compress import Quantize
-from commopt.kernels import cast, lowrank, quantize, sparse
+from commopt.kernels import lowrank, quantize, sparse
 from commopt.kernels.codec import RngKey
 from commopt.kernels.sparse import SparseRow
 
@@ -48,7 +48,7 @@ NUMEL = 10_007
 # Of `finite` there is no kernel, `orthogonalize_each` is what `orthogonalize` calls.
 WRAPPERS = {
     getattr(module, name.name)
-    for module in (cast, lowrank, quantize, sparse)
+    for module in (lowrank, quantize, sparse)
     for name in ast.parse(Path(module.__file__ or "").read_text()).body
     if isinstance(name, ast.FunctionDef) and not name.name.startswith("_")
 }

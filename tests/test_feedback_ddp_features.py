@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
-from torch.optim.optimizer import _global_optimizer_post_hooks
+from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimizer_step_post_hook
 
 import commopt
 from bench import compat
@@ -251,25 +251,25 @@ def test_right_use_is_silent(training: Callable[[int], None]) -> None:
 
 def put_on_what_is_the_users(rank: int, world_size: int, aggregator: commopt.Aggregator) -> tuple[int, int, int, bool]:
     """Return hooks on the module and on all optimizers, attached and after; and whether the module can be scripted."""
-    model = torch.nn.Linear(64, 64)
-    ddp = TorchDDP(model)
-    commopt.attach(ddp, aggregator)
-    optimizer = sgd(ddp)
+    model, of_optimizers = torch.nn.Linear(64, 64), _global_optimizer_post_hooks
+    held, dying = [TorchDDP(model)], list[TorchDDP]()
+    register_optimizer_step_post_hook(lambda *_: dying.clear())
+    commopt.attach(held[0], aggregator)
+    optimizer = sgd(held[0])
     for _ in range(2):
-        ddp(torch.ones(1, 64)).sum().backward()
+        held[0](torch.ones(1, 64)).sum().backward()
         optimizer.step()
-    of_optimizers = _global_optimizer_post_hooks
-    attached_ones = len(of_optimizers)
     if not isinstance(aggregator, commopt.LocalSGD):
-        torch.jit.script(ddp.module)
-    del ddp, optimizer
-    gc.collect()
-    return attached_ones, len(of_optimizers), len(model._forward_pre_hooks), bool(torch.jit.script(model))
+        torch.jit.script(held[0].module)
+    attached_ones = len(of_optimizers) - 1
+    dying.append(held.pop())
+    optimizer.step()
+    return attached_ones, len(of_optimizers) - 1, len(model._forward_pre_hooks), bool(torch.jit.script(model))
 
 
 @pytest.mark.parametrize("aggregator", [commopt.Hierarchical(), STRATEGIES["8 bits"], commopt.LocalSGD(2)], ids=str)
-def test_nothing_stays_behind(aggregator: commopt.Aggregator) -> None:
-    expected = (int(bool(aggregator.residual_paths)), 0, 0, True)
+def test_nothing_stays_on_a_model_and_one_hook_on_all_optimizers(aggregator: commopt.Aggregator) -> None:
+    expected = (of_optimizers := int(bool(aggregator.residual_paths)), of_optimizers, 0, True)
     assert run(put_on_what_is_the_users, 2, aggregator, fresh=True) == [expected] * 2
 
 

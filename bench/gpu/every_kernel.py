@@ -22,7 +22,7 @@ from torch import Tensor
 
 from commopt.command_line import Parser
 from commopt.errors import ConfigurationError
-from commopt.kernels import cast, lowrank, quantize, sources, sparse
+from commopt.kernels import lowrank, quantize, sources, sparse
 from commopt.kernels.codec import Codec, CodecName, ErrorFeedback, RngKey
 from commopt.kernels.loader import VARIABLE, loader_for
 from commopt.kernels.sparse import BLOCK, SparseRow
@@ -78,7 +78,7 @@ def _cast(device: torch.device) -> Iterator[Call]:
     for dtype, carrying in itertools.product(_DTYPES, (False, True)):
         values, carry = _random(numel, device).to(dtype), _carry(numel, device) if carrying else None
         rounded = torch.empty(numel, dtype=torch.bfloat16, device=device)
-        yield partial(cast.round_stochastically, values, rounded, 0.5, carry, _RNG, 8)
+        yield partial(quantize.round_stochastically, values, rounded, 0.5, carry, _RNG, 8)
 
 
 def _low_rank(device: torch.device) -> Iterator[Call]:

@@ -27,7 +27,7 @@ from bench.kernels.case import (
     topk_route,
 )
 from commopt.compress import COMPRESSORS, Blockwise, Cast, Compressor, OneBit, Quantize
-from commopt.kernels import cast, lowrank, quantize, sparse
+from commopt.kernels import lowrank, quantize, sparse
 from commopt.kernels import lowrank_reference as lowrank_reference
 from commopt.kernels import quantize_reference as reference
 from commopt.kernels import sparse_reference as sparse_reference
@@ -230,7 +230,7 @@ def _casts(setting: Setting) -> Iterator[Case]:
     yield Case(
         "round",
         "bfloat16, stochastic",
-        cast.round_stochastically,
+        quantize.round_stochastically,
         round_with_carry,
         (values, rounded, SCALE, carry, _RNG, 0),
         (values, carry.old),

@@ -109,9 +109,9 @@ class Aggregator(ConciseRepr, ABC):
         """
 
     @property
-    @abstractmethod
     def lossless(self) -> bool:
         """Whether the result is the exact average up to floating-point rounding of the buffer's own dtype."""
+        return False
 
     # --------------------------------------------------------------------------------- what it is like
 

@@ -228,11 +228,6 @@ class Compressed(Aggregator):
         return Trials("bf16_packed", (cls(Cast(torch.bfloat16), None, packed=True),), feedback=False)
 
     @property
-    def lossless(self) -> bool:
-        """Never: sums are rounded otherwise than in the buffer's dtype."""
-        return False
-
-    @property
     def error_bound(self) -> float:
         """The bounds of one encoding on the way to the server, and one of the sum."""
         return (1 + self.compressor.error_bound) ** 2 - 1

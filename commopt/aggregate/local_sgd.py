@@ -185,11 +185,6 @@ class LocalSGD(Aggregator):
         )
 
     @property
-    def lossless(self) -> bool:
-        """Never."""
-        return False
-
-    @property
     def error_bound(self) -> float:
         """Unlimited: the node's mean tells nothing about the others'."""
         return inf

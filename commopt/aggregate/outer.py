@@ -83,11 +83,6 @@ class Deltas(Aggregator):
         return () if buffer.step == 0 else self.inner.calls(buffer, team)
 
     @property
-    def lossless(self) -> bool:
-        """Never."""
-        return False
-
-    @property
     def residual_paths(self) -> tuple[str, ...]:
         """Those of `inner`, and what was agreed on."""
         kept = (ANCHOR, MOMENTUM_BUFFER) if self.outer.momentum else (ANCHOR,)

@@ -134,11 +134,6 @@ class PowerSGD(Aggregator):
         return divide(layout, self._rule, parts) if plan(layout, self._rule).groups else None
 
     @property
-    def lossless(self) -> bool:
-        """Never: a product of orthonormal factors may leave everything out."""
-        return False
-
-    @property
     def residual_paths(self) -> tuple[str, ...]:
         """One level: even without feedback it has to be told names and shapes."""
         return ("",)

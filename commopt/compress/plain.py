@@ -57,9 +57,9 @@ class Plain(Compressor):
             end = min(begin + row.numel(), values.numel())
             own = carry and replace(carry, old=carry.old[begin:end], new=carry.new[begin:end])
             if self.stochastic:
-                from commopt.kernels import cast  # few need it
+                from commopt.kernels import quantize  # few need it
 
-                cast.round_stochastically(values[begin:end], row[: end - begin], scale, own, rng, begin)
+                quantize.round_stochastically(values[begin:end], row[: end - begin], scale, own, rng, begin)
             else:
                 round_with_carry(values[begin:end], row[: end - begin], scale, own)
             row[end - begin :].zero_()

@@ -9,15 +9,15 @@ import re
 from collections.abc import Callable
 from functools import cache
 from typing import Any
-from weakref import WeakSet, finalize, ref
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from commopt.aggregate import Aggregator
 from commopt.errors import ConfigurationError, UnsupportedTensorError
+from commopt.hooks.steps import after_steps, before_steps
 from commopt.version import NEWEST_TESTED_TORCH
 
 REDUCIBLE = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64))
@@ -123,18 +123,16 @@ def kind_of(optimizer: torch.optim.Optimizer) -> str:
 def when_first_stepped(owner: Any, see: Callable[[Any, torch.optim.Optimizer], None]) -> None:
     """Let each torch optimizer of `owner.parameters` be seen, `see(owner, optimizer)`, when it first steps."""
     known: WeakSet[torch.optim.Optimizer] = WeakSet()
-    me = ref(owner)
 
-    def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        alive = me()
-        if alive is None or optimizer in known:
+    def look(alive: Any, optimizer: torch.optim.Optimizer) -> None:
+        if optimizer in known:
             return
         ours = set(map(id, alive.parameters.values()))
         if any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
             see(alive, optimizer)
         known.add(optimizer)
 
-    finalize(owner, register_optimizer_step_pre_hook(look).remove).atexit = False
+    before_steps.show(owner, look)
 
 
 def require_comparable(aggregator: Aggregator) -> None:
@@ -163,25 +161,21 @@ class UnusedAverages:
 
     def __init__(self) -> None:
         self._stepped: bool | None = None  # None: never yet
-        me = ref(self)
+        self._told = False
+        after_steps.show(self, UnusedAverages._note_step)
 
-        def note_step(*_: Any) -> None:
-            alive = me()
-            if alive is not None:
-                alive._stepped = True
-
-        self._stop = finalize(self, register_optimizer_step_post_hook(note_step).remove)
-        self._stop.atexit = False
+    def _note_step(self, _: torch.optim.Optimizer) -> None:
+        self._stepped = True
 
     def step_is_reduced(self) -> None:
         """Look, when the last bucket of a step comes by."""
         if torch._C._current_graph_task_id() == -1:
             return  # a rank without data, in DDP's join(), has neither backwards nor optimizer steps
-        if self._stepped is False:
+        if self._stepped is False and not self._told:
             _log.warning(
                 "two backwards in a row were averaged without an optimizer step between: accumulate gradients under "
                 "ddp.no_sync(), or error feedback counts them twice; what is averaged and then thrown away, it counts "
                 "as applied"
             )
-            self._stop()
+            self._told = True
         self._stepped = False if self._stepped else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block quantization: values to payload rows and back, their sum, and the sum encoded again."""
+"""Block quantization: values to payload rows and back, their sum, and the sum encoded again. And chance in bfloat16."""
 
 from __future__ import annotations
 
@@ -21,10 +21,13 @@ from commopt.kernels.codec import (
     rng_arguments,
 )
 from commopt.kernels.loader import Arguments, Loader
+from commopt.kernels.residual import round_with_carry
 
 _WARP_NUMEL = 512  # a longer block takes all warps of a CUDA block
 _WARP_THREADS = 32
 _WARPS = 8
+_CAST_THREADS = 256
+_CAST_PER_THREAD = 8
 
 
 def encode(
@@ -159,3 +162,23 @@ def _launch(kernels: Loader, kernel: str, codec: Codec, payload: Tensor, numel: 
     grid = -(-blocks // _WARPS) if alone else blocks
     warps = _WARPS if alone else -(-codec.block // _WARP_NUMEL)
     kernels.queue(payload.device, kernel, grid, warps * _WARP_THREADS, arguments)
+
+
+def round_stochastically(
+    values: Tensor, rounded: Tensor, scale: float, carry: ErrorFeedback | None, rng: RngKey, place: int
+) -> None:
+    """Round `scale * values` (+ the carry), the elements from `place` on; see residual.round_with_carry.
+
+    rounded: bfloat16, from a multiple of 16 bytes on. place: a multiple of 8. To nearest, torch is as fast.
+    """
+    kernels = loader.loader_for(values.device, values.dtype)
+    if kernels is None:
+        return round_with_carry(values, rounded, scale, carry, rng, place)
+    arguments = (
+        *(values.data_ptr(), DTYPES[values.dtype], values.numel(), float(scale), rounded.data_ptr()),
+        *carry_arguments(carry),
+        *rng_arguments(rng),
+        place,
+    )
+    grid = -(-values.numel() // (_CAST_THREADS * _CAST_PER_THREAD))
+    kernels.queue(values.device, "cast_stochastic", grid, _CAST_THREADS, arguments)

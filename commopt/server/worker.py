@@ -11,18 +11,17 @@ import time
 from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any, TypeVar
-from weakref import finalize, ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from commopt.compress import RngKey
 from commopt.errors import CommoptError, ConfigurationError, MismatchError, TransportError, UnsupportedTensorError
 from commopt.groups.membership import poll
 from commopt.hooks.parcels import Parcel, parcels_of
+from commopt.hooks.steps import after_steps
 from commopt.server.link import Link
 from commopt.server.scheduler import WORKER, Participant
 from commopt.server.settings import ADDRESS_VARIABLE, ParameterServer
@@ -64,8 +63,7 @@ class Worker:
         self._wires = [Wire(parcel.layout, settings.compressor) for parcel in parcels]
         self._ranks.share(lambda: self._join(parcels))
         self.pull()
-        hook = register_optimizer_step_post_hook(_AfterStep(self))
-        finalize(self, hook.remove).atexit = False
+        after_steps.show(self, Worker._after_step)
 
     def _join(self, parcels: Sequence[Parcel]) -> None:
         self._connection = _Connection(self._settings, parcels)
@@ -204,18 +202,6 @@ class Worker:
         if self._steps % self._settings.period == 0 and not self._left_it:
             self.push()
             self.pull()
-
-
-class _AfterStep:
-    """A hook of all optimizers; it keeps no worker alive."""
-
-    def __init__(self, worker: Worker) -> None:
-        self._worker = ref(worker)
-
-    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        worker = self._worker()
-        if worker is not None:
-            worker._after_step(optimizer)
 
 
 class _Ranks:
