@@ -208,6 +208,7 @@ def train_until(rank: int, world_size: int, address: str, done: str) -> int:
             os.kill(os.getpid(), signal.SIGKILL)
         if Path(done).exists():
             break
+    worker.close()  # the other one may have made a step more, and wait for this worker
     return worker.round
 
 

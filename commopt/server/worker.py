@@ -103,7 +103,10 @@ class Worker:
             self._ranks.spread(parcel)
 
     def close(self) -> None:
-        """Leave; the others go on. What was not pushed is lost to them. A process that ends leaves too."""
+        """Leave; the others go on. What was not pushed is lost to them.
+
+        A process that ends leaves too. A model that is only deleted stays in the rounds, which wait for it.
+        """
         connection, self._connection, self._left_it = self._connection, None, True
         if connection is not None:
             connection.close("has left")
