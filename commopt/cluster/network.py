@@ -99,7 +99,9 @@ _RATE_UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _DELAY_UNITS = {"us": 1.0, "ms": 1e3, "s": 1e6}
 
 # Long enough for TCP never to starve, short enough that a full queue is noticed as lost packets, not as lag.
-_QUEUE_LATENCY = "100ms"
+_QUEUE_S = 0.1
+# A host keeps what its own link cannot send yet. A drop there would count as sent twice, and never have left.
+_NEAR_QUEUE_BYTES = 640_000
 # netem's default of 1000 packets would drop what a fast link keeps in flight during the delay.
 _DELAYED_PACKETS = 100_000
 
@@ -125,7 +127,7 @@ class Link:
 
     def near_end(self) -> list[list[str]]:
         """`tc qdisc add` arguments for the node's own end of its link."""
-        shaped = _tbf(self.send_bps)
+        shaped = _tbf(self.send_bps, least_queue_bytes=_NEAR_QUEUE_BYTES)
         if not self.delay_us:
             return [["root", *tbf] for tbf in shaped]
         netem = ["netem", "delay", f"{self.delay_us}us", "limit", str(_DELAYED_PACKETS)]
@@ -145,12 +147,13 @@ def _rate(rate: str) -> int | None:
     return rate_bps
 
 
-def _tbf(rate_bps: int | None) -> list[list[str]]:
+def _tbf(rate_bps: int | None, least_queue_bytes: int = 0) -> list[list[str]]:
     if rate_bps is None:
         return []
     # What a port may send at once: 2 ms of the rate; a larger burst lets small messages through for free.
     burst_bytes = max(32 * 1024, rate_bps * 2 // 1000 // 8)
-    return [["tbf", "rate", f"{rate_bps}bit", "burst", f"{burst_bytes}b", "latency", _QUEUE_LATENCY]]
+    queue_bytes = burst_bytes + max(least_queue_bytes, int(rate_bps / 8 * _QUEUE_S))
+    return [["tbf", "rate", f"{rate_bps}bit", "burst", f"{burst_bytes}b", "limit", f"{queue_bytes}b"]]
 
 
 def _quantity(name: str, text: str, units: Mapping[str, float], example: str) -> int:
