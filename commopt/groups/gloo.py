@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 _SEGMENT_NBYTES = 1024 * 1024
-_LONG_NBYTES = 4 * 1024 * 1024
+_LONG_PART_NBYTES = 2 * 1024 * 1024
 _NEVER_SENT = 2**30  # a tag
 _ADDED_IN_FLOAT32 = (torch.float16, torch.bfloat16)
 
@@ -59,11 +59,11 @@ def reduce_scatter(output: Tensor, source: Tensor, group: dist.ProcessGroup) -> 
 
 
 def all_reduce(tensor: Tensor, group: dist.ProcessGroup, scale: float = 1.0) -> None:
-    """Set `tensor` (1-D) to `scale * sum`: every rank adds up one part, in rank order, and sends the sum to the others.
+    """Set `tensor` (1-D) to `scale * sum`, with the same bits on every rank: by gloo's ring where parts are long.
 
-    Each rank scales its own values first. 16-bit floats are added in float32 and rounded once. Moves as many bytes per
-    rank as a ring, in two steps instead of 2 (P-1), but to every peer: meant for ranks that all lie on different nodes.
-    Long parts go in segments, so that the network is busy while others are scaled and added up.
+    Else every rank adds up one part, in rank order, and sends the sum to the others: as many bytes per rank, in two
+    steps instead of 2 (P-1), to every peer. Each rank scales its own values first. 16-bit floats are added in float32
+    and rounded once. Long parts go in segments, so that the network is busy while others are scaled and added up.
     """
     if _own_ring_will_do(tensor, group):
         dist.all_reduce(apply_scale(tensor, scale), group=group)
@@ -116,11 +116,11 @@ def lost_peers(group: dist.ProcessGroup) -> list[int]:
 
 
 def _own_ring_will_do(tensor: Tensor, group: dist.ProcessGroup) -> bool:
-    """Return whether gloo's all_reduce adds the same values and is quicker when backward needs the processor too.
+    """Return whether gloo's all_reduce is quicker: parts are long, and it need not add in float32.
 
-    Between two ranks its ring has the same two steps, in C++; a short message goes without its preparations.
+    Its ring has one connection each way, in C++: nothing waits for the slowest of many that share a link.
     """
-    return group.size() == 2 and tensor.nbytes >= _LONG_NBYTES and tensor.dtype not in _ADDED_IN_FLOAT32
+    return tensor.nbytes >= group.size() * _LONG_PART_NBYTES and tensor.dtype not in _ADDED_IN_FLOAT32
 
 
 _Arrival = tuple[list[dist.Work | None], list[Tensor], slice]
