@@ -133,6 +133,7 @@ def on_the_cpu(kernels: Loader) -> Iterator[None]:
     with (
         patch.object(torch.cuda, "device", nullcontext),
         patch.object(torch.cuda, "current_stream", lambda: stream),
+        patch.object(loader, "_cpu_kernels", lambda: None),
         launched_by(kernels),
     ):
         yield

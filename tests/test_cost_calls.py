@@ -101,11 +101,27 @@ def test_compression_is_work_before_between_and_after() -> None:
 
 
 def test_there_is_work_before_every_message_of_factors() -> None:
-    steps = calls(PowerSGD(2), (1, 1), layout=MODEL)
+    steps = calls(PowerSGD(2), (2,), layout=MODEL)
     rows, cols, dense = 300 + 64, 200 + 32 * 9, 300 + 7 * 5
     first = Call("world", "all_reduce", 4 * (2 * rows + dense))
     factor, refresh = (Work(kind, "PowerSGD(2)", 4 * (300 * 200 + 64 * 32 * 9)) for kind in ("factor", "refresh"))
     assert steps == (factor, first, refresh, Call("world", "all_reduce", 8 * cols))
+
+
+def test_factors_cross_in_half_their_bytes_between_few_nodes_over_gloo() -> None:
+    rows, cols, dense = 300 + 64, 200 + 32 * 9, 300 + 7 * 5
+    gathered = [("world", "all_gather", 4 * rows + 4 * dense), ("world", "all_gather", 4 * cols)]
+    summed = [("world", "all_reduce", 4 * (2 * rows + dense)), ("world", "all_reduce", 8 * cols)]
+    for count, sent in ((2, gathered), (4, gathered), (5, summed)):
+        assert summary(calls(PowerSGD(2), (1,) * count, layout=MODEL)) == sent
+    assert summary(calls(PowerSGD(2), (2, 2), layout=MODEL)) == summed
+    team = TeamShape.of((1, 1), 0, NCCL)
+    assert summary(PowerSGD(2).calls(Buffer(MODEL, torch.float32), team)) == summed
+    leaders = calls(Hierarchical(PowerSGD(2)), (2, 2), layout=MODEL)
+    inside = [("intra", "reduce", summed[0][2]), ("inter", "all_gather", gathered[0][2])]
+    assert summary(leaders)[:3] == [*inside, ("intra", "broadcast", summed[0][2])]
+    other = calls(Hierarchical(PowerSGD(2)), (2, 2), rank=1, layout=MODEL)
+    assert [each for each in leaders if each not in other] == [each for each in leaders if "inter" in str(each)]
 
 
 def test_a_buffer_that_does_not_divide_is_copied() -> None:

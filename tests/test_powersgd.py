@@ -196,29 +196,27 @@ def test_the_papers_formulas(layout: str, between: bool, scaled: bool, poison: b
     steps = 8
     traces = run(follow, world_size, aggregator, steps, scaled, poison, nodes=nodes)
     assert_identical([trace.digest() for trace in traces])
-    teams: list[list[int]] = [[0, 1], [2]] if between else [[rank] for rank in range(world_size)]
     model = Formula(traces[0].results[0]["matrix"])
-    errors = [torch.zeros(ROWS, COLS, dtype=torch.float64) for _ in teams]
+    errors = [torch.zeros(ROWS, COLS, dtype=torch.float64) for _ in range(world_size)]
     for step in range(steps):
         own = [fresh(rank, step) for rank in range(world_size)]
         dropped = poison and step == POISONED_STEP
-        parts = [
-            torch.stack([own[rank]["matrix"].double() for rank in team]).sum(0) / world_size + error
-            for team, error in zip(teams, errors, strict=True)
-        ]
+        parts = [each["matrix"].double() / world_size + error for each, error in zip(own, errors, strict=True)]
         sent = model(parts, step, dropped=dropped)
         if dropped:
             assert all(not trace.results[step]["matrix"].isfinite().all() for trace in traces)
             continue
         errors = [part - each for part, each in zip(parts, sent, strict=True)]
         got = traces[0].results[step]
-        # The noise that keeps directions from getting lost, a millionth, shifts the next bases a little every time.
-        torch.testing.assert_close(got["matrix"].double(), torch.stack(sent).sum(0), rtol=0, atol=5e-4)
+        # The noise that keeps directions from getting lost, a millionth, shifts the next bases a little every time;
+        # and between nodes factors are rounded to bfloat16.
+        close = 2**-5 if between else 5e-4
+        torch.testing.assert_close(got["matrix"].double(), torch.stack(sent).sum(0), rtol=0, atol=close)
         bias = torch.stack([each["bias"].double() for each in own]).mean(0)
         torch.testing.assert_close(got["bias"].double(), bias, rtol=4 * EPS, atol=4 * EPS)
-        for team, error in zip(teams, errors, strict=True):
-            residual = torch.stack([kept(traces[rank].states[step], "matrix", ROWS * COLS) for rank in team]).sum(0)
-            torch.testing.assert_close(residual.view(ROWS, COLS), error, rtol=0, atol=5e-4)
+        for trace, error in zip(traces, errors, strict=True):
+            residual = kept(trace.states[step], "matrix", ROWS * COLS)
+            torch.testing.assert_close(residual.view(ROWS, COLS), error, rtol=0, atol=close)
 
 
 def test_without_feedback_no_residual_is_kept() -> None:
@@ -452,7 +450,8 @@ def train_divided(rank: int, world_size: int, case: str, forms: Sequence[Aggrega
 @pytest.mark.parametrize(("case", "layout"), [("one large", "2x2"), ("two alike", "2x2"), ("many", "3x2")])
 def test_the_ranks_of_a_node_share_its_matrices_by_rows(case: str, layout: str) -> None:
     world_size, nodes = LAYOUTS[layout]
-    results = run(train_divided, world_size, case, [Hierarchical(PowerSGD(2, start_step=0))], False, nodes=nodes)
+    forms = [Hierarchical(PowerSGD(2, start_step=0), form="reduce_scatter")]
+    results = run(train_divided, world_size, case, forms, False, nodes=nodes)
     assert_identical([trace.digest() for (trace,) in results])
     blocks = [blocks_of(trace.states[-1], "inter/worker") for (trace,) in results]
     assert blocks[:2] == blocks[2:4], "nodes divide alike"
@@ -483,16 +482,17 @@ def test_the_ranks_of_a_node_share_its_matrices_by_rows(case: str, layout: str) 
 
 
 def test_divided_matrices_of_low_rank_arrive_whole_and_cost_their_factors() -> None:
-    forms = [Hierarchical(PowerSGD(2, start_step=0)), Hierarchical(PowerSGD(2, start_step=0), form="leader")]
+    power = PowerSGD(2, start_step=0)
+    forms = [Hierarchical(power, form="reduce_scatter"), Hierarchical(power, form="leader"), Hierarchical(power)]
     results = run(train_divided, 4, "one large", forms, True, nodes=(2, 2))
     for traces in zip(*results, strict=True):
         assert_identical([trace.digest() for trace in traces])
         mean = 2.5 * random_values(64, 2) @ random_values(2, 48, seed=1)
         told = torch.stack([each["big"] for each in traces[0].results]).sum(0)
-        assert float((told - 6 * mean).abs().max()) < 1e-3 * float(mean.abs().max())
-    for stats, blocks in ((0, 2), (1, 1)):
+        assert float((told - 6 * mean).abs().max()) < 2**-8 * float(mean.abs().max())  # of one step, rounded
+    for stats, blocks in ((0, 2), (1, 1), (2, 1)):
         sent = sum(mine[stats].stats["inter_bytes"] for mine in results)
-        assert sent == 2 * 4 * 6 * (64 * 2 + 5 + blocks * 48 * 2)  # from two nodes, in six steps
+        assert sent == 2 * 6 * (2 * (64 * 2 + blocks * 48 * 2) + 4 * 5)  # from two nodes, in six steps
 
 
 # -------------------------------------------------------------------------------------- equal replicas
@@ -542,4 +542,4 @@ def test_another_world_begins_with_warm_factors(old: str, new: str) -> None:
     world_size, nodes = LAYOUTS[new]
     results = run(load_warm, world_size, aggregator, saved, nodes=nodes)
     assert_identical([digest for _, digest in results])
-    assert results[0][0] < 1e-3
+    assert results[0][0] < (1e-3 if nodes is None else 2**-7)  # between nodes factors are rounded to bfloat16

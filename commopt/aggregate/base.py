@@ -118,6 +118,9 @@ class Aggregator(ConciseRepr, ABC):
     node_local: ClassVar[bool] = False
     """Whether nodes may end with results of their own, so that only a DDP model can use it, and as a whole."""
 
+    linear: ClassVar[bool] = False
+    """Whether all that it sends are sums, made by commopt.aggregate.sums, which may add them up level by level."""
+
     tunes: ClassVar[bool] = False
     """Whether it stands for a choice that is still to be made, on live steps."""
 

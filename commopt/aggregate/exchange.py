@@ -11,10 +11,12 @@ from torch import Tensor
 
 from commopt.aggregate.base import mark_non_finite
 from commopt.aggregate.matrices import Group, Plan
+from commopt.aggregate.sums import add_up_factors
 from commopt.compress import ErrorFeedback
 from commopt.feedback import SAMPLE_EVERY_STEPS, BufferContext, Feedback, Side, Spans
 from commopt.groups import Team
 from commopt.kernels import lowrank
+from commopt.kernels.loader import cpu_kernels
 from commopt.kernels.residual import piece_numel
 
 _WORDS = 4  # uniform numbers that make one that is nearly normal
@@ -44,17 +46,22 @@ class Exchange:
             factor = scale / context.loss_scale
             self._factor = float(factor) if self._device.type == "cpu" else factor  # a device waits for no host
         self._rounds = dtype.itemsize < torch.float32.itemsize
-        # All residuals of a parameter are in one slot: with part of one in the matrices, what is dense has a place too.
-        self._all_kept = self._rounds or not plan.stacked.names.isdisjoint(plan.dense.names)
-        kept = plan.everything if self._all_kept else plan.stacked
-        self._carry = context.carry("worker", kept, feedback, self._device)
+        self._all_kept = self._rounds or plan.splits
         self._leftover: ErrorFeedback | None = None
+        self._carry: ErrorFeedback | None = None
+        self._take_residual(feedback)
+        if feedback is not None and not self._all_kept and plan.dense_spans:
+            self._leftover = context.leftover(plan.dense, self._device)
+
+    def _take_residual(self, feedback: Feedback | None) -> None:
+        """Get the residual, and memory for the matrices."""
+        plan = self._plan
+        kept = plan.everything if self._all_kept else plan.stacked
+        self._carry = self._context.carry("worker", kept, feedback, self._device)
         if self._carry is not None:
             self._kept = self._carry.new
-            if not self._all_kept and plan.dense_spans:
-                self._leftover = context.leftover(plan.dense, self._device)
         else:
-            self._kept = context.scratch.take("matrices", plan.stacked.numel, torch.float32, self._device)
+            self._kept = self._context.scratch.take("matrices", plan.stacked.numel, torch.float32, self._device)
 
     def run(self, team: Team) -> None:
         """P = orth(sum of M Q), then Q = sum of M^T P and the update P Q^T, where Q starts from the last step's."""
@@ -64,23 +71,36 @@ class Exchange:
         message = context.scratch.take("message", numel + plan.dense.numel, torch.float32, self._device)
         left, dense = message[:numel].view(-1, self._matrix_rank), message[numel:]
         self._fill_dense(dense)
-        for group in plan.parts(piece_numel(self._device)):  # a cache still holds what was just written
-            self._fill(group)
-            stack, lefts = group.stack(self._kept), group.factors("left", left)
-            lowrank.project(stack, group.factors("right", factors.rights), lefts)
-        team.all_reduce(message)
+        self._project(factors.rights, left)
+        add_up_factors(message, numel, team, context.scratch)  # any left factors will do, if all have the same
         self._orthogonalize("left", left, left, factors.initial["left"])
         shape = (plan.rows["right"], self._matrix_rank)
         right = context.scratch.take("second message", shape, torch.float32, self._device)
-        for group in plan.parts(piece_numel(self._device)):
-            stack, lefts, rights = group.stack(self._kept), group.factors("left", left), group.factors("right", right)
-            lowrank.project(stack, lefts, rights, transposed=True)
-            lowrank.subtract(stack, lefts, rights)
-        self._sample()
-        team.all_reduce(right.view(-1))
+        self._refresh(left, right)
+        lost = add_up_factors(right.view(-1), right.numel(), team, context.scratch)
+        if lost is not None:
+            self._keep_lost(left, lost.view_as(right))
         if context.store is not None:
             self._orthogonalize("right", right, context.store.stage_factors(factors.rights), factors.initial["right"])
         self._write(left, right, dense, team)
+
+    def _project(self, rights: Tensor, left: Tensor) -> None:
+        """Make the matrices M of gradients and residuals, and set `left` to M Q for each."""
+        for group in self._plan.parts(piece_numel(self._device)):  # a cache still holds what was just written
+            self._fill(group)
+            lowrank.project(group.stack(self._kept), group.factors("right", rights), group.factors("left", left))
+
+    def _refresh(self, left: Tensor, right: Tensor) -> None:
+        """Set `right` to M^T P for each matrix M, and leave what that does not say."""
+        for group in self._plan.parts(piece_numel(self._device)):
+            lowrank.refresh(group.stack(self._kept), group.factors("left", left), group.factors("right", right))
+        self._sample()
+
+    def _keep_lost(self, left: Tensor, lost: Tensor) -> None:
+        """Leave what was rounded away from the right factors on their way, too."""
+        lost.neg_()
+        for group in self._plan.groups:
+            lowrank.subtract(group.stack(self._kept), group.factors("left", left), group.factors("right", lost))
 
     # ------------------------------------------------------------------------------------- factors
 
@@ -99,6 +119,9 @@ class Exchange:
 
     def _orthogonalize(self, side: Side, factors: Tensor, out: Tensor, initial: Tensor | None) -> None:
         """Set `out` to the orthogonalized factors [rows of all, r] of one side; all matrices of a height at once."""
+        cpu = cpu_kernels() if self._device.type == "cpu" else None
+        if cpu is not None:
+            return lowrank.orthogonalize_rows(cpu, factors, initial, out, self._plan.height_table[side])
         by_height = self._plan.by_height[side]
         stacks = self._by_height(factors, by_height)
         found = [torch.empty_like(stack) for stack in stacks]
@@ -123,10 +146,9 @@ class Exchange:
         if self._carry is not None and self._all_kept:
             carry, first = self._carry, self._plan.stacked.numel
             self._kept[first:].zero_()
-        done = 0
-        for begin, end in self._plan.dense_spans:
-            self._add(self._buffer[begin:end], carry, first + done, target[done : done + end - begin])
-            done += end - begin
+        if self._plan.dense_spans:
+            parts = [self._buffer[begin:end] for begin, end in self._plan.dense_spans]
+            self._add(parts[0] if len(parts) == 1 else torch.cat(parts), carry, first, target)
 
     def _fill(self, group: Group) -> None:
         """Make matrices of gradients and residuals."""
@@ -166,6 +188,18 @@ class Exchange:
             right.mul_(self._context.loss_scale)
             dense.mul_(self._context.loss_scale)
         finite = right.isfinite().all() & dense.isfinite().all()
+        self._decode(left, right, finite, team)
+        self._keep_rounding(self._plan.stacked.numel, dense, team)
+        if self._plan.dense_spans:
+            targets = [self._buffer[begin:end] for begin, end in self._plan.dense_spans]
+            torch._foreach_copy_(targets, list(dense.split([len(target) for target in targets])))
+        if self._rounds:  # the cast may overflow what was finite
+            finite = finite & self._buffer.to(self._dtype).isfinite().all()
+        mark_non_finite(self._buffer, finite)
+        self._context.report(finite)
+
+    def _decode(self, left: Tensor, right: Tensor, finite: Tensor, team: Team) -> None:
+        """Put the products of the factors into the buffer."""
         direct = self._buffer.dtype == torch.float32
         for group in self._plan.groups:
             lefts, rights = group.factors("left", left), group.factors("right", right)
@@ -178,15 +212,6 @@ class Exchange:
                 self._keep_rounding(first, values, team)
                 if not direct:
                     target.copy_(values)
-        self._keep_rounding(self._plan.stacked.numel, dense, team)
-        done = 0
-        for begin, end in self._plan.dense_spans:
-            self._buffer[begin:end] = dense[done : done + end - begin]
-            done += end - begin
-        if self._rounds:  # the cast may overflow what was finite
-            finite = finite & self._buffer.to(self._dtype).isfinite().all()
-        mark_non_finite(self._buffer, finite)
-        self._context.report(finite)
 
     def _keep_rounding(self, offset: int, values: Tensor, team: Team) -> None:
         """Add to the residual from element `offset` on what rounding takes away, where that is this rank's to keep."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from commopt.aggregate.adam import Adam
 from commopt.aggregate.base import Aggregator, Buffer, Flat, Step, WorkKind, call, work
 from commopt.aggregate.shards import division, reshard
+from commopt.aggregate.sums import ByLeaders
 from commopt.compress import Passes
 from commopt.errors import ConfigurationError
 from commopt.feedback import BufferContext, Layout
@@ -30,8 +31,9 @@ class Hierarchical(Aggregator):
     """Two-level all_reduce with `inter` between the nodes; inside them sums are exact.
 
     Forms: "reduce_scatter" (reduce_scatter in the node, `inter` on this rank's shard, all_gather in the node),
-    "leader" (reduce to one rank, `inter` on everything there, broadcast). None lets `choose_form` decide. On one node
-    it is Flat(), and with one rank per node `inter`.
+    "leader" (reduce to one rank, `inter` on everything there, broadcast). None lets `choose_form` decide, which knows
+    a third for PowerSGD: compress first, then add up by level. On one node it is Flat(), and with one rank per node
+    `inter`.
     """
 
     inter: Aggregator = field(default_factory=Flat)
@@ -79,8 +81,11 @@ class Hierarchical(Aggregator):
             across = context.within("inter", context.layout, context.result_dtype)
             _alone(self.inter, team).all_reduce(buffer, team, scale, across)
             return
-        leader = self._form(team, buffer.nbytes, team.backend(buffer.device)) == "leader"
-        through = self._through_leader if leader else self._through_shards
+        form = self._form(team, buffer.nbytes, team.backend(buffer.device))
+        if form == "compress_first":
+            _compress_first(self.inter, buffer, team, scale, context)
+            return
+        through = self._through_leader if form == "leader" else self._through_shards
         seen = through(buffer, intra, inter, intra.size / team.size, scale, context)
         if self.inter.residual_paths:  # all ranks commit, or none does
             context.report(seen.isfinite().all())
@@ -149,7 +154,10 @@ class Hierarchical(Aggregator):
         # Feedback makes the way to the slow network float32.
         summed = torch.promote_types(dtype, torch.float32) if self.inter.residual_paths else dtype
         backend = team.backend(buffer.device or team.default_device)
-        if self._form(team, buffer.nbytes, backend) == "leader":
+        form = self._form(team, buffer.nbytes, backend)
+        if form == "compress_first":
+            return self.inter.calls(buffer, cast(TeamShape, ByLeaders(team)))
+        if form == "leader":
             leads = intra.rank == 0 and inter is not None
             across = self.inter.calls(buffer, inter) if leads and inter else ()
             reduced = call(intra, "reduce", layout.numel * summed.itemsize, 0)
@@ -213,23 +221,40 @@ class Hierarchical(Aggregator):
         """Return those of `inter`."""
         return self.inter.passes(ranks)
 
-    def _form(self, team: TeamShape, nbytes: int, backend: str) -> Form:
-        return self.form or choose_form(backend, nbytes, uniform=team.uniform, lossless=self.inter.lossless)
+    def _form(self, team: TeamShape, nbytes: int, backend: str) -> str:
+        inter = self.inter
+        return self.form or choose_form(
+            backend, nbytes, uniform=team.uniform, lossless=inter.lossless, linear=inter.linear
+        )
 
 
 @lru_cache(maxsize=1024)
-def choose_form(backend: str, nbytes: int, *, uniform: bool, lossless: bool = True) -> Form:
+def choose_form(backend: str, nbytes: int, *, uniform: bool, lossless: bool = True, linear: bool = False) -> str:
     """Return the form for a buffer of `nbytes`: the rule behind Hierarchical(form=None).
 
-    Unequal nodes: "leader", the only form they allow. Compression between the nodes: "reduce_scatter", so that the
-    ranks of a node share its work and its residuals. Gloo: "leader", where one flow fills a slow link as well as
-    several and the ranks of a node share its processors anyway. NCCL: "reduce_scatter" from 64 KiB, where every rank
-    drives the NIC with its own shard; "leader" below, where one small message across beats several.
+    Gloo, where `inter` sends sums only: "compress_first". Every rank compresses what it has, and leaders add up: to
+    move a gradient between processes takes a machine's processors longer than to compress it. Unequal nodes:
+    "leader". Compression between the nodes: "reduce_scatter", so that the ranks of a node share its work and its
+    residuals. Gloo: "leader", where one flow fills a slow link as well as several and the ranks of a node share its
+    processors anyway. NCCL: "reduce_scatter" from 64 KiB, where every rank drives the NIC with its own shard; "leader"
+    below, where one small message across beats several.
     """
+    if linear and backend == "gloo":
+        return "compress_first"
     if not uniform:
         return "leader"
     sharded = not lossless or (backend != "gloo" and nbytes >= _SHARD_FROM_NBYTES)
     return "reduce_scatter" if sharded else "leader"
+
+
+def _compress_first(inter: Aggregator, buffer: Tensor, team: Team, scale: float, context: BufferContext) -> None:
+    """Let every rank compress what it has; the sums of that, which are small, go through the leaders."""
+    assert team.intra is not None
+    if not context.memory.settled:  # what other forms kept is on any rank of the node: the first one sends it
+        mine = context.layout if team.intra.rank == 0 else None
+        reshard(inter, "whole", mine, team.intra, context, buffer.device)
+    across = context.within("inter", context.layout, context.result_dtype)
+    inter.all_reduce(buffer, cast(Team, ByLeaders(team)), scale, across)
 
 
 def _levels(inter: Aggregator, team: TeamShape) -> tuple[Any, Any]:

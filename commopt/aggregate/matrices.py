@@ -114,6 +114,28 @@ class Plan:
         return {"left": tuple(each.rows for each in matrices), "right": tuple(each.cols for each in matrices)}
 
     @cached_property
+    def table(self) -> Tensor:
+        """What the kernels for CPUs know of the matrices: int64 [matrices, 6], see csrc/cpu/kernels.hpp."""
+        rows = [
+            (
+                matrix.begin,
+                first,
+                group.rows,
+                group.cols,
+                group.left_row + n * group.rows,
+                group.right_row + n * group.cols,
+            )
+            for group in self.groups
+            for n, (matrix, first, _) in enumerate(group.places())
+        ]
+        return torch.tensor(rows, dtype=torch.int64, device="cpu")
+
+    @cached_property
+    def height_table(self) -> dict[Side, Tensor]:
+        """The same of `heights`: int64 [matrices]."""
+        return {side: torch.tensor(each, dtype=torch.int64, device="cpu") for side, each in self.heights.items()}
+
+    @cached_property
     def stacked(self) -> Layout:
         """What lies where once the matrices are stacked."""
         return Layout(tuple(matrix.piece for matrix in self.matrices))
@@ -122,6 +144,11 @@ class Plan:
     def everything(self) -> Layout:
         """What lies where when the dense elements follow the stacked matrices."""
         return Layout(self.stacked.pieces + self.dense.pieces)
+
+    @cached_property
+    def splits(self) -> bool:
+        """Whether a parameter is a matrix in part: all its residuals are in one slot, which holds the rest too."""
+        return not self.stacked.names.isdisjoint(self.dense.names)
 
     @cached_property
     def dense(self) -> Layout:

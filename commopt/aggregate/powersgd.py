@@ -15,9 +15,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from commopt.aggregate.base import Aggregator, Buffer, Step, WorkKind, call, mark_non_finite, work
+from commopt.aggregate.base import Aggregator, Buffer, Step, WorkKind, mark_non_finite, work
 from commopt.aggregate.exchange import Exchange
+from commopt.aggregate.exchange_in_place import InPlace
 from commopt.aggregate.matrices import Rule, beyond_rank, divide, plan
+from commopt.aggregate.sums import add_up, calls_of_sum
 from commopt.compress import ErrorFeedback, Passes, Trials
 from commopt.errors import ConfigurationError
 from commopt.feedback import (
@@ -39,6 +41,8 @@ _NBYTES = torch.float32.itemsize
 class PowerSGD(Aggregator):
     """Exchange low-rank factors of the matrices in a buffer; everything else travels dense, in the first message.
 
+    Between two to four nodes over gloo factors travel as bfloat16, and the residual takes what that loses.
+
     A parameter of two dimensions or more is a matrix; (out, in, height, width) becomes (out, in * height * width) or
     whatever split of the shape has the fewest rows and columns together. Standalone tensors have no shapes here:
     they are averaged exactly.
@@ -56,6 +60,8 @@ class PowerSGD(Aggregator):
     start_step: int = 2
     feedback: Feedback | None = Feedback()
     dense: tuple[str, ...] = ()
+
+    linear = True
 
     def __post_init__(self) -> None:
         for name, least in (("matrix_rank", 1), ("start_step", 0)):
@@ -85,7 +91,8 @@ class PowerSGD(Aggregator):
             self._reduce_as_it_is(buffer, dtype, team, scale, context)
         else:
             found = plan(context.layout, self._rule)
-            Exchange(found, self.matrix_rank, self.feedback, buffer, dtype, scale, context).run(team)
+            kind = InPlace if InPlace.suits(found, buffer, dtype, self.feedback, context) else Exchange
+            kind(found, self.matrix_rank, self.feedback, buffer, dtype, scale, context).run(team)
 
     def _reduce_as_it_is(
         self, buffer: Tensor, dtype: torch.dtype, team: Team, scale: float, context: BufferContext
@@ -95,7 +102,7 @@ class PowerSGD(Aggregator):
         if buffer.dtype != dtype:
             work = context.scratch.take("rounded", buffer.numel(), dtype, buffer.device)
         scale_and_add(buffer, work, scale, self._leftover(dtype, context, buffer.device))
-        team.all_reduce(work)
+        add_up(work, team)
         buffer.copy_(work)
         if context.store is not None:
             finite = work.isfinite().all()
@@ -113,16 +120,17 @@ class PowerSGD(Aggregator):
     # -------------------------------------------------------------------------------------- facts
 
     def calls(self, buffer: Buffer, team: TeamShape) -> tuple[Step, ...]:
-        """Return one all_reduce of all values, or one of left factors and what is dense, and one of right ones."""
+        """Return a sum of all values, or one of left factors and what is dense, and one of right ones."""
         if buffer.nbytes == 0 or team.size == 1:
             return ()
         if self._as_it_is(buffer.layout, buffer.dtype, buffer.step):
-            return call(team, "all_reduce", buffer.nbytes)
+            return calls_of_sum(0, buffer.nbytes, team, buffer.device)
         found = plan(buffer.layout, self._rule)
         what, numel = f"PowerSGD({self.matrix_rank})", found.stacked.numel
-        left, right = (_NBYTES * found.rows[side] * self.matrix_rank for side in ("left", "right"))
-        first = call(team, "all_reduce", left + _NBYTES * found.dense.numel)
-        return work("factor", what, numel), *first, work("refresh", what, numel), *call(team, "all_reduce", right)
+        left, right = (found.rows[side] * self.matrix_rank for side in ("left", "right"))
+        first = calls_of_sum(left, _NBYTES * found.dense.numel, team, buffer.device)
+        second = calls_of_sum(right, 0, team, buffer.device)
+        return work("factor", what, numel), *first, work("refresh", what, numel), *second
 
     def check_capture(self, step: int, team: TeamShape) -> None:
         """Refuse residuals that are rounded at random."""

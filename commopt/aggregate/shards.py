@@ -78,12 +78,19 @@ def reshard(
 
     mine: what this rank takes. Each rank adds what it holds of the buffer's parameters to zeros, so that adding up
     moves it exactly. Of an average that several hold, each of a whole one, as after a load, the mean is taken.
+    Where every rank kept "whole" buffers of its own and goes on so, nothing moves.
     """
     store, path = context.store, context.within("inter", context.layout).path
-    if store is None or not store.place(path, context.layout, division_name):
+    if store is None:
+        return
+    before = {how for other, how in store.placed.get(path, {}).items() if other.shares_names(context.layout)}
+    if not store.place(path, context.layout, division_name) or before == {division_name} == {"whole"}:
         return
     paths = [f"{path}.{part}".rstrip(".") for part in inter.residual_paths]
-    store.factors.forget(path, context.layout.names - (frozenset() if mine is None else mine.names))
+    kept = frozenset() if mine is None else mine.names
+    if division_name == "whole":  # where all ranks of the node need the same
+        kept = frozenset() if before else context.layout.names
+    store.factors.forget(path, context.layout.names - kept)
     for each in paths:
         store.dissolve(each, context.layout)
     collected = [store.collect(each, context.layout, device) for each in paths]

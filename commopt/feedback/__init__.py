@@ -4,6 +4,7 @@
 from commopt.feedback.checkpoint import layout_of, pieces_of, restore, save, spread
 from commopt.feedback.context import (
     SAMPLE_EVERY_STEPS,
+    SAMPLE_NUMEL,
     BufferContext,
     Feedback,
     require_feedback,
@@ -32,6 +33,7 @@ __all__ = [
     "EXP_AVG_SQ",
     "MOMENTUM_BUFFER",
     "SAMPLE_EVERY_STEPS",
+    "SAMPLE_NUMEL",
     "BufferContext",
     "FactorStore",
     "Factors",

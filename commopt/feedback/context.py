@@ -14,12 +14,12 @@ from commopt.concise_repr import ConciseRepr
 from commopt.errors import ConfigurationError
 from commopt.feedback.factors import Factors, FactorStore, Make
 from commopt.feedback.layout import Layout
-from commopt.feedback.store import Kind, Memory, ResidualStore, Scratch
+from commopt.feedback.store import Kind, Memory, Residual, ResidualStore, Scratch
 from commopt.groups import apply_scale
 from commopt.kernels.residual import round_with_carry
 
 SAMPLE_EVERY_STEPS = 8
-_SAMPLE_NUMEL = 16384
+SAMPLE_NUMEL = 16384
 
 
 @dataclass(frozen=True, repr=False)
@@ -112,16 +112,24 @@ class BufferContext:
         """
         if self.store is None or feedback is None:
             return None
-        key = (self.path, kind, layout)
-        slot = self.memory.found.get(key)
-        if slot is None:
-            slot = self.store.slot(self.path, kind, layout, device, feedback.dtype, whole or layout)
-            self.memory.found[key] = slot
+        slot = self.residual(kind, layout, feedback, device, whole)
         old, new = self.store.stage(slot, self.rank)
         if kind == "worker":
             return ErrorFeedback(old, new, self.loss_scale, feedback.decay)
         # Decay is for what grows old while it waits; a sum is sent to all at once.
         return ErrorFeedback(old, new, self.loss_scale)
+
+    def residual(
+        self, kind: Kind, layout: Layout, feedback: Feedback, device: torch.device, whole: Layout | None = None
+    ) -> Residual:
+        """Return the residual itself, for which there has to be a store; who writes it locks that."""
+        assert self.store is not None
+        key = (self.path, kind, layout)
+        slot = self.memory.found.get(key)
+        if slot is None:
+            slot = self.store.slot(self.path, kind, layout, device, feedback.dtype, whole or layout)
+            self.memory.found[key] = slot
+        return slot
 
     def moment(self, name: str, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the average kept as `name` (EXP_AVG, ANCHOR) of the buffer, float32, and the next one's place."""
@@ -175,9 +183,9 @@ class BufferContext:
         if self.store is None:
             return
         unscale = scale if self.loss_scale is None else scale / self.loss_scale
-        gradient = values[:_SAMPLE_NUMEL].float() * unscale
-        sent = gradient + carry.decay * carry.old[:_SAMPLE_NUMEL]
-        self.store.error.add(carry.new[:_SAMPLE_NUMEL], sent)
+        gradient = values[:SAMPLE_NUMEL].float() * unscale
+        sent = gradient + carry.decay * carry.old[:SAMPLE_NUMEL]
+        self.store.error.add(carry.new[:SAMPLE_NUMEL], sent)
 
 
 def scale_and_add(values: Tensor, target: Tensor, scale: float, carry: ErrorFeedback | None) -> None:

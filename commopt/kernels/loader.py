@@ -51,33 +51,54 @@ class Native(Loader):
     )
 
     def __init__(self) -> None:
-        self._module = _compiled()
+        self._module = _compiled("_C")
 
     def launch(self, kernel: str, grid: int, block: int, stream: int, arguments: Arguments) -> None:
         self._module.launch(kernel, grid, block, stream, arguments)
 
 
-def _compiled() -> Any:
-    """Import commopt._C; a source tree has none, and takes that of the installed commopt if it is of its sources.
+def _compiled(name: str) -> Any:
+    """Import a compiled module; a source tree has none, and takes that of the installed commopt if of its sources.
 
     What is run from a source tree imports that tree's package, whatever is installed.
     """
     from commopt.kernels import sources
 
     try:
-        return import_module("commopt._C")
+        return import_module(f"commopt.{name}")
     except ModuleNotFoundError:
         for folder in (Path(entry, "commopt") for entry in sys.path):
-            spec = PathFinder.find_spec("commopt._C", [str(folder)])
+            spec = PathFinder.find_spec(f"commopt.{name}", [str(folder)])
             if spec is None or spec.loader is None:
                 continue
             if sources.contents(folder / "csrc") != sources.contents(sources.directory()):
                 raise ImportError(f"{folder} was compiled from other sources than {sources.directory()}") from None
             module = module_from_spec(spec)
             spec.loader.exec_module(module)
-            sys.modules["commopt._C"] = module
+            sys.modules[f"commopt.{name}"] = module
             return module
         raise
+
+
+def cpu_kernels() -> Any | None:
+    """Return `commopt._cpu`, built at installation where there was a C++ compiler; None where plain torch computes."""
+    return None if os.environ.get(VARIABLE) == "torch" else _cpu_kernels()
+
+
+@cache
+def _cpu_kernels() -> Any | None:
+    try:
+        return _compiled("_cpu")
+    except ImportError as error:
+        level = logging.INFO if isinstance(error, ModuleNotFoundError) else logging.WARNING
+        _log.log(level, "kernels on the CPU run as slower plain torch operations (%s)", error)
+        return None
+
+
+def cpu_threads() -> int:
+    """Return how many threads a CPU kernel may use: torch's, and no more than this rank's share of the processors."""
+    processors = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return max(1, min(torch.get_num_threads(), processors))
 
 
 class Nvrtc(Loader):

@@ -8,15 +8,16 @@ or [count, cols, r] (right), its r columns being what PowerSGD (arXiv 1905.13727
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from math import sqrt
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from commopt.errors import ConfigurationError, UnsupportedTensorError
 from commopt.kernels import loader
+from commopt.kernels.codec import address
 from commopt.kernels.loader import Loader
 
 RIDGE = 100 * torch.finfo(torch.float32).eps
@@ -36,7 +37,7 @@ _TILE_ROWS, _TILE_COLS = 64, 128  # of a product
 def orthogonalize(factors: Tensor, out: Tensor | None = None, initial: Tensor | None = None) -> Tensor:
     """Return factors [count, rows, r] with (nearly) orthonormal columns that span the same space.
 
-    By Cholesky-QR: on a CPU once, in float64 with exact sums; by a kernel twice, in float32 with a ridge. No singular
+    By Cholesky-QR: on a CPU once, in float64 with exact sums; on a GPU twice, in float32 with a ridge. No singular
     value of the result exceeds 1 + 1e-5, whatever the scale; directions far smaller than the others end below 1;
     all-zero gives zero. Equal input gives equal bits, whatever the number of threads and, between CPUs, the machine:
     replicas that do it for themselves stay alike. A NaN or an infinity gives NaN in that matrix. Nothing waits for the
@@ -63,14 +64,30 @@ def orthogonalize_each(factors: Sequence[Tensor], outs: Sequence[Tensor], initia
             work.append((stack, out, begin))
     if not work:
         return
-    kernels = loader.loader_for(work[0][0].device) if work[0][0].shape[2] <= MAX_KERNEL_RANK else None
-    if kernels is None:
+    device, matrix_rank = work[0][0].device, work[0][0].shape[2]
+    kernels = loader.loader_for(device) if matrix_rank <= MAX_KERNEL_RANK else None
+    cpu = _cpu(device)
+    if kernels is None and cpu is None:
         from commopt.kernels import lowrank_reference as reference
 
-        reference.orthogonalize_each(work)
-    else:
-        for stack, out, begin in work:
+        return reference.orthogonalize_each(work)
+    for stack, out, begin in work:
+        if kernels is not None:
             _orthogonalize(kernels, stack, out, begin)
+        else:
+            count, rows, _ = stack.shape
+            orthogonalize_rows(cpu, stack, begin, out, _heights((rows,) * count))
+
+
+def orthogonalize_rows(cpu: Any, factors: Tensor, initial: Tensor | None, out: Tensor, heights: Tensor) -> None:
+    """Let the CPU's kernel do it with factors of `heights` (int64) rows each, one after the other: [rows of all, r]."""
+    pointers = factors.data_ptr(), address(initial), out.data_ptr(), heights.data_ptr()
+    cpu.orthogonalize(*pointers, len(heights), factors.shape[-1], loader.cpu_threads())
+
+
+@lru_cache(maxsize=1024)
+def _heights(heights: tuple[int, ...]) -> Tensor:
+    return torch.tensor(heights, dtype=torch.int64, device="cpu")
 
 
 def project(matrices: Tensor, factors: Tensor, out: Tensor, *, transposed: bool = False) -> None:
@@ -85,13 +102,31 @@ def project(matrices: Tensor, factors: Tensor, out: Tensor, *, transposed: bool 
     inner, outer = (rows, cols) if transposed else (cols, rows)
     _check_shape("factors", factors, (count, inner, factors.shape[2]))
     _check_shape("out", out, (count, outer, factors.shape[2]))
-    reference.project(matrices, factors, out, transposed=transposed)
+    cpu = None if transposed else _cpu(matrices.device)
+    if cpu is None:
+        reference.project(matrices, factors, out, transposed=transposed)
+    else:
+        pointers = matrices.data_ptr(), factors.data_ptr(), out.data_ptr()
+        cpu.lowrank_project(*pointers, *matrices.shape, factors.shape[2], loader.cpu_threads())
+
+
+def refresh(matrices: Tensor, left: Tensor, right: Tensor) -> None:
+    """Set `right` [count, cols, r] to M^T left for each matrix M [rows, cols], then subtract left right^T from M."""
+    cpu = _cpu(matrices.device)
+    if cpu is None:
+        project(matrices, left, right, transposed=True)
+        subtract(matrices, left, right)
+        return
+    _check_product(left, right, matrices)
+    pointers = matrices.data_ptr(), left.data_ptr(), right.data_ptr()
+    cpu.lowrank_refresh(*pointers, *matrices.shape, left.shape[2], loader.cpu_threads())
 
 
 def decode(left: Tensor, right: Tensor, out: Tensor) -> None:
     """Set `out` [count, rows, cols] to left right^T, in float32 arithmetic and with k = 0 .. r-1 in this order.
 
-    Equal input gives equal bits, whatever the number of threads: replicas decode for themselves.
+    Equal input gives equal bits, whatever the number of threads and, between CPUs, the machine: replicas decode for
+    themselves.
     """
     _multiply("decode", left, right, out)
 
@@ -122,12 +157,15 @@ def _orthogonalize(kernels: Loader, factors: Tensor, out: Tensor, initial: Tenso
 
 
 def _multiply(name: Literal["decode", "subtract"], left: Tensor, right: Tensor, matrices: Tensor) -> None:
-    _check(left=left, right=right, matrices=matrices)
+    _check_product(left, right, matrices)
     count, rows, matrix_rank = left.shape
     cols = right.shape[1]
-    _check_shape("right", right, (count, cols, matrix_rank))
-    _check_shape("matrices", matrices, (count, rows, cols))
     kernels = loader.loader_for(matrices.device)
+    cpu = _cpu(matrices.device) if name == "decode" else None
+    if kernels is None and cpu is not None:
+        pointers = left.data_ptr(), right.data_ptr(), matrices.data_ptr()
+        cpu.lowrank_decode(*pointers, *matrices.shape, matrix_rank, loader.cpu_threads())
+        return None
     if kernels is None:
         from commopt.kernels import lowrank_reference as reference
 
@@ -137,6 +175,18 @@ def _multiply(name: Literal["decode", "subtract"], left: Tensor, right: Tensor, 
     arguments = (left.data_ptr(), right.data_ptr(), rows, cols, matrix_rank, matrices.data_ptr())
     grid = count * -(-rows // _TILE_ROWS) * -(-cols // _TILE_COLS)
     kernels.queue(matrices.device, f"lowrank_{name}", grid, _THREADS, arguments)
+
+
+def _cpu(device: torch.device) -> Any | None:
+    return loader.cpu_kernels() if device.type == "cpu" else None
+
+
+def _check_product(left: Tensor, right: Tensor, matrices: Tensor) -> None:
+    _check(left=left, right=right, matrices=matrices)
+    count, rows, matrix_rank = left.shape
+    cols = right.shape[1]
+    _check_shape("right", right, (count, cols, matrix_rank))
+    _check_shape("matrices", matrices, (count, rows, cols))
 
 
 def _check(**tensors: Tensor) -> None:

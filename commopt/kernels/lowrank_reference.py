@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import sqrt
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,14 +47,17 @@ def project(matrices: Tensor, factors: Tensor, out: Tensor, *, transposed: bool)
 def decode(left: Tensor, right: Tensor, out: Tensor) -> None:
     """Set `out` to left right^T."""
     _, rows, cols = out.shape
-    # A few rows at a time are written to memory in one go; the bits are the same.
-    step = max(piece_numel(out.device) // (2 * cols), 1) if len(out) == 1 else rows
+    if _may_use_tf32(out.device):
+        out.copy_(torch.bmm(left.double(), right.transpose(1, 2).double()))
+        return
+    # Products are rounded, then added: the bits are those of the kernel for CPUs, and no BLAS has a say in them.
+    columns = right.transpose(1, 2).contiguous()
+    step = max(piece_numel(out.device) // (2 * cols * len(out)), 1)
     for begin in range(0, rows, step):
         part, target = left[:, begin : begin + step], out[:, begin : begin + step]
-        if _may_use_tf32(out.device):
-            target.copy_(torch.bmm(part.double(), right.transpose(1, 2).double()))
-        else:
-            torch.bmm(part, right.transpose(1, 2), out=target)
+        torch.mul(part[:, :, :1], columns[:, :1], out=target)
+        for k in range(1, left.shape[2]):
+            target.add_(part[:, :, k : k + 1] * columns[:, k : k + 1])
 
 
 def subtract(matrices: Tensor, left: Tensor, right: Tensor) -> None:
@@ -82,7 +86,7 @@ def _on_a_grid(factors: Tensor, initial: Tensor | None) -> Tensor:
     if initial is not None:
         largest = factors.abs().amax((1, 2), keepdim=True)
         noise = torch.where(largest == 0, 1.0, largest * NOISE) * sqrt(factors.shape[1])
-        factors = torch.addcmul(factors, initial, noise)
+        factors = factors + initial * noise  # not addcmul, which may fuse the two roundings into one
     largest = factors.abs().amax(1).double()
     columns = factors.transpose(1, 2)
     grid = torch.empty(columns.shape, dtype=torch.float64, device=columns.device)
@@ -98,6 +102,11 @@ def _gram(grid: Tensor) -> Tensor:
     return gram
 
 
+def _root(values: Tensor) -> Tensor:
+    """Return the roots, rounded as IEEE 754 says: on the CPU torch asks MKL, whose may be a bit off."""
+    return torch.from_numpy(np.sqrt(values.numpy())) if values.device.type == "cpu" else values.sqrt()
+
+
 def _inverse_roots(grams: Tensor) -> tuple[Tensor, Tensor]:
     """Return L^-1 of Gram matrices L L^T, as two words of whole numbers [count, 2 r, r] and their units [count, r, 1].
 
@@ -111,7 +120,7 @@ def _inverse_roots(grams: Tensor) -> tuple[Tensor, Tensor]:
     rows.diagonal(matrix_rank).fill_(1.0)
     for place in range(matrix_rank):
         row = rows[place, place:]
-        root = torch.maximum(row[0], floors[place]).sqrt_()
+        root = _root(torch.maximum(row[0], floors[place]))
         row /= root.masked_fill_(root == 0, 1.0)
         rows[place + 1 :, place:] -= rows[place, place + 1 : matrix_rank, None] * row
     inverse = rows[:, matrix_rank:].permute(2, 0, 1)

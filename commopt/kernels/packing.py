@@ -19,6 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from commopt.kernels.loader import cpu_kernels
+
 BLOCK = 256
 _LISTED = 15
 _ELSEWHERE = 7
@@ -34,6 +36,9 @@ def packed_nbytes(numel: int) -> int:
 @torch.no_grad()
 def pack(values: Tensor, packed: Tensor) -> bool:
     """Put `values` (bfloat16 [n]) into `packed` (uint8 [packed_nbytes(n)]); return whether they fit."""
+    cpu = cpu_kernels()
+    if cpu is not None:
+        return bool(cpu.pack(values.data_ptr(), len(values), packed.data_ptr()))
     parts, listed = _Parts.of(packed), 0
     for first, last in _pieces(parts):
         work, part = _Work(last - first), values[first * BLOCK : last * BLOCK].view(torch.int16)
@@ -58,6 +63,10 @@ def pack(values: Tensor, packed: Tensor) -> bool:
 @torch.no_grad()
 def unpack(packed: Tensor, values: Tensor) -> None:
     """Put what `pack` has put into `packed` back into `values` (bfloat16 [n])."""
+    cpu = cpu_kernels()
+    if cpu is not None:
+        cpu.unpack(packed.data_ptr(), len(values), values.data_ptr())
+        return
     parts, listed = _Parts.of(packed), 0
     for first, last in _pieces(parts):
         work, target = _Work(last - first), values[first * BLOCK : last * BLOCK].view(torch.int16)

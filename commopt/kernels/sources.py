@@ -23,8 +23,9 @@ def directory() -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Return what the .cuh files of a folder hold, by name."""
-    return {path.name: path.read_bytes() for path in folder.glob("*.cuh")}
+    """Return what the sources in a folder hold, by name."""
+    files = [*folder.glob("*.cuh"), *folder.glob("cpu/*.?pp")]
+    return {path.name: path.read_bytes() for path in files}
 
 
 @cache

@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+// The kernels, as compiled for one kind of processor: kernels.cpp, once for each. What they do stands beside each.
+#pragma once
+
+#include <cstdint>
+
+// Whole rows of a buffer: its first element there and in what is kept, and its first row among all left and all right
+// factors.
+struct Matrix {
+    std::int64_t place, kept, rows, cols, left, right;
+};
+
+struct Kernels {
+    const char* target;
+    void (*lowrank_project)(float* matrices, const float* right, float* out, std::int64_t count,
+                            std::int64_t rows, std::int64_t cols, std::int64_t r, std::int64_t threads);
+    void (*lowrank_refresh)(float* matrices, const float* left, float* right, std::int64_t count, std::int64_t rows,
+                            std::int64_t cols, std::int64_t r, std::int64_t threads);
+    void (*lowrank_decode)(const float* left, const float* right, float* out, std::int64_t count, std::int64_t rows,
+                           std::int64_t cols, std::int64_t r, std::int64_t threads);
+    void (*lowrank_begin)(float* values, const float* old, double factor, double decay, const Matrix* matrices,
+                          std::int64_t count, const float* right, float* left, std::int64_t r, std::int64_t threads);
+    void (*lowrank_back)(const float* values, const Matrix* matrices, std::int64_t count, const float* left,
+                         float* right, std::int64_t r, std::int64_t threads);
+    void (*lowrank_finish)(float* values, float* old, const Matrix* matrices, std::int64_t count, const float* left,
+                           const float* sent, const float* right, std::int64_t r, std::int64_t threads);
+    void (*orthogonalize)(const float* factors, const float* initial, float* out, const std::int64_t* heights,
+                          std::int64_t count, std::int64_t r, std::int64_t threads);
+    bool (*pack)(const std::uint16_t* values, std::int64_t numel, std::uint8_t* packed);
+    void (*unpack)(const std::uint8_t* packed, std::int64_t numel, std::uint16_t* values);
+};
+
+extern const Kernels baseline_kernels, avx2_kernels;  // the second on x86 alone

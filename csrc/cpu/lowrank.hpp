@@ -1,0 +1,421 @@
+// SPDX-License-Identifier: Apache-2.0
+// Products of matrices with few columns, for PowerSGD: stacks of matrices [count, rows, cols], left factors
+// [count, rows, r], right factors [count, cols, r]; and the same for matrices that lie anywhere in a buffer.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "kernels.hpp"
+#include "vectors.hpp"
+
+namespace COMMOPT_TARGET {
+
+constexpr std::int64_t AT_ONCE = 4;                 // columns of a factor
+constexpr std::int64_t SPREAD_FROM = 1 << 17;       // elements that are worth a thread
+constexpr std::int64_t CACHED_NUMEL = 1 << 18;      // what a core's own cache holds twice
+constexpr std::int64_t CACHED_SUMS = 8192;           // of products with columns
+constexpr std::int64_t LEAST_COLS = 256;            // of a block: whole cache lines
+
+// The factor's columns one after the other: [r, rows].
+inline std::vector<float> transposed(const float* factor, std::int64_t rows, std::int64_t r) {
+    std::vector<float> turned(static_cast<std::size_t>(rows * r));
+    for (std::int64_t row = 0; row < rows; ++row) {
+        for (std::int64_t k = 0; k < r; ++k) turned[k * rows + row] = factor[row * r + k];
+    }
+    return turned;
+}
+
+// Threads for one matrix of so many elements.
+inline std::int64_t threads_for(std::int64_t numel, std::int64_t threads) {
+    return std::clamp<std::int64_t>(numel / SPREAD_FROM, 1, threads);
+}
+
+// out[row, k..k+K) = products of row(s) with K columns of a factor.
+template <int ROWS, int K>
+inline void row_products(const float* row, std::int64_t cols, const float* factor, std::int64_t stride, float* out,
+                         std::int64_t r) {
+    Floats sums[ROWS][K] = {};
+    std::int64_t col = 0;
+    for (; col + LANES <= cols; col += LANES) {
+        Floats values[ROWS];
+        for (int i = 0; i < ROWS; ++i) values[i] = load(row + i * cols + col);
+        for (int k = 0; k < K; ++k) {
+            const Floats column = load(factor + k * stride + col);
+            for (int i = 0; i < ROWS; ++i) sums[i][k] += values[i] * column;
+        }
+    }
+    for (int i = 0; i < ROWS; ++i) {
+        for (int k = 0; k < K; ++k) {
+            float total = sum(sums[i][k]);
+            for (std::int64_t rest = col; rest < cols; ++rest) total += row[i * cols + rest] * factor[k * stride + rest];
+            out[i * r + k] = total;
+        }
+    }
+}
+
+template <int ROWS>
+inline void all_row_products(const float* row, std::int64_t cols, const float* factor, float* out, std::int64_t r) {
+    std::int64_t k = 0;
+    for (; k + AT_ONCE <= r; k += AT_ONCE) row_products<ROWS, 4>(row, cols, factor + k * cols, cols, out + k, r);
+    if (r - k == 3) row_products<ROWS, 3>(row, cols, factor + k * cols, cols, out + k, r);
+    if (r - k == 2) row_products<ROWS, 2>(row, cols, factor + k * cols, cols, out + k, r);
+    if (r - k == 1) row_products<ROWS, 1>(row, cols, factor + k * cols, cols, out + k, r);
+}
+
+// Rows of a matrix that are there.
+struct AsItIs {
+    Floats operator()(float* row, std::int64_t at) const { return load(row + at); }
+    float one(float* row, std::int64_t at) const { return row[at]; }
+};
+
+// Rows that are made where they are: by * row + remains * old.
+struct Mixed {
+    std::ptrdiff_t old;  // from a row to that of the old residual
+    float by, remains;
+
+    Floats operator()(float* row, std::int64_t at) const {
+        const Floats values = load(row + at) * by + load(row + old + at) * remains;
+        store(row + at, values);
+        return values;
+    }
+    float one(float* row, std::int64_t at) const { return row[at] = row[at] * by + row[old + at] * remains; }
+};
+
+// The same without an old residual.
+struct Scaled {
+    float by;
+
+    Floats operator()(float* row, std::int64_t at) const {
+        const Floats values = load(row + at) * by;
+        store(row + at, values);
+        return values;
+    }
+    float one(float* row, std::int64_t at) const { return row[at] *= by; }
+};
+
+// out[i, 0..K) = products of ROWS rows, `apart` from each other, with K columns of a factor.
+template <int ROWS, int K, typename Read>
+inline void row_products(float* row, std::int64_t cols, const float* factor, float* out, std::int64_t r,
+                         const Read& read) {
+    Floats sums[ROWS][K] = {};
+    std::int64_t col = 0;
+    for (; col + LANES <= cols; col += LANES) {
+        Floats values[ROWS];
+        for (int i = 0; i < ROWS; ++i) values[i] = read(row + i * cols, col);
+        for (int k = 0; k < K; ++k) {
+            const Floats column = load(factor + k * cols + col);
+            for (int i = 0; i < ROWS; ++i) sums[i][k] += values[i] * column;
+        }
+    }
+    for (int i = 0; i < ROWS; ++i) {
+        for (int k = 0; k < K; ++k) out[i * r + k] = sum(sums[i][k]);
+    }
+    for (; col < cols; ++col) {
+        for (int i = 0; i < ROWS; ++i) {
+            const float value = read.one(row + i * cols, col);
+            for (int k = 0; k < K; ++k) out[i * r + k] += value * factor[k * cols + col];
+        }
+    }
+}
+
+template <int ROWS, typename Read>
+inline void all_row_products(float* row, std::int64_t cols, const float* factor, float* out, std::int64_t r,
+                             const Read& read) {
+    std::int64_t k = std::min(r, AT_ONCE);
+    if (k == 4) row_products<ROWS, 4>(row, cols, factor, out, r, read);
+    if (k == 3) row_products<ROWS, 3>(row, cols, factor, out, r, read);
+    if (k == 2) row_products<ROWS, 2>(row, cols, factor, out, r, read);
+    if (k == 1) row_products<ROWS, 1>(row, cols, factor, out, r, read);
+    const AsItIs again;
+    for (; k + AT_ONCE <= r; k += AT_ONCE) row_products<ROWS, 4>(row, cols, factor + k * cols, out + k, r, again);
+    for (; k < r; ++k) row_products<ROWS, 1>(row, cols, factor + k * cols, out + k, r, again);
+}
+
+// out = M right for a matrix M.
+template <typename Read>
+inline void project(float* matrix, const float* right, float* out, std::int64_t rows, std::int64_t cols,
+                    std::int64_t r, std::int64_t threads, const Read& read) {
+    const std::vector<float> columns = transposed(right, cols, r);
+    spread(rows, 2, threads_for(rows * cols, threads), [&](std::int64_t first, std::int64_t last) {
+        std::int64_t row = first;
+        for (; row + 2 <= last; row += 2) {
+            all_row_products<2>(matrix + row * cols, cols, columns.data(), out + row * r, r, read);
+        }
+        if (row < last) all_row_products<1>(matrix + row * cols, cols, columns.data(), out + row * r, r, read);
+    });
+}
+
+inline void lowrank_project(float* matrices, const float* right, float* out, std::int64_t count, std::int64_t rows,
+                            std::int64_t cols, std::int64_t r, std::int64_t threads) {
+    for (; count > 0; --count, matrices += rows * cols, right += cols * r, out += rows * r) {
+        project(matrices, right, out, rows, cols, r, threads, AsItIs{});
+    }
+}
+
+// values = factor * values + decay * old (old may be null), in place; left = M right for each matrix M of values.
+inline void lowrank_begin(float* values, const float* old, double factor, double decay, const Matrix* matrices,
+                          std::int64_t count, const float* right, float* left, std::int64_t r, std::int64_t threads) {
+    const float by = static_cast<float>(factor), remains = static_cast<float>(decay);
+    for (const Matrix* each = matrices; each != matrices + count; ++each) {
+        const auto with = [&](const auto& read) {
+            project(values + each->place, right + each->right * r, left + each->left * r, each->rows, each->cols, r,
+                    threads, read);
+        };
+        if (old == nullptr) {
+            with(Scaled{by});
+        } else {
+            with(Mixed{(old + each->kept) - (values + each->place), by, remains});
+        }
+    }
+}
+
+// sums[k, :] += products of ROWS rows with K columns of the left factor, over `cols` columns.
+template <int ROWS, int K>
+inline void add_column_products(const float* row, std::int64_t stride, std::int64_t cols, const float* left,
+                                std::int64_t r, float* sums) {
+    Floats by[ROWS][K];
+    for (int i = 0; i < ROWS; ++i) {
+        for (int k = 0; k < K; ++k) by[i][k] = all(left[i * r + k]);
+    }
+    std::int64_t col = 0;
+    for (; col + LANES <= cols; col += LANES) {
+        Floats values[ROWS];
+        for (int i = 0; i < ROWS; ++i) values[i] = load(row + i * stride + col);
+        for (int k = 0; k < K; ++k) {
+            Floats total = load(sums + k * cols + col);
+            for (int i = 0; i < ROWS; ++i) total += values[i] * by[i][k];
+            store(sums + k * cols + col, total);
+        }
+    }
+    for (; col < cols; ++col) {
+        for (int k = 0; k < K; ++k) {
+            for (int i = 0; i < ROWS; ++i) sums[k * cols + col] += row[i * stride + col] * left[i * r + k];
+        }
+    }
+}
+
+enum class Store { set, add, subtract };
+
+// ROWS rows of a product with K columns of the left factor: put there, added or subtracted, k = 0 .. K-1.
+template <Store HOW, int ROWS, int K>
+inline void write_products(float* row, std::int64_t stride, std::int64_t cols, const float* left, std::int64_t r,
+                           const float* columns, std::int64_t apart) {
+    Floats by[ROWS][K];
+    for (int i = 0; i < ROWS; ++i) {
+        for (int k = 0; k < K; ++k) by[i][k] = all(left[i * r + k]);
+    }
+    std::int64_t col = 0;
+    for (; col + LANES <= cols; col += LANES) {
+        Floats totals[ROWS];
+        for (int i = 0; i < ROWS; ++i) totals[i] = HOW == Store::set ? Floats{} : load(row + i * stride + col);
+        for (int k = 0; k < K; ++k) {
+            const Floats column = load(columns + k * apart + col);
+            for (int i = 0; i < ROWS; ++i) {
+                if (HOW == Store::subtract) {
+                    totals[i] -= by[i][k] * column;
+                } else if (HOW == Store::set && k == 0) {
+                    totals[i] = by[i][k] * column;
+                } else {
+                    totals[i] += by[i][k] * column;
+                }
+            }
+        }
+        for (int i = 0; i < ROWS; ++i) store(row + i * stride + col, totals[i]);
+    }
+    for (; col < cols; ++col) {
+        for (int i = 0; i < ROWS; ++i) {
+            float& total = row[i * stride + col];
+            for (int k = 0; k < K; ++k) {
+                const float product = left[i * r + k] * columns[k * apart + col];
+                total = HOW == Store::subtract ? total - product : HOW == Store::set && k == 0 ? product : total + product;
+            }
+        }
+    }
+}
+
+template <int ROWS>
+inline void add_all_column_products(const float* row, std::int64_t stride, std::int64_t cols, const float* left,
+                                    std::int64_t r, float* sums) {
+    std::int64_t k = 0;
+    for (; k + AT_ONCE <= r; k += AT_ONCE) {
+        add_column_products<ROWS, 4>(row, stride, cols, left + k, r, sums + k * cols);
+    }
+    if (r - k == 3) add_column_products<ROWS, 3>(row, stride, cols, left + k, r, sums + k * cols);
+    if (r - k == 2) add_column_products<ROWS, 2>(row, stride, cols, left + k, r, sums + k * cols);
+    if (r - k == 1) add_column_products<ROWS, 1>(row, stride, cols, left + k, r, sums + k * cols);
+}
+
+// The same with all columns of the left factor.
+template <Store FIRST, Store THEN, int ROWS>
+inline void write_all_products(float* row, std::int64_t stride, std::int64_t cols, const float* left, std::int64_t r,
+                               const float* columns, std::int64_t apart) {
+    std::int64_t k = 0;
+    if (r >= AT_ONCE) {
+        write_products<FIRST, ROWS, 4>(row, stride, cols, left, r, columns, apart);
+        for (k = AT_ONCE; k + AT_ONCE <= r; k += AT_ONCE) {
+            write_products<THEN, ROWS, 4>(row, stride, cols, left + k, r, columns + k * apart, apart);
+        }
+    } else {
+        write_products<FIRST, ROWS, 1>(row, stride, cols, left, r, columns, apart);
+        k = 1;
+    }
+    for (; k < r; ++k) write_products<THEN, ROWS, 1>(row, stride, cols, left + k, r, columns + k * apart, apart);
+}
+
+template <Store FIRST, Store THEN>
+inline void write_rows(float* row, std::int64_t rows, std::int64_t stride, std::int64_t cols, const float* left,
+                       std::int64_t r, const float* columns, std::int64_t apart) {
+    std::int64_t at = 0;
+    for (; at + 2 <= rows; at += 2) {
+        write_all_products<FIRST, THEN, 2>(row + at * stride, stride, cols, left + at * r, r, columns, apart);
+    }
+    if (at < rows) write_all_products<FIRST, THEN, 1>(row + at * stride, stride, cols, left + at * r, r, columns, apart);
+}
+
+// right = M^T left for a matrix M, by `block` columns at once, with which `then` may go on.
+template <typename Then>
+inline void project_back(const float* matrix, const float* left, float* right, std::int64_t rows, std::int64_t cols,
+                         std::int64_t r, std::int64_t threads, std::int64_t block, const Then& then) {
+    spread(cols, LEAST_COLS, threads_for(rows * cols, threads), [&](std::int64_t first, std::int64_t last) {
+        std::vector<float> sums(static_cast<std::size_t>(std::min(block, last - first) * r));
+        for (std::int64_t begin = first; begin < last; begin += block) {
+            const std::int64_t width = std::min(block, last - begin);
+            std::fill(sums.begin(), sums.end(), 0.0f);
+            const float* corner = matrix + begin;
+            std::int64_t row = 0;
+            for (; row + 3 <= rows; row += 3) {
+                add_all_column_products<3>(corner + row * cols, cols, width, left + row * r, r, sums.data());
+            }
+            for (; row < rows; ++row) {
+                add_all_column_products<1>(corner + row * cols, cols, width, left + row * r, r, sums.data());
+            }
+            then(begin, width, sums.data());
+            for (std::int64_t col = 0; col < width; ++col) {
+                for (std::int64_t k = 0; k < r; ++k) right[(begin + col) * r + k] = sums[k * width + col];
+            }
+        }
+    });
+}
+
+// right = M^T left, then M -= left right^T.
+inline void lowrank_refresh(float* matrices, const float* left, float* right, std::int64_t count, std::int64_t rows,
+                            std::int64_t cols, std::int64_t r, std::int64_t threads) {
+    const std::int64_t fitting = CACHED_NUMEL / std::max(rows, std::int64_t{1}) / LEAST_COLS * LEAST_COLS;
+    const std::int64_t block = std::max(fitting, LEAST_COLS);  // a cache still holds them then
+    for (; count > 0; --count, matrices += rows * cols, left += rows * r, right += cols * r) {
+        project_back(matrices, left, right, rows, cols, r, threads, block,
+                     [&](std::int64_t begin, std::int64_t width, const float* columns) {
+                         write_rows<Store::subtract, Store::subtract>(matrices + begin, rows, cols, width, left, r,
+                                                                      columns, width);
+                     });
+    }
+}
+
+// right = M^T left for each matrix M of values.
+inline void lowrank_back(const float* values, const Matrix* matrices, std::int64_t count, const float* left,
+                         float* right, std::int64_t r, std::int64_t threads) {
+    for (const Matrix* each = matrices; each != matrices + count; ++each) {
+        project_back(values + each->place, left + each->left * r, right + each->right * r, each->rows, each->cols, r,
+                     threads, std::max(CACHED_SUMS / r, LEAST_COLS), [](std::int64_t, std::int64_t, const float*) {});
+    }
+}
+
+// out = left right^T: products are rounded, then added, k = 0 .. r-1, so that the bits are the same everywhere.
+inline void lowrank_decode(const float* left, const float* right, float* out, std::int64_t count, std::int64_t rows,
+                           std::int64_t cols, std::int64_t r, std::int64_t threads) {
+    for (; count > 0; --count, left += rows * r, right += cols * r, out += rows * cols) {
+        const std::vector<float> columns = transposed(right, cols, r);
+        spread(rows, 2, threads_for(rows * cols, threads), [&](std::int64_t first, std::int64_t last) {
+            write_rows<Store::set, Store::add>(out + first * cols, last - first, cols, cols, left + first * r, r,
+                                               columns.data(), cols);
+        });
+    }
+}
+
+// ROWS rows of old = M - left sent^T and of M = left right^T, for K columns of factors.
+template <int ROWS, int K>
+inline void finish_rows(float* row, float* old, std::int64_t cols, const float* left, std::int64_t r,
+                        const float* sent, const float* right) {
+    Floats by[ROWS][K];
+    for (int i = 0; i < ROWS; ++i) {
+        for (int k = 0; k < K; ++k) by[i][k] = all(left[i * r + k]);
+    }
+    std::int64_t col = 0;
+    for (; col + LANES <= cols; col += LANES) {
+        Floats rests[ROWS], totals[ROWS];
+        for (int i = 0; i < ROWS; ++i) rests[i] = load(row + i * cols + col);
+        for (int k = 0; k < K; ++k) {
+            const Floats own = load(sent + k * cols + col), all_ranks = load(right + k * cols + col);
+            for (int i = 0; i < ROWS; ++i) {
+                rests[i] -= by[i][k] * own;
+                totals[i] = k == 0 ? by[i][k] * all_ranks : totals[i] + by[i][k] * all_ranks;
+            }
+        }
+        for (int i = 0; i < ROWS; ++i) {
+            store(old + i * cols + col, rests[i]);
+            store(row + i * cols + col, totals[i]);
+        }
+    }
+    for (; col < cols; ++col) {
+        for (int i = 0; i < ROWS; ++i) {
+            float rest = row[i * cols + col], total = 0.0f;
+            for (int k = 0; k < K; ++k) {
+                rest -= left[i * r + k] * sent[k * cols + col];
+                const float product = left[i * r + k] * right[k * cols + col];
+                total = k == 0 ? product : total + product;
+            }
+            old[i * cols + col] = rest;
+            row[i * cols + col] = total;
+        }
+    }
+}
+
+template <int ROWS>
+inline void finish_all(float* row, float* old, std::int64_t cols, const float* left, std::int64_t r, const float* sent,
+                       const float* right) {
+    std::int64_t k = std::min(r, AT_ONCE);
+    if (k == 4) finish_rows<ROWS, 4>(row, old, cols, left, r, sent, right);
+    if (k == 3) finish_rows<ROWS, 3>(row, old, cols, left, r, sent, right);
+    if (k == 2) finish_rows<ROWS, 2>(row, old, cols, left, r, sent, right);
+    if (k == 1) finish_rows<ROWS, 1>(row, old, cols, left, r, sent, right);
+    for (; k + AT_ONCE <= r; k += AT_ONCE) {
+        write_products<Store::subtract, ROWS, 4>(old, cols, cols, left + k, r, sent + k * cols, cols);
+        write_products<Store::add, ROWS, 4>(row, cols, cols, left + k, r, right + k * cols, cols);
+    }
+    for (; k < r; ++k) {
+        write_products<Store::subtract, ROWS, 1>(old, cols, cols, left + k, r, sent + k * cols, cols);
+        write_products<Store::add, ROWS, 1>(row, cols, cols, left + k, r, right + k * cols, cols);
+    }
+}
+
+// old = M - left sent^T for each matrix M of values (old may be null), which then becomes left right^T.
+inline void lowrank_finish(float* values, float* old, const Matrix* matrices, std::int64_t count, const float* left,
+                           const float* sent, const float* right, std::int64_t r, std::int64_t threads) {
+    for (const Matrix* each = matrices; each != matrices + count; ++each) {
+        const std::int64_t cols = each->cols;
+        const float* factor = left + each->left * r;
+        float* matrix = values + each->place;
+        if (old == nullptr) {
+            lowrank_decode(factor, right + each->right * r, matrix, 1, each->rows, cols, r, threads);
+            continue;
+        }
+        const std::vector<float> columns = transposed(right + each->right * r, cols, r);
+        const std::vector<float> own = transposed(sent + each->right * r, cols, r);
+        float* kept = old + each->kept;
+        spread(each->rows, 2, threads_for(each->rows * cols, threads), [&](std::int64_t first, std::int64_t last) {
+            std::int64_t row = first;
+            for (; row + 2 <= last; row += 2) {
+                const std::int64_t at = row * cols;
+                finish_all<2>(matrix + at, kept + at, cols, factor + row * r, r, own.data(), columns.data());
+            }
+            if (row < last) {
+                const std::int64_t at = row * cols;
+                finish_all<1>(matrix + at, kept + at, cols, factor + row * r, r, own.data(), columns.data());
+            }
+        });
+    }
+}
+
+}  // namespace COMMOPT_TARGET

@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+// Eight float32 or four float64 at once, as the compiler knows them, and work spread over threads.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <thread>
+#include <vector>
+
+namespace COMMOPT_TARGET {
+
+constexpr std::int64_t LANES = 8;
+
+typedef float Floats __attribute__((vector_size(32)));
+
+inline Floats load(const float* from) {
+    Floats values;
+    std::memcpy(&values, from, sizeof values);
+    return values;
+}
+
+inline void store(float* to, Floats values) { std::memcpy(to, &values, sizeof values); }
+
+inline Floats all(float value) { return Floats{} + value; }
+
+inline float sum(Floats v) { return ((v[0] + v[4]) + (v[1] + v[5])) + ((v[2] + v[6]) + (v[3] + v[7])); }
+
+// Call `work(first, last)` for parts of [0, count), one in each thread, each but the last a multiple of `unit`.
+template <typename Work>
+void spread(std::int64_t count, std::int64_t unit, std::int64_t threads, const Work& work) {
+    const std::int64_t units = (count + unit - 1) / unit;
+    if (threads > units) threads = units;
+    if (threads <= 1) {
+        work(std::int64_t{0}, count);
+        return;
+    }
+    const auto edge = [&](std::int64_t part) {
+        const std::int64_t at = units * part / threads * unit;
+        return at < count ? at : count;
+    };
+    std::vector<std::thread> others;
+    for (std::int64_t part = 1; part < threads; ++part) {
+        others.emplace_back([&, part] { work(edge(part), edge(part + 1)); });
+    }
+    work(edge(0), edge(1));
+    for (std::thread& other : others) other.join();
+}
+
+}  // namespace COMMOPT_TARGET
