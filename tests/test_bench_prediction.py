@@ -171,7 +171,7 @@ def test_the_whole_on_ranks() -> None:
     assert environment.nodes == [2, 2]
     assert {name.partition(",")[0] for name in environment.links} >= {
         "world all_reduce of 4 ranks",
-        "inter all_reduce of 2 ranks",
+        "inter all_gather of 2 ranks",
         "encode Quantize(bits=8)",
         "factor PowerSGD(4)",
     }

@@ -171,7 +171,7 @@ def beside_gradients(rank: int, world_size: int) -> float:
 @pytest.mark.parametrize("nodes", [(1, 1), (2, 2)], ids=["1+1", "2x2"])
 def test_deltas_travel_as_low_rank_factors(nodes: Sequence[int]) -> None:
     for off in run(beside_gradients, sum(nodes), nodes=nodes):
-        assert off < 1e-4
+        assert off < 5e-4  # factors are rounded to bfloat16, of deltas as of gradients
 
 
 # -------------------------------------------------------------------------------------- beside training

@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 
 from commopt.aggregate.base import Aggregator, Buffer, Step, WorkKind, mark_non_finite, work
-from commopt.aggregate.exchange import Exchange
-from commopt.aggregate.exchange_in_place import InPlace
 from commopt.aggregate.matrices import Rule, beyond_rank, divide, plan
 from commopt.aggregate.sums import add_up, calls_of_sum
 from commopt.compress import ErrorFeedback, Passes, Trials
@@ -90,6 +88,9 @@ class PowerSGD(Aggregator):
         elif self._as_it_is(context.layout, dtype, context.step):
             self._reduce_as_it_is(buffer, dtype, team, scale, context)
         else:
+            from commopt.aggregate.exchange import Exchange  # few need them
+            from commopt.aggregate.exchange_in_place import InPlace
+
             found = plan(context.layout, self._rule)
             kind = InPlace if InPlace.suits(found, buffer, dtype, self.feedback, context) else Exchange
             kind(found, self.matrix_rank, self.feedback, buffer, dtype, scale, context).run(team)

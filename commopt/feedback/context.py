@@ -112,7 +112,9 @@ class BufferContext:
         """
         if self.store is None or feedback is None:
             return None
-        slot = self.residual(kind, layout, feedback, device, whole)
+        slot = self.memory.found.get((self.path, kind, layout))
+        if slot is None:
+            slot = self.residual(kind, layout, feedback, device, whole)
         old, new = self.store.stage(slot, self.rank)
         if kind == "worker":
             return ErrorFeedback(old, new, self.loss_scale, feedback.decay)
@@ -124,11 +126,8 @@ class BufferContext:
     ) -> Residual:
         """Return the residual itself, for which there has to be a store; who writes it locks that."""
         assert self.store is not None
-        key = (self.path, kind, layout)
-        slot = self.memory.found.get(key)
-        if slot is None:
-            slot = self.store.slot(self.path, kind, layout, device, feedback.dtype, whole or layout)
-            self.memory.found[key] = slot
+        slot = self.store.slot(self.path, kind, layout, device, feedback.dtype, whole or layout)
+        self.memory.found[self.path, kind, layout] = slot
         return slot
 
     def moment(self, name: str, device: torch.device) -> tuple[Tensor, Tensor]:
