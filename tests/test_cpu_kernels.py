@@ -16,9 +16,10 @@ from commopt import Hierarchical, PowerSGD
 from commopt.kernels import loader, lowrank, packing
 from commopt.kernels import lowrank_reference as reference
 from tests.catalogue import run_on
+from tests.chosen import Chooser
 from tests.hook_training import assert_identical
 from tests.test_packed import NUMELS
-from tests.test_powersgd import SHAPES, Chooser, fresh
+from tests.test_powersgd import SHAPES, fresh
 
 kernels = loader.cpu_kernels()
 pytestmark = pytest.mark.skipif(kernels is None, reason="commopt was installed without a C++ compiler")

@@ -88,7 +88,7 @@ class TestInstalled:
         loader.Native().launch("kernel", 1, 2, 3, (4,))
         assert sys.modules["commopt._C"].launched == [("kernel", 1, 2, 3, (4,))]
 
-    @pytest.mark.parametrize("changed", ["lowrank.cuh", "other.cuh"])
+    @pytest.mark.parametrize("changed", ["lowrank.cuh", "other.cuh", "cpu/lowrank.hpp"])
     def test_of_other_sources_is_not(self, installed: Path, changed: str) -> None:
         (installed / "csrc" / changed).write_text("// an edit")
         with pytest.raises(ImportError, match="compiled from other sources"):

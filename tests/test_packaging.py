@@ -73,8 +73,8 @@ def test_wheel_holds_both_packages_and_the_kernel_sources(wheel: ZipFile) -> Non
         python = {str(path.relative_to(ROOT)) for path in (ROOT / package).rglob("*.py")}
         assert python
         assert python | {f"{package}/py.typed"} <= names
-    for source in (ROOT / "csrc").glob("*.cuh"):
-        assert wheel.read(f"commopt/csrc/{source.name}") == source.read_bytes()
+    for source in [*(ROOT / "csrc").glob("*.cuh"), *(ROOT / "csrc" / "cpu").iterdir()]:
+        assert wheel.read(f"commopt/{source.relative_to(ROOT)}") == source.read_bytes()
     assert f"commopt-{__version__}.dist-info/licenses/LICENSE" in names
 
 
@@ -128,6 +128,16 @@ def test_required_cuda_fails_without_nvcc(tmp_path: Path, bare_path: str) -> Non
     assert done.returncode != 0
     text = " ".join((done.stdout + done.stderr).split())
     assert "no working nvcc was found (COMMOPT_CUDA is ON); put nvcc and a C++ compiler on PATH" in text
+
+
+@pytest.mark.skipif(which("c++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("wanted", ["ON", "OFF"])
+def test_a_compiler_makes_kernels_for_cpus_where_they_are_wanted(tmp_path: Path, wanted: str) -> None:
+    done = build_wheel(tmp_path, os.environ["PATH"], COMMOPT_CUDA="OFF", COMMOPT_CPU=wanted)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (built,) = tmp_path.glob("*.whl")
+    compiled = [name for name in ZipFile(built).namelist() if name.endswith(".so")]
+    assert [name.split(".")[0] for name in compiled] == ["commopt/_cpu"] * (wanted == "ON")
 
 
 @pytest.mark.slow

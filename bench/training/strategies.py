@@ -168,7 +168,7 @@ def enter(training: Trainable, strategy: str, plan: str) -> tuple[Trainable, com
     """
     if strategy in OTHERS:
         return OTHERS[strategy](training), None
-    name, _, weights = strategy.partition("+")
+    name, weights = _and_weights(strategy)
     options: dict[str, Any] = {} if name.partition(":")[0] == AUTO else {"plan": plan}
     if weights:
         options["weights"] = WEIGHTS[weights]
@@ -179,7 +179,7 @@ def enter(training: Trainable, strategy: str, plan: str) -> tuple[Trainable, com
 
 def require_known(strategy: str, parallel: str = "ddp") -> None:
     """Raise ValueError, with what is known, unless `strategy` can be entered."""
-    name, _, weights = strategy.partition("+")
+    name, weights = _and_weights(strategy)
     try:
         if name not in OTHERS:
             strategy_name(name)
@@ -189,6 +189,12 @@ def require_known(strategy: str, parallel: str = "ddp") -> None:
         raise ValueError(f"strategy {strategy!r} is not for --parallel {parallel}; torch's own is {parallel!r}")
     if weights not in ("", *WEIGHTS) or (weights and parallel != "fsdp"):
         raise ValueError(f"strategy {strategy!r}: only --parallel fsdp sends weights; + one of {', '.join(WEIGHTS)}")
+
+
+def _and_weights(strategy: str) -> tuple[str, str]:
+    """Return the parts of "flat+weights8", the second of which may be empty; "auto:allow=onebit+dgc" is one."""
+    name, plus, weights = strategy.rpartition("+")
+    return (name, weights) if plus and weights.startswith("weights") else (strategy, "")
 
 
 def split_strategies(text: str) -> list[str]:

@@ -271,14 +271,13 @@ def _recode(compressor: Compressor, numel: int, device: torch.device) -> Callabl
 
 
 def _factor(matrix_rank: int, numel: int, device: torch.device) -> Callable[[], None]:
-    """One message of PowerSGD: fill, project, subtract, the next basis, the product."""
+    """What PowerSGD does before its first message, and with the result: fill, project, the next basis, the product."""
     matrices, basis, product = _stacks(matrix_rank, numel, device)
     result = matrices.clone()
 
     def step() -> None:
         torch.add(matrices, result, out=matrices)
         lowrank.project(matrices, basis, product)
-        lowrank.subtract(matrices, product, basis)
         lowrank.orthogonalize(product)
         lowrank.decode(product, basis, result)
 
@@ -286,11 +285,11 @@ def _factor(matrix_rank: int, numel: int, device: torch.device) -> Callable[[], 
 
 
 def _refresh(matrix_rank: int, numel: int, device: torch.device) -> Callable[[], None]:
-    """What a second message of PowerSGD adds: project and orthogonalize once more."""
+    """What a second message of PowerSGD adds: project back, subtract, and orthogonalize once more."""
     matrices, basis, product = _stacks(matrix_rank, numel, device)
 
     def step() -> None:
-        lowrank.project(matrices, basis, product, transposed=True)
+        lowrank.refresh(matrices, basis, product)
         lowrank.orthogonalize(product)
 
     return step
