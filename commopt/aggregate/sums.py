@@ -50,7 +50,7 @@ def add_up_factors(message: Tensor, numel: int, team: Sums, scratch: Scratch) ->
     Returns what rounding has taken of them from what this rank sent, None for nothing.
     """
     if not isinstance(team, ByLeaders):
-        if _rounds(team, message.device):
+        if numel and _rounds(team, message.device):
             return _add_up_rounded(message, numel, team, scratch)
         team.all_reduce(message)
         return None

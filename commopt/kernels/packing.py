@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bfloat16 numbers in 0.719 of their bytes, exactly: on the CPU, in passes over pieces that stay in the cache.
+"""Bfloat16 numbers in 0.719 of their bytes, exactly, on the CPU: by its kernel, or by plain torch piece by piece.
 
 Gradients that are near each other are of similar magnitude: of the 8 bits of their exponents about 3 tell something.
 A message is as long as its number of elements says, whatever they are: mantissa and sign as they are (8 bits), for the
