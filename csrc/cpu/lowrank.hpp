@@ -15,7 +15,7 @@ namespace COMMOPT_TARGET {
 constexpr std::int64_t AT_ONCE = 4;                 // columns of a factor
 constexpr std::int64_t SPREAD_FROM = 1 << 17;       // elements that are worth a thread
 constexpr std::int64_t CACHED_NUMEL = 1 << 18;      // what a core's own cache holds twice
-constexpr std::int64_t CACHED_SUMS = 8192;           // of products with columns
+constexpr std::int64_t CACHED_SUMS = 8192;          // of products with columns
 constexpr std::int64_t LEAST_COLS = 256;            // of a block: whole cache lines
 
 // The factor's columns one after the other: [r, rows].
@@ -30,38 +30,6 @@ inline std::vector<float> transposed(const float* factor, std::int64_t rows, std
 // Threads for one matrix of so many elements.
 inline std::int64_t threads_for(std::int64_t numel, std::int64_t threads) {
     return std::clamp<std::int64_t>(numel / SPREAD_FROM, 1, threads);
-}
-
-// out[row, k..k+K) = products of row(s) with K columns of a factor.
-template <int ROWS, int K>
-inline void row_products(const float* row, std::int64_t cols, const float* factor, std::int64_t stride, float* out,
-                         std::int64_t r) {
-    Floats sums[ROWS][K] = {};
-    std::int64_t col = 0;
-    for (; col + LANES <= cols; col += LANES) {
-        Floats values[ROWS];
-        for (int i = 0; i < ROWS; ++i) values[i] = load(row + i * cols + col);
-        for (int k = 0; k < K; ++k) {
-            const Floats column = load(factor + k * stride + col);
-            for (int i = 0; i < ROWS; ++i) sums[i][k] += values[i] * column;
-        }
-    }
-    for (int i = 0; i < ROWS; ++i) {
-        for (int k = 0; k < K; ++k) {
-            float total = sum(sums[i][k]);
-            for (std::int64_t rest = col; rest < cols; ++rest) total += row[i * cols + rest] * factor[k * stride + rest];
-            out[i * r + k] = total;
-        }
-    }
-}
-
-template <int ROWS>
-inline void all_row_products(const float* row, std::int64_t cols, const float* factor, float* out, std::int64_t r) {
-    std::int64_t k = 0;
-    for (; k + AT_ONCE <= r; k += AT_ONCE) row_products<ROWS, 4>(row, cols, factor + k * cols, cols, out + k, r);
-    if (r - k == 3) row_products<ROWS, 3>(row, cols, factor + k * cols, cols, out + k, r);
-    if (r - k == 2) row_products<ROWS, 2>(row, cols, factor + k * cols, cols, out + k, r);
-    if (r - k == 1) row_products<ROWS, 1>(row, cols, factor + k * cols, cols, out + k, r);
 }
 
 // Rows of a matrix that are there.
@@ -95,7 +63,7 @@ struct Scaled {
     float one(float* row, std::int64_t at) const { return row[at] *= by; }
 };
 
-// out[i, 0..K) = products of ROWS rows, `apart` from each other, with K columns of a factor.
+// out[i, 0..K) = products of ROWS rows, as `read` finds or makes them, with K columns of a factor.
 template <int ROWS, int K, typename Read>
 inline void row_products(float* row, std::int64_t cols, const float* factor, float* out, std::int64_t r,
                          const Read& read) {
@@ -334,7 +302,7 @@ inline void lowrank_decode(const float* left, const float* right, float* out, st
     }
 }
 
-// ROWS rows of old = M - left sent^T and of M = left right^T, for K columns of factors.
+// ROWS rows of old = M - left sent^T, then of M = left right^T, for K columns of factors.
 template <int ROWS, int K>
 inline void finish_rows(float* row, float* old, std::int64_t cols, const float* left, std::int64_t r,
                         const float* sent, const float* right) {
