@@ -59,7 +59,7 @@ def measure(torch: str, base: str, processes: int) -> Version:
     """Install a version of torch beside this project, and run the core tests."""
     folder, out = FOLDER / f"torch-{torch}", FOLDER
     python = folder / "bin" / "python"
-    variables = {**environment(), "PIP_CONSTRAINT": "", "PIP_QUIET": "1", "COMMOPT_CUDA": "OFF"}
+    variables = {**environment(), "PIP_CONSTRAINT": os.devnull, "PIP_QUIET": "1", "COMMOPT_CUDA": "OFF"}
     shutil.rmtree(folder, ignore_errors=True)
     FOLDER.mkdir(parents=True, exist_ok=True)
     now = {

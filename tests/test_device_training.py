@@ -85,6 +85,7 @@ def test_trainings_with_kernels_are_those_without(emulator: Emulator) -> None:
             assert emulated[1].keys() == plain[1].keys()
             wanted, got = (torch.cat([found[0], *map(torch.flatten, found[1].values())]) for found in (plain, emulated))
             if strategy in INEXACT:
-                assert (got - wanted).norm() < 1e-4 * wanted.norm(), f"{strategy} on rank {rank}"
+                close = 1e-3 if "powersgd" in strategy else 1e-4  # its factors are rounded to bfloat16
+                assert (got - wanted).norm() < close * wanted.norm(), f"{strategy} on rank {rank}"
             else:
                 assert torch.equal(got, wanted), f"{strategy} on rank {rank}"
