@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What benchmarks train: the example's GPT, and ResNet-50 on images which need no download."""
+"""What benchmarks train: the example's GPT, and ResNet-50 and Swin-T on images which need no download."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, relu
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import commopt
+from bench.vision import ResNet50, SwinT
 from commopt.command_line import whole
 from examples.train_gpt import Training, add_model_options
 
@@ -40,23 +41,24 @@ class Trainable(Protocol):
         ...
 
 
-CLASSES = 1000
 PATTERNS = 16  # of the classes: what a model can learn in the seconds of a benchmark
 HELD_OUT_IMAGES = 64
 ADAM_LEARNING_RATE = 1e-3  # where the hook makes Adam's directions
 
 
 class ImageTraining:
-    """As examples.train_gpt.Training, of ResNet-50."""
+    """As examples.train_gpt.Training, of ResNet-50 with SGD or of Swin-T with AdamW."""
 
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
         torch.manual_seed(options.seed)
-        model = ResNet50().to(device)
+        model = (SwinT(options.pixels) if options.model == "swin-t" else ResNet50()).to(device)
         self.model: nn.Module = DistributedDataParallel(
             model, device_ids=[device.index] if device.type == "cuda" else None
         )
-        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(
-            self.model.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-5
+        self.optimizer: torch.optim.Optimizer = (
+            torch.optim.AdamW(self.model.parameters(), lr=5e-4, weight_decay=0.05)
+            if options.model == "swin-t"
+            else torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-5)
         )
         self.device, self.batch, self.pixels = device, options.batch, options.pixels
         self.patterns = torch.randn(PATTERNS, 3, self.pixels, self.pixels)
@@ -99,70 +101,10 @@ class ImageTraining:
         return (self.patterns[labels] + noise).to(self.device), labels.to(self.device)
 
 
-_STAGES = ((1, 3, 1), (2, 4, 2), (4, 6, 2), (8, 3, 2))  # of the width, blocks, stride
-_EXPANSION = 4
-
-
-class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions beside a shortcut (He et al., arXiv 1512.03385, section 4.1)."""
-
-    def __init__(self, inputs: int, width: int, stride: int) -> None:
-        super().__init__()
-        outputs = width * _EXPANSION
-        last_norm = nn.BatchNorm2d(outputs)
-        nn.init.zeros_(last_norm.weight)  # at first a block passes its input on: no learning-rate warm-up needed
-        self.body = nn.Sequential(
-            nn.Conv2d(inputs, width, 1, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(width, width, 3, stride, padding=1, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(width, outputs, 1, bias=False),
-            last_norm,
-        )
-        same = stride == 1 and inputs == outputs
-        self.shortcut = (
-            nn.Identity()
-            if same
-            else nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map [batch, inputs, height, width] to [batch, 4 * width, height / stride, width / stride]."""
-        return relu(self.body(x) + self.shortcut(x))
-
-
-class ResNet50(nn.Module):
-    """ResNet-50: images [batch, 3, height, width] in, logits [batch, 1000] out.
-
-    width: of the first stage. At 64 it has 25.6 million parameters in 161 tensors.
-    """
-
-    def __init__(self, width: int = 64) -> None:
-        super().__init__()
-        channels = width
-        layers: list[nn.Module] = [
-            nn.Conv2d(3, channels, 7, 2, padding=3, bias=False),
-            nn.BatchNorm2d(channels),
-            nn.ReLU(inplace=True),
-            nn.MaxPool2d(3, 2, padding=1),
-        ]
-        for scale, blocks, stride in _STAGES:
-            for index in range(blocks):
-                layers.append(Bottleneck(channels, scale * width, stride if index == 0 else 1))
-                channels = scale * width * _EXPANSION
-        self.layers = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, CLASSES))
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Map images to logits."""
-        logits: Tensor = self.layers(images)
-        return logits
-
-
 MODELS: dict[str, Callable[[argparse.Namespace, torch.device], Trainable]] = {
     "gpt": Training,
     "resnet50": ImageTraining,
+    "swin-t": ImageTraining,
 }
 
 
@@ -173,4 +115,4 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_model_options(parser)
 
 
-__all__ = ["MODELS", "ImageTraining", "ResNet50", "Trainable", "add_options"]
+__all__ = ["MODELS", "ImageTraining", "Trainable", "add_options"]

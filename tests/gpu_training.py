@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
-from bench.models import Bottleneck
+from bench.vision import Bottleneck
 from examples.train_gpt import GPT, VOCABULARY
 from tests.ranks import Nodes, run
 

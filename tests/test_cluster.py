@@ -257,6 +257,25 @@ def test_only_traffic_between_nodes_is_slow_and_every_byte_is_counted(
 
 
 @pytest.mark.cluster
+@pytest.mark.usefixtures("leaves_nothing")
+def test_connections_between_nodes_use_linux_own_congestion_control(script: Callable[[str], str]) -> None:
+    command = script("""
+        import os, socket, time
+        if os.environ["RANK"] == "0":
+            with socket.create_server(("", 5000)) as server:
+                peer = server.accept()[0]
+        else:
+            time.sleep(1)
+            peer = socket.create_connection(("node0", 5000))
+        name = peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+        assert name.rstrip(b"\\0") == b"cubic", name
+    """)
+    with Cluster(ranks_per_node=1) as cluster:
+        result = cluster.run([command], timeout_s=30)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.cluster
 def test_command_line_runs_a_module_and_reports() -> None:
     process = _start("--ranks-per-node", "1,1", "-m", "timeit", "-n", "1", "-r", "1", "pass")
     stdout, stderr = process.communicate(timeout=60)

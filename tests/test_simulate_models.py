@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench.models import ResNet50
+from bench.vision import ResNet50, SwinT
 from commopt.errors import ConfigurationError
 from commopt.simulate.model_zoo import (
     MODELS,
@@ -75,6 +75,16 @@ def test_resnet_computes_what_the_module_does(pixels: int) -> None:
     with FlopCounterMode(display=False) as counted:
         module(image)
     assert Model("", tuple(resnet50_parameters(pixels)), "").forward_flops == counted.get_total_flops()
+
+
+def test_swin_is_the_module_that_bench_trains() -> None:
+    with torch.device("meta"):
+        module, image = SwinT(), torch.empty(1, 3, 224, 224)
+    parameters = sorted(parameter.numel() for parameter in module.parameters())
+    assert parameters == sorted(prod(parameter.shape) for parameter in model("swin-t").parameters)
+    with FlopCounterMode(display=False) as counted:
+        module(image)
+    assert counted.get_total_flops() == pytest.approx(model("swin-t").forward_flops, rel=5e-3)
 
 
 @pytest.mark.parametrize(("sequence", "masked"), [(128, 20), (512, 77)])

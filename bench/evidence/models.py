@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from bench.models import CLASSES, ResNet50
+from bench.vision import CLASSES, ResNet50
 from commopt import ConfigurationError
 from examples.train_gpt import GPT, VOCABULARY, Block
 

@@ -57,7 +57,7 @@ def circumstances(environment: Environment) -> str:
     """Say what was trained where."""
     counts = environment.ranks_per_node
     ranks = "+".join(map(str, counts[:1] if len(set(counts)) == 1 else counts))
-    model = {"gpt": "GPT", "resnet50": "ResNet-50"}.get(environment.model, environment.model)
+    model = {"gpt": "GPT", "resnet50": "ResNet-50", "swin-t": "Swin-T"}.get(environment.model, environment.model)
     hardware = f"{environment.cpu_count} CPU cores in all" if environment.device == "cpu" else environment.device
     return (
         f"{environment.parameters / 1e6:.1f}M-parameter {model}, {environment.nodes} nodes x {ranks} ranks, "
