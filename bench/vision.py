@@ -157,7 +157,9 @@ class SwinT(nn.Module):
     def __init__(self, pixels: int = 224, width: int = 96) -> None:
         super().__init__()
         if pixels % 32:
-            raise ValueError(f"pixels {pixels} must be a multiple of 32: Swin halves the side of its patches three times")
+            raise ValueError(
+                f"pixels {pixels} must be a multiple of 32: Swin halves the side of its patches three times"
+            )
         side = pixels // 4
         self.embed, self.norm = nn.Conv2d(3, width, 4, 4), nn.LayerNorm(width)
         stages: list[nn.Module] = []

@@ -105,6 +105,7 @@ def test_every_contender_runs(name: str, device: torch.device) -> None:
     assert (found.model, found.method, found.device, found.steps) == ("tiny", name, device.type, 2)
     assert 0 < found.best_ms <= found.median_ms
     assert found.host_ms > 0
+    assert found.copy_ms > 0
     assert 0 < found.payload_bytes <= 8 * NUMEL
     if device.type == "cuda":
         assert found.peak_bytes is not None
@@ -261,7 +262,7 @@ def test_one_that_fails_does_not_take_the_others_with_it(capsys: pytest.CaptureF
 
 # ------------------------------------------------------------------------------------------- reporting
 
-THEIRS = Measurement("m", "torch.powerSGD:r=4", "cuda", 10, 8.0, 7.5, 7.0, 2**21, 2**20)
+THEIRS = Measurement("m", "torch.powerSGD:r=4", "cuda", 10, 8.0, 7.5, 7.0, 2.0, 2**21, 2**20)
 OURS = replace(THEIRS, method="powersgd", median_ms=2.0, best_ms=1.75, host_ms=1.5)
 
 

@@ -303,7 +303,15 @@ def test_what_is_asked_of_kernels(place: Place) -> None:
 
 def test_what_is_asked_of_presets(place: Place) -> None:
     (preset, beside), *_ = [(name, each) for name, each in METHODS.items() if each and each.target]
-    times = {"device": "cuda", "steps": 3, "best_ms": 1.0, "host_ms": 1.0, "peak_bytes": None, "payload_bytes": 8.0}
+    times = {
+        "device": "cuda",
+        "steps": 3,
+        "best_ms": 1.0,
+        "host_ms": 1.0,
+        "copy_ms": 1.0,
+        "peak_bytes": None,
+        "payload_bytes": 8.0,
+    }
     steps_taken = [
         Measured("gpt2-medium", preset, median_ms=2.0, **times),  # type: ignore[arg-type]  # of several types
         Measured("gpt2-medium", beside.hook, median_ms=6.0, **times),  # type: ignore[arg-type]

@@ -31,7 +31,8 @@ class TooSlowError(Exception):
 class Measurement:
     """Of one method on one model.
 
-    host_ms: until the last kernel of a step was launched, median; on a CPU all of the step. peak_bytes: allocated at
+    host_ms: until the last kernel of a step was launched, median; on a CPU all of the step. copy_ms: what a copy of all
+    gradients took before each step, median. peak_bytes: allocated at
     most beyond the gradients, residuals and all that is kept included; None on a CPU, which does not count it.
     """
 
@@ -42,6 +43,7 @@ class Measurement:
     median_ms: float
     best_ms: float
     host_ms: float
+    copy_ms: float
     peak_bytes: int | None
     payload_bytes: float
 
@@ -56,12 +58,10 @@ def measure(method: Method, gradients: Gradients, steps: int, limit_s: float) ->
     allocated = _start_counting(device)
     deadline_s = perf_counter() + limit_s
     start = _warm_up(method, gradients, deadline_s)
-    taken_ms: list[float] = []
-    host_ms: list[float] = []
-    while len(taken_ms) < steps and not (taken_ms and perf_counter() > deadline_s):
-        step_ms, launch_ms = _step_ms(start, gradients)
-        taken_ms.append(step_ms)
-        host_ms.append(launch_ms)
+    found: list[tuple[float, float, float]] = []
+    while len(found) < steps and not (found and perf_counter() > deadline_s):
+        found.append(_step_ms(start, gradients))
+    taken_ms, host_ms, copy_ms = zip(*found, strict=True)
     peak = None if allocated is None else torch.cuda.max_memory_allocated(device) - allocated
     return Measurement(
         model=gradients.model,
@@ -71,6 +71,7 @@ def measure(method: Method, gradients: Gradients, steps: int, limit_s: float) ->
         median_ms=median(taken_ms),
         best_ms=min(taken_ms),
         host_ms=median(host_ms),
+        copy_ms=median(copy_ms),
         peak_bytes=peak,
         payload_bytes=method.payload_nbytes(gradients),
     )
@@ -89,17 +90,21 @@ def _warm_up(method: Method, gradients: Gradients, deadline_s: float) -> Start:
     return start
 
 
-def _step_ms(start: Start, gradients: Gradients) -> tuple[float, float]:
-    """Return how long a step took, by the clock of the device, and how long the host was at it."""
+def _step_ms(start: Start, gradients: Gradients) -> tuple[float, float, float]:
+    """Return how long a step took, by the clock of the device, how long the host was at it, and a copy before it."""
     numbers = range(len(gradients.buffers))
-    gradients.renew()
     if gradients.device.type != "cuda":
+        before_s = perf_counter()
+        gradients.renew()
         begun_s = perf_counter()
         for number in numbers:
             start(number)()  # not all at once: hooks wait in gloo's threads, of which there are two
         taken_ms = 1000 * (perf_counter() - begun_s)
-        return taken_ms, taken_ms
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        return taken_ms, taken_ms, 1000 * (begun_s - before_s)
+    before, copied, begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(4))
+    before.record()
+    gradients.renew()
+    copied.record()
     _finish(gradients.device)
     begun_s = perf_counter()
     begin.record()
@@ -108,7 +113,7 @@ def _step_ms(start: Start, gradients: Gradients) -> tuple[float, float]:
     end.record()
     host_ms = 1000 * (perf_counter() - begun_s)
     end.synchronize()
-    return float(begin.elapsed_time(end)), host_ms
+    return float(begin.elapsed_time(end)), host_ms, float(before.elapsed_time(copied))
 
 
 def _finish(device: torch.device) -> None:
@@ -177,11 +182,12 @@ def write(path: Path, environment: dict[str, Any], found: Sequence[Measurement],
 
 def print_table(title: str, found: Sequence[Measurement], failed: Sequence[Failure]) -> None:
     """Print a row for each measurement of a model, and under them what could not be measured."""
-    headings = ["method", "ms", "best ms", "host ms", "peak MiB", "payload MiB", "times as fast as"]
+    headings = ["method", "ms", "copies", "best ms", "host ms", "peak MiB", "payload MiB", "times as fast as"]
     rows = [
         [
             each.method,
             f"{each.median_ms:.2f}",
+            f"{each.median_ms / each.copy_ms:.1f}",
             f"{each.best_ms:.2f}",
             f"{each.host_ms:.2f}",
             "-" if each.peak_bytes is None else f"{each.peak_bytes / _MIB:.0f}",

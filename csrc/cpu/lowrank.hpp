@@ -15,7 +15,9 @@ namespace COMMOPT_TARGET {
 constexpr std::int64_t AT_ONCE = 4;                 // columns of a factor
 constexpr std::int64_t SPREAD_FROM = 1 << 17;       // elements that are worth a thread
 constexpr std::int64_t CACHED_NUMEL = 1 << 18;      // what a core's own cache holds twice
-constexpr std::int64_t CACHED_SUMS = 8192;          // of products with columns
+constexpr std::int64_t CACHED_SUMS = 4096;          // of products with columns: in the first cache beside the rows
+constexpr std::int64_t MOST_SUMS = 1 << 15;         // the same in the second
+constexpr std::int64_t AHEAD = 256;                 // elements to fetch before they are needed
 constexpr std::int64_t LEAST_COLS = 256;            // of a block: whole cache lines
 
 // The factor's columns one after the other: [r, rows].
@@ -36,6 +38,7 @@ inline std::int64_t threads_for(std::int64_t numel, std::int64_t threads) {
 struct AsItIs {
     Floats operator()(float* row, std::int64_t at) const { return load(row + at); }
     float one(float* row, std::int64_t at) const { return row[at]; }
+    void fetch(const float* row, std::int64_t at) const { prefetch(row + at); }
 };
 
 // Rows that are made where they are: by * row + remains * old.
@@ -49,6 +52,10 @@ struct Mixed {
         return values;
     }
     float one(float* row, std::int64_t at) const { return row[at] = row[at] * by + row[old + at] * remains; }
+    void fetch(const float* row, std::int64_t at) const {
+        prefetch(row + at);
+        prefetch(row + old + at);
+    }
 };
 
 // The same without an old residual.
@@ -61,44 +68,38 @@ struct Scaled {
         return values;
     }
     float one(float* row, std::int64_t at) const { return row[at] *= by; }
+    void fetch(const float* row, std::int64_t at) const { prefetch(row + at); }
 };
 
-// out[i, 0..K) = products of ROWS rows, as `read` finds or makes them, with K columns of a factor.
-template <int ROWS, int K, typename Read>
-inline void row_products(float* row, std::int64_t cols, const float* factor, float* out, std::int64_t r,
-                         const Read& read) {
-    Floats sums[ROWS][K] = {};
+// out[0..K) = products of a row, as `read` finds or makes it, with K columns of a factor.
+template <int K, typename Read>
+inline void row_products(float* row, std::int64_t cols, const float* factor, float* out, const Read& read) {
+    Floats sums[K] = {};
     std::int64_t col = 0;
     for (; col + LANES <= cols; col += LANES) {
-        Floats values[ROWS];
-        for (int i = 0; i < ROWS; ++i) values[i] = read(row + i * cols, col);
-        for (int k = 0; k < K; ++k) {
-            const Floats column = load(factor + k * cols + col);
-            for (int i = 0; i < ROWS; ++i) sums[i][k] += values[i] * column;
-        }
+        read.fetch(row, col + AHEAD);
+        const Floats values = read(row, col);
+        for (int k = 0; k < K; ++k) sums[k] += values * load(factor + k * cols + col);
     }
-    for (int i = 0; i < ROWS; ++i) {
-        for (int k = 0; k < K; ++k) out[i * r + k] = sum(sums[i][k]);
-    }
+    for (int k = 0; k < K; ++k) out[k] = sum(sums[k]);
     for (; col < cols; ++col) {
-        for (int i = 0; i < ROWS; ++i) {
-            const float value = read.one(row + i * cols, col);
-            for (int k = 0; k < K; ++k) out[i * r + k] += value * factor[k * cols + col];
-        }
+        const float value = read.one(row, col);
+        for (int k = 0; k < K; ++k) out[k] += value * factor[k * cols + col];
     }
 }
 
-template <int ROWS, typename Read>
+// The same with all columns of the factor.
+template <typename Read>
 inline void all_row_products(float* row, std::int64_t cols, const float* factor, float* out, std::int64_t r,
                              const Read& read) {
     std::int64_t k = std::min(r, AT_ONCE);
-    if (k == 4) row_products<ROWS, 4>(row, cols, factor, out, r, read);
-    if (k == 3) row_products<ROWS, 3>(row, cols, factor, out, r, read);
-    if (k == 2) row_products<ROWS, 2>(row, cols, factor, out, r, read);
-    if (k == 1) row_products<ROWS, 1>(row, cols, factor, out, r, read);
+    if (k == 4) row_products<4>(row, cols, factor, out, read);
+    if (k == 3) row_products<3>(row, cols, factor, out, read);
+    if (k == 2) row_products<2>(row, cols, factor, out, read);
+    if (k == 1) row_products<1>(row, cols, factor, out, read);
     const AsItIs again;
-    for (; k + AT_ONCE <= r; k += AT_ONCE) row_products<ROWS, 4>(row, cols, factor + k * cols, out + k, r, again);
-    for (; k < r; ++k) row_products<ROWS, 1>(row, cols, factor + k * cols, out + k, r, again);
+    for (; k + AT_ONCE <= r; k += AT_ONCE) row_products<4>(row, cols, factor + k * cols, out + k, again);
+    for (; k < r; ++k) row_products<1>(row, cols, factor + k * cols, out + k, again);
 }
 
 // out = M right for a matrix M.
@@ -106,12 +107,10 @@ template <typename Read>
 inline void project(float* matrix, const float* right, float* out, std::int64_t rows, std::int64_t cols,
                     std::int64_t r, std::int64_t threads, const Read& read) {
     const std::vector<float> columns = transposed(right, cols, r);
-    spread(rows, 2, threads_for(rows * cols, threads), [&](std::int64_t first, std::int64_t last) {
-        std::int64_t row = first;
-        for (; row + 2 <= last; row += 2) {
-            all_row_products<2>(matrix + row * cols, cols, columns.data(), out + row * r, r, read);
+    spread(rows, 1, threads_for(rows * cols, threads), [&](std::int64_t first, std::int64_t last) {
+        for (std::int64_t row = first; row < last; ++row) {
+            all_row_products(matrix + row * cols, cols, columns.data(), out + row * r, r, read);
         }
-        if (row < last) all_row_products<1>(matrix + row * cols, cols, columns.data(), out + row * r, r, read);
     });
 }
 
@@ -150,7 +149,10 @@ inline void add_column_products(const float* row, std::int64_t stride, std::int6
     std::int64_t col = 0;
     for (; col + LANES <= cols; col += LANES) {
         Floats values[ROWS];
-        for (int i = 0; i < ROWS; ++i) values[i] = load(row + i * stride + col);
+        for (int i = 0; i < ROWS; ++i) {
+            prefetch(row + i * stride + col + AHEAD);
+            values[i] = load(row + i * stride + col);
+        }
         for (int k = 0; k < K; ++k) {
             Floats total = load(sums + k * cols + col);
             for (int i = 0; i < ROWS; ++i) total += values[i] * by[i][k];
@@ -166,39 +168,25 @@ inline void add_column_products(const float* row, std::int64_t stride, std::int6
 
 enum class Store { set, add, subtract };
 
-// ROWS rows of a product with K columns of the left factor: put there, added or subtracted, k = 0 .. K-1.
-template <Store HOW, int ROWS, int K>
-inline void write_products(float* row, std::int64_t stride, std::int64_t cols, const float* left, std::int64_t r,
-                           const float* columns, std::int64_t apart) {
-    Floats by[ROWS][K];
-    for (int i = 0; i < ROWS; ++i) {
-        for (int k = 0; k < K; ++k) by[i][k] = all(left[i * r + k]);
-    }
+// A row of a product with K columns of the left factor: put there, added or subtracted, k = 0 .. K-1.
+template <Store HOW, int K>
+inline void write_products(float* row, std::int64_t cols, const float* left, const float* columns, std::int64_t apart) {
+    Floats by[K];
+    for (int k = 0; k < K; ++k) by[k] = all(left[k]);
     std::int64_t col = 0;
     for (; col + LANES <= cols; col += LANES) {
-        Floats totals[ROWS];
-        for (int i = 0; i < ROWS; ++i) totals[i] = HOW == Store::set ? Floats{} : load(row + i * stride + col);
+        Floats total = HOW == Store::set ? Floats{} : load(row + col);
         for (int k = 0; k < K; ++k) {
-            const Floats column = load(columns + k * apart + col);
-            for (int i = 0; i < ROWS; ++i) {
-                if (HOW == Store::subtract) {
-                    totals[i] -= by[i][k] * column;
-                } else if (HOW == Store::set && k == 0) {
-                    totals[i] = by[i][k] * column;
-                } else {
-                    totals[i] += by[i][k] * column;
-                }
-            }
+            const Floats product = by[k] * load(columns + k * apart + col);
+            total = HOW == Store::subtract ? total - product : HOW == Store::set && k == 0 ? product : total + product;
         }
-        for (int i = 0; i < ROWS; ++i) store(row + i * stride + col, totals[i]);
+        store(row + col, total);
     }
     for (; col < cols; ++col) {
-        for (int i = 0; i < ROWS; ++i) {
-            float& total = row[i * stride + col];
-            for (int k = 0; k < K; ++k) {
-                const float product = left[i * r + k] * columns[k * apart + col];
-                total = HOW == Store::subtract ? total - product : HOW == Store::set && k == 0 ? product : total + product;
-            }
+        float& total = row[col];
+        for (int k = 0; k < K; ++k) {
+            const float product = left[k] * columns[k * apart + col];
+            total = HOW == Store::subtract ? total - product : HOW == Store::set && k == 0 ? product : total + product;
         }
     }
 }
@@ -215,31 +203,19 @@ inline void add_all_column_products(const float* row, std::int64_t stride, std::
     if (r - k == 1) add_column_products<ROWS, 1>(row, stride, cols, left + k, r, sums + k * cols);
 }
 
-// The same with all columns of the left factor.
-template <Store FIRST, Store THEN, int ROWS>
-inline void write_all_products(float* row, std::int64_t stride, std::int64_t cols, const float* left, std::int64_t r,
-                               const float* columns, std::int64_t apart) {
-    std::int64_t k = 0;
-    if (r >= AT_ONCE) {
-        write_products<FIRST, ROWS, 4>(row, stride, cols, left, r, columns, apart);
-        for (k = AT_ONCE; k + AT_ONCE <= r; k += AT_ONCE) {
-            write_products<THEN, ROWS, 4>(row, stride, cols, left + k, r, columns + k * apart, apart);
-        }
-    } else {
-        write_products<FIRST, ROWS, 1>(row, stride, cols, left, r, columns, apart);
-        k = 1;
-    }
-    for (; k < r; ++k) write_products<THEN, ROWS, 1>(row, stride, cols, left + k, r, columns + k * apart, apart);
-}
-
+// Rows of a product with all columns of the left factor.
 template <Store FIRST, Store THEN>
 inline void write_rows(float* row, std::int64_t rows, std::int64_t stride, std::int64_t cols, const float* left,
                        std::int64_t r, const float* columns, std::int64_t apart) {
-    std::int64_t at = 0;
-    for (; at + 2 <= rows; at += 2) {
-        write_all_products<FIRST, THEN, 2>(row + at * stride, stride, cols, left + at * r, r, columns, apart);
+    for (; rows > 0; --rows, row += stride, left += r) {
+        std::int64_t k = r >= AT_ONCE ? AT_ONCE : 1;
+        if (k == AT_ONCE) write_products<FIRST, AT_ONCE>(row, cols, left, columns, apart);
+        if (k == 1) write_products<FIRST, 1>(row, cols, left, columns, apart);
+        for (; k + AT_ONCE <= r; k += AT_ONCE) {
+            write_products<THEN, AT_ONCE>(row, cols, left + k, columns + k * apart, apart);
+        }
+        for (; k < r; ++k) write_products<THEN, 1>(row, cols, left + k, columns + k * apart, apart);
     }
-    if (at < rows) write_all_products<FIRST, THEN, 1>(row + at * stride, stride, cols, left + at * r, r, columns, apart);
 }
 
 // right = M^T left for a matrix M, by `block` columns at once, with which `then` may go on.
@@ -253,7 +229,7 @@ inline void project_back(const float* matrix, const float* left, float* right, s
             std::fill(sums.begin(), sums.end(), 0.0f);
             const float* corner = matrix + begin;
             std::int64_t row = 0;
-            for (; row + 3 <= rows; row += 3) {
+            for (; width * r > CACHED_SUMS && row + 3 <= rows; row += 3) {  // else one memory stream is quicker
                 add_all_column_products<3>(corner + row * cols, cols, width, left + row * r, r, sums.data());
             }
             for (; row < rows; ++row) {
@@ -286,7 +262,7 @@ inline void lowrank_back(const float* values, const Matrix* matrices, std::int64
                          float* right, std::int64_t r, std::int64_t threads) {
     for (const Matrix* each = matrices; each != matrices + count; ++each) {
         project_back(values + each->place, left + each->left * r, right + each->right * r, each->rows, each->cols, r,
-                     threads, std::max(CACHED_SUMS / r, LEAST_COLS), [](std::int64_t, std::int64_t, const float*) {});
+                     threads, std::max(MOST_SUMS / r, LEAST_COLS), [](std::int64_t, std::int64_t, const float*) {});
     }
 }
 
@@ -295,66 +271,58 @@ inline void lowrank_decode(const float* left, const float* right, float* out, st
                            std::int64_t cols, std::int64_t r, std::int64_t threads) {
     for (; count > 0; --count, left += rows * r, right += cols * r, out += rows * cols) {
         const std::vector<float> columns = transposed(right, cols, r);
-        spread(rows, 2, threads_for(rows * cols, threads), [&](std::int64_t first, std::int64_t last) {
+        spread(rows, 1, threads_for(rows * cols, threads), [&](std::int64_t first, std::int64_t last) {
             write_rows<Store::set, Store::add>(out + first * cols, last - first, cols, cols, left + first * r, r,
                                                columns.data(), cols);
         });
     }
 }
 
-// ROWS rows of old = M - left sent^T, then of M = left right^T, for K columns of factors.
-template <int ROWS, int K>
-inline void finish_rows(float* row, float* old, std::int64_t cols, const float* left, std::int64_t r,
-                        const float* sent, const float* right) {
-    Floats by[ROWS][K];
-    for (int i = 0; i < ROWS; ++i) {
-        for (int k = 0; k < K; ++k) by[i][k] = all(left[i * r + k]);
-    }
+// A row of old = M - left sent^T, then of M = left right^T, for K columns of factors.
+template <int K>
+inline void finish_row(float* row, float* old, std::int64_t cols, const float* left, const float* sent,
+                       const float* right) {
+    Floats by[K];
+    for (int k = 0; k < K; ++k) by[k] = all(left[k]);
     std::int64_t col = 0;
     for (; col + LANES <= cols; col += LANES) {
-        Floats rests[ROWS], totals[ROWS];
-        for (int i = 0; i < ROWS; ++i) rests[i] = load(row + i * cols + col);
-        for (int k = 0; k < K; ++k) {
-            const Floats own = load(sent + k * cols + col), all_ranks = load(right + k * cols + col);
-            for (int i = 0; i < ROWS; ++i) {
-                rests[i] -= by[i][k] * own;
-                totals[i] = k == 0 ? by[i][k] * all_ranks : totals[i] + by[i][k] * all_ranks;
-            }
+        prefetch(row + col + AHEAD);
+        prefetch(old + col + AHEAD);
+        Floats rest = load(row + col), total = by[0] * load(right + col);
+        rest -= by[0] * load(sent + col);
+        for (int k = 1; k < K; ++k) {
+            rest -= by[k] * load(sent + k * cols + col);
+            total += by[k] * load(right + k * cols + col);
         }
-        for (int i = 0; i < ROWS; ++i) {
-            store(old + i * cols + col, rests[i]);
-            store(row + i * cols + col, totals[i]);
-        }
+        store(old + col, rest);
+        store(row + col, total);
     }
     for (; col < cols; ++col) {
-        for (int i = 0; i < ROWS; ++i) {
-            float rest = row[i * cols + col], total = 0.0f;
-            for (int k = 0; k < K; ++k) {
-                rest -= left[i * r + k] * sent[k * cols + col];
-                const float product = left[i * r + k] * right[k * cols + col];
-                total = k == 0 ? product : total + product;
-            }
-            old[i * cols + col] = rest;
-            row[i * cols + col] = total;
+        float rest = row[col] - left[0] * sent[col], total = left[0] * right[col];
+        for (int k = 1; k < K; ++k) {
+            rest -= left[k] * sent[k * cols + col];
+            total += left[k] * right[k * cols + col];
         }
+        old[col] = rest;
+        row[col] = total;
     }
 }
 
-template <int ROWS>
+// The same for all columns of factors.
 inline void finish_all(float* row, float* old, std::int64_t cols, const float* left, std::int64_t r, const float* sent,
                        const float* right) {
     std::int64_t k = std::min(r, AT_ONCE);
-    if (k == 4) finish_rows<ROWS, 4>(row, old, cols, left, r, sent, right);
-    if (k == 3) finish_rows<ROWS, 3>(row, old, cols, left, r, sent, right);
-    if (k == 2) finish_rows<ROWS, 2>(row, old, cols, left, r, sent, right);
-    if (k == 1) finish_rows<ROWS, 1>(row, old, cols, left, r, sent, right);
+    if (k == 4) finish_row<4>(row, old, cols, left, sent, right);
+    if (k == 3) finish_row<3>(row, old, cols, left, sent, right);
+    if (k == 2) finish_row<2>(row, old, cols, left, sent, right);
+    if (k == 1) finish_row<1>(row, old, cols, left, sent, right);
     for (; k + AT_ONCE <= r; k += AT_ONCE) {
-        write_products<Store::subtract, ROWS, 4>(old, cols, cols, left + k, r, sent + k * cols, cols);
-        write_products<Store::add, ROWS, 4>(row, cols, cols, left + k, r, right + k * cols, cols);
+        write_products<Store::subtract, AT_ONCE>(old, cols, left + k, sent + k * cols, cols);
+        write_products<Store::add, AT_ONCE>(row, cols, left + k, right + k * cols, cols);
     }
     for (; k < r; ++k) {
-        write_products<Store::subtract, ROWS, 1>(old, cols, cols, left + k, r, sent + k * cols, cols);
-        write_products<Store::add, ROWS, 1>(row, cols, cols, left + k, r, right + k * cols, cols);
+        write_products<Store::subtract, 1>(old, cols, left + k, sent + k * cols, cols);
+        write_products<Store::add, 1>(row, cols, left + k, right + k * cols, cols);
     }
 }
 
@@ -372,15 +340,10 @@ inline void lowrank_finish(float* values, float* old, const Matrix* matrices, st
         const std::vector<float> columns = transposed(right + each->right * r, cols, r);
         const std::vector<float> own = transposed(sent + each->right * r, cols, r);
         float* kept = old + each->kept;
-        spread(each->rows, 2, threads_for(each->rows * cols, threads), [&](std::int64_t first, std::int64_t last) {
-            std::int64_t row = first;
-            for (; row + 2 <= last; row += 2) {
+        spread(each->rows, 1, threads_for(each->rows * cols, threads), [&](std::int64_t first, std::int64_t last) {
+            for (std::int64_t row = first; row < last; ++row) {
                 const std::int64_t at = row * cols;
-                finish_all<2>(matrix + at, kept + at, cols, factor + row * r, r, own.data(), columns.data());
-            }
-            if (row < last) {
-                const std::int64_t at = row * cols;
-                finish_all<1>(matrix + at, kept + at, cols, factor + row * r, r, own.data(), columns.data());
+                finish_all(matrix + at, kept + at, cols, factor + row * r, r, own.data(), columns.data());
             }
         });
     }

@@ -21,6 +21,8 @@ inline Floats load(const float* from) {
 
 inline void store(float* to, Floats values) { std::memcpy(to, &values, sizeof values); }
 
+inline void prefetch(const float* from) { __builtin_prefetch(from); }
+
 inline Floats all(float value) { return Floats{} + value; }
 
 inline float sum(Floats v) { return ((v[0] + v[4]) + (v[1] + v[5])) + ((v[2] + v[6]) + (v[3] + v[7])); }
