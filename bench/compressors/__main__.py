@@ -14,11 +14,11 @@ import torch
 
 import bench.compressors
 from bench.compressors.baselines import METHODS, empty_all_reduce_us, in_rounds, method_of, world_of_one
-from bench.compressors.measure import Failure, Measurement, TooSlowError, measure, print_table, write
+from bench.compressors.measure import Failure, Measurement, TooSlowError, markdown, measure, print_table, write
 from bench.compressors.methods import RANKS_PER_NODE, Gradients, Method, layouts_of
 from bench.environment import machine
 from commopt import ConfigurationError
-from commopt.command_line import Parser, number, output_file, whole
+from commopt.command_line import Parser, content_of, number, output_file, whole
 from commopt.kernels.loader import loader_for
 
 _IN_A_CALLBACK = "Got the following error when running the callback: "  # torch's, once for each that it goes through
@@ -36,6 +36,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
         "--json", type=output_file, metavar="FILE", help="write JSON lines: the environment, then steps"
+    )
+    parser.add_argument(
+        "--show", type=content_of(markdown), metavar="FILE", help="print a table of such a file instead"
     )
     options = parser.parse_args()
     try:
@@ -64,6 +67,9 @@ def measure_model(
 def main() -> None:
     """Measure, write and print the figures: of what has a target on all models first, then of the rest."""
     options = parse_options()
+    if options.show:
+        print(options.show)
+        return
     device = torch.device(options.device)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import inf
@@ -16,7 +17,8 @@ import torch
 
 from bench.compressors.baselines import METHODS
 from bench.compressors.methods import Gradients, Method, Start
-from bench.output import print_rows, write_lines
+from bench.document import table
+from bench.output import print_rows, write_lines, written_by
 from commopt.feedback import Layout
 
 _WARM_UP_STEPS = 2
@@ -178,6 +180,24 @@ def write(path: Path, environment: dict[str, Any], found: Sequence[Measurement],
         records.append({"record": "step", **asdict(each), **(asdict(comparison) if comparison else {})})
     records += [{"record": "failure", **asdict(each)} for each in failed]
     write_lines(path, records)
+
+
+def markdown(path: Path) -> str:
+    """Return a table of the steps in a file; raises ValueError."""
+    with written_by("bench.compressors --json", path):
+        _, *rows = (json.loads(line) for line in path.read_text().splitlines())
+        lines = [
+            [
+                row["model"],
+                f"`{row['method']}`",
+                f"{row['median_ms']:.0f}",
+                f"{row['median_ms'] / row['copy_ms']:.1f}",
+                f"{row['times_as_fast']:.1f}" if "times_as_fast" in row else "-",
+            ]
+            for row in rows
+            if row["record"] == "step"
+        ]
+    return table(["model", "method", "ms", "copies", "times as fast as torch's hook"], lines)
 
 
 def print_table(title: str, found: Sequence[Measurement], failed: Sequence[Failure]) -> None:

@@ -43,14 +43,14 @@ def draw_seconds(axes: Axes, environment: Environment, outcomes: Sequence[Outcom
 
 def draw_steps(axes: Axes, environment: Environment, outcomes: Sequence[Outcome]) -> None:
     """Draw a bar for each strategy: what its step takes, and how much of that is exposed communication."""
-    rows, compute_ms = range(len(outcomes)), environment.compute_ms  # not by name: a strategy may have run twice
-    exposed_ms = [max(0.0, outcome.exposed_ms) for outcome in outcomes]
-    axes.barh(rows, compute_ms, color=LIGHT_GREY)
-    for row, outcome, exposed in zip(rows, outcomes, exposed_ms, strict=True):
-        axes.barh(row, exposed, left=compute_ms, color=style_of(outcome.strategy).colour)
-        where = (compute_ms + exposed, row)
+    for row, outcome in enumerate(outcomes):  # not by name: a strategy may have run twice
+        exposed = max(0.0, outcome.exposed_ms)
+        computing = outcome.step_ms - outcome.exposed_ms
+        axes.barh(row, computing, color=LIGHT_GREY)
+        axes.barh(row, exposed, left=computing, color=style_of(outcome.strategy).colour)
+        where = (computing + exposed, row)
         axes.annotate(f"{outcome.step_ms:.0f}", where, xytext=(4, 0), textcoords="offset points", va="center")
-    unframe(axes, "Milliseconds of a step", f"grey: computing ({compute_ms:.0f}); colour: exposed")
+    unframe(axes, "Milliseconds of a step", f"grey: computing ({environment.compute_ms:.0f}); colour: exposed")
 
 
 def circumstances(environment: Environment) -> str:

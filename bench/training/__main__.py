@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
+from itertools import chain
 from statistics import median
 
 import torch
 import torch.distributed as dist
 
 import commopt
-from bench.environment import command_of, machine, slowest_rank_ms
+from bench.environment import command_of, machine
 from bench.models import Trainable
 from bench.training import report
-from bench.training.measure import FIRST_STEPS, Run, Show, measure
+from bench.training.measure import Baseline, Run, Show, measure
 from bench.training.report import Environment, Outcome
 from bench.training.strategies import NOTES, parse_options
 from commopt.cluster import link_rate
@@ -47,7 +49,7 @@ def describe(options: argparse.Namespace, cluster: Cluster, training: Trainable,
 
 
 def main() -> None:
-    """Measure the no-op step, then every strategy, and report on rank 0."""
+    """Measure every strategy between steps without communication, and report on rank 0."""
     options = parse_options()
     device = start_process_group()
     is_reporter = dist.get_rank() == 0
@@ -57,14 +59,15 @@ def main() -> None:
     outcomes: list[Outcome] = []
     with progress_bar() as show:
         show(0.0, "steps without communication")
-        baseline = Run("noop", options, device)
-        for _ in range(FIRST_STEPS + options.noop_steps):
-            baseline.step()
-        compute_ms = median(slowest_rank_ms(baseline.step_s)[FIRST_STEPS:])
-        environment = describe(options, cluster, baseline.training, compute_ms)
+        baseline = Baseline(options, device)
+        alone_ms = [baseline.steps_ms()]
         for index, strategy in enumerate(options.strategies):
-            show_part = _part(show, index, len(options.strategies))
-            outcomes.append(measure(Run(strategy, options, device), options, cluster, compute_ms, show_part))
+            outcome = measure(
+                Run(strategy, options, device), options, cluster, _part(show, index, len(options.strategies))
+            )
+            alone_ms.append(baseline.steps_ms())
+            outcomes.append(replace(outcome, exposed_ms=outcome.step_ms - median(alone_ms[-2] + alone_ms[-1])))
+            environment = describe(options, cluster, baseline.run.training, median(chain(*alone_ms)))
             if is_reporter and options.json:  # after each, so that an interrupted run keeps what it has
                 report.write(options.json, environment, outcomes)
     if is_reporter:

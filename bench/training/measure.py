@@ -74,6 +74,23 @@ class Run:
         return curve
 
 
+class Baseline:
+    """Steps without communication, in turns with the strategies: a machine that gets slower does so for both."""
+
+    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
+        self.run = Run("noop", options, device)
+        self._at_once = max(1, options.noop_steps // (len(options.strategies) + 1))
+        for _ in range(FIRST_STEPS):
+            self.run.step()
+        self.run.step_s.clear()
+
+    def steps_ms(self) -> list[float]:
+        """Take its share of the steps and return what they took. Collective."""
+        for _ in range(self._at_once):
+            self.run.step()
+        return slowest_rank_ms(self.run.step_s[-self._at_once :])
+
+
 @dataclass(frozen=True)
 class Bytes:
     """Bytes that left the nodes; None where nothing counts them."""
@@ -98,8 +115,8 @@ def node_traffic() -> Traffic | None:
     return traffic() if link_rate() else None
 
 
-def measure(run: Run, options: argparse.Namespace, cluster: Cluster, compute_ms: float, show: Show) -> Outcome:
-    """Train by one strategy and return what it took. Collective."""
+def measure(run: Run, options: argparse.Namespace, cluster: Cluster, show: Show) -> Outcome:
+    """Train by one strategy and return what it took, all of it as exposed. Collective."""
     before = node_traffic()
     curve = run.train(options.seconds, options.look_every, show)
     moved = Bytes.between(before, node_traffic(), cluster)
@@ -113,7 +130,7 @@ def measure(run: Run, options: argparse.Namespace, cluster: Cluster, compute_ms:
         seconds=curve[-1].seconds,
         step_ms=usual_ms,
         step_p90_ms=quantiles(step_ms, n=10)[-1] if len(step_ms) > 1 else step_ms[0],
-        exposed_ms=usual_ms - compute_ms,
+        exposed_ms=usual_ms,
         inter_mib_per_step=_mib(moved.sent, steps),
         inter_payload_mib_per_step=_mib(moved.payload, steps),
         inter_predicted_mib_per_step=_mib(predicted, steps),

@@ -51,7 +51,7 @@ class Environment(Header):
     seconds: float
     seed: int
     compute_ms: float
-    """Step without messages between nodes: median over steps of the slowest rank's."""
+    """Step without messages between nodes: median over all such steps of the slowest rank's."""
     evaluation: str
     model: str = "gpt"
     target_loss: float | None = None
@@ -88,7 +88,7 @@ class Outcome:
     """Median over steps of the slowest rank's; with LocalSGD the mean, as rounds are rare."""
     step_p90_ms: float
     exposed_ms: float
-    """step_ms less the environment's compute_ms."""
+    """step_ms less the median of the steps without messages just before and after."""
     inter_mib_per_step: float | None
     """Sent by all nodes, counted at their network interfaces, headers included."""
     inter_payload_mib_per_step: float | None

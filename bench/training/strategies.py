@@ -262,7 +262,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--look-every", type=number(), default=5.0, metavar="S", help="evaluate so often (default 5 s)")
     parser.add_argument("--target-loss", type=number(), metavar="X", help="report the seconds to this held-out loss")
     add_plan(parser)
-    parser.add_argument("--noop-steps", type=whole(0), default=30, help="steps without communication (default 30)")
+    what = "steps without communication, before, between and after strategies (default 60)"
+    parser.add_argument("--noop-steps", type=whole(1), default=60, help=what)
     parser.add_argument(
         "--json", type=output_file, metavar="FILE", help="write JSON lines: the environment, then strategies"
     )

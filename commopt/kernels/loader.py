@@ -97,8 +97,9 @@ def _cpu_kernels() -> Any | None:
 
 def cpu_threads() -> int:
     """Return how many threads a CPU kernel may use: torch's, and no more than this rank's share of the processors."""
-    processors = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return max(1, min(torch.get_num_threads(), processors))
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")  # torchrun's; others may leave it empty
+    return max(1, min(torch.get_num_threads(), processors // max(1, int(ranks) if ranks.isdecimal() else 1)))
 
 
 class Nvrtc(Loader):
