@@ -18,6 +18,7 @@ from torch import Tensor
 
 _SEGMENT_NBYTES = 1024 * 1024
 _LONG_PART_NBYTES = 2 * 1024 * 1024
+_SHORT_NBYTES = 1024 * 1024
 _NEVER_SENT = 2**30  # a tag
 _ADDED_IN_FLOAT32 = (torch.float16, torch.bfloat16)
 
@@ -86,6 +87,32 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup, scale: float = 1.0) -> 
     _wait(works)
 
 
+def reduce(tensor: Tensor, group: dist.ProcessGroup, group_dst: int) -> None:
+    """Sum into `tensor` of rank `group_dst`; short ones in rank order, from every rank at once, by this thread alone.
+
+    Gloo's own call goes through a thread of torch's, which waits for its turn where ranks share processors.
+    """
+    if not _is_short(tensor, group):
+        dist.reduce(tensor, group=group, group_dst=group_dst)
+    elif group.rank() != group_dst:
+        _wait([dist.isend(tensor, group=group, group_dst=group_dst)])
+    else:
+        received = tensor.new_empty(group.size() - 1, tensor.numel())
+        rows = [*received[:group_dst], tensor.view(-1), *received[group_dst:]]
+        _wait([dist.irecv(rows[peer], group=group, group_src=peer) for peer in _peers(group)])
+        _sum_in_order(rows, tensor.view(-1))
+
+
+def broadcast(tensor: Tensor, group: dist.ProcessGroup, group_src: int) -> None:
+    """Copy `tensor` of rank `group_src` to every rank: a short one to all at once, as in `reduce`."""
+    if not _is_short(tensor, group):
+        dist.broadcast(tensor, group=group, group_src=group_src)
+    elif group.rank() == group_src:
+        _wait([dist.isend(tensor, group=group, group_dst=peer) for peer in _peers(group)])
+    else:
+        _wait([dist.irecv(tensor, group=group, group_src=group_src)])
+
+
 def all_equal(output: Tensor, source: Tensor, group: dist.ProcessGroup) -> None:
     """Write 1 into `output` (int64 [1]) if all ranks gave the number in `source`, else 0, alike on every rank.
 
@@ -121,6 +148,11 @@ def _own_ring_will_do(tensor: Tensor, group: dist.ProcessGroup) -> bool:
     Its ring has one connection each way, in C++: nothing waits for the slowest of many that share a link.
     """
     return tensor.nbytes >= group.size() * _LONG_PART_NBYTES and tensor.dtype not in _ADDED_IN_FLOAT32
+
+
+def _is_short(tensor: Tensor, group: dist.ProcessGroup) -> bool:
+    """Return whether one rank may as well exchange it with all others: more bytes go round the ranks."""
+    return (group.size() - 1) * tensor.nbytes <= _SHORT_NBYTES and tensor.is_contiguous()
 
 
 _Arrival = tuple[list[dist.Work | None], list[Tensor], slice]

@@ -73,12 +73,12 @@ class Team(TeamShape):
     def reduce(self, tensor: Tensor, dst: int) -> None:
         """Sum into `tensor` of rank `dst`; the other ranks' tensors are left undefined."""
         if self.size > 1:
-            self._run("reduce", dist.reduce, tensor, group_dst=dst)
+            self._run("reduce", gloo.reduce if self._on_gloo(tensor) else dist.reduce, tensor, group_dst=dst)
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Copy `tensor` of rank `src` to every rank."""
         if self.size > 1:
-            self._run("broadcast", dist.broadcast, tensor, group_src=src)
+            self._run("broadcast", gloo.broadcast if self._on_gloo(tensor) else dist.broadcast, tensor, group_src=src)
 
     def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
         """Sum `source` over the team and keep this rank's block of output.numel() elements."""
