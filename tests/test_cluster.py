@@ -262,16 +262,20 @@ def test_connections_between_nodes_use_linux_own_congestion_control(script: Call
     command = script("""
         import os, socket, time
         if os.environ["RANK"] == "0":
-            with socket.create_server(("", 5000)) as server:
-                peer = server.accept()[0]
+            server = socket.create_server(("", 5000))
+            peer = server.accept()[0]
         else:
-            time.sleep(1)
-            peer = socket.create_connection(("node0", 5000))
+            peer = None
+            while peer is None:
+                try:
+                    peer = socket.create_connection(("node0", 5000))
+                except ConnectionRefusedError:  # rank 0 has not begun
+                    time.sleep(0.1)
         name = peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
         assert name.rstrip(b"\\0") == b"cubic", name
     """)
     with Cluster(ranks_per_node=1) as cluster:
-        result = cluster.run([command], timeout_s=30)
+        result = cluster.run([command], timeout_s=100)
     assert result.returncode == 0, result.stderr
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 GRACE_S = 25.0  # for pytest to write what it knows, for launchers to end their ranks
 MARK = "BENCH_GPU_STEP"
+_QUIET_LOOKS = 3
 _KILL_S = 10.0
 _NUMBERS = count()
 
@@ -72,9 +73,14 @@ def _heed_interrupts() -> None:
 
 
 def _kill_marked(mark: str) -> None:
-    """Kill every process that has the mark in its environment, whatever session it is in."""
-    deadline = time.monotonic() + _KILL_S
-    while (pids := _marked(mark)) and time.monotonic() < deadline:  # again: one may fork between listing and killing
+    """Kill every process that has the mark in its environment, whatever session it is in.
+
+    It looks until it has found none in several looks: one may fork meanwhile, and has no environment while it starts.
+    """
+    deadline, quiet = time.monotonic() + _KILL_S, 0
+    while quiet < _QUIET_LOOKS and time.monotonic() < deadline:
+        pids = _marked(mark)
+        quiet = 0 if pids else quiet + 1
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
