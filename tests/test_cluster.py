@@ -282,7 +282,7 @@ def test_connections_between_nodes_use_linux_own_congestion_control(script: Call
 @pytest.mark.cluster
 def test_command_line_runs_a_module_and_reports() -> None:
     process = _start("--ranks-per-node", "1,1", "-m", "timeit", "-n", "1", "-r", "1", "pass")
-    stdout, stderr = process.communicate(timeout=60)
+    stdout, stderr = process.communicate(timeout=100)
     assert process.returncode == 0, stderr
     assert stdout.startswith("1 loop, best of 1")
     assert len(stdout.splitlines()) == 1
