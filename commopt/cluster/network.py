@@ -165,7 +165,7 @@ def _quantity(name: str, text: str, units: Mapping[str, float], example: str) ->
 
 MAX_NODES = 254  # one /24
 _SUBNET = "10.77.0.0/24"
-# Linux's own congestion control, not the host's: with BBR a 50 Mbit/s link idles for 6 to 15 % of a long message.
+# TCP as Linux comes with it, whatever the host is set to: BBR leaves a slow link idle for part of a long message.
 _ROUTE = ("proto", "kernel", "scope", "link", "congctl", "cubic")
 _NAMESPACES = Path("/run/netns")
 _CONFIGURATIONS = Path("/etc/netns")  # `ip netns exec NAME` sees NAME/hosts here as /etc/hosts

@@ -151,8 +151,8 @@ def _own_ring_will_do(tensor: Tensor, group: dist.ProcessGroup) -> bool:
 
 
 def _is_short(tensor: Tensor, group: dist.ProcessGroup) -> bool:
-    """Return whether one rank may as well exchange it with all others: more bytes go round the ranks."""
-    return (group.size() - 1) * tensor.nbytes <= _SHORT_NBYTES and tensor.is_contiguous()
+    """Return, alike on every rank, whether one rank exchanges it with all others; more bytes go round the ranks."""
+    return (group.size() - 1) * tensor.nbytes <= _SHORT_NBYTES
 
 
 _Arrival = tuple[list[dist.Work | None], list[Tensor], slice]
