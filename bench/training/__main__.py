@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import replace
-from itertools import chain
 from statistics import median
 
 import torch
@@ -14,7 +12,6 @@ import torch.distributed as dist
 
 import commopt
 from bench.environment import command_of, machine
-from bench.models import Trainable
 from bench.training import report
 from bench.training.measure import Baseline, Run, Show, measure
 from bench.training.report import Environment, Outcome
@@ -25,8 +22,9 @@ from examples.train_gpt import progress_bar, start_process_group
 from topology import Cluster
 
 
-def describe(options: argparse.Namespace, cluster: Cluster, training: Trainable, compute_ms: float) -> Environment:
-    """Say where and how the numbers are made; `training` is any of those compared."""
+def describe(options: argparse.Namespace, cluster: Cluster, baseline: Baseline) -> Environment:
+    """Say where and how the numbers are made."""
+    training = baseline.run.training
     device = training.device
     ranks_per_node = [len(node) for node in cluster.nodes]
     return Environment(
@@ -40,7 +38,7 @@ def describe(options: argparse.Namespace, cluster: Cluster, training: Trainable,
         parameters=sum(parameter.numel() for parameter in training.model.parameters()),
         seconds=options.seconds,
         seed=options.seed,
-        compute_ms=compute_ms,
+        compute_ms=median(baseline.step_ms),
         evaluation=f"{training.evaluation}, shared out over all ranks",
         model=options.model,
         target_loss=options.target_loss,
@@ -60,14 +58,10 @@ def main() -> None:
     with progress_bar() as show:
         show(0.0, "steps without communication")
         baseline = Baseline(options, device)
-        alone_ms = [baseline.steps_ms()]
         for index, strategy in enumerate(options.strategies):
-            outcome = measure(
-                Run(strategy, options, device), options, cluster, _part(show, index, len(options.strategies))
-            )
-            alone_ms.append(baseline.steps_ms())
-            outcomes.append(replace(outcome, exposed_ms=outcome.step_ms - median(alone_ms[-2] + alone_ms[-1])))
-            environment = describe(options, cluster, baseline.run.training, median(chain(*alone_ms)))
+            show_part = _part(show, index, len(options.strategies))
+            outcomes.append(measure(Run(strategy, options, device), baseline, options, cluster, show_part))
+            environment = describe(options, cluster, baseline)
             if is_reporter and options.json:  # after each, so that an interrupted run keeps what it has
                 report.write(options.json, environment, outcomes)
     if is_reporter:

@@ -75,20 +75,28 @@ class Run:
 
 
 class Baseline:
-    """Steps without communication, in turns with the strategies: a machine that gets slower does so for both."""
+    """Steps without communication, in turns with the strategies: a machine that gets slower does so for both.
+
+    step_ms: what each took on the slowest rank.
+    """
 
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
         self.run = Run("noop", options, device)
+        self.step_ms: list[float] = []
         self._at_once = max(1, options.noop_steps // (len(options.strategies) + 1))
         for _ in range(FIRST_STEPS):
             self.run.step()
-        self.run.step_s.clear()
+        self.take_turn()
 
-    def steps_ms(self) -> list[float]:
-        """Take its share of the steps and return what they took. Collective."""
+    def take_turn(self) -> None:
+        """Take a turn's steps. Collective."""
         for _ in range(self._at_once):
             self.run.step()
-        return slowest_rank_ms(self.run.step_s[-self._at_once :])
+        self.step_ms += slowest_rank_ms(self.run.step_s[-self._at_once :])
+
+    def lately_ms(self) -> float:
+        """Return the median of the last two turns: of those before and after a strategy."""
+        return median(self.step_ms[-2 * self._at_once :])
 
 
 @dataclass(frozen=True)
@@ -115,11 +123,12 @@ def node_traffic() -> Traffic | None:
     return traffic() if link_rate() else None
 
 
-def measure(run: Run, options: argparse.Namespace, cluster: Cluster, show: Show) -> Outcome:
-    """Train by one strategy and return what it took, all of it as exposed. Collective."""
+def measure(run: Run, baseline: Baseline, options: argparse.Namespace, cluster: Cluster, show: Show) -> Outcome:
+    """Train by one strategy, take a turn without communication and return what the strategy took. Collective."""
     before = node_traffic()
     curve = run.train(options.seconds, options.look_every, show)
     moved = Bytes.between(before, node_traffic(), cluster)
+    baseline.take_turn()
     step_ms, steps = slowest_rank_ms(run.step_s), len(run.step_s)
     local = run.state is not None and isinstance(run.state.aggregator, LocalSGD)
     usual_ms = mean(step_ms[FIRST_STEPS:] or step_ms) if local else median(step_ms)  # rounds are rare, and count
@@ -130,7 +139,7 @@ def measure(run: Run, options: argparse.Namespace, cluster: Cluster, show: Show)
         seconds=curve[-1].seconds,
         step_ms=usual_ms,
         step_p90_ms=quantiles(step_ms, n=10)[-1] if len(step_ms) > 1 else step_ms[0],
-        exposed_ms=usual_ms,
+        exposed_ms=usual_ms - baseline.lately_ms(),
         inter_mib_per_step=_mib(moved.sent, steps),
         inter_payload_mib_per_step=_mib(moved.payload, steps),
         inter_predicted_mib_per_step=_mib(predicted, steps),

@@ -19,6 +19,7 @@ from torch import Tensor
 _SEGMENT_NBYTES = 1024 * 1024
 _LONG_PART_NBYTES = 2 * 1024 * 1024
 _SHORT_NBYTES = 1024 * 1024
+_FEW_RANKS = 8
 _NEVER_SENT = 2**30  # a tag
 _ADDED_IN_FLOAT32 = (torch.float16, torch.bfloat16)
 
@@ -151,8 +152,8 @@ def _own_ring_will_do(tensor: Tensor, group: dist.ProcessGroup) -> bool:
 
 
 def _is_short(tensor: Tensor, group: dist.ProcessGroup) -> bool:
-    """Return, alike on every rank, whether one rank exchanges it with all others; more bytes go round the ranks."""
-    return (group.size() - 1) * tensor.nbytes <= _SHORT_NBYTES
+    """Return, alike on every rank, whether one rank exchanges it with all others; more goes gloo's way, in steps."""
+    return group.size() <= _FEW_RANKS and (group.size() - 1) * tensor.nbytes <= _SHORT_NBYTES
 
 
 _Arrival = tuple[list[dist.Work | None], list[Tensor], slice]
