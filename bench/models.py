@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -46,20 +47,24 @@ HELD_OUT_IMAGES = 64
 ADAM_LEARNING_RATE = 1e-3  # where the hook makes Adam's directions
 
 
+IMAGE_MODELS: dict[str, tuple[Callable[[int], nn.Module], Callable[..., torch.optim.Optimizer]]] = {
+    "resnet50": (lambda pixels: ResNet50(), partial(torch.optim.SGD, lr=0.01, momentum=0.9, weight_decay=5e-5)),
+    "swin-t": (SwinT, partial(torch.optim.AdamW, lr=5e-4, weight_decay=0.05)),
+}
+"""By name: the model for images of so many pixels a side, and its optimizer."""
+
+
 class ImageTraining:
-    """As examples.train_gpt.Training, of ResNet-50 with SGD or of Swin-T with AdamW."""
+    """As examples.train_gpt.Training, of one of IMAGE_MODELS."""
 
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
         torch.manual_seed(options.seed)
-        model = (SwinT(options.pixels) if options.model == "swin-t" else ResNet50()).to(device)
+        make, optimizer = IMAGE_MODELS[options.model]
+        model = make(options.pixels).to(device)
         self.model: nn.Module = DistributedDataParallel(
             model, device_ids=[device.index] if device.type == "cuda" else None
         )
-        self.optimizer: torch.optim.Optimizer = (
-            torch.optim.AdamW(self.model.parameters(), lr=5e-4, weight_decay=0.05)
-            if options.model == "swin-t"
-            else torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-5)
-        )
+        self.optimizer: torch.optim.Optimizer = optimizer(self.model.parameters())
         self.device, self.batch, self.pixels = device, options.batch, options.pixels
         self.patterns = torch.randn(PATTERNS, 3, self.pixels, self.pixels)
         self.evaluation = (
@@ -103,8 +108,7 @@ class ImageTraining:
 
 MODELS: dict[str, Callable[[argparse.Namespace, torch.device], Trainable]] = {
     "gpt": Training,
-    "resnet50": ImageTraining,
-    "swin-t": ImageTraining,
+    **dict.fromkeys(IMAGE_MODELS, ImageTraining),
 }
 
 

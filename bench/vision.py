@@ -91,21 +91,21 @@ class WindowAttention(nn.Module):
         batch, side, _, width = x.shape
         window, count = self.window, side // self.window
         place = torch.arange(window, device=x.device)
-        apart = (place[:, None] - place).add(window - 1)  # [window, window]
-        rows, cols = apart[:, None, :, None], apart[None, :, None, :]
-        mask = self.bias[:, rows, cols].flatten(3).flatten(1, 2)  # [heads, window^2, window^2]
+        offsets = (place[:, None] - place).add(window - 1)  # [window, window]
+        rows, cols = offsets[:, None, :, None], offsets[None, :, None, :]
+        scores = self.bias[:, rows, cols].flatten(3).flatten(1, 2)  # [heads, window^2, window^2]
         if self.shift:
             x = x.roll((-self.shift, -self.shift), (1, 2))
-            mask = mask + self._apart(side, x.device)[:, None]
+            scores = scores + self._mask(side, x.device)[:, None]
         windows = x.view(batch, count, window, count, window, width).transpose(2, 3)
         qkv = self.qkv(windows.reshape(batch, count**2, window**2, width))
         q, k, v = qkv.unflatten(-1, (3, self.heads, -1)).permute(3, 0, 1, 4, 2, 5)  # [batch, windows, heads, ...]
-        mixed = scaled_dot_product_attention(q, k, v, attn_mask=mask.expand(batch, count**2, -1, -1, -1))
+        mixed = scaled_dot_product_attention(q, k, v, attn_mask=scores.expand(batch, count**2, -1, -1, -1))
         mixed = mixed.transpose(2, 3).reshape(batch, count, count, window, window, width)
         x = self.project(mixed.transpose(2, 3).reshape(batch, side, side, width))
         return x.roll((self.shift, self.shift), (1, 2)) if self.shift else x
 
-    def _apart(self, side: int, device: torch.device) -> Tensor:
+    def _mask(self, side: int, device: torch.device) -> Tensor:
         """Minus infinity between patches that only the shift has brought together: [windows, window^2, window^2]."""
         window = self.window
         place = torch.arange(side, device=device)
@@ -146,6 +146,14 @@ class PatchMerging(nn.Module):
         fours = x.view(batch, side // 2, 2, side // 2, 2, width).permute(0, 1, 3, 4, 2, 5).flatten(3)
         merged: Tensor = self.reduce(self.norm(fours))
         return merged
+
+
+def check_pixels(pixels: int) -> None:
+    """Raise ValueError unless Swin-T can take images of this side."""
+    if pixels % 32:
+        raise ValueError(
+            f"--pixels {pixels}: swin-t needs a multiple of 32, as it halves its map of patches three times"
+        )
 
 
 class SwinT(nn.Module):

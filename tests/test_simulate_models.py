@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench.vision import ResNet50, SwinT
+from bench.vision import ResNet50, SwinT, WindowAttention
 from commopt.errors import ConfigurationError
 from commopt.simulate.model_zoo import (
     MODELS,
@@ -85,6 +85,26 @@ def test_swin_is_the_module_that_bench_trains() -> None:
     with FlopCounterMode(display=False) as counted:
         module(image)
     assert counted.get_total_flops() == pytest.approx(model("swin-t").forward_flops, rel=5e-3)
+
+
+@pytest.mark.parametrize(("side", "window", "shift"), [(8, 4, 0), (8, 4, 2), (14, 7, 3), (4, 4, 0)])
+def test_swin_attends_inside_of_its_windows_as_one_attention_with_a_mask_would(
+    side: int, window: int, shift: int
+) -> None:
+    module = WindowAttention(12, 3, window, shift)
+    torch.nn.init.normal_(module.bias)
+    x = torch.randn(2, side, side, 12)
+    q, k, v = module.qkv(x).view(2, side**2, 3, 3, 4).permute(2, 0, 3, 1, 4)
+    rows, cols = torch.arange(side**2) // side, torch.arange(side**2) % side
+    together, distances = torch.ones(side**2, side**2, dtype=torch.bool), []
+    for place in (rows, cols):
+        number = (place - shift) // window  # those at an edge are windows of their own
+        together &= number[:, None] == number
+        distances.append((place[:, None] - place).clamp(1 - window, window - 1) + window - 1)
+    scores = q @ k.transpose(-1, -2) / 2 + module.bias[:, distances[0], distances[1]]
+    mixed = scores.masked_fill(~together, -torch.inf).softmax(-1) @ v
+    expected = module.project(mixed.transpose(1, 2).reshape(2, side, side, 12))
+    torch.testing.assert_close(module(x), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("sequence", "masked"), [(128, 20), (512, 77)])

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -11,10 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from matplotlib.image import imread
 
 from bench import demo
-from bench.training import report
+from bench.training import measure, report
 from bench.training.measure import steps_until_look
 from bench.training.report import Environment, Look, Outcome
 from bench.training.strategies import parse_options
@@ -219,6 +221,7 @@ def test_sharded_models_send_what_is_predicted(
         (["--parallel", "hsdp", "--strategies", "flat+weights8"], "only --parallel fsdp sends weights"),
         (["--parallel", "fsdp", "--strategies", "flat+weights3"], "weights8, weights4"),
         (["--parallel", "fsdp", "--model", "resnet50"], "trains --model gpt"),
+        (["--model", "swin-t", "--pixels", "100"], "--pixels 100: swin-t needs a multiple of 32"),
     ],
 )
 def test_what_a_sharded_training_cannot_be_asked_for(
@@ -267,3 +270,25 @@ def test_demo_emulates_nodes_where_it_can_and_else_says_why_not(
         assert environment["COMMOPT_RANKS_PER_NODE"] == "2"
         assert "Not emulating a slow network: user id 1000 may not" in printed
         assert "COMMOPT_RANKS_PER_NODE=2 OMP_NUM_THREADS=1 python -m torch.distributed.run" in printed
+
+
+def test_steps_without_communication_count_from_before_a_strategy_and_from_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Run:
+        """Whose steps take 1 s, 2 s, 3 s ..."""
+
+        def __init__(self, strategy: str, options: argparse.Namespace, device: torch.device) -> None:
+            self.step_s: list[float] = []
+
+        def step(self) -> None:
+            self.step_s.append(len(self.step_s) + 1)
+
+    monkeypatch.setattr(measure, "Run", Run)
+    monkeypatch.setattr(measure, "slowest_rank_ms", lambda step_s: [1000 * each for each in step_s])
+    options = argparse.Namespace(noop_steps=7, strategies=["ddp", "flat"])
+    baseline = measure.Baseline(options, torch.device("cpu"))
+    for _ in options.strategies:
+        baseline.take_turn()
+    assert baseline.step_ms == [1000 * step for step in (4, 5, 6, 7, 8, 9)]  # the first three do not count
+    assert baseline.lately_ms() == 7500

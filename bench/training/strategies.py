@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import bench.training
 import commopt
 from bench.models import Trainable, add_options
+from bench.vision import check_pixels
 from commopt.command_line import Parser, number, output_file, whole
 from examples.train_gpt import PARALLEL, STRATEGIES, choose_averaging, strategy_name
 
@@ -275,6 +276,8 @@ def parse_options() -> argparse.Namespace:
     try:
         if options.parallel != "ddp" and options.model != "gpt":
             raise ValueError(f"--parallel {options.parallel} trains --model gpt, not {options.model}")
+        if options.model == "swin-t":
+            check_pixels(options.pixels)
         for name in options.strategies:
             require_known(name, options.parallel)
     except ValueError as error:
