@@ -121,7 +121,7 @@ def test_products_of_factors_are_float32_where_tf32_is_allowed(monkeypatch: pyte
         lowrank.project(on_gpu[0], on_gpu[2], out)
         assert strays(out, matrices.double() @ right.double()) < 1e-6
         out = torch.zeros(2, 64, 4, device=DEVICE)
-        lowrank.project(on_gpu[0], on_gpu[1], out, transposed=True)
+        lowrank.refresh(on_gpu[0].clone(), on_gpu[1], out)
         assert strays(out, matrices.double().mT @ left.double()) < 1e-6
         out = torch.zeros(2, 96, 64, device=DEVICE)
         lowrank.decode(on_gpu[1], on_gpu[2], out)

@@ -194,8 +194,8 @@ def _products(setting: Setting) -> Iterator[Case]:
     left, right, out = (setting.random(1, side, _MATRIX_RANK) for _ in range(3))
     product, factors = torch.empty_like(matrices), (left, right)
     changed, variant = (matrices, *factors), f"rank {_MATRIX_RANK}"
-    projected = partial(lowrank_reference.project, transposed=False)
-    yield Case("project", variant, lowrank.project, projected, (matrices, right, out), (matrices, right), (out,))
+    read, reference = (matrices, right), lowrank_reference.project
+    yield Case("project", variant, lowrank.project, reference, (*read, out), read, (out,))
     yield Case(
         "decode low rank", variant, lowrank.decode, lowrank_reference.decode, (*factors, product), factors, (product,)
     )

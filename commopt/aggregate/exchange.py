@@ -11,7 +11,7 @@ from torch import Tensor
 
 from commopt.aggregate.base import mark_non_finite
 from commopt.aggregate.matrices import Group, Plan
-from commopt.aggregate.sums import add_up_factors
+from commopt.aggregate.sums import add_up
 from commopt.compress import ErrorFeedback
 from commopt.feedback import SAMPLE_EVERY_STEPS, BufferContext, Feedback, Side, Spans
 from commopt.groups import Team
@@ -72,12 +72,12 @@ class Exchange:
         left, dense = message[:numel].view(-1, self._matrix_rank), message[numel:]
         self._fill_dense(dense)
         self._project(factors.rights, left)
-        add_up_factors(message, numel, team, context.scratch)  # any left factors will do, if all have the same
+        add_up(message, numel, team, context.scratch)  # any left factors will do, if all have the same
         self._orthogonalize("left", left, left, factors.initial["left"])
         shape = (plan.rows["right"], self._matrix_rank)
         right = context.scratch.take("second message", shape, torch.float32, self._device)
         self._refresh(left, right)
-        lost = add_up_factors(right.view(-1), right.numel(), team, context.scratch)
+        lost = add_up(right.view(-1), right.numel(), team, context.scratch)
         if lost is not None:
             self._keep_lost(left, lost.view_as(right))
         if context.store is not None:

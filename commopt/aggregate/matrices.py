@@ -116,18 +116,11 @@ class Plan:
     @cached_property
     def table(self) -> Tensor:
         """What the kernels for CPUs know of the matrices: int64 [matrices, 6], see csrc/cpu/kernels.hpp."""
-        rows = [
-            (
-                matrix.begin,
-                first,
-                group.rows,
-                group.cols,
-                group.left_row + n * group.rows,
-                group.right_row + n * group.cols,
-            )
-            for group in self.groups
-            for n, (matrix, first, _) in enumerate(group.places())
-        ]
+        rows = []
+        for group in self.groups:
+            for n, (matrix, first, _) in enumerate(group.places()):
+                factors = group.left_row + n * group.rows, group.right_row + n * group.cols
+                rows.append((matrix.begin, first, group.rows, group.cols, *factors))
         return torch.tensor(rows, dtype=torch.int64, device="cpu")
 
     @cached_property

@@ -103,7 +103,7 @@ class PowerSGD(Aggregator):
         if buffer.dtype != dtype:
             work = context.scratch.take("rounded", buffer.numel(), dtype, buffer.device)
         scale_and_add(buffer, work, scale, self._leftover(dtype, context, buffer.device))
-        add_up(work, team)
+        add_up(work, 0, team, context.scratch)
         buffer.copy_(work)
         if context.store is not None:
             finite = work.isfinite().all()

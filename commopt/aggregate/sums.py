@@ -32,20 +32,8 @@ Sums: TypeAlias = "Team | ByLeaders"
 Shape: TypeAlias = "TeamShape | ByLeaders"
 
 
-def add_up(values: Tensor, team: Sums) -> None:
-    """Set `values` to their sum over the team."""
-    if not isinstance(team, ByLeaders):
-        team.all_reduce(values)
-        return
-    intra, inter = team.intra, team.inter
-    intra.reduce(values, dst=0)
-    if team.leads:
-        inter.all_reduce(values)
-    intra.broadcast(values, src=0)
-
-
-def add_up_factors(message: Tensor, numel: int, team: Sums, scratch: Scratch) -> Tensor | None:
-    """Set `message` (float32 [n]) to its sum over the team, of which the first `numel` elements may be rounded.
+def add_up(message: Tensor, numel: int, team: Sums, scratch: Scratch) -> Tensor | None:
+    """Set `message` [n] to its sum over the team; its first `numel` elements are factors, float32, and may be rounded.
 
     Returns what rounding has taken of them from what this rank sent, None for nothing.
     """
@@ -58,13 +46,13 @@ def add_up_factors(message: Tensor, numel: int, team: Sums, scratch: Scratch) ->
     lost = None
     intra.reduce(message, dst=0)
     if team.leads:
-        lost = add_up_factors(message, numel, inter, scratch)
+        lost = add_up(message, numel, inter, scratch)
     intra.broadcast(message, src=0)
     return lost
 
 
 def calls_of_sum(numel: int, rest_nbytes: int, team: Shape, device: torch.device | None) -> tuple[Step, ...]:
-    """Return what `add_up_factors` calls for `numel` factors and as many bytes of others; `add_up`, for 0 factors."""
+    """Return what `add_up` calls for `numel` factors and as many bytes of others."""
     nbytes = 4 * numel + rest_nbytes
     if isinstance(team, ByLeaders):
         intra, inter = team.intra, team.inter

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import ref
 
 import torch
@@ -25,6 +25,8 @@ from commopt.groups.shape import TeamShape
 # torch 2.13 renamed these and warns about the old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+Collective: TypeAlias = Callable[..., object]
 
 _ABORT_LIMIT_S = 10.0
 
@@ -72,37 +74,23 @@ class Team(TeamShape):
 
     def reduce(self, tensor: Tensor, dst: int) -> None:
         """Sum into `tensor` of rank `dst`; the other ranks' tensors are left undefined."""
-        if self.size > 1:
-            self._run("reduce", gloo.reduce if self._on_gloo(tensor) else dist.reduce, tensor, group_dst=dst)
+        self._move("reduce", gloo.reduce, dist.reduce, tensor, group_dst=dst)
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Copy `tensor` of rank `src` to every rank."""
-        if self.size > 1:
-            self._run("broadcast", gloo.broadcast if self._on_gloo(tensor) else dist.broadcast, tensor, group_src=src)
+        self._move("broadcast", gloo.broadcast, dist.broadcast, tensor, group_src=src)
 
     def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
         """Sum `source` over the team and keep this rank's block of output.numel() elements."""
-        if self.size > 1:
-            call = gloo.reduce_scatter if self._on_gloo(source) else reduce_scatter_single
-            self._run("reduce_scatter", call, output, source)
-        else:
-            output.copy_(source)
+        self._move("reduce_scatter", gloo.reduce_scatter, reduce_scatter_single, output, source)
 
     def all_gather(self, output: Tensor, source: Tensor) -> None:
         """Fill `output` with every rank's `source`, in rank order."""
-        if self.size > 1:
-            call = gloo.all_gather if self._on_gloo(source) else all_gather_single
-            self._run("all_gather", call, output, source)
-        else:
-            output.copy_(source)
+        self._move("all_gather", gloo.all_gather, all_gather_single, output, source)
 
     def all_to_all(self, output: Tensor, source: Tensor) -> None:
         """Send block j of `source` to rank j; block i of `output` comes from rank i."""
-        if self.size > 1:
-            call = gloo.all_to_all if self._on_gloo(source) else dist.all_to_all_single
-            self._run("all_to_all", call, output, source)
-        else:
-            output.copy_(source)
+        self._move("all_to_all", gloo.all_to_all, dist.all_to_all_single, output, source)
 
     def all_equal(self, number: int, device: torch.device) -> bool:
         """Return, alike on every rank, whether all gave the same number (of 63 bits); it travels as `device`'s data."""
@@ -154,7 +142,14 @@ class Team(TeamShape):
     def _on_gloo(self, tensor: Tensor) -> bool:
         return self.backend(tensor.device) == "gloo"
 
-    def _run(self, primitive: str, call: Callable[..., object], *tensors: Tensor, **how: Any) -> None:
+    def _move(self, primitive: str, ours: Collective, torchs: Collective, *tensors: Tensor, **how: Any) -> None:
+        """Run `ours` over gloo and `torchs` over anything else; where this rank is alone, copy."""
+        if self.size > 1:
+            self._run(primitive, ours if self._on_gloo(tensors[-1]) else torchs, *tensors, **how)
+        else:
+            tensors[0].copy_(tensors[-1])
+
+    def _run(self, primitive: str, call: Collective, *tensors: Tensor, **how: Any) -> None:
         """Call a collective that writes the first of `tensors` and reads the last.
 
         It is recorded, and its errors are made understandable. Gloo sends host memory only: what lies on a GPU is

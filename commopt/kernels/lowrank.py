@@ -90,36 +90,34 @@ def _heights(heights: tuple[int, ...]) -> Tensor:
     return torch.tensor(heights, dtype=torch.int64, device="cpu")
 
 
-def project(matrices: Tensor, factors: Tensor, out: Tensor, *, transposed: bool = False) -> None:
-    """Set `out` to M F for each matrix M [rows, cols] and factor F [cols, r]; transposed: M^T F with F [rows, r].
+def project(matrices: Tensor, right: Tensor, left: Tensor) -> None:
+    """Set `left` [count, rows, r] to M right for each matrix M [rows, cols] and its `right` [cols, r].
 
-    Anything not finite in M makes an element of its product not finite, whatever F (finite) holds.
+    Anything not finite in M makes an element of its product not finite, whatever `right` (finite) holds.
     """
     from commopt.kernels import lowrank_reference as reference
 
-    _check(matrices=matrices, factors=factors, out=out)
-    count, rows, cols = matrices.shape
-    inner, outer = (rows, cols) if transposed else (cols, rows)
-    _check_shape("factors", factors, (count, inner, factors.shape[2]))
-    _check_shape("out", out, (count, outer, factors.shape[2]))
-    cpu = None if transposed else _cpu(matrices.device)
+    _check_product(left, right, matrices)
+    cpu = _cpu(matrices.device)
     if cpu is None:
-        reference.project(matrices, factors, out, transposed=transposed)
+        reference.project(matrices, right, left)
     else:
-        pointers = matrices.data_ptr(), factors.data_ptr(), out.data_ptr()
-        cpu.lowrank_project(*pointers, *matrices.shape, factors.shape[2], loader.cpu_threads())
+        pointers = matrices.data_ptr(), right.data_ptr(), left.data_ptr()
+        cpu.lowrank_project(*pointers, *matrices.shape, left.shape[2], loader.cpu_threads())
 
 
 def refresh(matrices: Tensor, left: Tensor, right: Tensor) -> None:
     """Set `right` [count, cols, r] to M^T left for each matrix M [rows, cols], then subtract left right^T from M."""
+    from commopt.kernels import lowrank_reference as reference
+
+    _check_product(left, right, matrices)
     cpu = _cpu(matrices.device)
     if cpu is None:
-        project(matrices, left, right, transposed=True)
+        reference.project(matrices.transpose(1, 2), left, right)
         subtract(matrices, left, right)
-        return
-    _check_product(left, right, matrices)
-    pointers = matrices.data_ptr(), left.data_ptr(), right.data_ptr()
-    cpu.lowrank_refresh(*pointers, *matrices.shape, left.shape[2], loader.cpu_threads())
+    else:
+        pointers = matrices.data_ptr(), left.data_ptr(), right.data_ptr()
+        cpu.lowrank_refresh(*pointers, *matrices.shape, left.shape[2], loader.cpu_threads())
 
 
 def decode(left: Tensor, right: Tensor, out: Tensor) -> None:

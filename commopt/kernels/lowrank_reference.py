@@ -36,10 +36,10 @@ def orthogonalize_each(work: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> 
         out.copy_(upper.add_(lower, alpha=2.0**-_WORD).mul_(scale).transpose(1, 2))
 
 
-def project(matrices: Tensor, factors: Tensor, out: Tensor, *, transposed: bool) -> None:
-    """Set `out` to M F, or M^T F, of each matrix and factor."""
+def project(matrices: Tensor, factors: Tensor, out: Tensor) -> None:
+    """Set `out` to M F of each matrix and factor."""
     # The few columns of a factor are long rows of its transpose, which a CPU multiplies several times as fast.
-    one, other = factors.transpose(1, 2), matrices if transposed else matrices.transpose(1, 2)
+    one, other = factors.transpose(1, 2), matrices.transpose(1, 2)
     found = torch.bmm(one.double(), other.double()) if _may_use_tf32(out.device) else torch.bmm(one, other)
     out.copy_(found.transpose(1, 2))
 

@@ -64,11 +64,6 @@ class Configuration:
         """By how much of what was measured the prediction is too long."""
         return self.predicted_ms / self.measured_ms - 1
 
-    @property
-    def apart_error(self) -> float:
-        """The same of the prediction that knows nothing of shared processors."""
-        return self.apart_ms / self.measured_ms - 1
-
 
 Run = tuple[Environment, list[Configuration]]
 """One cluster, and what was found on it."""

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was found: the file of JSON lines, and its tables."""
+"""What was left of AdamW's gap, and where, as tables: `python -m bench.evidence.adam_forms FILE`.
+
+The trainings of bench/results/adam_forms.json were made by a program that is deleted: none of its forms was taken.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,30 @@ from statistics import mean, stdev
 from typing import Any
 
 from bench.document import table
-from bench.evidence.adam_forms.averaging import LEARNING_RATE
-from bench.evidence.adam_forms.forms import DENSE, FORMS, PRICES
-from bench.evidence.adam_forms.replica import NODES
 from bench.evidence.convergence import plan
 from bench.output import read_lines, written_by
+from commopt.command_line import Parser, content_of
+
+NODES = 2
+LEARNING_RATE = dict(plan.GPT.learning_rates)["adamw"]
+DENSE = "AdamW"
+TODAY = "one bit, own v"
+
+# What costs something: with it, and without.
+PRICES: dict[str, tuple[str, str]] = {
+    "the mean of directions by own v, not AdamW's direction of the mean": ("own v", DENSE),
+    "one bit behind it": (TODAY, "own v"),
+    "own v, not shared in every step": ("own v", "v shared"),
+    "own v, not shared in every step, with one bit": (TODAY, "one bit, v shared"),
+    "own v, not shared in every 32nd step, with one bit": (TODAY, "one bit, v shared every 32"),
+    "own v, not scaled to the mean of blocks of 512, with one bit": (TODAY, "one bit, own v, blocks of 512 every 8"),
+    "lengths measured, not exact": ("own v", "own v, length exact"),
+    "lengths measured, not exact, with one bit": (TODAY, "one bit, own v, length exact"),
+    "lengths measured, not sketched, with one bit": (TODAY, "one bit, own v, length sketched"),
+    "lengths measured, not left at 1, with one bit": (TODAY, "one bit, own v, length 1"),
+    "momentum in the nodes, not behind, with one bit": (TODAY, "one bit, own v, momentum behind"),
+    "both, with betas 0.5 and 0.95": ("one bit, own v, betas 0.5 and 0.95", "AdamW, betas 0.5 and 0.95"),
+}
 
 
 @dataclass(frozen=True)
@@ -33,23 +55,9 @@ class Run:
 
 def read(path: Path) -> tuple[dict[str, Any], list[Run]]:
     """Return the header and the trainings of a file; raises ValueError when it holds something else."""
-    with written_by("bench.evidence.adam_forms --json", path):
+    with written_by("bench.evidence.adam_forms", path):
         header, rows = read_lines(path, "run")
         return header, [Run(**row) for row in rows]
-
-
-def resume(path: Path, environment: dict[str, Any]) -> tuple[dict[str, Any], list[Run]]:
-    """Return what `path` has, for more to be added; raises ValueError when it was made in another way."""
-    if not path.exists():
-        return environment, []
-    saved, runs = read(path)
-    for name in ("steps", "torch"):
-        if saved[name] != environment[name]:
-            raise ValueError(
-                f"{path} was made with {name} {saved[name]}, now it is {environment[name]}; remove it or choose another"
-            )
-    made = [each["revision"] or "an unrecorded one" for each in (saved, environment)]
-    return {**saved, "revision": saved["revision"] if made[1] in made[0] else " and ".join(made)}, runs
 
 
 Losses = Mapping[float, Mapping[int, float]]
@@ -88,7 +96,7 @@ def markdown(path: Path) -> str:
     dense, shares = losses[DENSE], {run.form: run.bytes_of_dense for run in runs}
     rates = sorted({run.rate for run in runs})
     rows = []
-    for name in (name for name in FORMS if name in losses):
+    for name in losses:
         mine, share = losses[name], shares[name]
         cells = [_cell(mine.get(rate, {})) for rate in rates]
         against = (
@@ -126,3 +134,14 @@ def _shown(percents: Sequence[float]) -> str:
         return "diverged"
     error = f" ± {stdev(percents) / sqrt(len(percents)):.1f}" if len(percents) > 1 else ""
     return f"{mean(percents):+.1f}{error} % ({len(percents)})" if percents else "-"
+
+
+def main() -> None:
+    """Print."""
+    parser = Parser(prog="python -m bench.evidence.adam_forms", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("file", type=content_of(markdown), help="bench/results/adam_forms.json")
+    print(parser.parse_args().file)
+
+
+if __name__ == "__main__":
+    main()
