@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import commopt
-from commopt.groups import gloo, join
+from commopt.groups import gloo, join, shape
 from tests.ranks import run
 
 
@@ -147,10 +149,20 @@ def through_one(rank: int, world_size: int, dtype: torch.dtype, short_nbytes: in
     assert group is not None
     rows = torch.randn(world_size, 7, 101, generator=torch.Generator().manual_seed(2)).to(dtype)
     reduced, copied = rows[rank].clone(), rows[rank].clone()
+    sent: list[int] = []
+    send, nbytes, wire = dist.isend, reduced.nbytes, shape.WireModel(rank, [0] * world_size)
+
+    def counted(tensor: Tensor, **to: Any) -> Any:
+        sent.append(tensor.nbytes)
+        return send(tensor, **to)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gloo, "_SHORT_NBYTES", short_nbytes)
+        patch.setattr(shape, "_SHORT_NBYTES", short_nbytes)
+        patch.setattr(dist, "isend", counted)
         gloo.reduce(reduced, group, 1)
+        assert short_nbytes == 0 or sum(sent) == wire.reduce(nbytes, 1).intra
         gloo.broadcast(copied, group, 1)
+        assert short_nbytes == 0 or sum(sent) == (wire.reduce(nbytes, 1) + wire.broadcast(nbytes, 1)).intra
     assert torch.equal(copied, rows[1])
     return reduced, rows.float().sum(0)
 

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from commopt.groups.shape import is_direct
+
 _SEGMENT_NBYTES = 1024 * 1024
 _LONG_PART_NBYTES = 2 * 1024 * 1024
-_SHORT_NBYTES = 1024 * 1024
-_FEW_RANKS = 8
 _NEVER_SENT = 2**30  # a tag
 _ADDED_IN_FLOAT32 = (torch.float16, torch.bfloat16)
 
@@ -93,7 +93,7 @@ def reduce(tensor: Tensor, group: dist.ProcessGroup, group_dst: int) -> None:
 
     Gloo's own call goes through a thread of torch's, which waits for its turn where ranks share processors.
     """
-    if not _is_short(tensor, group):
+    if not is_direct(group.size(), tensor.nbytes):
         dist.reduce(tensor, group=group, group_dst=group_dst)
     elif group.rank() != group_dst:
         _wait([dist.isend(tensor, group=group, group_dst=group_dst)])
@@ -106,7 +106,7 @@ def reduce(tensor: Tensor, group: dist.ProcessGroup, group_dst: int) -> None:
 
 def broadcast(tensor: Tensor, group: dist.ProcessGroup, group_src: int) -> None:
     """Copy `tensor` of rank `group_src` to every rank: a short one to all at once, as in `reduce`."""
-    if not _is_short(tensor, group):
+    if not is_direct(group.size(), tensor.nbytes):
         dist.broadcast(tensor, group=group, group_src=group_src)
     elif group.rank() == group_src:
         _wait([dist.isend(tensor, group=group, group_dst=peer) for peer in _peers(group)])
@@ -149,11 +149,6 @@ def _own_ring_will_do(tensor: Tensor, group: dist.ProcessGroup) -> bool:
     Its ring has one connection each way, in C++: nothing waits for the slowest of many that share a link.
     """
     return tensor.nbytes >= group.size() * _LONG_PART_NBYTES and tensor.dtype not in _ADDED_IN_FLOAT32
-
-
-def _is_short(tensor: Tensor, group: dist.ProcessGroup) -> bool:
-    """Return, alike on every rank, whether one rank exchanges it with all others; more goes gloo's way, in steps."""
-    return group.size() <= _FEW_RANKS and (group.size() - 1) * tensor.nbytes <= _SHORT_NBYTES
 
 
 _Arrival = tuple[list[dist.Work | None], list[Tensor], slice]
