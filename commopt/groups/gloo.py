@@ -16,8 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commopt.groups.shape import is_direct
-
 _SEGMENT_NBYTES = 1024 * 1024
 _LONG_PART_NBYTES = 2 * 1024 * 1024
 _NEVER_SENT = 2**30  # a tag
@@ -86,32 +84,6 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup, scale: float = 1.0) -> 
         _sum_in_order(rows, own)
         works += [dist.isend(own, group=group, group_dst=peer, tag=2 * number + 1) for peer in peers]
     _wait(works)
-
-
-def reduce(tensor: Tensor, group: dist.ProcessGroup, group_dst: int) -> None:
-    """Sum into `tensor` of rank `group_dst`; short ones in rank order, from every rank at once, by this thread alone.
-
-    Gloo's own call goes through a thread of torch's, which waits for its turn where ranks share processors.
-    """
-    if not is_direct(group.size(), tensor.nbytes):
-        dist.reduce(tensor, group=group, group_dst=group_dst)
-    elif group.rank() != group_dst:
-        _wait([dist.isend(tensor, group=group, group_dst=group_dst)])
-    else:
-        received = tensor.new_empty(group.size() - 1, tensor.numel())
-        rows = [*received[:group_dst], tensor.view(-1), *received[group_dst:]]
-        _wait([dist.irecv(rows[peer], group=group, group_src=peer) for peer in _peers(group)])
-        _sum_in_order(rows, tensor.view(-1))
-
-
-def broadcast(tensor: Tensor, group: dist.ProcessGroup, group_src: int) -> None:
-    """Copy `tensor` of rank `group_src` to every rank: a short one to all at once, as in `reduce`."""
-    if not is_direct(group.size(), tensor.nbytes):
-        dist.broadcast(tensor, group=group, group_src=group_src)
-    elif group.rank() == group_src:
-        _wait([dist.isend(tensor, group=group, group_dst=peer) for peer in _peers(group)])
-    else:
-        _wait([dist.irecv(tensor, group=group, group_src=group_src)])
 
 
 def all_equal(output: Tensor, source: Tensor, group: dist.ProcessGroup) -> None:

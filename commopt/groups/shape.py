@@ -3,7 +3,7 @@
 
 WireModel tells the payload bytes of each primitive for the algorithms that backends use for large messages: rings for
 all_reduce, reduce_scatter and all_gather, a binomial tree for broadcast, direct sends for all_to_all
-(docs/performance.md derives them); and direct sends for short messages to or from one rank, as over gloo.
+(docs/performance.md derives them).
 """
 
 from __future__ import annotations
@@ -31,15 +31,6 @@ class WireBytes:
 
     def __mul__(self, count: int) -> WireBytes:
         return WireBytes(self.intra * count, self.inter * count)
-
-
-_SHORT_NBYTES = 1024 * 1024
-_FEW_RANKS = 8
-
-
-def is_direct(size: int, nbytes: int) -> bool:
-    """Return, alike on every rank, whether one rank exchanges a message with all others; more goes in steps."""
-    return size <= _FEW_RANKS and (size - 1) * nbytes <= _SHORT_NBYTES
 
 
 @dataclass(frozen=True)
@@ -88,18 +79,13 @@ class WireModel:
         return sum((self._send(peer, self._block(peer, nbytes)) for peer in peers), WireBytes())
 
     def reduce(self, nbytes: int, dst: int) -> WireBytes:
-        """Direct sends, or a ring reduce-scatter, after which every rank hands its finished block to `dst`."""
-        if is_direct(self.size, nbytes):
-            return WireBytes() if self.rank == dst else self._send(dst, nbytes)
+        """Ring reduce-scatter, then every rank hands its finished block to `dst`."""
         scattered = self._to_next(nbytes - self._block(self.rank + 1, nbytes))
         handed = 0 if self.rank == dst else self._block(self.rank + 1, nbytes)
         return scattered + self._send(dst, handed)
 
     def broadcast(self, nbytes: int, src: int) -> WireBytes:
-        """Direct sends, or a binomial tree rooted at `src`: in round i the first 2^i ranks each serve one more."""
-        if is_direct(self.size, nbytes):
-            peers = (peer for peer in range(self.size) if peer != src == self.rank)
-            return sum((self._send(peer, nbytes) for peer in peers), WireBytes())
+        """Binomial tree rooted at `src`: in round i the first 2^i ranks each serve one more."""
         position = (self.rank - src) % self.size
         sent = WireBytes()
         step = 1

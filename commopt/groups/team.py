@@ -67,30 +67,28 @@ class Team(TeamShape):
         """Set `tensor` to `scale * sum` over the team, scaled before anything is added."""
         if self.size > 1 and self.node_count == self.size and self._on_gloo(tensor):
             self._run("all_reduce", gloo.all_reduce, tensor, scale=scale)
-            return
-        apply_scale(tensor, scale)
-        if self.size > 1:
-            self._run("all_reduce", dist.all_reduce, tensor)
+        else:
+            self._run("all_reduce", dist.all_reduce, apply_scale(tensor, scale))
 
     def reduce(self, tensor: Tensor, dst: int) -> None:
         """Sum into `tensor` of rank `dst`; the other ranks' tensors are left undefined."""
-        self._move("reduce", gloo.reduce, dist.reduce, tensor, group_dst=dst)
+        self._run("reduce", dist.reduce, tensor, group_dst=dst)
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Copy `tensor` of rank `src` to every rank."""
-        self._move("broadcast", gloo.broadcast, dist.broadcast, tensor, group_src=src)
+        self._run("broadcast", dist.broadcast, tensor, group_src=src)
 
     def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
         """Sum `source` over the team and keep this rank's block of output.numel() elements."""
-        self._move("reduce_scatter", gloo.reduce_scatter, reduce_scatter_single, output, source)
+        self._run("reduce_scatter", reduce_scatter_single, output, source, over_gloo=gloo.reduce_scatter)
 
     def all_gather(self, output: Tensor, source: Tensor) -> None:
         """Fill `output` with every rank's `source`, in rank order."""
-        self._move("all_gather", gloo.all_gather, all_gather_single, output, source)
+        self._run("all_gather", all_gather_single, output, source, over_gloo=gloo.all_gather)
 
     def all_to_all(self, output: Tensor, source: Tensor) -> None:
         """Send block j of `source` to rank j; block i of `output` comes from rank i."""
-        self._move("all_to_all", gloo.all_to_all, dist.all_to_all_single, output, source)
+        self._run("all_to_all", dist.all_to_all_single, output, source, over_gloo=gloo.all_to_all)
 
     def all_equal(self, number: int, device: torch.device) -> bool:
         """Return, alike on every rank, whether all gave the same number (of 63 bits); it travels as `device`'s data."""
@@ -142,29 +140,30 @@ class Team(TeamShape):
     def _on_gloo(self, tensor: Tensor) -> bool:
         return self.backend(tensor.device) == "gloo"
 
-    def _move(self, primitive: str, ours: Collective, torchs: Collective, *tensors: Tensor, **how: Any) -> None:
-        """Run `ours` over gloo and `torchs` over anything else; where this rank is alone, copy."""
-        if self.size > 1:
-            self._run(primitive, ours if self._on_gloo(tensors[-1]) else torchs, *tensors, **how)
-        else:
-            tensors[0].copy_(tensors[-1])
+    def _run(
+        self, primitive: str, call: Collective, *tensors: Tensor, over_gloo: Collective | None = None, **how: Any
+    ) -> None:
+        """Call a collective that writes the first of `tensors` and reads the last; a rank that is alone copies.
 
-    def _run(self, primitive: str, call: Collective, *tensors: Tensor, **how: Any) -> None:
-        """Call a collective that writes the first of `tensors` and reads the last.
-
-        It is recorded, and its errors are made understandable. Gloo sends host memory only: what lies on a GPU is
-        copied there, and what came back. The host waits for both.
+        `over_gloo` takes the place of `call` over gloo. It is recorded, and its errors are made understandable. Gloo
+        sends host memory only: what lies on a GPU is copied there, and what came back. The host waits for both.
         """
+        output, source = tensors[0], tensors[-1]
+        if self.size == 1:
+            output.copy_(source)
+            return
+        on_gloo = self._on_gloo(output)
+        if on_gloo and over_gloo is not None:
+            call = over_gloo
         group = None if self._closed else self._live_group()
         if group is None:
             raise LaneError(
                 f"{primitive} over ranks {self.ranks}: the process group was destroyed meanwhile; after "
                 f"init_process_group() make a new HookState or Communicator"
             )
-        output, source = tensors[0], tensors[-1]
         try:
             with recording.primitive(self.level, primitive, source.nbytes):
-                if output.device.type == "cpu" or not self._on_gloo(output):
+                if output.device.type == "cpu" or not on_gloo:
                     call(*tensors, group=group, **how)
                 else:
                     here = [tensor.cpu() for tensor in tensors]
