@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.promises import promised
-from tests.selection import CHOSEN, Stopwatch, left_out, read
+from tests.selection import CHOSEN, Stopwatch, left_out, longest_first, read
 
 if TYPE_CHECKING:
     from tests.emulator import Emulator
@@ -86,13 +86,17 @@ def pytest_configure_node(node: Any) -> None:
     node.workerinput[_FOLDER] = getattr(node.config, _FOLDER)
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m` chooses by marker
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what `make test` leaves out as slow; let the tests that must be alone come first, in one go."""
-    out = left_out([item for item in items if not _is("slow", item)], read(), promised())
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # around `-m`, which chooses by marker
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
+    """Mark what `make test` leaves out as slow; let tests that must be alone come first, in one go, then long ones."""
+    durations = read()
+    out = left_out([item for item in items if not _is("slow", item)], durations, promised())
     for item in items:
         if item.nodeid in out:
             item.add_marker("slow")
     fast = (item.nodeid for item in items if not _is("slow", item))
     config.stash[CHOSEN] = {name.removeprefix("tests/") for name in fast}
+    yield
+    if hands := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
+        items[:] = longest_first(items, durations, hands)
     items.sort(key=lambda item: not _is("alone", item))

@@ -105,7 +105,7 @@ class Emulator(Loader):
 
     def compile(self, source: Path, library: Path) -> None:
         """Run the compiler."""
-        subprocess.run(["g++", *FLAGS, "-shared", "-o", str(library), str(source)], check=True, timeout=120)
+        subprocess.run(["g++", *FLAGS, "-shared", "-o", str(library), str(source)], check=True, timeout=300)
 
 
 def _load(built: Path) -> ctypes.CDLL:

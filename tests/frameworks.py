@@ -69,7 +69,7 @@ def launch(command: list[str]) -> str:
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
     environment = {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COMMOPT_RANKS_PER_NODE": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "commopt run" not in done.stderr, done.stderr  # no model was left alone, and there was one
     return done.stdout

@@ -103,4 +103,4 @@ def barriers() -> Iterator[Barrier]:
 
 
 def _run(*command: str) -> None:
-    subprocess.run(command, check=True, timeout=240)
+    subprocess.run(command, check=True, timeout=300)

@@ -104,6 +104,20 @@ def _telling_first(cases: list[pytest.Item]) -> list[pytest.Item]:
     return order
 
 
+def longest_first(items: Iterable[pytest.Item], durations: Mapping[str, Duration], hands: int) -> list[pytest.Item]:
+    """Deal whole modules to so many processes, those with long tests first: short ones are left to steal in the end."""
+    modules: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        modules.setdefault(item.path, []).append(item)
+    seconds = {
+        module: sum(durations[name].case_s for item in own if (name := function_of(item.nodeid)) in durations)
+        / len(own)
+        for module, own in modules.items()
+    }
+    order = sorted(modules, key=lambda module: -seconds[module])
+    return [item for hand in range(hands) for module in order[hand::hands] for item in modules[module]]
+
+
 class Stopwatch:
     """A pytest plugin: adds what this run's tests took to build/durations.json, by test and phase."""
 

@@ -236,7 +236,7 @@ def test_ranks_start_where_the_host_name_does_not_resolve() -> None:
         pytest.skip("needs root: a host name of its own")
     command = [sys.executable, "-m", *launcher, "--no-python", "echo", "started"]
     done = subprocess.run(
-        command, env={**os.environ, **variables}, preexec_fn=rename, capture_output=True, text=True, timeout=120
+        command, env={**os.environ, **variables}, preexec_fn=rename, capture_output=True, text=True, timeout=300
     )
     assert done.stdout == "started\n"
 

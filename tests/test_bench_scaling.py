@@ -87,7 +87,7 @@ def test_two_worlds_on_the_emulated_cluster(tmp_path: Path) -> None:
     options = ["--worlds", "1x1,2x1", "--modes", "weak", "--strategies", "ddp,hierarchical_bf16", "--rate", "1gbit"]
     file = tmp_path / "scaling.json"
     command = [sys.executable, "-m", "bench.evidence.scaling", *options, *tiny, "--json", str(file)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     environment, points = report.read(file)
     assert environment.emulated_rate == "1gbit"

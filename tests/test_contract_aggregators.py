@@ -364,7 +364,7 @@ def test_network_counters_agree_with_wire_bytes(ranks_per_node: tuple[int, ...])
     if (reason := Cluster.missing("400mbit")) is not None:
         pytest.skip(reason)
     with Cluster(nodes=2, ranks_per_node=ranks_per_node, rate="400mbit") as cluster:
-        result = cluster.run(["-m", "tests.traffic_job"], timeout_s=120, env={"PYTHONPATH": str(ROOT)})
+        result = cluster.run(["-m", "tests.traffic_job"], timeout_s=300, env={"PYTHONPATH": str(ROOT)})
     assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout.splitlines()[-1])
     assert report.keys() == commopt.PRESETS.keys()

@@ -76,7 +76,7 @@ def test_trainings_with_kernels_are_those_without(emulator: Emulator) -> None:
     for file in sorted(set(sources.file_of_kernel().values())):
         emulator.library(file)  # here, so that the ranks find it
     job = partial(train_twice, folder=emulator.folder, strategies=list(ENCODED))
-    ranks = run(job, 4, nodes=(2, 2), timeout_s=200.0)
+    ranks = run(job, 4, nodes=(2, 2), timeout_s=300)
     for strategy, kernel in ENCODED.items():
         for rank, results in enumerate(ranks):
             plain, emulated, launched = results[strategy]

@@ -472,7 +472,7 @@ def test_every_rank_raises_when_the_network_between_nodes_is_cut(kind: str, tmp_
         thread = threading.Thread(target=cut_and_mend)
         thread.start()
         env = {"PYTHONPATH": str(Path(__file__).parents[1])}
-        result = cluster.run([str(script), kind, str(tmp_path), str(timeout_s)], timeout_s=180, env=env)
+        result = cluster.run([str(script), kind, str(tmp_path), str(timeout_s)], timeout_s=300, env=env)
         thread.join()
     for rank in range(4):
         file = tmp_path / f"result{rank}"
@@ -658,7 +658,7 @@ def run_script(text: str, world_size: int, folder: Path, *arguments: str) -> lis
     exited = []
     try:
         for process in processes:
-            out, err = process.communicate(timeout=150)  # of which a busy machine needs most to import torch
+            out, err = process.communicate(timeout=300)  # of which a busy machine needs most to import torch
             exited.append(Exited(process.returncode, out, err, time.time()))
     finally:
         for process in processes:

@@ -162,7 +162,7 @@ def load_damaged(rank: int, world_size: int, strategy: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("strategy", CASES)
 def test_what_is_wrong_is_named_on_every_rank(strategy: str) -> None:
-    first, second = run(load_damaged, 2, strategy, timeout_s=120)
+    first, second = run(load_damaged, 2, strategy, timeout_s=300)
     assert first == second
     failures = []
     for name, (_, words) in CASES[strategy].items():

@@ -268,7 +268,7 @@ def learn(rank: int, world_size: int, strategy: str, optimizer: str) -> tuple[fl
     ],
 )
 def test_what_learns_stays_near_and_what_does_not_falls_behind(strategy: str, good: bool, optimizer: str) -> None:
-    behind, warnings = zip(*run(learn, 4, strategy, optimizer, nodes=(2, 2), timeout_s=120.0), strict=True)
+    behind, warnings = zip(*run(learn, 4, strategy, optimizer, nodes=(2, 2), timeout_s=300), strict=True)
     print(f"{strategy}, {optimizer}: {behind[0]:.1f} steps behind")
     assert len(set(behind)) == 1
     assert behind[0] < 0.6 * MOST_STEPS_BEHIND if good else behind[0] > MOST_STEPS_BEHIND
@@ -307,7 +307,7 @@ def choose_badly(rank: int, world_size: int) -> tuple[int, list[str], str, bool]
 
 
 def test_an_injected_bad_strength_is_left_within_fifty_steps() -> None:
-    results = run(choose_badly, 4, nodes=(2, 2), timeout_s=120.0)
+    results = run(choose_badly, 4, nodes=(2, 2), timeout_s=300)
     assert len({(steps, *reasons) for steps, reasons, _, _ in results}) == 1
     steps, reasons, text, told = results[0]
     assert steps <= 50

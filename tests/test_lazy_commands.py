@@ -16,7 +16,7 @@ def loaded_by(code: str) -> set[str]:
     """Return the packages of commopt that a new Python has loaded after `code`."""
     shown = "import sys; print(*sorted({name.split('.')[1] for name in sys.modules if name.startswith('commopt.')}))"
     done = subprocess.run(
-        [sys.executable, "-c", f"{code}\n{shown}"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", f"{code}\n{shown}"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=300
     )
     return set(done.stdout.splitlines()[-1].split())
 

@@ -221,7 +221,7 @@ def test_a_restart_by_torchrun_sees_nothing_of_the_attempts_before(tmp_path: Pat
     root = str(Path(__file__).parents[1])
     env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": root}
     command = [*torchrun, str(script), str(tmp_path)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in range(2):
         assert f"rank {rank}, attempt 2: [2.0, 2.0, 2.0]" in done.stdout

@@ -37,7 +37,7 @@ def build_wheel(folder: Path, path: str, source: Path = ROOT, **variables: str) 
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=300,
     )
 
 
@@ -156,7 +156,7 @@ def test_architectures(tmp_path: Path) -> None:
     command = ["cmake", "-G", "Ninja", "-S", str(ROOT), "-B", str(tmp_path)]
     command += [f"-D{name}={value}" for name, value in defined.items()]
     environment = {name: value for name, value in os.environ.items() if name != "CUDAARCHS"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     codes = set(re.findall(r"code=\[([\w,]+)\]", (tmp_path / "build.ninja").read_text()))
     version = re.search(r"CUDA compiler identification is NVIDIA (\d+)\.(\d+)", done.stdout)

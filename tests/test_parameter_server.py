@@ -547,7 +547,7 @@ def test_command_lines(tmp_path: Path) -> None:
         at = ("--scheduler", "127.0.0.1:" + re.findall(r"port (\d+)", scheduler.stdout.readline())[0])
         server = start("server", *at, "--workers", "2", "--checkpoint", str(checkpoint), "--every", "1")
         both = [start("worker", *at, str(script), seed, "48") for seed in ("0", "1")]
-        said = [process.communicate(timeout=60)[0] for process in both]
+        said = [process.communicate(timeout=300)[0] for process in both]
         assert [each.split()[-1] for each in said] == ["3", "3"], said
         lonely = start("worker", *at, str(script), "0", "100000")
         assert lonely.stdout is not None
@@ -563,7 +563,7 @@ def test_command_lines(tmp_path: Path) -> None:
         saved = torch.load(checkpoint, weights_only=True)
         torch.nn.Linear(4, 4).load_state_dict(saved["parameters"])
         again = start("server", *at, "--checkpoint", str(checkpoint))
-        said_last = start("worker", *at, str(script), "0", "16").communicate(timeout=60)[0]
+        said_last = start("worker", *at, str(script), "0", "16").communicate(timeout=300)[0]
         assert said_last.split()[-1] == str(saved["round"] + 1), said_last
         again.terminate()
         assert again.wait(30) == 0, again.communicate()[0]

@@ -87,7 +87,7 @@ def test_exception_shows_traceback_and_rank_and_replaces_workers() -> None:
 def test_peers_of_a_failed_rank_do_not_cost_the_timeout() -> None:
     started = time.monotonic()
     with pytest.raises(RankError, match="rank 0 leaves") as info:
-        run(fail_while_peers_wait, 2, timeout_s=120)
+        run(fail_while_peers_wait, 2, timeout_s=300)
     assert time.monotonic() - started < 30
     assert list(info.value.errors)[0] == 0, "the cause comes first"  # noqa: RUF015
 

@@ -43,7 +43,7 @@ def folder(tmp_path: Path) -> Path:
 
 def under_python(arguments: list[str], folder: Path) -> Any:
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=300, check=True
     )
     return json.loads(done.stdout)
 

@@ -9,13 +9,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tests.selection import Duration, Stopwatch, left_out, read, summarize, text_of
+from tests.selection import Duration, Stopwatch, left_out, longest_first, read, summarize, text_of
 
 
 def items(name: str, *values: int) -> list[Any]:
     """Return the cases of a test with so many values for each of its parameters."""
     return [
         SimpleNamespace(
+            path=Path(name.partition("::")[0]),
             nodeid=f"tests/{name}[{'-'.join(map(str, indices))}]" if values else f"tests/{name}",
             get_closest_marker=lambda mark: mark if mark in name else None,
             callspec=SimpleNamespace(indices=dict(zip("abc", indices, strict=False))),
@@ -56,6 +57,14 @@ def test_promises_run_whatever_they_take() -> None:
     durations = {"test_a.py::test_x": Duration(0, 100), "test_a.py::test_y": Duration(100, 1)}
     names = kept(tests, durations, {"test_a.py::test_x[7]", "test_a.py::test_y"}, 10)
     assert names == ["test_a.py::test_x[7]", "test_a.py::test_y[0]"]
+
+
+def test_each_process_begins_with_long_tests_and_none_is_lost() -> None:
+    tests = [test for name in "abcd" for test in items(f"test_{name}.py::test_x", 2)]
+    durations = {f"test_{name}.py::test_x": Duration(0, s) for name, s in (("a", 1), ("b", 9), ("d", 5))}
+    names = [test.path.name for test in longest_first(tests, durations, 2)[::2]]
+    assert names == ["test_b.py", "test_a.py", "test_d.py", "test_c.py"]
+    assert len({test.nodeid for test in longest_first(tests, durations, 3)}) == len(tests)
 
 
 def test_the_file_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def compressed(rank: int, world: int) -> dict[str, Any]:
 
 
 def test_compressed_training_is_close_to_stock() -> None:
-    for found in run(compressed, WORLD, nodes=NODES, timeout_s=120):
+    for found in run(compressed, WORLD, nodes=NODES, timeout_s=300):
         numel, stock = found.pop("numel"), found.pop("stock")
         for name, (losses, stats) in found.items():
             assert sum(losses[-10:]) == pytest.approx(sum(stock[-10:]), rel=0.05), name
@@ -213,7 +213,7 @@ def stale(rank: int, world: int, difference: bool) -> dict[str, tuple[float, boo
 
 @pytest.mark.parametrize("difference", [False, True])
 def test_no_forward_computes_with_weights_of_before(difference: bool) -> None:
-    for found in run(stale, WORLD, difference, nodes=NODES, timeout_s=120):
+    for found in run(stale, WORLD, difference, nodes=NODES, timeout_s=300):
         for name, (error, alike) in found.items():
             assert alike, name
             told = "nobody told" not in name
@@ -382,7 +382,7 @@ def resuming(rank: int, world: int) -> list[tuple[float, bool]]:
 
 
 def test_in_the_same_world_every_bit_is_as_if_training_had_never_stopped() -> None:
-    for found in run(resuming, WORLD, nodes=NODES, timeout_s=120):
+    for found in run(resuming, WORLD, nodes=NODES, timeout_s=300):
         for difference, loads_state in found:
             assert (difference == 0) == loads_state
 

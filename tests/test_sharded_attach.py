@@ -132,7 +132,7 @@ def refusals(rank: int, world_size: int) -> dict[str, tuple[str, str]]:
 
 
 def test_what_cannot_work_is_refused_on_every_rank() -> None:
-    results = run(refusals, 4, nodes=NODES, timeout_s=120)
+    results = run(refusals, 4, nodes=NODES, timeout_s=300)
     for name, (_, words) in REFUSED.items():
         for result in results:
             kind, text = result[name]

@@ -103,7 +103,7 @@ def test_two_machines_that_meet_by_name(tmp_path: Path) -> None:
             enter = cluster._network.enter(node, named)
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
             machines.append(subprocess.Popen(enter, cwd=folder, env=variables, **pipes))  # type: ignore[call-overload]
-        said = [machine.communicate(timeout=120)[0] for machine in machines]
+        said = [machine.communicate(timeout=300)[0] for machine in machines]
     assert [machine.returncode for machine in machines] == [0, 0], said
     assert "ms per step" in said[0]
     assert "ms per step" not in said[1]

@@ -23,7 +23,7 @@ def median_us(tmp_path: Path, ranks_per_node: int, *arguments: str) -> dict[str,
     file = tmp_path / "bandwidth.json"
     with Cluster(nodes=2, ranks_per_node=ranks_per_node, rate=RATE) as cluster:
         command = ["-m", "commopt", "bandwidth", "-b", "1M", "-e", "1M", "-n", "11", "-w", "2", "--json", str(file)]
-        done = cluster.run([*command, *arguments], timeout_s=120)
+        done = cluster.run([*command, *arguments], timeout_s=300)
     assert done.returncode == 0, done.stderr
     records: list[dict[str, Any]] = json.loads(file.read_text())["rows"]
     return {record["aggregator"]: record["in_place"]["timing"]["p50_us"] for record in records}
