@@ -124,7 +124,7 @@ def give_options_to_levels(rank: int, world_size: int) -> None:
 
 
 def test_each_level_gets_its_own_options_and_a_telling_name() -> None:
-    run(give_options_to_levels, 4, nodes=(2, 2))
+    run(give_options_to_levels, 4, nodes=(2, 2), timeout_s=60)
 
 
 def share_memberships(rank: int, world_size: int) -> None:
