@@ -15,13 +15,14 @@ export PYTHONDONTWRITEBYTECODE :=
 demo: $(VENV)/.demo  ## train a GPT on two emulated nodes with stock DDP and with commopt; table and picture
 	$(BIN)/python -m bench.demo
 
+# Most tests wait for ranks and processes: two for each processor. Slow ones keep many processes busy: one.
 TESTS := $(BIN)/python -m pytest -q --dist worksteal
 
 test: $(VENV)/.dev  ## what takes minutes: a test of every promise, and of each test what fits (tests/selection.py)
-	$(TESTS) -m "not slow" -n $(shell echo $$((2 * $$(nproc))))  # which wait for ranks and processes
+	$(TESTS) -m "not slow" -n $(shell echo $$((2 * $$(nproc))))
 
 test-all: test $(VENV)/.integrations  ## every test: those of `make test`, then the others
-	$(TESTS) -m slow -n $(shell nproc)  # which keep many processes busy: twice as many at a time took longer
+	$(TESTS) -m slow -n $(shell nproc)
 
 durations:  ## note what the tests of the last `make test-all` took, for `make test` to choose by; show the slowest
 	$(BIN)/python -m tests.selection

@@ -97,6 +97,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     fast = (item.nodeid for item in items if not _is("slow", item))
     config.stash[CHOSEN] = {name.removeprefix("tests/") for name in fast}
     yield
-    if hands := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
-        items[:] = longest_first(items, durations, hands)
+    if processes := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
+        items[:] = longest_first(items, durations, processes)
     items.sort(key=lambda item: not _is("alone", item))

@@ -87,7 +87,7 @@ def run(
     world_size: int,
     *args: object,
     env: Mapping[str, str | None] | None = None,
-    timeout_s: float = 180.0,
+    timeout_s: float = 150.0,
     nodes: Nodes | None = None,
     fresh: bool = False,
     dies: Collection[int] = (),

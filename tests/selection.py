@@ -104,7 +104,7 @@ def _telling_first(cases: list[pytest.Item]) -> list[pytest.Item]:
     return order
 
 
-def longest_first(items: Iterable[pytest.Item], durations: Mapping[str, Duration], hands: int) -> list[pytest.Item]:
+def longest_first(items: Iterable[pytest.Item], durations: Mapping[str, Duration], processes: int) -> list[pytest.Item]:
     """Deal whole modules to so many processes, those with long tests first: short ones are left to steal in the end."""
     modules: dict[Path, list[pytest.Item]] = {}
     for item in items:
@@ -115,7 +115,7 @@ def longest_first(items: Iterable[pytest.Item], durations: Mapping[str, Duration
         for module, own in modules.items()
     }
     order = sorted(modules, key=lambda module: -seconds[module])
-    return [item for hand in range(hands) for module in order[hand::hands] for item in modules[module]]
+    return [item for first in range(processes) for module in order[first::processes] for item in modules[module]]
 
 
 class Stopwatch:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
 import json
 import os
 import re
@@ -44,6 +45,7 @@ from bench.training.report import Environment, Look, write
 from bench.training.report import Outcome as Trained
 from commopt.kernels import sources
 from commopt.kernels.loader import Arguments, Loader
+from tests import ranks
 from tests.emulator import on_the_cpu
 
 ROOT = Path(__file__).parents[1]
@@ -365,6 +367,14 @@ def test_programs_and_their_options_exist(chosen: Step) -> None:
     if any(module.startswith(OWN) for module in modules) and "pytest" not in modules:
         wanted = [word.split("=")[0] for word in words if word.startswith("--")]
         assert [word for word in wanted if word not in outside and f'"{word}"' not in text] == []
+
+
+def test_a_job_that_hangs_ends_before_its_test_and_shows_where() -> None:
+    default = inspect.signature(ranks.run).parameters["timeout_s"].default
+    texts = [file.read_text() for file in (ROOT / "tests").glob("test_gpu_*.py")]
+    given = [float(limit) for text in texts for limit in re.findall(r"(?:timeout_s=|TIMEOUT_S = )([0-9.]+)", text)]
+    assert given
+    assert max(default, *given) < step_choices._TEST_TIMEOUT_S
 
 
 def test_every_test_that_needs_a_gpu_is_in_one_step() -> None:

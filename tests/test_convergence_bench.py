@@ -221,16 +221,20 @@ def test_a_short_sharded_run(tmp_path: Path) -> None:
 def test_a_short_run_goes_on_with_a_file(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     settings = plan.settings(plan.quick(plan.TASKS))
-    known = [made("digits", name, [2.0, 1.9], accuracy=0.2) for name in ("ddp", "hierarchical_bf16")]
-    report.write(file, replace(ENVIRONMENT, torch=torch.__version__, settings=settings), known)
-    assert "2 trainings, 2 done before" in trained("--task", "digits", "--only", "bf16", "--json", str(file))
-    *before, stock, bf16 = report.read(file)[1]
-    assert before == known
-    added = [stock, bf16]
-    assert [(run.optimizer, run.strategy) for run in added] == [("adamw", "ddp"), ("adamw", "hierarchical_bf16")]
+    known = made("digits", "ddp", [2.0, 1.9], accuracy=0.2)
+    report.write(file, replace(ENVIRONMENT, torch=torch.__version__, settings=settings), [known])
+    assert "3 trainings, 1 done before" in trained("--task", "digits", "--only", "bf16", "--json", str(file))
+    first, *added = report.read(file)[1]
+    assert first == known
+    assert [(run.optimizer, run.strategy) for run in added] == [
+        ("sgd", "hierarchical_bf16"),
+        ("adamw", "ddp"),
+        ("adamw", "hierarchical_bf16"),
+    ]
     for run in added:
         assert [point.step for point in run.curve] == [10, 20]
         assert run.parameters == 151_306
+    _, stock, bf16 = added
     assert stock.inter_bytes_per_step is None
     assert bf16.inter_bytes_per_step == pytest.approx(2 * 2 * bf16.parameters, rel=0.01)  # two nodes, two bytes each
     assert bf16.loss == pytest.approx(stock.loss, rel=0.05)

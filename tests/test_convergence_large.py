@@ -96,15 +96,6 @@ def test_the_picture(file: Path, tmp_path: Path) -> None:
 
 def test_a_short_run(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
-    tasks = plan.quick(large.TASKS)
-    settings = plan.settings(tasks)
-    made_before = [
-        made(case.task.name, case.entry.name, [2.0], None)
-        for case in plan.cases(tasks, large.ENTRIES, range(1))
-        if case.optimizer == "adamw"
-    ]
-    environment = replace(ENVIRONMENT, torch=torch.__version__, settings=settings, ranks_per_node=[1, 1])
-    report.write(path, replace(environment, kind="convergence_large"), made_before)
     arguments = ["--large", "--quick", "--no-link", "--task", "resnet18", "--only", "onebit", "--json", str(path)]
     command = [sys.executable, "-m", "bench.evidence.convergence", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=550)
@@ -112,8 +103,7 @@ def test_a_short_run(tmp_path: Path) -> None:
     environment, runs = report.read(path)
     assert (environment.kind, environment.ranks_per_node) == ("convergence_large", [1, 1])
     assert done.stdout == f"{large_table.markdown(path)}\n"
-    stock, compressed = runs[len(made_before) :]
-    assert {stock.optimizer, compressed.optimizer} == {"sgd"}
+    stock, compressed = (run for run in runs if run.optimizer == "sgd")
     assert (stock.strategy, compressed.strategy) == ("ddp", "hierarchical_onebit, rate x 0.5")
     assert compressed.inter_bytes_per_step is not None
     assert 1 / 32 < compressed.inter_bytes_per_step / large_table.dense_bytes(compressed, 2) < 0.1

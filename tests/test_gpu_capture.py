@@ -335,7 +335,7 @@ def test_replays_train_as_steps_without_a_graph(device: str, world: str) -> None
     env = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     options: dict[str, Any] = {"fresh": True} if device == "cuda" else {}  # what reads these reads them once
     results = on_ranks(
-        device, replay_as_eagerly, world_size, strategies, nodes=nodes, env=env, timeout_s=300, **options
+        device, replay_as_eagerly, world_size, strategies, nodes=nodes, env=env, timeout_s=150, **options
     )
     for strategy in strategies:
         for eager, replayed in (found[strategy] for found in results):

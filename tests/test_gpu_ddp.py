@@ -66,7 +66,7 @@ def learn(rank: int, world_size: int, device: str, presets: list[str]) -> dict[t
 )
 def test_every_preset_trains(device: str, world: str) -> None:
     presets, world_size, nodes = WORLDS[world]
-    results = on_ranks(device, learn, world_size, presets, nodes=nodes, timeout_s=300)
+    results = on_ranks(device, learn, world_size, presets, nodes=nodes, timeout_s=150.0)
     for key in results[0]:
         ranks = [found[key] for found in results]
         assert_identical([learned.digest for learned in ranks])
@@ -99,7 +99,7 @@ def features(rank: int, world_size: int, device: str, presets: list[str]) -> dic
 )
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
 def test_features_of_ddp(device: str, presets: list[str], world_size: int, nodes: Nodes | None) -> None:
-    results = on_ranks(device, features, world_size, presets, nodes=nodes, timeout_s=300)
+    results = on_ranks(device, features, world_size, presets, nodes=nodes, timeout_s=120.0)
     for name in results[0]:
         assert_identical([digests[name] for digests in results])
 
@@ -222,7 +222,7 @@ def compiled(rank: int, world_size: int, device: str, preset: str, what: str, ba
 def test_compiled_models_train_alike(device: str, preset: str, what: str, limit: float) -> None:
     backend = "inductor" if device == "cuda" else "eager"
     env = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # a worker process may have no children
-    results = on_ranks(device, compiled, 2, preset, what, backend, nodes=(1, 1), env=env, timeout_s=300)
+    results = on_ranks(device, compiled, 2, preset, what, backend, nodes=(1, 1), env=env, timeout_s=120.0)
     assert_identical([digest for digest, _ in results])
     assert all(strayed < limit for _, strayed in results), f"strayed by {results[0][1]:.3g} of the way"
 
