@@ -16,7 +16,7 @@ import json
 import sys
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import NamedTuple
 
 import pytest
@@ -109,12 +109,11 @@ def longest_first(items: Iterable[pytest.Item], durations: Mapping[str, Duration
     modules: dict[Path, list[pytest.Item]] = {}
     for item in items:
         modules.setdefault(item.path, []).append(item)
-    seconds = {
-        module: sum(durations[name].case_s for item in own if (name := function_of(item.nodeid)) in durations)
-        / len(own)
+    each = {
+        module: [durations.get(function_of(item.nodeid), Duration(0, 0)).case_s for item in own]
         for module, own in modules.items()
     }
-    order = sorted(modules, key=lambda module: -seconds[module])
+    order = sorted(modules, key=lambda module: -fmean(each[module]))
     return [item for first in range(processes) for module in order[first::processes] for item in modules[module]]
 
 

@@ -262,8 +262,7 @@ def test_connections_between_nodes_use_linux_own_congestion_control(script: Call
     command = script("""
         import os, socket, time
         if os.environ["RANK"] == "0":
-            server = socket.create_server(("", 5000))
-            peer = server.accept()[0]
+            peer = socket.create_server(("", 5000)).accept()[0]
         else:
             peer = None
             while peer is None:
