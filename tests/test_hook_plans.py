@@ -325,7 +325,7 @@ def go_on(rank: int, world_size: int, steps: int) -> tuple[int, int, int]:
 
 def test_nothing_grows_in_500_steps() -> None:
     for threads, grown_kb, decisions in run(go_on, 2, 500):
-        assert threads == 0
+        assert threads <= 0  # one of an earlier job may end
         assert grown_kb < 4000
         assert decisions >= 3
 
