@@ -71,6 +71,8 @@ $(VENV)/.dev: $(BIN)/python $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	touch $@ $(VENV)/.demo
 
-$(VENV)/.integrations: $(VENV)/.dev  # frameworks to train with, which only tests marked slow need
-	$(BIN)/python -m pip install --quiet --editable '.[dev,integrations]'
+EXTRA := import sys, tomllib; print(*tomllib.load(sys.stdin.buffer)["project"]["optional-dependencies"]["integrations"])
+
+$(VENV)/.integrations: $(VENV)/.dev  # frameworks to train with, which only tests marked slow need; commopt is not built again
+	$(BIN)/python -m pip install --quiet $$($(BIN)/python -c '$(EXTRA)' < pyproject.toml)
 	touch $@

@@ -312,7 +312,7 @@ def test_failing_rank_takes_the_others_down(script: Callable[[str], str], monkey
         failed = re.search(r"^\[node 1\] about to fail: (\S+)$", result.stderr, re.MULTILINE)
         assert failed is not None
         assert time.time() - float(failed[1]) < 30
-        assert "exitcode  : 7" in result.stderr
+        assert "rank 1 failed, the first of its node; exit code: 7" in result.stderr
         again = cluster.run([command], timeout_s=300, env={"SUCCEED": "1"})
         assert (again.returncode, again.stdout) == (0, "")
 

@@ -9,9 +9,8 @@ at `rate`, while ranks on the same node talk over `lo` at full speed. Because ev
 namespace, nothing is added to the host's interfaces, routes or firewall, and several clusters can run side by
 side.
 
-Every node runs torchrun, with its static rendezvous on node 0's address. torchrun's agents tell each other
-how many ranks they have, so the numbers may differ between nodes. Host name and boot id are the same on all
-nodes; NCCL_HOSTID tells the nodes apart.
+Ranks find the variables and the store that torchrun gives them; there are no restarts. Host name and boot id are
+the same on all nodes; NCCL_HOSTID tells the nodes apart.
 """
 
 from commopt.cluster.cli import Cluster, NodeTraffic, Result

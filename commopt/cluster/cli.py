@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -73,11 +72,7 @@ class Cluster:
     """
 
     def __init__(
-        self,
-        nodes: int = 2,
-        ranks_per_node: int | Sequence[int] = 2,
-        rate: str = "200mbit",
-        delay: str = "0ms",
+        self, nodes: int = 2, ranks_per_node: int | Sequence[int] = 2, rate: str = "200mbit", delay: str = "0ms"
     ) -> None:
         if not 1 <= nodes <= MAX_NODES:
             raise ValueError(f"nodes {nodes} must be between 1 and {MAX_NODES}")
@@ -102,14 +97,12 @@ class Cluster:
 
     def __enter__(self) -> Cluster:
         self._network.build()
-        self._scratch = tempfile.TemporaryDirectory(prefix="commopt-cluster-")
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._network.remove()
-        self._scratch.cleanup()
 
     def cut(self, node_rank: int) -> None:
         """Cut a node off from all others, while something runs: their connections break without a sign."""
@@ -131,7 +124,7 @@ class Cluster:
         env: Mapping[str, str] | None = None,
         capture: bool = True,
     ) -> Result:
-        """Run torchrun's `SCRIPT ARGS...` or `-m MODULE ARGS...` on all ranks, until no process is left.
+        """Run `SCRIPT ARGS...` or `-m MODULE ARGS...` on all ranks, until no process is left.
 
         With `capture` False node 0 keeps this process's stdout, stderr and terminal, and the lines of the
         other nodes go to stderr as they come. Never raises for a script that fails; see `Result.returncode`.
@@ -149,10 +142,7 @@ class Cluster:
                 agent = self._start(node_rank, command, env or {}, piped=capture or node_rank > 0)
                 agents.append(agent)
                 prefix = f"[node {node_rank}] " if node_rank else ""
-                for stream, sink in (
-                    (agent.stdout, log if node_rank else stdout.append),
-                    (agent.stderr, log),
-                ):
+                for stream, sink in ((agent.stdout, log if node_rank else stdout.append), (agent.stderr, log)):
                     if stream is not None:
                         pumps.append(_pump(stream, sink, prefix))
             returncode = _wait(agents, timeout_s, log)
@@ -170,13 +160,10 @@ class Cluster:
     def _start(
         self, node_rank: int, command: Sequence[str], env: Mapping[str, str], piped: bool
     ) -> subprocess.Popen[str]:
-        torchrun = [sys.executable, str(_NODE_SCRIPT), f"--nnodes={len(self.ranks_per_node)}"]
-        torchrun += [f"--node-rank={node_rank}", f"--nproc-per-node={self.ranks_per_node[node_rank]}"]
-        torchrun += [f"--master-addr={address(0)}", f"--master-port={_MASTER_PORT}"]
-        torchrun += [f"--log-dir={self._scratch.name}"]  # torchrun leaves its own behind in /tmp
+        launcher = [sys.executable, "-u", str(_NODE_SCRIPT), str(node_rank), ",".join(map(str, self.ranks_per_node))]
         output = subprocess.PIPE if piped else None
         return subprocess.Popen(
-            self._network.enter(node_rank, [*torchrun, *command]),
+            self._network.enter(node_rank, [*launcher, address(0), str(_MASTER_PORT), *command]),
             env={**os.environ, **self._environment(node_rank), **env},
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -216,7 +203,8 @@ def _wait(agents: Sequence[subprocess.Popen[str]], timeout_s: float | None, log:
 
 def _terminate(agents: Sequence[subprocess.Popen[str]]) -> None:
     for agent in agents:
-        agent.terminate()
+        with suppress(ProcessLookupError):
+            os.killpg(agent.pid, signal.SIGTERM)  # its ranks too
     deadline = time.monotonic() + _GRACE_S
     for agent in agents:
         with suppress(subprocess.TimeoutExpired):
@@ -241,7 +229,7 @@ def _write_stderr(line: str) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the emulated cluster."""
-    parser.description = "Run a script under torchrun on emulated nodes joined by a slow network (needs root)."
+    parser.description = "Run a script, as torchrun does, on emulated nodes joined by a slow network (needs root)."
     parser.epilog = "The exit status is that of the rank that failed first."
     add: Any = parser.add_argument
     add("--nodes", type=whole(1), default=2, help="number of nodes (default 2)")

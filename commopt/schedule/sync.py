@@ -175,9 +175,6 @@ class Sync:
                 _log.exception("no plan could be made after step %d; buckets stay as they are", meeting.step)
         return broadcast_bytes(self._team, text.encode() if self.is_leader else None, 0).decode()
 
-    def _look(self, meeting: Meeting) -> str:
-        return "" if self._search is None else self._search.look(meeting.steps_behind(), meeting.step)
-
     def _find_options(self, meeting: Meeting) -> str:
         """Return as JSON what may be chosen, or why that cannot be known yet."""
         options = [Option(_PLAIN.get(name, str(each)), name) for name, each in self._exact.items()]

@@ -47,7 +47,6 @@ class Worker:
 
     def __init__(self, settings: ParameterServer, model: nn.Module) -> None:
         self.staleness, self.refused, self.round = 0, 0, 0
-        self.sent_bytes, self.received_bytes = 0, 0
         self._settings = settings
         self._ranks = _Ranks(model.process_group if isinstance(model, TorchDDP) else None)
         self._module = model.module if isinstance(model, TorchDDP) else model
@@ -155,7 +154,6 @@ class Worker:
         server.ask("push", base=self.round, weight=self._did)
         for payload in payloads:
             server.send(payload.cpu())
-            self.sent_bytes += payload.nbytes
         self._did, self._told, self._pushed, self._steps_before = 0.0, False, True, self._steps
 
     def _pull(self) -> tuple[int, int, int]:
@@ -166,7 +164,6 @@ class Worker:
         for place, (wire, parcel) in enumerate(zip(self._wires, parcels, strict=True)):
             nbytes = wire.rows(answer["round"] - 1).nbytes if answer["updates"] else 4 * wire.layout.numel
             payload = server.receive(nbytes).to(parcel.device)
-            self.received_bytes += nbytes
             values = payload.view(torch.float32)
             if answer["updates"]:
                 values = before[place] + wire.decode(payload, answer["round"] - 1)
