@@ -57,7 +57,7 @@ clean:
 	rm -rf $(VENV) build site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # An editable installation knows the packages there were: it is made again when there is another.
-INSTALLED := pyproject.toml CMakeLists.txt constraints.txt $(wildcard csrc/* csrc/cpu/*) $(wildcard commopt/*/__init__.py)
+INSTALLED := pyproject.toml CMakeLists.txt constraints.txt $(wildcard csrc/*.* csrc/cpu/*.*) $(wildcard commopt/*/__init__.py)
 
 $(BIN)/python:
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'The tested versions (constraints.txt) need Python 3.11 or newer: make PYTHON=python3.12 ...; commopt itself installs from 3.10 with pip install .')"

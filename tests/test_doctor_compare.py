@@ -265,12 +265,7 @@ def test_under_torchrun_rank_0_reports_for_all_nodes(tmp_path: Path) -> None:
     )
     script = tmp_path / "start.py"
     script.write_text(start)
-    command = [
-        sys.executable,
-        "-m",
-        *local_ranks(1, 2)[0],
-        str(script),
-    ]
+    command = [sys.executable, "-m", *local_ranks(1, 2)[0], str(script)]
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("NCCL", "CUDA"))}
     environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=False)

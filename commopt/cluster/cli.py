@@ -202,13 +202,17 @@ def _wait(agents: Sequence[subprocess.Popen[str]], timeout_s: float | None, log:
 
 
 def _terminate(agents: Sequence[subprocess.Popen[str]]) -> None:
-    for agent in agents:
+    left = [agent for agent in agents if agent.returncode != 0]  # where it is 0, its ranks are gone too
+    for agent in left:
         with suppress(ProcessLookupError):
-            os.killpg(agent.pid, signal.SIGTERM)  # its ranks too
+            os.killpg(agent.pid, signal.SIGTERM)
     deadline = time.monotonic() + _GRACE_S
-    for agent in agents:
-        with suppress(subprocess.TimeoutExpired):
-            agent.wait(max(0.0, deadline - time.monotonic()))
+    for agent in left:
+        with suppress(ProcessLookupError):  # none of its group is left
+            while time.monotonic() < deadline:
+                agent.poll()  # else it stays in the group
+                os.killpg(agent.pid, 0)
+                time.sleep(_POLL_S)
 
 
 def _pump(stream: IO[str], sink: Callable[[str], object], prefix: str) -> threading.Thread:
