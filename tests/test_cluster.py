@@ -187,7 +187,7 @@ MEASURE = """
     rank = dist.get_rank()
     groups = {"intra": dist.new_group([0, 1]), "inter": dist.new_group([0, 2])}
     report = {name: os.environ[name] for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "NCCL_HOSTID")}
-    report["rate"] = link_rate()
+    report |= {"rate": link_rate(), "launched": dist.is_torchelastic_launched()}
     x = torch.ones(NUMEL)
     for name, group in groups.items():
         member = dist.get_rank(group) >= 0
@@ -229,8 +229,8 @@ def test_only_traffic_between_nodes_is_slow_and_every_byte_is_counted(
     assert result.returncode == 0, result.stderr
     reports = json.loads(result.stdout)
 
-    asked = [(r["WORLD_SIZE"], r["LOCAL_WORLD_SIZE"], r["rate"]) for r in reports]
-    assert asked == [("3", nranks, f"{mbit}mbit") for nranks in ("2", "2", "1")]
+    asked = [(r["WORLD_SIZE"], r["LOCAL_WORLD_SIZE"], r["rate"], r["launched"]) for r in reports]
+    assert asked == [("3", nranks, f"{mbit}mbit", True) for nranks in ("2", "2", "1")]
     assert reports[0]["NCCL_HOSTID"] == reports[1]["NCCL_HOSTID"] != reports[2]["NCCL_HOSTID"]
 
     # Two ranks: each sends half the buffer to be reduced and half of the result.
@@ -349,6 +349,7 @@ STUBBORN = """
     print("ready", flush=True)
     time.sleep(600)
 """
+SAVING = STUBBORN.replace("signal.SIG_IGN", "lambda *_: [time.sleep(1), print('saved', flush=True), sys.exit()]")
 
 
 @pytest.mark.cluster
@@ -356,7 +357,7 @@ STUBBORN = """
     ("number", "source"),
     [
         pytest.param(signal.SIGINT, STUBBORN, id="ctrl-c-stubborn-rank"),
-        pytest.param(signal.SIGTERM, "import time; print('ready', flush=True); time.sleep(600)", id="sigterm"),
+        pytest.param(signal.SIGTERM, SAVING, id="sigterm"),
     ],
 )
 def test_signal_stops_everything(script: Callable[[str], str], number: signal.Signals, source: str) -> None:
@@ -366,7 +367,7 @@ def test_signal_stops_everything(script: Callable[[str], str], number: signal.Si
     assert process.stdout.readline() == "ready\n"
     assert _traces(process.pid)
     process.send_signal(number)
-    process.communicate(timeout=30)
+    assert process.communicate(timeout=30)[0] == ("saved\n" if source == SAVING else "")
     assert process.returncode == 128 + number
     assert _traces(process.pid) == []
     assert _links() == links

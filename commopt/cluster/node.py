@@ -2,7 +2,7 @@
 """The ranks of one node, in torchrun's place: `node.py NODE_RANK RANKS_PER_NODE ADDRESS PORT [-m] SCRIPT ARGS...`.
 
 They are forked from a process that has loaded torch: that takes seconds of a processor, and nodes share processors.
-They find torchrun's variables, and its store at ADDRESS. Exits with the first rank that fails, and leaves the others.
+They find torchrun's variables, and its store at ADDRESS. Exits when a rank fails, and does not stop the others.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def start(node_rank: int, ranks_per_node: list[int], address: str, port: int, co
             return code if code > 0 else 128 - code
     store.add("nodes that are done", 1)
     while node_rank == 0 and store.add("nodes that are done", 0) < len(ranks_per_node):
-        time.sleep(0.02)  # their ranks may need the store
+        time.sleep(0.02)  # ranks of other nodes may still need the store
     return 0
 
 
 def _run(command: list[str]) -> None:
-    """Do as `python COMMAND...` does; what the script raises ends this process as it would end that one."""
+    """Run the command in this process, as `python` would in its own."""
     module = command[0] == "-m"
     sys.path[0] = os.getcwd() if module else os.path.dirname(os.path.realpath(command[0]))
     sys.argv = command[module:]
