@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +21,7 @@ from bench.evidence.tuning.__main__ import FAMILIES, candidates
 from bench.evidence.tuning.comparison import Choice, compare, tune
 from bench.evidence.tuning.report import Configuration
 from tests.ranks import run
+from tests.test_bench_prediction import ENVIRONMENT
 
 # -------------------------------------------------------------------------------------- candidates
 
@@ -131,16 +132,7 @@ def test_the_whole_on_ranks() -> None:
 
 # --------------------------------------------------------------------------------- files and summaries
 
-WORLD = World(
-    date="2026-01-01T00:00:00+00:00",
-    torch="2",
-    python="3",
-    cpu_count=2,
-    command="python",
-    world_size=2,
-    emulated_rate="50mbit",
-    nodes=[1, 1],
-)
+WORLD = World(**{each.name: getattr(ENVIRONMENT, each.name) for each in fields(World)})
 
 
 def made(tuned_ms: float, best_ms: float = 100.0, tuned: str = "quantized") -> Configuration:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from commopt import Hierarchical, PowerSGD
-from commopt.kernels import loader, lowrank, packing
+from commopt.kernels import loader, lowrank, packing, residual
 from commopt.kernels import lowrank_reference as reference
 from tests.catalogue import run_on
 from tests.chosen import Chooser
@@ -123,6 +123,16 @@ def test_packed_messages_are_the_same_bytes(numel: int) -> None:
         found = torch.empty(numel, dtype=torch.bfloat16)
         packing.unpack(theirs, found)
         assert torch.equal(found.view(torch.int16), values.view(torch.int16))
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_sums_of_bfloat16_have_the_bits_of_torch(count: int) -> None:
+    rows = random(count, 5003).bfloat16()[:, 1:]
+    found, wanted = torch.empty(2, 5002)
+    residual.sum_rows(rows, found)
+    with in_torch():
+        residual.sum_rows(rows, wanted)
+    assert same(found, wanted)
 
 
 # -------------------------------------------------------------------------------------- one rank's own

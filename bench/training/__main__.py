@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from itertools import product
 from statistics import median
 
 import torch
@@ -13,7 +14,7 @@ import torch.distributed as dist
 import commopt
 from bench.environment import command_of, machine
 from bench.training import report
-from bench.training.measure import Baseline, Run, Show, measure
+from bench.training.measure import Baseline, Run, Show, outcome_of, take_turn
 from bench.training.report import Environment, Outcome
 from bench.training.strategies import NOTES, parse_options
 from commopt.cluster import link_rate
@@ -47,7 +48,7 @@ def describe(options: argparse.Namespace, cluster: Cluster, baseline: Baseline) 
 
 
 def main() -> None:
-    """Measure every strategy between steps without communication, and report on rank 0."""
+    """Measure every strategy between steps without communication, turn by turn, and report on rank 0."""
     options = parse_options()
     device = start_process_group()
     is_reporter = dist.get_rank() == 0
@@ -55,12 +56,18 @@ def main() -> None:
     if is_reporter and not link_rate():
         print(f"{cluster}; not on bench.cluster, so the bytes between nodes are unknown", file=sys.stderr)
     outcomes: list[Outcome] = []
+    runs: dict[int, Run] = {}
     with progress_bar() as show:
         show(0.0, "steps without communication")
         baseline = Baseline(options, device)
-        for index, strategy in enumerate(options.strategies):
-            show_part = _part(show, index, len(options.strategies))
-            outcomes.append(measure(Run(strategy, options, device), baseline, options, cluster, show_part))
+        turns = list(product(range(1, options.turns + 1), enumerate(options.strategies)))
+        for place, (turn, (index, strategy)) in enumerate(turns):
+            run = runs.pop(index, None) or Run(strategy, options, device)
+            until_s = options.seconds * turn / options.turns
+            take_turn(run, baseline, until_s, options.look_every, cluster, _part(show, place, len(turns)))
+            outcomes[index : index + 1] = [outcome_of(run)]
+            if turn < options.turns:  # else its memory is free
+                runs[index] = run
             environment = describe(options, cluster, baseline)
             if is_reporter and options.json:  # after each, so that an interrupted run keeps what it has
                 report.write(options.json, environment, outcomes)

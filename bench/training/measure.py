@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import mean, median, quantiles
 
@@ -39,7 +40,10 @@ def steps_until_look(step_s: Sequence[float], budget_s: float, look_every_s: flo
 
 
 class Run:
-    """One strategy's fresh model, and how long each of its steps took on this rank."""
+    """One strategy's fresh model, and how long each of its steps took on this rank.
+
+    moved: in each of its turns. beside_ms: what steps without communication took just before and after them.
+    """
 
     def __init__(self, strategy: str, options: argparse.Namespace, device: torch.device) -> None:
         self.strategy = strategy
@@ -47,6 +51,9 @@ class Run:
             options = argparse.Namespace(**{**vars(options), "parallel": "node"})
         self.training, self.state = enter(MODELS[options.model](options, device), strategy, options.plan)
         self.step_s: list[float] = []
+        self.curve: list[Look] = []
+        self.moved: list[Bytes] = []
+        self.beside_ms: list[float] = []
 
     def step(self) -> None:
         """Take one step and time it."""
@@ -56,22 +63,19 @@ class Run:
             torch.cuda.synchronize()
         self.step_s.append(time.perf_counter() - start)
 
-    def train(self, seconds: float, look_every_s: float, show: Show) -> list[Look]:
-        """Train for `seconds` of rank 0's step time; evaluation is off the clock. Collective.
+    def train(self, seconds: float, look_every_s: float, show: Show) -> None:
+        """Train until rank 0's steps have taken `seconds`; evaluation is off the clock. Collective.
 
         Rank 0 plans from look to look, so that no message but the gradients' is sent while the clock runs.
         """
-        curve: list[Look] = []
-        message = self.strategy
+        message, begun_s = self.strategy, sum(self.step_s)
         while count := from_rank_0(steps_until_look(self.step_s, seconds, look_every_s)):
             for _ in range(count):
                 self.step()
-                show(sum(self.step_s) / seconds, message)
+                show((sum(self.step_s) - begun_s) / max(seconds - begun_s, 1e-3), message)
             look = Look(len(self.step_s), from_rank_0(sum(self.step_s)), self.training.held_out_loss())
-            curve.append(look)
+            self.curve.append(look)
             message = f"{self.strategy}: step {look.step}, held-out loss {look.held_out_loss:.3f}"
-        show(1.0, message)
-        return curve
 
 
 class Baseline:
@@ -83,7 +87,7 @@ class Baseline:
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
         self.run = Run("noop", options, device)
         self.step_ms: list[float] = []
-        self._at_once = max(1, options.noop_steps // (len(options.strategies) + 1))
+        self._at_once = max(1, options.noop_steps // (options.turns * len(options.strategies) + 1))
         for _ in range(FIRST_STEPS):
             self.run.step()
         self.take_turn()
@@ -94,9 +98,9 @@ class Baseline:
             self.run.step()
         self.step_ms += slowest_rank_ms(self.run.step_s[-self._at_once :])
 
-    def lately_ms(self) -> float:
-        """Return the median of the last two turns: of those before and after a strategy."""
-        return median(self.step_ms[-2 * self._at_once :])
+    def lately_ms(self) -> list[float]:
+        """Return those of the last two turns: of before and after a strategy's."""
+        return self.step_ms[-2 * self._at_once :]
 
 
 @dataclass(frozen=True)
@@ -123,12 +127,24 @@ def node_traffic() -> Traffic | None:
     return traffic() if link_rate() else None
 
 
-def measure(run: Run, baseline: Baseline, options: argparse.Namespace, cluster: Cluster, show: Show) -> Outcome:
-    """Train by one strategy, take a turn without communication and return what the strategy took. Collective."""
+@contextmanager
+def counting(run: Run, cluster: Cluster) -> Iterator[None]:
+    """Add what the nodes send meanwhile to what moved in a run. Collective."""
     before = node_traffic()
-    curve = run.train(options.seconds, options.look_every, show)
-    moved = Bytes.between(before, node_traffic(), cluster)
+    yield
+    run.moved.append(Bytes.between(before, node_traffic(), cluster))
+
+
+def take_turn(run: Run, baseline: Baseline, seconds: float, look_every_s: float, cluster: Cluster, show: Show) -> None:
+    """Train by one strategy until its steps have taken `seconds`, and after it without communication. Collective."""
+    with counting(run, cluster):
+        run.train(seconds, look_every_s, show)
     baseline.take_turn()
+    run.beside_ms += baseline.lately_ms()
+
+
+def outcome_of(run: Run) -> Outcome:
+    """Return what a strategy took in all its turns so far. Collective."""
     step_ms, steps = slowest_rank_ms(run.step_s), len(run.step_s)
     local = run.state is not None and isinstance(run.state.aggregator, LocalSGD)
     usual_ms = mean(step_ms[FIRST_STEPS:] or step_ms) if local else median(step_ms)  # rounds are rare, and count
@@ -136,16 +152,18 @@ def measure(run: Run, baseline: Baseline, options: argparse.Namespace, cluster: 
     return Outcome(
         strategy=run.strategy,
         steps=steps,
-        seconds=curve[-1].seconds,
+        seconds=run.curve[-1].seconds,
         step_ms=usual_ms,
         step_p90_ms=quantiles(step_ms, n=10)[-1] if len(step_ms) > 1 else step_ms[0],
-        exposed_ms=usual_ms - baseline.lately_ms(),
-        inter_mib_per_step=_mib(moved.sent, steps),
-        inter_payload_mib_per_step=_mib(moved.payload, steps),
-        inter_predicted_mib_per_step=_mib(predicted, steps),
-        curve=curve,
+        exposed_ms=usual_ms - median(run.beside_ms),
+        inter_mib_per_step=mib_per_step([turn.sent for turn in run.moved], steps),
+        inter_payload_mib_per_step=mib_per_step([turn.payload for turn in run.moved], steps),
+        inter_predicted_mib_per_step=mib_per_step([predicted], steps),
+        curve=run.curve,
     )
 
 
-def _mib(nbytes: int | None, steps: int) -> float | None:
-    return None if nbytes is None else nbytes / steps / 2**20
+def mib_per_step(nbytes: Sequence[int | None], steps: int) -> float | None:
+    """Return the sum of bytes in MiB per step; None where nothing counted them."""
+    counted = [each for each in nbytes if each is not None]
+    return sum(counted) / steps / 2**20 if counted else None

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from math import inf, isfinite
@@ -154,16 +153,9 @@ def read(path: Path) -> tuple[Environment, list[Outcome]]:
     """Read what `write` wrote; raises ValueError when `path` holds something else."""
     with written_by("bench.training --json", path):
         header, rows = read_lines(path, "strategy")
-        header.setdefault("model", _model_in(header["command"]))
         curves = [[Look(**look) for look in row.pop("curve")] for row in rows]
         outcomes = [Outcome(**row, curve=curve) for row, curve in zip(rows, curves, strict=True)]
         return Environment(**header), outcomes
-
-
-def _model_in(command: str) -> str:
-    """Return what a command trains: headers did not say it from the beginning."""
-    words = shlex.split(command)
-    return words[words.index("--model") + 1] if "--model" in words else "gpt"
 
 
 def print_table(environment: Environment, outcomes: Sequence[Outcome], notes: Sequence[str] = ()) -> None:

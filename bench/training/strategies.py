@@ -260,6 +260,8 @@ def parse_options() -> argparse.Namespace:
     parser = Parser(prog="python -m bench.training", description=(bench.training.__doc__ or "").splitlines()[0])
     add_strategies(parser, DEFAULT_STRATEGIES)
     parser.add_argument("--seconds", type=number(), default=25.0, help="for each strategy (default 25)")
+    what = "in which each strategy has its seconds, so that a machine's speed changes for all (default 1)"
+    parser.add_argument("--turns", type=whole(1), default=1, help=what)
     parser.add_argument("--look-every", type=number(), default=5.0, metavar="S", help="evaluate so often (default 5 s)")
     parser.add_argument("--target-loss", type=number(), metavar="X", help="report the seconds to this held-out loss")
     add_plan(parser)

@@ -130,9 +130,9 @@ class Compressed(Aggregator):
         """Let every rank send one row to all others."""
         if context.store is not None and not context.memory.settled:  # sums are not encoded any more
             context.store.dissolve(context.path, context.layout, "server")
-        mine = rows.take(1, "sent", context.scratch, buffer.device)
-        carries = self._encode(rows, buffer, mine, team, scale, context)
         received = rows.take(team.size, "received", context.scratch, buffer.device)
+        mine = received[team.rank : team.rank + 1]
+        carries = self._encode(rows, buffer, mine, team, scale, context)
         rows.travel("all_gather", team, received, mine, context.scratch)
         for region, carry in zip(rows.regions, carries, strict=True):
             total = region.target(buffer, torch.float32, region.chunk_numel, context.scratch)
@@ -152,8 +152,10 @@ class Compressed(Aggregator):
         scratch, device = context.scratch, buffer.device
         encoded = rows.take(team.size, "sent", scratch, device)
         own = self._encode(rows, buffer, encoded, team, scale, context)
-        received, served = rows.take(team.size, "received", scratch, device), rows.take(1, "served", scratch, device)
+        received = rows.take(team.size, "received", scratch, device)
         rows.travel("all_to_all", team, received, encoded, scratch)
+        gathered = encoded  # is sent, and as long
+        served = gathered[team.rank : team.rank + 1]
         carries = []
         for region in rows.regions:
             begin, end = region.chunk(team.rank)
@@ -161,7 +163,6 @@ class Compressed(Aggregator):
             carries.append(carry)
             sources, target, rng = region.payload(received), region.payload(served), context.rng("server")
             region.compressor.recompress(sources, target, region.chunk_numel, end - begin, carry, rng)
-        gathered = encoded  # is sent, and as long
         rows.travel("all_gather", team, gathered, served, scratch)
         for region, carry in zip(rows.regions, carries, strict=True):
             if carry is not None and rows.rounds:

@@ -70,7 +70,8 @@ class Packing:
     ) -> None:
         """Fill the rows `received` as `collective(received, sent)` would: all are uint8 [rows, nbytes of plain rows].
 
-        collective: brings a row of every rank to every rank; `rank` is this one, whose own row need not be unpacked.
+        collective: brings a row of every rank to every rank. `rank` is this one, whose own row need not be unpacked: if
+        it is all that is sent, it lies where it would be received.
         """
         packed = scratch.take("packed", (len(sent), self.nbytes), torch.uint8, sent.device)
         arrived = scratch.take("packed received", (len(received), self.nbytes), torch.uint8, sent.device)
@@ -79,7 +80,8 @@ class Packing:
         if arrived[:, 0].any():
             _tell()
             return collective(received.view(-1), sent.view(-1))
-        received[rank] = sent[rank if len(sent) > 1 else 0]
+        if len(sent) > 1:
+            received[rank] = sent[rank]
         for others in (slice(0, rank), slice(rank + 1, len(received))):
             self._unpack(arrived[others], received[others])
 

@@ -15,7 +15,7 @@ from commopt.compress.base import CodingWork, Compressor, Passes, Trials
 from commopt.compress.quantize import check_choice
 from commopt.errors import ConfigurationError
 from commopt.kernels.codec import ErrorFeedback, RngKey
-from commopt.kernels.residual import round_with_carry
+from commopt.kernels.residual import round_with_carry, sum_rows
 
 _ROW_ALIGNMENT = 16
 
@@ -76,10 +76,7 @@ class Plain(Compressor):
 
     def accumulate(self, payloads: Tensor, total: Tensor) -> None:
         """Add rows as they are."""
-        rows = payloads.view(self.wire_dtype)
-        total.copy_(rows[0])
-        for row in rows[1:]:
-            total.add_(row)
+        sum_rows(payloads.view(self.wire_dtype), total)
 
     def finite(self, payload: Tensor, chunk_numel: int) -> Tensor:
         """Look at minimum and maximum, which are NaN where a value is."""

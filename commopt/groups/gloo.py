@@ -32,7 +32,8 @@ def all_gather(output: Tensor, source: Tensor, group: dist.ProcessGroup) -> None
         for step in range(world_size - 1)
     ]
     leaving = []
-    blocks[rank].copy_(source)
+    if blocks[rank].data_ptr() != source.data_ptr():
+        blocks[rank].copy_(source)
     for step, arrival in enumerate(arriving):
         leaving.append(dist.isend(blocks[(rank - step) % world_size], group=group, group_dst=after, tag=step))
         _wait([arrival])

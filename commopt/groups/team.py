@@ -83,7 +83,7 @@ class Team(TeamShape):
         self._run("reduce_scatter", reduce_scatter_single, output, source, over_gloo=gloo.reduce_scatter)
 
     def all_gather(self, output: Tensor, source: Tensor) -> None:
-        """Fill `output` with every rank's `source`, in rank order."""
+        """Fill `output` with every rank's `source`, in rank order; `source` may be this rank's place in it."""
         self._run("all_gather", all_gather_single, output, source, over_gloo=gloo.all_gather)
 
     def all_to_all(self, output: Tensor, source: Tensor) -> None:

@@ -5,6 +5,7 @@
 #include "factors.hpp"
 #include "lowrank.hpp"
 #include "packing.hpp"
+#include "sums.hpp"
 
 #define NAME_OF(target) #target
 #define TEXT(target) NAME_OF(target)
@@ -16,5 +17,5 @@
 const Kernels TABLE(COMMOPT_TARGET) = {
     TEXT(COMMOPT_TARGET),   KERNEL(lowrank_project), KERNEL(lowrank_refresh), KERNEL(lowrank_decode),
     KERNEL(lowrank_begin),  KERNEL(lowrank_back),    KERNEL(lowrank_finish),  KERNEL(orthogonalize),
-    KERNEL(pack),           KERNEL(unpack),
+    KERNEL(pack),           KERNEL(unpack),          KERNEL(sum_bfloat16),
 };

@@ -28,6 +28,8 @@ struct Kernels {
                           std::int64_t count, std::int64_t r, std::int64_t threads);
     bool (*pack)(const std::uint16_t* values, std::int64_t numel, std::uint8_t* packed);
     void (*unpack)(const std::uint8_t* packed, std::int64_t numel, std::uint16_t* values);
+    void (*sum_bfloat16)(const std::uint16_t* rows, std::int64_t apart, std::int64_t count, std::int64_t numel,
+                         float* total);
 };
 
 extern const Kernels baseline_kernels, avx2_kernels;  // the second on x86 alone

@@ -279,7 +279,7 @@ inline void lowrank_decode(const float* left, const float* right, float* out, st
 }
 
 // A row of old = M - left sent^T, then of M = left right^T, for K columns of factors.
-template <int K>
+template <int K, bool STREAMED>
 inline void finish_row(float* row, float* old, std::int64_t cols, const float* left, const float* sent,
                        const float* right) {
     Floats by[K];
@@ -287,14 +287,14 @@ inline void finish_row(float* row, float* old, std::int64_t cols, const float* l
     std::int64_t col = 0;
     for (; col + LANES <= cols; col += LANES) {
         prefetch(row + col + AHEAD);
-        prefetch(old + col + AHEAD);
+        if (!STREAMED) prefetch(old + col + AHEAD);
         Floats rest = load(row + col), total = by[0] * load(right + col);
         rest -= by[0] * load(sent + col);
         for (int k = 1; k < K; ++k) {
             rest -= by[k] * load(sent + k * cols + col);
             total += by[k] * load(right + k * cols + col);
         }
-        store(old + col, rest);
+        STREAMED ? stream(old + col, rest) : store(old + col, rest);
         store(row + col, total);
     }
     for (; col < cols; ++col) {
@@ -312,10 +312,12 @@ inline void finish_row(float* row, float* old, std::int64_t cols, const float* l
 inline void finish_all(float* row, float* old, std::int64_t cols, const float* left, std::int64_t r, const float* sent,
                        const float* right) {
     std::int64_t k = std::min(r, AT_ONCE);
-    if (k == 4) finish_row<4>(row, old, cols, left, sent, right);
-    if (k == 3) finish_row<3>(row, old, cols, left, sent, right);
-    if (k == 2) finish_row<2>(row, old, cols, left, sent, right);
-    if (k == 1) finish_row<1>(row, old, cols, left, sent, right);
+    const bool past_caches = r == 4 && aligned(old);  // the next step reads it
+    if (past_caches) finish_row<4, true>(row, old, cols, left, sent, right);
+    if (k == 4 && !past_caches) finish_row<4, false>(row, old, cols, left, sent, right);
+    if (k == 3) finish_row<3, false>(row, old, cols, left, sent, right);
+    if (k == 2) finish_row<2, false>(row, old, cols, left, sent, right);
+    if (k == 1) finish_row<1, false>(row, old, cols, left, sent, right);
     for (; k + AT_ONCE <= r; k += AT_ONCE) {
         write_products<Store::subtract, AT_ONCE>(old, cols, left + k, sent + k * cols, cols);
         write_products<Store::add, AT_ONCE>(row, cols, left + k, right + k * cols, cols);
@@ -345,6 +347,7 @@ inline void lowrank_finish(float* values, float* old, const Matrix* matrices, st
                 const std::int64_t at = row * cols;
                 finish_all(matrix + at, kept + at, cols, factor + row * r, r, own.data(), columns.data());
             }
+            streamed();
         });
     }
 }

@@ -67,4 +67,5 @@ PYBIND11_MODULE(_cpu, module) {
     define(module, "orthogonalize", &Kernels::orthogonalize);
     define(module, "pack", &Kernels::pack);
     define(module, "unpack", &Kernels::unpack);
+    define(module, "sum_bfloat16", &Kernels::sum_bfloat16);
 }

@@ -6,6 +6,10 @@
 #include <cstdint>
 #include <cstring>
 
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
 #include "vectors.hpp"
 
 namespace COMMOPT_TARGET {
@@ -14,6 +18,7 @@ constexpr std::int64_t BLOCK = 256;
 constexpr std::int64_t LISTED = 15;   // places of the list, for each block
 constexpr int ELSEWHERE = 7;
 constexpr int PLANES = 3;
+constexpr std::int64_t WORDS = BLOCK / 32;  // of a block in a plane
 
 // The parts of a message of so many blocks.
 template <typename Byte>
@@ -30,15 +35,78 @@ struct Message {
     }
 };
 
-// Bit `bit` of eight bytes, the first one's highest.
-inline std::uint8_t gathered(std::uint64_t bytes, int bit) {
-    return static_cast<std::uint8_t>(((bytes >> bit) & 0x0101010101010101u) * 0x8040201008040201u >> 56);
+#ifdef __AVX2__
+
+// The first of each eight bytes last: in a byte of a plane the first one's bit is the highest.
+inline __m256i turned(__m256i bytes) {
+    return _mm256_shuffle_epi8(bytes, _mm256_setr_epi64x(0x0001020304050607, 0x08090a0b0c0d0e0f, 0x0001020304050607,
+                                                         0x08090a0b0c0d0e0f));
 }
 
-// The other way round.
-inline std::uint64_t scattered(std::uint8_t bits) {
-    return ((bits * 0x0101010101010101u & 0x0102040810204080u) + 0x7f7f7f7f7f7f7f7fu) >> 7 & 0x0101010101010101u;
+// Set the planes of 32 places; return whose bits are all set, the first one's lowest.
+inline std::uint32_t to_planes(const std::uint8_t* places, std::uint32_t* planes) {
+    const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(places));
+    const __m256i elsewhere = _mm256_cmpeq_epi8(bytes, _mm256_set1_epi8(ELSEWHERE));
+    __m256i bits = _mm256_slli_epi16(turned(bytes), 8 - PLANES);
+    for (int plane = PLANES; plane-- > 0; bits = _mm256_slli_epi16(bits, 1)) planes[plane] = _mm256_movemask_epi8(bits);
+    return _mm256_movemask_epi8(elsewhere);
 }
+
+// The other way round; adds `base` to the places, or to 0 where all bits are set.
+inline std::uint32_t from_planes(const std::uint32_t* planes, std::uint8_t base, std::uint8_t* exponents) {
+    const __m256i own_byte = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+    const __m256i own_bit = _mm256_set1_epi64x(0x0102040810204080);
+    __m256i places = _mm256_setzero_si256();
+    for (int plane = 0; plane < PLANES; ++plane) {
+        const __m256i bytes = _mm256_shuffle_epi8(_mm256_set1_epi32(planes[plane]), own_byte);
+        const __m256i set = _mm256_cmpeq_epi8(_mm256_and_si256(bytes, own_bit), own_bit);
+        places = _mm256_or_si256(places, _mm256_and_si256(set, _mm256_set1_epi8(1 << plane)));
+    }
+    const __m256i elsewhere = _mm256_cmpeq_epi8(places, _mm256_set1_epi8(ELSEWHERE));
+    const __m256i sums = _mm256_add_epi8(_mm256_andnot_si256(elsewhere, places), _mm256_set1_epi8(base));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(exponents), sums);
+    return _mm256_movemask_epi8(elsewhere);
+}
+
+#else
+
+constexpr std::uint64_t LOWEST = 0x0101010101010101;  // bit of eight bytes
+
+// The lowest bits of eight bytes, that of the first one lowest.
+inline std::uint32_t lowest_bits(std::uint64_t bytes) { return (bytes & LOWEST) * 0x0102040810204080 >> 56; }
+
+inline std::uint32_t to_planes(const std::uint8_t* places, std::uint32_t* planes) {
+    std::uint32_t elsewhere = 0;
+    std::fill(planes, planes + PLANES, 0);
+    for (int byte = 0; byte < 4; ++byte) {
+        std::uint64_t eight;
+        std::memcpy(&eight, places + 8 * byte, 8);
+        for (int plane = 0; plane < PLANES; ++plane) {  // that of the first one highest
+            const std::uint64_t bits = ((eight >> plane) & LOWEST) * 0x8040201008040201 >> 56;
+            planes[plane] |= static_cast<std::uint32_t>(bits << 8 * byte);
+        }
+        elsewhere |= lowest_bits(eight & (eight >> 1) & (eight >> 2)) << 8 * byte;
+    }
+    return elsewhere;
+}
+
+inline std::uint32_t from_planes(const std::uint32_t* planes, std::uint8_t base, std::uint8_t* exponents) {
+    std::uint32_t elsewhere = 0;
+    for (int byte = 0; byte < 4; ++byte) {
+        std::uint64_t eight = 0;
+        for (int plane = 0; plane < PLANES; ++plane) {
+            const std::uint64_t bits = (planes[plane] >> 8 * byte & 0xff) * LOWEST & 0x0102040810204080;
+            eight |= ((bits + 0x7f7f7f7f7f7f7f7f) >> 7 & LOWEST) << plane;
+        }
+        const std::uint64_t found = eight & (eight >> 1) & (eight >> 2) & LOWEST;
+        elsewhere |= lowest_bits(found) << 8 * byte;
+        eight = (eight & ~(found * ELSEWHERE)) + base * LOWEST;  // no byte exceeds its largest exponent
+        std::memcpy(exponents + 8 * byte, &eight, 8);
+    }
+    return elsewhere;
+}
+
+#endif
 
 inline int base_of(std::uint8_t largest) { return std::max<int>(largest, ELSEWHERE - 1) - (ELSEWHERE - 1); }
 
@@ -72,15 +140,14 @@ inline bool pack(const std::uint16_t* values, std::int64_t numel, std::uint8_t* 
             const std::uint8_t place = static_cast<std::uint8_t>(exponents[at] - base);
             places[at] = std::min<std::uint8_t>(place, ELSEWHERE);
         }
-        for (int word = 0; word < BLOCK / 8; ++word) {
-            std::uint64_t eight;
-            std::memcpy(&eight, places + 8 * word, 8);
+        for (int word = 0; word < WORDS; ++word) {
+            std::uint32_t planes[PLANES];
+            std::uint32_t found = to_planes(places + 32 * word, planes);
             for (int plane = 0; plane < PLANES; ++plane) {
-                message.planes[plane][block * (BLOCK / 8) + word] = gathered(eight, plane);
+                std::memcpy(message.planes[plane] + 4 * (block * WORDS + word), planes + plane, 4);
             }
-            std::uint64_t found = eight & (eight >> 1) & (eight >> 2) & 0x0101010101010101u;
-            if (end - next < 8 && end - next < __builtin_popcountll(found)) return false;
-            for (; found != 0; found &= found - 1) *next++ = exponents[8 * word + __builtin_ctzll(found) / 8];
+            if (end - next < 32 && end - next < __builtin_popcount(found)) return false;
+            for (; found != 0; found &= found - 1) *next++ = exponents[32 * word + __builtin_ctz(found)];
         }
     }
     std::fill(next, const_cast<std::uint8_t*>(end), 0);
@@ -97,16 +164,14 @@ inline void unpack(const std::uint8_t* packed, std::int64_t numel, std::uint16_t
     for (std::int64_t block = 0; block < blocks; ++block) {
         const bool whole = numel - block * BLOCK >= BLOCK;
         std::uint16_t* part = whole ? values + block * BLOCK : padded;
-        const std::uint64_t base = 0x0101010101010101u * static_cast<std::uint64_t>(base_of(message.largest[block]));
-        for (int word = 0; word < BLOCK / 8; ++word) {
-            std::uint64_t eight = 0;
+        const std::uint8_t base = static_cast<std::uint8_t>(base_of(message.largest[block]));
+        for (int word = 0; word < WORDS; ++word) {
+            std::uint32_t planes[PLANES];
             for (int plane = 0; plane < PLANES; ++plane) {
-                eight |= scattered(message.planes[plane][block * (BLOCK / 8) + word]) << plane;
+                std::memcpy(planes + plane, message.planes[plane] + 4 * (block * WORDS + word), 4);
             }
-            std::uint64_t found = eight & (eight >> 1) & (eight >> 2) & 0x0101010101010101u;
-            eight = (eight & ~(found * ELSEWHERE)) + base;  // no byte exceeds its largest exponent
-            std::memcpy(exponents + 8 * word, &eight, 8);
-            for (; found != 0 && next != end; found &= found - 1) exponents[8 * word + __builtin_ctzll(found) / 8] = *next++;
+            std::uint32_t found = from_planes(planes, base, exponents + 32 * word);
+            for (; found != 0 && next != end; found &= found - 1) exponents[32 * word + __builtin_ctz(found)] = *next++;
         }
         const std::uint8_t* lows = message.lows + block * BLOCK;
         for (int at = 0; at < BLOCK; ++at) {

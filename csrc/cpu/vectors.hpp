@@ -7,6 +7,10 @@
 #include <thread>
 #include <vector>
 
+#ifdef __AVX__
+#include <immintrin.h>
+#endif
+
 namespace COMMOPT_TARGET {
 
 constexpr std::int64_t LANES = 8;
@@ -20,6 +24,24 @@ inline Floats load(const float* from) {
 }
 
 inline void store(float* to, Floats values) { std::memcpy(to, &values, sizeof values); }
+
+// The same past the caches, for what is not needed again soon: memory is not read to be overwritten. 32-byte aligned.
+inline void stream(float* to, Floats values) {
+#ifdef __AVX__
+    _mm256_stream_ps(to, reinterpret_cast<__m256>(values));
+#else
+    store(to, values);
+#endif
+}
+
+// What this thread has streamed, others see from here on.
+inline void streamed() {
+#ifdef __AVX__
+    _mm_sfence();
+#endif
+}
+
+inline bool aligned(const float* at) { return reinterpret_cast<std::uintptr_t>(at) % sizeof(Floats) == 0; }
 
 inline void prefetch(const float* from) { __builtin_prefetch(from); }
 

@@ -19,11 +19,10 @@ import bench.evidence.scaling
 import commopt
 from bench.environment import slowest_rank_ms
 from bench.models import add_options
-from bench.training.measure import FIRST_STEPS, Bytes, Run, node_traffic
+from bench.training.measure import FIRST_STEPS, Run, counting, mib_per_step
 from bench.training.strategies import add_plan, add_strategies, require_known
 from commopt.command_line import Parser, output_file, whole
 from examples.train_gpt import start_process_group
-from topology import Cluster
 
 WEAK, STRONG = "weak", "strong"
 MODES = (WEAK, STRONG)
@@ -98,48 +97,29 @@ def batch_per_rank(mode: str, ranks: int, options: argparse.Namespace) -> int:
 NOOP = "noop"
 
 
-class TimedRun:
-    """A strategy's run, and what its nodes sent in the turns that count."""
-
-    def __init__(self, strategy: str, options: argparse.Namespace, device: torch.device) -> None:
-        self.run = Run(strategy, options, device)
-        self.sent_nbytes = 0
-
-    def warm_up(self) -> None:
-        """Take the steps that are not usual; collective."""
-        dist.barrier()
-        for _ in range(FIRST_STEPS):
-            self.run.step()
-
-    def take_turn(self, steps: int, cluster: Cluster) -> None:
-        """Train for some steps; collective."""
-        before = node_traffic()
-        for _ in range(steps):
-            self.run.step()
-        self.sent_nbytes += Bytes.between(before, node_traffic(), cluster).sent or 0
-
-    def found(self) -> dict[str, Any]:
-        """Return the fields of a Point that are this strategy's own; collective."""
-        counted_s = self.run.step_s[FIRST_STEPS:]
-        return {
-            "strategy": self.run.strategy,
-            "step_ms": median(slowest_rank_ms(counted_s)),
-            "inter_mib_per_step": self.sent_nbytes / len(counted_s) / 2**20,
-        }
-
-
 def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Return the model's parameters, the step without communication and every strategy's figures; collective."""
     cluster = commopt.Communicator().cluster
-    timed = [TimedRun(strategy, options, device) for strategy in (NOOP, *options.strategies)]
-    for each in timed:
-        each.warm_up()
+    runs = [Run(strategy, options, device) for strategy in (NOOP, *options.strategies)]
+    for run in runs:
+        dist.barrier()
+        for _ in range(FIRST_STEPS):
+            run.step()
     for _ in range(options.turns):
-        for each in timed:
-            each.take_turn(options.steps, cluster)
-    noop, *others = (each.found() for each in timed)
-    parameters = sum(parameter.numel() for parameter in timed[0].run.training.model.parameters())
+        for run in runs:
+            with counting(run, cluster):
+                for _ in range(options.steps):
+                    run.step()
+    noop, *others = (_found(run) for run in runs)
+    parameters = sum(parameter.numel() for parameter in runs[0].training.model.parameters())
     return {"parameters": parameters, "noop_ms": noop["step_ms"], "strategies": others}
+
+
+def _found(run: Run) -> dict[str, Any]:
+    """Return the fields of a Point that are a strategy's own; collective."""
+    step_ms = slowest_rank_ms(run.step_s[FIRST_STEPS:])
+    sent_mib = mib_per_step([turn.sent for turn in run.moved], len(step_ms)) or 0.0
+    return {"strategy": run.strategy, "step_ms": median(step_ms), "inter_mib_per_step": sent_mib}
 
 
 def main() -> None:
