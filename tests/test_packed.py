@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bfloat16 in fewer bytes: every bit comes back, what does not fit is sent as it is, and averages are the same bits."""
+"""Bfloat16 in fewer bytes: every bit comes back, what does not fit follows, and averages are the same bits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from commopt.aggregate import Buffer, Call, context_for
 from commopt.aggregate.packed import _tell
 from commopt.feedback import Layout, ResidualStore
 from commopt.groups import Team, TeamShape
-from commopt.kernels.packing import BLOCK, pack, packed_nbytes, unpack
+from commopt.kernels.packing import BLOCK, pack, packed_nbytes, spare_nbytes, unpack
 from commopt.schedule.candidates import allowed_families
 from tests.catalogue import run_on
 from tests.overheard import overheard
@@ -32,19 +32,20 @@ def some(numel: int, seed: int = 0) -> Tensor:
 
 
 def comes_back(values: Tensor) -> bool:
-    """Return whether they fit; then they are to come back, and nothing else is to change."""
+    """Return whether they fit. They are to come back, and nothing else is to change."""
     guard = 0xA5
-    arena = torch.full((packed_nbytes(values.numel()) + 32,), guard, dtype=torch.uint8)
-    before, packed = values.clone(), arena[16:-16]
-    fits = pack(values, packed)
+    nbytes = packed_nbytes(values.numel()), spare_nbytes(values.numel())
+    assert sum(nbytes) == 16 + 2 * BLOCK * -(-values.numel() // BLOCK)  # the numbers and a head
+    arena = torch.full((sum(nbytes) + 48,), guard, dtype=torch.uint8)
+    before, (packed, _, beyond) = values.clone(), arena[16:-16].split([nbytes[0], 16, nbytes[1]])
+    more = pack(values, packed, beyond)
     assert torch.equal(values.view(torch.int16), before.view(torch.int16))
-    if fits:
-        found = torch.full_like(values, 7.0)
-        unpack(packed, found)
-        assert torch.equal(found.view(torch.int16), values.view(torch.int16))
-    assert (arena[:16] == guard).all()
-    assert (arena[-16:] == guard).all()
-    return fits
+    found = torch.full_like(values, 7.0)
+    unpack(packed, beyond[:more].clone(), found)
+    assert torch.equal(found.view(torch.int16), values.view(torch.int16))
+    for untouched in (arena[:16], arena[16 + nbytes[0] :][:16], beyond[more:], arena[-16:]):
+        assert (untouched == guard).all()
+    return more == 0
 
 
 # ------------------------------------------------------------------------------------------- the code
@@ -62,17 +63,17 @@ def test_what_gradients_are_like_fits(numel: int) -> None:
 
 
 def test_bytes() -> None:
-    assert packed_nbytes(2**20) / 2**21 == 0.71875 <= 0.72
+    assert packed_nbytes(2**20) / 2**21 == pytest.approx(365 / 512, abs=1e-4)
     assert [packed_nbytes(numel) % 16 for numel in NUMELS] == [0] * len(NUMELS)
 
 
-@pytest.mark.parametrize("listed", [15, 16])
+@pytest.mark.parametrize("listed", [12, 13, 24, 25, 200])
 @pytest.mark.parametrize("elsewhere", [0.0, -1e-30, float("inf")])
-def test_the_list_may_be_full_but_not_longer(listed: int, elsewhere: float) -> None:
+def test_the_list_goes_on_beyond_the_message_and_gives_way_to_all_exponents(listed: int, elsewhere: float) -> None:
     """One that is larger than all others takes the places of these."""
-    values = torch.ones(BLOCK)
-    values[-listed:] = elsewhere
-    assert comes_back(values.bfloat16()) == (listed == 15 and elsewhere != float("inf"))
+    values = torch.ones(16, BLOCK)
+    values[:, -listed:] = elsewhere
+    assert comes_back(values.view(-1).bfloat16()) == (listed == 12 and elsewhere != float("inf"))
 
 
 def test_every_pattern_of_bits_comes_back() -> None:
@@ -87,9 +88,9 @@ def test_every_pattern_of_bits_comes_back() -> None:
     numel=st.integers(1, 1500),
     seed=st.integers(0, 2**31),
     exponents=st.tuples(st.integers(0, 255), st.integers(0, 40)),
-    share=st.floats(0, 0.2),
+    share=st.floats(0, 1),
 )
-def test_any_bits_come_back_or_are_refused(numel: int, seed: int, exponents: tuple[int, int], share: float) -> None:
+def test_any_bits_come_back(numel: int, seed: int, exponents: tuple[int, int], share: float) -> None:
     """Exponents of one range, and a share of anything: denormal numbers, infinities, NaN."""
     draws = torch.Generator().manual_seed(seed)
     low, span = exponents
@@ -194,9 +195,10 @@ def test_what_is_promised_is_sent(world_size: str, calls: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", ["2", "3"])
-def test_what_does_not_fit_goes_once_more_and_is_told_once(world_size: str) -> None:
+def test_what_does_not_fit_follows_and_is_told_once(world_size: str) -> None:
     for promised, sent, told in run_on(world_size, lengths, "one rank's does not fit"):
         assert len(sent) > 2 * len(promised)
+        assert sum(sent) <= 2 * (sum(promised) / 0.713 + 600 * (1 if world_size == "2" else 4))  # padding and heads
         assert len(told) == 1
         assert "leave out packed=True (hierarchical_bf16: lossless=True)" in told[0]
 

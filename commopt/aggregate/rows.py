@@ -112,7 +112,7 @@ class RowFormat:
             self.packing.exchange(collective, received, sent, team.rank, scratch)
 
     def travels(self, primitive: Primitive, team: TeamShape, rows: int) -> tuple[Step, ...]:
-        """Return what `travel` takes to send `rows` rows; what did not fit and is sent once more is left out."""
+        """Return what `travel` takes to send `rows` rows, without what does not fit into a packed one."""
         if self.packing is None:
             return call(team, primitive, self.nbytes * rows)
         numel = self.packing.numel

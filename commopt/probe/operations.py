@@ -229,25 +229,25 @@ def _copy(numel: int, device: torch.device) -> Callable[[], None]:
 
 
 def _pack(numel: int, device: torch.device) -> Callable[[], None]:
-    values, packed = _packed(numel)
+    values, packed, beyond = _packed(numel)
 
     def pack() -> None:
-        packing.pack(values, packed)
+        packing.pack(values, packed, beyond)
 
     return pack
 
 
 def _unpack(numel: int, device: torch.device) -> Callable[[], None]:
-    values, packed = _packed(numel)
-    return partial(packing.unpack, packed, values)
+    values, packed, beyond = _packed(numel)
+    return partial(packing.unpack, packed, beyond[: packing.pack(values, packed, beyond)], values)
 
 
-def _packed(numel: int) -> tuple[Tensor, Tensor]:
-    """Return numbers as bfloat16 and packed, on the CPU: elsewhere nothing is."""
+def _packed(numel: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return numbers as bfloat16 and where they go, on the CPU: elsewhere nothing is packed."""
     values = _normal(numel, torch.device("cpu")).to(torch.bfloat16)
-    packed = torch.empty(packing.packed_nbytes(numel), dtype=torch.uint8, device="cpu")
-    packing.pack(values, packed)
-    return values, packed
+    nbytes = packing.packed_nbytes(numel), packing.spare_nbytes(numel)
+    packed, beyond = (torch.empty(each, dtype=torch.uint8, device="cpu") for each in nbytes)
+    return values, packed, beyond
 
 
 def _encode(compressor: Compressor, numel: int, device: torch.device) -> Callable[[], None]:

@@ -26,8 +26,9 @@ struct Kernels {
                            const float* sent, const float* right, std::int64_t r, std::int64_t threads);
     void (*orthogonalize)(const float* factors, const float* initial, float* out, const std::int64_t* heights,
                           std::int64_t count, std::int64_t r, std::int64_t threads);
-    bool (*pack)(const std::uint16_t* values, std::int64_t numel, std::uint8_t* packed);
-    void (*unpack)(const std::uint8_t* packed, std::int64_t numel, std::uint16_t* values);
+    std::int64_t (*pack)(const std::uint16_t* values, std::int64_t numel, std::uint8_t* packed, std::uint8_t* beyond);
+    void (*unpack)(const std::uint8_t* packed, const std::uint8_t* beyond, std::int64_t beyond_nbytes,
+                   std::int64_t numel, std::uint16_t* values);
     void (*sum_bfloat16)(const std::uint16_t* rows, std::int64_t apart, std::int64_t count, std::int64_t numel,
                          float* total);
 };

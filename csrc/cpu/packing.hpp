@@ -15,23 +15,49 @@
 namespace COMMOPT_TARGET {
 
 constexpr std::int64_t BLOCK = 256;
-constexpr std::int64_t LISTED = 15;   // places of the list, for each block
+constexpr std::int64_t LISTED = 12;  // places of the list, for each block
+constexpr std::int64_t HEAD = 16;    // bytes, of which the first is not 0 where all exponents travel as they are
 constexpr int ELSEWHERE = 7;
 constexpr int PLANES = 3;
 constexpr std::int64_t WORDS = BLOCK / 32;  // of a block in a plane
 
-// The parts of a message of so many blocks.
+inline std::int64_t blocks_of(std::int64_t numel) { return (numel + BLOCK - 1) / BLOCK; }
+
+// The parts of a message of so many blocks; all exponents would begin where planes do. What does not fit goes on
+// in `spare` bytes beyond it.
 template <typename Byte>
 struct Message {
-    Byte *lows, *planes[PLANES], *largest, *listed;
+    Byte *head, *lows, *planes[PLANES], *largest, *listed, *end;
+    std::int64_t spare;
 
     Message(Byte* packed, std::int64_t blocks) {
-        lows = packed;
+        const std::int64_t plane = blocks * BLOCK / 8;
+        const std::int64_t nbytes = (HEAD + blocks * (BLOCK + 1 + LISTED) + PLANES * plane + 15) / 16 * 16;
+        head = packed;
+        lows = head + HEAD;
         planes[0] = lows + blocks * BLOCK;
-        planes[1] = planes[0] + blocks * BLOCK / 8;
-        planes[2] = planes[1] + blocks * BLOCK / 8;
-        largest = planes[2] + blocks * BLOCK / 8;
+        planes[1] = planes[0] + plane;
+        planes[2] = planes[1] + plane;
+        largest = planes[2] + plane;
         listed = largest + blocks;
+        end = packed + nbytes;
+        spare = HEAD + 2 * blocks * BLOCK - nbytes;
+    }
+};
+
+// Bytes one after the other, to the end of a message and then beyond it.
+template <typename Byte>
+struct Stream {
+    Byte *next, *stop, *beyond, *beyond_stop;
+
+    Byte* take() {  // null after the last one
+        if (next == stop) {
+            if (stop == beyond_stop) return nullptr;
+            next = beyond;
+            stop = beyond_stop;
+            if (next == stop) return nullptr;
+        }
+        return next++;
     }
 };
 
@@ -110,12 +136,29 @@ inline std::uint32_t from_planes(const std::uint32_t* planes, std::uint8_t base,
 
 inline int base_of(std::uint8_t largest) { return std::max<int>(largest, ELSEWHERE - 1) - (ELSEWHERE - 1); }
 
-// Return whether the values fit.
-inline bool pack(const std::uint16_t* values, std::int64_t numel, std::uint8_t* packed) {
-    const std::int64_t blocks = (numel + BLOCK - 1) / BLOCK;
+inline std::uint8_t low_of(std::uint16_t bits) { return static_cast<std::uint8_t>((bits >> 8 & 0x80) | (bits & 0x7f)); }
+
+// All exponents as they are.
+inline std::int64_t pack_as_it_is(const std::uint16_t* values, std::int64_t numel, std::uint8_t* packed,
+                                  std::uint8_t* beyond) {
+    const std::int64_t blocks = blocks_of(numel);
     const Message<std::uint8_t> message(packed, blocks);
-    std::uint8_t* next = message.listed;
-    const std::uint8_t* const end = message.listed + blocks * LISTED;
+    Stream<std::uint8_t> exponents{message.planes[0], message.end, beyond, beyond + message.spare};
+    message.head[0] = 1;
+    for (std::int64_t at = 0; at < blocks * BLOCK; ++at) {
+        const std::uint16_t bits = values[std::min(at, numel - 1)];
+        message.lows[at] = low_of(bits);
+        *exponents.take() = static_cast<std::uint8_t>(bits >> 7);
+    }
+    return message.spare;
+}
+
+// Return how many bytes stand beyond the message.
+inline std::int64_t pack(const std::uint16_t* values, std::int64_t numel, std::uint8_t* packed, std::uint8_t* beyond) {
+    const std::int64_t blocks = blocks_of(numel);
+    const Message<std::uint8_t> message(packed, blocks);
+    Stream<std::uint8_t> listed{message.listed, message.end, beyond, beyond + message.spare};
+    std::fill(message.head, message.lows, 0);
     std::uint16_t padded[BLOCK];
     std::uint8_t exponents[BLOCK], places[BLOCK];
     for (std::int64_t block = 0; block < blocks; ++block) {
@@ -129,9 +172,8 @@ inline bool pack(const std::uint16_t* values, std::int64_t numel, std::uint8_t* 
         std::uint8_t* lows = message.lows + block * BLOCK;
         std::uint8_t largest = 0;
         for (int at = 0; at < BLOCK; ++at) {
-            const std::uint16_t bits = part[at];
-            lows[at] = static_cast<std::uint8_t>((bits >> 8 & 0x80) | (bits & 0x7f));
-            exponents[at] = static_cast<std::uint8_t>(bits >> 7);
+            lows[at] = low_of(part[at]);
+            exponents[at] = static_cast<std::uint8_t>(part[at] >> 7);
         }
         for (int at = 0; at < BLOCK; ++at) largest = std::max(largest, exponents[at]);
         message.largest[block] = largest;
@@ -146,32 +188,44 @@ inline bool pack(const std::uint16_t* values, std::int64_t numel, std::uint8_t* 
             for (int plane = 0; plane < PLANES; ++plane) {
                 std::memcpy(message.planes[plane] + 4 * (block * WORDS + word), planes + plane, 4);
             }
-            if (end - next < 32 && end - next < __builtin_popcount(found)) return false;
-            for (; found != 0; found &= found - 1) *next++ = exponents[32 * word + __builtin_ctz(found)];
+            for (; found != 0; found &= found - 1) {
+                std::uint8_t* const next = listed.take();
+                if (next == nullptr) return pack_as_it_is(values, numel, packed, beyond);
+                *next = exponents[32 * word + __builtin_ctz(found)];
+            }
         }
     }
-    std::fill(next, const_cast<std::uint8_t*>(end), 0);
-    return true;
+    if (listed.stop != message.end) return listed.next - beyond;
+    std::fill(listed.next, listed.stop, 0);
+    return 0;
 }
 
-inline void unpack(const std::uint8_t* packed, std::int64_t numel, std::uint16_t* values) {
-    const std::int64_t blocks = (numel + BLOCK - 1) / BLOCK;
+// beyond_nbytes: that were received, 0 where all stood in the message.
+inline void unpack(const std::uint8_t* packed, const std::uint8_t* beyond, std::int64_t beyond_nbytes,
+                   std::int64_t numel, std::uint16_t* values) {
+    const std::int64_t blocks = blocks_of(numel);
     const Message<const std::uint8_t> message(packed, blocks);
-    const std::uint8_t* next = message.listed;
-    const std::uint8_t* const end = message.listed + blocks * LISTED;
+    const bool as_it_is = message.head[0] != 0;
+    Stream<const std::uint8_t> stream{as_it_is ? message.planes[0] : message.listed, message.end, beyond,
+                                      beyond + beyond_nbytes};
     std::uint16_t padded[BLOCK];
     std::uint8_t exponents[BLOCK];
+    const auto take = [&](std::uint8_t& exponent) {
+        const std::uint8_t* const next = stream.take();
+        if (next != nullptr) exponent = *next;
+    };
     for (std::int64_t block = 0; block < blocks; ++block) {
         const bool whole = numel - block * BLOCK >= BLOCK;
         std::uint16_t* part = whole ? values + block * BLOCK : padded;
-        const std::uint8_t base = static_cast<std::uint8_t>(base_of(message.largest[block]));
-        for (int word = 0; word < WORDS; ++word) {
+        for (int at = 0; as_it_is && at < BLOCK; ++at) take(exponents[at]);
+        const std::uint8_t base = static_cast<std::uint8_t>(base_of(as_it_is ? 0 : message.largest[block]));
+        for (int word = 0; !as_it_is && word < WORDS; ++word) {
             std::uint32_t planes[PLANES];
             for (int plane = 0; plane < PLANES; ++plane) {
                 std::memcpy(planes + plane, message.planes[plane] + 4 * (block * WORDS + word), 4);
             }
             std::uint32_t found = from_planes(planes, base, exponents + 32 * word);
-            for (; found != 0 && next != end; found &= found - 1) exponents[32 * word + __builtin_ctz(found)] = *next++;
+            for (; found != 0; found &= found - 1) take(exponents[32 * word + __builtin_ctz(found)]);
         }
         const std::uint8_t* lows = message.lows + block * BLOCK;
         for (int at = 0; at < BLOCK; ++at) {
