@@ -43,8 +43,7 @@ def comes_back(values: Tensor) -> bool:
     found = torch.full_like(values, 7.0)
     unpack(packed, beyond[:more].clone(), found)
     assert torch.equal(found.view(torch.int16), values.view(torch.int16))
-    for untouched in (arena[:16], arena[16 + nbytes[0] :][:16], beyond[more:], arena[-16:]):
-        assert (untouched == guard).all()
+    assert all((each == guard).all() for each in (arena[:16], arena[16 + nbytes[0] :][:16], beyond[more:], arena[-16:]))
     return more == 0
 
 

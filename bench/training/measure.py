@@ -76,6 +76,7 @@ class Run:
             look = Look(len(self.step_s), from_rank_0(sum(self.step_s)), self.training.held_out_loss())
             self.curve.append(look)
             message = f"{self.strategy}: step {look.step}, held-out loss {look.held_out_loss:.3f}"
+        show(1.0, message)
 
 
 class Baseline:

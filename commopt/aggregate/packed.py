@@ -6,7 +6,7 @@ what `calls` says must be what is sent. No lossless code does so for every conte
 which the first four say how many of this rank's do not fit into one of its parts. Every rank receives a row of every
 other, in an all_gather as in an all_to_all, so all of them know alike what is the most; then all send as many in a
 second message. Gradients mostly need none, see kernels.packing. Both messages together are never longer than plain
-rows, but for their heads.
+rows of whole blocks, but for their heads.
 """
 
 from __future__ import annotations

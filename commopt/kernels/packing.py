@@ -6,8 +6,8 @@ A message is as long as its number of elements says, whatever they are: mantissa
 exponent its place in the 7 below the largest of its block of 256 (3 bits) and this largest one (8 bits a block). The
 eighth place means: elsewhere; then it stands, whole, in a list that has room for 12 of each 256. Normal numbers need
 7 of these. Where the list is too short it goes on beyond the message. Where that would be longer than the numbers are,
-all exponents stand in the place of all this: the message and what is beyond it are never longer than the numbers and
-a head of 16 bytes.
+all exponents stand in the place of all this: the message and what is beyond it are never longer than the numbers, in
+whole blocks, and a head of 16 bytes.
 """
 
 from __future__ import annotations
