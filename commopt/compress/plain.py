@@ -15,7 +15,8 @@ from commopt.compress.base import CodingWork, Compressor, Passes, Trials
 from commopt.compress.quantize import check_choice
 from commopt.errors import ConfigurationError
 from commopt.kernels.codec import ErrorFeedback, RngKey
-from commopt.kernels.residual import round_with_carry, sum_rows
+from commopt.kernels.loader import cpu_kernels
+from commopt.kernels.residual import round_with_carry
 
 _ROW_ALIGNMENT = 16
 
@@ -75,8 +76,15 @@ class Plain(Compressor):
             begin = end
 
     def accumulate(self, payloads: Tensor, total: Tensor) -> None:
-        """Add rows as they are."""
-        sum_rows(payloads.view(self.wire_dtype), total)
+        """Add rows as they are, in their order."""
+        rows = payloads.view(self.wire_dtype)
+        cpu = cpu_kernels() if rows.dtype == torch.bfloat16 and rows.device.type == "cpu" else None
+        if cpu is not None:
+            cpu.sum_bfloat16(rows.data_ptr(), rows.stride(0), len(rows), len(total), total.data_ptr())
+            return
+        total.copy_(rows[0])
+        for row in rows[1:]:
+            total.add_(row)
 
     def finite(self, payload: Tensor, chunk_numel: int) -> Tensor:
         """Look at minimum and maximum, which are NaN where a value is."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Error feedback in plain torch: the old residual added to values, the new one left. Rounding to 16 bits, and sums."""
+"""Error feedback in plain torch: the old residual added to values, the new one left. And rounding to 16 bits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from commopt.kernels.codec import ErrorFeedback, RngKey
-from commopt.kernels.loader import cpu_kernels
 from commopt.kernels.philox import sixteen_bits
 
 _LARGEST_BFLOAT16 = torch.finfo(torch.bfloat16).max
@@ -104,14 +103,3 @@ def round_with_carry(
             round_by_chance(p, sixteen_bits(place + begin, p.numel(), rng, p.device), target)
         if residual is not None:
             residual.write_new(begin, p, work.copy_(target))
-
-
-def sum_rows(rows: Tensor, total: Tensor) -> None:
-    """Set `total` (float32 [n]) to the sum of `rows` ([count, n], any floating dtype), in their order."""
-    cpu = cpu_kernels() if total.device.type == "cpu" and rows.dtype == torch.bfloat16 else None
-    if cpu is not None:
-        cpu.sum_bfloat16(rows.data_ptr(), rows.stride(0), len(rows), len(total), total.data_ptr())
-        return
-    total.copy_(rows[0])
-    for row in rows[1:]:
-        total.add_(row)
