@@ -86,17 +86,16 @@ def test_every_pattern_of_bits_comes_back() -> None:
 @given(
     numel=st.integers(1, 1500),
     seed=st.integers(0, 2**31),
-    exponents=st.tuples(st.integers(0, 255), st.integers(0, 40)),
+    low=st.integers(0, 255),
+    span=st.integers(0, 40),
     share=st.floats(0, 1),
 )
-def test_any_bits_come_back(numel: int, seed: int, exponents: tuple[int, int], share: float) -> None:
+def test_any_bits_come_back(numel: int, seed: int, low: int, span: int, share: float) -> None:
     """Exponents of one range, and a share of anything: denormal numbers, infinities, NaN."""
     draws = torch.Generator().manual_seed(seed)
-    low, span = exponents
     bits = torch.randint(0, 2**16, (numel,), generator=draws)
     near = (low + torch.randint(0, span + 1, (numel,), generator=draws)).clamp(max=255)
-    inside = bits & 0x807F | near << 7
-    bits = torch.where(torch.rand(numel, generator=draws) < share, bits, inside)
+    bits = torch.where(torch.rand(numel, generator=draws) < share, bits, bits & 0x807F | near << 7)
     values = torch.where(bits < 2**15, bits, bits - 2**16).to(torch.int16).view(torch.bfloat16)
     fits = comes_back(values)
     if share == 0 and span < 7:
@@ -137,7 +136,8 @@ def differences(rank: int, world_size: int, dtype: str) -> list[str]:
     for content, values_of in CONTENTS.items():
         torch.manual_seed(rank)
         values = values_of(rank)
-        layout = Layout.of_parameters([("a", (values.numel() - 7,)), ("b", (7,))])
+        third = values.numel() // 3  # in bfloat16 what is dense is packed, too: rows have parts of unequal length
+        layout = Layout.of_parameters([("a", (values.numel() - third,)), ("b", (third,))])
         for plain in FORMS:
             ends = [averages(each, team, values.to(getattr(torch, dtype)), layout) for each in (plain, packed(plain))]
             if not all(torch.equal(x, y) for x, y in zip(*ends, strict=True)):
