@@ -30,7 +30,7 @@ from commopt import Aggregator, Communicator, Hierarchical
 from commopt.groups import team
 from commopt.lanes import stream
 from tests.ranks import run
-from tests.test_failures import CAUSE, Failing, Seen, watch
+from tests.test_failures import Failing, Seen, assert_all_know, watch
 from tests.test_nccl_options import as_with_nccl
 
 MARKS = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -67,14 +67,6 @@ def end_the_world(device: str) -> None:
         team._abort(c10d._get_default_group())
 
 
-def assert_all_know(seen: list[Seen], culprit: int) -> None:
-    for rank, mine in enumerate(seen):
-        for message in (mine.message, *mine.afterwards):
-            assert CAUSE in message, f"rank {rank}: {message}"
-            assert f"rank {culprit}" in message, f"rank {rank}: {message}"
-        assert mine.seconds < WITHIN_S, f"rank {rank} took {mine.seconds:.1f} s"
-
-
 def fail_standalone(rank: int, world_size: int, folder: str, aggregator: Aggregator, device: str) -> Seen:
     comm = Communicator()
     comm.all_reduce(torch.ones(40_000, device=device), aggregator=aggregator)
@@ -96,7 +88,7 @@ def fail_standalone(rank: int, world_size: int, folder: str, aggregator: Aggrega
 def test_standalone(device: str, aggregator: Aggregator, culprit: int, tmp_path: Path) -> None:
     arguments = (str(tmp_path), aggregator, device)
     seen = run(fail_standalone, 4, *arguments, nodes=(2, 2), device=device, fresh=True)
-    assert_all_know(seen, culprit)
+    assert_all_know(seen, culprit, WITHIN_S)
 
 
 def fail_in_backward(rank: int, world_size: int, folder: str, aggregator: Aggregator, device: str) -> Seen:
@@ -121,7 +113,7 @@ def fail_in_backward(rank: int, world_size: int, folder: str, aggregator: Aggreg
 def test_backward(device: str, aggregator: Aggregator, culprit: int, tmp_path: Path) -> None:
     arguments = (str(tmp_path), aggregator, device)
     seen = run(fail_in_backward, 4, *arguments, nodes=(2, 2), device=device, fresh=True)
-    assert_all_know(seen, culprit)
+    assert_all_know(seen, culprit, WITHIN_S)
 
 
 # ------------------------------------------------------------------------------ processes that die

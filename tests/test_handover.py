@@ -20,6 +20,7 @@ from commopt.errors import ConfigurationError
 from commopt.feedback import BufferContext, Feedback, ResidualStore
 from commopt.groups import Team, TeamShape
 from commopt.lanes import Work
+from tests import test_feedback_conservation
 from tests.catalogue import LAYOUTS, run_on
 from tests.feedback_training import (
     STRATEGIES,
@@ -27,7 +28,6 @@ from tests.feedback_training import (
     Training,
     Vectors,
     assert_conserved,
-    assert_something_left,
     drift,
     residual_of,
     total,
@@ -123,12 +123,8 @@ def keep_books(
 
 def check(results: Sequence[tuple[list[Books], str]]) -> None:
     """Nothing is lost at any time, something was kept before the end, and at the end nothing is."""
-    assert_identical([digest for _, digest in results])
-    for snapshot in zip(*(books for books, _ in results), strict=True):
-        assert_conserved(snapshot)
-    assert_something_left([books[-2] for books, _ in results])
-    for books, _ in results:
-        assert all(not values.any() for values in books[-1].residual.values())
+    test_feedback_conservation.check(results, kept_at=-2)
+    assert not any(values.any() for books, _ in results for values in books[-1].residual.values())
 
 
 @pytest.mark.parametrize(

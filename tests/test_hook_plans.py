@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
-from commopt.schedule import Costs, Decision, Plan, Window
+from commopt.lanes import registry
+from commopt.schedule import Costs, Decision, Plan, Window, sync
 from tests.hook_training import (
     BUCKETS_CAN_BE_GIVEN,
     SMALL_BUCKET,
@@ -107,17 +109,18 @@ class Restless(Changing):
         super().__init__(options, costs, max_bytes)
 
 
-def follow_rank_0(rank: int, world_size: int) -> tuple[str, list[str], str | None]:
-    with changing(Restless):
+def follow_rank_0(rank: int, world_size: int, kind: type[Changing]) -> tuple[str, list[str], str | None]:
+    with changing(kind):
         ddp = TorchDDP(seeded(Tower), **SMALL_BUCKET)
         state = commopt.attach(ddp, commopt.Flat(), plan="adaptive")
         digest = train(ddp, rank, world_size, commopt.Flat(), steps=12)
     plan = state.plan
+    assert state.stats()["steps"] == 12
     return digest, [decision.reason for decision in state.decisions], None if plan is None else plan.digest()
 
 
 def test_every_rank_follows_what_rank_0_decides() -> None:
-    results = run(follow_rank_0, 4, nodes=(2, 2))
+    results = run(follow_rank_0, 4, Restless, nodes=(2, 2))
     assert_identical([digest for digest, _, _ in results])
     assert results[0][1] == ["cut at 4", "cut at 7", "cut at 10"]
     assert len({(tuple(reasons), digest) for _, reasons, digest in results}) == 1
@@ -130,18 +133,10 @@ class Confused(Changing):
         raise ZeroDivisionError("a flaw in the planner")
 
 
-def train_with_a_flaw(rank: int, world_size: int) -> tuple[str, int, int]:
-    with changing(Confused):
-        ddp = TorchDDP(seeded(Tower), **SMALL_BUCKET)
-        state = commopt.attach(ddp, commopt.Flat(), plan="adaptive")
-        digest = train(ddp, rank, world_size, commopt.Flat(), steps=12)
-    return digest, len(state.decisions), state.stats()["steps"]
-
-
 def test_a_planner_that_fails_does_not_end_the_training() -> None:
-    results = run(train_with_a_flaw, 2)
+    results = run(follow_rank_0, 2, Confused)
     assert_identical([digest for digest, _, _ in results])
-    assert [rest for _, *rest in results] == [[0, 12], [0, 12]]
+    assert [rest for _, *rest in results] == [[[], None]] * 2
 
 
 def run_out_of_data(rank: int, world_size: int) -> tuple[str, int]:
@@ -160,7 +155,6 @@ def run_out_of_data(rank: int, world_size: int) -> tuple[str, int]:
         with ddp.join():
             steps(5 + 4 * rank)
         steps(4)
-        torch.distributed.barrier()  # the last step ends with a meeting: who left it would fail the other's backward
     return digest_of(ddp.module), len(state.decisions)
 
 
@@ -168,6 +162,24 @@ def test_plans_change_while_a_rank_has_run_out_of_data() -> None:
     results = run(run_out_of_data, 2)
     assert_identical([digest for digest, _ in results])
     assert [decisions for _, decisions in results] == [4, 4]
+
+
+def fail_behind_the_last_bucket(rank: int, world_size: int) -> None:
+    """A meeting fails while backward is still under way, as where a peer has left; the next step says so."""
+    with changing(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sync.Sync, "hold", Mock(side_effect=RuntimeError("nobody meets")))
+        ddp = TorchDDP(seeded(Tower), **SMALL_BUCKET)
+        registration = commopt.attach(ddp, commopt.Flat(), plan="adaptive")._registration
+        raise_lost = registration._raise_lost
+        patch.setattr(registration, "_raise_lost", lambda: registry.finish() and raise_lost())
+        for step in range(4):
+            loss_of(ddp, batch_of(rank, step)).backward()
+        with pytest.raises(commopt.LaneError, match="planning after step 3"):
+            loss_of(ddp, batch_of(rank, 4)).backward()
+
+
+def test_a_backward_whose_buckets_have_arrived_does_not_fail_with_the_meeting_behind_them() -> None:
+    run(fail_behind_the_last_bucket, 2, fresh=True)
 
 
 def adapt(rank: int, world_size: int, preset: str, kind: type[nn.Module], options: dict[str, Any]) -> tuple[str, int]:

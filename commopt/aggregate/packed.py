@@ -90,15 +90,15 @@ class Packing:
         collective(arrived.view(-1), packed.view(-1))
         most = int(arrived[:, :4].contiguous().view(torch.int32).max())
         rest = torch.cat([beyond[:, part.beyond][:, :most] for part in self.parts], 1)
-        others_rest = scratch.take("beyond received", (len(received), rest.shape[1]), torch.uint8, device)
+        rest_received = scratch.take("beyond received", (len(received), rest.shape[1]), torch.uint8, device)
         if most:
-            collective(others_rest.view(-1), rest.view(-1))
+            collective(rest_received.view(-1), rest.view(-1))
         if packed.shape[1] + rest.shape[1] >= sent.shape[1]:
             _tell()
         if len(sent) > 1:
             received[rank] = sent[rank]
         for others in (slice(0, rank), slice(rank + 1, len(received))):
-            self._unpack(arrived[others], others_rest[others], most, received[others])
+            self._unpack(arrived[others], rest_received[others], most, received[others])
 
     def _pack(self, rows: Tensor, packed: Tensor, beyond: Tensor) -> int:
         """Return the most bytes that do not fit into a part."""

@@ -65,6 +65,7 @@ class DDPRegistration(Registration):
         self._ddp: ref[TorchDDP] | None = None
         self._shadow_of = -1  # which plan, by its number, the samples of averages are of
         self._raising_task = -1
+        self._latest: lanes.Work | None = None  # bucket's, until backward has looked at it
         self._warned = False
         self._lately_ns: deque[int] = deque(maxlen=64)
         self._unused: UnusedAverages | None = None
@@ -158,8 +159,10 @@ class DDPRegistration(Registration):
         if last:
             for log in self.logs:
                 log()
-        # DDP's join() calls the hook outside of any backward.
-        return handle.future if graph_task == -1 else handle.ended
+        if graph_task == -1:  # DDP's join() calls the hook outside of any backward
+            return handle.future
+        self._latest = handle
+        return handle.ended
 
     def _begin_step(self, device: torch.device) -> None:
         if self.joined is None:
@@ -196,7 +199,7 @@ class DDPRegistration(Registration):
             )
 
     def _let_backward_raise(self, graph_task: int) -> None:
-        """Let the backward under way raise the error of a lane that fails meanwhile.
+        """Let the backward under way raise the error of a lane that fails before the last bucket has arrived.
 
         Such a LaneError stays what it is, where DDP makes a RuntimeError of a future's. A step may have several graph
         tasks (a reentrant checkpoint, two backwards of one forward). DDP waits for the futures in the one in which it
@@ -204,8 +207,14 @@ class DDPRegistration(Registration):
         """
         engine = Variable._execution_engine
         # From within a callback, so that it comes after DDP's own, which waits for the lane.
-        engine.queue_callback(lambda: engine.queue_callback(lanes.require_healthy))
+        engine.queue_callback(lambda: engine.queue_callback(self._raise_lost))
         self._raising_task = graph_task
+
+    def _raise_lost(self) -> None:
+        """Raise why a bucket was lost; what fails behind the last one, as a meeting that a peer leaves, waits."""
+        latest, self._latest = self._latest, None  # keep no bucket
+        if latest is None or not latest.arrived:
+            lanes.require_healthy()
 
     def _require_one_device(self, device: torch.device) -> None:
         if self.keeps_residuals:

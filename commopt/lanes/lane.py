@@ -88,6 +88,11 @@ class Work:
         """Return whether the operation has ended, well or badly; on CUDA whether its kernels have."""
         return self.ended.done() and (self._kernels_end is None or self._kernels_end.query())
 
+    @property
+    def arrived(self) -> bool:
+        """Whether the result is there for certain; never on CUDA, where kernels may fail after they were launched."""
+        return self._cuda is None and self.ended.done() and self._error is None
+
     def _or_raise(self, result: Tensor) -> Tensor:
         if self._error is not None:
             raise LaneError(*self._error.args)  # anew: a traceback would keep the frames of every waiter alive
