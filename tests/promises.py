@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which test holds which promise of docs/design.md, for a strategy of every kind; all of them run in `make test`."""
+"""Which test holds which promise of docs/design.md, for a strategy of every kind, and what README.md promises beside.
+
+All of `PROMISES` runs in `make test`. `GATE` are the slow tests that the gate runs too.
+"""
 
 from __future__ import annotations
 
@@ -193,6 +196,29 @@ WITHOUT: dict[str, dict[str, str]] = {
     },
     "never slower in silence": dict.fromkeys((*PRESETS_WITHOUT_AUTO, "local_sgd"), "was asked for by name"),
 }
+
+
+# By what README.md says, tests that run in the gate and not in `make test`: programs, networks and frameworks.
+GATE: dict[str, tuple[str, ...]] = {
+    "it installs from a clone, without a compiler": (
+        "test_packaging.py::test_wheel_holds_both_packages_and_the_kernel_sources",
+    ),
+    "a DDP script trains with it as it is": ("test_run_cli.py::test_a_script_trains_with_the_hook",),
+    "fewer bytes between nodes": (f"{_CONTRACT}test_network_counters_agree_with_wire_bytes[(2, 2)]",),
+    "the model still learns": ("test_feedback_convergence.py::test_feedback_reaches_the_loss_of_dense_training[3-names0]",),
+    "a slow network is emulated": ("test_cluster.py::test_command_line_runs_a_module_and_reports",),
+    "it trains in Lightning, Accelerate and Transformers": (
+        "test_integrations_lightning.py::test_lightning_and_fabric",
+        "test_integrations_transformers.py::test_accelerate_and_the_trainer",
+    ),
+    "machines may be slow, die and come back": ("test_parameter_server.py::test_command_lines",),
+    "nobody hangs": ("test_failures.py::test_every_rank_raises_when_the_network_between_nodes_is_cut[hook]",),
+}
+
+
+def gate() -> set[str]:
+    """Return all tests of `GATE`."""
+    return {test for tests in GATE.values() for test in tests}
 
 
 def promised(promises: Mapping[str, Mapping[str, tuple[str, ...]]] = PROMISES) -> set[str]:

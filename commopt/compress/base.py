@@ -69,7 +69,7 @@ class Compressor(ConciseRepr, ABC):
         """Encode p = `scale * values` (1-D, floating) into the rows of `payload`; elements past the end count as zero.
 
         With a carry (of as many elements as values), p = scale * values + decay * loss_scale * old, and
-        new = (p - decoded p) / loss_scale. A non-finite p makes its decoded block non-finite, and `finite` false.
+        new = (p - decoded p) / loss_scale. A non-finite p shows in what is decoded (`nan_reach`) and makes `finite` false.
         """
 
     @abstractmethod
@@ -120,6 +120,14 @@ class Compressor(ConciseRepr, ABC):
     def error_bound(self) -> float:
         """The largest error of one encoding of an element, as a share of the largest element near it."""
         return 1.0
+
+    def nan_reach(self, chunk_numel: int) -> int:
+        """Return how far an element's value, a NaN for instance, shows: in its own block of so many elements only.
+
+        Blocks are counted from the beginning of the chunk. After a NaN at least one element of its block decodes to
+        something that is not finite, and no other block changes.
+        """
+        return self.granularity
 
     exact: ClassVar[bool] = False
     """Whether float32 values survive as they are."""
