@@ -54,11 +54,23 @@ class Copy:
         """Compile the CPU's kernels and let the environment import from the folder; again after a change of them."""
         install = [sys.executable, "-m", "pip", "--python", str(self.python), "install", "--quiet", "--no-deps"]
         options = ["--no-build-isolation", "--no-index", "--editable", str(self.folder)]
-        subprocess.run([*install, *options], env={**os.environ, "COMMOPT_CUDA": "OFF", "PIP_CONSTRAINT": ""}, check=True)
+        subprocess.run(
+            [*install, *options], env={**os.environ, "COMMOPT_CUDA": "OFF", "PIP_CONSTRAINT": ""}, check=True
+        )
 
     def test(self, *arguments: str, processes: int = 2) -> Outcome:
         """Run pytest in the copy, with `arguments`."""
-        options = ["-q", "--color=no", "--tb=line", "-p", "no:cacheprovider", "--dist", "worksteal", "-n", str(processes)]
+        options = [
+            "-q",
+            "--color=no",
+            "--tb=line",
+            "-p",
+            "no:cacheprovider",
+            "--dist",
+            "worksteal",
+            "-n",
+            str(processes),
+        ]
         command = [str(self.python), "-m", "pytest", *options, *arguments]
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV"))}
         done = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from bench.environment import machine, origin
 from bench.output import read_lines, write_results
-from commopt.command_line import Parser, input_file, output_file
+from commopt.command_line import Parser, output_file
 from tests.copies import GATE, Copy
 from tests.faults import FAULTS, Fault
 
@@ -97,7 +97,7 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="WORD,WORD", help="faults whose name contains one of the words")
     parser.add_argument("--revision", metavar="REVISION", help="sources and tests of this revision; all of its tests")
     parser.add_argument("--json", type=output_file, metavar="FILE")
-    parser.add_argument("--show", type=input_file, metavar="FILE", help="print the table of a file that --json wrote")
+    parser.add_argument("--show", type=Path, metavar="FILE", help="print the table of a file that --json wrote")
     options = parser.parse_args()
     if options.show is not None:
         _, rows = read_lines(options.show, "finding")
@@ -107,7 +107,9 @@ def main() -> int:
     chosen = [fault for fault in FAULTS if any(word in fault.name for word in words)]
     findings = run(chosen, options.revision, lambda line: print(line, flush=True))
     missed = [finding.fault for finding in findings if not finding.found_by]
-    print(f"{len(findings) - len(missed)} of {len(findings)} faults are found; not found: {', '.join(missed) or 'none'}")
+    print(
+        f"{len(findings) - len(missed)} of {len(findings)} faults are found; not found: {', '.join(missed) or 'none'}"
+    )
     if options.json is not None:
         header = {**machine(), "command": f"python -m tests.mutants {' '.join(sys.argv[1:])}".strip()}
         write_results(options.json, header, "finding", map(asdict, findings))

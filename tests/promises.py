@@ -205,7 +205,9 @@ GATE: dict[str, tuple[str, ...]] = {
     ),
     "a DDP script trains with it as it is": ("test_run_cli.py::test_a_script_trains_with_the_hook",),
     "fewer bytes between nodes": (f"{_CONTRACT}test_network_counters_agree_with_wire_bytes[(2, 2)]",),
-    "the model still learns": ("test_feedback_convergence.py::test_feedback_reaches_the_loss_of_dense_training[3-names0]",),
+    "the model still learns": (
+        "test_feedback_convergence.py::test_feedback_reaches_the_loss_of_dense_training[3-names0]",
+    ),
     "a slow network is emulated": ("test_cluster.py::test_command_line_runs_a_module_and_reports",),
     "it trains in Lightning, Accelerate and Transformers": (
         "test_integrations_lightning.py::test_lightning_and_fabric",
