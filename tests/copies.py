@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A copy of this checkout that can be changed and tested by itself: a folder, and an environment that imports from it."""
+"""A copy of this checkout that can be changed and tested: a folder, and an environment that imports from it."""
 
 from __future__ import annotations
 
@@ -57,6 +57,10 @@ class Copy:
         subprocess.run(
             [*install, *options], env={**os.environ, "COMMOPT_CUDA": "OFF", "PIP_CONSTRAINT": ""}, check=True
         )
+
+    def run(self, *arguments: str) -> None:
+        """Run the copy's Python, and raise CalledProcessError with its output when that fails."""
+        subprocess.run([str(self.python), *arguments], cwd=self.folder, capture_output=True, text=True, check=True)
 
     def test(self, *arguments: str, processes: int = 2) -> Outcome:
         """Run pytest in the copy, with `arguments`."""

@@ -3,7 +3,7 @@
 
 The rule, so that nobody has to keep a list:
 
-- tests/durations.txt says how long every test function takes. `make test-all` measures; `make durations` writes the file.
+- tests/durations.txt says what every test function takes. `make test-all` measures; `make durations` writes the file.
 - Every function gets the same time, `MOST_S`. One that takes longer runs as many of its cases as fit, those first that
   try a value of a parameter which no case before them tried. If not even one case fits, it does not run.
 - A test that is new or not in the file runs. The tests in `PROMISES` (tests/promises.py) run in any case.

@@ -69,7 +69,7 @@ class Compressor(ConciseRepr, ABC):
         """Encode p = `scale * values` (1-D, floating) into the rows of `payload`; elements past the end count as zero.
 
         With a carry (of as many elements as values), p = scale * values + decay * loss_scale * old, and
-        new = (p - decoded p) / loss_scale. A non-finite p shows in what is decoded (`nan_reach`) and makes `finite` false.
+        new = (p - decoded p) / loss_scale. A non-finite p is non-finite when decoded (`nan_reach`), and `finite` false.
         """
 
     @abstractmethod
