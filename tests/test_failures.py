@@ -32,8 +32,9 @@ from commopt.errors import LaneError, TransportError
 from commopt.groups import Membership
 from commopt.lanes import failure, lane, registry
 from tests.ranks import run
+from tests.speed import limit
 
-WITHIN_S = 5.0
+WITHIN_S = limit(5.0)
 CAUSE = "disk on fire"
 
 
@@ -513,7 +514,7 @@ def swap_two_calls(rank: int, world_size: int, kind: str) -> tuple[str, float]:
     ],
 )
 def test_check_catches_ranks_that_do_different_things(kind: str, parts: tuple[str, ...]) -> None:
-    results = run(swap_two_calls, 3, kind, env={"COMMOPT_CHECK": "1"}, fresh=True, timeout_s=20)
+    results = run(swap_two_calls, 3, kind, env={"COMMOPT_CHECK": "1"}, fresh=True, timeout_s=limit(20))
     for rank, (message, seconds) in enumerate(results):
         for part in (*parts, "rank "):
             assert part in message, f"rank {rank} does not say {part!r}: {message}"
@@ -576,7 +577,7 @@ def call_from_the_lane(rank: int, world_size: int, caller: str) -> str:
 
 @pytest.mark.parametrize("caller", ["aggregator", "callback"])
 def test_a_collective_inside_lane_work_raises(caller: str) -> None:
-    for message in run(call_from_the_lane, 2, caller, fresh=True, timeout_s=20):
+    for message in run(call_from_the_lane, 2, caller, fresh=True, timeout_s=limit(20)):
         assert "inside lane work" in message
         assert "wait" in message
 

@@ -17,9 +17,10 @@ from tests.hook_training import SMALL_BUCKET, Tower, batch_of, loss_of, seeded
 from tests.promises import KINDS, PROMISES, WITHOUT, promised
 from tests.ranks import run
 from tests.selection import CHOSEN
+from tests.speed import limit
 
 ROOT = Path(__file__).parents[1]
-WITHIN_S = 20.0
+WITHIN_S = limit(20.0)
 
 
 def test_the_table_is_that_of_the_page() -> None:
