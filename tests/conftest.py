@@ -15,7 +15,7 @@ import pytest
 
 from tests import speed
 from tests.promises import gate, promised
-from tests.selection import CHOSEN, Stopwatch, left_out, longest_first, read
+from tests.selection import CHOSEN, IN_GATE, Stopwatch, left_out, longest_first, read
 
 if TYPE_CHECKING:
     from tests.emulator import Emulator
@@ -107,8 +107,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         name = item.nodeid.removeprefix("tests/")
         if _is("slow", item) and not of_the_gate.isdisjoint({name, name.partition("[")[0]}):
             item.add_marker("gate")
-    fast = (item.nodeid for item in items if not _is("slow", item))
-    config.stash[CHOSEN] = {name.removeprefix("tests/") for name in fast}
+    for key, chosen in ((CHOSEN, lambda item: not _is("slow", item)), (IN_GATE, lambda item: _is("gate", item))):
+        config.stash[key] = {item.nodeid.removeprefix("tests/") for item in items if chosen(item)}
     yield
     if processes := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
         items[:] = longest_first(items, durations, processes)

@@ -26,7 +26,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 DURATIONS = ROOT / "tests" / "durations.txt"
 MEASURED = ROOT / "build" / "durations.json"
-CHOSEN = pytest.StashKey[set[str]]()  # what of a session's tests `make test` runs, without `tests/`
+CHOSEN = pytest.StashKey[set[str]]()  # of the tests collected, those that `make test` runs, without `tests/`
+IN_GATE = pytest.StashKey[set[str]]()  # those that the gate adds
 MOST_S = 3.0  # of a function: lower it when `make test` takes too long
 OF_BENCHMARKS = ("test_bench_", "test_convergence_", "test_training_bench")
 _WORTH_NOTING_S = 0.2  # a function that takes less is not in the file
