@@ -167,10 +167,3 @@ def test_what_every_preset_costs_the_host_is_measured(tmp_path: Path) -> None:
     for row in rows:
         assert row["buckets"] == 64
         assert row["hook_us_per_bucket"] > 0
-
-
-def test_the_old_names_warn() -> None:
-    with pytest.warns(DeprecationWarning, match=r"commopt\.PeriodicAverage is now commopt\.LocalSGD"):
-        assert commopt.PeriodicAverage is commopt.LocalSGD
-    with pytest.warns(DeprecationWarning, match=r"commopt\.Account is now commopt\.BufferContext"):
-        assert commopt.Account is commopt.BufferContext
