@@ -98,6 +98,14 @@ def copied(rank: int, attach: Attach) -> str:
     return train(other, rank) + digest_of(ddp.module)
 
 
+def evaluated_first(rank: int, attach: Attach) -> str:
+    ddp = TorchDDP(seeded(Tower), **SMALL_BUCKET)
+    with torch.no_grad():
+        ddp(*batch_of(rank, 0))
+    attach(ddp)
+    return train(ddp, rank)
+
+
 def loss_scaling(rank: int, attach: Attach) -> str:
     ddp = TorchDDP(seeded(Tower), **SMALL_BUCKET)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
@@ -105,7 +113,7 @@ def loss_scaling(rank: int, attach: Attach) -> str:
     return train(ddp, rank, scaler=scaler)
 
 
-WAYS = (plain, compiled, compiled_step, two_models, copied, loss_scaling)
+WAYS = (plain, evaluated_first, compiled, compiled_step, two_models, copied, loss_scaling)
 
 
 def both(rank: int, world_size: int, name: str) -> tuple[str, str, str, int]:
