@@ -98,14 +98,6 @@ def copied(rank: int, attach: Attach) -> str:
     return train(other, rank) + digest_of(ddp.module)
 
 
-def evaluated_first(rank: int, attach: Attach) -> str:
-    ddp = TorchDDP(seeded(Tower), **SMALL_BUCKET)
-    with torch.no_grad():
-        ddp(*batch_of(rank, 0))
-    attach(ddp)
-    return train(ddp, rank)
-
-
 def loss_scaling(rank: int, attach: Attach) -> str:
     ddp = TorchDDP(seeded(Tower), **SMALL_BUCKET)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
@@ -113,7 +105,7 @@ def loss_scaling(rank: int, attach: Attach) -> str:
     return train(ddp, rank, scaler=scaler)
 
 
-WAYS = (plain, evaluated_first, compiled, compiled_step, two_models, copied, loss_scaling)
+WAYS = (plain, compiled, compiled_step, two_models, copied, loss_scaling)
 
 
 def both(rank: int, world_size: int, name: str) -> tuple[str, str, str, int]:
@@ -138,6 +130,22 @@ def test_it_trains_as_if_attached_by_hand(name: str) -> None:
         assert found == expected
         assert found != stock, "without a hook the parameters would be others"
         assert attached == (2 if name in ("two_models", "copied") else 1)
+
+
+def evaluate_first(rank: int, world_size: int) -> tuple[int, int]:
+    """Return how many models had a hook after an evaluation, and after a training."""
+    models = Models(Choice("flat"))
+    with watching(models):
+        ddp = TorchDDP(seeded(Tower), **SMALL_BUCKET)
+        with torch.no_grad():
+            ddp(*batch_of(rank, 0))
+        before = len(models.trained)
+        train(ddp, rank)
+    return before, len(models.trained)
+
+
+def test_a_model_that_is_evaluated_first_gets_its_hook_in_training() -> None:
+    assert run(evaluate_first, 2) == [(0, 1)] * 2
 
 
 # --------------------------------------------------------------------------------------- what is left alone
