@@ -65,7 +65,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             f"{_CONSERVATION}[inter 4 bits-2x2 interleaved-bfloat16]",
             "test_feedback_formula.py::test_residuals_stay_bounded",
         ),
-        "onebit": (f"{_CONSERVATION}[inter onebit rms-3x2-float32]",),
+        "onebit": (f"{_CONSERVATION}[inter onebit rms-3x2-float32]", f"{_CONSERVATION}[onebit mean-3-bfloat16]"),
         "dgc": (f"{_CONSERVATION}[inter top 5%-2+1 interleaved-float32]",),
         "powersgd": (f"{_CONSERVATION}[inter rank 2-3x2-bfloat16]",),
         "local_sgd": (f"{_DELTAS}test_it_is_diloco",),
@@ -135,6 +135,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             f"{_MODES}[ten steps]",
             f"{_MODES}[accumulated over the shards]",
             f"{_MODES}[bfloat16, reduced in float32]",
+            f"{_MODES}[divided by the shards]",
         ),
     },
     "all ranks compute with equal weights, none of them stale": {

@@ -107,6 +107,19 @@ def assert_all_know(seen: list[Seen], culprit: int, within_s: float = WITHIN_S) 
 # ------------------------------------------------------------------------------ the process lives on
 
 
+def fail_in_one_of_two(rank: int, world_size: int, folder: str) -> Seen:
+    """Fail among two ranks, while the third one waits for them in the world."""
+    everyone, group = Communicator(), dist.new_group([0, 1])
+    mine, aggregator = (everyone, Flat()) if rank == 2 else (Communicator(group), Failing(culprit=0))
+    everyone.all_reduce(torch.ones(3))
+    Failing.armed = True
+    return watch(lambda: mine.all_reduce(torch.ones(3), aggregator=aggregator), folder, rank, world_size)
+
+
+def test_whoever_waits_in_another_group_of_the_world_hears_of_it(tmp_path: Path) -> None:
+    assert_all_know(run(fail_in_one_of_two, 3, str(tmp_path)), 0)
+
+
 def fail_standalone(rank: int, world_size: int, folder: str, aggregator: Aggregator) -> Seen:
     comm = Communicator()
     comm.all_reduce(torch.ones(10), aggregator=aggregator)

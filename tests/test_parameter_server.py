@@ -34,8 +34,10 @@ from commopt import (
     UnsupportedTensorError,
 )
 from commopt.compress import DGC, Cast, Compressor, Quantize
+from commopt.feedback import Layout
 from commopt.server import Scheduler, Server, Worker
 from commopt.server.rounds import window_s
+from commopt.server.shared import Shared
 from commopt.server.worker import _Ranks
 from tests.hook_training import Tower, digest_of, seeded
 from tests.ranks import run
@@ -468,6 +470,20 @@ def test_without_a_server_nobody_waits_for_ever() -> None:
 
 
 # ------------------------------------------------------------------------------------- checkpoints
+
+
+@pytest.mark.parametrize("where", ["parameters", "momentum"])
+@pytest.mark.parametrize("value", [float("nan"), -float("inf")])
+def test_a_checkpoint_that_is_not_finite_changes_nothing(where: str, value: float) -> None:
+    layout = Layout.of_parameters([("a", (2, 2)), ("b", (3,))])
+    shared = Shared(ParameterServer(outer=NESTEROV), [layout], [torch.arange(7.0)])
+    saved, before = shared.state(), shared.state()
+    saved["round"] = 5
+    saved[where]["b"][1] = value
+    with pytest.raises(ConfigurationError, match=rf"{where}\['b'\]"):
+        shared.load(saved)
+    assert shared.round == 0
+    assert all(torch.equal(shared.state()[where][name], each) for name, each in before[where].items())
 
 
 def test_a_checkpoint_is_the_model() -> None:

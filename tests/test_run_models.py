@@ -132,6 +132,22 @@ def test_it_trains_as_if_attached_by_hand(name: str) -> None:
         assert attached == (2 if name in ("two_models", "copied") else 1)
 
 
+def evaluate_first(rank: int, world_size: int) -> tuple[int, int]:
+    """Return how many models had a hook after an evaluation, and after a training."""
+    models = Models(Choice("flat"))
+    with watching(models):
+        ddp = TorchDDP(seeded(Tower), **SMALL_BUCKET)
+        with torch.no_grad():
+            ddp(*batch_of(rank, 0))
+        before = len(models.trained)
+        train(ddp, rank)
+    return before, len(models.trained)
+
+
+def test_a_model_that_is_evaluated_first_gets_its_hook_in_training() -> None:
+    assert run(evaluate_first, 2) == [(0, 1)] * 2
+
+
 # --------------------------------------------------------------------------------------- what is left alone
 
 
