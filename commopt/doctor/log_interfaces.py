@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from commopt.doctor.finding import Finding, error, warning
 from commopt.doctor.log_reader import TCP, Log
-from commopt.doctor.network import INFINIBAND, astray
+from commopt.doctor.network import INFINIBAND, TUNNELS, astray
 
 _REFUSED = re.compile(r"refused|timed out|[Nn]o route|unreachable|abort|returned 11[0-3]|reset|retry count")
-_PEER = re.compile(r"(?:\[([0-9a-fA-F:.%\w]+)\]|([0-9a-fA-F:.]+)(?:%[\w.]+)?)<\d+>")
+_PEER = re.compile(r"(?:\[([0-9a-fA-F:.%\w]+)\]|([0-9a-fA-F:.]+(?:%[\w.]+)?))<\d+>")
 
 
 SAME = "the same address"
@@ -67,15 +67,16 @@ def judged(log: Log) -> Iterator[Finding]:
     apart = (log.machines or 1) > 1
     fine = sorted({one.name for one in every if one.why is None})
     shown = [f"{one.name} {one.address}: {one.why}" for one in {(one.name, one.address): one for one in bad}.values()]
-    shown += [f"{one.address} did not answer: {one.why}" for one in refused]
+    known = {one.address for one in bad}
+    shown += [f"{one.address} did not answer: {one.why}" for one in refused if one.address not in known]
     value = "; ".join(shown[:4]) + (f"; and {len(shown) - 4} more" if len(shown) > 4 else "")
-    expected = "an interface on the network that the nodes share"
-    if fine:
-        expected += f" ({', '.join(fine[:4])})"
-    only = not fine or any(one.use == "Bootstrap" for one in bad)
-    same = any(SAME in (one.why or "") for one in bad)
-    wrong = bool(refused) or (apart and (only or same))
-    yield (error if wrong else warning)(value, expected, _remedy(log, fine), "high" if wrong else "medium")
+    expected = "an interface on the network that the nodes share" + (f" ({', '.join(fine[:4])})" if fine else "")
+    # A tunnel leads there, slowly. Of the others NCCL may use one beside a good one, and hang.
+    ends = [one for one in bad if not one.name.startswith(TUNNELS)]
+    alone = bool(ends) and (not fine or any(one.use == "Bootstrap" for one in ends))
+    wrong = bool(refused) or (apart and (alone or any(SAME in (one.why or "") for one in ends)))
+    remedy = _remedy(log, fine, any("loopback" in (one.why or "") for one in [*bad, *refused]))
+    yield (error if wrong else warning)(value, expected, remedy, "high" if wrong else "medium")
 
 
 def _in_use(log: Log, bad: list[Interface]) -> list[Interface]:
@@ -86,13 +87,13 @@ def _in_use(log: Log, bad: list[Interface]) -> list[Interface]:
     return [one for one in bad if one.use != "Socket" or (sockets and (not places or one.name in devices))]
 
 
-def _remedy(log: Log, fine: list[str]) -> str:
+def _remedy(log: Log, fine: list[str], loopback: bool) -> str:
     variable, value = "NCCL_SOCKET_IFNAME", log.environment.get("NCCL_SOCKET_IFNAME")
     if fine:
         return f"export {variable}=={','.join(fine[:4])}" + (f" (now {value})" if value else "")
     find = f"export {variable}=NAME (ip route get ADDRESS_OF_THE_OTHER_NODE names it)"
-    names = "a host name, or MASTER_ADDR, that means 127.0.0.1 in /etc/hosts does this too"
-    return (f"unset {variable} (now {value}), or " if value else "") + f"{find}; {names}"
+    names = "; correct a host name, or MASTER_ADDR, that means 127.0.0.1 in /etc/hosts" if loopback else ""
+    return (f"unset {variable} (now {value}), or " if value else "") + find + names
 
 
 def infiniband(log: Log) -> list[str]:

@@ -322,7 +322,7 @@ _LINES: tuple[tuple[re.Pattern[str], Callable[[Log, re.Match[str]], None]], ...]
          lambda log, found: setattr(log, "sockets", int(found[1]) * int(found[2]))),
         (r"Using (?:internal )?[Nn]etwork ([\w.\-]+(?: [\w.\-]+)*)", lambda log, found: _count(log.networks, found[1])),
         (r"NET/(\S+?) ?: Using (?!interface )(.*)", _devices),
-        (r"(NCCL_\w+) set (?:by environment )?to (\S+)",
+        (r"(NCCL_\w+) set (?:by environment )?to (\S+(?: Libfabric)?)",
          lambda log, found: _keep(log.environment, found[1], found[2].rstrip(". "))),
         (r"NET/\S+ .*\b(?:[Ss]etting|Adding) (NCCL_\w+)", lambda log, found: _keep(log.by_plugin, found[1], True)),
         (r"NET/Plugin.*?(version `[\w.]+' not found|undefined symbol: \w+)", _set("plugin_error")),
