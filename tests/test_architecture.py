@@ -14,6 +14,7 @@ LAYERS = (
     "commopt.__main__",
     "commopt.doctor.cli",
     "commopt.doctor.compare",
+    "commopt.doctor.rank_answers",
     "commopt.doctor",
     "commopt.doctor.log_findings",
     "commopt.doctor.log_interfaces",

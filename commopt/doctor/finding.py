@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from enum import Enum
 from functools import partial
 from inspect import getsource
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+LONGEST = 20_000
+"""Characters of a text that another rank sends."""
 
 
 class Severity(Enum):
@@ -53,6 +55,24 @@ class Finding:
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         return {**asdict(self), "severity": self.severity.value, "nodes": list(self.nodes)}
+
+    @classmethod
+    def from_dict(cls, given: object) -> Finding:
+        """Return the finding of `as_dict`; raises ValueError for anything else, as another rank may send it."""
+        names = [field.name for field in fields(cls)]
+        if not isinstance(given, dict) or sorted(given) != sorted(names):
+            raise ValueError("no finding")
+        texts = {name: given[name] for name in names if name not in ("severity", "nodes")}
+        for name, text in texts.items():
+            if (
+                not (isinstance(text, str) or (text is None and name in ("value", "remedy")))
+                or len(text or "") > LONGEST
+            ):
+                raise ValueError(f"a finding with a wrong {name}")
+        nodes = given["nodes"]
+        if not isinstance(nodes, list) or not all(isinstance(node, str) and len(node) <= LONGEST for node in nodes):
+            raise ValueError("a finding with wrong nodes")
+        return cls(severity=Severity(given["severity"]), nodes=tuple(nodes), **texts)
 
 
 # Broken or several times slower than it could be; costs speed, probably or in a likely situation; worth knowing; fine.
