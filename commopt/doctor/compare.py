@@ -15,7 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
-from commopt.doctor.finding import Finding, Severity, check, error, in_order, merge, ok, warning
+from commopt.doctor.finding import Check, Finding, Severity, check, error, in_order, merge, ok, warning
 from commopt.doctor.machine import Machine, own_gpu
 from commopt.doctor.network import active_ports, used_by_nccl
 from commopt.doctor.rank_answers import MOST_PEERS, Offer, RankFacts, Unreached, as_json, read_answer, read_door
@@ -117,7 +117,7 @@ Ranks = Sequence[RankFacts]
 
 def compare(ranks: Ranks) -> list[Finding]:
     """Report differences between ranks and nodes, in the order of repair; `ranks[rank]` is what that rank told."""
-    checks = (nodes_reach, rank_layout, nodes_settings, nodes_equal)
+    checks: tuple[Check[Ranks], ...] = (nodes_reach, rank_layout, nodes_settings, nodes_equal)
     return [replace(finding, nodes=("all nodes",)) for look in checks for finding in look(ranks)]
 
 

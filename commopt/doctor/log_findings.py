@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from commopt.doctor.finding import Finding, Severity, Unread, check, error, in_order, info, ok, warning
+from commopt.doctor.finding import Check, Finding, Severity, Unread, check, error, in_order, info, ok, warning
 from commopt.doctor.gpudirect import LOAD
 from commopt.doctor.hang import hangs
 from commopt.doctor.log_causes import Warned, explain
@@ -28,7 +28,7 @@ UNSET_BOTH = "unset NCCL_P2P_DISABLE NCCL_SHM_DISABLE"
 
 def examine(log: Log) -> list[Finding]:
     """Say what the log tells, worst first."""
-    checks = (
+    checks: tuple[Check[Log], ...] = (
         *(log_hang, log_interfaces, log_verbs, log_warnings, log_network, log_gdr, log_inside, log_adapters),
         *(log_environment, log_version, log_understood),
     )
