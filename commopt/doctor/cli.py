@@ -27,7 +27,7 @@ from topology.cluster import read_host_identity
 WATCH_S = 1.0
 """Between two readings of error counters."""
 
-CLOSING = f"What NCCL really does: run the job with\n  {HOW}\nthen: python -m commopt doctor --log nccl.*"
+CLOSING = f"What NCCL really does: run the job with\n{HOW}\nthen: python -m commopt doctor --log nccl.*"
 EPILOG = f"""exit status: 0 nothing wrong, 1 warnings, 3 errors, {BAD_INPUT} bad input (one line on stderr).
 The environment is always this process's; NVML and versions are asked on the live machine only.
 Under torchrun every rank examines its machine; rank 0 compares and prints, and it alone has a status other than 0."""
