@@ -332,6 +332,17 @@ def test_the_error_that_torch_repeats_is_a_warning_too() -> None:
     assert parse_log(["Last error:", "no space"], "other.log") is None
 
 
+def test_the_last_error_is_found_behind_a_prefix_and_in_what_xla_says() -> None:
+    text = "w-1: NCCL error in: x.cpp:1197\nw-1: Last error:\nw-1: Cuda failure 'initialization error'\n"
+    log = parse_log(text.splitlines(), "l")
+    assert log is not None
+    assert found(log, "log-warnings").value == "Cuda failure 'initialization error'"
+    text = "failed. Last NCCL warning(error) log entry (may be unrelated) 'Cuda failure 2 'out of memory''.; scope: x"
+    log = parse_log([text], "l")
+    assert log is not None
+    assert found(log, "log-warnings").value == "Cuda failure 2 'out of memory'"
+
+
 NO_PATHS = ("NCCL_P2P_DISABLE set by environment to 1.", "NCCL_SHM_DISABLE set by environment to 1.")
 
 
@@ -532,6 +543,12 @@ def test_interfaces_that_lead_to_no_other_node_are_named(devices: str, severity:
         True,
         True,
     )
+
+
+def test_an_interface_that_only_its_name_speaks_against_is_the_best_there_is() -> None:
+    log = interfaces("[0]ip6tnl0:fe80::{}866:19ff%ip6tnl0<0> [1]veth0:2a02:6b8:fc1d::{}<0>")
+    finding = found(log, "log-interfaces")
+    assert (finding.severity, finding.remedy) == (Severity.ERROR, "export NCCL_SOCKET_IFNAME==veth0")
 
 
 def test_interfaces_that_do_lead_there_or_carry_nothing_are_left_alone() -> None:

@@ -71,7 +71,8 @@ MEANINGS = tuple((re.compile(pattern, re.IGNORECASE), Meaning(kind, why, fix)) f
      "NCCL_IB_HCA to the adapters between the nodes; one run with NCCL_NET_GDR_LEVEL=LOC, to see if GPUDirect fails"),
     (f"{COMPLETION}12\\b", NETWORK,
      "no answer: rails that do not reach each other, GID, packet loss, or the peer ended",
-     "ib_write_bw between the two adapters; unset NCCL_IB_GID_INDEX; NCCL_CROSS_NIC=0; then NCCL_IB_TIMEOUT=22"),
+     "ib_write_bw between the two adapters; RoCE: NCCL_IB_GID_INDEX to RoCE v2 as show_gids has it, with NCCL 2.21 and "
+     "later unset; NCCL_CROSS_NIC=0; then NCCL_IB_TIMEOUT=22"),
     (f"{COMPLETION}13\\b", NETWORK, "receiver not ready: the peer takes nothing",
      f"{FIRST}; otherwise flow control: {ON_BOTH}"),
     (COMPLETION, NETWORK, "the network failed", f"cable, switch or flow control: {ON_BOTH}"),
@@ -137,7 +138,7 @@ MEANINGS = tuple((re.compile(pattern, re.IGNORECASE), Meaning(kind, why, fix)) f
      "nvidia-smi; sudo nvidia-smi -c DEFAULT; one rank per GPU"),
     ("resources? exhausted", CAUSE, "more GPUs want to reach each other than the driver maps",
      "NCCL_P2P_DISABLE=1 for these, or fewer GPUs in one process"),
-    ("Cuda failure (?:999 )?'unknown error'|Cuda failure (?:3 )?'initialization error'", CAUSE,
+    ("Cuda failure (?:999 )?'unknown error'(?!.*nvls)|Cuda failure (?:3 )?'initialization error'", CAUSE,
      "the driver lost the GPU, or CUDA was begun before a fork", "dmesg | grep -i xid; nvidia-smi; spawn instead "
      "of fork"),
     ("is not a valid pointer|allocated on device|argument is NULL|invalid root|invalid type|invalid reduction|not "
@@ -225,6 +226,8 @@ MEANINGS = tuple((re.compile(pattern, re.IGNORECASE), Meaning(kind, why, fix)) f
      "nvidia-smi topo -p2p r; export NCCL_P2P_DISABLE=1; containers: --ipc=host"),
     ("invalid device ordinal", CAUSE, "a GPU that is not there; with NVLink between nodes (MNNVL): no IMEX channel",
      f"nvidia-smi -L; CUDA_VISIBLE_DEVICES; {IMEX}"),
+    (r"Cuda failure.*\((?:include/(?:shm|alloc)|misc/shmutils|transport/shm)", CAUSE,
+     "memory of the host could not be shared or registered with the GPU", f"{SHM_SIZE}; {MEMLOCK}"),
     ("failed to extend|No space left", CAUSE, "/dev/shm is full", SHM_SIZE),
     ("unlink shared memory", CAUSE, "systemd removed it when a session of this user ended",
      "RemoveIPC=no in /etc/systemd/logind.conf; sudo systemctl restart systemd-logind"),

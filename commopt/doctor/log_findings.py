@@ -264,7 +264,9 @@ def log_adapters(log: Log) -> Iterator[Finding]:
     if log.provider:
         shown += f"; libfabric over {log.provider}"
     used = [name for plugin, place in log.adapters for name in log.devices.get(plugin, {}).get(place, [])]
-    if len({name.split("/")[1] for name in used if "/" in name}) > 1:
+    # Where queues cannot be joined, the numbers may mean other adapters on the next node.
+    joined = not any("ibv_modify_qp" in one.text or "ncompatible" in one.text for one in log.warnings.values())
+    if len({name.split("/")[1] for name in (used if joined else log.names("IB")) if "/" in name}) > 1:
         remedy = "export NCCL_IB_HCA to the adapters of one kind: ibstat | grep -e CA -e layer"
         yield warning(shown, "one kind of network: NCCL cannot connect InfiniBand with Ethernet", remedy, "medium")
     elif soft := sorted({name for name in log.names("IB") if _SLOW_RDMA.match(name)}):

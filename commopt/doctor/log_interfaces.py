@@ -71,11 +71,12 @@ def judged(log: Log) -> Iterator[Finding]:
     shown += [f"{one.address} did not answer: {one.why}" for one in refused if one.address not in known]
     value = "; ".join(shown[:4]) + (f"; and {len(shown) - 4} more" if len(shown) > 4 else "")
     expected = "an interface on the network that the nodes share" + (f" ({', '.join(fine[:4])})" if fine else "")
-    # A tunnel leads there, slowly. Of the others NCCL may use one beside a good one, and hang.
-    ends = [one for one in bad if not one.name.startswith(TUNNELS)]
+    # A tunnel leads there, slowly, and a name alone may mislead: in some containers the only interface is called veth0.
+    ends = [one for one in bad if SAME in (one.why or "") or astray("", one.address) is not None]
+    named_only = {one.name for one in bad if one not in ends and not one.name.startswith(TUNNELS)}
     alone = bool(ends) and (not fine or any(one.use == "Bootstrap" for one in ends))
     wrong = bool(refused) or (apart and (alone or any(SAME in (one.why or "") for one in ends)))
-    remedy = _remedy(log, fine, any("loopback" in (one.why or "") for one in [*bad, *refused]))
+    remedy = _remedy(log, fine or sorted(named_only), any("loopback" in (one.why or "") for one in [*bad, *refused]))
     yield (error if wrong else warning)(value, expected, remedy, "high" if wrong else "medium")
 
 

@@ -158,6 +158,8 @@ _FILE = re.compile(r"([\w/]+\.(?:cc|cu|h)):\d+ *$")
 _HOST = re.compile(r"([\w.\-]+):\d+:\d+ \[")
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _LAST_ERROR = "Last error:"  # what torch says above the text of the last warning, whatever NCCL_DEBUG is
+_LAST_ENTRY = re.compile(r"Last NCCL warning\(error\) log entry \(may be unrelated\) '(.{1,400}?)'(?:\.|$)")
+"""What XLA says."""
 _NO_GDR_GPU = re.compile(r"GeForce|(?:NVIDIA |\b)GB10\b|\bJetson\b|\b(?:NVIDIA Thor|Orin)\b|\broceP2p1s0f[01]\b")
 """Or, in an adapter's name, the second PCI domain of a GB10's own card."""
 _RANK = re.compile(r"^\s*(?:\[[\w|]+\]:)?\s*")
@@ -166,14 +168,19 @@ _NO_VERBS = "Failed to open libibverbs"  # a warning in old versions, although a
 
 def parse_log(lines: Iterable[str], source: str, hang: Hang | None = None) -> Log | None:
     """Collect the facts of a log; None when no line is NCCL's, nor of torch's watchdog, and `hang` has nothing."""
-    log, any_line, last_error, line_before = Log(source, hang=hang or Hang()), False, False, ""
+    log, any_line, line_before = Log(source, hang=hang or Hang()), False, ""
+    prefix: str | None = None  # of the line above
     for line in lines:
         line = line[:LONGEST]
         log.hang.add_line(line)
-        if last_error:
+        if prefix is not None:
             any_line = True
-            _warning(log, _RANK.sub("", line).strip())
-        last_error, line_before = _LAST_ERROR in line and "nccl" in line_before.lower(), line
+            _warning(log, _RANK.sub("", line.removeprefix(prefix)).strip())
+        told = _LAST_ERROR in line and "nccl" in line_before.lower()
+        prefix, line_before = line.partition(_LAST_ERROR)[0] if told else None, line
+        for entry in _LAST_ENTRY.finditer(line):
+            any_line = True
+            _warning(log, entry[1])
         if log.no_gdr_gpu is None and (gpu := _NO_GDR_GPU.search(line)):
             log.no_gdr_gpu = "GB10" if gpu[0].startswith("roce") else gpu[0]
         if "CCL" not in line:  # RCCL is AMD's

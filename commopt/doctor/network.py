@@ -22,7 +22,7 @@ INTERNAL = (
     *("ovs-", "antrea", "weave", "eni", "azv", "gke"),
 )
 # They lead to other machines, but through a program that wraps and often encrypts each packet.
-TUNNELS = ("tun", "tailscale", "wg", "zt", "utun", "ppp", "gre", "sit", "ipsec", "nebula", "nordlynx")
+TUNNELS = ("tun", "ip6tnl", "tailscale", "wg", "zt", "utun", "ppp", "gre", "sit", "ipsec", "nebula", "nordlynx")
 INFINIBAND = re.compile(r"ib(?:\d|[sp]\d|_|mgt)|mlx\d?ib|hsi\d|opap?\d")
 """Names of IPoIB interfaces: ib0, ibs1, ibp12s0."""
 LINK_LOCAL = IPv6Network("fe80::/64")
@@ -152,16 +152,16 @@ def astray(name: str, address: str | None = None) -> str | None:
         ip = ip_address((address or "").partition("%")[0])
     except ValueError:
         ip = None
-    if (name == "lo" or name.startswith("lo:")) or (ip is not None and ip.is_loopback):
+    if name == "lo" or name.startswith("lo:") or (ip is not None and ip.is_loopback):
         return "loopback, which leads to no other node"
+    if ip is not None and ip in LIBVIRT:
+        return "the network of virtual machines (libvirt), the same on every host"
+    if ip is not None and ip in DOCKER and (not name or name.startswith("docker")):
+        return "the network of Docker, the same on every host"
     if name.startswith(TUNNELS):
         return "a tunnel, whose packets a program wraps"
     if name.startswith(INTERNAL):
         return "made by software for containers or virtual machines"
-    if ip is not None and ip in LIBVIRT:
-        return "the network of virtual machines (libvirt), the same on every host"
-    if not name and ip is not None and ip in DOCKER:
-        return "the network of Docker, the same on every host"
     if isinstance(ip, IPv6Address) and ip.is_link_local:
         return "link-local (fe80), as members of a bond and unused ports have it"
     return None
