@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from commopt.doctor import observe
-from commopt.doctor.finding import Finding, Severity
+from commopt.doctor.finding import FINE, Finding
 from commopt.doctor.machine import Machine, Software
 from commopt.doctor.nvml import NvmlFacts, NvmlGpu
 from tests.machines import MELLANOX, Tree, server
@@ -144,5 +144,5 @@ def troubles(findings: list[Finding]) -> set[tuple[str, str]]:
     return {
         (finding.check, "unread" if finding.value is None else finding.severity.value)
         for finding in findings
-        if finding.severity is not Severity.OK
+        if finding.severity not in FINE
     }

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from commopt.doctor import diagnose
-from commopt.doctor.finding import Finding, Severity
+from commopt.doctor.finding import FINE, Finding, Severity
 from commopt.doctor.machine import Machine, Software
 from commopt.doctor.network import interfaces
 from commopt.doctor.nvml import NvmlFacts
@@ -327,7 +327,7 @@ def test_variables_that_hurt(tmp_path: Path) -> None:
     machine = look(rdma_server(tmp_path))
     for check, setting, severity in map(str.split, VARIABLES.strip().splitlines()):
         name, value = setting.split("=")
-        found = [one for one in diagnose(replace(machine, environ={name: value})) if one.severity is not Severity.OK]
+        found = [one for one in diagnose(replace(machine, environ={name: value})) if one.severity not in FINE]
         told = [(one.check, one.severity.value, one.read, one.value) for one in found]
         assert told == [(check, severity, name, value)]
         assert f"unset {name}" in (found[0].remedy or "")
@@ -454,7 +454,7 @@ def test_a_small_machine_without_gpus_is_examined_without_noise(tmp_path: Path) 
 
 def test_an_empty_root_says_what_is_missing(tmp_path: Path) -> None:
     found = diagnose(look(Tree(tmp_path), nvml=NvmlFacts(missing="no driver"), software=Software()))
-    assert {finding.severity for finding in found} <= {Severity.INFO, Severity.OK}
+    assert {finding.severity for finding in found} <= {Severity.INFO, *FINE}
     assert "interface" in {finding.check for finding in found if finding.value is None}
 
 
@@ -463,7 +463,7 @@ def test_errors_come_first_and_checks_keep_the_order_of_repair(tmp_path: Path) -
     NO_MODULE(tree)
     CLOSED(tree)
     environ = {"NCCL_IB_DISABLE": "1", "NCCL_ALGO": "Ring", "NCCL_P2P_DISABLE": "1"}
-    found = [finding for finding in diagnose(look(tree, environ)) if finding.severity is not Severity.OK]
+    found = [finding for finding in diagnose(look(tree, environ)) if finding.severity not in FINE]
     assert [finding.severity.rank for finding in found] == sorted(finding.severity.rank for finding in found)
     errors = [finding.check for finding in found if finding.severity is Severity.ERROR]
     assert errors == ["settings", "settings", "gdr-module"]

@@ -7,6 +7,7 @@ import io
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,15 +55,37 @@ def test_without_rich_the_text_is_the_same(monkeypatch: pytest.MonkeyPatch) -> N
     assert printed(findings, everything=True) == text
 
 
-def test_a_remedy_stays_on_one_line() -> None:
+def test_a_report_fits_80_columns_and_its_commands_can_be_pasted() -> None:
     command = "sudo sysctl -w " + " ".join(f"net.core.option_{place}=1" for place in range(20))
-    assert any(line.endswith(command) for line in printed([CHECK.named(error("y", "z", command))]).splitlines())
+    long = "a value of many words " * 12
+    bad = replace(CHECK.named(error(long, long, f"{command}; read the lines before it; ls")), nodes=("a" * 20,) * 3)
+    text = printed([bad, replace(UNREAD, expected=long)])
+    assert max(map(len, text.splitlines())) <= 80
+    pasted = " ".join(text.replace("\\\n", " ").split())
+    assert f"remedy {command}; read the lines before it; ls" in pasted
+    assert text.count("\\\n") > len(command) // 80
+
+
+def test_what_is_not_there_is_not_fine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nothing = tmp_path / "nothing"
+    (nothing / "proc").mkdir(parents=True)
+    main(["doctor", "--root", str(nothing), "--json", "--all"])
+    answer = json.loads(capsys.readouterr().out)
+    apply = {finding["check"]: finding["severity"] for finding in answer["findings"]}
+    without = {"gdr-module", "gdr-level", "xid", "gpu-memory", "nvswitch", "peer-access", "ib-port", "roce-gid", "mtu"}
+    assert {apply[name] for name in without} == {"not applicable"}
+    assert answer["counts"]["not applicable"] == sum(one == "not applicable" for one in apply.values()) >= 15
+    main(["doctor", "--root", str(nothing)])
+    assert f"{answer['counts']['not applicable']} not applicable" in " ".join(capsys.readouterr().out.split())
+    main(["doctor", "--root", str(rdma_server(tmp_path / "ib").root), "--json"])
+    apply = {one["check"]: one["severity"] for one in json.loads(capsys.readouterr().out)["findings"]}
+    assert {apply[name] for name in ("gdr-module", "ib-port", "ib-hca", "pcie-link")} == {"ok"}
 
 
 def test_json_has_every_field() -> None:
     answer = json.loads(as_json([BAD, UNREAD]))
     assert answer["status"] == 3
-    assert answer["counts"] == {"error": 1, "warning": 0, "info": 1, "ok": 0}
+    assert answer["counts"] == {"error": 1, "warning": 0, "info": 1, "ok": 0, "not applicable": 0}
     first, second = answer["findings"]
     assert first == {
         "check": "memlock",

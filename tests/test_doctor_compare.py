@@ -18,19 +18,9 @@ import pytest
 import torch.distributed as dist
 
 from bench.demo import local_ranks
-from commopt.doctor.compare import (
-    Offer,
-    RankFacts,
-    Unreached,
-    compare,
-    gather,
-    listener,
-    own_offers,
-    peers_of,
-    rank_facts,
-    unreached,
-)
-from commopt.doctor.finding import Severity, merge, warning
+from commopt.doctor.compare import compare, gather, listener, own_offers, peers_of, rank_facts, unreached
+from commopt.doctor.finding import Severity, error, merge, warning
+from commopt.doctor.rank_answers import Offer, RankFacts, Unreached, as_json, read_answer, read_door
 from commopt.errors import MismatchError
 from tests.doctor_machine import ROUTES, look, rdma_server, tcp_server
 from topology.cluster import HostIdentity
@@ -231,6 +221,51 @@ def test_a_rank_that_never_comes_is_named() -> None:
         gather(FACTS, [], timeout_s=0.5)
 
 
+FINDING = replace(warning("1", "2", "y"), nodes=("b",), check="mtu", title="MTU", read="/sys")
+
+
+def test_what_a_rank_tells_comes_back() -> None:
+    failed = (Unreached(1, Offer("gloo", "10.0.0.2"), "refused"),)
+    facts = replace(FACTS, offers=(Offer("NCCL", "10.0.0.1"),), unreached=failed, gbps=None)
+    text = as_json(facts, [FINDING, error("x")]).encode()
+    assert read_answer(text, 0, 2, len(SAME)) == (facts, [FINDING, error("x")])
+
+
+# fmt: off
+DAMAGE = [
+    ("facts", "host", "x"), ("facts", "gpus", -1), ("facts", "gpus", True), ("facts", "gbps", "fast"),
+    ("facts", "gbps", float("nan")), ("facts", "equal", ["a"]), ("facts", "settings", {"A": 1}),
+    ("facts", "settings", {str(number): "" for number in range(1001)}), ("facts", "gpu", "x" * 20_001),
+    ("facts", "offers", [["NCCL", "evil.example.org"]]), ("facts", "offers", [["ssh", "10.0.0.1"]]),
+    ("facts", "unreached", [[2, ["NCCL", "10.0.0.1"], "why"]]), ("facts", "more", 1), ("findings", 0, {}),
+    ("findings", 0, {**FINDING.as_dict(), "severity": "worse"}), ("findings", 0, {**FINDING.as_dict(), "nodes": "b"}),
+    ("findings", 0, {**FINDING.as_dict(), "value": 5}), ("findings", 0, {**FINDING.as_dict(), "title": None}),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("part", "name", "value"), DAMAGE)
+def test_what_a_stranger_writes_is_refused(part: str, name: str, value: Any) -> None:
+    answer = json.loads(as_json(FACTS, [FINDING]))
+    answer[part][name] = value
+    with pytest.raises(MismatchError, match="what rank 1 told the doctor cannot be read"):
+        read_answer(json.dumps(answer).encode(), 1, 2, len(SAME))
+
+
+@pytest.mark.parametrize("text", [b"", b"[]", b"\x80\x04N.", b"{}", b"[" * 100_000, b'{"facts": "' + b"x" * (5 << 20)])
+def test_no_answer_is_so_broken_that_it_does_more_than_raise(text: bytes) -> None:
+    with pytest.raises(MismatchError, match="cannot be read"):
+        read_answer(text, 1, 2, len(SAME))
+
+
+@pytest.mark.parametrize(
+    "told", [{}, {"node": ["a"], "port": 70_000, "offers": []}, {"node": ["a"], "port": 1, "offers": [["NCCL", "h"]]}]
+)
+def test_an_address_that_is_none_is_not_connected_to(told: dict[str, Any]) -> None:
+    with pytest.raises(MismatchError, match="what rank 1 told the doctor is no address"):
+        read_door(told, 1)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.usefixtures("_store_of_a_launcher")
 def test_rank_0_may_leave_with_the_store_once_it_has_heard_all(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +273,7 @@ def test_rank_0_may_leave_with_the_store_once_it_has_heard_all(rank: int, monkey
 
     def exchange(store: object, ranks: object, me: int, purpose: str, facts: dict[str, Any], limit_s: float) -> Any:
         if purpose == "the doctor":
-            return [facts, facts]
+            return [json.loads(json.dumps(facts))] * 2
         raise RuntimeError("Connection reset by peer")
 
     monkeypatch.setattr("commopt.groups.membership.exchange_facts", exchange)
@@ -257,7 +292,7 @@ def test_under_torchrun_rank_0_reports_for_all_nodes(tmp_path: Path) -> None:
         "os.environ['NCCL_HOSTID'] = 'node' + os.environ['RANK']\n"
         "if os.environ['RANK'] == '1': os.environ['NCCL_PROTO'] = 'LL'\n"
         "import commopt.doctor.cli as cli; from dataclasses import replace\n"
-        "from commopt.doctor.compare import Offer\n"
+        "from commopt.doctor.rank_answers import Offer\n"
         "address = '127.0.0.1' if os.environ['RANK'] == '0' else '0.0.0.1'\n"
         "known = cli.rank_facts\n"
         "cli.rank_facts = lambda *given: replace(known(*given), offers=(Offer('NCCL', address),))\n"
@@ -267,7 +302,7 @@ def test_under_torchrun_rank_0_reports_for_all_nodes(tmp_path: Path) -> None:
     script.write_text(start)
     command = [sys.executable, "-m", *local_ranks(1, 2)[0], str(script)]
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("NCCL", "CUDA"))}
-    environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
+    environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd(), "COMMOPT_SECRET": "of this job"}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=False)
     answer = json.loads(done.stdout)
     assert answer["status"] == 3

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commopt.__main__ import main
-from commopt.doctor.finding import Finding, Severity
+from commopt.doctor.finding import Finding, Severity, exit_status
 from commopt.doctor.log_findings import examine
 from commopt.doctor.log_reader import Log, parse_log, read_logs
 from commopt.doctor.settings import provider_profile
@@ -332,6 +332,17 @@ def test_the_error_that_torch_repeats_is_a_warning_too() -> None:
     assert parse_log(["Last error:", "no space"], "other.log") is None
 
 
+def test_the_last_error_is_found_behind_a_prefix_and_in_what_xla_says() -> None:
+    text = "w-1: NCCL error in: x.cpp:1197\nw-1: Last error:\nw-1: Cuda failure 'initialization error'\n"
+    log = parse_log(text.splitlines(), "l")
+    assert log is not None
+    assert found(log, "log-warnings").value == "Cuda failure 'initialization error'"
+    text = "failed. Last NCCL warning(error) log entry (may be unrelated) 'Cuda failure 2 'out of memory''.; scope: x"
+    log = parse_log([text], "l")
+    assert log is not None
+    assert found(log, "log-warnings").value == "Cuda failure 2 'out of memory'"
+
+
 NO_PATHS = ("NCCL_P2P_DISABLE set by environment to 1.", "NCCL_SHM_DISABLE set by environment to 1.")
 
 
@@ -410,6 +421,20 @@ def test_a_log_without_connections_says_so() -> None:
     log = read("Using network IB")
     assert found(log, "log-network").value is None
     assert found(log, "log-version").value is None
+    assert found(log, "log-understood").severity is Severity.WARNING
+    assert exit_status(examine(log)) == 1  # silence is not health
+
+
+def test_a_version_that_is_too_old_for_the_reader_is_named() -> None:
+    old = ("NET : Using interface eth0:10.0.0.1<0>", "Using internal Network Socket", "rank 0 nranks 8")
+    log = read(*old, more=("NCCL version 2.3.7+cuda9.0\n",))
+    assert (found(log, "log-understood").severity, found(log, "log-understood").value) == (
+        Severity.WARNING,
+        "NCCL 2.3.7",
+    )
+    assert dict(log.networks) == {"Socket": 1}
+    assert log.ranks == 8
+    assert {name for _, name, _ in log.interfaces} == {"eth0"}
 
 
 def test_one_node_needs_no_network() -> None:
@@ -469,6 +494,216 @@ def test_what_is_no_log_is_refused_in_one_line(
     assert str(file) in first
     assert "NCCL_DEBUG=INFO" in first
     assert "absent" in second
+
+
+def hosts(*texts: str) -> Log:
+    """Lines of two hosts in turn."""
+    log = parse_log([f"host-{'ab'[place % 2]}:1:2 [0] NCCL INFO {text}\n" for place, text in enumerate(texts)], "l")
+    assert log is not None
+    return log
+
+
+def interfaces(devices: str, *texts: str) -> Log:
+    """Two nodes whose sockets go over the second of `devices`; {} is the number of the host."""
+    first = devices.split()[0].removeprefix("[0]")
+    return hosts(
+        f"Bootstrap : Using {first.format(1)}",
+        f"Bootstrap : Using {first.format(2)}",
+        f"NET/Socket : Using {devices.format(*[1] * 4)}",
+        f"NET/Socket : Using {devices.format(*[2] * 4)}",
+        "Using network Socket",
+        "Using network Socket",
+        "Channel 00/0 : 1[0] -> 0[0] [receive] via NET/Socket/1",
+        *texts,
+    )
+
+
+# fmt: off
+ASTRAY = [
+    ("[0]ens5:10.0.0.{}<0> [1]virbr0:192.168.122.1<0>", "error", "virbr0", "==ens5"),
+    ("[0]ens5:10.0.0.{}<0> [1]br-850839b9f073:172.18.0.1<0>", "error", "same address on host-a and host-b", "==ens5"),
+    ("[0]ens5:10.0.0.{}<0> [1]veth70ec058:fe80::e0:11ff:fec8:925f%veth70ec058<0>", "error", "veth70ec058", "==ens5"),
+    ("[0]ens5:10.0.0.{}<0> [1]flannel.1:10.244.{}.0<0>", "warning", "flannel.1", "==ens5"),
+    ("[0]ens5:10.0.0.{}<0> [1]cni0:10.244.{}.1<0>", "warning", "cni0", "==ens5"),
+    ("[0]ens5:10.0.0.{}<0> [1]tunl0:10.42.1.{}<0>", "warning", "tunnel", "==ens5"),
+    ("[0]ens5:10.0.0.{}<0> [1]tailscale0:100.64.0.{}<0>", "warning", "tunnel", "==ens5"),
+    ("[0]bond0:10.0.0.{}<0> [1]eno1:fe80::{}ec8:925f%eno1<0>", "warning", "members of a bond", "==bond0"),
+    ("[0]ens5:10.0.0.{}<0> [1]ens6:192.168.1.1<0>", "error", "so each host finds itself", "==ens5"),
+    ("[0]lo:127.0.0.1<0> [1]lo:127.0.0.1<0>", "error", "loopback", "MASTER_ADDR"),
+    ("[0]docker0:172.17.0.1<0> [1]docker0:172.17.0.1<0>", "error", "docker0", "ip route get"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("devices", "severity", "value", "remedy"), ASTRAY)
+def test_interfaces_that_lead_to_no_other_node_are_named(devices: str, severity: str, value: str, remedy: str) -> None:
+    finding = found(interfaces(devices), "log-interfaces")
+    assert (finding.severity.value, value in (finding.value or ""), remedy in (finding.remedy or "")) == (
+        severity,
+        True,
+        True,
+    )
+
+
+def test_an_interface_that_only_its_name_speaks_against_is_the_best_there_is() -> None:
+    log = interfaces("[0]ip6tnl0:fe80::{}866:19ff%ip6tnl0<0> [1]veth0:2a02:6b8:fc1d::{}<0>")
+    finding = found(log, "log-interfaces")
+    assert (finding.severity, finding.remedy) == (Severity.ERROR, "export NCCL_SOCKET_IFNAME==veth0")
+
+
+def test_interfaces_that_do_lead_there_or_carry_nothing_are_left_alone() -> None:
+    good = interfaces("[0]ens5:10.0.0.{}<0> [1]eth1:10.1.0.{}<0>")
+    beside = interfaces("[0]ens5:10.0.0.{}<0> [1]eth1:10.1.0.{}<0> [2]virbr0:192.168.122.1<0>")  # no connection has it
+    one_node = read(
+        "Bootstrap : Using lo:127.0.0.1<0>",
+        "comm 0x1 rank 0 nRanks 2 nNodes 1 localRanks 2",
+        "Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM",
+    )
+    for log in (good, beside, one_node):
+        assert "log-interfaces" not in {finding.check for finding in examine(log)}
+
+
+def test_what_follows_from_a_wrong_interface_is_no_error_of_its_own() -> None:
+    refused = "host-b:1:2 [0] misc/socket.cc:484 NCCL WARN Net : Connect to {}<45123> failed : Connection refused\n"
+    lo = "[0]lo:127.0.0.1<0> [1]lo:127.0.0.1<0>"
+    log = interfaces(lo)
+    both = parse_log([*lines(*START[:1]), refused.format("127.0.0.1")], "l")
+    assert both is not None
+    for one in (both,):
+        first, *others = examine(one)
+        assert (first.check, first.severity) == ("log-interfaces", Severity.ERROR)
+        assert "127.0.0.1 did not answer" in (first.value or "")
+        assert {finding.severity for finding in others if finding.check == "log-warnings"} == {Severity.INFO}
+    assert examine(log)[0].check == "log-interfaces"
+    other = parse_log([*lines(*START[:1]), refused.format("10.1.0.7")], "l")
+    assert other is not None
+    assert found(other, "log-warnings").severity is Severity.ERROR
+
+
+def test_ipoib_without_verbs_is_the_cause() -> None:
+    texts = ("NET/IB : No device found.", "NET/Socket : Using [0]ibp12s0:10.149.0.32<0>", "Using network Socket")
+    more = ("host-b:1:2 [0] misc/socket.cc:49 NCCL WARN socketProgress: Connection closed by remote peer a<5>\n",)
+    connection = "Channel 00/0 : 0[0] -> 8[0] [receive] via NET/Socket/0"
+    findings = examine(read(*texts, connection, more=more))
+    assert (findings[0].check, findings[0].severity) == ("log-verbs", Severity.ERROR)
+    assert "/dev/infiniband" in (findings[0].remedy or "")
+    assert [finding.severity for finding in findings if finding.check == "log-warnings"] == [Severity.INFO]
+    assert not any("no RDMA adapter?" in (finding.remedy or "") for finding in findings)
+    off = read(*texts, connection, "NCCL_IB_DISABLE set by environment to 1.")
+    assert "log-verbs" not in {finding.check for finding in examine(off)}
+
+
+# fmt: off
+FACTS = [
+    # A remedy that the log contradicts is not given, another is.
+    (("NET/IB : GPU Direct RDMA (DMABUF) enabled for HCA 0 'mlx5_0'",), "NCCL_NET_GDR_LEVEL=PHB", "modprobe"),
+    (("NET/IB : GPU Direct RDMA Enabled for HCA 0 'mlx5_0'",), "NCCL_NET_GDR_LEVEL=PHB", "modprobe"),
+    (("NCCL_NET_GDR_LEVEL set by environment to PIX",), "(now PIX)", "modprobe"),
+    (("NCCL_DMABUF_ENABLE set by environment to 0.",), "unset NCCL_DMABUF_ENABLE", "NCCL_NET_GDR_LEVEL"),
+    ((), "modprobe nvidia-peermem", "NCCL_NET_GDR_LEVEL"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("texts", "given", "withheld"), FACTS)
+def test_a_remedy_for_gpudirect_agrees_with_the_log(texts: tuple[str, ...], given: str, withheld: str) -> None:
+    finding = found(read(*START, *texts, "Channel 00/0 : 1[1] -> 2[0] [send] via NET/IB/0"), "log-gdr")
+    assert finding.severity is Severity.ERROR
+    assert given in (finding.remedy or "")
+    assert withheld not in (finding.remedy or "")
+
+
+def test_a_remedy_leaves_out_what_is_set_already_and_what_is_not() -> None:
+    text = "WARN Call to ibv_modify_qp failed with error Invalid argument"
+    set_to = "INFO NCCL_{} set by environment to 3."
+    for name, expected in (("IB_GID_INDEX", True), ("CROSS_NIC", False)):
+        (finding,) = warned(set_to.format(name), text)
+        assert ("unset NCCL_IB_GID_INDEX" in (finding.remedy or "")) is expected
+    (finding,) = warned("INFO NCCL_CROSS_NIC set by environment to 0.", "WARN Call to ibv_modify_qp failed with 110 x")
+    assert "NCCL_CROSS_NIC=0" not in (finding.remedy or "")
+
+
+# fmt: off
+SETTINGS = [
+    ("graph/search.cc:719", "XML Import Channel : dev 2 not found.", "NCCL_GRAPH_FILE=/g.xml", "unset NCCL_GRAPH_FILE"),
+    ("graph/xml.cc:7", "something new about XML", "NCCL_TOPO_FILE=/t.xml", "unset NCCL_TOPO_FILE"),
+    ("graph/xml.h:77", "Attribute arch of node cpu not found", "NCCL_TOPO_FILE=/t.xml", "unset NCCL_TOPO_FILE"),
+    ("graph/topo.cc:1", "an error that is not known", "NCCL_NET_MERGE_LEVEL=SYS", "unset NCCL_NET_MERGE_LEVEL"),
+    ("misc/socket.cc:1", "ncclSocketInit: connecting to address  with family 59936 is neither AF_INET(2) nor AF_INET6",
+        "NCCL_SOCKET_IFNAME=eth2", "export NCCL_SOCKET_IFNAME to an interface that exists"),
+    ("bootstrap.cc:1", "Bootstrap : no socket interface found", "NCCL_SOCKET_IFNAME=eth2", "exists on every node"),
+    ("bootstrap.cc:9", "an error that is not known", "NCCL_COMM_ID=10.0.0.1:5", "NCCL_COMM_ID"),
+    ("enqueue.cc:422", "Error : no algorithm/protocol available", "NCCL_ALGO=Tree", "unset NCCL_ALGO"),
+    ("enqueue.cc:1", "an error that is not known", "NCCL_PROTO=LL128", "unset NCCL_PROTO"),
+    ("init.cc:1083", "Failed to determine local ranks rank 0 hostHash 1b2", "NCCL_HOSTID=node", "unset NCCL_HOSTID"),
+    ("transport/net_ib/init.cc:5", "an error that is not known", "NCCL_IB_HCA=mlx5_9", "unset NCCL_IB_HCA"),
+    ("misc/ibvwrap.cc:5", "an error that is not known", "NCCL_IB_GID_INDEX=3", "unset NCCL_IB_GID_INDEX"),
+    ("plugin/net.cc:5", "an error that is not known", "NCCL_NET_PLUGIN=ofi", "unset NCCL_NET_PLUGIN"),
+    ("net.cc:540", "Error: network AWS Libfabric not found.", "NCCL_NET=AWS Libfabric", "unset NCCL_NET"),
+    ("transport/p2p.cc:5", "an error that is not known", "NCCL_P2P_USE_CUDA_MEMCPY=1", "unset NCCL_P2P_USE_CUDA"),
+    ("transport/shm.cc:5", "an error that is not known", "NCCL_SHM_LOCALITY=1", "unset NCCL_SHM_LOCALITY"),
+    ("transport.cc:37", "No transport found for rank 0 -> rank 1", "NCCL_SHM_DISABLE=1", "unset NCCL_SHM_DISABLE"),
+    ("transport/nvls.cc:1", "an error that is not known", "NCCL_NVLS_ENABLE=1", "unset NCCL_NVLS_ENABLE"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("place", "text", "setting", "remedy"), SETTINGS)
+def test_a_setting_of_a_warnings_family_is_named(place: str, text: str, setting: str, remedy: str) -> None:
+    name, _, value = setting.partition("=")
+    told = f"host-a:1:2 [0] NCCL INFO {name} set by environment to {value}\n"
+    other = "host-a:1:2 [0] NCCL INFO NCCL_LAUNCH_MODE set by environment to GROUP\n"
+    log = parse_log([told, other, f"host-a:1:2 [0] {place} NCCL WARN {text}\n"], "l")
+    assert log is not None
+    finding = found(log, "log-warnings")
+    assert finding.severity is Severity.ERROR
+    assert f"{setting} is set" in finding.expected
+    assert remedy in (finding.remedy or "")
+    # The same warning with a setting of another family, or a harmless one.
+    apart = parse_log([other, f"host-a:1:2 [0] {place} NCCL WARN {text}\n"], "l")
+    assert apart is not None
+    assert "is set:" not in found(apart, "log-warnings").expected
+
+
+def test_a_fault_of_a_version_is_named() -> None:
+    merged = "NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB [2]={[0] mlx5_0:1/IB, [1] mlx5_1:1/IB} [RO]"
+    text = "host-a:1:2 [0] graph/paths.cc:31 NCCL WARN Could not find NET with id 0\n"
+    first, *_ = examine(read(merged, more=("NCCL version 2.26.2+cuda12.6\n", text)))
+    assert (first.severity, "NCCL 2.27" in (first.remedy or "")) == (Severity.ERROR, True)
+    first, *_ = examine(read(merged, more=("NCCL version 2.27.3+cuda12.6\n", text)))
+    assert "NCCL 2.27" not in (first.remedy or "")
+
+
+def test_a_slow_order_is_a_warning_and_no_error() -> None:
+    for kind in ("WARN", "INFO"):  # as versions have it
+        (finding,) = warned(f"{kind} Could not find a path for pattern 4, falling back to simple order")
+        assert (finding.severity, "NCCL_TOPO_FILE" in (finding.remedy or "")) == (Severity.WARNING, True)
+
+
+def test_a_bond_needs_several_queue_pairs() -> None:
+    texts = (
+        "NET/IB : Using [0]mlx5_bond_0:1/RoCE [RO]; OOB eth0:10.0.0.1<0>",
+        "Channel 00/0 : 1[0] -> 0[0] [receive] via NET/IB/0/GDRDMA",
+    )
+    finding = found(read(*texts), "log-adapters")
+    assert (finding.severity, "NCCL_IB_QPS_PER_CONNECTION=2" in (finding.remedy or "")) == (Severity.WARNING, True)
+    queues = "NCCL_IB_QPS_PER_CONNECTION set by environment to 4."
+    assert found(read(*texts, queues), "log-adapters").severity is Severity.INFO
+
+
+def test_an_adapter_of_another_kind_is_named() -> None:
+    texts = ("NET/IB : Using [0]mlx5_0:1/RoCE [1]i40iw0:1/RoCE ; OOB e:10.0.0.1<0>",)
+    finding = found(read(*texts), "log-adapters")
+    assert (finding.severity, finding.remedy) == (Severity.WARNING, "export NCCL_IB_HCA==mlx5_0:1")
+
+
+def test_errors_that_come_back_without_a_warning_are_told() -> None:
+    chain = ("misc/socket.cc:505 -> 2 (Operation now in progress)", "bootstrap.cc:275 -> 2", "init.cc:1493 -> 2")
+    finding = found(read("Using network IB", *chain), "log-warnings")
+    assert (finding.severity, "misc/socket.cc:505" in (finding.value or "")) == (Severity.ERROR, True)
+    # Sockets that close when a job ends well return an error to nobody, and 7 means that it is not ready yet.
+    for ends in (("misc/socket.cc:47 -> 3", "misc/socket.cc:805 -> 3"), ("init.cc:9 -> 7",)):
+        assert "log-warnings" not in {finding.check for finding in examine(read(*RDMA, *ends))}
 
 
 @pytest.mark.parametrize(

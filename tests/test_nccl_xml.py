@@ -22,6 +22,7 @@ from topology.model import (
     normalise_busid,
 )
 from topology.queries import gpu_distance, links_per_gpu, nearest_nics, node_nic_gbps, nvlink_kind
+from topology.text import tree
 from topology.xml_reader import read_nccl_xml
 
 FIXTURES = Path(__file__).parent / "topologies"
@@ -374,3 +375,21 @@ def test_the_worst_that_is_accepted_is_still_fast() -> None:
 )
 def test_bus_ids_have_one_spelling(text: str, busid: str | None) -> None:
     assert normalise_busid(text) == busid
+
+
+def test_two_gpus_in_one_device_are_told() -> None:
+    two = '<pci busid="0000:1a:00.0" class="0x030200"><gpu dev="0" sm="90"{0}/><gpu dev="1" sm="90"{0}/></pci>'
+    topology = read_nccl_xml(in_cpu(two.format("")), "t.xml")
+    assert len(topology.gpus) == 2
+    assert any("2 <gpu> in one <pci>, 0000:1a:00.0" in warning for warning in topology.warnings)
+    # A GPU that is divided lists its parts so.
+    divided = read_nccl_xml(in_cpu(two.format(' mlopart="1"')), "t.xml")
+    assert not any("2 <gpu> in one <pci>" in warning for warning in divided.warnings)
+
+
+def test_devices_of_unknown_kind_are_something() -> None:
+    devices = "".join(f'<pci busid="0000:{place:02x}:00.0" link_width="16"/>' for place in range(16, 48))
+    disk = '<pci busid="0000:60:00.0" class="0x010802"/>'
+    for inside, words in ((devices, "32 devices of unknown kind"), (disk, "1 device of other kinds")):
+        topology = read_nccl_xml(system(f'<cpu numaid="0">{inside}</cpu><cpu numaid="1"></cpu>'), "t.xml")
+        assert tree(topology) == [f"NUMA 0 \u00b7 {words}", "NUMA 1 \u00b7 nothing attached"]

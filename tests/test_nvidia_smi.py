@@ -10,7 +10,7 @@ import pytest
 
 from tests.matrices import CUBE_MESH, LEGEND, all_pairs, matrix, wired
 from topology.files import MAX_BYTES, read
-from topology.matrix import read_matrix
+from topology.matrix import NO_LEGEND, read_matrix
 from topology.model import Distance, NvLinks, Topology, TopologyError
 from topology.queries import gpu_distance, links_per_gpu, nearest_nics, nic_distance, nvlink_kind
 from topology.text import summary
@@ -201,12 +201,23 @@ def test_a_list_of_cpus_with_blanks_is_one_value() -> None:
     assert [(gpu.affinity, gpu.numa) for gpu in read_text(text).gpus] == [("0-3,8-11", 0), ("4-7", 1)]
 
 
-def test_a_list_of_numa_nodes_is_no_node() -> None:
+def test_of_a_list_of_numa_nodes_the_first_is_that_of_the_cpus() -> None:
     affinity = {"CPU Affinity": ["0-71", "72-143"], "NUMA Affinity": ["0,2-9", "1"], "GPU NUMA ID": ["2", "N/A"]}
     topology = read_text(matrix(2, all_pairs("NV18"), affinity=affinity))
-    assert [gpu.numa for gpu in topology.gpus] == [None, 1]
+    assert [gpu.numa for gpu in topology.gpus] == [0, 1]
+    assert [(cpu.numa, len(cpu.affinity or ())) for cpu in topology.cpus] == [(0, 72), (1, 72)]
     assert [gpu.affinity for gpu in topology.gpus] == ["0-71", "72-143"]
-    assert any("GPU0 0,2-9" in warning for warning in topology.warnings)
+    assert any("GPU0 0,2-9" in warning and "first" in warning for warning in topology.warnings)
+    grace = {"CPU Affinity": ["0-71"] * 2 + ["72-143"] * 2, "NUMA Affinity": ["0,3-9"] * 2 + ["1,19-25"] * 2}
+    assert [gpu.numa for gpu in read_text(matrix(4, all_pairs("NV18"), affinity=grace)).gpus] == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("cpus", [["0-71", "0-71"], ["N/A", "N/A"]])
+def test_lists_of_numa_nodes_that_no_cpus_tell_apart_stay_unknown(cpus: list[str]) -> None:
+    affinity = {"CPU Affinity": cpus, "NUMA Affinity": ["0,2-9", "1,3-4"]}
+    topology = read_text(matrix(2, all_pairs("NV18"), affinity=affinity))
+    assert [gpu.numa for gpu in topology.gpus] == [None, None]
+    assert any("NUMA unknown for these" in warning for warning in topology.warnings)
 
 
 def test_damaged_and_different_cpu_lists_are_reported_and_kept_as_text() -> None:
@@ -279,8 +290,8 @@ PLAIN = matrix(2, all_pairs("PIX"), legend="")
             {"GPU0-GPU1": "PIX"},
             "line 2: 'WEB' is no connection: taken as unknown",
         ),
-        (PLAIN + "GPU0 is slow\nGPU1 and GPU0 share a switch\nNIC0 NIC1 are down\n", {"GPU0-GPU1": "PIX"}, None),
-        (PLAIN + matrix(2, all_pairs("OK"), legend="  X    = Self\n"), {"GPU0-GPU1": "PIX"}, None),
+        (PLAIN + "GPU0 is slow\nGPU1 and GPU0 share a switch\nNIC0 NIC1 are down\n", {"GPU0-GPU1": "PIX"}, NO_LEGEND),
+        (PLAIN + matrix(2, all_pairs("OK"), legend="  X    = Self\n"), {"GPU0-GPU1": "PIX"}, NO_LEGEND),
         (
             TWO_NICS.replace("NODE\tNODE\tNODE\nGPU1", "NODE\nGPU1").replace("X \tNODE\tNODE\nNIC0", "X \nNIC0"),
             {"GPU0-GPU1": "NODE"},
@@ -357,7 +368,81 @@ def test_a_legend_without_nvlink_is_suspicious() -> None:
     assert (asked.nvlinks, asked.warnings) == (None, hidden.warnings)
     old = legend.replace("SYS", "SOC")
     assert read_text(matrix(2, all_pairs("SOC"), legend=old)).nvlinks == ()
-    assert read_text(matrix(2, all_pairs("SYS"), legend="")).warnings == ()
+    # Without a legend, or with a cut one, nothing tells.
+    for rest in ("", LEGEND[: LEGEND.index("  PIX")]):
+        nothing = read_text(matrix(2, all_pairs("SYS"), legend=rest))
+        assert (nothing.nvlinks, nothing.warnings) == ((), (NO_LEGEND,))
+
+
+@pytest.mark.parametrize("command", ["nvidia-smi topo -m", "nvidia-smi topo --matrix"])
+def test_the_command_above_counts_more_than_a_cut_legend(command: str) -> None:
+    for rest in (
+        "",
+        "\n  X    = Self\n",
+        LEGEND.replace("  NV#  = Connection traversing a bonded set of # NVLinks\n", ""),
+    ):
+        topology = read_text(f"$ {command}\n" + matrix(2, all_pairs("SYS"), legend=rest))
+        assert (topology.nvlinks, topology.warnings) == ((), ())
+
+
+@pytest.mark.parametrize("command", ["nvidia-smi topo -mp", "nvidia-smi topo --matrix_pci"])
+def test_a_matrix_of_pcie_alone_hides_nvlinks(command: str) -> None:
+    topology = read_text(f"$ {command}\n" + matrix(2, all_pairs("SYS"), legend=""))
+    assert (nvlink_kind(topology), "topo -mp" in " ".join(topology.warnings)) == ("unknown", True)
+
+
+LEGENDS = [
+    "  NIC0: mlx5_0 -> ib0\n  NIC1: mlx5_1 -> ib1\n",
+    "  NIC0: mlx5_0   NIC1: mlx5_1\n",
+    "  NIC0: mlx5_0, NIC1: mlx5_1\n",
+    "  NIC0: mlx5_0 (Up)\n  NIC1: mlx5_1 (Down)\n",
+    "  NIC0 = mlx5_0 # storage\n  NIC1 = mlx5_1\n",
+    "  NIC0 -> mlx5_0\n  NIC1 -> mlx5_1\n",
+    "  NIC0: mlx5_0; NIC1: mlx5_1;\n",
+]
+
+
+@pytest.mark.parametrize("legend", LEGENDS)
+def test_ways_in_which_people_write_the_nics(legend: str) -> None:
+    topology = read_text(matrix(2, all_pairs("SYS"), ["NIC0", "NIC1"]) + "NIC Legend:\n\n" + legend)
+    assert [nic.name for nic in topology.nics] == ["mlx5_0", "mlx5_1"]
+    assert topology.warnings == ()
+
+
+def test_a_nic_legend_of_words_is_not_lost_in_silence() -> None:
+    words = "NIC Legend:\n  NIC0: is the one for storage\n  NIC1: is the other\n"
+    topology = read_text(matrix(2, all_pairs("SYS"), ["NIC0", "NIC1"]) + words)
+    assert [nic.name for nic in topology.nics] == ["NIC0", "NIC1"]
+    assert "the NIC legend cannot be read (NIC0, NIC1): called by their columns" in topology.warnings
+
+
+TITLES = ["\tCPU Affinity", "\tNUMA Affinity", "\tGPU NUMA ID"]
+
+
+@pytest.mark.parametrize(
+    "fused",
+    [
+        "\tCPU AffinityNUMA Affinity\tGPU NUMA ID",
+        "\tCPU Affinity\tNUMA AffinityGPU NUMA ID",
+        "\tCPU AffinityNUMA AffinityGPU NUMA ID",
+        "CPU Affinity\tNUMA Affinity\tGPU NUMA ID",
+        "CPUAffinityNUMAAffinityGPU NUMA ID",
+    ],
+)
+def test_titles_that_ran_into_each_other_are_split(fused: str) -> None:
+    affinity = {"CPU Affinity": ["0-7", "8-15"], "NUMA Affinity": ["0", "1"], "GPU NUMA ID": ["N/A", "N/A"]}
+    whole = matrix(2, all_pairs("SYS"), ["NIC0"], affinity)
+    topology = read_text(whole.replace("".join(TITLES), fused))
+    assert [(gpu.numa, gpu.affinity) for gpu in topology.gpus] == [(0, "0-7"), (1, "8-15")]
+    assert [nic.name for nic in topology.nics] == ["NIC0"]
+    assert topology.warnings == ("line 1: fused header labels were split",)
+
+
+def test_rows_without_a_header_above_a_matrix_are_not_dropped_in_silence() -> None:
+    headless = "".join(matrix(4, all_pairs("NV18"), legend="").splitlines(keepends=True)[1:])
+    topology = read_text(f"node1\n{headless}\nnode2\n" + matrix(2, all_pairs("SYS")))
+    assert len(topology.gpus) == 2
+    assert topology.warnings == ("line 2: rows of a matrix without a header above them: not read",)
 
 
 def test_two_gpus_with_many_links_may_be_on_a_switch() -> None:

@@ -44,8 +44,9 @@ def near(topology: Topology) -> list[dict[str, Any] | None]:
 
 
 def number(text: str | None) -> int | None:
-    """The model has None for NUMA node -1, and for a list of nodes."""
-    return int(text) if text is not None and text.isdigit() else None
+    """The model has None for NUMA node -1, and of a list of nodes the first, that of the CPUs."""
+    first = (text or "").replace(",", "-").partition("-")[0]
+    return int(first) if first.isdigit() else None
 
 
 @pytest.mark.parametrize("name", [name for name in READABLE if name in MATRICES])

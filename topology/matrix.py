@@ -18,9 +18,17 @@ _COLOUR = re.compile(r"(?:\x1b|\\x1b|\\u001b|\\033|\\e|\^\[|\u241b)?\[[0-9;]{0,8
 _INVISIBLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\u200b\u200c\u200d\ufeff]")
 # Notebooks, JSON and programs write tabs and line ends as \t and \n, with quotation marks before the real line end.
 _LINE_END = re.compile(r"""(?:\\n[\\"', ]{0,4})?(?:\r\n|\r|\n)|\\n""")
-_NIC_LEGEND = re.compile(r"(?<!\S)(NIC[0-9]{1,4}) {0,4}[:=]\s{0,8}([\w.:-]{1,80})\s*$")
+# People write more behind a name ("NIC0: mlx5_0 -> ib0"), or several NICs in a line. Words are no names then.
+_NIC_LEGEND = re.compile(
+    r"(?<!\S)(NIC[0-9]{1,4})\s{0,4}(?:[:=]|->|\u2192)\s{0,8}(?:([\w.:-]{1,80})\s*$"
+    r"|(\w[\w.:-]{0,60}?[0-9][\w.:-]{0,20}?)(?=[\s,;()]|$))"
+)
+_NIC_LEGEND_LOST = re.compile(r"^\W{0,8}(NIC[0-9]{1,4})\s{0,4}(?:[:=]|->|\u2192|is\b)")
+_COMMAND = re.compile(r"\btopo\s+(-mp|--matrix[_-]pci|-m|--matrix)(?![\w-])")
+_HEADLESS = re.compile(r"\W{0,8}GPU[0-9]{1,4}(?:\s+(?:X|NV[0-9]{1,3}|PIX|PXB|PHB|NODE|SYS|SOC)(?!\S)){2}")
 _NICS_LEFT_OUT = re.compile(r"([0-9]{1,6}) NICs? found.{0,60}displaying ([0-9]{1,6})")
 _CELLS_ALONE = re.compile(r"\s*(?:X|NV[0-9]{1,3}|PIX|PXB|PHB|NODE|SYS)(?:\s+[A-Z0-9,/-]{1,40}){0,260}\s*")
+_FIRST_NODE = re.compile(r"[0-9]{1,5}(?=[,-])")
 _MOST_CHARACTERS = 4_000_000
 _MOST_MENTIONS = 50_000
 _MOST_HEADERS = 100
@@ -31,6 +39,7 @@ _MESSAGES = {
     "NVIDIA-SMI has failed": "nvidia-smi could not reach the driver",
     "| NVIDIA-SMI ": "this is the overview that nvidia-smi prints without arguments",
 }
+NO_LEGEND = "no whole legend below: a matrix of PCIe alone, which hides NVLinks, would look the same"
 MOST_LINKS = 18
 """Of one GPU, up to and with Blackwell."""
 MOST_LINKS_TO_EACH_OF_SEVERAL = 6
@@ -64,13 +73,14 @@ def read_matrix(text: str, source: str) -> Topology:
     nics = [label for label in header.columns if not label.startswith("GPU")]
     names = _nic_names(header, lines[header.line : end], warnings)
     cells = _cells(header.columns, rows, warnings)
+    nodes = _nodes(list(rows.values()))
     places = {label: f"GPU{place}" for place, label in enumerate(labels)}
     places |= {label: f"NIC{place}" for place, label in enumerate(nics)}
     return Topology(
         source=f"nvidia-smi matrix {source}",
-        gpus=tuple(_gpu(label, rows.get(label)) for label in labels),
+        gpus=tuple(_gpu(label, rows.get(label), nodes) for label in labels),
         nics=tuple(Nic(names.get(label, label), None, None, None, None) for label in nics),
-        cpus=_cpus([rows[label] for label in present], warnings),
+        cpus=_cpus([rows[label] for label in present], nodes, warnings),
         nvlinks=_nvlinks(labels, cells, _hides_nvlink(header, lines, end), warnings),
         stated=tuple((places[a], places[b], _distance(cell)) for (a, b), cell in cells.items()),
         warnings=tuple(warnings),
@@ -93,6 +103,10 @@ def _first_matrix(lines: list[str], source: str, warnings: list[str]) -> tuple[H
     for line in lines[: header.line]:
         if match := _NICS_LEFT_OUT.search(line):
             warnings.append(f"nvidia-smi found {match[1]} NICs but shows {match[2]}: the others are missing here")
+    above = enumerate(lines[: header.line - 1], 1)
+    headless = next((number for number, line in above if _is_headless(found, number, line)), None)
+    if headless:
+        warnings.append(f"line {headless}: rows of a matrix without a header above them: not read")
     if len(matrices) > 1:
         other = matrices[1][0].line
         warnings.append(f"another matrix begins at line {other}: only the one at line {header.line} is read")
@@ -105,13 +119,24 @@ def _first_matrix(lines: list[str], source: str, warnings: list[str]) -> tuple[H
     return header, end, rows
 
 
-def _hides_nvlink(header: Header, lines: list[str], end: int) -> bool:
-    """Whether `topo -mp` wrote it: the command stands above, or the legend has no line about NVLink."""
-    if any(re.search(r"\btopo -mp\b", line) for line in lines[max(0, header.line - 4) : header.line - 1]):
-        return True
+def _is_headless(found: list[tuple[Header, int, list[Row]]], number: int, line: str) -> bool:
+    return _HEADLESS.match(line) is not None and not any(header.line < number <= end for header, end, _ in found)
+
+
+def _hides_nvlink(header: Header, lines: list[str], end: int) -> bool | None:
+    """Whether `topo -mp` wrote it: the command stands above, or the legend has no line about NVLink.
+
+    None where neither the command nor a whole legend is there.
+    """
+    commands = [match[1] for line in lines[max(0, header.line - 4) : header.line] for match in _COMMAND.finditer(line)]
+    if commands:
+        return commands[-1] not in ("-m", "--matrix")
     below = lines[header.line : end]
     # Drivers that wrote SOC are older than NVLink.
-    return any("= Self" in line for line in below) and not any("NVLink" in line or "SOC " in line for line in below)
+    if any("NVLink" in line or "SOC " in line for line in below):
+        return False
+    # PIX is the last line of that legend: without it the text is cut, and NVLink may have stood below.
+    return True if any(re.search(r"\bPIX\s+=", line) for line in below) else None
 
 
 def _cells(columns: tuple[str, ...], rows: dict[str, Row], warnings: list[str]) -> dict[tuple[str, str], str]:
@@ -142,7 +167,7 @@ def _distance(cell: str) -> Distance:
 
 
 def _nvlinks(
-    labels: list[str], cells: dict[tuple[str, str], str], hidden: bool, warnings: list[str]
+    labels: list[str], cells: dict[tuple[str, str], str], hidden: bool | None, warnings: list[str]
 ) -> tuple[NvLinks, ...] | None:
     place = {label: number for number, label in enumerate(labels)}
     among_gpus = {(place[a], place[b]): cell for (a, b), cell in cells.items() if a in place and b in place}
@@ -150,6 +175,8 @@ def _nvlinks(
     if not counts and hidden and len(labels) > 1:
         warnings.append("NVLinks are unknown: this is of `topo -mp`, which hides them; run `nvidia-smi topo -m`")
         return None
+    if not counts and hidden is None and len(labels) > 1:
+        warnings.append(NO_LEGEND)
     links = nvlinks_of_cells(counts, len(labels))
     if any(link.kind == "unknown" for link in links):
         warnings.append(
@@ -167,10 +194,28 @@ def _nvlinks(
     return links
 
 
-def _gpu(label: str, row: Row | None) -> Gpu:
+def _gpu(label: str, row: Row | None, nodes: dict[str, int]) -> Gpu:
     affinity = row.affinity if row is not None else {}
-    numa = affinity.get(NUMA, "")
-    return Gpu(int(label[3:]), None, int(numa) if _is_node(numa) else None, affinity=affinity.get(CPUS))
+    return Gpu(int(label[3:]), None, nodes.get(affinity.get(NUMA, "")), affinity=affinity.get(CPUS))
+
+
+def _nodes(rows: list[Row]) -> dict[str, int]:
+    """The NUMA node of each NUMA Affinity.
+
+    Where the memory of GPUs counts as nodes (Grace), it is a list, "0,3-9,11-17", that begins with the node of the
+    processor. It is taken where each list belongs to one set of CPUs, which tells the processors apart.
+    """
+    cpus: dict[str, set[str]] = {}
+    for row in rows:
+        if numa := row.affinity.get(NUMA, ""):
+            cpus.setdefault(numa, set()).add(row.affinity.get(CPUS, "N/A"))
+    nodes = {numa: int(numa) for numa in cpus if _is_node(numa)}
+    lists = {numa: int(match[0]) for numa in cpus if numa not in nodes and (match := _FIRST_NODE.match(numa))}
+    sets = [next(iter(cpus[numa])) for numa in lists]
+    apart = all(len(cpus[numa]) == 1 for numa in lists) and len(set(sets)) == len(sets)
+    known = all(_cpu_numbers(one) for one in sets)
+    first = [*lists.values(), *nodes.values()]
+    return nodes | (lists if apart and known and len(set(first)) == len(first) else {})
 
 
 def _cpu_numbers(cpus: str) -> tuple[int, ...] | None:
@@ -183,22 +228,25 @@ def _is_node(numa: str) -> bool:
     return numa.isdecimal() and len(numa) < 6
 
 
-def _cpus(rows: list[Row], warnings: list[str]) -> tuple[Cpu, ...]:
+def _cpus(rows: list[Row], nodes: dict[str, int], warnings: list[str]) -> tuple[Cpu, ...]:
     """NUMA nodes that have a GPU, with CPUs where the rows agree on them."""
     affinity: dict[int, dict[str, str]] = {}
     lists: list[str] = []
+    unknown = False
     damaged: dict[str, list[str]] = {}
     for row in rows:
         label, numa, cpus = row.label, row.affinity.get(NUMA, ""), row.affinity.get(CPUS, "N/A")
-        if _is_node(numa):
-            affinity.setdefault(int(numa), {})[cpus] = label
-        elif numa not in ("", "N/A"):
+        if numa in nodes:
+            affinity.setdefault(nodes[numa], {})[cpus] = label
+        if numa not in ("", "N/A") and not _is_node(numa):
             lists.append(f"{label} {numa}")
+            unknown |= numa not in nodes
         if cpus != "N/A" and _cpu_numbers(cpus) is None:
             damaged.setdefault(cpus, []).append(label)
     warnings += [f"CPU Affinity {shown(cpus)} of {', '.join(gpus)} is damaged" for cpus, gpus in damaged.items()]
     if lists:
-        warnings.append(f"NUMA Affinity is no single node ({'; '.join(lists[:4])}): NUMA unknown for these")
+        taken = "NUMA unknown for these" if unknown else "the first of each is taken, that of the CPUs"
+        warnings.append(f"NUMA Affinity is no single node ({'; '.join(lists[:4])}): {taken}")
     for numa_node, seen in affinity.items():
         if len(seen) > 1:
             values_seen = " and ".join(f"{cpus} ({label})" for cpus, label in seen.items())
@@ -290,12 +338,19 @@ def _keep(header: Header, rows: list[Row], warnings: list[str]) -> dict[str, Row
 
 def _nic_names(header: Header, below: list[str], warnings: list[str]) -> dict[str, str]:
     listed: dict[str, str] = {}
+    lost: list[str] = []
     for line in below:
-        match = _NIC_LEGEND.search(line.removeprefix(header.prefix)[:LONGEST_LINE])
-        if match:
-            listed.setdefault(match[1], match[2])
+        text = line.removeprefix(header.prefix)[:LONGEST_LINE]
+        known = list(_NIC_LEGEND.finditer(text))
+        for match in known:
+            listed.setdefault(match[1], match[2] or match[3])
+        unread = None if known else _NIC_LEGEND_LOST.match(text)
+        if unread is not None and unread[1] in header.columns:
+            lost.append(unread[1])
     named = {label: listed[label] for label in header.columns if label in listed}
     nameless = [label for label in header.columns if re.fullmatch(r"NIC[0-9]+", label) and label not in listed]
+    if not listed and lost:
+        warnings.append(f"the NIC legend cannot be read ({', '.join(lost[:8])}): called by their columns")
     if listed and nameless:
         warnings.append(f"the NIC legend names no {', '.join(nameless[:8])}: called by their columns")
     if len(set(named.values())) != len(named):

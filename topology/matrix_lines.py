@@ -31,6 +31,8 @@ _FUSED_CELLS = re.compile(rf"(?:{_CELL.pattern})+")
 _FIRST_TITLE = re.compile(
     r"(?<!\S)(?:CPUs?|NUMA|GPU)(?!\S)|(?<![A-Za-z])[A-Z][A-Za-z]{1,9}[ \t_-]{0,3}(?:Affinity|affinity|ID)\b"
 )
+# "AffinityNUMA Affinity", "NIC9CPU Affinity"
+_FUSED_TITLE = re.compile(r"(?<=[A-Za-z0-9])(?=(?:CPUs?|NUMA|GPU)[ \t_-]{0,3}(?:affinity|NUMA|ID))", re.IGNORECASE)
 _AFFINITY = re.compile(r"[0-9,-]+|N/A")
 _STRANGE_CELL = re.compile(r"[A-Z0-9?/-]{1,16}")
 
@@ -42,7 +44,7 @@ class Header:
     line: counted from 1. prefix: what stands before the first column ("#", "node01:", a time), without blanks at its
     end; before a row the same may stand, or as many other words, or nothing. columns: devices, GPUs and then NICs.
     affinity: the columns after them, called as nvidia-smi does.
-    fused: whether labels had run into each other.
+    fused: whether labels or titles had run into each other.
     """
 
     line: int
@@ -75,14 +77,15 @@ def parse_header(number: int, line: str) -> Header | None:
     start = re.search(r"GPU[0-9]", line)
     if start is None or len(line) > LONGEST_LINE:
         return None
-    devices = line[start.start() :]
+    whole = _FUSED_TITLE.sub(" ", line[start.start() :])
+    devices = whole
     if "|" in devices:
         return None
     first_title = _FIRST_TITLE.search(devices)
     if first_title is not None:
         devices = devices[: first_title.start()]
     columns: list[str] = []
-    fused = False
+    fused = whole != line[start.start() :]
     for word in devices.split():
         if _CELL.fullmatch(word):
             return None
@@ -97,7 +100,7 @@ def parse_header(number: int, line: str) -> Header | None:
     gpus = sum(label.startswith("GPU") for label in columns)
     if not columns or len(set(columns)) != len(columns) or len(columns) > MOST_DEVICES or gpus > MOST_GPUS:
         return None
-    titles = "" if first_title is None else line[start.start() + first_title.start() :]
+    titles = "" if first_title is None else whole[first_title.start() :]
     names = tuple(_TITLE_OF.get(match.lastgroup or "", match.group()) for match in _TITLE.finditer(titles))
     return Header(number, line[: start.start()].rstrip(), tuple(columns), names, fused)
 

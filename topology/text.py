@@ -279,7 +279,12 @@ def _facts(topology: Topology, paths: Paths, part: Part) -> list[str]:
         return [link]
     if part.kind == "node":
         cpu = topology.cpus[part.place]
-        return [cpu_words(cpu), cpu.vendor or "", "" if part.parts else "nothing attached"]
+        # What is neither GPU nor network port is no part, but it is there.
+        others = [device for device in topology.pci if device.cpu == part.place and device.kind == "other"]
+        unknown = any(device.pci_class is None for device in others)
+        words = f"{_counted(len(others), 'device')} {'of unknown kind' if unknown else 'of other kinds'}"
+        nothing = words if others else "nothing attached"
+        return [cpu_words(cpu), cpu.vendor or "", "" if part.parts else nothing]
     if part.kind == "nic":
         nic = topology.nics[part.place]
         return ["" if nic.busid in (nic.name, None) else str(nic.busid), nic_words(nic), link]

@@ -114,6 +114,11 @@ class Walk:
                 link=attributes.link(),
             )
             self.lines[busid] = element.line
+        gpus = [child for child in element.children if child.tag == "gpu"]
+        if len(gpus) > 1 and not any(gpu.attributes.get("mlopart") for gpu in gpus):
+            self.notes.add(
+                f"{len(gpus)} <gpu> in one <pci>, {busid}: a device is one GPU, all are listed", element.line
+            )
         for child in element.children:
             if child.tag == "pci":
                 self.read_pci(child, busid, cpu)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import textwrap
 import time
@@ -17,7 +18,7 @@ from typing import TextIO
 from commopt.command_line import BAD_INPUT, reader_has_gone, refuse, rich_console
 from commopt.doctor import LIVE, diagnose, observe
 from commopt.doctor.compare import gather, rank_facts
-from commopt.doctor.finding import Finding, Severity, exit_status
+from commopt.doctor.finding import FINE, Finding, Severity, exit_status
 from commopt.doctor.log_findings import examine
 from commopt.doctor.log_reader import HOW, read_logs
 from commopt.errors import ConfigurationError, MismatchError
@@ -26,16 +27,21 @@ from topology.cluster import read_host_identity
 WATCH_S = 1.0
 """Between two readings of error counters."""
 
-CLOSING = f"What NCCL really does: run the job with {HOW}, then: python -m commopt doctor --log nccl.*"
+CLOSING = f"What NCCL really does: run the job with\n{HOW}\nthen: python -m commopt doctor --log nccl.*"
 EPILOG = f"""exit status: 0 nothing wrong, 1 warnings, 3 errors, {BAD_INPUT} bad input (one line on stderr).
 The environment is always this process's; NVML and versions are asked on the live machine only.
 Under torchrun every rank examines its machine; rank 0 compares and prints, and it alone has a status other than 0."""
+
+WIDTH = 80
+_PARTS = re.compile(r"(?<=;) (?![^(]*\))")  # not inside brackets
+_COMMAND = re.compile(r"(?:sudo|export|docker|for|printf|pip|unset|nvidia-smi|ulimit|python|mpirun|torchrun) \S")
 
 MARKS = {
     Severity.ERROR: ("ERROR", "bold red"),
     Severity.WARNING: ("WARN", "yellow"),
     Severity.INFO: ("INFO", "cyan"),
     Severity.OK: ("OK", "green"),
+    Severity.NOT_APPLICABLE: ("N/A", "dim"),
 }
 
 
@@ -45,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--json", action="store_true", help="print findings as JSON")
-    parser.add_argument("--all", action="store_true", help="also print what is fine")
+    parser.add_argument("--all", action="store_true", help="also print what is fine, and what does not apply")
     parser.add_argument("--root", type=Path, default=LIVE, metavar="DIR", help="read /sys, /proc, /dev below DIR")
     logs = "read logs of NCCL_DEBUG=INFO (all of one job) instead of the machine"
     parser.add_argument("--log", type=Path, nargs="+", metavar="FILE|FOLDER", help=logs)
@@ -95,21 +101,24 @@ def as_json(findings: Sequence[Finding]) -> str:
 def show(
     findings: Sequence[Finding], everything: bool, closing: str | None = None, stream: TextIO | None = None
 ) -> None:
-    """Print what needs attention, what could not be read, and a summary; `everything` adds what is fine.
+    """Print what needs attention, what could not be read, and a summary; `everything` adds what is fine, and what
+    does not apply here. No line is longer than 80 characters, but for a word that is.
 
     In colour when rich is installed and the output is a terminal, otherwise plain.
     """
     stream = sys.stdout if stream is None else stream
-    wanted = [one for one in findings if one.value is not None and (everything or one.severity is not Severity.OK)]
+    wanted = [one for one in findings if one.value is not None and (everything or one.severity not in FINE)]
     unread_ones = [one for one in findings if one.value is None]
     lines = [line for number, finding in enumerate(wanted, 1) for line in _block(number, finding)]
     if unread_ones:
         lines.append(("", "Not checked, because it could not be read:"))
         for one in unread_ones:
             hint = f" (try: {one.remedy})" if one.remedy else ""
-            lines.append(("dim", f"  {one.title} [{one.check}]{_on(one)}: {one.read}: {one.expected}{hint}"))
+            text = f"{one.title} [{one.check}]{_on(one)}: {one.read}: {one.expected}{hint}"
+            lines += [("dim", line) for line in _wrapped(text, "  ", "    ")]
         lines.append(("", ""))
-    lines += [("", text) for text in (_summary(findings), closing) if text is not None]
+    endings = [_summary(findings), *(closing or "").splitlines()]
+    lines += [("", line) for text in endings for line in _wrapped(text)]
     console = rich_console(stream)
     if console is None:
         stream.write("".join(f"{text}\n" for _, text in lines))
@@ -125,22 +134,39 @@ def _on(finding: Finding) -> str:
     return f" on {', '.join(finding.nodes[:4])}{more}" if finding.nodes else ""
 
 
+def _wrapped(text: str, first: str = "", rest: str = "", width: int = WIDTH) -> list[str]:
+    return textwrap.wrap(
+        text, width, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
+    )
+
+
 def _block(number: int, finding: Finding) -> Iterator[tuple[str, str]]:
     mark, style = MARKS[finding.severity]
-    yield style, f"{number:2}. {mark:5} {finding.title} [{finding.check}]{_on(finding)}"
+    title = f"{finding.title} [{finding.check}]{_on(finding)}"
+    yield from ((style, line) for line in _wrapped(title, f"{number:2}. {mark:5} ", " " * 10))
     for name, text in (("read", finding.read), ("value", finding.value or ""), ("expected", finding.expected)):
-        wrapped = textwrap.wrap(f"{name:9}{text}", 106, subsequent_indent=" " * 9, break_long_words=False)
-        yield from (("", f"      {line}") for line in wrapped)
-    if finding.remedy is not None:  # on one line: people copy commands
-        yield "", f"      remedy   {finding.remedy}"
+        yield from (("", line) for line in _wrapped(text, f"      {name:9}", " " * 15))
+    yield from (("", line) for line in _remedy(finding.remedy or ""))
     if finding.confidence != "high":
         yield "", f"      sure     {finding.confidence}"
     yield "", ""
 
 
+def _remedy(text: str) -> Iterator[str]:
+    """Yield lines with one command or sentence each; where a command goes on in the next, as a shell wants it."""
+    margin = "      remedy   "
+    for part in filter(None, _PARTS.split(text)):
+        ending = " \\" if _COMMAND.match(part) else ""
+        lines = _wrapped(part, margin, " " * 17, WIDTH - len(ending))
+        yield from (line + ending for line in lines[:-1])
+        yield from lines[-1:]
+        margin = " " * 15
+
+
 def _summary(findings: Sequence[Finding]) -> str:
     count = Counter(finding.severity for finding in findings if finding.value is not None)
     words = {Severity.ERROR: "error(s)", Severity.WARNING: "warning(s)", Severity.INFO: "note(s)", Severity.OK: "fine"}
+    words |= {Severity.NOT_APPLICABLE: "not applicable"} if count[Severity.NOT_APPLICABLE] else {}
     parts = [f"{count[severity]} {word}" for severity, word in words.items()]
     parts.append(f"{sum(finding.value is None for finding in findings)} not read")
     return ", ".join(parts) + ("" if exit_status(findings) else ": nothing that was read makes communication slow")

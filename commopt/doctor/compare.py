@@ -4,21 +4,21 @@
 from __future__ import annotations
 
 import fcntl
-import pickle
 import socket
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
-from commopt.doctor.finding import Finding, Severity, check, error, in_order, merge, ok, warning
+from commopt.doctor.finding import Check, Finding, Severity, check, error, in_order, merge, ok, warning
 from commopt.doctor.machine import Machine, own_gpu
 from commopt.doctor.network import active_ports, used_by_nccl
+from commopt.doctor.rank_answers import MOST_PEERS, Offer, RankFacts, Unreached, as_json, read_answer, read_door
 from commopt.errors import MismatchError
 from topology.cluster import Cluster, HostIdentity
 from topology.queries import node_nic_gbps, nvlink_kind
@@ -32,8 +32,6 @@ VITAL = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_BUFFSIZE", "NCCL_NTHREADS", "NCCL_IB_D
 TIMEOUT_S = 120.0
 LEAVE_S = 2.0
 CONNECT_S = 5.0
-MOST_PEERS = 64
-"""A rank tries this many others; in a larger job each is still tried by as many."""
 
 _PREFIX = "commopt/doctor"
 _SIOCGIFADDR = 0x8915
@@ -97,45 +95,6 @@ EQUAL = tuple(Equal(*row) for row in (
 ))  # fmt: skip
 
 
-class Offer(NamedTuple):
-    """An address that a library ("NCCL" or "gloo") on a rank tells the other ranks to connect to."""
-
-    library: str
-    address: str
-
-
-class Unreached(NamedTuple):
-    """Another rank's offer that did not answer, and why."""
-
-    rank: int
-    offer: Offer
-    why: str
-
-
-@dataclass(frozen=True)
-class RankFacts:
-    """What one rank tells the others about itself."""
-
-    host: HostIdentity
-    gpu: str | None
-    """Bus id of its GPU, or CUDA's name for it; None when it has none, or none is known."""
-    gpus: int
-    """In its machine."""
-    gbps: float | None
-    """What its machine can send at once."""
-    equal: tuple[str | None, ...]
-    """The answers to EQUAL."""
-    settings: Mapping[str, str]
-    offers: tuple[Offer, ...] = ()
-    """The addresses that others are to connect to, as far as they are known."""
-    unreached: tuple[Unreached, ...] = ()
-
-    @property
-    def node(self) -> str:
-        """The machine's name for people."""
-        return self.host.nccl_hostid or self.host.hostname
-
-
 def rank_facts(machine: Machine, host: HostIdentity) -> RankFacts:
     """Collect what `compare` needs of this rank."""
     place, name = own_gpu(machine)
@@ -158,7 +117,7 @@ Ranks = Sequence[RankFacts]
 
 def compare(ranks: Ranks) -> list[Finding]:
     """Report differences between ranks and nodes, in the order of repair; `ranks[rank]` is what that rank told."""
-    checks = (nodes_reach, rank_layout, nodes_settings, nodes_equal)
+    checks: tuple[Check[Ranks], ...] = (nodes_reach, rank_layout, nodes_settings, nodes_equal)
     return [replace(finding, nodes=("all nodes",)) for look in checks for finding in look(ranks)]
 
 
@@ -322,12 +281,14 @@ def gather(facts: RankFacts, findings: Sequence[Finding], timeout_s: float = TIM
     """Return on rank 0 what all ranks found and what differs between them; None on the others.
 
     Goes through the launcher's store, without a process group: it works where gloo and NCCL cannot connect.
-    Raises MismatchError when not all ranks are there within `timeout_s`.
+    With COMMOPT_SECRET all of it is signed. Raises MismatchError when not all ranks are there within `timeout_s`, and
+    when what stands in the store is not theirs.
     """
     # Here, because one machine is examined without torch.
     from torch.distributed.rendezvous import rendezvous
 
     from commopt.groups.membership import exchange_facts
+    from commopt.groups.signed import own_secret
     from commopt.groups.store import limited
 
     try:
@@ -337,21 +298,21 @@ def gather(facts: RankFacts, findings: Sequence[Finding], timeout_s: float = TIM
         raise MismatchError(f"the ranks did not meet within {timeout_s:g} s: {reason}") from error
     ranks, told = range(world_size), False
     try:
-        store = limited(launcher, _PREFIX, timeout_s)
+        store = limited(launcher, _PREFIX, timeout_s, own_secret())
         with listener() as door:  # open until all others have tried it
             mine = {"node": facts.host.node_key, "port": door.getsockname()[1], "offers": facts.offers}
-            doors = exchange_facts(store, ranks, rank, "the doctor", mine, timeout_s)
-            away = [peer for peer in peers_of(rank, world_size) if doors[peer]["node"] != doors[rank]["node"]]
-            targets = [(peer, doors[peer]["port"], Offer(*pair)) for peer in away for pair in doors[peer]["offers"]]
+            answers = exchange_facts(store, ranks, rank, "the doctor", mine, timeout_s)
+            doors = [read_door(one, each) for each, one in zip(ranks, answers, strict=True)]
+            away = [peer for peer in peers_of(rank, world_size) if doors[peer].node != doors[rank].node]
+            targets = [(peer, doors[peer].port, offer) for peer in away for offer in doors[peer].offers]
             facts = replace(facts, unreached=unreached(targets))
-            answer = (facts, [replace(finding, nodes=(facts.node,)) for finding in findings])
-            store.set(f"answer/{rank}", pickle.dumps(answer).hex())
+            store.set(f"answer/{rank}", as_json(facts, [replace(finding, nodes=(facts.node,)) for finding in findings]))
             told = True
             exchange_facts(store, ranks, rank, "the doctor's end", {}, timeout_s)
         if rank != 0:
             store.set(f"left/{rank}", "")
             return None
-        answers = [pickle.loads(bytes.fromhex(store.get(f"answer/{each}").decode())) for each in ranks]
+        known = [read_answer(store.get(f"answer/{each}"), each, world_size, len(EQUAL)) for each in ranks]
         with suppress(RuntimeError):  # it may hold the store itself: whoever is still at it would complain
             launcher.wait([f"{_PREFIX}/left/{each}" for each in ranks[1:]], timedelta(seconds=LEAVE_S))
     except MismatchError:
@@ -360,6 +321,8 @@ def gather(facts: RankFacts, findings: Sequence[Finding], timeout_s: float = TIM
         if told and rank != 0:  # rank 0 may have held the store, heard all, and left
             return None
         reason = str(error).splitlines()[0]
-        raise MismatchError(f"a rank went away while the doctor collected its findings: {reason}") from error
-    found = [finding for _, theirs in answers for finding in theirs]
-    return in_order(merge([*compare([facts for facts, _ in answers]), *found]))
+        raise MismatchError(
+            f"a rank went away, or could not be trusted, while the doctor listened: {reason}"
+        ) from error
+    found = [finding for _, theirs in known for finding in theirs]
+    return in_order(merge([*compare([facts for facts, _ in known]), *found]))

@@ -67,7 +67,7 @@ def _chosen(machine: Machine, variable: str, value: str, fix: str) -> Iterator[F
         yield warning(selected, expected, f"export {variable}=={value}", "medium", variable)
 
 
-@check("/sys/class/net/*/speed")
+@check("/sys/class/net/*/speed", needs=((tcp_interfaces, "no interface that carries data over TCP"),))
 def nic_speed(machine: Machine) -> Iterator[Finding]:
     """Speed of the network interface: stated, and that of its siblings of the same make."""
     everything = [one for one in interfaces(machine) if one.vendor is not None and one.state != "down"]
@@ -101,7 +101,7 @@ def _members(machine: Machine, bond: Interface) -> Iterator[Finding]:
             yield warning(shown, expected, remedy, read=f"/sys/class/net/{name}/speed")
 
 
-@check("/sys/class/net/*/mtu")
+@check("/sys/class/net/*/mtu", needs=((tcp_interfaces, "no interface that carries data over TCP"),))
 def mtu(machine: Machine) -> Iterator[Finding]:
     """Frame size (MTU): 9000 on every node and switch, where TCP runs over 25 Gb/s or more."""
     for one in tcp_interfaces(machine):
@@ -120,10 +120,14 @@ def mtu(machine: Machine) -> Iterator[Finding]:
         yield kind(str(one.mtu), remedy=remedy, confidence="medium" if private else "low", read=read)
 
 
-@check("/proc/sys/net")
+def _fast(machine: Machine) -> bool:
+    return any((one.gbps or 0) >= FAST_GBPS for one in tcp_interfaces(machine))
+
+
+@check("/proc/sys/net", needs=((_fast, f"no TCP over {FAST_GBPS} Gb/s or more"),))
 def tcp_buffers(machine: Machine) -> Iterator[Finding]:
     """TCP buffers: 16 MiB and more where TCP runs over a fast link, since one socket has to fill it."""
-    if not any((one.gbps or 0) >= FAST_GBPS for one in tcp_interfaces(machine)):
+    if not _fast(machine):
         return
     texts = {name: machine.need(f"proc/sys/{name.replace('.', '/')}") for name in BUFFERS}
     most = {name: text.split()[-1] for name, text in texts.items()}
@@ -135,7 +139,11 @@ def tcp_buffers(machine: Machine) -> Iterator[Finding]:
         yield warning(shown, expected, remedy, "medium")
 
 
-@check("NCCL_SOCKET_NTHREADS, NCCL_NSOCKS_PERTHREAD", "export NCCL_SOCKET_NTHREADS=4 NCCL_NSOCKS_PERTHREAD=4")
+@check(
+    "NCCL_SOCKET_NTHREADS, NCCL_NSOCKS_PERTHREAD",
+    "export NCCL_SOCKET_NTHREADS=4 NCCL_NSOCKS_PERTHREAD=4",
+    needs=((_fast, f"no TCP over {FAST_GBPS} Gb/s or more"),),
+)
 def sockets(machine: Machine) -> Iterator[Finding]:
     """Sockets per connection: several on a fast TCP link; NCCL opens one, unless it knows the cloud."""
     values = [machine.variable(name) for name in ("NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD")]

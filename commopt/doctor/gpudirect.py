@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from commopt.doctor.finding import Finding, Unread, check, error, info, ok, unread, warning
-from commopt.doctor.machine import Machine
+from commopt.doctor.machine import REAL, Machine
 from commopt.doctor.network import nearest_ports, switches_hidden
 from commopt.doctor.settings import needs_gpudirect, through_own_cpu
 from topology.model import Distance, PciDevice, PciLink
@@ -23,7 +23,7 @@ ACS_CAPABILITY = 0x000D
 ACS_BITS = 0b101101
 
 
-@check(", ".join(f"/{path}" for path in GDR_FILES))
+@check(", ".join(f"/{path}" for path in GDR_FILES), needs=((needs_gpudirect, "no GPU together with an RDMA adapter"),))
 def gdr_module(machine: Machine) -> Iterator[Finding]:
     """GPUDirect RDMA: nvidia-peermem, or DMA-BUF; data is copied through CPU memory otherwise."""
     if not needs_gpudirect(machine) or any(map(machine.exists, GDR_FILES)):
@@ -44,7 +44,7 @@ def gdr_module(machine: Machine) -> Iterator[Finding]:
         yield error(value, remedy=remedy + ("  # on the host" if machine.in_container else ""))
 
 
-@check("paths between GPUs and adapters")
+@check("paths between GPUs and adapters", needs=((needs_gpudirect, "no GPU together with an RDMA adapter"),))
 def gdr_level(machine: Machine) -> Iterator[Finding]:
     """GPUs near adapters: PXB or nearer; NCCL does not use GPUDirect RDMA across a CPU unless it is told to."""
     if not needs_gpudirect(machine):
@@ -71,7 +71,18 @@ def gdr_level(machine: Machine) -> Iterator[Finding]:
         yield ok("unset", f"unset: NCCL goes directly up to {'P2C' if own_cpu else 'PXB'}")
 
 
-@check("/sys/bus/pci/devices/*/config (ACS control of bridges)")
+def _direct(machine: Machine) -> bool:
+    return len(_direct_devices(machine)) > 1
+
+
+def _devices(machine: Machine) -> bool:
+    return any(device.kind in ("gpu", "nic") for device in machine.hardware.pci)
+
+
+@check(
+    "/sys/bus/pci/devices/*/config (ACS control of bridges)",
+    needs=((_direct, "no two devices that exchange data directly"), REAL),
+)
 def acs(machine: Machine) -> Iterator[Finding]:
     """PCIe access control (ACS): off on bare metal; devices below one switch exchange through the CPU otherwise."""
     devices = _direct_devices(machine)
@@ -123,7 +134,10 @@ def _acs_control(config: bytes) -> int:
     return 0
 
 
-@check("/sys/kernel/iommu_groups/*/type, /proc/cmdline")
+@check(
+    "/sys/kernel/iommu_groups/*/type, /proc/cmdline",
+    needs=((_direct, "no two devices that exchange data directly"), REAL),
+)
 def iommu(machine: Machine) -> Iterator[Finding]:
     """IOMMU: off, or passing through (identity); direct transfers are slow, hang or corrupt data otherwise."""
     if len(_direct_devices(machine)) < 2 or machine.virtual or not machine.listing("sys/class/iommu"):
@@ -148,7 +162,7 @@ def iommu(machine: Machine) -> Iterator[Finding]:
             yield error(value, remedy=remedy)
 
 
-@check("/sys/bus/pci/devices/*/{current,max}_link_{speed,width}")
+@check("/sys/bus/pci/devices/*/{current,max}_link_{speed,width}", needs=((_devices, "no GPU or network card on PCIe"),))
 def pcie_link(machine: Machine) -> Iterator[Finding]:
     """PCIe links: as wide and fast as device and slot can be."""
     unknown, idle = [], []

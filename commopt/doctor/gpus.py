@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from commopt.doctor.finding import Finding, Unread, check, error, info, ok, warning
-from commopt.doctor.machine import Machine
+from commopt.doctor.machine import GPU, SEVERAL_GPUS, Machine
 from commopt.doctor.nvml import POWER_LIMIT, SLOWED_BY, NvmlGpu
 from commopt.doctor.settings import nvlink_between_nodes
 
@@ -27,7 +27,11 @@ def _names(gpus: Iterable[NvmlGpu]) -> str:
     return ", ".join(f"GPU{gpu.index}" for gpu in gpus)
 
 
-@check("NVML: peer access, NVLink state", "nvidia-smi topo -p2p r; check ACS and IOMMU; see the NVSwitch fabric too")
+@check(
+    "NVML: peer access, NVLink state",
+    "nvidia-smi topo -p2p r; check ACS and IOMMU; see the NVSwitch fabric too",
+    needs=(SEVERAL_GPUS,),
+)
 def peer_access(machine: Machine) -> Iterator[Finding]:
     """Peer access and NVLink: between all GPUs; NCCL copies through CPU memory otherwise (GeForce never has it)."""
     if len(machine.hardware.gpus) < 2 and len(machine.nvml.gpus) < 2:
@@ -51,7 +55,12 @@ def _switches(machine: Machine) -> int:
     return sum(device.kind == "nvswitch" for device in machine.hardware.pci)
 
 
-@check("NVML: fabric state")
+def _fabric(machine: Machine) -> bool:
+    told = any(gpu.fabric not in (None, "not supported") for gpu in machine.nvml.gpus)
+    return told or _switches(machine) > 0 or nvlink_between_nodes(machine)
+
+
+@check("NVML: fabric state", needs=((_fabric, "no NVSwitch"),))
 def nvswitch(machine: Machine) -> Iterator[Finding]:
     """NVSwitch fabric: completed, status 0, or no NVSwitch; CUDA does not start on these GPUs otherwise."""
     gpus = [gpu for gpu in machine.nvml.gpus if gpu.fabric not in (None, "not supported")]
@@ -71,7 +80,7 @@ def nvswitch(machine: Machine) -> Iterator[Finding]:
         yield warning(machine.why_not(IMEX_CHANNELS), expected, remedy, "medium", f"/{IMEX_CHANNELS}")
 
 
-@check("NVML: processes, MIG mode", "nvidia-smi")
+@check("NVML: processes, MIG mode", "nvidia-smi", needs=(GPU,))
 def tenants(machine: Machine) -> Iterator[Finding]:
     """Other users of the GPUs: none, since processes and MIG slices share what the job believes to have alone."""
     if sliced := _names(gpu for gpu in machine.driver_gpus if gpu.mig):
@@ -85,6 +94,7 @@ def tenants(machine: Machine) -> Iterator[Finding]:
 @check(
     "NVML: clock event reasons",
     "nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER; check cooling, air flow and power supplies",
+    needs=(GPU,),
 )
 def gpu_clocks(machine: Machine) -> Iterator[Finding]:
     """Clocks of the GPUs: full, also under load, since all ranks wait for the slowest GPU."""
@@ -102,7 +112,11 @@ def gpu_clocks(machine: Machine) -> Iterator[Finding]:
         yield info(f"power limit reached: {limited}", expected, remedy, "low")
 
 
-@check("NVML: remapped rows", "stop all processes on it, then: sudo nvidia-smi --gpu-reset -i INDEX (or reboot)")
+@check(
+    "NVML: remapped rows",
+    "stop all processes on it, then: sudo nvidia-smi --gpu-reset -i INDEX (or reboot)",
+    needs=(GPU,),
+)
 def gpu_memory(machine: Machine) -> Iterator[Finding]:
     """Memory of the GPUs: no bad row; they are replaced at the next reset, until no spare one is left."""
     if failed := _names(gpu for gpu in machine.nvml.gpus if gpu.rows_failed):
@@ -115,6 +129,7 @@ def gpu_memory(machine: Machine) -> Iterator[Finding]:
 @check(
     f"/{KERNEL_LOG}",
     "sudo dmesg | grep Xid; what each number means: docs.nvidia.com/deploy/xid-errors; reset the GPU",
+    needs=(GPU,),
 )
 def xid(machine: Machine) -> Iterator[Finding]:
     """Errors that the driver logged (Xid): none since the machine started."""

@@ -7,7 +7,18 @@ from collections.abc import Iterator
 from math import inf
 
 from commopt.doctor.finding import Finding, Unread, check, error, info, ok, warning
-from commopt.doctor.machine import IPC_LOCK, SYS_NICE, Machine, before, own_gpu, version_text
+from commopt.doctor.machine import (
+    CONTAINER,
+    GPU,
+    IPC_LOCK,
+    REAL,
+    SEVERAL_NODES,
+    SYS_NICE,
+    Machine,
+    before,
+    own_gpu,
+    version_text,
+)
 from commopt.doctor.network import active_ports
 from topology.kernel_files import cpu_list, ranges
 
@@ -27,12 +38,15 @@ LOGIND = "etc/systemd/logind.conf"
 @check(
     f"{LIMITS}: Max locked memory",
     "printf '* soft memlock unlimited\\n* hard memlock unlimited\\n' | sudo tee /etc/security/limits.d/rdma.conf",
+    needs=((active_ports, "no active RDMA port"),),
 )
 def memlock(machine: Machine) -> Iterator[Finding]:
     """Locked memory: unlimited where there is RDMA, which pins its buffers; ibv_reg_mr fails otherwise."""
     value = machine.limit("Max locked memory")
     shown = "unlimited" if value == inf else f"{int(value) // 1024} KiB"
-    if value == inf or not active_ports(machine) or machine.capable(IPC_LOCK):
+    if not active_ports(machine):
+        return
+    if value == inf or machine.capable(IPC_LOCK):
         yield ok(shown)
     elif value >= MEMLOCK_COMFORT:  # newer systems allow a part of the memory; NCCL pins some hundred MiB
         yield info(shown, "unlimited, as a rule for RDMA; this much is enough for NCCL", confidence="low")
@@ -63,6 +77,7 @@ def shm(machine: Machine) -> Iterator[Finding]:
 @check(
     f"{LIMITS}: Max open files",
     "ulimit -n 1048576 (limits.conf: * soft/hard nofile 1048576; docker run --ulimit nofile=1048576)",
+    needs=(SEVERAL_NODES,),
 )
 def open_files(machine: Machine) -> Iterator[Finding]:
     """Open files and sockets: some 228 for each rank of a job that goes over TCP; 'Too many open files' otherwise."""
@@ -84,6 +99,7 @@ def stack(machine: Machine) -> Iterator[Finding]:
 @check(
     "/proc/self/status: Seccomp, CapEff",
     "docker run --cap-add SYS_NICE ..., or: export NCCL_CUMEM_HOST_ENABLE=0",
+    needs=(CONTAINER,),
 )
 def numa_container(machine: Machine) -> Iterator[Finding]:
     """NUMA calls in a container: allowed, or NCCL 2.26.5 and later; its buffers in host memory fail otherwise."""
@@ -116,7 +132,11 @@ def cpu_affinity(machine: Machine) -> Iterator[Finding]:
         yield warning(f"{text} of {len(online)} CPUs")
 
 
-@check("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor", "sudo cpupower frequency-set -g performance")
+@check(
+    "/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor",
+    "sudo cpupower frequency-set -g performance",
+    needs=(GPU, REAL),
+)
 def cpu_governor(machine: Machine) -> Iterator[Finding]:
     """Clock of the CPU: performance; at a low clock the launch of kernels, copies and TCP are slow."""
     folder = "sys/devices/system/cpu/cpu0/cpufreq"
@@ -127,7 +147,7 @@ def cpu_governor(machine: Machine) -> Iterator[Finding]:
         yield (warning if value == "powersave" else info)(f"{value} ({driver or 'driver unknown'})")
 
 
-@check("/proc/sys/kernel/numa_balancing", "sudo sysctl -w kernel.numa_balancing=0")
+@check("/proc/sys/kernel/numa_balancing", "sudo sysctl -w kernel.numa_balancing=0", needs=(GPU,))
 def numa_balancing(machine: Machine) -> Iterator[Finding]:
     """NUMA balancing: 0, since pages that move stop threads for a while, and on Grace machines GPUs."""
     if machine.number("proc/sys/kernel/numa_balancing") and machine.hardware.gpus and len(machine.hardware.cpus) > 1:

@@ -4,25 +4,34 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from commopt.doctor.finding import Finding, Severity, Unread, check, error, in_order, info, ok, warning
+from commopt.doctor.finding import Check, Finding, Severity, Unread, check, error, in_order, info, ok, warning
 from commopt.doctor.gpudirect import LOAD
-from commopt.doctor.log_causes import explain
-from commopt.doctor.log_reader import HOW, TCP, Log
+from commopt.doctor.hang import hangs
+from commopt.doctor.log_causes import Warned, explain
+from commopt.doctor.log_interfaces import infiniband, judged, strangers
+from commopt.doctor.log_reader import HOW, OLDEST, TCP, Log
 from commopt.doctor.machine import Machine, version_text
 from commopt.doctor.settings import DEBUG, TUNING, harmful
 
 # Plugins for InfiniBand and RoCE: NCCL's own, NVIDIA's under its names, Google's.
 INFINIBAND = ("IB", "NCCL RDMA", "gIB", "SHARP", "UCX")
+_SLOW_RDMA = re.compile(r"i40iw|irdma|iw_?cxgb|cxgb|siw|rxe|rdmap?_?rxe")
+# ncclResult_t, as far as it is an error.
+RESULTS = ("", "CUDA error", "system error", "internal error", "invalid argument", "invalid usage", "remote error")
 UNSET_BOTH = "unset NCCL_P2P_DISABLE NCCL_SHM_DISABLE"
 
 
 def examine(log: Log) -> list[Finding]:
     """Say what the log tells, worst first."""
-    checks = (log_warnings, log_network, log_gdr, log_inside, log_adapters, log_environment, log_version)
+    checks: tuple[Check[Log], ...] = (
+        *(log_hang, log_interfaces, log_verbs, log_warnings, log_network, log_gdr, log_inside, log_adapters),
+        *(log_environment, log_version, log_understood),
+    )
     return in_order(replace(finding, read=log.source) for look in checks for finding in look(log))
 
 
@@ -31,9 +40,60 @@ def _times(counts: dict[str, int]) -> str:
 
 
 @check("log")
+def log_hang(log: Log) -> Iterable[Finding]:
+    """Ranks that hang"""
+    return hangs(log.hang)
+
+
+@check("log")
+def log_interfaces(log: Log) -> Iterable[Finding]:
+    """Interfaces between nodes"""
+    return judged(log)
+
+
+@check("log")
+def log_verbs(log: Log) -> Iterator[Finding]:
+    """InfiniBand in reach"""
+    names = infiniband(log)
+    switched_off = log.environment.get("NCCL_IB_DISABLE", "0") != "0" or "NCCL_NET" in log.environment
+    if names and not switched_off and log.machines != 1:
+        expected = "RDMA: InfiniBand is there, but NCCL sees no device of verbs and sends IP packets over it, several "
+        expected += "times slower; in a container /dev/infiniband is missing, or memory may not be locked"
+        remedy = "docker run --device=/dev/infiniband --ulimit memlock=-1 --cap-add=IPC_LOCK ...; ibv_devinfo in there"
+        value = f"sockets over {', '.join(names)} (IPoIB)" + (", NET/IB : No device found" if log.no_ib_device else "")
+        yield error(value, expected, remedy)
+
+
+@check("log")
 def log_warnings(log: Log) -> Iterable[Finding]:
     """Warnings of NCCL"""
-    return explain(log.warnings)
+    caused = bool(strangers(log)) or any(one.severity is Severity.ERROR for one in judged(log))
+    caused = caused or bool(infiniband(log)) or bool(log.hang.groups)
+    # Every failure has a warning as a rule; where there is none, the way back of the result is what there is.
+    warnings = log.warnings or _first_failure(log)
+    return explain(warnings, log.environment, log.version, bool(log.merged), caused)
+
+
+def _first_failure(log: Log) -> dict[str, Warned]:
+    """Return the first result that was an error, if one came back to a call; some do not when a job ends well."""
+    returned = any(re.search(r"(?:^|/)(?:init|group|enqueue|collectives)\.cc", one.file) for one in log.failed.values())
+    if not returned or log.hang:
+        return {}
+    kind, one = next(iter(log.failed.items()))
+    result = RESULTS[int(one.text.partition("-> ")[2][:1])]
+    return {kind: one._replace(text=f"{result} without a warning: {one.text}")}
+
+
+@check("log")
+def log_understood(log: Log) -> Iterator[Finding]:
+    """What the log tells"""
+    if log.version is not None and log.version < OLDEST:
+        expected = f"NCCL {version_text(OLDEST)} or newer: how older ones write connections is not known here"
+        remedy = "a newer torch (or NCCL), whose log tells more; its own lines: grep -e Ring -e via -e WARN"
+        yield warning(f"NCCL {version_text(log.version)}", expected, remedy)
+    elif not log.channels and not log.warnings and not log.failed and not log.hang:
+        expected = "lines `Channel ... via`: without one this log does not say whether communication is slow"
+        yield warning("no connection in this log", expected, f"run to the first step with {HOW}", "medium")
 
 
 @check("log")
@@ -92,9 +152,12 @@ def _sockets(log: Log, names: str) -> Finding:
         # libibverbs is normally absent where there is no adapter, which the log does not tell.
         kind, sure = (warning, "medium") if "libibverbs" in because[0] else (error, "high")
         return kind(f"{names}; {because[0]}", cost, because[1], sure)
-    remedy = "no RDMA adapter? then: NCCL_SOCKET_NTHREADS=4 NCCL_NSOCKS_PERTHREAD=4, and compress between nodes"
+    question = "" if infiniband(log) else "no RDMA adapter? then: "
+    remedy = f"{question}NCCL_SOCKET_NTHREADS=4 NCCL_NSOCKS_PERTHREAD=4, and compress between nodes"
     if log.sockets > 1:
-        names, remedy = f"{names}, {log.sockets} sockets each", "no RDMA adapter? then: compress between nodes"
+        names, remedy = f"{names}, {log.sockets} sockets each", f"{question}compress between nodes"
+    elif {"NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD"} & {*log.environment}:
+        remedy = f"{question}compress between nodes"
     return warning(names, cost, remedy, "medium")
 
 
@@ -129,6 +192,8 @@ def log_gdr(log: Log) -> Iterator[Finding]:
             yield warning(f"disabled for {'; '.join(without)}", expected, _fix_gpudirect(log, without), "medium")
         return
     value = f"{direct} of {rdma} times" + (f"; disabled for {'; '.join(reasons)}" if reasons else "")
+    if log.gdr and not direct:
+        value += f"; though enabled for {', '.join(sorted(log.gdr)[:3])}"
     expected = "on all: other messages are copied through CPU memory, which can halve the bandwidth "
     expected += "(GeForce cards and GB10 have none)"
     plugins = {name.split("/")[1] for name in log.network_channels} - {*TCP}
@@ -152,8 +217,13 @@ def _fix_gpudirect(log: Log, reasons: list[str]) -> str:
     for name in ("NCCL_NET_GDR_LEVEL", "NCCL_IB_GDR_LEVEL"):
         if log.environment.get(name, "").upper() in ("LOC", "0"):
             return f"unset {name}"
-    if any("distance" in reason for reason in reasons):
-        return "a nearer adapter (NCCL_IB_HCA), or try: export NCCL_NET_GDR_LEVEL=PHB (or SYS)"
+    level = log.environment.get("NCCL_NET_GDR_LEVEL", log.environment.get("NCCL_IB_GDR_LEVEL"))
+    # An adapter that is called enabled has its module, or DMA-BUF: what is left is the distance from the GPU.
+    if any("distance" in reason for reason in reasons) or log.gdr or level is not None:
+        now = f" (now {level})" if level is not None else ""
+        return f"a nearer adapter (NCCL_IB_HCA), or try: export NCCL_NET_GDR_LEVEL=PHB (or SYS){now}"
+    if log.environment.get("NCCL_DMABUF_ENABLE") == "0":
+        return f"unset NCCL_DMABUF_ENABLE, or: {LOAD}"
     return f"{LOAD}; then: python -m commopt doctor"
 
 
@@ -194,9 +264,27 @@ def log_adapters(log: Log) -> Iterator[Finding]:
     if log.provider:
         shown += f"; libfabric over {log.provider}"
     used = [name for plugin, place in log.adapters for name in log.devices.get(plugin, {}).get(place, [])]
-    if len({name.split("/")[1] for name in used if "/" in name}) > 1:
+    # Where queues cannot be joined, the numbers may mean other adapters on the next node.
+    joined = not any("ibv_modify_qp" in one.text or "ncompatible" in one.text for one in log.warnings.values())
+    if len({name.split("/")[1] for name in (used if joined else log.names("IB")) if "/" in name}) > 1:
         remedy = "export NCCL_IB_HCA to the adapters of one kind: ibstat | grep -e CA -e layer"
         yield warning(shown, "one kind of network: NCCL cannot connect InfiniBand with Ethernet", remedy, "medium")
+    elif soft := sorted({name for name in log.names("IB") if _SLOW_RDMA.match(name)}):
+        others = ",".join(name.partition("/")[0] for name in log.names("IB") if name not in soft)
+        remedy = f"export NCCL_IB_HCA=={others}" if others else "export NCCL_IB_DISABLE=1"
+        expected = f"adapters of RoCE or InfiniBand: {', '.join(soft)} is iWARP, or RDMA in software"
+        yield warning(shown, expected, remedy, "medium")
+    elif bonds := sorted({name for name in used or log.names("IB") if "bond" in name}):
+        queues = log.environment.get("NCCL_IB_QPS_PER_CONNECTION", "1")
+        if queues in ("0", "1"):
+            expected = "several queue pairs: each goes over one port of the bond, so one uses half of the bandwidth"
+            remedy = "export NCCL_IB_QPS_PER_CONNECTION=2 (or 4) NCCL_IB_SPLIT_DATA_ON_QPS=0"
+            value = f"{shown}; one queue pair per connection over {', '.join(bonds)}"
+            yield warning(value, expected, remedy, "medium")
+        else:
+            yield info(shown, f"bonds, with {queues} queue pairs per connection")
+    elif all(plugin in TCP for plugin in listed) and all(plugin in TCP for plugin, _ in log.adapters):
+        yield info(shown, "the interfaces that sockets may use")
     else:
         yield info(shown, "all fast adapters, with enough ranks")
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What NCCL really did: the facts in logs written with NCCL_DEBUG=INFO, for NCCL 2.4 and later."""
+"""What NCCL really did: the facts in logs written with NCCL_DEBUG=INFO, and in what torch writes when ranks hang.
+
+NCCL 2.4 and later; of older ones the network and its interfaces.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from commopt.doctor.log_causes import alike
+from commopt.doctor.flight_recorder import read_dump
+from commopt.doctor.hang import Hang
+from commopt.doctor.log_causes import Warned, alike
 from commopt.doctor.machine import Version
 from commopt.document import plain_file, reason_of
 from commopt.errors import ConfigurationError
@@ -20,6 +25,8 @@ HOW = "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,ENV,NET,GRAPH NCCL_DEBUG_FILE=nccl
 LONGEST = 4000  # characters of a line that are looked at: rings of large jobs are longer, and not needed
 MOST = 200  # different lines of one kind that are kept
 MOST_RANKS = 100_000
+OLDEST = (2, 4)
+"""Connections of earlier versions of NCCL may be written in ways that are not known here."""
 TCP = ("Socket", "FastSocket")
 """Plugins that send through the kernel; all others do RDMA, or what a provider has in its place."""
 
@@ -43,6 +50,10 @@ class Log:
     networks: Counter[str] = field(default_factory=Counter)
     devices: dict[str, dict[int, list[str]]] = field(default_factory=dict)
     """Names of adapters and interfaces by NET plugin ("IB", "Socket") and number, which nodes may give differently."""
+    merged: set[str] = field(default_factory=set)
+    """Adapters that NCCL made one of: "mlx5_0:1/IB"."""
+    interfaces: dict[tuple[str, str, str], set[str]] = field(default_factory=dict)
+    """The hosts that told each (use, name, address); the use is "Bootstrap", "Socket" or "OOB"."""
     provider: str | None = None
     """What libfabric goes over: "efa", "tcp"."""
     sockets: int = 1
@@ -54,6 +65,8 @@ class Log:
     adapters: Counter[tuple[str, int]] = field(default_factory=Counter)
     """Ends of connections by plugin and device number."""
     no_gdr: Counter[str] = field(default_factory=Counter)
+    gdr: set[str] = field(default_factory=set)
+    """Adapters that the log calls enabled for GPUDirect RDMA: "HCA 0 'mlx5_0'"."""
     environment: dict[str, str] = field(default_factory=dict)
     by_plugin: dict[str, bool] = field(default_factory=dict)
     """Variables that a network plugin set, not a person."""
@@ -66,8 +79,12 @@ class Log:
     """A GPU that the job's own lines name and that has no GPUDirect RDMA, whatever is installed."""
     mnnvl: bool = False
     """Whether the nodes share NVLink."""
-    warnings: dict[str, tuple[str, int]] = field(default_factory=dict)
+    warnings: dict[str, Warned] = field(default_factory=dict)
     """The first of each kind of warnings, and how many there were, in the order of the log."""
+    failed: dict[str, Warned] = field(default_factory=dict)
+    """Lines of INFO with a result that is an error ("misc/socket.cc:505 -> 2"), which NCCL writes on its way back."""
+    hang: Hang = field(default_factory=Hang)
+    """What torch wrote about ranks that hang."""
 
     @property
     def network_channels(self) -> dict[str, int]:
@@ -96,11 +113,18 @@ class Log:
 def read_logs(paths: Sequence[Path]) -> Log:
     """Read logs of one job as one: files, and all files of a folder (one for each rank, say).
 
-    Raises ConfigurationError (one line) for what cannot be read, and where no file has a line of NCCL.
+    Dumps of torch's flight recorder (pickle or JSON) among them are read too. Raises ConfigurationError (one line) for
+    what cannot be read, and where no file has a line of NCCL, nor of torch's watchdog.
     """
     files = [file for path in paths for file in (_files(path) if os.path.isdir(path) else [path])]
     source = str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
-    log = parse_log((line for file in files for line in _lines(file)), source)
+    hang, texts = Hang(), []
+    for file in files:
+        if (dump := read_dump(file)) is None:
+            texts.append(file)
+        else:
+            hang.add_dump(dump)
+    log = parse_log((line for file in texts for line in _lines(file)), source, hang)
     if log is None:
         raise ConfigurationError(f"{source} has no line of NCCL in it; pass a log written with {HOW}")
     return log
@@ -128,29 +152,38 @@ def _lines(path: Path) -> Iterator[str]:
         raise ConfigurationError(f"{path} cannot be read ({reason_of(error)}); pass a log written with {HOW}") from None
 
 
-_VERSION = re.compile(r"NCCL version (\d+)\.(\d+)\.(\d+)")
+_VERSION = re.compile(r"[NR]CCL version (\d+)\.(\d+)\.(\d+)")
 _MESSAGE = re.compile(r"NCCL (INFO|WARN)\b")
 _FILE = re.compile(r"([\w/]+\.(?:cc|cu|h)):\d+ *$")
 _HOST = re.compile(r"([\w.\-]+):\d+:\d+ \[")
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _LAST_ERROR = "Last error:"  # what torch says above the text of the last warning, whatever NCCL_DEBUG is
-_NO_GDR_GPU = re.compile(r"GeForce|NVIDIA GB10\b")
-_RANK = re.compile(r"^\s*(?:\[rank\d+\]:)?\s*")
+_LAST_ENTRY = re.compile(r"Last NCCL warning\(error\) log entry \(may be unrelated\) '(.{1,400}?)'(?:\.|$)")
+"""What XLA says."""
+_NO_GDR_GPU = re.compile(r"GeForce|(?:NVIDIA |\b)GB10\b|\bJetson\b|\b(?:NVIDIA Thor|Orin)\b|\broceP2p1s0f[01]\b")
+"""Or, in an adapter's name, the second PCI domain of a GB10's own card."""
+_RANK = re.compile(r"^\s*(?:\[[\w|]+\]:)?\s*")
 _NO_VERBS = "Failed to open libibverbs"  # a warning in old versions, although a machine without RDMA needs none
 
 
-def parse_log(lines: Iterable[str], source: str) -> Log | None:
-    """Collect the facts of a log; None when no line is NCCL's."""
-    log, any_line, last_error, line_before = Log(source), False, False, ""
+def parse_log(lines: Iterable[str], source: str, hang: Hang | None = None) -> Log | None:
+    """Collect the facts of a log; None when no line is NCCL's, nor of torch's watchdog, and `hang` has nothing."""
+    log, any_line, line_before = Log(source, hang=hang or Hang()), False, ""
+    prefix: str | None = None  # of the line above
     for line in lines:
         line = line[:LONGEST]
-        if last_error:
+        log.hang.add_line(line)
+        if prefix is not None:
             any_line = True
-            _warning(log, _RANK.sub("", line).strip())
-        last_error, line_before = _LAST_ERROR in line and "nccl" in line_before.lower(), line
+            _warning(log, _RANK.sub("", line.removeprefix(prefix)).strip())
+        told = _LAST_ERROR in line and "nccl" in line_before.lower()
+        prefix, line_before = line.partition(_LAST_ERROR)[0] if told else None, line
+        for entry in _LAST_ENTRY.finditer(line):
+            any_line = True
+            _warning(log, entry[1])
         if log.no_gdr_gpu is None and (gpu := _NO_GDR_GPU.search(line)):
-            log.no_gdr_gpu = gpu[0]
-        if "NCCL" not in line:
+            log.no_gdr_gpu = "GB10" if gpu[0].startswith("roce") else gpu[0]
+        if "CCL" not in line:  # RCCL is AMD's
             continue
         line = _COLOUR.sub("", line)
         if version := _VERSION.search(line):
@@ -159,34 +192,56 @@ def parse_log(lines: Iterable[str], source: str) -> Log | None:
         before, *rest = _MESSAGE.split(line)
         for kind, text in zip(rest[::2], rest[1::2], strict=True):
             any_line = True
-            if (hosts := _HOST.findall(before)) and len(log.hosts) < MOST:
-                log.hosts.add(hosts[-1])
+            hosts = _HOST.findall(before)
+            host = hosts[-1] if hosts else ""
+            if host and len(log.hosts) < MOST:
+                log.hosts.add(host)
             if kind == "INFO":
-                _info(log, text.strip())
+                _info(log, text.strip(), host)
             else:
                 file = _FILE.search(before)
-                # CUDA's errors mean different things in different places.
-                where = f" ({file[1]})" if file and text.startswith(" Cuda failure") else ""
-                _warning(log, text.strip() + where)
+                _warning(log, text.strip(), file[1] if file else "")
             before = text
-    return log if any_line else None
+    return log if any_line or log.hang else None
 
 
-def _warning(log: Log, text: str) -> None:
-    text = re.sub(r"^\S+:\d+ ", "", text)
-    kind = alike(text)
+def _warning(log: Log, text: str, file: str = "") -> None:
+    # CUDA's errors mean different things in different places.
+    text = re.sub(r"^\S+:\d+ ", "", text) + (f" ({file})" if file and text.startswith("Cuda failure") else "")
     if _NO_VERBS in text:
         log.no_verbs = True
     elif text:
-        first, count = log.warnings.get(kind, (text, 0))
-        _keep(log.warnings, kind, (first, count + 1))
+        _one_more(log.warnings, text, file)
 
 
-def _info(log: Log, text: str) -> None:
+def _one_more(table: dict[str, Warned], text: str, file: str) -> None:
+    kind = alike(text)
+    first = table.get(kind, Warned(text, 0, file))
+    _keep(table, kind, first._replace(times=first.times + 1))
+
+
+def _info(log: Log, text: str, host: str) -> None:
+    for use, name, address in _interfaces(text):
+        _keep(log.interfaces, (use, name, address), log.interfaces.get((use, name, address), set()) | {host})
+    if result := _RESULT.match(text):
+        _one_more(log.failed, text, result[1])
+    elif _LOUD.search(text):
+        _warning(log, text)
     for pattern, take in _LINES:
         if found := pattern.search(text):
             take(log, found)
             return
+
+
+def _interfaces(text: str) -> Iterator[tuple[str, str, str]]:
+    """Yield use, name and address of the interfaces in a line."""
+    before, oob, after = text.partition("OOB ")
+    if oob and (found := _INTERFACE.match(after)):
+        yield "OOB", found[1], found[2]
+    if use := _USING.match(before):
+        kind = "Bootstrap" if use[1] == "Bootstrap" else "Socket"
+        for found in _INTERFACE.finditer(before, use.end()):
+            yield kind, found[1], found[2]
 
 
 def _keep(table: dict[_K, _T], key: _K, value: _T) -> None:
@@ -218,7 +273,9 @@ def _devices(log: Log, found: re.Match[str]) -> None:
     places = log.devices.get(found[1], {})
     for place, fused, single in _DEVICE.findall(found[2].split("; OOB")[0]):
         there = places.get(int(place), [])
-        new = [name for name in [name for _, _, name in _DEVICE.findall(fused)] or [single] if name not in there]
+        parts = [name for _, _, name in _DEVICE.findall(fused)]
+        log.merged |= set(parts[:MOST]) if len(parts) > 1 and len(log.merged) < MOST else set()
+        new = [name for name in parts or [single] if name not in there]
         if new and len(there) < MOST:
             _keep(places, int(place), there + new)
 
@@ -237,6 +294,11 @@ def _no_gdr(log: Log, found: re.Match[str]) -> None:
         _count(log.no_gdr, found[1].strip())
 
 
+def _gdr(log: Log, found: re.Match[str]) -> None:
+    if "Socket" not in found[0] and len(log.gdr) < MOST:
+        log.gdr.add(found[1].strip())
+
+
 def _set(name: str, value: object = None) -> Callable[[Log, re.Match[str]], None]:
     """Set an attribute: to `value`, or to the first group."""
     return lambda log, found: setattr(log, name, value or found[1])
@@ -244,27 +306,36 @@ def _set(name: str, value: object = None) -> Callable[[Log, re.Match[str]], None
 
 # Ranks that share an output run into each other, so only what is known to belong to a name is taken.
 _OVER_NETWORK = re.compile(r"(NET|COLLNET)/([^/]+)/(\d{1,9})(?:\(\d+\))?(/GDRDMA)?")
+_ADDRESS = r"[0-9a-fA-F.:]+(?:%[\w.\-]+)?"
+_INTERFACE = re.compile(rf"(?:\[\d+\] ?)?([\w.\-@]+):({_ADDRESS})<\d+>")
+_USING = re.compile(r"(Bootstrap|NET/(?:Fast)?Socket|NET) ?: Using (?:interface )?")
+_RESULT = re.compile(r"((?:[\w\-]+/)*[\w\-]+\.(?:cc|cu|h)):\d+ -> [1-6]\b")  # 7 is "in progress"
+# What newer versions say as INFO and older ones as WARN, and what delays or prevents a connection.
+_LOUD = re.compile(
+    r"Could not find a path for pattern|Tried merging multiple devices|magic mismatch|ibv_modify_qp failed.*retrying"
+)
 _INSIDE = re.compile(r"P2P/(?:direct pointer|indirect|IPC|CUMEM|MNNVL|\w+)(?:/read)?(?:/CE)?|SHM(?:/(?:direct|CE))*")
 _DEVICE = re.compile(r"\[(\d{1,9})\](?:=\{([^}]*)\}| ?([\w.\-]+:\d+/\w+|[\w.\-]+))")
 
 # What a line of INFO says: the first pattern that is found counts.
 _LINES: tuple[tuple[re.Pattern[str], Callable[[Log, re.Match[str]], None]], ...] = tuple(
     (re.compile(pattern), take) for pattern, take in (
-        (r"(?:(?:Channel|Ring) \d+(?:/\d+)? : \d+(?:\[\w+\])? -> \d+(?:\[\w+\])?|Coll(?:Net)? \d+(?:/\d+)? : \d+) "
+        (r"(?:\d+(?:\[\w+\])? -> \d+(?:\[\w+\])?|Coll(?:Net)? \d+(?:/\d+)? : \d+) "
          r"(?:\[(send|receive)\] )?via (.+)", _channel),
         (r"(?:NET/\S+ .*?)?GPU Direct RDMA Disabled for (.*)", _no_gdr),
+        (r"(?:NET/\S+ .*?)?GPU Direct RDMA (?:\([\w\- ]+\) )?[Ee]nabled for (.*)", _gdr),
         (r"NET/OFI Selected [Pp]rovider is ([\w;\-]+)", _set("provider")),
         (r"NET/Socket ?: Using (\d+) threads and (\d+) sockets per thread",
          lambda log, found: setattr(log, "sockets", int(found[1]) * int(found[2]))),
-        (r"Using network ([\w.\-]+(?: [\w.\-]+)*)", lambda log, found: _count(log.networks, found[1])),
-        (r"NET/(\S+?) ?: Using (.*)", _devices),
-        (r"(NCCL_\w+) set (?:by environment )?to (\S+)",
+        (r"Using (?:internal )?[Nn]etwork ([\w.\-]+(?: [\w.\-]+)*)", lambda log, found: _count(log.networks, found[1])),
+        (r"NET/(\S+?) ?: Using (?!interface )(.*)", _devices),
+        (r"(NCCL_\w+) set (?:by environment )?to (\S+(?: Libfabric)?)",
          lambda log, found: _keep(log.environment, found[1], found[2].rstrip(". "))),
         (r"NET/\S+ .*\b(?:[Ss]etting|Adding) (NCCL_\w+)", lambda log, found: _keep(log.by_plugin, found[1], True)),
         (r"NET/Plugin.*?(version `[\w.]+' not found|undefined symbol: \w+)", _set("plugin_error")),
         (_NO_VERBS, _set("no_verbs", True)),
         ("NET/IB : No device found", _set("no_ib_device", True)),
         ("P2P is disabled between|Could not enable P2P between|P2P not supported between", _set("no_peer", True)),
-        (r"comm \S+ rank (\d+) n[rR]anks (\d+)(?:.*? nNodes (\d+))?", _comm),
+        (r"(?:comm \S+ )?rank (\d+) n[rR]anks (\d+)(?:.*? nNodes (\d+))?", _comm),
     )
 )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
@@ -183,3 +183,15 @@ def own_gpu(machine: Machine) -> tuple[int | None, str | None]:
         if name == str(place) or (gpu.uuid is not None and name.startswith("GPU-") and gpu.uuid.startswith(name)):
             return place, name
     return None, name
+
+
+Need = tuple[Callable[[Machine], object], str]
+# What a check may need: where it is not there, and what is said then.
+GPU: Need = (lambda machine: machine.hardware.gpus or machine.nvml.gpus, "no GPU")
+SEVERAL_GPUS: Need = (
+    lambda machine: max(len(machine.hardware.gpus), len(machine.nvml.gpus)) > 1,
+    "fewer than two GPUs",
+)
+SEVERAL_NODES: Need = (lambda machine: machine.several_nodes, "no job on several nodes")
+CONTAINER: Need = (lambda machine: machine.in_container, "no container")
+REAL: Need = (lambda machine: not machine.virtual, "a virtual machine")

@@ -7,7 +7,7 @@ import re
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
-from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
 from typing import NamedTuple
 
 from commopt.doctor.machine import Machine
@@ -21,7 +21,12 @@ INTERNAL = (
     *("vnet", "tap", "vmnet", "vboxnet", "lxdbr", "cilium", "kube-", "nodelocaldns", "nerdctl", "vxlan", "genev"),
     *("ovs-", "antrea", "weave", "eni", "azv", "gke"),
 )
+# They lead to other machines, but through a program that wraps and often encrypts each packet.
+TUNNELS = ("tun", "ip6tnl", "tailscale", "wg", "zt", "utun", "ppp", "gre", "sit", "ipsec", "nebula", "nordlynx")
+INFINIBAND = re.compile(r"ib(?:\d|[sp]\d|_|mgt)|mlx\d?ib|hsi\d|opap?\d")
+"""Names of IPoIB interfaces: ib0, ibs1, ibp12s0."""
 LINK_LOCAL = IPv6Network("fe80::/64")
+LIBVIRT, DOCKER = IPv4Network("192.168.122.0/24"), IPv4Network("172.17.0.0/16")
 AMAZON, GOOGLE = 0x1D0F, 0x1AE0
 
 
@@ -51,8 +56,8 @@ class Interface:
 
     @property
     def internal(self) -> bool:
-        """Whether it leads nowhere but to this machine."""
-        return self.name.startswith(INTERNAL)
+        """Whether it leads nowhere but to this machine, or not fast."""
+        return astray(self.name) is not None
 
 
 @dataclass(frozen=True)
@@ -136,6 +141,30 @@ class DeviceList:
     def _matches(self, item: tuple[str, int | None], name: str, port: int | None) -> bool:
         same = name == item[0] if self.exact else name.startswith(item[0])
         return same and (item[1] is None or port is None or item[1] == port)
+
+
+def astray(name: str, address: str | None = None) -> str | None:
+    """Return why an interface is none for traffic between nodes, as far as its name and address tell; None otherwise.
+
+    An address without a name ("") is judged by itself.
+    """
+    try:
+        ip = ip_address((address or "").partition("%")[0])
+    except ValueError:
+        ip = None
+    if name == "lo" or name.startswith("lo:") or (ip is not None and ip.is_loopback):
+        return "loopback, which leads to no other node"
+    if ip is not None and ip in LIBVIRT:
+        return "the network of virtual machines (libvirt), the same on every host"
+    if ip is not None and ip in DOCKER and (not name or name.startswith("docker")):
+        return "the network of Docker, the same on every host"
+    if name.startswith(TUNNELS):
+        return "a tunnel, whose packets a program wraps"
+    if name.startswith(INTERNAL):
+        return "made by software for containers or virtual machines"
+    if isinstance(ip, IPv6Address) and ip.is_link_local:
+        return "link-local (fe80), as members of a bond and unused ports have it"
+    return None
 
 
 def interfaces(machine: Machine) -> list[Interface]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from math import inf
 
 from commopt.doctor.finding import Finding, Unread, check, error, info, unread, warning
-from commopt.doctor.machine import Machine
+from commopt.doctor.machine import Machine, Need
 from commopt.doctor.network import LINK_LOCAL, DeviceList, Port, active_ports, candidates, gids, ports
 from commopt.doctor.settings import amazon
 
@@ -16,7 +16,11 @@ PLUGINS = ("opt/amazon/ofi-nccl/lib", "opt/aws-ofi-nccl/lib", "opt/amazon/ofi-nc
 PORTS = "/sys/class/infiniband/*/ports/*"
 
 
-@check("/dev/infiniband, libibverbs, plugins of NCCL")
+ROCE: Need = (lambda machine: active_ports(machine, "Ethernet"), "no active RoCE port")
+ACTIVE: Need = (active_ports, "no active RDMA port")
+
+
+@check("/dev/infiniband, libibverbs, plugins of NCCL", needs=(ACTIVE,))
 def transport(machine: Machine) -> Iterator[Finding]:
     """RDMA instead of TCP: device files, libibverbs and plugins in NCCL's reach, which falls back to TCP otherwise."""
     if not active_ports(machine):
@@ -48,7 +52,7 @@ def _has_plugin(machine: Machine, wanted: str) -> bool:
     return False
 
 
-@check(PORTS)
+@check(PORTS, needs=((ports, "no RDMA adapter"),))
 def ib_port(machine: Machine) -> Iterator[Finding]:
     """RDMA ports: ACTIVE, LinkUp, at the rate of their siblings."""
     active = active_ports(machine)
@@ -92,7 +96,7 @@ def _selected(machine: Machine, one: Port) -> bool:
     return DeviceList.parse(machine.variable("NCCL_IB_HCA") or "").selects(one.device, one.number)
 
 
-@check("NCCL_IB_HCA, /sys/class/infiniband", "unset NCCL_IB_HCA, or list them all")
+@check("NCCL_IB_HCA, /sys/class/infiniband", "unset NCCL_IB_HCA, or list them all", needs=(ACTIVE,))
 def ib_hca(machine: Machine) -> Iterator[Finding]:
     """Choice of RDMA adapters: all equal ports of the fast network, and nothing else."""
     active, value = active_ports(machine), machine.variable("NCCL_IB_HCA") or ""
@@ -123,7 +127,11 @@ def ib_hca(machine: Machine) -> Iterator[Finding]:
         yield warning(shown, expected, f"export NCCL_IB_HCA=={value}", "medium")
 
 
-@check(f"NCCL_IB_GID_INDEX, {PORTS}/gid_attrs/types", "unset NCCL_IB_GID_INDEX (or -1)")
+@check(
+    f"NCCL_IB_GID_INDEX, {PORTS}/gid_attrs/types",
+    "unset NCCL_IB_GID_INDEX (or -1)",
+    needs=(ROCE,),
+)
 def roce_gid(machine: Machine) -> Iterator[Finding]:
     """RoCE addresses: one of version 2 on every port, which NCCL finds by itself, and packets of 4096 bytes."""
     value = machine.variable("NCCL_IB_GID_INDEX")

@@ -138,7 +138,7 @@ def _attend(
     with _told_when_left(store, me, meeting):
         verdict = poll(lambda: _read(store, f"verdict/{meeting}"), deadline, interrupt)
     if verdict:
-        return verdict["answers"], verdict["missing"]
+        return _outcome(verdict)
     absent = [place for place in range(1, size) if _read(store, f"seat/{place}").get("meeting") != meeting]
     return _verdict(store, meeting, absent or [0])
 
@@ -148,8 +148,16 @@ def _verdict(
 ) -> tuple[list[Facts], list[int]]:
     """Write how a meeting ended unless it has; return the answers of all, and who was missing, as it stands then."""
     mine = json.dumps({"missing": missing, "answers": answers})
-    verdict = json.loads(store.compare_set(f"verdict/{meeting}", "", mine))
-    return verdict["answers"], verdict["missing"]
+    return _outcome(_parsed(store.compare_set(f"verdict/{meeting}", "", mine), "verdict"))
+
+
+def _outcome(verdict: Facts) -> tuple[list[Facts], list[int]]:
+    answers, missing = verdict.get("answers"), verdict.get("missing")
+    if not isinstance(answers, list) or not isinstance(missing, list) or not all(isinstance(n, int) for n in missing):
+        raise _foreign("verdict")
+    if not all(isinstance(answer, dict) and {"purpose", "problem"} <= answer.keys() for answer in answers):
+        raise _foreign("verdict")
+    return answers, missing
 
 
 @contextmanager
@@ -177,9 +185,33 @@ def poll(look: Callable[[], Any], deadline: float, interrupt: Callable[[], None]
 
 
 def _read(store: LimitedStore, key: str) -> Facts:
+    """Return what stands under a key: a seat, an invitation or a verdict; {} where there is nothing."""
     text = store.read(key)
-    facts: Facts = {} if text is None else json.loads(text)
+    facts = {} if text is None else _parsed(text, key)
+    answer = facts.get("facts", {"purpose": None, "problem": None})
+    whole = {"meeting", "facts"} <= facts.keys() or "ticket" in facts or not key.startswith("seat")
+    whole = whole and ("meeting" in facts or not key.startswith("invitation"))
+    named = all(isinstance(facts.get(name, ""), str) for name in ("meeting", "ticket"))
+    if facts and not (whole and named and isinstance(answer, dict) and {"purpose", "problem"} <= answer.keys()):
+        raise _foreign(key)
     return facts
+
+
+def _parsed(text: str | bytes, key: str) -> Facts:
+    try:
+        facts = json.loads(text)
+    except (ValueError, RecursionError):
+        facts = None
+    if not isinstance(facts, dict):
+        raise _foreign(key)
+    return facts
+
+
+def _foreign(key: str) -> MismatchError:
+    return MismatchError(
+        f"what stands under {key!r} in the rendezvous store is not what commopt writes: another program uses this "
+        f"store, or other versions of commopt run on some ranks; give the job a store, and the ranks a version, of one"
+    )
 
 
 # ------------------------------------------------------------------------------------------- memberships

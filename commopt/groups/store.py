@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from commopt.errors import TransportError
+from commopt.groups.signed import own_secret, seal, unseal
 
 _T = TypeVar("_T")
 
@@ -31,7 +32,8 @@ class LimitedStore:
     """Keys under `prefix` in the store of the world; no call outlasts `limit_s`, nor the `deadline` by more than 0.5 s.
 
     Methods are those of torch's stores. All of them raise TransportError when there is no answer in time, and when the
-    connection is lost.
+    connection is lost. With a secret values are signed, and `get`, `read` and `compare_set` also raise it for one that
+    somebody else wrote; the numbers of `add` are not.
     """
 
     def __init__(self, connection: _Connection, prefix: str, limit_s: float, deadline: float = float("inf")) -> None:
@@ -55,12 +57,11 @@ class LimitedStore:
 
     def set(self, key: str, value: str) -> None:
         """Write a value."""
-        self._call("set", self._prefix + key, value)
+        self._call("set", self._prefix + key, self._sealed(key, value))
 
     def get(self, key: str) -> bytes:
         """Return a value that is there: to be called after `check` has said so."""
-        value: bytes = self._call("get", self._prefix + key)
-        return value
+        return self._unsealed(key, self._call("get", self._prefix + key))
 
     def check(self, keys: list[str]) -> bool:
         """Return whether all keys are there."""
@@ -72,8 +73,8 @@ class LimitedStore:
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """Write `desired` where `expected` stands ("": nothing); return what stands there then."""
-        value: bytes = self._call("compare_set", self._prefix + key, expected, desired)
-        return value
+        before = self._sealed(key, expected) if expected else ""
+        return self._unsealed(key, self._call("compare_set", self._prefix + key, before, self._sealed(key, desired)))
 
     def delete_key(self, key: str) -> bool:
         """Remove a key; return whether it was there."""
@@ -87,6 +88,12 @@ class LimitedStore:
         """End the connection, for all prefixes; whoever asks from now on gets a TransportError."""
         self._connection.close()
 
+    def _sealed(self, key: str, value: str) -> str:
+        return seal(self._connection.secret, self._prefix + key, value)
+
+    def _unsealed(self, key: str, value: bytes) -> bytes:
+        return unseal(self._connection.secret, self._prefix + key, value)
+
     def _call(self, method: str, *arguments: Any) -> Any:
         limit_s = min(self._limit_s, max(self._deadline - time.monotonic(), _LAST_CALL_S))
         return self._connection.call(method, arguments, limit_s)
@@ -95,7 +102,8 @@ class LimitedStore:
 class _Connection:
     """One client and its thread, for all of this process's keys in one store."""
 
-    def __init__(self, store: dist.Store, limit_s: float) -> None:
+    def __init__(self, store: dist.Store, limit_s: float, secret: bytes | None = None) -> None:
+        self.secret = secret
         self._requests: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._under_way: list[tuple[Future[Any], float]] = []  # at most one: the call the thread is in, since when
         self._stuck: Future[Any] | None = None
@@ -182,21 +190,25 @@ _connecting = threading.Lock()
 _all: WeakSet[_Connection] = WeakSet()
 
 
-def limited(store: dist.Store, prefix: str, limit_s: float) -> LimitedStore:
-    """Return the keys under `prefix` in any store, over a connection of its own. Raises as `limited_store`."""
-    return LimitedStore(_Connection(store, limit_s), f"{prefix}/", limit_s)
+def limited(store: dist.Store, prefix: str, limit_s: float, secret: bytes | None = None) -> LimitedStore:
+    """Return the keys under `prefix` in any store, over a connection of its own; values are signed with `secret`.
+
+    Raises as `limited_store`.
+    """
+    return LimitedStore(_Connection(store, limit_s, secret), f"{prefix}/", limit_s)
 
 
 def limited_store(prefix: str, limit_s: float) -> LimitedStore:
     """Return the keys under `prefix` in the store of the world that is initialized now.
 
-    Raises TransportError when no connection to it can be had within `limit_s`.
+    Values are signed where COMMOPT_SECRET is set, which has to be on all ranks. Raises TransportError when no
+    connection to it can be had within `limit_s`.
     """
     world = c10d._get_default_group()
     with _connecting:
         connection = _connections.get(world)
         if connection is None:
-            connection = _connections[world] = _Connection(c10d._get_default_store(), limit_s)
+            connection = _connections[world] = _Connection(c10d._get_default_store(), limit_s, own_secret())
     return LimitedStore(connection, f"{prefix}/", limit_s)
 
 

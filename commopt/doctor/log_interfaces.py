@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The interfaces that a log names: which of them cannot be a way between the nodes, by the rules for a live machine."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from commopt.doctor.finding import Finding, error, warning
+from commopt.doctor.log_reader import TCP, Log
+from commopt.doctor.network import INFINIBAND, TUNNELS, astray
+
+_REFUSED = re.compile(r"refused|timed out|[Nn]o route|unreachable|abort|returned 11[0-3]|reset|retry count")
+_PEER = re.compile(r"(?:\[([0-9a-fA-F:.%\w]+)\]|([0-9a-fA-F:.]+(?:%[\w.]+)?))<\d+>")
+
+
+SAME = "the same address"
+
+
+class Interface(NamedTuple):
+    """An interface that NCCL named."""
+
+    name: str
+    address: str
+    use: str
+    """ "Bootstrap", "Socket", "OOB"; "peer" for an address that did not answer."""
+    why: str | None
+    """Why it cannot lead to other nodes, as far as the log tells."""
+
+
+def named(log: Log) -> list[Interface]:
+    """Return the interfaces of a log, judged by name, address, and the hosts that have the same address."""
+    hosts: dict[str, set[str]] = {}
+    for (_, _, address), told in log.interfaces.items():
+        hosts.setdefault(address, set()).update(told)
+    found = []
+    for use, name, address in log.interfaces:
+        why = astray(name, address)
+        if len(same := hosts[address] & log.hosts) > 1:
+            everywhere = f"{SAME} on {' and '.join(sorted(same)[:3])}, so each host finds itself there"
+            why = everywhere if why is None else f"{why}, and {everywhere}"
+        found.append(Interface(name, address, use, why))
+    return found
+
+
+def strangers(log: Log) -> list[Interface]:
+    """Return the addresses that did not answer and cannot have been another node's: loopback, Docker's, libvirt's."""
+    told = {address: name for _, name, address in log.interfaces}
+    found = {}
+    for one in log.warnings.values():
+        for match in _PEER.finditer(one.text if _REFUSED.search(one.text) else ""):
+            address = match[1] or match[2]
+            if (why := astray(told.get(address, ""), address)) is not None:
+                found[address] = Interface(told.get(address, ""), address, "peer", why)
+    return [*found.values()]
+
+
+def judged(log: Log) -> Iterator[Finding]:
+    """Yield what is wrong with the interfaces of a job on several nodes."""
+    if log.machines == 1 or (log.machines is None and log.channels and not log.network_channels):
+        return
+    every, refused = named(log), strangers(log)
+    bad = _in_use(log, [one for one in every if one.why is not None])
+    if not bad and not refused:
+        return
+    apart = (log.machines or 1) > 1
+    fine = sorted({one.name for one in every if one.why is None})
+    shown = [f"{one.name} {one.address}: {one.why}" for one in {(one.name, one.address): one for one in bad}.values()]
+    known = {one.address for one in bad}
+    shown += [f"{one.address} did not answer: {one.why}" for one in refused if one.address not in known]
+    value = "; ".join(shown[:4]) + (f"; and {len(shown) - 4} more" if len(shown) > 4 else "")
+    expected = "an interface on the network that the nodes share" + (f" ({', '.join(fine[:4])})" if fine else "")
+    # A tunnel leads there, slowly, and a name alone may mislead: in some containers the only interface is called veth0.
+    ends = [one for one in bad if SAME in (one.why or "") or astray("", one.address) is not None]
+    named_only = {one.name for one in bad if one not in ends and not one.name.startswith(TUNNELS)}
+    alone = bool(ends) and (not fine or any(one.use == "Bootstrap" for one in ends))
+    wrong = bool(refused) or (apart and (alone or any(SAME in (one.why or "") for one in ends)))
+    remedy = _remedy(log, fine or sorted(named_only), any("loopback" in (one.why or "") for one in [*bad, *refused]))
+    yield (error if wrong else warning)(value, expected, remedy, "high" if wrong else "medium")
+
+
+def _in_use(log: Log, bad: list[Interface]) -> list[Interface]:
+    """Leave out the interfaces that carry nothing: sockets beside RDMA, or those that no connection uses."""
+    places = {place for plugin, place in log.adapters if plugin in TCP}
+    devices = {name for place in places for plugin in TCP for name in log.devices.get(plugin, {}).get(place, [])}
+    sockets = bool(places) or any(name in TCP for name in log.networks) or not log.networks
+    return [one for one in bad if one.use != "Socket" or (sockets and (not places or one.name in devices))]
+
+
+def _remedy(log: Log, fine: list[str], loopback: bool) -> str:
+    variable, value = "NCCL_SOCKET_IFNAME", log.environment.get("NCCL_SOCKET_IFNAME")
+    if fine:
+        return f"export {variable}=={','.join(fine[:4])}" + (f" (now {value})" if value else "")
+    find = f"export {variable}=NAME (ip route get ADDRESS_OF_THE_OTHER_NODE names it)"
+    names = "; correct a host name, or MASTER_ADDR, that means 127.0.0.1 in /etc/hosts" if loopback else ""
+    return (f"unset {variable} (now {value}), or " if value else "") + find + names
+
+
+def infiniband(log: Log) -> list[str]:
+    """Return the IPoIB interfaces that sockets use, though nothing uses verbs."""
+    if log.names("IB") or not any(name in TCP for name in log.networks):
+        return []
+    return sorted({name for use, name, _ in log.interfaces if use != "OOB" and INFINIBAND.match(name)})
