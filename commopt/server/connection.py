@@ -59,7 +59,7 @@ class Connection:
         self.number, self.steps = -1, 0
         self._lost = self._lost_kind = ""
         self._status: dict[str, Any] = {}
-        self._inbox: Queue[tuple[int, bytes]] = Queue(_FRAMES)
+        self._inbox: Queue[tuple[int, memoryview]] = Queue(_FRAMES)
         self._link, self._timeout_s = find_server(address, given_secret(None))
         self._thread = Thread(target=self._listen, name="commopt-worker", daemon=True)
         try:
@@ -100,7 +100,8 @@ class Connection:
 
         attaching: raise ConfigurationError where those waited for are workers of this process that stand still.
         """
-        said = moved = time.monotonic()
+        moved = time.monotonic()
+        said = moved - (SAY_S * 2 / 3 if attaching else 0)  # often for a worker that nobody has started
         steps = -1
         while (body := self._next(TEXT)) is None:
             now = time.monotonic()
@@ -144,7 +145,7 @@ class Connection:
 
     # ------------------------------------------------------------------------------------- what comes
 
-    def _next(self, kind: int) -> bytes | None:
+    def _next(self, kind: int) -> memoryview | None:
         """Return the next frame, which must be of a kind; None when none has come for a moment."""
         try:
             found, body = self._inbox.get(timeout=_LOOK_S)
@@ -162,7 +163,7 @@ class Connection:
             while True:
                 kind, body = self._link.receive()
                 if kind == BEAT:
-                    self._status = words_of(body) if body else {}
+                    self._status = words_of(body)
                 else:
                     self._keep(kind, body)
         except EndedError as error:
@@ -172,7 +173,7 @@ class Connection:
         finally:
             self._link.close()
 
-    def _keep(self, kind: int, body: bytes) -> None:
+    def _keep(self, kind: int, body: memoryview) -> None:
         while not self._link.closed:
             try:
                 return self._inbox.put((kind, body), timeout=_LOOK_S)
@@ -195,7 +196,7 @@ class Connection:
         if not self._lost:
             self._lost_kind, self._lost = kind, why or "it has ended"
             with suppress(Full):
-                self._inbox.put_nowait((END, b""))  # wakes who waits
+                self._inbox.put_nowait((END, memoryview(b"")))  # wakes who waits
 
     def _require_alive(self) -> None:
         if self._lost and self._inbox.empty():

@@ -123,22 +123,27 @@ class Link:
 
     # ------------------------------------------------------------------------------------- receiving
 
-    def receive(self, most: int = DATA_NBYTES) -> tuple[int, bytes]:
+    def receive(self, most: int = DATA_NBYTES, into: memoryview | None = None) -> tuple[int, memoryview]:
         """Return kind and body of the next frame; raises TransportError for one of more than `most` bytes.
 
-        Raises EndedError when the other side has ended the connection.
+        into: where data goes, of which a frame may be as long. Raises EndedError when the other side has ended the
+        connection.
         """
         with self._receiving:
-            return self._receive(most)
+            return self._receive(most, into)
 
-    def _receive(self, most: int) -> tuple[int, bytes]:
-        head = self._read(_HEAD.size)
+    def _receive(self, most: int, into: memoryview | None) -> tuple[int, memoryview]:
+        head, tag = bytearray(_HEAD.size), bytearray(_TAG_NBYTES)
+        self._read(memoryview(head), None)
         deadline = time.monotonic() + self._silence_s
         kind, nbytes = _HEAD.unpack(head)
-        if kind > END or nbytes > (DATA_NBYTES if kind == DATA else most):
+        if kind == DATA:
+            most = min(DATA_NBYTES, most if into is None else len(into))
+        if kind > END or nbytes > most:
             raise TransportError(f"a frame of kind {kind} and {nbytes} bytes is none that is taken here")
-        rest = self._read(nbytes + _TAG_NBYTES, deadline)
-        body, tag = rest[:nbytes], rest[nbytes:]
+        body = into[:nbytes] if kind == DATA and into is not None else memoryview(bytearray(nbytes))
+        self._read(body, deadline)
+        self._read(memoryview(tag), deadline)
         signed = self._checks.copy()
         signed.update(_COUNT.pack(self._received) + head)
         signed.update(body)
@@ -164,21 +169,19 @@ class Link:
         values = bytes_of(tensor)
         place = 0
         while place < len(values):
-            kind, body = self.receive(0)
+            kind, body = self.receive(TEXT_NBYTES, values[place:])
             if kind == BEAT:
                 continue
-            if kind != DATA or not 0 < len(body) <= len(values) - place:
+            if kind != DATA or not len(body):
                 raise TransportError(f"{len(values) - place} bytes of data were due, and something else came")
-            values[place : place + len(body)] = body
             place += len(body)
             arrived()
         return tensor
 
-    def _read(self, nbytes: int, deadline: float | None = None) -> bytes:
-        """Return so many bytes. deadline: of time.monotonic(); None: that of silence."""
-        data, found, looks = bytearray(nbytes), 0, 0
-        view = memoryview(data)
-        while found < nbytes:
+    def _read(self, view: memoryview, deadline: float | None) -> None:
+        """Fill memory. deadline: of time.monotonic(); None: so long after the first byte as silence may last."""
+        found = looks = 0
+        while found < len(view):
             try:
                 more = self._in.recv_into(view[found:])
                 if not more and self._closing.is_set():
@@ -194,9 +197,8 @@ class Link:
                     raise TransportError(f"gave no sign of life for {self._silence_s:g} s") from None
             except OSError as error:
                 raise _broken(error) from None
-            if found < nbytes and deadline is not None and time.monotonic() > deadline:
+            if found < len(view) and deadline is not None and time.monotonic() > deadline:
                 raise TransportError(f"a frame was not complete within {self._silence_s:g} s")
-        return bytes(data)
 
     # ------------------------------------------------------------------------------------- the end
 
@@ -242,10 +244,10 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(data)
 
 
-def words_of(body: bytes) -> dict[str, Any]:
+def words_of(body: bytes | memoryview) -> dict[str, Any]:
     """Return a request or an answer. Raises TransportError for anything but a JSON object."""
     try:
-        found = json.loads(body) if body else {}
+        found = json.loads(bytes(body)) if len(body) else {}
     except (ValueError, RecursionError) as error:
         raise TransportError(f"a request is not JSON: {plain(error)}") from None
     if not isinstance(found, dict):

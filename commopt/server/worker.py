@@ -77,7 +77,8 @@ class Worker:
         if self._connection is not None:
             finalize(module, setattr, self._connection, "abandoned", True).atexit = False
         self._by_hand = _ByHand(self, module)
-        after_steps.show(self, Worker._after_step)
+        # Traced with a compiled step, it would be compiled anew whenever a counter in it changes.
+        after_steps.show(self, torch.compiler.disable(Worker._after_step))
 
     def _join(self, parcels: Sequence[Parcel]) -> None:
         self._connection = Connection(self._settings, parcels)
