@@ -20,6 +20,7 @@ import torch.distributed as dist
 from commopt.bandwidth.collectives import TORCH, Implementation, Pattern
 from commopt.bandwidth.settings import Settings
 from commopt.cluster import link_rate
+from commopt.groups import join
 from commopt.version import __version__, revision
 from topology import Cluster
 
@@ -156,9 +157,8 @@ def _us(time_us: float) -> str:
 
 def preamble(settings: Settings, cluster: Cluster, device: torch.device) -> str:
     """Return the lines above the table; collective over the world."""
-    mine = (socket.gethostname(), os.getpid(), _device_name(device))
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, mine)
+    mine: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid(), "name": _device_name(device)}
+    ranks = join(None, settings.ranks_per_node).exchange("who measures", **mine)
     by_factor = settings.step_factor > 1
     lines = [
         f"# Collective: {settings.collective.name} over {cluster}, {_backend(device)}",
@@ -168,8 +168,9 @@ def preamble(settings: Settings, cluster: Cluster, device: torch.device) -> str:
         "#",
         "# Using devices",
     ]
-    for rank, (host, pid, name) in enumerate(ranks):
-        lines.append(f"#  Rank {rank:>2} Node {cluster.node_of(rank):>2} Pid {pid:>6} on {host:>10} device {name}")
+    for rank, its in enumerate(ranks):
+        of = f"Pid {its['pid']:>6} on {its['host']:>10} device {its['name']}"
+        lines.append(f"#  Rank {rank:>2} Node {cluster.node_of(rank):>2} {of}")
     return "\n".join([*lines, "#"])
 
 

@@ -8,9 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
-from typing import Any, TextIO
-
-import torch.distributed as dist
+from typing import TextIO
 
 from commopt.cluster.network import RATE_VARIABLE, Link
 from commopt.cost import Curve, LinkKey, Links
@@ -79,8 +77,8 @@ class LineRate:
 
 def line_rate_gbps(membership: Membership, environ: Mapping[str, str] = os.environ) -> float | None:
     """Return what the slowest node's network cards carry together, None when one node's are unknown; collective."""
-    everyone: list[Any] = [None] * len(membership.ranks)
-    dist.all_gather_object(everyone, own_gbps(membership, environ), group=membership.parent())
+    answers = membership.exchange("a line rate", gbps=own_gbps(membership, environ))
+    everyone = [answer["gbps"] for answer in answers]
     return None if None in everyone else min(everyone, default=inf)
 
 
