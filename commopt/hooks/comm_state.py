@@ -98,11 +98,22 @@ class CommState:
 
         With LocalSGD call it before the model is saved or evaluated, and after training: what is on its way arrives
         first, and the next round comes when it would have come. With other aggregators, and on one node, parameters are
-        equal already and nothing happens.
+        equal already and nothing happens. Raises MismatchError within `timeout`, and nothing has changed then, when not
+        all ranks call it between the same two steps.
+        """
+        registration = self._registration
+        if registration.averages is not None:
+            what = f"average_parameters after {registration.steps} averaged backwards"
+            registration.averages.run(registration.averages.client or registration.client, what)
+
+    @property
+    def nodes_differ(self) -> bool:
+        """Whether nodes may hold different parameters now: with LocalSGD, in training since average_parameters().
+
+        The same on all ranks.
         """
         averages = self._registration.averages
-        if averages is not None:
-            averages.run(averages.client or self._registration.client)
+        return averages is not None and averages.apart
 
     def close(self) -> None:
         """Finish what was started, and close commopt's process groups; every rank must, and the model trains no more.
@@ -141,12 +152,12 @@ class CommState:
 
         Of FSDP2's replicas each gets that of its shard. trace: where rank 0 writes it as a Chrome trace
         (ui.perfetto.dev reads it). Raises ConfigurationError on every rank when nothing was recorded or the file cannot
-        be written.
+        be written, and MismatchError when not all ranks call it.
         """
         from commopt.hooks.insight import timeline_of  # which reads what all ranks recorded
         from commopt.timeline import write_trace
 
-        return timeline_of(self._registration, write_trace, trace)
+        return timeline_of(self._registration, write_trace, trace, "timeline")
 
     def report(self, html: str | Path | None = None) -> Report:
         """Return where the time of a step goes: print it; collective, between two steps. Raises as `timeline`.
@@ -161,7 +172,7 @@ class CommState:
             found = report_on(timeline, self._registration, self.plan)
             write_page(file, timeline, found, self.explain(), [each.reason for each in self.decisions])
 
-        return report_on(timeline_of(self._registration, write, html), self._registration, self.plan)
+        return report_on(timeline_of(self._registration, write, html, "report"), self._registration, self.plan)
 
     def log_to(self, target: Any, every: int = 50) -> None:
         """Write what communication does to a logger, from now on, after every `every`-th step; collective.
@@ -213,9 +224,11 @@ class CommState:
         return checkpoint.part_of(self._registration)
 
     def gathered_state_dict(self) -> dict[str, Any] | None:
-        """Return all ranks' states on the first rank of the group, None on the others; collective."""
-        self._registration.require_open("gathered_state_dict")
-        return checkpoint.gather(self.state_dict(), self._registration.everyone)
+        """Return all ranks' states on the first rank of the group, None on the others; collective.
+
+        Raises MismatchError within `timeout` when not all ranks call it, between the same two steps.
+        """
+        return checkpoint.gather(self._registration)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on where `saved` was taken: one rank's state_dict(), a gathered or a merged one; collective.

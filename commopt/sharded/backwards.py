@@ -196,7 +196,8 @@ class Backwards(Registration):
         self.store.begin_step()
 
     def wire_bytes(self) -> WireBytes:
-        """Return the payload this rank has sent: here that of verdicts."""
+        """Return the payload this rank has sent: here that of verdicts, and of the rounds of a LocalSGD."""
+        sent = WireBytes() if self.averages is None else self.averages.sent
         if self._drops_with is None:
-            return WireBytes()
-        return self._drops_with.team.wire.all_reduce(_VERDICT_NBYTES) * self._verdicts
+            return sent
+        return sent + self._drops_with.team.wire.all_reduce(_VERDICT_NBYTES) * self._verdicts

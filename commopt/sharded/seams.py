@@ -297,6 +297,14 @@ def groups_of(model: nn.Module) -> list[ParameterGroup]:
     return [ParameterGroup(raw, [named(param) for param in raw.fsdp_params]) for raw in raw_groups]
 
 
+def reshard_between_steps(model: nn.Module) -> None:
+    """Let the next forward gather the parameters anew: an evaluation under no_grad() leaves the root's unsharded."""
+    if torch._C._current_graph_task_id() == -1:  # in a backward FSDP needs those of its forward
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
 def watch_backwards(model: nn.Module, ended: Callable[[], None], given_up: Callable[[], None]) -> None:
     """Call `ended` after every backward, once FSDP has reduced what it will; `given_up` in `reset_iter_state`."""
 
