@@ -7,6 +7,7 @@ import logging
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -34,6 +35,17 @@ _PACKAGES = frozenset(("torchft", "hivemind", "horovod", "deepspeed"))
 # A loop that accumulates for longer than this is taken for one whose steps nobody sees.
 _LONGEST_ACCUMULATION = 256
 _REMEMBERED = 16
+_DEEPEST = 8  # steps within steps
+
+
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """A step as it begins. first: of this optimizer. backwards: averaged so far. sent: collectives so far, by group."""
+
+    optimizer: Optimizer
+    first: bool
+    backwards: int
+    sent: Mapping[dist.ProcessGroup, int]
 
 
 class OptimizerSteps:
@@ -65,10 +77,11 @@ class OptimizerSteps:
         self._marks: list[tuple[Any, object]] = []  # of scalers, as they were after the last averaged backward
         self._ours: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
         self._examined: WeakSet[Optimizer] = WeakSet()
-        self._before: dict[dist.ProcessGroup, int] = {}
+        self._steps: list[_Step] = []  # that are being made: one optimizer's step may call another's, or its own again
+        self._backwards = 0
         self._closed = self._told = False
-        before_steps.show(self, OptimizerSteps._step_begins)
-        after_steps.show(self, OptimizerSteps._step_ends)
+        before_steps.show(self, torch.compiler.disable(OptimizerSteps._step_begins))
+        after_steps.show(self, torch.compiler.disable(OptimizerSteps._step_ends))
 
     def close(self) -> None:
         """Look at no optimizer any more."""
@@ -83,6 +96,7 @@ class OptimizerSteps:
     def backward_ended(self, *, shadowed: bool) -> None:
         """Take note of an averaged backward. shadowed: this rank has run out of data and follows others, in join()."""
         self._waiting += 1
+        self._backwards += 1
         if shadowed:
             if self._waiting >= max(self._usual, default=1):
                 self._end()
@@ -93,11 +107,19 @@ class OptimizerSteps:
 
     def settle(self) -> None:
         """See, before a forward, whether what was accumulated is done with though no optimizer has stepped."""
+        if self._is_in_step():  # of an optimizer that calls a closure
+            return
         if self._waiting == 0:
             if self._clears is None and self._usual:
                 self._clears = self._has_no_gradients()
         elif any(_mark(scaler) is not mark for scaler, mark in self._marks) or self._was_dropped():
             self._end()
+
+    def _is_in_step(self) -> bool:
+        """Return whether an optimizer is making a step; one that raised has left its step behind."""
+        if self._steps and not any(frame.f_locals.get("self") is self._steps[0].optimizer for frame in _stack()):
+            self._steps = []
+        return bool(self._steps)
 
     def _was_dropped(self) -> bool:
         """Return whether a step was dropped, as by loops that leave out what is not finite, without a GradScaler."""
@@ -143,34 +165,42 @@ class OptimizerSteps:
                 f"{type(optimizer).__name__} steps in backward, and {self._what} counts the steps between backwards, "
                 f"after which nodes average their parameters; call optimizer.step() after backward"
             )
-        groups = self._groups_between_nodes()
-        if optimizer not in self._examined:
+        groups, first = self._groups_between_nodes(), optimizer not in self._examined
+        if first:
             for thing, name in _known_to_communicate(optimizer):
                 group = getattr(thing, "process_group", None)
                 if not isinstance(group, dist.ProcessGroup) or group in groups:
                     self._refuse(name)
-        self._before = {group: _sent_in(group) for group in groups}
+        sent = {group: _sent_in(group) for group in groups}
+        self._steps = [*self._steps[-_DEEPEST:], _Step(optimizer, first, self._backwards, sent)]
 
     def _step_ends(self, optimizer: Optimizer) -> None:
         if self._closed or not self._holds_ours(optimizer):
             return
-        sent = [group for group, before in self._before.items() if _sent_in(group) != before]
-        self._before = {}
-        if sent and optimizer not in self._examined:
-            self._refuse(type(optimizer).__name__)
-        if sent and not self._told:  # perhaps by another thread meanwhile, as one that writes a checkpoint
-            self._told = True
-            _log.warning(
-                "ranks of several nodes communicated while %s made a step: if it sent parameters, %s averages what is "
-                "equal already, and nodes do not learn by themselves",
-                type(optimizer).__name__,
-                self._what,
-            )
+        step = self._steps.pop() if self._steps else None  # others are of steps that raised
+        if step is not None and step.optimizer is optimizer and self._has_communicated(step):
+            self._look_closer(step)
         self._examined.add(optimizer)
         if self._waiting:
             self._usual.append(self._waiting)
             self._by_hand = False
             self._end()
+
+    def _has_communicated(self, step: _Step) -> bool:
+        """Return whether a step has: one with a closure may have had forwards and backwards of DDP in it."""
+        return step.backwards == self._backwards and any(_sent_in(group) != sent for group, sent in step.sent.items())
+
+    def _look_closer(self, step: _Step) -> None:
+        if step.first:
+            self._refuse(type(step.optimizer).__name__)
+        if not self._told:  # and no more: it may have been another thread, as one that writes a checkpoint
+            self._told = True
+            _log.warning(
+                "ranks of several nodes communicated while %s made a step: if it sent parameters, %s averages what is "
+                "equal already, and nodes do not learn by themselves",
+                type(step.optimizer).__name__,
+                self._what,
+            )
 
     def _refuse(self, name: str) -> None:
         raise ConfigurationError(
@@ -210,15 +240,19 @@ def _sent_in(group: dist.ProcessGroup) -> int:
     return number
 
 
+def _stack() -> Iterator[FrameType]:
+    """Yield who calls, from here on outwards."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def _known_to_communicate(optimizer: Optimizer) -> Iterator[tuple[object, str]]:
     """Yield what is known by its class to do so: an optimizer, owners of its hooks, wrappers that are calling it."""
     hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
     things: list[object] = [optimizer, *(getattr(hook, "__self__", hook) for hook in hooks)]
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if "self" in frame.f_code.co_varnames[:1]:
-            things.append(frame.f_locals.get("self"))
-        frame = frame.f_back
+    things += [frame.f_locals["self"] for frame in _stack() if "self" in frame.f_locals]
     for thing in things:
         for kind in type(thing).__mro__:
             if kind.__name__ in _COMMUNICATE or kind.__module__.partition(".")[0] in _PACKAGES:
