@@ -173,9 +173,13 @@ def step_once(rank: int, world_size: int, name: str) -> str:
         next(ddp.parameters()).register_post_accumulate_grad_hook(lambda parameter: optimizer.step())
     else:
         optimizer = REFUSED[name](ddp)
-    with pytest.raises(ConfigurationError) as info:
+
+    def step() -> None:
         loss_of(ddp, batch_of(rank, 0)).backward()
         optimizer.step()
+
+    with pytest.raises(ConfigurationError) as info:
+        step()
     return str(info.value)
 
 

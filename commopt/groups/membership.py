@@ -76,8 +76,10 @@ def exchange_facts(
     if missing:
         interrupt()  # why a rank is missing says more than that it is
         names = ", ".join(str(ranks[place]) for place in missing)
+        elsewhere = {rank: each["purpose"] for rank, each in zip(ranks, answers, strict=False) if each}
+        told = "".join(f"; rank {rank} came to {other}" for rank, other in elsewhere.items() if other != purpose)
         raise MismatchError(
-            f"rank {names} did not reach {purpose} within {timeout_s:g} s, or left it with an error; it is a "
+            f"rank {names} did not reach {purpose} within {timeout_s:g} s, or left it with an error{told}; it is a "
             f"collective call: every rank of the group must make it, in the same order"
         )
     if problem is not None:
@@ -157,7 +159,7 @@ def _preside(
         store.set("meeting", meeting)
         if before is not None:
             store.delete_key(f"verdict/{before}")
-    return _verdict(store, meeting, missing, [] if missing else [answers[place] for place in range(size)])
+    return _verdict(store, meeting, missing, [answers.get(place, {}) for place in range(size)])
 
 
 def _attend(
