@@ -124,14 +124,11 @@ def test_a_standalone_call_is_never_taken_for_a_bucket() -> None:
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_whoever_waits_says_for_whom(
-    late: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(membership, "_PATIENCE_S", 0.05)
+def test_whoever_waits_says_for_whom(late: int, caplog: pytest.LogCaptureFixture) -> None:
     store, ranks, ended = limited(dist.HashStore(), "keys", 30), [4, 5, 6], list[int]()
 
     def attend(place: int) -> None:
-        membership.exchange_facts(store, ranks, place, "gathered_state_dict", {}, 30.0)
+        membership.exchange_facts(store, ranks, place, "gathered_state_dict", {}, 30.0, patience_s=0.05)
         ended.append(place)
 
     threads = [threading.Thread(target=attend, args=(place,)) for place in range(3)]

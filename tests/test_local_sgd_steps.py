@@ -77,7 +77,7 @@ def unusual_loops(rank: int, world_size: int, kind: str) -> int:
         del optimizer
     for step in range(STEPS):
 
-        def closure(step: int = step) -> Tensor:
+        def closure(step: int = step) -> Any:
             ddp.zero_grad()
             loss = loss_of(ddp, batch_of(rank, step))
             loss.backward()
@@ -91,7 +91,7 @@ def unusual_loops(rank: int, world_size: int, kind: str) -> int:
             with torch.no_grad():
                 for parameter in ddp.parameters():
                     assert parameter.grad is not None
-                    parameter -= 0.01 * parameter.grad
+                    parameter.sub_(0.01 * parameter.grad)
         elif kind == "two" or not (rank < 2 and step == 2):  # the first node leaves out a step
             optimizer.step()
             if kind == "two":

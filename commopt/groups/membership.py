@@ -38,7 +38,7 @@ _VERDICT_MARGIN_S = 5.0
 # For a rank that leaves because of an error, to say so.
 _LEAVING_S = 2.0
 # After which a wait is told of: longer than ranks are usually apart, and soon enough for whoever watches.
-_PATIENCE_S = 20.0
+PATIENCE_S = 20.0
 
 
 def exchange_facts(
@@ -50,13 +50,15 @@ def exchange_facts(
     timeout_s: float,
     interrupt: Callable[[], None] = lambda: None,
     problem: Exception | None = None,
+    patience_s: float = PATIENCE_S,
 ) -> list[Facts]:
     """Return the `facts` (JSON values) of all `ranks`, in their order; every one of them must call it.
 
     `me` is this process's place in `ranks`, which are global ranks; `store` must be private to them. `interrupt` is
     called while waiting and may raise. `problem` is why this rank cannot go on: it raises it, and all others a
     ConfigurationError. Raises MismatchError on every rank when one does not call within `timeout_s` or states another
-    `purpose`, TransportError when the store does not answer. After 20 s a warning names the ranks that are waited for.
+    `purpose`, TransportError when the store does not answer. After `patience_s` a warning
+    names the ranks that are waited for.
 
     What stands in the store may be older than this process: torchrun keeps one store through all its attempts, and a
     call that failed, or that some ranks never made, leaves its keys behind. So nothing is named by counting. Every
@@ -66,7 +68,7 @@ def exchange_facts(
     """
     trouble = None if problem is None else f"{type(problem).__name__}: {problem}"
     mine = {"purpose": purpose, "problem": trouble, **facts}
-    patience = _Patience(ranks, purpose)
+    patience = _Patience(ranks, purpose, patience_s)
     if me == 0:
         deadline = time.monotonic() + timeout_s
         answers, missing = _preside(store.until(deadline), len(ranks), mine, deadline, interrupt, patience)
@@ -97,11 +99,11 @@ def exchange_facts(
 
 
 class _Patience:
-    """Says for whom this rank waits in `purpose`: after 20 s, and then each time that the wait has doubled."""
+    """Says for whom this rank waits in `purpose`: after `first_s`, and then each time that the wait has doubled."""
 
-    def __init__(self, ranks: Sequence[int], purpose: str) -> None:
+    def __init__(self, ranks: Sequence[int], purpose: str, first_s: float) -> None:
         self._ranks, self._purpose = ranks, purpose
-        self._begun_s, self._next_s = time.monotonic(), _PATIENCE_S
+        self._begun_s, self._next_s = time.monotonic(), first_s
 
     def wait_for(self, places: Iterable[int]) -> None:
         """Take note that the ranks at `places` have not come yet."""
@@ -307,7 +309,7 @@ class Membership:
                 f"a new HookState or Communicator (and register the hook on a new DistributedDataParallel)"
             )
 
-    def agree(self, purpose: str, **facts: str) -> None:
+    def agree(self, purpose: str, **facts: Any) -> None:
         """Compare `facts` over the ranks, the first time they are stated; collective.
 
         Raises MismatchError on every rank when they differ, ConfigurationError when the process group is gone,
@@ -319,18 +321,25 @@ class Membership:
             require_equal(self.ranks, self.exchange(purpose, None, **facts), facts)
             self._agreed.add(statement)
 
-    def exchange(self, purpose: str, problem: Exception | None = None, room: str = "", **facts: Any) -> list[Facts]:
+    def exchange(
+        self,
+        purpose: str,
+        problem: Exception | None = None,
+        room: str = "",
+        patience_s: float = PATIENCE_S,
+        **facts: Any,
+    ) -> list[Facts]:
         """Return the facts of every rank, in their order; collective. Raises as `agree` does, but for differences.
 
         `problem` is why this rank cannot go on: it raises it, and the others a ConfigurationError. room: exchanges that
-        may go on at the same time, in different threads, have different ones.
+        may go on at the same time, in different threads, have different ones. patience_s: as in exchange_facts.
         """
         self.require_alive()
         hear, me = failures_among(self.ranks), self.team.rank
         store = self.store.within(room) if room else self.store
         self.store.set(_call_of(self.global_rank), purpose)
         try:
-            answers = exchange_facts(store, self.ranks, me, purpose, facts, self.timeout_s, hear, problem)
+            answers = exchange_facts(store, self.ranks, me, purpose, facts, self.timeout_s, hear, problem, patience_s)
         except MismatchError:  # who waits elsewhere for this rank is to find out why
             raise
         except CommoptError:
@@ -347,7 +356,7 @@ class Membership:
         """Return the collective call to which `rank` has come while others have not, None where there is none."""
         return self._briefly().read(_call_of(rank))
 
-    def enroll(self, kind: str, problem: Exception | None = None, **facts: str) -> str:
+    def enroll(self, kind: str, problem: Exception | None = None, **facts: Any) -> str:
         """Return the name of a new owner of operations, equal on all ranks, which compare `facts`; collective.
 
         Raises as `agree` and `exchange` do. Ranks may have counted differently, where one failed before it came here.

@@ -19,7 +19,7 @@ from torch import Tensor
 from commopt.errors import ConfigurationError
 from commopt.feedback import Layout, ResidualStore, layout_of, pieces_of, restore, save
 from commopt.feedback.checkpoint import MAX_MAGNITUDE, field, refuse, required, whole
-from commopt.groups.membership import require_equal
+from commopt.groups.membership import PATIENCE_S, require_equal
 from commopt.hooks.registration import Registration
 from commopt.schedule import require_same_parameters
 
@@ -73,10 +73,12 @@ def merged_state(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------- gathering
 
 
-def gather(registration: Registration, what: str = "gathered_state_dict") -> dict[str, Any] | None:
+def gather(
+    registration: Registration, what: str = "gathered_state_dict", patience_s: float = PATIENCE_S
+) -> dict[str, Any] | None:
     """Return all ranks' parts on the first rank of the group, None on the others; collective.
 
-    what: the call that every rank must make, for messages.
+    what: the call that every rank must make, for messages. patience_s: after which it is told who has not made it.
 
     One rank after the other sends its part to the first one, in messages of MESSAGE_NBYTES at most, over the backend of
     the CPU. Where there is none they go through the memory of the GPUs, which never hold more than one.
@@ -90,7 +92,7 @@ def gather(registration: Registration, what: str = "gathered_state_dict") -> dic
     parts = [part]
     torch.save(part, buffer)
     call, nbytes = f"{what} after {registration.steps} steps", str(len(buffer.getbuffer()))
-    answers = registration.client.agree(call, nbytes=nbytes).wait()
+    answers = registration.client.agree(call, patience_s=patience_s, nbytes=nbytes).wait()
     lengths = [0] * membership.team.size
     for rank, answer in zip(membership.ranks, answers, strict=True):
         lengths[dist.get_group_rank(group, rank)] = int(answer["nbytes"])
@@ -144,7 +146,7 @@ def load(read: Callable[[], object], registration: Registration) -> None:
         problem = str(error)
     except Exception as error:  # whatever it is, the other ranks must hear of it
         problem = f"the checkpoint cannot be read ({error!r}); load what state_dict() returned, or start without it"
-    answers = registration.client.agree("load_state_dict", None, refused=problem, **facts).wait()
+    answers = registration.client.agree("load_state_dict", refused=problem, **dict[str, Any](facts)).wait()
     _require_no_problem({rank: str(each["refused"]) for rank, each in zip(membership.ranks, answers, strict=True)})
     assert loaded is not None  # else there was a problem
     require_equal(membership.ranks, answers, facts)

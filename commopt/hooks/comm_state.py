@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from io import BytesIO
 from pathlib import Path
@@ -22,6 +23,8 @@ from topology import Cluster
 
 if TYPE_CHECKING:
     from commopt.timeline import Report, Timeline
+
+_log = logging.getLogger("commopt")
 
 
 class CommState:
@@ -277,6 +280,7 @@ class Checkpointed:
 
     def state_dict(self) -> dict[str, bytes]:
         """Return this rank's part under its own name; for another world, empty places for all ranks' parts."""
+        _warn_of_one_nodes_model(self._state)
         team = self._state.membership.team
         if self._saved_world_size is not None:
             return {f"place {place}": b"" for place in range(self._saved_world_size)}
@@ -293,7 +297,9 @@ class Checkpointed:
 class Gathered:
     """Let one rank write what all have kept, for checkpoints with a single file: Fabric's, and Accelerate's.
 
-    Every rank must save and load it. The checkpoint fits any world.
+    Every rank must save and load it, so no `if is_main_process` around save_state: what ranks have kept is sent to the
+    first one. Where not all do, a warning names the call after two seconds, and MismatchError is raised at `timeout`.
+    The checkpoint fits any world.
     """
 
     def __init__(self, state: CommState) -> None:
@@ -301,11 +307,22 @@ class Gathered:
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return what all ranks have kept on the first rank, which must be the one that writes; None on the others."""
-        return self._state.gathered_state_dict()
+        _warn_of_one_nodes_model(self._state)
+        what = "gathered_state_dict (of save_state or fabric.save, which every rank must call)"
+        return checkpoint.gather(self._state._registration, what, patience_s=2.0)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on where the checkpoint was taken, as CommState.load_state_dict; collective."""
         self._state.load_state_dict(saved)
+
+
+def _warn_of_one_nodes_model(state: CommState) -> None:
+    """Say it when the model that is saved beside a state is not that of all nodes."""
+    if state.nodes_differ and state.membership.team.rank == 0:
+        _log.warning(
+            "nodes hold different parameters, and a checkpoint of one rank's has lost what the others learned: call "
+            "average_parameters() on every rank before it is saved"
+        )
 
 
 def _read_parts(saved: Mapping[str, bytes]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from commopt.errors import CommoptError, ConfigurationError, LaneError, TransportError
 from commopt.groups import Membership, NcclByLevel, close_stores, join, keep_groups, memberships, read_arguments
+from commopt.groups.membership import PATIENCE_S
 from commopt.lanes.failure import publish_uncaught
 from commopt.lanes.lane import Lane, Operation, Work, WorkerLane
 
@@ -190,13 +191,15 @@ class LaneClient:
         device = device or self._first_device or self.team.default_device
         return self.submit(what, task, torch.zeros(1, dtype=torch.float32, device=device))
 
-    def agree(self, what: str, problem: Exception | None = None, **facts: Any) -> Agreement:
+    def agree(
+        self, what: str, problem: Exception | None = None, patience_s: float = PATIENCE_S, **facts: Any
+    ) -> Agreement:
         """Let all ranks find out, on the lane, whether they have come to the same call; all ranks must.
 
-        what: the call, and between which steps it is. `facts` go to all ranks. `problem`: as in Membership.exchange.
-        What is submitted behind it asks `refused` before it sends anything.
+        what: the call, and between which steps it is. `facts` go to all ranks. `problem`, patience_s: as in
+        Membership.exchange. What is submitted behind it asks `refused` before it sends anything.
         """
-        return Agreement(self, f"{what} ({self.name})", problem, facts)
+        return Agreement(self, f"{what} ({self.name})", problem, patience_s, facts)
 
     def together(self, what: str, task: Callable[[], _T]) -> _T:
         """Return what `task`, on the lane, returns, once all ranks have come to `what`; collective, as `agree`.
@@ -233,8 +236,11 @@ class Agreement:
     That they have not is no failure of the lane: all that came know it alike, and nothing was sent.
     """
 
-    def __init__(self, client: LaneClient, purpose: str, problem: Exception | None, facts: dict[str, Any]) -> None:
+    def __init__(
+        self, client: LaneClient, purpose: str, problem: Exception | None, patience_s: float, facts: dict[str, Any]
+    ) -> None:
         self._client, self._purpose, self._problem, self._facts = client, purpose, problem, facts
+        self._patience_s = patience_s
         self._answers: list[dict[str, Any]] = []
         self._error: Exception | None = None
         self._work = client.run(self._ask, purpose)
@@ -242,7 +248,9 @@ class Agreement:
     def _ask(self) -> None:
         membership = self._client.membership
         try:
-            self._answers = membership.exchange(self._purpose, self._problem, room=self._client.name, **self._facts)
+            self._answers = membership.exchange(
+                self._purpose, self._problem, self._client.name, self._patience_s, **self._facts
+            )
         except (LaneError, TransportError):
             raise
         except Exception as error:
