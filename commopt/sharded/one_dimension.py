@@ -74,7 +74,13 @@ class OneDimension(Backwards):
         self._watch()
         if self.gathers:
             for module in self._model.modules():
-                module.register_load_state_dict_post_hook(lambda *_: self.forget_copies(bases=False))
+                handle = module.register_load_state_dict_post_hook(lambda *_: self.forget_copies(bases=False))
+                self._undo.append(handle.remove)
+
+    def close(self, *, groups: bool = True) -> None:
+        """Take part no more, as LaneClient.close."""
+        self.leave_model()
+        super().close(groups=groups)
 
     # ------------------------------------------------------------------------------------- gradients
 

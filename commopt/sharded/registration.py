@@ -153,6 +153,7 @@ class ShardedRegistration(Backwards):
         """Take part no more, as LaneClient.close."""
         if self.averages is not None:
             self.averages.close()
+        self.leave_model()
         for client in self._clients:
             client.close(groups=groups)
 
