@@ -74,7 +74,7 @@ class DDPRegistration(Registration):
 
     def _begin(self, aggregator: Aggregator, client: lanes.LaneClient) -> None:
         aggregator.check(client.team)
-        aggregator = self.layouts.resolved(aggregator, warn=client.team.rank == 0)
+        aggregator = self.layouts.resolved(aggregator)
         self.keeps_residuals = bool(aggregator.residual_paths)
         if aggregator.adam is not None:
             refuse_second_adam(self)

@@ -83,7 +83,7 @@ class ShardedRegistration(Backwards):
             raise
         if everyone.team.rank == 0:
             warn_of_untested_torch(torch.__version__)
-        self._resolved = self._layouts.resolved(aggregator, warn=everyone.team.rank == 0)
+        self._resolved = self._layouts.resolved(aggregator)
         self.keeps_residuals = bool(aggregator.residual_paths)
         if aggregator.adam is not None:
             refuse_second_adam(self)
