@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import commopt
 from commopt import ConfigurationError, LocalSGD
 from tests.hook_training import Tower, batch_of, digest_of, loss_of, seeded
+from tests.plan_changes import heard
 from tests.ranks import run
 from tests.sharded_training import hsdp_mesh, local
 
@@ -206,32 +206,19 @@ def test_one_that_communicates_inside_the_node_alone_is_welcome() -> None:
     assert run(share_inside_the_node, 4, nodes=NODES) == [2] * 4
 
 
-class Told(logging.Handler):
-    """Keeps what is logged while a function runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-        logging.getLogger("commopt").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def hold_the_same(rank: int, world_size: int, batches_differ: bool) -> list[str]:
-    told = Told()
     ddp = TorchDDP(seeded(Tower))
     commopt.attach(ddp, LocalSGD(period=PERIOD))
     optimizer = sgd(ddp)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(ddp, batch_of(rank if batches_differ else 0, step)).backward()
-        optimizer.step()
-        if batches_differ and world_size == 3:  # a wrapper that nobody knows
-            for parameter in ddp.parameters():
-                dist.broadcast(parameter.data, 0)
-    logging.getLogger("commopt").removeHandler(told)
-    return [text for text in told.texts if "the same parameters" in text]
+    with heard() as said:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(ddp, batch_of(rank if batches_differ else 0, step)).backward()
+            optimizer.step()
+            if batches_differ and world_size == 3:  # a wrapper that nobody knows
+                for parameter in ddp.parameters():
+                    dist.broadcast(parameter.data, 0)
+    return [text for _, text in said if "the same parameters" in text]
 
 
 def test_nodes_that_hold_the_same_where_they_should_not_are_told_of_once_on_every_rank() -> None:
@@ -245,7 +232,6 @@ def test_nodes_that_hold_the_same_where_they_should_not_are_told_of_once_on_ever
 
 def resume_with_another_model(rank: int, world_size: int, averaged: bool) -> list[str]:
     """Do as frameworks do: the model of the first rank for all, and each rank's own state."""
-    told = Told()
     ddp = TorchDDP(seeded(Tower))
     state, optimizer = commopt.attach(ddp, LocalSGD(period=8)), sgd(ddp)
     for step in range(3):
@@ -260,9 +246,9 @@ def resume_with_another_model(rank: int, world_size: int, averaged: bool) -> lis
     state = commopt.attach(ddp, LocalSGD(period=8))
     state.load_state_dict(saved)
     ddp.module.load_state_dict(model[0])  # after the state: it is the first step that counts
-    loss_of(ddp, batch_of(rank, 3)).backward()
-    logging.getLogger("commopt").removeHandler(told)
-    return [text for text in told.texts if "other parameters" in text]
+    with heard() as said:
+        loss_of(ddp, batch_of(rank, 3)).backward()
+    return [text for _, text in said if "other parameters" in text]
 
 
 def test_a_state_that_goes_on_with_other_parameters_is_told_of_with_the_remedy() -> None:
