@@ -59,7 +59,9 @@ class DDPRegistration(Registration):
         self.controller = Controller(self.recorder, self.layouts)
         if isinstance(aggregator, LocalSGD):
             parameters = dict(self.parameters)
-            self.averages = ParameterAverages(aggregator, module, lambda: parameters, self.store)
+            self.averages = ParameterAverages(
+                aggregator, module, lambda: parameters, self.store, parameters, lambda: self.scaler
+            )
         # The gradients of a LocalSGD leave nothing for later, and `store` is for its parameters.
         self._remembers_nothing = None if self.averages is None else ResidualStore()
         self._ddp: ref[TorchDDP] | None = None
@@ -72,7 +74,7 @@ class DDPRegistration(Registration):
 
     def _begin(self, aggregator: Aggregator, client: lanes.LaneClient) -> None:
         aggregator.check(client.team)
-        aggregator = self.layouts.resolved(aggregator, warn=client.team.rank == 0)
+        aggregator = self.layouts.resolved(aggregator)
         self.keeps_residuals = bool(aggregator.residual_paths)
         if aggregator.adam is not None:
             refuse_second_adam(self)
@@ -176,7 +178,9 @@ class DDPRegistration(Registration):
         self.controller.begin_step(steps)
         if self.recorder.enabled:
             self.recorder.begin_step(steps, device)
-        self.step = Step(steps, self._remembers_nothing or self.store, self.scaler)
+        # Of a LocalSGD it says whether gradients cross between nodes, which begins and ends between optimizer steps.
+        number = steps if self.averages is None else self.averages.steps
+        self.step = Step(number, self._remembers_nothing or self.store, self.scaler)
         if self.guard and is_capturing():
             self.guard = 0  # a CUDA graph would sample in every step, or in none
         if self.guard and self.controller.changes != self._shadow_of:
@@ -257,7 +261,7 @@ class DDPRegistration(Registration):
         self.steps += 1
         self.reduced_steps += 1
         if self.averages is not None:
-            self.averages.steps = self.steps
+            self.averages.optimizer_steps.backward_ended(shadowed=torch._C._current_graph_task_id() == -1)
 
     # ------------------------------------------------------------------------------------- checkpoints
 

@@ -8,7 +8,7 @@ import logging
 import re
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakSet, ref
 
 import torch
@@ -19,6 +19,8 @@ from commopt.aggregate import Aggregator
 from commopt.errors import ConfigurationError, UnsupportedTensorError
 from commopt.hooks.steps import after_steps, before_steps
 from commopt.version import NEWEST_TESTED_TORCH
+
+_T = TypeVar("_T")
 
 REDUCIBLE = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64))
 
@@ -67,13 +69,17 @@ def _sparse(name: str) -> UnsupportedTensorError:
 
 def enabled_scalers() -> list[torch.amp.GradScaler]:
     """Return every enabled GradScaler of this process."""
-    kinds: list[type] = [torch.amp.GradScaler]
+    return [scaler for scaler in instances_of(torch.amp.GradScaler) if scaler.is_enabled()]
+
+
+def instances_of(base: type[_T]) -> list[_T]:
+    """Return every object of a class, and of those derived from it, that there is in this process."""
+    kinds: list[type] = [base]
     for kind in kinds:
         kinds += kind.__subclasses__()
     # Not gc.get_objects(): it holds every object for a moment, and a tuple that another thread is building must be
     # held by nobody else (CPython raises SystemError there).
-    found = [thing for thing in gc.get_referrers(*kinds) if type(thing) in kinds]
-    return [scaler for scaler in found if scaler.is_enabled()]
+    return [thing for thing in gc.get_referrers(*kinds) if type(thing) in kinds]
 
 
 def warn_of_unknown_scaler() -> None:

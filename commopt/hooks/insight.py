@@ -17,15 +17,18 @@ from commopt.timeline import Report, Timeline, TrafficOutside, gather, report
 
 
 def timeline_of(
-    registration: Registration, write: Callable[[Timeline, Path], None], file: str | Path | None
+    registration: Registration, write: Callable[[Timeline, Path], None], file: str | Path | None, what: str
 ) -> Timeline:
     """Return what all ranks have recorded; the first of all writes it into `file`, if there is one. Collective.
 
-    Raises ConfigurationError, on every rank, when nothing was recorded or the file could not be written.
+    what: the call that was made, for messages. Raises ConfigurationError, on every rank, when nothing was recorded or
+    the file could not be written, and MismatchError when not all ranks have made this call.
     """
+    registration.require_open(what)
     found: list[Timeline] = []
     client, recorder, all_ranks = registration.recorded_with, registration.recorder, registration.client
-    client.run(lambda: found.append(gather(client.team, recorder.steps())), "timeline").wait()
+    all_ranks.agree(f"{what} after {registration.steps} steps").wait()
+    client.run(lambda: found.append(gather(client.team, recorder.steps())), what).wait()
     timeline = found[0]
     if not timeline.steps:
         raise ConfigurationError(

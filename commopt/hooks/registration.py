@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from commopt.aggregate import Aggregator, LocalSGD
 from commopt.feedback import Layout, ResidualStore, Shadow, spread
-from commopt.feedback.checkpoint import required
+from commopt.feedback.checkpoint import required, whole
 from commopt.groups import Membership, NcclByLevel, WireBytes
 from commopt.hooks.checks import warn_of_untested_torch
 from commopt.hooks.local_sgd import ParameterAverages
@@ -130,6 +130,8 @@ class Registration:
 
     def close(self, *, groups: bool = True) -> None:
         """Take part no more, as LaneClient.close."""
+        if self.averages is not None:
+            self.averages.close()
         if self.joined is not None:
             self.joined.close(groups=groups)
 
@@ -201,6 +203,15 @@ class Registration:
             return None, None
         rounds = self.averages.read(required(part["rounds"], dict, "rounds"))
         return rounds, (rounds[0], list(rounds[1]))
+
+    def optimizer_steps_of(self, part: Mapping[str, Any]) -> int:
+        """Return after how many optimizer steps a part was saved; without a LocalSGD nobody counts them.
+
+        Raises ConfigurationError for what is damaged.
+        """
+        rounds = part.get("rounds")
+        steps = rounds.get("steps") if isinstance(rounds, Mapping) else None
+        return whole(part["steps"] if steps is None else steps, "steps")
 
     def take_share(
         self, store: ResidualStore, parts: Sequence[Mapping[str, Any]], largest: Callable[[str], float]

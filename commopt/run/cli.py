@@ -143,6 +143,7 @@ class Job:
         return [program[0], "-m", "commopt", "run", "--strategy", self.choice.strategy, *options, *program[1:]]
 
     def _conclude(self, models: Models, live: Live | None) -> None:
+        models.average()
         models.close()
         if models.seen:
             with suppress(OSError):  # the process that made the folder did not wait for this one

@@ -15,8 +15,10 @@ from weakref import WeakSet, finalize, ref
 import torch
 import torch.distributed as dist
 from torch.amp import GradScaler
+from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from commopt.errors import CommoptError
 from commopt.hooks import HookState, attach
 from commopt.hooks.checks import enabled_scalers
 from commopt.run.live import Live
@@ -54,6 +56,7 @@ class Models:
         self._known: WeakSet[TorchDDP] = WeakSet()
         self._left_alone = 0
         self._open: list[finalize[..., TorchDDP]] = []
+        self._states: list[ref[HookState]] = []
 
     @property
     def seen(self) -> bool:
@@ -72,6 +75,15 @@ class Models:
             return
         state = attach(ddp, self._choice.strategy, **self._choice.options)
         self.scalers.expect(state)
+        self._states.append(ref(state))
+        apart = state.aggregator is not None and state.aggregator.node_local
+        if apart and state.membership.team.node_count > 1:
+            _log.warning(
+                "commopt run: %s lets nodes hold different parameters; these are averaged when the script ends, and "
+                "what it evaluates or saves before is one node's model: call commopt.attach in the script, and "
+                "comm.average_parameters() on every rank before that",
+                self._choice.strategy,
+            )
         record = Trained(name, dist.get_rank())
         if self._live is not None:
             self._live.watch(name, state, speaks=record.rank == 0)
@@ -81,6 +93,20 @@ class Models:
         at_its_end.atexit = False
         self._open.append(at_its_end)
         _log.info("commopt run: %s on the DDP model of %s", self._choice.strategy, name)
+
+    def average(self) -> None:
+        """Let the nodes hold one model where a LocalSGD lets them learn by themselves; collective.
+
+        Called when the script destroys the process group, and when it has ended by itself.
+        """
+        for waiting in self._states:
+            state = waiting()
+            if state is None or not state.nodes_differ or not state.membership.alive:
+                continue
+            try:
+                state.average_parameters()
+            except CommoptError as error:
+                _log.warning("commopt run: nodes end with different parameters, which could not be averaged: %s", error)
 
     def close(self) -> None:
         """Read the figures of models that still exist; no communication."""
@@ -144,7 +170,7 @@ _told: list[Models] = []  # the last one is told; a forked child has its parent'
 
 @contextmanager
 def watching(models: Models) -> Iterator[None]:
-    """Tell `models` of every forward of a DDP model and of every loss that is scaled."""
+    """Tell `models` of every forward of a DDP model, of every loss that is scaled, and of the process group's end."""
     _told.append(models)
     try:
         with nullcontext() if len(_told) > 1 else _patched():
@@ -156,7 +182,7 @@ def watching(models: Models) -> Iterator[None]:
 @contextmanager
 def _patched() -> Iterator[None]:
     """Patch classes, not objects: nothing of it is in a model that is copied or saved."""
-    call, scale = TorchDDP.__call__, GradScaler.scale
+    call, scale, destroy = TorchDDP.__call__, GradScaler.scale, dist.destroy_process_group
     # A compiler that looks into a step must not look in here.
     before_forward = torch.compiler.disable(lambda ddp: _told[-1].before_forward(ddp))
     before_scale = torch.compiler.disable(lambda scaler: _told[-1].scalers.before_scale(scaler))
@@ -171,10 +197,17 @@ def _patched() -> Iterator[None]:
         before_scale(scaler)
         return scale(scaler, outputs)
 
+    @wraps(destroy)
+    def watched_destroy(group: Any = None) -> None:
+        if group in (None, dist.group.WORLD):
+            _told[-1].average()
+        destroy(group)
+
     patched: tuple[tuple[Any, str, Any], ...] = (
         # Only the call itself is kept from a compiler, not the model in it.
         (TorchDDP, "__call__", torch.compiler.disable(watched_call, recursive=False)),
         (GradScaler, "scale", watched_scale),
+        *((module, "destroy_process_group", watched_destroy) for module in (dist, c10d)),
     )
     for kind, name, function in patched:
         setattr(kind, name, function)
@@ -182,4 +215,5 @@ def _patched() -> Iterator[None]:
         yield
     finally:
         GradScaler.scale = scale  # type: ignore[method-assign]
+        dist.destroy_process_group = c10d.destroy_process_group = destroy
         delattr(TorchDDP, "__call__")  # torch's own is nn.Module's

@@ -24,7 +24,7 @@ from commopt.hooks.reduction import Reduction, Step, Traffic
 from commopt.lanes import LaneClient, Work
 from commopt.sharded.backwards import Backwards, Request, Sequel, told_why_ranks_wait
 from commopt.sharded.layouts import layout_of, require_length
-from commopt.sharded.seams import ParameterGroup
+from commopt.sharded.seams import ParameterGroup, reshard_between_steps
 
 
 @dataclass(eq=False)
@@ -83,7 +83,7 @@ class ShardedRegistration(Backwards):
             raise
         if everyone.team.rank == 0:
             warn_of_untested_torch(torch.__version__)
-        self._resolved = self._layouts.resolved(aggregator, warn=everyone.team.rank == 0)
+        self._resolved = self._layouts.resolved(aggregator)
         self.keeps_residuals = bool(aggregator.residual_paths)
         if aggregator.adam is not None:
             refuse_second_adam(self)
@@ -108,14 +108,19 @@ class ShardedRegistration(Backwards):
             return {called[part.name]: values for part, values in held if values.numel()}
 
         self._of_gradients = ResidualStore()  # which leave nothing for later: `store` is for the parameters
-        self.averages = ParameterAverages(average, self._model, read, self.store, pieces)
+        parameters, scaler = self.parameters, lambda: self.scaler
+        reshard = partial(reshard_between_steps, self._model)
+        self.averages = ParameterAverages(
+            average, self._model, read, self.store, parameters, scaler, pieces, before_write=reshard
+        )
         self.averages.client = next(iter(self.replicas.values())).client
 
     def end(self) -> None:
         """End a backward, as Backwards.end."""
+        before = self.steps
         super().end()
-        if self.averages is not None:
-            self.averages.steps = self.steps
+        if self.averages is not None and self.steps > before:
+            self.averages.optimizer_steps.backward_ended(shadowed=False)
 
     def _join(self, group: Any, problem: Exception | None = None, **facts: str) -> LaneClient:
         timeout_s, nccl = self.settings.timeout_s, self.settings.nccl
@@ -146,6 +151,9 @@ class ShardedRegistration(Backwards):
 
     def close(self, *, groups: bool = True) -> None:
         """Take part no more, as LaneClient.close."""
+        if self.averages is not None:
+            self.averages.close()
+        self.leave_model()
         for client in self._clients:
             client.close(groups=groups)
 
@@ -167,7 +175,9 @@ class ShardedRegistration(Backwards):
         if self._is_first(buffer.device):
             if self.averages is not None:
                 self.averages.take_turn()
-            self.step = Step(self.steps, self._of_gradients or self.store, self.scaler)
+            # As under DDP: of a LocalSGD the optimizer steps say how far gradients go.
+            number = self.steps if self.averages is None else self.averages.steps
+            self.step = Step(number, self._of_gradients or self.store, self.scaler)
             self._sent.clear()
         layout, spans = self._layout_of(group, buffer)
         if self._resolved.adam is not None:
@@ -213,7 +223,7 @@ class ShardedRegistration(Backwards):
         reduction = Reduction(buffer, layout, number, False, step, self._resolved, team, None, recorded, scale)
         message = _Message(reduction, spans, replicas)
         work = replicas.client.submit(message, message, buffer, numel=layout.numel)
-        replicas.traffic.count(self._resolved, layout, buffer.dtype, buffer.device, self.steps)
+        replicas.traffic.count(self._resolved, layout, buffer.dtype, buffer.device, step.number)
         return work
 
     def wire_bytes(self) -> WireBytes:
