@@ -18,7 +18,7 @@ from commopt.aggregate import LocalSGD
 from commopt.errors import ConfigurationError
 from commopt.feedback import Layout, ResidualStore, Spans, is_average, spread
 from commopt.groups import Membership, WireBytes
-from commopt.hooks.checks import refuse_second_adam, warn_of_untested_torch
+from commopt.hooks.checks import warn_of_untested_torch
 from commopt.hooks.local_sgd import ParameterAverages
 from commopt.hooks.reduction import Reduction, Step, Traffic
 from commopt.lanes import LaneClient, Work
@@ -46,7 +46,8 @@ class ShardedRegistration(Backwards):
         self._clients: list[LaneClient] = []
         self._of_gradients: ResidualStore | None = None
         self._known: dict[tuple[int, ...], tuple[Layout, Spans]] = {}
-        self._sent: set[Layout] = set()  # in the backward under way, with adam=
+        self._sent: set[Layout] = set()  # since the last step of an optimizer, with adam=
+        self._sent_before = False  # whether any was in an earlier backward than the one under way
 
     @property
     def _sequels(self) -> Collection[Sequel]:
@@ -84,9 +85,7 @@ class ShardedRegistration(Backwards):
         if everyone.team.rank == 0:
             warn_of_untested_torch(torch.__version__)
         self._resolved = self._layouts.resolved(aggregator, warn=everyone.team.rank == 0)
-        self.keeps_residuals = bool(aggregator.residual_paths)
-        if aggregator.adam is not None:
-            refuse_second_adam(self)
+        self.watch_optimizers(aggregator)
         self.device = self.groups[0].device
         self.joined = everyone
         return everyone
@@ -113,7 +112,12 @@ class ShardedRegistration(Backwards):
 
     def end(self) -> None:
         """End a backward, as Backwards.end."""
+        began = self._number is not None
         super().end()
+        if began and self.optimizer_steps is not None:
+            self.optimizer_steps.averaged(self.scaler)
+        if began and self.directions is not None:
+            self.directions.delivered()
         if self.averages is not None:
             self.averages.steps = self.steps
 
@@ -168,7 +172,9 @@ class ShardedRegistration(Backwards):
             if self.averages is not None:
                 self.averages.take_turn()
             self.step = Step(self.steps, self._of_gradients or self.store, self.scaler)
-            self._sent.clear()
+            if self.optimizer_steps is None or not self.optimizer_steps.missed(self.scaler, self.store.finite):
+                self._sent.clear()
+            self._sent_before = bool(self._sent)
         layout, spans = self._layout_of(group, buffer)
         if self._resolved.adam is not None:
             self._require_one_message(layout)
@@ -182,15 +188,23 @@ class ShardedRegistration(Backwards):
         self.hook_ns += perf_counter_ns() - entered_ns
 
     def _require_one_message(self, layout: Layout) -> None:
-        """Raise ConfigurationError where a backward sends parts of a gradient, of each of which Adam would make a step.
+        """Raise ConfigurationError where parts of a gradient are sent one by one: Adam would make a step of each.
 
-        Ranks send alike, so that all of them raise.
+        In one backward, or in several without an optimizer's step between. Ranks send alike, so that all of them raise.
         """
         if any(layout.shares_names(each) for each in self._sent):
+            how = "one backward sends gradients of {} in two messages"
+            cure = "call set_requires_gradient_sync(False) on this part of the model, and True before the last of them"
+            if self._sent_before:
+                how = "gradients of {} are averaged in a second backward without an optimizer step between"
+                cure = (
+                    "call model.set_requires_gradient_sync(False), or set_requires_all_reduce(False), and True before "
+                    "the last backward, then optimizer.step(); where a GradScaler may drop steps, call "
+                    "scaler.update() after each and pass attach(..., scaler=scaler)"
+                )
             raise ConfigurationError(
-                f"one backward sends gradients of {layout.title} in two messages, and adam= needs all of a gradient "
-                f"before it makes a direction of it; call set_requires_gradient_sync(False) on this part of the model, "
-                f"and True before the last of them, or use no adam"
+                f"{how.format(layout.title)}, and adam= needs all of a gradient before it makes a direction of it; "
+                f"{cure}, or use no adam"
             )
         self._sent.add(layout)
 
