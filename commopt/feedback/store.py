@@ -100,6 +100,7 @@ class ResidualStore:
     scratch: Scratch = field(default_factory=Scratch)
     error: SampledError = field(default_factory=SampledError)
     factors: FactorStore = field(default_factory=FactorStore)
+    untouched: dict[tuple[str, Layout], Any] = field(default_factory=dict)  # by level: see aggregate.untouched
     counts: StepCounts = field(default_factory=StepCounts)
     steps: int = 0
     warm: bool = False  # whether any residual can be other than zero; alike on every rank
@@ -255,6 +256,13 @@ class ResidualStore:
         """Put a residual in its place."""
         with self.lock:
             self._slots[slot.path, slot.kind, slot.layout] = slot
+
+    def rest(self, path: str, layout: Layout, known: object) -> None:
+        """Keep what is known of the elements of `layout` that nobody has touched, in place of what was."""
+        self.untouched = {
+            key: each for key, each in self.untouched.items() if key[0] != path or not key[1].shares_names(layout)
+        }
+        self.untouched[path, layout] = known
 
     def slots(self) -> list[Residual]:
         """Return all residuals, also those that no buffer has asked for yet."""
