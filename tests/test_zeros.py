@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
@@ -180,3 +182,40 @@ def train_locally(rank: int, world_size: int, preset: str) -> int:
 @pytest.mark.parametrize("preset", list(LOCAL_PRESETS))
 def test_rounds_of_local_sgd_move_nothing_that_nobody_touches(preset: str) -> None:
     assert run_on("1+1", train_locally, preset) == [0, 0]
+
+
+def train_sharded(rank: int, world_size: int, preset: str, over_all: bool) -> int:
+    """Return how many elements of FSDP2's gradients and parameters moved that were never touched."""
+    model = Given(torch.float32)
+    shape = (world_size,) if over_all else (2, world_size // 2)
+    names = ("shard",) if over_all else ("replicate", "shard")
+    fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
+    comm = commopt.attach(model, preset)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = {name: torch.zeros(each, dtype=torch.bool) for name, each in SHAPES.items()}
+    wrong, parts = 0, cast(Any, model).parts
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(gradients(rank, step, torch.float32, preset)).backward()
+        for name, may in touched(step, preset).items():
+            before[name] |= may
+            wrong += int((parts[name].grad.full_tensor()[~before[name]] != 0).sum())
+        optimizer.step()
+    for name, moved in before.items():
+        wrong += int((parts[name].detach().full_tensor()[~moved] != 1).sum())
+    comm.close()
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("preset", "over_all"),
+    [
+        ("hierarchical_onebit", False),
+        ("hierarchical_powersgd:start_step=0", False),
+        ("hierarchical_onebit", True),
+        ("quantized:bits=4", True),
+        ("hierarchical_quantized:bits=2:feedback=None", True),
+    ],
+)
+def test_what_nobody_touches_stays_zero_under_fsdp2(preset: str, over_all: bool) -> None:
+    assert run_on("2x2", train_sharded, preset, over_all) == [0] * 4

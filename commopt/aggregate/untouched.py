@@ -60,6 +60,37 @@ def _is_power_of_eight(number: int) -> bool:
 # ----------------------------------------------------------------------------------------- elements with a sign bit
 
 
+@dataclass(frozen=True)
+class SignBits:
+    """The sign bits in packed codes: of elements that rest they tell which are touched, and all else of these is 0."""
+
+    codec: Codec
+
+    def write(self, payload: Tensor, chunk_numel: int, resting: Tensor, touched: Tensor) -> None:
+        """Put them into rows of payload, in place. resting, touched: bool [elements in all rows, or fewer]."""
+        codes = self.codes(payload, chunk_numel)
+        flat = torch.zeros(codes.numel() * 8 // self.codec.bits, dtype=torch.bool, device=codes.device)
+        flat[: resting.numel()] = resting
+        codes &= ~self._packed(flat, (1 << self.codec.bits) - 1).view(codes.shape)
+        flat[: resting.numel()] &= touched
+        codes |= self._packed(flat, 1 << (self.codec.bits - 1)).view(codes.shape)
+
+    def read(self, codes: Tensor) -> Tensor:
+        """Return those in packed codes [bytes]: bool, one for each element."""
+        shifts = torch.arange(0, 8, self.codec.bits, dtype=torch.uint8, device=codes.device)
+        places = torch.full_like(shifts, 1 << (self.codec.bits - 1)) << shifts
+        return (codes.unsqueeze(1) & places).ne(0).view(-1)
+
+    def codes(self, rows: Tensor, chunk_numel: int) -> Tensor:
+        """Return the packed codes of rows of payload: uint8 [rows, bytes]."""
+        return rows[:, : self.codec.codes_nbytes(chunk_numel)]
+
+    def _packed(self, flags: Tensor, code: int) -> Tensor:
+        """Return bytes of codes: `code` where an element's flag is set, else 0."""
+        shifts = torch.arange(0, 8, self.codec.bits, dtype=torch.uint8, device=flags.device)
+        return (flags.view(-1, len(shifts)) * (torch.full_like(shifts, code) << shifts)).sum(1, dtype=torch.uint8)
+
+
 class RestingSigns:
     """Those of a region in one step of one rank; made before it is encoded.
 
@@ -67,7 +98,7 @@ class RestingSigns:
     """
 
     def __init__(self, codec: Codec, known: Untouched, kept: Tensor) -> None:
-        self._codec, self._known, self._kept = codec, known, kept
+        self._signs, self._known, self._kept = SignBits(codec), known, kept
         self.resting = known.resting.clone()  # in this step, whatever is touched in it
 
     @classmethod
@@ -87,9 +118,7 @@ class RestingSigns:
         known = store.untouched.get((context.path, region.layout))
         if known is not None and known.none:
             return None
-        kept = values.float() * (scale if carry is None or carry.loss_scale is None else scale / carry.loss_scale)
-        if carry is not None:
-            kept.add_(carry.old, alpha=carry.decay)
+        kept = what_is_to_be_sent(values, scale, carry)
         if known is None:
             known = Untouched(~_agree(kept != 0, team))
             store.rest(context.path, region.layout, known)
@@ -100,7 +129,7 @@ class RestingSigns:
 
     def encoded(self, payload: Tensor, chunk_numel: int, carry: ErrorFeedback | None) -> None:
         """Tell by sign bits which resting elements are touched here; what they are stays in the residual."""
-        self._tell(payload, chunk_numel, self.resting, self._kept != 0)
+        self._signs.write(payload, chunk_numel, self.resting, self._kept != 0)
         if carry is not None:
             torch.where(self.resting, self._kept, carry.new, out=carry.new)
 
@@ -109,16 +138,16 @@ class RestingSigns:
     ) -> None:
         """Tell in the encoded sum of the elements from `begin` to `end` which of them any rank has touched."""
         resting = self.resting[begin:end]
-        touched = self._signs(_any_of(self._codes(received, chunk_numel)))[: end - begin]
+        touched = self._signs.read(_any_of(self._signs.codes(received, chunk_numel)))[: end - begin]
         if carry is not None:
             touched |= carry.old != 0
             torch.where(resting, carry.old, carry.new, out=carry.new)
-        self._tell(payload, chunk_numel, resting, touched)
+        self._signs.write(payload, chunk_numel, resting, touched)
 
     def arrived(self, rows: Tensor, chunk_numel: int, *, chunks: bool) -> None:
         """Take note of what was touched, by all ranks' rows: of everything, or with `chunks` of one chunk each."""
-        codes = self._codes(rows, chunk_numel)
-        signs = self._signs(codes.reshape(-1) if chunks else _any_of(codes))
+        codes = self._signs.codes(rows, chunk_numel)
+        signs = self._signs.read(codes.reshape(-1) if chunks else _any_of(codes))
         self._known.resting &= ~signs[: self.resting.numel()]
         self._known.look()
 
@@ -127,27 +156,28 @@ class RestingSigns:
         resting = self.resting[begin : begin + values.numel()]
         values[: resting.numel()].masked_fill_(resting, 0.0)
 
-    def _tell(self, payload: Tensor, chunk_numel: int, resting: Tensor, touched: Tensor) -> None:
-        codes = self._codes(payload, chunk_numel)
-        flat = torch.zeros(codes.numel() * 8 // self._codec.bits, dtype=torch.bool, device=codes.device)
-        flat[: resting.numel()] = resting
-        codes &= ~self._packed(flat, (1 << self._codec.bits) - 1).view(codes.shape)
-        flat[: resting.numel()] &= touched
-        codes |= self._packed(flat, 1 << (self._codec.bits - 1)).view(codes.shape)
 
-    def _codes(self, rows: Tensor, chunk_numel: int) -> Tensor:
-        return rows[:, : self._codec.codes_nbytes(chunk_numel)]
+def what_is_to_be_sent(values: Tensor, scale: float, carry: ErrorFeedback | None) -> Tensor:
+    """Return `values`, scaled, and what `carry` brings: float32, in units of the residual."""
+    sent = values.float() * (scale if carry is None or carry.loss_scale is None else scale / carry.loss_scale)
+    return sent if carry is None else sent.add_(carry.old, alpha=carry.decay)
 
-    def _packed(self, flags: Tensor, code: int) -> Tensor:
-        """Return bytes of codes: `code` where an element's flag is set, else 0."""
-        shifts = torch.arange(0, 8, self._codec.bits, dtype=torch.uint8, device=flags.device)
-        return (flags.view(-1, len(shifts)) * (torch.full_like(shifts, code) << shifts)).sum(1, dtype=torch.uint8)
 
-    def _signs(self, codes: Tensor) -> Tensor:
-        """Return the sign bits in packed codes [bytes]: bool, one for each element."""
-        shifts = torch.arange(0, 8, self._codec.bits, dtype=torch.uint8, device=codes.device)
-        places = torch.full_like(shifts, 1 << (self._codec.bits - 1)) << shifts
-        return (codes.unsqueeze(1) & places).ne(0).view(-1)
+def packed_bits(flags: Tensor, nbytes: int) -> Tensor:
+    """Return flags [n] as bits, in `nbytes` bytes or more than they take."""
+    padded = torch.zeros(8 * nbytes, dtype=torch.bool, device=flags.device)
+    padded[: flags.numel()] = flags
+    return (padded.view(-1, 8) * _weights(flags.device)).sum(1, dtype=torch.uint8)
+
+
+def unpacked_bits(packed: Tensor) -> Tensor:
+    """Return the bits of bytes [n]: bool [8 n]."""
+    return (packed.unsqueeze(-1) & _weights(packed.device)).ne(0).view(-1)
+
+
+def _weights(device: torch.device) -> Tensor:
+    shifts = torch.arange(8, dtype=torch.uint8, device=device)
+    return torch.ones_like(shifts) << shifts
 
 
 def _any_of(codes: Tensor) -> Tensor:
@@ -159,17 +189,13 @@ def _any_of(codes: Tensor) -> Tensor:
 
 def _agree(touched: Tensor, team: Team) -> Tensor:
     """Return which elements are touched on any rank of `team`: a bit each, to a server of each part and back."""
-    size, numel = team.size, touched.numel()
-    part = -(-numel // (8 * size))
-    shifts = torch.arange(8, dtype=torch.uint8, device=touched.device)
-    weights = torch.ones_like(shifts) << shifts
-    padded = torch.zeros(8 * part * size, dtype=torch.bool, device=touched.device)
-    padded[:numel] = touched
-    mine = (padded.view(-1, 8) * weights).sum(1, dtype=torch.uint8)
+    size = team.size
+    part = -(-touched.numel() // (8 * size))
+    mine = packed_bits(touched, part * size)
     received = torch.empty_like(mine)
     team.all_to_all(received, mine)
     team.all_gather(mine, _any_of(received.view(size, part)))
-    return (mine.unsqueeze(1) & weights).ne(0).view(-1)[:numel]
+    return unpacked_bits(mine)[: touched.numel()]
 
 
 # -------------------------------------------------------------------------------------------- elements of matrices
