@@ -30,6 +30,7 @@ _CONSERVATION = "test_feedback_conservation.py::test_nothing_is_lost"
 _NOT_FINITE = "test_feedback_nonfinite.py::test_without_a_scaler_each_bucket_is_dropped_by_itself"
 _RESUMING = "test_feedback_state.py::test_resuming_changes_no_bit"
 _DAMAGED = "test_feedback_damaged.py::"
+_ZEROS = "test_zeros.py::"
 _LOCAL_SGD = "test_local_sgd_training.py::"
 _DELTAS = "test_local_sgd_deltas.py::"
 _FEATURE = "test_hook_ddp_features.py::test_feature_of_ddp"
@@ -70,6 +71,10 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "powersgd": (f"{_CONSERVATION}[inter rank 2-3x2-bfloat16]",),
         "local_sgd": (f"{_DELTAS}test_it_is_diloco",),
         "auto": ("test_handover.py::test_nothing_is_lost_whatever_comes_next[2x2-names0]",),
+    },
+    "what is zero on all ranks stays zero": {
+        **_all(PRESETS_WITHOUT_AUTO, f"{_ZEROS}test_what_nobody_touches_stays_zero[1+1]"),
+        "local_sgd": (f"{_ZEROS}test_rounds_of_local_sgd_move_nothing_that_nobody_touches[onebit_local]",),
     },
     "non-finite values reach every rank, and change no residual": {
         **_all(("flat", "hierarchical"), f"{_CONTRACT}test_non_finite_values_reach_every_rank_of_every_kind"),
@@ -166,6 +171,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
 # Where a promise says nothing about a kind, or no more than about another.
 WITHOUT: dict[str, dict[str, str]] = {
     "nothing is lost": dict.fromkeys(("flat", "hierarchical"), "leaves nothing out"),
+    "what is zero on all ranks stays zero": {"auto": "sends what one of the others sends"},
     "state follows the parameter": {
         **dict.fromkeys(("flat", "hierarchical"), "keeps nothing"),
         "cast": "keeps residuals as the quantized do",

@@ -48,6 +48,7 @@ LAYERS = (
     "commopt.hooks.insight",
     "commopt.hooks.checkpoint",
     "commopt.hooks.registration",
+    "commopt.hooks.averages_used",
     "commopt.hooks.local_sgd",
     "commopt.hooks.parcels",
     "commopt.hooks.reduction",

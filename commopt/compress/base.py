@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from commopt.concise_repr import ConciseRepr
-from commopt.kernels.codec import ErrorFeedback, RngKey
+from commopt.kernels.codec import Codec, ErrorFeedback, RngKey
 
 T = TypeVar("T")
 CodingWork = Literal["encode", "decode", "recode"]
@@ -139,6 +139,14 @@ class Compressor(ConciseRepr, ABC):
     def stochastic(self) -> bool:
         """Whether encoding rounds at random: otherwise in every step."""
         return False
+
+    @property
+    def codec_without_zero(self) -> Codec | None:
+        """The codec of its payload where that has no value for zero, but a sign bit; None where zeros stay zeros.
+
+        An aggregator then keeps apart what no rank has ever touched.
+        """
+        return None
 
     def should_compress(self, shape: tuple[int, ...]) -> bool:
         """Return whether parameters of this shape (() when unknown) are worth compressing at all."""

@@ -40,6 +40,11 @@ class Blockwise(Compressor):
         """That of the codec, as a share of the block's largest element."""
         return self.codec.error_bound
 
+    @property
+    def codec_without_zero(self) -> Codec | None:
+        """Signs, and levels that are denser towards zero, which is none of them."""
+        return None if self.codec.has_zero else self.codec
+
     def payload_nbytes(self, chunk_numel: int) -> int:
         """Return the bytes of codes and scales."""
         return self.codec.payload_nbytes(chunk_numel)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from commopt.errors import ConfigurationError
+from commopt.feedback.counts import StepCounts
 from commopt.feedback.factors import FactorStore
 from commopt.feedback.layout import Layout, gaps
 from commopt.feedback.quality import SampledError
@@ -99,9 +100,12 @@ class ResidualStore:
     scratch: Scratch = field(default_factory=Scratch)
     error: SampledError = field(default_factory=SampledError)
     factors: FactorStore = field(default_factory=FactorStore)
+    untouched: dict[tuple[str, Layout], Any] = field(default_factory=dict)  # by level: see aggregate.untouched
+    counts: StepCounts = field(default_factory=StepCounts)
     steps: int = 0
     warm: bool = False  # whether any residual can be other than zero; alike on every rank
     dropped: Tensor | int = 0  # commits that a non-finite value prevented
+    finite: Tensor | None = None  # whether none was in the last step: bool, 0-d; None where nothing was to be committed
     lock: RLock = field(default_factory=RLock, repr=False)
     buffers: dict[Layout, Memory] = field(default_factory=dict)  # of which no two have a parameter in common
     placed: dict[str, dict[Layout, str]] = field(default_factory=dict)  # by path: how buffers were divided last
@@ -253,6 +257,13 @@ class ResidualStore:
         with self.lock:
             self._slots[slot.path, slot.kind, slot.layout] = slot
 
+    def rest(self, path: str, layout: Layout, known: object) -> None:
+        """Keep what is known of the elements of `layout` that nobody has touched, in place of what was."""
+        self.untouched = {
+            key: each for key, each in self.untouched.items() if key[0] != path or not key[1].shares_names(layout)
+        }
+        self.untouched[path, layout] = known
+
     def slots(self) -> list[Residual]:
         """Return all residuals, also those that no buffer has asked for yet."""
         with self.lock:
@@ -322,6 +333,7 @@ class ResidualStore:
 
     def _commit(self) -> None:
         finite = torch.stack(self.judge()).all()
+        self.finite = finite if self.finite is None else self.finite & finite
         # No host sync on a GPU, but for what is sent once and then gone: a few steps after a change.
         known = finite.device.type == "cpu" or any(slot.once for slot in self._staged)
         kept = {} if known and not finite else self._staged

@@ -94,6 +94,8 @@ class CommState:
                 f"optimizer() got {others} of {len(given)} parameters whose gradients are not averaged here, so that "
                 f"nobody makes directions of them; give them an optimizer of their own"
             )
+        if self._registration.steps_between is not None:
+            self._registration.steps_between.expect()
         return made
 
     def average_parameters(self) -> None:

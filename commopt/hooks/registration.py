@@ -15,6 +15,7 @@ from commopt.aggregate import Aggregator, LocalSGD
 from commopt.feedback import Layout, ResidualStore, Shadow, spread
 from commopt.feedback.checkpoint import required, whole
 from commopt.groups import Membership, NcclByLevel, WireBytes
+from commopt.hooks.averages_used import Directions, StepsBetween
 from commopt.hooks.checks import warn_of_untested_torch
 from commopt.hooks.local_sgd import ParameterAverages
 from commopt.hooks.reduction import Reduction, Step, Traffic
@@ -45,7 +46,8 @@ class Registration:
     kind: what users hold it by, for messages. parameters: those averaged here, by name; numels: of whole ones.
     joined: None before `join`. steps: how many are complete, with those before the checkpoint it goes on from;
     reduced_steps: without. step: the one under way, or the last. device: of the first buffer.
-    keeps_residuals: whether what averages does. averages: those of a LocalSGD, whose `store` it is then.
+    keeps_residuals: whether what averages does. steps_between, directions: see to what becomes of averages, where
+    residuals are kept and with adam=. averages: those of a LocalSGD, whose `store` it is then.
     logs: called after each step, by whom backward runs in.
     """
 
@@ -70,6 +72,8 @@ class Registration:
         self.steps = self.reduced_steps = 0
         self.keeps_residuals = False
         self.averages: ParameterAverages | None = None
+        self.steps_between: StepsBetween | None = None
+        self.directions: Directions | None = None
         self.store = ResidualStore(per_step=scaler is not None and scaler.is_enabled())
         self.step = Step(0, self.store, scaler)
         self.recorder = Recorder(always=settings.record)
@@ -106,7 +110,15 @@ class Registration:
     def _begin(self, aggregator: Aggregator, client: LaneClient) -> None:
         """Learn, before the first buffer, what averages; all ranks alike."""
         aggregator.check(client.team)
+        self.watch_optimizers(aggregator)
+
+    def watch_optimizers(self, aggregator: Aggregator) -> None:
+        """See from now on what optimizers do with averages, where what `aggregator` keeps, or makes, depends on it."""
         self.keeps_residuals = bool(aggregator.residual_paths)
+        if self.keeps_residuals and self.steps_between is None:
+            self.steps_between = StepsBetween()
+        if aggregator.adam is not None and self.directions is None:
+            self.directions = Directions(self)
 
     @property
     def client(self) -> LaneClient:
@@ -168,6 +180,8 @@ class Registration:
         work = client.submit(task, task, buffer, numel=layout.numel)
         step.buffers.append(layout)
         self.traffic.count(aggregator, layout, buffer.dtype, buffer.device, step.number)
+        if task.asks_who_is_used:
+            self.traffic.count_exact(len(layout.pieces), torch.float32, buffer.device, step.number)
         if task.exchanges_norm:
             self.traffic.count_exact(1, torch.float64, buffer.device, step.number)
         return work

@@ -18,7 +18,7 @@ from commopt.aggregate import LocalSGD
 from commopt.errors import ConfigurationError
 from commopt.feedback import Layout, ResidualStore, Spans, is_average, spread
 from commopt.groups import Membership, WireBytes
-from commopt.hooks.checks import refuse_second_adam, warn_of_untested_torch
+from commopt.hooks.checks import warn_of_untested_torch
 from commopt.hooks.local_sgd import ParameterAverages
 from commopt.hooks.reduction import Reduction, Step, Traffic
 from commopt.lanes import LaneClient, Work
@@ -46,7 +46,8 @@ class ShardedRegistration(Backwards):
         self._clients: list[LaneClient] = []
         self._of_gradients: ResidualStore | None = None
         self._known: dict[tuple[int, ...], tuple[Layout, Spans]] = {}
-        self._sent: set[Layout] = set()  # in the backward under way, with adam=
+        self._sent: set[Layout] = set()  # since the last step of an optimizer, with adam=
+        self._sent_before = False  # whether any was in an earlier backward than the one under way
 
     @property
     def _sequels(self) -> Collection[Sequel]:
@@ -84,9 +85,7 @@ class ShardedRegistration(Backwards):
         if everyone.team.rank == 0:
             warn_of_untested_torch(torch.__version__)
         self._resolved = self._layouts.resolved(aggregator)
-        self.keeps_residuals = bool(aggregator.residual_paths)
-        if aggregator.adam is not None:
-            refuse_second_adam(self)
+        self.watch_optimizers(aggregator)
         self.device = self.groups[0].device
         self.joined = everyone
         return everyone
@@ -119,8 +118,13 @@ class ShardedRegistration(Backwards):
         """End a backward, as Backwards.end."""
         before = self.steps
         super().end()
-        if self.averages is not None and self.steps > before:
-            self.averages.optimizer_steps.backward_ended(shadowed=False)
+        if self.steps > before:
+            if self.steps_between is not None:
+                self.steps_between.averaged(self.scaler)
+            if self.directions is not None:
+                self.directions.delivered()
+            if self.averages is not None:
+                self.averages.optimizer_steps.backward_ended(shadowed=False)
 
     def _join(self, group: Any, problem: Exception | None = None, **facts: str) -> LaneClient:
         timeout_s, nccl = self.settings.timeout_s, self.settings.nccl
@@ -178,7 +182,9 @@ class ShardedRegistration(Backwards):
             # As under DDP: of a LocalSGD the optimizer steps say how far gradients go.
             number = self.steps if self.averages is None else self.averages.steps
             self.step = Step(number, self._of_gradients or self.store, self.scaler)
-            self._sent.clear()
+            if self.steps_between is None or not self.steps_between.missed(self.scaler, self.store.finite):
+                self._sent.clear()
+            self._sent_before = bool(self._sent)
         layout, spans = self._layout_of(group, buffer)
         if self._resolved.adam is not None:
             self._require_one_message(layout)
@@ -192,15 +198,23 @@ class ShardedRegistration(Backwards):
         self.hook_ns += perf_counter_ns() - entered_ns
 
     def _require_one_message(self, layout: Layout) -> None:
-        """Raise ConfigurationError where a backward sends parts of a gradient, of each of which Adam would make a step.
+        """Raise ConfigurationError where parts of a gradient are sent one by one: Adam would make a step of each.
 
-        Ranks send alike, so that all of them raise.
+        In one backward, or in several without an optimizer's step between. Ranks send alike, so that all of them raise.
         """
         if any(layout.shares_names(each) for each in self._sent):
+            how = "one backward sends gradients of {} in two messages"
+            cure = "call set_requires_gradient_sync(False) on this part of the model, and True before the last of them"
+            if self._sent_before:
+                how = "gradients of {} are averaged in a second backward without an optimizer step between"
+                cure = (
+                    "call model.set_requires_gradient_sync(False), or set_requires_all_reduce(False), and True before "
+                    "the last backward, then optimizer.step(); where a GradScaler may drop steps, call "
+                    "scaler.update() after each and pass attach(..., scaler=scaler)"
+                )
             raise ConfigurationError(
-                f"one backward sends gradients of {layout.title} in two messages, and adam= needs all of a gradient "
-                f"before it makes a direction of it; call set_requires_gradient_sync(False) on this part of the model, "
-                f"and True before the last of them, or use no adam"
+                f"{how.format(layout.title)}, and adam= needs all of a gradient before it makes a direction of it; "
+                f"{cure}, or use no adam"
             )
         self._sent.add(layout)
 
