@@ -4,7 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import floor, isfinite, log10
 from typing import TextIO
+
+
+def significant(value: float, digits: int = 3) -> str:
+    """Return a number with at least `digits` digits that count, and no exponent: 0.0123, 1.23, 12345."""
+    if value == 0 or not isfinite(value):
+        return f"{value:g}"
+    return f"{value:.{max(0, digits - 1 - floor(log10(abs(value))))}f}"
 
 
 def aligned(headings: Sequence[str], rows: Sequence[Sequence[str]], left: int = 0) -> list[str]:
