@@ -158,7 +158,8 @@ OTHERS: Mapping[str, Entry] = {
 NOTES: Mapping[str, str] = {
     "torch_powersgd": f"torch_powersgd: rank {MATRIX_RANK}, all gradients in one bucket after {_DENSE_STEPS} dense "
     f"steps, since torch's hook hangs on gloo with more than one",
-    "unoverlapped_powersgd": f"unoverlapped_powersgd: rank {MATRIX_RANK}, plain torch after backward has ended, after {_DENSE_STEPS} dense steps",
+    "unoverlapped_powersgd": f"unoverlapped_powersgd: rank {MATRIX_RANK}, plain torch after backward has ended, "
+    f"{_DENSE_STEPS} dense steps first",
 }
 WEIGHTS: Mapping[str, commopt.Weights] = {
     "weights8": commopt.Weights(commopt.Quantize(bits=8), second_copy=True),

@@ -8,7 +8,7 @@ import logging
 import re
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakSet, ref
 
 import torch
@@ -23,6 +23,7 @@ from commopt.version import NEWEST_TESTED_TORCH
 REDUCIBLE = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64))
 
 _log = logging.getLogger("commopt")
+_T = TypeVar("_T")
 
 
 def require_supported_parameters(module: nn.Module) -> None:
@@ -65,15 +66,19 @@ def _sparse(name: str) -> UnsupportedTensorError:
     )
 
 
-def enabled_scalers() -> list[torch.amp.GradScaler]:
-    """Return every enabled GradScaler of this process."""
-    kinds: list[type] = [torch.amp.GradScaler]
+def instances_of(base: type[_T]) -> list[_T]:
+    """Return every object of this process that is a `base`."""
+    kinds: list[type[_T]] = [base]
     for kind in kinds:
-        kinds += kind.__subclasses__()
+        kinds += [each for each in kind.__subclasses__() if each not in kinds]
     # Not gc.get_objects(): it holds every object for a moment, and a tuple that another thread is building must be
     # held by nobody else (CPython raises SystemError there).
-    found = [thing for thing in gc.get_referrers(*kinds) if type(thing) in kinds]
-    return [scaler for scaler in found if scaler.is_enabled()]
+    return [thing for thing in gc.get_referrers(*kinds) if type(thing) in kinds]
+
+
+def enabled_scalers() -> list[torch.amp.GradScaler]:
+    """Return every enabled GradScaler of this process."""
+    return [scaler for scaler in instances_of(torch.amp.GradScaler) if scaler.is_enabled()]
 
 
 def warn_of_unknown_scaler() -> None:

@@ -297,6 +297,17 @@ def groups_of(model: nn.Module) -> list[ParameterGroup]:
     return [ParameterGroup(raw, [named(param) for param in raw.fsdp_params]) for raw in raw_groups]
 
 
+def replaced_in(model: nn.Module) -> str:
+    """Return what somebody has set in the place of FSDP's collectives, as attach does too, "" where nothing was."""
+    for group in groups_of(model):
+        if group.has_hook:
+            return "an all-reduce hook"
+        for comm in (getattr(group._raw, name, None) for name in _COLLECTIVES[:2]):
+            if comm is not None and type(comm).__name__ not in _DEFAULTS:
+                return type(comm).__name__
+    return ""
+
+
 def watch_backwards(model: nn.Module, ended: Callable[[], None], given_up: Callable[[], None]) -> None:
     """Call `ended` after every backward, once FSDP has reduced what it will; `given_up` in `reset_iter_state`."""
 
@@ -323,6 +334,7 @@ def _then(first: Callable[..., None], second: Callable[[], None]) -> Callable[..
 
 # ------------------------------------------------------------------------------------------- a 1-D mesh
 
+_DEFAULTS = ("DefaultReduceScatter", "DefaultAllGather")
 _COLLECTIVES = ("_reduce_scatter_comm", "_all_gather_comm", "_training_state")  # torch 2.9
 
 
@@ -336,7 +348,7 @@ def require_collectives(groups: Iterable[ParameterGroup]) -> None:
                     f"fully_shard on a 1-D mesh; use torch 2.9 to {NEWEST_TESTED_TORCH}, or a 2-D mesh (HSDP)"
                 )
         for comm in (group._raw._reduce_scatter_comm, group._raw._all_gather_comm):
-            if type(comm).__name__ not in ("DefaultReduceScatter", "DefaultAllGather"):
+            if type(comm).__name__ not in _DEFAULTS:
                 raise ConfigurationError(
                     f"this model's collectives were replaced by {type(comm).__name__} already; attach before "
                     f"set_custom_reduce_scatter, set_custom_all_gather, set_symm_mem_for_comm and "
