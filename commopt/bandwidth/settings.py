@@ -14,7 +14,7 @@ import torch
 from commopt.bandwidth.collectives import COLLECTIVES, COMMOPT, TORCH, Collective, find_aggregator, known_aggregators
 from commopt.collectives.communicator import Op
 from commopt.command_line import parse_nbytes, whole
-from commopt.errors import ConfigurationError
+from commopt.errors import ConfigurationError, did_you_mean
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float": torch.float32,
@@ -107,8 +107,9 @@ def settings_of(options: argparse.Namespace) -> Settings:
     for name in settings.aggregators:
         aggregator = find_aggregator(name) if collective.aggregates else None
         if aggregator is None and name not in known:
+            meant = did_you_mean(name, known) or ";"
             raise ConfigurationError(
-                f"--aggregator {name!r} is unknown for {collective.name}; known: {', '.join(known)}"
+                f"--aggregator {name!r} is unknown for {collective.name}{meant} known: {', '.join(known)}"
             )
         if aggregator is not None and not aggregator.lossless and whole_numbers:
             raise ConfigurationError(

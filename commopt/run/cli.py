@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from multiprocessing import active_children
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from textwrap import fill
 from typing import Any, TextIO
 
 from commopt.command_line import BAD_INPUT, output_file, refuse, require_writable, whole
@@ -24,14 +25,19 @@ from commopt.run.processes import following
 from commopt.run.script import Choice, Script
 
 USAGE = (
-    "torchrun ... -m commopt run --strategy NAME[:OPTION=VALUE...] [--option OPTION=VALUE] [--live] [--report] "
-    "[--html FILE] SCRIPT ARGS..."
+    "torchrun ... -m commopt run --strategy NAME[:OPTION=VALUE...]\n"
+    "           [--option OPTION=VALUE] [--tuned FILE] [--live] [--report] [--html FILE]\n"
+    "           SCRIPT ARGS..."
 )
-EPILOG = f"""presets: {", ".join(sorted(PRESETS | LOCAL_PRESETS))}
-Each is explained in docs/usage.md, and which to take in docs/presets.md. With adam= the script's AdamW becomes the SGD
-that goes behind Adam's directions, with its groups, learning rates, weight decays and schedulers (docs/adamw.md).
-A model whose hook the script has registered itself is left alone. Give every rank the same command.
-exit status: the script's; {BAD_INPUT} bad input (one line on stderr, on every rank, before the script starts)."""
+EPILOG = f"""{fill("presets: " + ", ".join(sorted(PRESETS | LOCAL_PRESETS)), 79, subsequent_indent="  ")}
+Each is explained in docs/usage.md; docs/presets.md says which to take. With adam=
+the script's AdamW becomes the SGD that goes behind Adam's directions, with its
+groups, learning rates, weight decays and schedulers (docs/adamw.md). A model
+whose hook the script has registered itself is left alone. Give every rank the
+same command.
+
+exit status: the script's; {BAD_INPUT} bad input (one line on stderr, on every rank,
+before the script starts)."""
 NOTHING = (
     "commopt run: no model of DistributedDataParallel or fully_shard was trained, so there was nothing to do; start "
     "one process for each GPU with torchrun, or in the script with multiprocessing (other programs that it starts are "

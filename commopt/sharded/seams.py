@@ -56,6 +56,13 @@ def _require(owner: object, names: Iterable[str]) -> None:
             )
 
 
+def reshard(model: nn.Module) -> None:
+    """Let every part of a model hold shards, as between two steps; whole parameters are gathered again when needed."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def _states(model: nn.Module) -> list[Any]:
     states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
     return list(dict.fromkeys(states))  # fully_shard([a, b]) gives both the same one

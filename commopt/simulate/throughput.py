@@ -60,6 +60,13 @@ PUBLISHED = (
 )
 
 
+BATCHES = {
+    **dict.fromkeys(("resnet50", "swin-t", "bert-base", "bert-large"), 256),
+    **{"vgg16": 384, "gpt2": 12, "gpt2-medium": 12},
+}
+"""Samples per GPU of the published rates, by model, and for models that have none those of their kind."""
+
+
 def usual_efficiency(subject: Model, gpu: Gpu, precision: str) -> tuple[float, str]:
     """Return the share of the GPU's peak that a step reaches, at most 1, and what that rests on.
 

@@ -33,10 +33,10 @@ from commopt.simulate import (
     of_model,
     strategy,
 )
+from commopt.simulate.step import USUAL_SPREAD
+from commopt.simulate.throughput import BATCHES
 
 KIND = "predicted_scaling"
-# Those of the published rates that computation is taken from (commopt/simulate/throughput.py).
-BATCHES = {"resnet50": 256, "vgg16": 384, "swin-t": 256, "bert-base": 256, "bert-large": 256, "gpt2": 12}
 GBPS = (1, 10, 25, 100)
 SHOWN_NODES = (2, 4, 16, 64, 512)
 NODES = (1, *SHOWN_NODES)
@@ -59,7 +59,7 @@ class Assumptions:
     intra_gb_per_s: float = 200.0
     inter_latency_us: float = 15.0
     efficiency: float = 0.9
-    straggler_sigma: float = 0.02
+    straggler_sigma: float = USUAL_SPREAD
     computation: Mapping[str, str] = field(default_factory=dict)
     claims: Sequence[Sequence[str]] = ()
     record: str = "assumptions"
