@@ -20,8 +20,8 @@ def significant(value: float, digits: int = 3) -> str:
 WIDTH = 80
 """Columns of a terminal that no table exceeds."""
 
-_LEAST, _READABLE = 12, 22  # characters that a column of text keeps when it is broken: at least, and if it can
-_BREAKS = re.compile(r"(?<=[ ,:(=_/])")  # after what a long name may go on in the next line
+_LEAST, _READABLE = 12, 14  # characters that a column of text keeps when it is broken: at least, and if it can
+_BREAKS = re.compile(r"(?<=[ ,:(=_/.])")  # after what a long name may go on in the next line
 
 
 def aligned(headings: Sequence[str], rows: Sequence[Sequence[str]], left: int = 0, width: int = WIDTH) -> list[str]:

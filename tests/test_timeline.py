@@ -223,8 +223,8 @@ def test_the_report_says_what_was_measured() -> None:
         "rank  node   step  compute  waiting  transfer  waiting  transfer   late",
         "0        0  27.00    20.00     0.00      5.00     0.00      7.00  +0.00",
         "mean        27.00    20.00     0.00      5.00     0.00      7.00",
-        "buckets  parameters     MB  ready  queue  local  intra  inter  finished  predicted",
-        "1        layer1      0.001  20.00   1.00   0.60   1.80   3.60     27.00      26.50",
+        "buckets  parameters     MB  ready  queue  local  intra  inter    end   plan",
+        "1        layer1      0.001  20.00   1.00   0.60   1.80   3.60  27.00  26.50",
     ):
         assert line in text.split("\n")
     assert max(map(len, str(EVEN).split("\n"))) <= 80
@@ -250,7 +250,7 @@ def test_the_report_fits_many_ranks_and_long_names() -> None:
 def test_long_parameter_names_keep_their_ends() -> None:
     timeline = training(ranks=1, nodes=1, buckets=1, name="transformer.blocks.11.attention.output.weight .. x.bias")
     lines = str(report(timeline, WireBytes(), TrafficOutside())).split("\n")
-    place = next(number for number, line in enumerate(lines) if line.startswith("0        ...tention.output.weight"))
+    place = next(number for number, line in enumerate(lines) if line.startswith("0        ...tention.output."))
     assert "x.bias" in lines[place] + lines[place + 1]
     assert max(map(len, lines)) <= 80
 

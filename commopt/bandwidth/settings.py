@@ -50,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-o", dest="op", choices=("sum", "avg"), default="sum", help="reduction (default sum)")
     add("--collective", choices=COLLECTIVES, default="all_reduce", help="what to time (default all_reduce)")
     add("--aggregator", metavar="NAME[,NAME...]", help=with_what)
+    add("--wide", action="store_true", help="all of nccl-tests' columns with ours beside them, for 200 columns")
     add("--ranks-per-node", type=whole(1), metavar="L", help=nodes)
     add("--json", type=Path, metavar="FILE", help="also write environment and results to FILE")
 
@@ -71,6 +72,7 @@ class Settings:
     aggregators: tuple[str, ...]
     ranks_per_node: int | None
     json: Path | None
+    wide: bool = False
 
     @property
     def dtype(self) -> torch.dtype:

@@ -208,7 +208,7 @@ def messages(report: Report) -> Table:
         ]
         for message, promised in zip(found, predicted, strict=True)
     ]
-    last = ("finished",) if report.predicted_finish_us is None else ("finished", "predicted")
+    last = ("end",) if report.predicted_finish_us is None else ("end", "plan")
     headings = ("buckets", "parameters", "MB", "ready", "queue", *used, *last)
     return Table("Messages in the order of the lane, ms, mean over ranks", headings, rows, 2)
 
@@ -219,12 +219,14 @@ def _wrapped(lines: Sequence[str]) -> list[str]:
 
 def words(report: Report) -> list[str]:
     """Return what the words of the tables mean, a line each."""
+    promised = ["plan: when it expects the end."] if report.predicted_finish_us else []
     return [
+        *promised,
         "step: from the end of the last message to the end of the next step's. compute: until the last gradient.",
         "hidden: communication while gradients are computed. exposed: communication after the last gradient.",
         "waiting: this rank has started a message that another rank in it has not. transfer: the rest.",
         "late: this rank's gradients behind the median of the other ranks', at its worst bucket.",
-        "ready, finished: since the step began. queue: behind other messages. local: packing, compressing, adding.",
+        "ready, end: since the step began. queue: behind other messages. local: packing, compressing, adding.",
         "intra, inter, world: collectives inside nodes, between nodes, over all ranks at once.",
         "Means over the half of the steps whose length is nearest the median; late: median over all.",
         f"Clocks of ranks agreed with the first one's to {report.uncertainty_us:.0f} us when they were compared.",
