@@ -65,11 +65,15 @@ class Assumptions:
     record: str = "assumptions"
     kind: str = KIND
 
+    def _node(self) -> str:
+        if self.gpus_per_node == 1:
+            return "one to a node"
+        return f"{self.gpus_per_node} to a node with {self.intra_gb_per_s:g} GB/s between them"
+
     def __str__(self) -> str:
         """What belongs beside every table."""
         told = (
-            f"Simulated, nothing measured. Assumed: {self.gpu.upper()}, {self.gpus_per_node} to a node with "
-            f"{self.intra_gb_per_s:g} GB/s between them, one port per node with {self.efficiency:g} of its line rate "
+            f"Simulated, nothing measured. Assumed: {self.gpu.upper()}, {self._node()}, one port per node with {self.efficiency:g} of its line rate "
             f"for payload, {self.inter_latency_us:g} us for a step between nodes, no other traffic, {self.precision} "
             f"with float32 gradients, {self.straggler_sigma:.0%} of noise in what ranks compute."
         )
