@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 from dataclasses import MISSING, Field, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from commopt.errors import ConfigurationError, did_you_mean
+
+_T = TypeVar("_T")
 
 
 class ConciseRepr:
@@ -15,7 +17,7 @@ class ConciseRepr:
     Raises ConfigurationError for an option that a class does not have.
     """
 
-    def __new__(cls, *values: Any, **options: Any) -> Any:
+    def __new__(cls: type[_T], *values: Any, **options: Any) -> _T:
         """Look at the names of the options, before a dataclass says that an argument is unexpected."""
         known = [field.name for field in fields(cls) if field.init]  # type: ignore[arg-type]
         for name in options:
@@ -25,7 +27,7 @@ class ConciseRepr:
                     f"{cls.__name__} has no option {name}={options[name]!r}{meant or ';'} it takes "
                     f"{', '.join(known) or 'none'}"
                 )
-        return super().__new__(cls)
+        return object.__new__(cls)
 
     def __repr__(self) -> str:
         shown = []

@@ -102,7 +102,8 @@ def test_the_commands_that_have_no_test_of_their_own(capsys: pytest.CaptureFixtu
     show_table(
         "nodes", [*rows, ["0", "8", "50mbit", "10mbit", "10.200.100.100", "name" * 5, "0-7"]], 0, "a " * 80, shape
     )
-    kernel = Kernel("accumulate sparse", "1.0% as bfloat16, 8 peers", "torch.topk route", 10**9, 1, *[123.4] * 5, ())
+    times = (123.4,) * 5
+    kernel = Kernel("accumulate sparse", "1.0% as bfloat16, 8 peers", "torch.topk route", 10**9, 1, *times, ())
     of_kernels = printed(print_table, "a title", [kernel], capsys=capsys)
     for lines in (table, of_run, shape.getvalue().splitlines(), of_kernels):
         assert max(map(len, lines)) <= WIDTH, lines

@@ -55,7 +55,7 @@ def by_hand_and_by_run(rank: int, world_size: int, fused: bool, before_ddp: bool
 
     def script() -> tuple[TorchDDP, Optimizer, LambdaLR]:
         module = seeded(Tower)
-        options = {"lr": 0.002, "weight_decay": 0.1, "betas": BETAS, "eps": 1e-6, "fused": fused}
+        options: dict[str, Any] = {"lr": 0.002, "weight_decay": 0.1, "betas": BETAS, "eps": 1e-6, "fused": fused}
         if before_ddp:
             optimizer = AdamW(groups_of(module), **options)
             return TorchDDP(module, **SMALL_BUCKET), optimizer, LambdaLR(optimizer, faster)
@@ -116,7 +116,8 @@ def resumed(module: nn.Module) -> Optimizer:
 
 def two_pairs_of_betas(module: nn.Module) -> Optimizer:
     first, *others = module.parameters()
-    return AdamW([{"params": [first], "betas": (0.5, 0.9)}, {"params": others}])
+    groups: list[dict[str, Any]] = [{"params": [first], "betas": (0.5, 0.9)}, {"params": others}]
+    return AdamW(groups)
 
 
 def replaced(module: nn.Module) -> Optimizer:

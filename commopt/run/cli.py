@@ -26,14 +26,14 @@ from commopt.run.script import Choice, Script
 
 USAGE = (
     "torchrun ... -m commopt run --strategy NAME[:OPTION=VALUE...]\n"
-    "           [--option OPTION=VALUE] [--tuned FILE] [--live] [--report] [--html FILE]\n"
-    "           SCRIPT ARGS..."
+    "           [--option OPTION=VALUE] [--tuned FILE] [--live] [--report]\n"
+    "           [--html FILE] SCRIPT ARGS..."
 )
 EPILOG = f"""{fill("presets: " + ", ".join(sorted(PRESETS | LOCAL_PRESETS)), 79, subsequent_indent="  ")}
-Each is explained in docs/usage.md; docs/presets.md says which to take. With adam=
-the script's AdamW becomes the SGD that goes behind Adam's directions, with its
-groups, learning rates, weight decays and schedulers (docs/adamw.md). A model
-whose hook the script has registered itself is left alone. Give every rank the
+Each is explained in docs/usage.md; docs/presets.md says which to take. With
+adam= the script's AdamW becomes the SGD that goes behind Adam's directions,
+with its groups, learning rates, weight decays and schedulers (docs/adamw.md).
+A model whose hook the script has registered itself is left alone. Give every rank the
 same command.
 
 exit status: the script's; {BAD_INPUT} bad input (one line on stderr, on every rank,
@@ -49,7 +49,7 @@ _HEADINGS = ("model", "averaged by", "steps", "MB per step\nin the node", "MB pe
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of run."""
     parser.usage = USAGE
-    parser.description = "Run a training script unchanged; every model of DDP or of FSDP2 in it gets a hook."
+    parser.description = "Run a training script unchanged; each model of DDP or FSDP2 gets a hook."
     parser.epilog = EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument

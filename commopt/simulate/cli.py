@@ -24,7 +24,7 @@ from commopt.simulate.cluster import GPUS, INTRA_GB_PER_S, ClusterSpec, Network,
 from commopt.simulate.model_zoo import MODELS, model
 from commopt.simulate.scaling import DEFAULT, Scaling, strategy
 from commopt.simulate.step import OVERHEAD_US, USUAL_SPREAD, Stragglers
-from commopt.simulate.throughput import BATCHES
+from commopt.simulate.throughput import usual_batch
 from commopt.simulate.workload import Workload, load, of_model
 
 MOST_GPUS = 2**14
@@ -130,9 +130,8 @@ def _workload(options: argparse.Namespace) -> tuple[Callable[[int], Workload], i
         raise ConfigurationError(f"--model is missing; pass one of {names}, or a file")
     if options.model in MODELS:
         computed = {"precision": options.precision, "efficiency": options.compute_efficiency}
-        return partial(of_model, model(options.model), gpu(options.gpu), **computed), options.batch or BATCHES[
-            options.model
-        ]
+        usual = options.batch or usual_batch(options.model)
+        return partial(of_model, model(options.model), gpu(options.gpu), **computed), usual
     if not Path(options.model).exists():
         meant = did_you_mean(options.model, MODELS)
         raise ConfigurationError(f"--model {options.model!r} is no file, and none of {names}{meant}")

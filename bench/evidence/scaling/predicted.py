@@ -73,7 +73,8 @@ class Assumptions:
     def __str__(self) -> str:
         """What belongs beside every table."""
         told = (
-            f"Simulated, nothing measured. Assumed: {self.gpu.upper()}, {self._node()}, one port per node with {self.efficiency:g} of its line rate "
+            f"Simulated, nothing measured. Assumed: {self.gpu.upper()}, {self._node()}, one port per node "
+            f"with {self.efficiency:g} of its line rate "
             f"for payload, {self.inter_latency_us:g} us for a step between nodes, no other traffic, {self.precision} "
             f"with float32 gradients, {self.straggler_sigma:.0%} of noise in what ranks compute."
         )

@@ -18,11 +18,12 @@ from bench.document import table
 from bench.evidence.convergence.plan import GPT, OPTIMIZERS
 from bench.evidence.convergence.report import OPTIMIZER_TITLES, Summary, summarize
 from bench.evidence.convergence.report import read as read_convergence
-from bench.evidence.scaling.predicted import BATCHES, GBPS, Assumptions, assumptions, scaling
+from bench.evidence.scaling.predicted import GBPS, Assumptions, assumptions, scaling
 from bench.output import write_lines, written_by
 from commopt.command_line import Parser, content_of, output_file, whole
 from commopt.simulate import ScalingPoint, strategy
 from commopt.simulate.scaling import FLAGGED, LOSSLESS, LOSSY, STOCK
+from commopt.simulate.throughput import BATCHES
 
 KIND = "preset_by_cluster"
 MODELS = ("resnet50", "gpt2", "bert-large")
@@ -172,17 +173,21 @@ def main() -> None:
     )
     parser.add_argument("--gpus-per-node", type=whole(1), default=8, metavar="N", help="GPUs of a node (default 8)")
     nodes = ",".join(map(str, NODES))
-    parser.add_argument("--nodes", type=_counts, default=NODES, metavar="N,...", help=f"of nodes (default {nodes})")
+    parser.add_argument(
+        "--nodes", type=_counts, metavar="N,...", help=f"numbers of nodes (default {nodes}; of --show all)"
+    )
     options = parser.parse_args()
     if options.show:
         given, found = options.show
+        found = [each for each in found if options.nodes is None or each.nodes in options.nodes]
     else:
-        what = f"--gpus-per-node {options.gpus_per_node} --nodes {','.join(map(str, options.nodes))} --json FILE"
+        counts = options.nodes or NODES
+        what = f"--gpus-per-node {options.gpus_per_node} --nodes {','.join(map(str, counts))} --json FILE"
         given = assumptions(f"python -m bench.evidence.scaling.presets {what}", MODELS, KIND)
         given, found = replace(given, gpus_per_node=options.gpus_per_node), []
         for model in MODELS:
-            print(f"{model}, up to {options.nodes[-1]} nodes", file=sys.stderr)
-            found += cells(given, model, options.nodes)
+            print(f"{model}, up to {counts[-1]} nodes", file=sys.stderr)
+            found += cells(given, model, counts)
     if options.json:
         write_lines(options.json, [asdict(given), *map(asdict, found)])
     learned = summarize(options.learned[1])
