@@ -109,6 +109,12 @@ class DDPRegistration(Registration):
         self._ddp = ref(ddp)
         self.controller.serve(ddp)
 
+    @property
+    def title(self) -> str:
+        """The name of the class of the module inside DDP."""
+        ddp = self.model()
+        return "" if ddp is None else type(ddp.module).__name__
+
     def model(self) -> TorchDDP | None:
         """Return the DDP model."""
         return None if self._ddp is None else self._ddp()

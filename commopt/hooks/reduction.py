@@ -145,7 +145,10 @@ def loss_scale_of(scaler: Any, device: torch.device) -> Tensor | None:
 
 @dataclass(eq=False)
 class _Kind:
-    """All that tells how long a buffer's messages are, and the steps it was sent in; `before` by their phases."""
+    """All that tells how long a buffer's messages are, and the steps it was sent in; `before` by their phases.
+
+    last, times: the last of them, and how often it was sent there.
+    """
 
     aggregator: Aggregator
     layout: Layout
@@ -153,6 +156,13 @@ class _Kind:
     device: torch.device
     steps: list[int] = field(default_factory=list)
     before: Counter[int] = field(default_factory=Counter)
+    last: int = -1
+    times: int = 0
+
+    def note(self, step: int) -> None:
+        """Take note of one more time."""
+        self.steps.append(step)
+        self.last, self.times = step, self.times + 1 if step == self.last else 1
 
 
 class Traffic:
@@ -169,7 +179,7 @@ class Traffic:
         kind = self._kinds.get(key)
         if kind is None:
             kind = self._kinds[key] = _Kind(aggregator, layout, dtype, device)
-        kind.steps.append(step)
+        kind.note(step)
         if len(kind.steps) == _FOLD_AFTER:
             kind.before.update(aggregator.phase(step) for step in kind.steps)
             kind.steps = []
@@ -185,6 +195,19 @@ class Traffic:
             phases = kind.before + Counter(kind.aggregator.phase(step) for step in tuple(kind.steps))
             for phase, times in phases.items():
                 sent += kind.aggregator.wire_bytes(kind.layout, kind.dtype, team, kind.device, phase) * times
+        return sent
+
+    def usual(self, team: TeamShape, instead: Aggregator | None = None) -> WireBytes:
+        """Return the payload of a step with the last one's buffers, past the dense steps that some begin with.
+
+        instead: what would average them in the place of what does.
+        """
+        kinds = list(self._kinds.values())
+        last = max((kind.last for kind in kinds), default=-1)
+        sent = WireBytes()
+        for kind in (each for each in kinds if each.last == last):
+            by = kind.aggregator if instead is None or kind.aggregator is _FLAT else instead
+            sent += by.wire_bytes(kind.layout, kind.dtype, team, kind.device) * kind.times
         return sent
 
 

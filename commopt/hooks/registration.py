@@ -136,6 +136,11 @@ class Registration:
         return self.client
 
     @property
+    def title(self) -> str:
+        """The name of the model's class, "" where no model is known."""
+        return ""
+
+    @property
     def aggregator_name(self) -> str:
         """What averages, for messages and comparisons."""
         return repr(self.aggregator) if self.aggregator is not None else "chosen by the hook"
@@ -197,6 +202,19 @@ class Registration:
         """Return the payload this rank has sent, nothing before it has joined."""
         sent = WireBytes() if self.averages is None else self.averages.sent
         return sent if self.joined is None else sent + self.traffic.wire_bytes(self.joined.team)
+
+    def usual_bytes(self, instead: Aggregator | None = None) -> WireBytes | None:
+        """Return the payload this rank sends in a step like the last one, past a dense start; None if that is unknown.
+
+        instead: what would average the buffers in the place of what does.
+        """
+        if self.joined is None:
+            return None
+        usual = self.traffic.usual(self.joined.team, instead)
+        if self.averages is None or instead is not None:
+            return usual
+        rounds, steps = self.averages.sent, max(self.reduced_steps, 1)
+        return usual + WireBytes(rounds.intra // steps, rounds.inter // steps)
 
     def model(self) -> TorchDDP | None:
         """Return the DDP model, whose own broadcasts a report tells; None for others."""

@@ -203,6 +203,11 @@ class Backwards(Registration):
             sequel.last = None
         self.store.begin_step()
 
+    @property
+    def title(self) -> str:
+        """The name of the model's class, as the user gave it."""
+        return type(self._model).__name__.removeprefix("FSDP")
+
     def wire_bytes(self) -> WireBytes:
         """Return the payload this rank has sent: here that of verdicts, and of the rounds of a LocalSGD."""
         sent = WireBytes() if self.averages is None else self.averages.sent

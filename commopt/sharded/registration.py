@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commopt.aggregate import LocalSGD
+from commopt.aggregate import Aggregator, LocalSGD
 from commopt.errors import ConfigurationError
 from commopt.feedback import Layout, ResidualStore, Spans, is_average, spread
 from commopt.groups import Membership, WireBytes
@@ -246,6 +246,11 @@ class ShardedRegistration(Backwards):
         for replicas in self.replicas.values():
             sent += replicas.traffic.wire_bytes(replicas.client.team)
         return sent
+
+    def usual_bytes(self, instead: Aggregator | None = None) -> WireBytes | None:
+        """Return the payload this rank sends its replicas in a step like the last one, as Registration.usual_bytes."""
+        usual = [each.traffic.usual(each.client.team, instead) for each in self.replicas.values()]
+        return sum(usual, WireBytes())
 
     # ------------------------------------------------------------------------------------- checkpoints
 

@@ -56,6 +56,13 @@ def _require(owner: object, names: Iterable[str]) -> None:
             )
 
 
+def reshard(model: nn.Module) -> None:
+    """Let every part of a model hold shards, as between two steps; whole parameters are gathered again when needed."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def _states(model: nn.Module) -> list[Any]:
     states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
     return list(dict.fromkeys(states))  # fully_shard([a, b]) gives both the same one
@@ -314,12 +321,21 @@ def groups_of(model: nn.Module) -> list[ParameterGroup]:
     return [ParameterGroup(raw, [named(param) for param in raw.fsdp_params]) for raw in raw_groups]
 
 
+def replaced_in(model: nn.Module) -> str:
+    """Return what somebody has set in the place of FSDP's collectives, as attach does too, "" where nothing was."""
+    for group in groups_of(model):
+        if group.has_hook:
+            return "an all-reduce hook"
+        for comm in (getattr(group._raw, name, None) for name in _COLLECTIVES[:2]):
+            if comm is not None and type(comm).__name__ not in _DEFAULTS:
+                return type(comm).__name__
+    return ""
+
+
 def reshard_between_steps(model: nn.Module) -> None:
     """Let the next forward gather the parameters anew: an evaluation under no_grad() leaves the root's unsharded."""
     if torch._C._current_graph_task_id() == -1:  # in a backward FSDP needs those of its forward
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        reshard(model)
 
 
 def watch_backwards(model: nn.Module, ended: Callable[[], None], given_up: Callable[[], None]) -> Callable[[], None]:
@@ -361,6 +377,7 @@ def _then(first: Callable[..., None], second: Callable[[], None]) -> Callable[..
 
 # ------------------------------------------------------------------------------------------- a 1-D mesh
 
+_DEFAULTS = ("DefaultReduceScatter", "DefaultAllGather")
 _COLLECTIVES = ("_reduce_scatter_comm", "_all_gather_comm", "_training_state")  # torch 2.9
 
 
@@ -374,7 +391,7 @@ def require_collectives(groups: Iterable[ParameterGroup]) -> None:
                     f"fully_shard on a 1-D mesh; use torch 2.9 to {NEWEST_TESTED_TORCH}, or a 2-D mesh (HSDP)"
                 )
         for comm in (group._raw._reduce_scatter_comm, group._raw._all_gather_comm):
-            if type(comm).__name__ not in ("DefaultReduceScatter", "DefaultAllGather"):
+            if type(comm).__name__ not in _DEFAULTS:
                 raise ConfigurationError(
                     f"this model's collectives were replaced by {type(comm).__name__} already; attach before "
                     f"set_custom_reduce_scatter, set_custom_all_gather, set_symm_mem_for_comm and "
