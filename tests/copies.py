@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A copy of this checkout that can be changed and tested by itself: a folder, and an environment that imports from it."""
+"""A copy of this checkout that can be changed and tested by itself: a folder, and an environment of its own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bench.gpu.build import make_environment
 
 ROOT = Path(__file__).parents[1]
 GATE = "not slow or gate"  # what .ci/run runs, for `pytest -m`
-_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+(?:\[.*?\])?)", re.M)
+_FAILED = re.compile(r"^(?:FAILED|ERROR) ([^\s\[]+(?:\[.*?\])?)(?= - |$)", re.M)
 
 
 @dataclass(frozen=True)
