@@ -15,7 +15,7 @@ from bench.gpu.build import make_environment
 
 ROOT = Path(__file__).parents[1]
 GATE = "not slow or gate"  # what .ci/run runs, for `pytest -m`
-_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+(?:\[.*?\])?)", re.M)
+_FAILED = re.compile(r"^(?:FAILED|ERROR) ([^\s\[]+(?:\[.*?\])?)(?= - |$)", re.M)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from tests.copies import ROOT, Outcome
+from tests.copies import _FAILED, ROOT, Outcome
 from tests.faults import FAULTS, Fault
 from tests.mutants import Finding, find, table
 from tests.promises import PROMISES
@@ -125,6 +125,12 @@ def test_kernels_of_cpus_are_compiled_with_the_fault_and_again_without(tmp_path:
     (tmp_path / "csrc" / "cpu" / "a.hpp").write_text("1 - x")
     found(copy, FAULT._replace(file="csrc/cpu/a.hpp"))
     assert copy.installed == 2
+
+
+def test_a_failed_test_is_named_with_all_of_its_case() -> None:
+    names = ["tests/test_a.py::test_b", "tests/test_a.py::test_c[3.7-Quantize(bits=8, block=64)]", "tests/test_a.py"]
+    lines = [f"FAILED {names[0]} - assert 1 == 2", f"FAILED {names[1]} - KeyError: [1]", f"ERROR {names[2]}"]
+    assert _FAILED.findall("\n".join(lines)) == names
 
 
 def test_the_table_has_a_row_for_each_finding() -> None:
