@@ -112,6 +112,20 @@ def test_a_line_that_a_terminal_broke_and_two_in_one() -> None:
     assert "rank 0, 1 waits in SeqNum 4 BROADCAST" in (finding.value or "")
 
 
+def test_messages_between_two_ranks_are_no_different_operations() -> None:
+    (finding,) = told(
+        caught(0, 12, "SEND"),
+        status(0, 12, 11, 12),
+        caught(1, 9, "RECV"),
+        status(1, 9, 8, 9),
+    )
+    assert (finding.severity, finding.value) == (
+        Severity.ERROR,
+        "rank 0 waits in SEND SeqNum 12; rank 1 waits in RECV SeqNum 9",
+    )
+    assert "meet its receive" in finding.expected
+
+
 def test_what_torch_finds_out_itself() -> None:
     barrier, mismatch, stuck = told(
         "RuntimeError: [Rank 0]: Ranks 1, 2 failed to pass monitoredBarrier in 30000 ms\n",
@@ -187,6 +201,15 @@ def test_dumps_say_who_is_behind_and_who_is_missing(tmp_path: Path) -> None:
     log = read_logs([written(tmp_path / "missing", dumps)])
     (finding,) = [one for one in examine(log) if one.check == "log-hang"]
     assert "nothing is known of rank 2" in finding.expected
+
+
+def test_dumps_of_messages_between_two_ranks(tmp_path: Path) -> None:
+    content = dump(0, SUM, completed=1)
+    pair = {"is_p2p": True, "p2p_seq_id": 3, "process_group": ("0", "x"), "profiling_name": "nccl:send 0->1"}
+    content["entries"] += [{**pair, "state": "started"}, {**pair, "state": "completed", "profiling_name": "nccl:recv"}]
+    log = read_logs([written(tmp_path, {0: content})])
+    (finding,) = [one for one in examine(log) if one.check == "log-hang"]
+    assert finding.value == "rank 0 waits in send 0->1"
 
 
 @pytest.fixture

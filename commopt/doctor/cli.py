@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print findings as JSON")
     parser.add_argument("--all", action="store_true", help="also print what is fine, and what does not apply")
     parser.add_argument("--root", type=Path, default=LIVE, metavar="DIR", help="read /sys, /proc, /dev below DIR")
-    logs = "read logs of NCCL_DEBUG=INFO (all of one job) instead of the machine"
+    logs = "read logs of NCCL_DEBUG=INFO, and dumps of torch's flight recorder, all of one job, instead of the machine"
     parser.add_argument("--log", type=Path, nargs="+", metavar="FILE|FOLDER", help=logs)
 
 

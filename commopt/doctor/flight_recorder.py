@@ -23,6 +23,7 @@ from commopt.errors import ConfigurationError
 
 MOST_BYTES = 256 << 20
 MOST_ENTRIES = 200_000
+MOST_PAIRS = 100
 
 
 class Operation(NamedTuple):
@@ -78,6 +79,8 @@ class Dump(NamedTuple):
     """The ranks of each group, where the dump says so."""
     names: dict[str, str]
     """What torch calls each group: "default_pg"."""
+    pairs: list[str]
+    """Messages between two ranks that are under way: "send 0->1"."""
 
 
 def read_dump(path: Path) -> Dump | None:
@@ -119,7 +122,7 @@ def _dump(content: Mapping[str, Any], name: str) -> Dump:
         if not numbers:
             raise ValueError("neither it nor the end of its name says which rank wrote it")
         rank = int(numbers[-1][:9])
-    dump = Dump(rank, {}, {}, {})
+    dump = Dump(rank, {}, {}, {}, [])
     for group, config in _items(content.get("pg_config")):
         ranks = config.get("ranks")
         found = re.findall(r"\d{1,9}", ranks) if isinstance(ranks, str) else ranks if isinstance(ranks, list) else []
@@ -127,7 +130,12 @@ def _dump(content: Mapping[str, Any], name: str) -> Dump:
         dump.names[group] = str(config.get("desc") or config.get("name") or group)[:60]
     done: dict[str, int] = {}
     for entry in content["entries"][-MOST_ENTRIES:]:
-        if not isinstance(entry, dict) or entry.get("is_p2p") is True:
+        if not isinstance(entry, dict):
+            continue
+        done_with = entry.get("state") == "completed" or entry.get("retired") is True
+        if entry.get("is_p2p") is True:
+            if not done_with and len(dump.pairs) < MOST_PAIRS:
+                dump.pairs.append(str(entry.get("profiling_name", "unknown")).rpartition(":")[2][:60])
             continue
         seq, group_of = _number(entry.get("collective_seq_id", entry.get("seq_id"))), entry.get("process_group")
         if seq is None or not isinstance(group_of, list | tuple) or not group_of:
@@ -138,7 +146,7 @@ def _dump(content: Mapping[str, Any], name: str) -> Dump:
         one = Operation(seq, called, _numel(entry.get("input_sizes")), _numel(entry.get("output_sizes")))
         place.history.setdefault(seq, one)
         place.enqueued = max(seq, place.enqueued or 0)
-        if entry.get("state") == "completed" or entry.get("retired") is True:
+        if done_with:
             done[group] = max(seq, done.get(group, 0))
         elif place.waits is None or seq < place.waits.seq:
             place.waits = one

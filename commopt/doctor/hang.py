@@ -12,6 +12,8 @@ from commopt.doctor.flight_recorder import Dump, Operation, Place
 
 MOST = 100_000
 MOST_GROUPS = 4
+PAIRED = ("SEND", "RECV", "RECVANYSOURCE", "UNKNOWN")
+"""Operations between two ranks: one sends where the other receives, and their numbers need not agree."""
 _CAUGHT = re.compile(
     r"Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(\d{1,18}), OpType=(\w{1,60})"
     r"(?:, NumelIn=(\d{1,18}), NumelOut=(\d{1,18}))?"
@@ -55,16 +57,20 @@ class Hang:
     """Ranks whose watchdog itself stood still; -1 for one that is not named."""
     caught: dict[int, list[Operation]] = field(default_factory=dict)
     """Operations that the watchdog stopped, by rank: these lines do not name the group."""
+    pairs: dict[str, list[int]] = field(default_factory=dict)
+    """Messages between two ranks that did not end ("send 0->1", "SEND SeqNum 4"), and the ranks that wait in them."""
     _cut: str = ""
     """The beginning of a line that a terminal broke."""
 
     def __bool__(self) -> bool:
-        return bool(self.groups or self.told or self.stuck or self.caught)
+        return bool(self.groups or self.told or self.stuck or self.caught or self.pairs)
 
     def add_dump(self, dump: Dump) -> None:
         """Take in what one rank's flight recorder had."""
         for group, place in dump.places.items():
             self.groups.setdefault(group, {})[dump.rank] = place
+        for pair in dump.pairs:
+            self.pairs.setdefault(pair, []).append(dump.rank)
         self.members.update(dump.members)
         self.names.update(dump.names)
 
@@ -79,7 +85,9 @@ class Hang:
         for found in _CAUGHT.finditer(line):
             rank, _, _ = _who(line[: found.start()])
             numels = [int(number) if number else None for number in found.groups()[2:]]
-            if rank is not None and len(self.caught) < MOST:
+            if rank is not None and found[2] in PAIRED and len(self.pairs) < MOST:
+                self.pairs.setdefault(f"{found[2]} SeqNum {found[1]}", []).append(rank)
+            elif rank is not None and len(self.caught) < MOST:
                 self.caught.setdefault(rank, []).append(Operation(int(found[1]), found[2], *numels))
         for found in _STATUS.finditer(line):
             self._status(line[: found.start()], int(found[1]), int(found[2]))
@@ -96,12 +104,14 @@ class Hang:
         rank, group, name = _who(before)
         if rank is None or (group not in self.groups and len(self.groups) >= MOST):
             return
+        at = _AT.search(before)
+        if at is not None and any(rank in ranks and pair.endswith(f" {at[1]}") for pair, ranks in self.pairs.items()):
+            return  # of a message between two ranks, each of which counts its own
         if name:
             self.names[group] = name
         place = self.groups.setdefault(group, {}).setdefault(rank, Place())
         if place.enqueued is None:  # the first line counts: later ones come while the process ends
             place.enqueued, place.completed = enqueued, completed
-        at = _AT.search(before)
         if at is not None and place.waits is None and int(at[1]) <= enqueued:
             stopped = [one for one in self.caught.get(rank, []) if one.seq == int(at[1])]
             place.waits = stopped[0] if stopped else Operation(int(at[1]), "operation")
@@ -140,6 +150,10 @@ def hangs(hang: Hang) -> Iterator[Finding]:
     yield from found[:MOST_GROUPS]
     if found[MOST_GROUPS:]:
         yield info(f"{len(found) - MOST_GROUPS} more groups of ranks that wait", "no rank that waits")
+    if hang.pairs:
+        shown = "; ".join(f"rank {_list(sorted(set(ranks)))} waits in {pair}" for pair, ranks in hang.pairs.items())
+        expected = "each send to meet its receive: the rank at the other end does something else, or ended"
+        yield (info if found else error)(shown[:400], expected, f"{LOST}; {SILENT}", "medium")
     if hang.stuck:
         ranks = ", ".join(map(str, sorted(rank for rank in hang.stuck if rank >= 0))) or "not named"
         expected = "a watchdog that goes on: a call of CUDA did not return, or a thread keeps Python's lock"

@@ -61,6 +61,8 @@ ON_BOTH = "python -m commopt doctor on both nodes, during the job"
 
 # The first pattern that is found in a warning (or in the error that torch repeats) says what it means.
 MEANINGS = tuple((re.compile(pattern, re.IGNORECASE), Meaning(kind, why, fix)) for pattern, kind, why, fix in (
+    ("ibv_modify_qp failed.*retrying", SLOW, "an adapter answered late, and NCCL tried again",
+     f"{ON_BOTH}; NCCL_CROSS_NIC=0 where rails are not joined"),
     (f"{COMPLETION}4\\b", CAUSE,
      "local protection error: the adapter may not reach the buffer; often ACS, which breaks GPUDirect RDMA",
      "disable ACS: sudo python -m commopt doctor; to be sure, one run with NCCL_NET_GDR_LEVEL=LOC"),
@@ -176,8 +178,8 @@ MEANINGS = tuple((re.compile(pattern, re.IGNORECASE), Meaning(kind, why, fix)) f
      "ulimit -u; containers: --pids-limit=-1"),
     ("Failed to (?:CUDA host alloc|malloc)|malloc\\(|Allocation failed", CAUSE,
      "the host's memory is full", f"free -g; {MEMLOCK}"),
-    ("magic mismatch", NETWORK, "something else connected to NCCL's port: a scanner, or a rank of another job or "
-     "version",
+    ("magic mismatch.*discarding", SLOW,
+     "something else connected to NCCL's port: a scanner, or a rank of another job or version",
      "the same NCCL on every rank; end processes of the last job; keep port scanners away"),
     # plugins and switches
     ("Unable to (?:open device|query device|query port)", CAUSE, "no access to the adapter",

@@ -32,12 +32,13 @@ class Interface(NamedTuple):
 def named(log: Log) -> list[Interface]:
     """Return the interfaces of a log, judged by name, address, and the hosts that have the same address."""
     hosts: dict[str, set[str]] = {}
+    names = log.host_names
     for (_, _, address), told in log.interfaces.items():
         hosts.setdefault(address, set()).update(told)
     found = []
     for use, name, address in log.interfaces:
         why = astray(name, address)
-        if len(same := hosts[address] & log.hosts) > 1:
+        if len(same := hosts[address] & names) > 1:
             everywhere = f"{SAME} on {' and '.join(sorted(same)[:3])}, so each host finds itself there"
             why = everywhere if why is None else f"{why}, and {everywhere}"
         found.append(Interface(name, address, use, why))

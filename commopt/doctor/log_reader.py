@@ -92,10 +92,14 @@ class Log:
         return {name: count for name, count in self.channels.items() if name.startswith(("NET/", "COLLNET/"))}
 
     @property
+    def host_names(self) -> set[str]:
+        """The names of hosts without those that the end of another line sticks to."""
+        return {name for name in self.hosts if not any(name != end and name.endswith(end) for end in self.hosts)}
+
+    @property
     def machines(self) -> int | None:
         """Nodes: as NCCL counts them, else by the names in the log where there are several."""
-        # Where two lines ran into each other, the end of one sticks to the name.
-        names = [name for name in self.hosts if not any(name != end and name.endswith(end) for end in self.hosts)]
+        names = self.host_names
         if self.all_over_network and len(names) == 1:
             return 1 if sum(size == self.ranks for size, _ in self.seen) == self.ranks else None
         return self.nodes or (len(names) if len(names) > 1 else None)
