@@ -19,12 +19,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from commopt.aggregate.base import Call
 from commopt.aggregate.matrices import Plan
 from commopt.aggregate.rows import Region
-from commopt.aggregate.sums import Sums, add_up
+from commopt.aggregate.sums import Sums, add_up, calls_of_sum
 from commopt.compress import ErrorFeedback
-from commopt.feedback import BufferContext
-from commopt.groups import Team
+from commopt.feedback import BufferContext, ResidualStore
+from commopt.groups import Team, TeamShape, WireBytes
 from commopt.kernels.codec import Codec
 
 _MOST_PATIENCE = 64  # steps from one exchange of what factors touch to the next
@@ -129,7 +130,7 @@ class RestingSigns:
             return None
         known = store.untouched.get((context.path, region.layout))
         if known is None:
-            known = Untouched(~_agree(what_is_to_be_sent(values, scale, carry) != 0, team))
+            known = Untouched(~_agree(what_is_to_be_sent(values, scale, carry) != 0, team, store))
             store.rest(context.path, region.layout, known)
         if known.none:
             return None
@@ -207,12 +208,13 @@ def _any_of(codes: Tensor) -> Tensor:
     return found
 
 
-def _agree(touched: Tensor, team: Team) -> Tensor:
+def _agree(touched: Tensor, team: Team, store: ResidualStore) -> Tensor:
     """Return which elements are touched on any rank of `team`: a bit each, to a server of each part and back."""
     size = team.size
     part = -(-touched.numel() // (8 * size))
     mine = packed_bits(touched, part * size)
     received = torch.empty_like(mine)
+    store.beside += team.wire.all_to_all(mine.nbytes) + team.wire.all_gather(part)
     team.all_to_all(received, mine)
     team.all_gather(mine, _any_of(received.view(size, part)))
     return unpacked_bits(mine)[: touched.numel()]
@@ -260,7 +262,7 @@ class RestingElements:
         return None if known.none else cls(known, plan, stacked)
 
     def touched(self) -> Tensor:
-        """Return how many of them are touched here for the first time: float32 [1]."""
+        """Return how many of them are touched here for the first time, for the first message: float32 [1]."""
         return (self.resting & (self._matrices != 0)).sum(dtype=torch.float32).view(1)
 
     def arrived(self, touched: Tensor, team: Sums, context: BufferContext) -> None:
@@ -284,9 +286,30 @@ class RestingElements:
 def _resting_elements(plan: Plan, matrices: Tensor, team: Sums, context: BufferContext) -> Tensor:
     """Return which elements are zero on all ranks in rows and columns that are not. Collective."""
     touched = (matrices != 0).float()
+    if context.store is not None:
+        context.store.beside += _bytes_of_sum(touched.nbytes, team)
     add_up(touched, 0, team, context.scratch)
     resting = touched == 0
     for group in plan.groups:
         stack = group.stack(resting)
         stack &= ~stack.all(1, keepdim=True) & ~stack.all(2, keepdim=True)
     return resting
+
+
+def count_beside(factors: int, others: int, team: Sums, context: BufferContext) -> None:
+    """Count the number beside a first message of so many elements of factors, and of others."""
+    if context.store is not None:
+        with_it, without = (_bytes_of_sum(4 * (others + more), team, factors) for more in (1, 0))
+        context.store.beside += WireBytes(with_it.intra - without.intra, with_it.inter - without.inter)
+
+
+def _bytes_of_sum(nbytes: int, team: Sums, factors: int = 0) -> WireBytes:
+    """Return what this rank sends for a sum of so many bytes, beside so many elements of factors."""
+    teams = {each.level: each for each in (team, team.intra, team.inter) if isinstance(each, TeamShape)}
+    steps = calls_of_sum(factors, nbytes, team, None)
+    sent = WireBytes()
+    for each in steps:
+        if isinstance(each, Call):
+            root = () if each.root is None else (each.root,)
+            sent += getattr(teams[each.level].wire, each.primitive)(each.nbytes, *root)
+    return sent

@@ -18,6 +18,7 @@ from commopt.feedback.counts import StepCounts
 from commopt.feedback.factors import FactorStore
 from commopt.feedback.layout import Layout, gaps
 from commopt.feedback.quality import SampledError
+from commopt.groups import WireBytes
 from commopt.kernels.residual import round_by_chance
 
 Kind = Literal["worker", "server"]
@@ -100,6 +101,7 @@ class ResidualStore:
     scratch: Scratch = field(default_factory=Scratch)
     error: SampledError = field(default_factory=SampledError)
     factors: FactorStore = field(default_factory=FactorStore)
+    beside: WireBytes = field(default_factory=WireBytes)  # payload that `Aggregator.calls` cannot foresee
     untouched: dict[tuple[str, Layout], Any] = field(default_factory=dict)  # by level: see aggregate.untouched
     counts: StepCounts = field(default_factory=StepCounts)
     steps: int = 0

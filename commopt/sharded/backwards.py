@@ -196,7 +196,7 @@ class Backwards(Registration):
         self.store.begin_step()
 
     def wire_bytes(self) -> WireBytes:
-        """Return the payload this rank has sent: here that of verdicts."""
+        """Return the payload this rank has sent: here that of verdicts, and what nobody could foresee."""
         if self._drops_with is None:
-            return WireBytes()
-        return self._drops_with.team.wire.all_reduce(_VERDICT_NBYTES) * self._verdicts
+            return self.store.beside
+        return self.store.beside + self._drops_with.team.wire.all_reduce(_VERDICT_NBYTES) * self._verdicts

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from commopt.aggregate.untouched import SignBits, Untouched, keep, packed_bits, unpacked_bits, what_is_to_be_sent
 from commopt.compress import ErrorFeedback
-from commopt.feedback import BufferContext
+from commopt.feedback import BufferContext, ResidualStore
 from commopt.groups import Team
 from commopt.kernels.codec import Codec
 from commopt.sharded.rows import Chunk, Kind
@@ -52,7 +52,7 @@ class RestingRows:
         joined = torch.cat(parts)
         if known is None:
             touched = what_is_to_be_sent(joined, 1.0, carry) != 0
-            known = _Known(Untouched(~touched), [Untouched(~each) for each in _exchanged(kind, touched, team)])
+            known = _Known(Untouched(~touched), [Untouched(~each) for each in _exchanged(kind, touched, team, store)])
             store.rest(context.path, kind.layout, known)
         return cls(codec, kind, known, what_is_to_be_sent(joined, 1.0, carry, known.sent.places))
 
@@ -86,13 +86,14 @@ class RestingRows:
         self._known.sent.look()
 
 
-def _exchanged(kind: Kind, touched: Tensor, team: Team) -> Tensor:
+def _exchanged(kind: Kind, touched: Tensor, team: Team, store: ResidualStore) -> Tensor:
     """Return what each rank has touched of this rank's shard: bool [ranks, elements]. Collective."""
     nbytes = max(-(-(chunk.end - chunk.begin) // 8) for chunk in kind.chunks)
     sent = torch.zeros(team.size, nbytes, dtype=torch.uint8, device=touched.device)
     for chunk in kind.chunks:
         sent[chunk.row] = packed_bits(touched[chunk.begin : chunk.end], nbytes)
     received = torch.empty_like(sent)
+    store.beside += team.wire.all_to_all(sent.nbytes)
     team.all_to_all(received.view(-1), sent.view(-1))
     own = next((chunk.end - chunk.begin for chunk in kind.chunks if chunk.row == team.rank), 0)
     return unpacked_bits(received).view(team.size, -1)[:, :own]
