@@ -139,8 +139,8 @@ class Compressed(Aggregator):
             total = region.target(buffer, torch.float32, region.chunk_numel, context.scratch)
             region.compressor.accumulate(region.payload(received), total)
             if rest is not None:
-                rest.arrived(region.payload(received), region.chunk_numel, chunks=False)
                 rest.clear(total)
+                rest.arrived(region.payload(received), region.chunk_numel, chunks=False)
             if carry is not None and rows.rounds:
                 own = slice(region.numel * team.rank // team.size, region.numel * (team.rank + 1) // team.size)
                 _keep_rounding(total[own], rows.dtype, carry.new[own], carry)
@@ -181,8 +181,8 @@ class Compressed(Aggregator):
             values = region.target(buffer, rows.dtype, region.numel, scratch)
             region.compressor.decompress(region.payload(gathered), values, region.chunk_numel)
             if rest is not None:
-                rest.arrived(region.payload(gathered), region.chunk_numel, chunks=True)
                 rest.clear(values)
+                rest.arrived(region.payload(gathered), region.chunk_numel, chunks=True)
             region.write(buffer, values)
         if self.feedback is not None:
             _judge(rows, gathered, buffer, context)

@@ -12,7 +12,7 @@ from torch import Tensor
 from commopt.aggregate.base import mark_non_finite
 from commopt.aggregate.matrices import Group, Plan
 from commopt.aggregate.sums import add_up
-from commopt.aggregate.untouched import RestingElements
+from commopt.aggregate.untouched import RestingElements, count_beside
 from commopt.compress import ErrorFeedback
 from commopt.feedback import SAMPLE_EVERY_STEPS, BufferContext, Feedback, Side, Spans
 from commopt.groups import Team
@@ -79,6 +79,7 @@ class Exchange:
             message = message[:-1]
         else:
             message[-1:] = rest.touched()
+            count_beside(numel, plan.dense.numel, team, context)
         add_up(message, numel, team, context.scratch)  # any left factors will do, if all have the same
         if rest is not None:
             rest.arrived(message[-1:], team, context)

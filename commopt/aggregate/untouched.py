@@ -19,45 +19,54 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from commopt.aggregate.base import Call
 from commopt.aggregate.matrices import Plan
 from commopt.aggregate.rows import Region
-from commopt.aggregate.sums import Sums, add_up
+from commopt.aggregate.sums import Sums, add_up, calls_of_sum
 from commopt.compress import ErrorFeedback
-from commopt.feedback import BufferContext
-from commopt.groups import Team
+from commopt.feedback import BufferContext, ResidualStore
+from commopt.groups import Team, TeamShape, WireBytes
 from commopt.kernels.codec import Codec
 
 _MOST_PATIENCE = 64  # steps from one exchange of what factors touch to the next
 
 
-@dataclass(eq=False)
-class Untouched:
-    """The elements of one region of a buffer, or of its matrices, that rest: bool [numel].
+# ----------------------------------------------------------------------------------------- elements with a sign bit
 
-    none: whether the host knows that there are none. asked: how often it has looked.
+
+class Untouched:
+    """The elements of one region of a buffer that rest, by their places (int64, ascending).
+
+    resting: which of these do still, bool, as only a host can leave out the others. none: whether there are none.
     """
 
-    resting: Tensor
-    none: bool = False
-    asked: int = 0
-    patience: int = 1
-    next_step: int = 0
+    def __init__(self, resting: Tensor) -> None:
+        self._looks = 0
+        self._keep(resting.nonzero().view(-1))
+
+    def _keep(self, places: Tensor) -> None:
+        self.places, self.resting = places, torch.ones_like(places, dtype=torch.bool)
+        self.none = not len(places)
+        self._spans: dict[tuple[int, int], slice] = {}
 
     def look(self) -> None:
-        """See whether any are left: at once on a CPU; on a GPU, where the host waits for it, ever more rarely."""
-        self.asked += 1
-        on_host = self.resting.device.type == "cpu"
-        if on_host or (_is_power_of_eight(self.asked) and not torch.cuda.is_current_stream_capturing()):
-            self.none = not bool(self.resting.any())
+        """Leave out what rests no more: at once on a CPU; on a GPU, where the host waits for it, ever more rarely."""
+        self._looks += 1
+        if self.places.is_cuda and not (_is_power_of_two(self._looks) and not torch.cuda.is_current_stream_capturing()):
+            return
+        if not bool(self.resting.all()):
+            self._keep(self.places[self.resting])
+
+    def within(self, begin: int, end: int) -> slice:
+        """Return which places are of elements from `begin` to `end`."""
+        if (begin, end) not in self._spans:
+            bounds = torch.tensor([begin, end], device=self.places.device)
+            self._spans[begin, end] = slice(*torch.searchsorted(self.places, bounds).tolist())
+        return self._spans[begin, end]
 
 
-def _is_power_of_eight(number: int) -> bool:
-    while number % 8 == 0:
-        number //= 8
-    return number == 1
-
-
-# ----------------------------------------------------------------------------------------- elements with a sign bit
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0
 
 
 @dataclass(frozen=True)
@@ -66,29 +75,33 @@ class SignBits:
 
     codec: Codec
 
-    def write(self, payload: Tensor, chunk_numel: int, resting: Tensor, touched: Tensor) -> None:
-        """Put them into rows of payload, in place. resting, touched: bool [elements in all rows, or fewer]."""
-        codes = self.codes(payload, chunk_numel)
-        flat = torch.zeros(codes.numel() * 8 // self.codec.bits, dtype=torch.bool, device=codes.device)
-        flat[: resting.numel()] = resting
-        codes &= ~self._packed(flat, (1 << self.codec.bits) - 1).view(codes.shape)
-        flat[: resting.numel()] &= touched
-        codes |= self._packed(flat, 1 << (self.codec.bits - 1)).view(codes.shape)
+    def write(self, rows: Tensor, chunk_numel: int, places: Tensor, resting: Tensor, touched: Tensor) -> None:
+        """Put them into rows of payload, chunk after chunk, in place. resting, touched: bool [places]."""
+        codes, row, byte, shift = self._find(rows, chunk_numel, places)
+        everything, sign = (1 << self.codec.bits) - 1, 1 << (self.codec.bits - 1)
+        now = codes[row, byte].bitwise_right_shift(shift) & everything
+        # Codes of one byte are added up by turns: what is added is the difference to what stands there, modulo 256.
+        change = torch.where(resting, touched.to(torch.uint8) * sign - now, 0).bitwise_left_shift(shift)
+        codes.index_put_((row, byte), change, accumulate=True)
 
-    def read(self, codes: Tensor) -> Tensor:
-        """Return those in packed codes [bytes]: bool, one for each element."""
-        shifts = torch.arange(0, 8, self.codec.bits, dtype=torch.uint8, device=codes.device)
-        places = torch.full_like(shifts, 1 << (self.codec.bits - 1)) << shifts
-        return (codes.unsqueeze(1) & places).ne(0).view(-1)
+    def read(self, rows: Tensor, chunk_numel: int, places: Tensor) -> Tensor:
+        """Return those of the elements at places: bool."""
+        codes, row, byte, shift = self._find(rows, chunk_numel, places)
+        return codes[row, byte].bitwise_right_shift(shift).bitwise_and(1 << (self.codec.bits - 1)).ne(0)
 
-    def codes(self, rows: Tensor, chunk_numel: int) -> Tensor:
-        """Return the packed codes of rows of payload: uint8 [rows, bytes]."""
-        return rows[:, : self.codec.codes_nbytes(chunk_numel)]
+    def any_of(self, rows: Tensor, chunk_numel: int, places: Tensor) -> Tensor:
+        """Return whether those of any row are set, each of which is of the same elements."""
+        found = self.read(rows[:1], chunk_numel, places)
+        for number in range(1, len(rows)):
+            found |= self.read(rows[number : number + 1], chunk_numel, places)
+        return found
 
-    def _packed(self, flags: Tensor, code: int) -> Tensor:
-        """Return bytes of codes: `code` where an element's flag is set, else 0."""
-        shifts = torch.arange(0, 8, self.codec.bits, dtype=torch.uint8, device=flags.device)
-        return (flags.view(-1, len(shifts)) * (torch.full_like(shifts, code) << shifts)).sum(1, dtype=torch.uint8)
+    def _find(self, rows: Tensor, chunk_numel: int, places: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the codes of rows, and of each place its row, its byte there and how far left its code is in that."""
+        bits = self.codec.bits
+        inside = places % chunk_numel
+        shift = (inside % (8 // bits) * bits).to(torch.uint8)
+        return rows[:, : self.codec.codes_nbytes(chunk_numel)], places // chunk_numel, inside // (8 // bits), shift
 
 
 class RestingSigns:
@@ -99,7 +112,7 @@ class RestingSigns:
 
     def __init__(self, codec: Codec, known: Untouched, kept: Tensor) -> None:
         self._signs, self._known, self._kept = SignBits(codec), known, kept
-        self.resting = known.resting.clone()  # in this step, whatever is touched in it
+        self._places, self._resting = known.places, known.resting.clone()  # in this step, whatever is touched in it
 
     @classmethod
     def of(
@@ -116,51 +129,59 @@ class RestingSigns:
         if codec is None or store is None:
             return None
         known = store.untouched.get((context.path, region.layout))
-        if known is not None and known.none:
-            return None
-        kept = what_is_to_be_sent(values, scale, carry)
         if known is None:
-            known = Untouched(~_agree(kept != 0, team))
+            known = Untouched(~_agree(what_is_to_be_sent(values, scale, carry) != 0, team, store))
             store.rest(context.path, region.layout, known)
-            known.look()
-            if known.none:
-                return None
-        return cls(codec, known, kept)
+        if known.none:
+            return None
+        return cls(codec, known, what_is_to_be_sent(values, scale, carry, known.places))
 
     def encoded(self, payload: Tensor, chunk_numel: int, carry: ErrorFeedback | None) -> None:
         """Tell by sign bits which resting elements are touched here; what they are stays in the residual."""
-        self._signs.write(payload, chunk_numel, self.resting, self._kept != 0)
+        self._signs.write(payload, chunk_numel, self._places, self._resting, self._kept != 0)
         if carry is not None:
-            torch.where(self.resting, self._kept, carry.new, out=carry.new)
+            keep(carry.new, self._places, self._resting, self._kept)
 
     def summed(
         self, received: Tensor, payload: Tensor, chunk_numel: int, begin: int, end: int, carry: ErrorFeedback | None
     ) -> None:
         """Tell in the encoded sum of the elements from `begin` to `end` which of them any rank has touched."""
-        resting = self.resting[begin:end]
-        touched = self._signs.read(_any_of(self._signs.codes(received, chunk_numel)))[: end - begin]
+        here = self._known.within(begin, end)
+        places, resting = self._places[here] - begin, self._resting[here]
+        touched = self._signs.any_of(received, chunk_numel, places)
         if carry is not None:
-            touched |= carry.old != 0
-            torch.where(resting, carry.old, carry.new, out=carry.new)
-        self._signs.write(payload, chunk_numel, resting, touched)
-
-    def arrived(self, rows: Tensor, chunk_numel: int, *, chunks: bool) -> None:
-        """Take note of what was touched, by all ranks' rows: of everything, or with `chunks` of one chunk each."""
-        codes = self._signs.codes(rows, chunk_numel)
-        signs = self._signs.read(codes.reshape(-1) if chunks else _any_of(codes))
-        self._known.resting &= ~signs[: self.resting.numel()]
-        self._known.look()
+            old = carry.old[places]
+            touched |= old != 0
+            keep(carry.new, places, resting, old)
+        self._signs.write(payload, chunk_numel, places, resting, touched)
 
     def clear(self, values: Tensor, begin: int = 0) -> None:
         """Set what rests among `values`, the elements from `begin` on, to zero."""
-        resting = self.resting[begin : begin + values.numel()]
-        values[: resting.numel()].masked_fill_(resting, 0.0)
+        here = self._known.within(begin, begin + values.numel())
+        places = self._places[here] - begin
+        values[places] = values[places].masked_fill(self._resting[here], 0.0)
+
+    def arrived(self, rows: Tensor, chunk_numel: int, *, chunks: bool) -> None:
+        """Take note, last of all, of what the rows of all ranks tell: of everything, or with `chunks` of one each."""
+        read = self._signs.read if chunks else self._signs.any_of
+        self._known.resting &= ~read(rows, chunk_numel, self._places)
+        self._known.look()
 
 
-def what_is_to_be_sent(values: Tensor, scale: float, carry: ErrorFeedback | None) -> Tensor:
-    """Return `values`, scaled, and what `carry` brings: float32, in units of the residual."""
+def keep(residual: Tensor, places: Tensor, resting: Tensor, kept: Tensor) -> None:
+    """Put `kept` in the places of a residual whose elements rest."""
+    residual[places] = torch.where(resting, kept, residual[places])
+
+
+def what_is_to_be_sent(
+    values: Tensor, scale: float, carry: ErrorFeedback | None, places: Tensor | None = None
+) -> Tensor:
+    """Return `values`, scaled, and what `carry` brings, in units of the residual: float32; of some places, or all."""
+    old = None if carry is None else carry.old
+    if places is not None:
+        values, old = values[places], None if old is None else old[places]
     sent = values.float() * (scale if carry is None or carry.loss_scale is None else scale / carry.loss_scale)
-    return sent if carry is None else sent.add_(carry.old, alpha=carry.decay)
+    return sent if carry is None or old is None else sent.add_(old, alpha=carry.decay)
 
 
 def packed_bits(flags: Tensor, nbytes: int) -> Tensor:
@@ -187,18 +208,29 @@ def _any_of(codes: Tensor) -> Tensor:
     return found
 
 
-def _agree(touched: Tensor, team: Team) -> Tensor:
+def _agree(touched: Tensor, team: Team, store: ResidualStore) -> Tensor:
     """Return which elements are touched on any rank of `team`: a bit each, to a server of each part and back."""
     size = team.size
     part = -(-touched.numel() // (8 * size))
     mine = packed_bits(touched, part * size)
     received = torch.empty_like(mine)
+    store.beside += team.wire.all_to_all(mine.nbytes) + team.wire.all_gather(part)
     team.all_to_all(received, mine)
     team.all_gather(mine, _any_of(received.view(size, part)))
     return unpacked_bits(mine)[: touched.numel()]
 
 
 # -------------------------------------------------------------------------------------------- elements of matrices
+
+
+@dataclass(eq=False)
+class _Masked:
+    """Which elements of the stacked matrices rest, bool [numel], and when ranks may exchange that again."""
+
+    resting: Tensor
+    none: bool
+    patience: int = 1
+    next_step: int = 0
 
 
 class RestingElements:
@@ -208,7 +240,7 @@ class RestingElements:
     message; when it arrives, or in a later step, ranks exchange which they are.
     """
 
-    def __init__(self, known: Untouched, plan: Plan, matrices: Tensor) -> None:
+    def __init__(self, known: _Masked, plan: Plan, matrices: Tensor) -> None:
         self._known, self._plan, self._matrices = known, plan, matrices
         self.resting = known.resting
 
@@ -224,13 +256,13 @@ class RestingElements:
         if known is not None:
             return None if known.none else cls(known, plan, matrices())
         stacked = matrices()
-        known = Untouched(_resting_elements(plan, stacked, team, context))
+        resting = _resting_elements(plan, stacked, team, context)
+        known = _Masked(resting, not bool(resting.any()))
         store.rest(context.path, plan.stacked, known)
-        known.look()
         return None if known.none else cls(known, plan, stacked)
 
     def touched(self) -> Tensor:
-        """Return how many of them are touched here for the first time: float32 [1]."""
+        """Return how many of them are touched here for the first time, for the first message: float32 [1]."""
         return (self.resting & (self._matrices != 0)).sum(dtype=torch.float32).view(1)
 
     def arrived(self, touched: Tensor, team: Sums, context: BufferContext) -> None:
@@ -242,10 +274,9 @@ class RestingElements:
             return  # the host waits for the answer
         if float(touched):
             self.resting = self.resting & _resting_elements(self._plan, self._matrices, team, context)
-            known.resting = self.resting
+            known.resting, known.none = self.resting, not bool(self.resting.any())
             known.next_step = context.step + known.patience
             known.patience = min(2 * known.patience, _MOST_PATIENCE)
-            known.look()
 
     def keep(self, residual: Tensor) -> None:
         """Leave in `residual`, of the stacked matrices, what this rank has of them."""
@@ -255,9 +286,30 @@ class RestingElements:
 def _resting_elements(plan: Plan, matrices: Tensor, team: Sums, context: BufferContext) -> Tensor:
     """Return which elements are zero on all ranks in rows and columns that are not. Collective."""
     touched = (matrices != 0).float()
+    if context.store is not None:
+        context.store.beside += _bytes_of_sum(touched.nbytes, team)
     add_up(touched, 0, team, context.scratch)
     resting = touched == 0
     for group in plan.groups:
         stack = group.stack(resting)
         stack &= ~stack.all(1, keepdim=True) & ~stack.all(2, keepdim=True)
     return resting
+
+
+def count_beside(factors: int, others: int, team: Sums, context: BufferContext) -> None:
+    """Count the number beside a first message of so many elements of factors, and of others."""
+    if context.store is not None:
+        with_it, without = (_bytes_of_sum(4 * (others + more), team, factors) for more in (1, 0))
+        context.store.beside += WireBytes(with_it.intra - without.intra, with_it.inter - without.inter)
+
+
+def _bytes_of_sum(nbytes: int, team: Sums, factors: int = 0) -> WireBytes:
+    """Return what this rank sends for a sum of so many bytes, beside so many elements of factors."""
+    teams = {each.level: each for each in (team, team.intra, team.inter) if isinstance(each, TeamShape)}
+    steps = calls_of_sum(factors, nbytes, team, None)
+    sent = WireBytes()
+    for each in steps:
+        if isinstance(each, Call):
+            root = () if each.root is None else (each.root,)
+            sent += getattr(teams[each.level].wire, each.primitive)(each.nbytes, *root)
+    return sent

@@ -18,6 +18,7 @@ from commopt.feedback.counts import StepCounts
 from commopt.feedback.factors import FactorStore
 from commopt.feedback.layout import Layout, gaps
 from commopt.feedback.quality import SampledError
+from commopt.groups import WireBytes
 from commopt.kernels.residual import round_by_chance
 
 Kind = Literal["worker", "server"]
@@ -100,6 +101,7 @@ class ResidualStore:
     scratch: Scratch = field(default_factory=Scratch)
     error: SampledError = field(default_factory=SampledError)
     factors: FactorStore = field(default_factory=FactorStore)
+    beside: WireBytes = field(default_factory=WireBytes)  # payload that `Aggregator.calls` cannot foresee
     untouched: dict[tuple[str, Layout], Any] = field(default_factory=dict)  # by level: see aggregate.untouched
     counts: StepCounts = field(default_factory=StepCounts)
     steps: int = 0
@@ -135,6 +137,8 @@ class ResidualStore:
                 self._redirect_to(paths, layout)
             if memory is None or memory.by is not by:
                 self.buffers = _others(self.buffers, layout)
+                # Here, where all ranks come alike: what they hold of a buffer differs, and they ask each other again.
+                self.untouched = {key: each for key, each in self.untouched.items() if not key[1].shares_names(layout)}
                 memory = self.buffers[layout] = Memory(by, paths)
             elif settle:
                 self._sweep(layout, memory)
@@ -258,10 +262,7 @@ class ResidualStore:
             self._slots[slot.path, slot.kind, slot.layout] = slot
 
     def rest(self, path: str, layout: Layout, known: object) -> None:
-        """Keep what is known of the elements of `layout` that nobody has touched, in place of what was."""
-        self.untouched = {
-            key: each for key, each in self.untouched.items() if key[0] != path or not key[1].shares_names(layout)
-        }
+        """Keep what is known of the elements of `layout` that nobody has touched, until something else sends them."""
         self.untouched[path, layout] = known
 
     def slots(self) -> list[Residual]:

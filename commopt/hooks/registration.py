@@ -200,7 +200,7 @@ class Registration:
 
     def wire_bytes(self) -> WireBytes:
         """Return the payload this rank has sent, nothing before it has joined."""
-        sent = WireBytes() if self.averages is None else self.averages.sent
+        sent = self.store.beside if self.averages is None else self.store.beside + self.averages.sent
         return sent if self.joined is None else sent + self.traffic.wire_bytes(self.joined.team)
 
     def usual_bytes(self, instead: Aggregator | None = None) -> WireBytes | None:
@@ -262,6 +262,7 @@ class Registration:
         buffers: in which it went, empty for other ones. extras: what `read_extras` returned, None in another world.
         """
         store.steps = self.steps = steps
+        store.beside = self.store.beside
         self.store = store
         if self.averages is not None:
             self.averages.begin_anew(steps, store, extras)

@@ -209,8 +209,8 @@ class Backwards(Registration):
         return type(self._model).__name__.removeprefix("FSDP")
 
     def wire_bytes(self) -> WireBytes:
-        """Return the payload this rank has sent: here that of verdicts, and of the rounds of a LocalSGD."""
-        sent = WireBytes() if self.averages is None else self.averages.sent
+        """Return the payload this rank has sent: here verdicts, rounds of a LocalSGD, and what nobody could foresee."""
+        sent = self.store.beside if self.averages is None else self.store.beside + self.averages.sent
         if self._drops_with is None:
             return sent
         return sent + self._drops_with.team.wire.all_reduce(_VERDICT_NBYTES) * self._verdicts

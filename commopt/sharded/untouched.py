@@ -7,24 +7,32 @@ alone, what it has not touched yet.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from commopt.aggregate.untouched import SignBits, Untouched, packed_bits, unpacked_bits, what_is_to_be_sent
+from commopt.aggregate.untouched import SignBits, Untouched, keep, packed_bits, unpacked_bits, what_is_to_be_sent
 from commopt.compress import ErrorFeedback
-from commopt.feedback import BufferContext
+from commopt.feedback import BufferContext, ResidualStore
 from commopt.groups import Team
 from commopt.kernels.codec import Codec
 from commopt.sharded.rows import Chunk, Kind
 
 
-class RestingRows:
-    """The elements of one kind that rest in a step: among what this rank sends, and of each rank in its own shard."""
+@dataclass(eq=False)
+class _Known:
+    """What rests of one kind: among what this rank sends, and of each rank in this one's own shard."""
 
-    def __init__(self, codec: Codec, kind: Kind, sent: Untouched, received: Untouched, kept: Tensor) -> None:
-        self._signs, self._kind, self._kept = SignBits(codec), kind, kept
-        self._sent, self._received = sent, received
-        self._resting = sent.resting.clone()
+    sent: Untouched
+    received: list[Untouched]
+
+
+class RestingRows:
+    """The elements of one kind that rest in a step."""
+
+    def __init__(self, codec: Codec, kind: Kind, known: _Known, kept: Tensor) -> None:
+        self._signs, self._kind, self._known, self._kept = SignBits(codec), kind, known, kept
 
     @classmethod
     def of(
@@ -37,58 +45,55 @@ class RestingRows:
         codec, store = kind.compressor.codec_without_zero, context.store
         if codec is None or store is None:
             return None
-        sent, received = (
-            store.untouched.get((path, kind.layout)) for path in (context.path, f"{context.path}.received")
-        )
-        if sent is not None and received is not None and sent.none and received.none:
+        known = store.untouched.get((context.path, kind.layout))
+        if known is not None and known.sent.none and all(each.none for each in known.received):
             return None
         parts = [values[chunk.row][begin:end] for chunk in kind.chunks for begin, end in chunk.spans]
-        kept = what_is_to_be_sent(torch.cat(parts), 1.0, carry)
-        if sent is None or received is None:
-            sent = Untouched(kept == 0)
-            received = Untouched(~_exchanged(kind, kept != 0, team))
-            store.rest(context.path, kind.layout, sent)
-            store.rest(f"{context.path}.received", kind.layout, received)
-            sent.look()
-            received.look()
-            if sent.none and received.none:
-                return None
-        return cls(codec, kind, sent, received, kept)
+        joined = torch.cat(parts)
+        if known is None:
+            touched = what_is_to_be_sent(joined, 1.0, carry) != 0
+            known = _Known(Untouched(~touched), [Untouched(~each) for each in _exchanged(kind, touched, team, store)])
+            store.rest(context.path, kind.layout, known)
+        return cls(codec, kind, known, what_is_to_be_sent(joined, 1.0, carry, known.sent.places))
 
     def encoded(self, payload: Tensor, chunk: Chunk, carry: ErrorFeedback | None) -> None:
         """Tell by sign bits which resting elements of a chunk are touched here; they stay in the residual.
 
         carry: of the chunk.
         """
-        resting, kept = self._resting[chunk.begin : chunk.end], self._kept[chunk.begin : chunk.end]
-        self._signs.write(payload, chunk.chunk_numel, resting, kept != 0)
+        known = self._known.sent
+        here = known.within(chunk.begin, chunk.end)
+        places, resting, kept = known.places[here] - chunk.begin, known.resting[here], self._kept[here]
+        self._signs.write(payload, chunk.chunk_numel, places, resting, kept != 0)
         if carry is not None:
-            torch.where(resting, kept, carry.new, out=carry.new)
-        self._sent.resting[chunk.begin : chunk.end] &= kept == 0
+            keep(carry.new, places, resting, kept)
+        resting &= kept == 0  # from the next step on
 
     def accumulate(self, payloads: Tensor, chunk: Chunk, total: Tensor) -> None:
         """Set `total` (float32 [chunk_numel]) to the sum of the decoded rows, less what rests in each."""
-        numel, row = chunk.end - chunk.begin, torch.empty_like(total)
+        row = torch.empty_like(total)
         total.zero_()
-        for place, resting in enumerate(self._received.resting):
-            payload = payloads[place : place + 1]
+        for number, known in enumerate(self._known.received):
+            payload, places = payloads[number : number + 1], known.places
             self._kind.compressor.decompress(payload, row, chunk.chunk_numel)
-            row[:numel].masked_fill_(resting[:numel], 0.0)
+            row[places] = row[places].masked_fill(known.resting, 0.0)
             total.add_(row)
-            resting[:numel] &= ~self._signs.read(self._signs.codes(payload, chunk.chunk_numel)[0])[:numel]
-        self._received.look()
+            known.resting &= ~self._signs.read(payload, chunk.chunk_numel, places)
+            known.look()
 
     def look(self) -> None:
         """See whether anything is left that rests."""
-        self._sent.look()
+        self._known.sent.look()
 
 
-def _exchanged(kind: Kind, touched: Tensor, team: Team) -> Tensor:
-    """Return what each rank has touched of this rank's shard: bool [ranks, elements and padding]. Collective."""
+def _exchanged(kind: Kind, touched: Tensor, team: Team, store: ResidualStore) -> Tensor:
+    """Return what each rank has touched of this rank's shard: bool [ranks, elements]. Collective."""
     nbytes = max(-(-(chunk.end - chunk.begin) // 8) for chunk in kind.chunks)
     sent = torch.zeros(team.size, nbytes, dtype=torch.uint8, device=touched.device)
     for chunk in kind.chunks:
         sent[chunk.row] = packed_bits(touched[chunk.begin : chunk.end], nbytes)
     received = torch.empty_like(sent)
+    store.beside += team.wire.all_to_all(sent.nbytes)
     team.all_to_all(received.view(-1), sent.view(-1))
-    return unpacked_bits(received).view(team.size, -1)
+    own = next((chunk.end - chunk.begin for chunk in kind.chunks if chunk.row == team.rank), 0)
+    return unpacked_bits(received).view(team.size, -1)[:, :own]
