@@ -121,8 +121,9 @@ class CommState:
         return averages is not None and averages.apart
 
     def close(self) -> None:
-        """Finish what was started, and close commopt's process groups; every rank must, and the model trains no more.
+        """Finish what was started, and close commopt's process groups; every rank must.
 
+        A model of DDP trains no more; one of FSDP2 is FSDP's own again, and may be attached again.
         They are shared: the last state or Communicator of the same group and settings to close ends them. What was
         never closed is, when the process group has been destroyed, at the next call that joins one.
         """

@@ -68,6 +68,8 @@ class CommoptCallback(TrainerCallback):  # type: ignore[misc]  # of whatever ver
         if self.comm is None or self._attached is None or self._attached() is not wrapped:
             if self.comm is not None:
                 self.comm.close()
+            if wrapped is self._trainer.model and getattr(wrapped, "_is_accelerate_prepared", False):
+                _refuse_unwrapped(wrapped)
             self.comm = attach(wrapped, self._choice, **options)
             self._attached = ref(wrapped)
         elif self.comm.scaler is not options["scaler"]:
@@ -116,6 +118,16 @@ class CommoptCallback(TrainerCallback):  # type: ignore[misc]  # of whatever ver
         # A search for hyperparameters has its checkpoints elsewhere.
         if self.comm is not None and not args.save_only_model and folder.is_dir():
             torch.save(self.comm.state_dict(), folder / _name(args))
+
+
+def _refuse_unwrapped(model: torch.nn.Module) -> None:
+    """Raise ConfigurationError for a model that Accelerate has prepared without making one of DDP of it."""
+    if torch.distributed.is_initialized() and not hasattr(model, "set_reshard_after_forward"):  # which FSDP2's has
+        raise ConfigurationError(
+            f"Accelerate has left this {type(model).__name__} unwrapped, and nobody would average its gradients: the "
+            f"Trainer evaluated or predicted with it before the first train(); call train() first, or "
+            f"evaluate with a Trainer of its own and another copy of the model"
+        )
 
 
 def _name(args: TrainingArguments) -> str:
