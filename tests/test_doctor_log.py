@@ -639,6 +639,7 @@ SETTINGS = [
     ("transport/net_ib/init.cc:5", "an error that is not known", "NCCL_IB_HCA=mlx5_9", "unset NCCL_IB_HCA"),
     ("misc/ibvwrap.cc:5", "an error that is not known", "NCCL_IB_GID_INDEX=3", "unset NCCL_IB_GID_INDEX"),
     ("plugin/net.cc:5", "an error that is not known", "NCCL_NET_PLUGIN=ofi", "unset NCCL_NET_PLUGIN"),
+    ("init.cc:388", "Error: network IB not found.", "NCCL_NET=IB", "unset NCCL_NET"),
     ("net.cc:540", "Error: network AWS Libfabric not found.", "NCCL_NET=AWS Libfabric", "unset NCCL_NET"),
     ("transport/p2p.cc:5", "an error that is not known", "NCCL_P2P_USE_CUDA_MEMCPY=1", "unset NCCL_P2P_USE_CUDA"),
     ("transport/shm.cc:5", "an error that is not known", "NCCL_SHM_LOCALITY=1", "unset NCCL_SHM_LOCALITY"),

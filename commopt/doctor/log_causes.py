@@ -248,6 +248,8 @@ MEANINGS = tuple((re.compile(pattern, re.IGNORECASE), Meaning(kind, why, fix)) f
      "no interface to use",
      "export NCCL_SOCKET_IFNAME to an interface that exists and has an address; containers: --network=host"),
     ("Mismatched NCCL version", CAUSE, "ranks run different versions", "install the same torch on every node"),
+    (r"\bnetwork .{1,40} not found", CAUSE, "no plugin offers this network, or its adapters are not there",
+     "unset NCCL_NET NCCL_NET_PLUGIN; LD_LIBRARY_PATH of the provider's plugin"),
     ("libnccl-net|Failed to initialize any NET plugin", CAUSE, "the network plugin does not load",
      "LD_LIBRARY_PATH of the provider's plugin, or: unset NCCL_NET_PLUGIN NCCL_NET"),
     ("message truncated|magic mismatch|collective mismatch|incorrect receive info|wrong type", CAUSE,

@@ -65,7 +65,7 @@ FAMILIES = (
            "it may not fit these adapters"),
     Family("^transport/(?:p2p|shm)|shared memory|shm|IPC|peer access|failed to peer",
            ("NCCL_P2P_\\w+", "NCCL_SHM_\\w+", "NCCL_CUMEM\\w*", "NCCL_IGNORE_\\w+"), "it may be what fails here"),
-    Family("^plugin|^net\\.cc|[Pp]lugin|libnccl|collNet|CollNet|NET/(?!IB|Socket)",
+    Family("network .* not found|^plugin|^net\\.cc|[Pp]lugin|libnccl|collNet|CollNet|NET/(?!IB|Socket)",
            ("NCCL_NET_PLUGIN", "NCCL_NET", "NCCL_TUNER_\\w+", "NCCL_COLLNET_ENABLE", "NCCL_\\w+_PLUGIN"),
            "it asks for a plugin that may not be here, or not of this version", certain=True),
     Family("^(?:src/)?(?:enqueue|graph/tuning|collectives)|algorithm|protocol|pattern",
