@@ -12,6 +12,7 @@ import torch
 
 from commopt.aggregate import Aggregator
 from commopt.hooks import CommState, Preset, attach, merged_state
+from commopt.hooks.optimizers import stand_for_adam
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -29,7 +30,9 @@ class CommoptCallback(TrainerCallback):  # type: ignore[misc]  # of whatever ver
     """Averages the gradients of `trainer.train`, as attach(model, choice, **options) does; with its GradScaler.
 
     Every rank writes what it has kept into the checkpoint's folder, beside its state of random numbers, and reads it
-    there with train(resume_from_checkpoint=...). In another world every rank must see the files of all.
+    there with train(resume_from_checkpoint=...). In another world every rank must see the
+    files of all. With `adam=` the Trainer's AdamW becomes what CommState.optimizer returns: it must have the same betas
+    and eps, and max_grad_norm=0 must leave directions unclipped.
     comm: what attach returned, None before training. Raises, when training begins, what attach and
     CommState.load_state_dict raise.
     """
@@ -57,6 +60,7 @@ class CommoptCallback(TrainerCallback):  # type: ignore[misc]  # of whatever ver
             self.comm.close()
         options = {"scaler": self._trainer.accelerator.scaler, **self._options}
         self.comm = comm = attach(self._trainer.model_wrapped, self._choice, **options)
+        stand_for_adam(comm, self._trainer.model_wrapped.parameters())
         if self._resumed is None:
             return
         files = sorted(Path(self._resumed).glob("commopt_*_of_*.pt"))

@@ -33,8 +33,8 @@ EPILOG = f"""{fill("presets: " + ", ".join(sorted(PRESETS | LOCAL_PRESETS)), 79,
 Each is explained in docs/usage.md; docs/presets.md says which to take. With
 adam= the script's AdamW becomes the SGD that goes behind Adam's directions,
 with its groups, learning rates, weight decays and schedulers (docs/adamw.md).
-A model whose hook the script has registered itself is left alone. Give every rank the
-same command.
+A model whose hook the script has registered itself is left alone. Give every
+rank the same command.
 
 exit status: the script's; {BAD_INPUT} bad input (one line on stderr, on every rank,
 before the script starts)."""
