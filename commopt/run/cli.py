@@ -16,7 +16,7 @@ from textwrap import fill
 from typing import Any, TextIO
 
 from commopt.command_line import BAD_INPUT, output_file, refuse, require_writable, whole
-from commopt.display import aligned
+from commopt.display import aligned, significant
 from commopt.errors import ConfigurationError
 from commopt.hooks.presets import LOCAL_PRESETS, PRESETS
 from commopt.run.live import Live
@@ -200,4 +200,4 @@ def _row(record: Trained) -> tuple[str, ...]:
     stats = record.stats
     steps = stats["steps"]
     sent = (stats[f"{level}_bytes"] / max(steps, 1) / 1e6 for level in ("intra", "inter"))
-    return (record.name, stats["aggregator"], str(steps), *(f"{mb:.4g}" for mb in sent))
+    return (record.name, stats["aggregator"], str(steps), *(significant(mb, 4) for mb in sent))
