@@ -35,7 +35,7 @@ def aligned(headings: Sequence[str], rows: Sequence[Sequence[str]], left: int = 
     left = sum(column < left for column in kept)
     heads = [headings[column].split("\n") for column in kept]
     cells = [[row[column] for column in kept] for row in rows]
-    if _width_of(heads, cells) > width:
+    if _joint(_least(heads, cells, left)) > width:
         heads = [[word for line in head for word in line.split(" ")] for head in heads]
     tables = []
     for columns in _blocks(heads, cells, left, width):
@@ -54,8 +54,13 @@ def _widths(heads: Sequence[Sequence[str]], cells: Sequence[Sequence[str]]) -> l
     return [max(map(len, [*head, *(row[place] for row in cells)])) for place, head in enumerate(heads)]
 
 
-def _width_of(heads: Sequence[Sequence[str]], cells: Sequence[Sequence[str]]) -> int:
+def _least(heads: Sequence[Sequence[str]], cells: Sequence[Sequence[str]], left: int) -> list[int]:
+    """Return the width of each column when text is broken as far as it can still be read."""
     widths = _widths(heads, cells)
+    return [min(each, _READABLE) if column < left else each for column, each in enumerate(widths)]
+
+
+def _joint(widths: Sequence[int]) -> int:
     return sum(widths) + 2 * (len(widths) - 1)
 
 
@@ -63,11 +68,10 @@ def _blocks(
     heads: Sequence[Sequence[str]], cells: Sequence[Sequence[str]], left: int, width: int
 ) -> Iterator[list[int]]:
     """Yield the columns that stand beside each other; the first of text begins each line of each block."""
-    widths = _widths(heads, cells)
-    least = [min(each, _READABLE) if column < left else each for column, each in enumerate(widths)]
+    least = _least(heads, cells, left)
     block: list[int] = []
     for column in range(len(heads)):
-        if block and sum(least[each] + 2 for each in [*block, column]) - 2 > width and len(block) > min(left, 1):
+        if block and _joint([least[each] for each in [*block, column]]) > width and len(block) > min(left, 1):
             yield block
             block = [0] if left else []
         block.append(column)
@@ -77,7 +81,7 @@ def _blocks(
 def _limits(heads: Sequence[Sequence[str]], cells: Sequence[Sequence[str]], left: int, width: int) -> list[int]:
     """Return the width of each column: of the widest texts as little as makes room for the rest."""
     limits = _widths(heads, cells)
-    while sum(limits) + 2 * (len(limits) - 1) > width:
+    while _joint(limits) > width:
         text = [column for column in range(min(left, len(limits))) if limits[column] > _LEAST]
         if not text:
             break  # figures are never cut

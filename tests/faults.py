@@ -291,8 +291,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "eps is not corrected as the second moment is",
         "commopt/aggregate/adam.py",
-        ".add_(root * self.eps)",
-        ".add_(self.eps)",
+        "least = root * self.eps\n",
+        "least = self.eps\n",
         ADAMW,
         ("test_adam",),
     ),
@@ -357,9 +357,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a model that is evaluated first gets no hook",
         "commopt/run/models.py",
-        " or not torch.is_grad_enabled():\n            return\n        self._known.add(ddp)\n",
-        ":\n            return\n        self._known.add(ddp)\n"
-        "        if not torch.is_grad_enabled():\n            return\n",
+        " or not torch.is_grad_enabled():\n            return\n",
+        ":\n            return\n        if not torch.is_grad_enabled():\n            self._known.add(model)\n            return\n",
         "run: every DDP model gets a hook",
         ("test_run_models",),
     ),

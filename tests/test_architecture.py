@@ -50,6 +50,7 @@ LAYERS = (
     "commopt.hooks.registration",
     "commopt.hooks.averages_used",
     "commopt.hooks.local_sgd",
+    "commopt.hooks.optimizer_steps",
     "commopt.hooks.parcels",
     "commopt.hooks.reduction",
     "commopt.hooks.checks",

@@ -122,6 +122,7 @@ SENDS = {"hierarchical": 800, "hierarchical_bf16": 400, "hierarchical_quantized"
         (400, "Hierarchical(inter=Compressed(Cast()))", ["hierarchical_quantized", "hierarchical_powersgd"], True),
         (201, "Hierarchical(inter=Compressed(Quantize()))", ["hierarchical_powersgd"], True),
         (20, "Hierarchical(inter=PowerSGD())", [], False),
+        (20, "Hierarchical(inter=Compressed(OneBit(), adam=Adam()))", [], False),
         (800, "Auto(allow=('lossless',))", list(SENDS)[1:], False),
     ],
 )
@@ -137,6 +138,7 @@ def test_advice_never_sends_more_than_what_is_in_use(now: int, strategy: str, na
     assert re.findall(r"(hierarchical\w*) (\d+) MB", said) == [(name, str(SENDS[name])) for name in named]
     assert ("let auto measure" in said) == auto
     assert ("No preset sends much less than the 20 MB" in said) == (not named)
+    assert ("directions, for AdamW" in said) == (not named and "adam=" not in strategy), "what is in use is no advice"
 
 
 def test_work_inside_a_rank_advises_no_preset() -> None:

@@ -67,19 +67,19 @@ def _sparse(name: str) -> UnsupportedTensorError:
     )
 
 
-def instances_of(base: type[_T]) -> list[_T]:
-    """Return every object of this process that is a `base`."""
-    kinds: list[type[_T]] = [base]
-    for kind in kinds:
-        kinds += [each for each in kind.__subclasses__() if each not in kinds]
-    # Not gc.get_objects(): it holds every object for a moment, and a tuple that another thread is building must be
-    # held by nobody else (CPython raises SystemError there).
-    return [thing for thing in gc.get_referrers(*kinds) if type(thing) in kinds]
-
-
 def enabled_scalers() -> list[torch.amp.GradScaler]:
     """Return every enabled GradScaler of this process."""
     return [scaler for scaler in instances_of(torch.amp.GradScaler) if scaler.is_enabled()]
+
+
+def instances_of(base: type[_T]) -> list[_T]:
+    """Return every object of a class, and of those derived from it, that there is in this process."""
+    kinds: list[type] = [base]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    # Not gc.get_objects(): it holds every object for a moment, and a tuple that another thread is building must be
+    # held by nobody else (CPython raises SystemError there).
+    return [thing for thing in gc.get_referrers(*kinds) if type(thing) in kinds]
 
 
 def warn_of_unknown_scaler() -> None:

@@ -80,6 +80,11 @@ def _obstacle(optimizer: Optimizer) -> str:
         return f"this {name} has moments already, of a checkpoint perhaps, which would be lost"
     if "step" in vars(optimizer) and not hasattr(vars(optimizer)["step"], "_wrapped_by_lr_sched"):
         return f"something has replaced the method step of this {name}"
+    for holder in instances_of(Optimizer):
+        if holder is not optimizer and _wraps(holder, optimizer) and getattr(holder, "scaler", None) is not None:
+            return (
+                f"{type(holder).__name__} with a GradScaler calls the step that this {name} had; use bf16 without one"
+            )
     for scheduler in instances_of(LRScheduler):
         if getattr(scheduler, "optimizer", None) is optimizer and getattr(scheduler, "cycle_momentum", False):
             return f"{type(scheduler).__name__} changes the betas of this {name}; pass it cycle_momentum=False"
@@ -106,6 +111,25 @@ def put_behind(state: CommState, optimizer: Optimizer) -> None:
     if "step" in vars(optimizer):  # of a scheduler, for the class that it was
         optimizer.step = _noted_step(optimizer)  # type: ignore[method-assign]
     optimizer.__class__ = SGD
+
+
+def stand_for_adam(state: CommState, parameters: Iterable[Tensor]) -> None:
+    """Put what averages by `adam=` in the place of the optimizers that have `parameters`; without `adam=` do nothing.
+
+    Raises ConfigurationError as `adam_in` does, and where their betas or eps are other ones than those of `adam=`.
+    """
+    asked = None if state.aggregator is None else state.aggregator.adam
+    if asked is None:
+        return
+    optimizers = optimizers_of(parameters)
+    found = adam_in(optimizers)
+    if found is not None and (found.betas, found.eps) != (asked.betas, asked.eps):
+        raise ConfigurationError(
+            f"the optimizer has betas={found.betas}, eps={found.eps:g}, and {asked} is asked for; pass "
+            f"adam=commopt.Adam(betas={found.betas}, eps={found.eps:g}), or give the optimizer those of adam="
+        )
+    for optimizer in optimizers:
+        put_behind(state, optimizer)
 
 
 def _noted_step(optimizer: Optimizer) -> Any:

@@ -10,6 +10,7 @@ from weakref import WeakSet
 
 from commopt.aggregate import Aggregator
 from commopt.hooks import CommState, Preset, attach
+from commopt.hooks.optimizers import stand_for_adam
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -23,9 +24,10 @@ class CommoptCallback(Callback):  # type: ignore[misc]  # of whatever version is
     """Averages the gradients of `trainer.fit`, as attach(model, choice, **options) does; with the Trainer's GradScaler.
 
     Every checkpoint has what all ranks have kept, so every rank must call trainer.save_checkpoint. It is loaded with
-    fit(ckpt_path=...), in any world. Each fit begins with what its checkpoint has, or with nothing. With a LocalSGD
-    nodes hold different parameters: these are averaged, on all ranks, before the Trainer validates and saves, and when
-    training ends.
+    fit(ckpt_path=...), in any world. With `adam=` the AdamW of configure_optimizers becomes what CommState.optimizer
+    returns; it must have the same betas and eps. Each fit begins with what its checkpoint has, or with nothing. With a
+    LocalSGD nodes hold different parameters: these are averaged, on all ranks, before the Trainer validates and saves,
+    and when training ends.
     comm: what attach returned, None before the first fit. Raises, when fit starts, what attach and
     CommState.load_state_dict raise.
     """
@@ -48,6 +50,7 @@ class CommoptCallback(Callback):  # type: ignore[misc]  # of whatever version is
         self._average_before_saving(trainer)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self.comm = attach(trainer.strategy.model, self._choice, **{"scaler": scaler, **self._options})
+        stand_for_adam(self.comm, trainer.strategy.model.parameters())
         if self._loaded is not None:
             self.comm.load_state_dict(self._loaded)
             self._loaded = None

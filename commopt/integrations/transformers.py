@@ -14,6 +14,7 @@ import torch
 from commopt.aggregate import Aggregator
 from commopt.errors import ConfigurationError
 from commopt.hooks import CommState, Preset, attach, merged_state
+from commopt.hooks.optimizers import stand_for_adam
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -33,6 +34,8 @@ class CommoptCallback(TrainerCallback):  # type: ignore[misc]  # of whatever ver
     Every rank writes what it has kept into the checkpoint's folder, beside its state of random numbers, and reads it
     there with train(resume_from_checkpoint=...). In another world every rank must see the files of all. A further
     train() goes on with what is kept, as long as the Trainer keeps its wrapped model, else with nothing.
+    With `adam=` the Trainer's AdamW becomes what CommState.optimizer returns: it must have the same betas and eps, and
+    max_grad_norm=0 must leave directions unclipped.
     With a LocalSGD nodes hold different parameters: these are averaged, on all ranks, before the Trainer evaluates and
     saves, and when training ends.
     comm: what attach returned, None before training. Raises, when training begins, what attach and
@@ -75,6 +78,7 @@ class CommoptCallback(TrainerCallback):  # type: ignore[misc]  # of whatever ver
         elif self.comm.scaler is not options["scaler"]:
             self.comm.scaler = options["scaler"]
         comm = self.comm
+        stand_for_adam(comm, wrapped.parameters())
         if self._resumed is None:
             return
         files = sorted(Path(self._resumed).glob("commopt_*_of_*.pt"))

@@ -16,7 +16,7 @@ from textwrap import fill
 from typing import Any, TextIO
 
 from commopt.command_line import BAD_INPUT, output_file, refuse, require_writable, whole
-from commopt.display import aligned
+from commopt.display import aligned, significant
 from commopt.errors import ConfigurationError
 from commopt.hooks.presets import LOCAL_PRESETS, PRESETS
 from commopt.run.live import Live
@@ -33,8 +33,8 @@ EPILOG = f"""{fill("presets: " + ", ".join(sorted(PRESETS | LOCAL_PRESETS)), 79,
 Each is explained in docs/usage.md; docs/presets.md says which to take. With
 adam= the script's AdamW becomes the SGD that goes behind Adam's directions,
 with its groups, learning rates, weight decays and schedulers (docs/adamw.md).
-A model whose hook the script has registered itself is left alone. Give every rank the
-same command.
+A model whose hook the script has registered itself is left alone. Give every
+rank the same command.
 
 exit status: the script's; {BAD_INPUT} bad input (one line on stderr, on every rank,
 before the script starts)."""
@@ -201,4 +201,4 @@ def _row(record: Trained) -> tuple[str, ...]:
     stats = record.stats
     steps = stats["steps"]
     sent = (stats[f"{level}_bytes"] / max(steps, 1) / 1e6 for level in ("intra", "inter"))
-    return (record.name, stats["aggregator"], str(steps), *(f"{mb:.4g}" for mb in sent))
+    return (record.name, stats["aggregator"], str(steps), *(significant(mb, 4) for mb in sent))

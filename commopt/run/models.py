@@ -27,7 +27,7 @@ from commopt.hooks.optimizers import adam_in, optimizers_of, put_behind
 from commopt.run.live import Live
 from commopt.run.script import Choice
 from commopt.schedule import Tuned
-from commopt.sharded.seams import replaced_in, reshard
+from commopt.sharded.seams import replaced_in, reshard_between_steps
 
 _log = logging.getLogger("commopt")
 
@@ -86,7 +86,7 @@ class Models:
             _log.warning("commopt run: the %s model of %s is left alone: %s", "DDP" if ddp else "FSDP2", name, reason)
             return
         if isinstance(model, FSDPModule):
-            reshard(model)  # else an evaluation before has left whole parameters, which are in no optimizer
+            reshard_between_steps(model)  # an evaluation may have left whole parameters, which no optimizer has
         optimizers = optimizers_of(model.parameters()) if self._choice.adam else []
         state = self._choice.attach(model, adam_in(optimizers))
         for optimizer in optimizers:

@@ -56,13 +56,6 @@ def _require(owner: object, names: Iterable[str]) -> None:
             )
 
 
-def reshard(model: nn.Module) -> None:
-    """Let every part of a model hold shards, as between two steps; whole parameters are gathered again when needed."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
 def _states(model: nn.Module) -> list[Any]:
     states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
     return list(dict.fromkeys(states))  # fully_shard([a, b]) gives both the same one
@@ -321,15 +314,12 @@ def groups_of(model: nn.Module) -> list[ParameterGroup]:
     return [ParameterGroup(raw, [named(param) for param in raw.fsdp_params]) for raw in raw_groups]
 
 
-def replaced_in(model: nn.Module) -> str:
-    """Return what somebody has set in the place of FSDP's collectives, as attach does too, "" where nothing was."""
-    for group in groups_of(model):
-        if group.has_hook:
-            return "an all-reduce hook"
-        for comm in (getattr(group._raw, name, None) for name in _COLLECTIVES[:2]):
-            if comm is not None and type(comm).__name__ not in _DEFAULTS:
-                return type(comm).__name__
-    return ""
+def reshard_between_steps(model: nn.Module) -> None:
+    """Let the next forward gather the parameters anew: an evaluation under no_grad() leaves the root's unsharded."""
+    if torch._C._current_graph_task_id() == -1:  # in a backward FSDP needs those of its forward
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 def reshard_between_steps(model: nn.Module) -> None:
@@ -397,6 +387,17 @@ def require_collectives(groups: Iterable[ParameterGroup]) -> None:
                     f"set_custom_reduce_scatter, set_custom_all_gather, set_symm_mem_for_comm and "
                     f"set_allocate_memory_from_process_group_for_comm, and leave these out"
                 )
+
+
+def replaced_in(model: nn.Module) -> str:
+    """Return what somebody has set in the place of FSDP's collectives, as attach does too, "" where nothing was."""
+    for group in groups_of(model):
+        if group.has_hook:
+            return "an all-reduce hook"
+        for comm in (getattr(group._raw, name, None) for name in _COLLECTIVES[:2]):
+            if comm is not None and type(comm).__name__ not in _DEFAULTS:
+                return type(comm).__name__
+    return ""
 
 
 def _only_group_of(model: nn.Module, raw: Any) -> Any:

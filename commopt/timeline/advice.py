@@ -67,10 +67,13 @@ def less(report: Report) -> str:
         return f"Send less there than now.{auto}"
     fewer = {name: nbytes for name, nbytes in subject.inter_bytes.items() if nbytes < _LESS * now}
     if not fewer:
-        return (
-            f"No preset sends much less than the {mb(now)} a step of now; further down go one bit of Adam's directions "
-            f"(docs/adamw.md) and updates every so many steps (docs/periodic.md)."
-        )
+        further = {
+            "adam=": "one bit of Adam's directions, for AdamW (docs/adamw.md)",
+            "LocalSGD(": "updates every so many steps (docs/periodic.md)",
+        }
+        left = [what for sign, what in further.items() if sign not in subject.strategy]
+        down = f"; what goes further down: {', '.join(left)}" if left else ""
+        return f"No preset sends much less than the {mb(now)} a step of now{down}."
     named = ", ".join(f"{name} {mb(nbytes)}" for name, nbytes in fewer.items())
     return f"This rank sends {mb(now)} there in a step. Less, the most exact first: {named}.{auto}"
 
