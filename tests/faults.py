@@ -296,6 +296,30 @@ FAULTS: tuple[Fault, ...] = (
         ADAMW,
         ("test_adam",),
     ),
+    Fault(
+        "an element that rests is cleared in the sum of all and not in what the server keeps",
+        "commopt/aggregate/compressed.py",
+        "                if rest is not None:\n                    rest.clear(exact, region.chunk(team.rank)[0])\n",
+        "",
+        "what is zero on all ranks stays zero",
+        ("test_zeros",),
+    ),
+    Fault(
+        "what was touched before a sum came is forgotten where a message is of chunks",
+        "commopt/aggregate/compressed.py",
+        "rest.arrived(region.payload(gathered), region.chunk_numel, chunks=True)",
+        "rest.arrived(region.payload(gathered), region.chunk_numel, chunks=False)",
+        "what is zero on all ranks stays zero",
+        ("test_zeros",),
+    ),
+    Fault(
+        "a delta with infinite elements is taken for finite",
+        "commopt/server/shared.py",
+        "            if not math.isfinite(square):\n",
+        "            if math.isnan(square):\n",
+        "nothing that a worker or a stranger sends loses the server's model",
+        ("test_server_hostile", "test_parameter_server"),
+    ),
     # ------------------------------------------------------------------------------------ measuring and predicting
     Fault(
         "NaN is no wrong element",

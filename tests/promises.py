@@ -37,6 +37,7 @@ _FEATURE = "test_hook_ddp_features.py::test_feature_of_ddp"
 _CLUSTERS = "test_hook_ddp_features.py::test_other_clusters"
 _PLANS = "test_hook_plans.py::test_gradients_stay_right_while_plans_change"
 _MODES = "test_sharded_modes.py::test_mode"
+_HOSTILE = "test_server_hostile.py::"
 _COUNTED = "test_wire_bytes.py::test_promised_bytes_are_sent"
 
 
@@ -160,6 +161,10 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "quantized": ("test_guard.py::test_the_guard_finds_what_the_model_was_not_told",),
         "auto": ("test_guard.py::test_an_injected_bad_strength_is_left_within_fifty_steps",),
     },
+    "nothing that a worker or a stranger sends loses the server's model": {
+        "flat": (f"{_HOSTILE}test_who_lies_is_dropped_by_name", f"{_HOSTILE}test_nonsense_at_random"),
+        "quantized": (f"{_HOSTILE}test_random_bytes_are_no_delta_that_loses_the_model",),
+    },
     "never slower in silence": {
         "auto": (
             "test_search.py::test_keeps_stock_ddp_where_nothing_pays_and_says_so",
@@ -201,6 +206,10 @@ WITHOUT: dict[str, dict[str, str]] = {
         **dict.fromkeys(("cast", "onebit", "dgc", "powersgd"), "sampled as the quantized"),
         "local_sgd": "refused: nodes are to differ",
     },
+    "nothing that a worker or a stranger sends loses the server's model": dict.fromkeys(
+        ("hierarchical", "cast", "onebit", "dgc", "powersgd", "local_sgd", "auto"),
+        "deltas are checked once they are decoded, whatever encoded them",
+    ),
     "never slower in silence": dict.fromkeys((*PRESETS_WITHOUT_AUTO, "local_sgd"), "was asked for by name"),
 }
 

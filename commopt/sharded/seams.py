@@ -322,12 +322,6 @@ def reshard_between_steps(model: nn.Module) -> None:
                 module.reshard()
 
 
-def reshard_between_steps(model: nn.Module) -> None:
-    """Let the next forward gather the parameters anew: an evaluation under no_grad() leaves the root's unsharded."""
-    if torch._C._current_graph_task_id() == -1:  # in a backward FSDP needs those of its forward
-        reshard(model)
-
-
 def watch_backwards(model: nn.Module, ended: Callable[[], None], given_up: Callable[[], None]) -> Callable[[], None]:
     """Call `ended` after every backward, once FSDP has reduced what it will; `given_up` in `reset_iter_state`.
 
