@@ -29,13 +29,14 @@ from tests.ranks import run
 from tests.sharded_training import batch
 from tests.test_sharded_modes import WithoutItsHead, last_layer_with_the_head
 
-EXACT = Hierarchical(Compressed(OneBit(64, start_step=1_000_000), adam=Adam()))  # dense for ever: exact
-SIGNS = Hierarchical(Compressed(OneBit(64), adam=Adam()))
+TORCH = Adam(betas=(0.9, 0.999))  # as torch.optim.AdamW by default
+EXACT = Hierarchical(Compressed(OneBit(64, start_step=1_000_000), adam=TORCH))  # dense for ever: exact
+SIGNS = Hierarchical(Compressed(OneBit(64), adam=TORCH))
 STRATEGIES: dict[str, Aggregator] = {
     "exact": EXACT,
     "signs": SIGNS,
-    "signs, flat": Compressed(OneBit(64), adam=Adam()),
-    "largest": Hierarchical(Compressed(DGC(0.05), adam=Adam())),
+    "signs, flat": Compressed(OneBit(64), adam=TORCH),
+    "largest": Hierarchical(Compressed(DGC(0.05), adam=TORCH)),
     "clipped": Hierarchical(Compressed(OneBit(64), adam=Adam((0.9, 0.95), clip_norm=1.0))),
 }
 LR, DECAY = 0.01, 0.1
