@@ -42,7 +42,7 @@ class Adam(ConciseRepr):
     so directions are short; f, of each tensor, makes up for it: 1 where all nodes have the same gradient, sqrt(K) where
     they agree on nothing.
 
-    betas, eps: as torch.optim.AdamW's. The second beta is 0.95 by default and not 0.999, as torch has it, since all that
+    betas, eps: as torch.optim.AdamW's. The second beta is 0.95 by default and not torch's 0.999, because all that
         was measured had 0.95, as transformers mostly do: one bit ended 0.1 % above AdamW with the same betas
         (docs/adamw.md). Nothing was measured with 0.999. Where you come from AdamW, give its betas.
     clip_norm: what the L2 norm of each node's gradient is clipped to before it enters m and v. A bucket cannot wait for
