@@ -29,13 +29,14 @@ from tests.ranks import run
 from tests.sharded_training import batch
 from tests.test_sharded_modes import WithoutItsHead, last_layer_with_the_head
 
-EXACT = Hierarchical(Compressed(OneBit(64, start_step=1_000_000), adam=Adam()))  # dense for ever: exact
-SIGNS = Hierarchical(Compressed(OneBit(64), adam=Adam()))
+TORCH = Adam(betas=(0.9, 0.999))  # as torch.optim.AdamW by default
+EXACT = Hierarchical(Compressed(OneBit(64, start_step=1_000_000), adam=TORCH))  # dense for ever: exact
+SIGNS = Hierarchical(Compressed(OneBit(64), adam=TORCH))
 STRATEGIES: dict[str, Aggregator] = {
     "exact": EXACT,
     "signs": SIGNS,
-    "signs, flat": Compressed(OneBit(64), adam=Adam()),
-    "largest": Hierarchical(Compressed(DGC(0.05), adam=Adam())),
+    "signs, flat": Compressed(OneBit(64), adam=TORCH),
+    "largest": Hierarchical(Compressed(DGC(0.05), adam=TORCH)),
     "clipped": Hierarchical(Compressed(OneBit(64), adam=Adam((0.9, 0.95), clip_norm=1.0))),
 }
 LR, DECAY = 0.01, 0.1
@@ -520,3 +521,28 @@ def test_who_is_used_is_exchanged_where_parameters_may_rest_only() -> None:
     """A float32 of each of four parameters, in each of three steps, by each of two ranks."""
     asked, not_asked = (sum(run(bytes_of_rest, 2, unused, nodes=(1, 1))) for unused in (True, False))
     assert asked - not_asked == 4 * 4 * 3 * 2
+
+
+def rest_in_shards(rank: int, world_size: int) -> float:
+    """Return how far a model of HSDP, one layer of which is used in some steps, is from torch's AdamW."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    sharded, alone = Sometimes(), Sometimes()
+    for layer in (sharded.always, sharded.sometimes, sharded):
+        fully_shard(layer, mesh=mesh)
+    ours = commopt.attach(sharded, EXACT).optimizer(sharded.parameters(), lr=LR, weight_decay=0.0)
+    adamw = torch.optim.AdamW(alone.parameters(), lr=LR, weight_decay=0.0)
+    for step in range(12):
+        for optimizer, module, seen in ((ours, sharded, [rank % 2]), (adamw, alone, [0, 1])):
+            optimizer.zero_grad()
+            for each in seen:
+                generator = torch.Generator().manual_seed(2 * step + each)
+                x, y = torch.randn(8, 16, generator=generator), torch.randn(8, 40, generator=generator)
+                ((module(x, step % 3 == 1) - y).square().mean() / len(seen)).backward()
+            optimizer.step()
+    found = torch.cat([cast(DTensor, each).full_tensor().detach().flatten() for each in sharded.parameters()])
+    expected = start_of(alone)
+    return float((found - expected).norm() / (expected - start_of(Sometimes())).norm())
+
+
+def test_a_layer_of_fsdp2_without_gradients_rests_too() -> None:
+    assert max(run(rest_in_shards, 4, nodes=(2, 2))) < 1e-5
