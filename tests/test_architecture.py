@@ -43,6 +43,7 @@ LAYERS = (
     "commopt.hooks.checkpoint",
     "commopt.hooks.registration",
     "commopt.hooks.local_sgd",
+    "commopt.hooks.optimizer_steps",
     "commopt.hooks.parcels",
     "commopt.hooks.reduction",
     "commopt.hooks.checks",
