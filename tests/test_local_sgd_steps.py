@@ -208,7 +208,7 @@ def test_one_that_communicates_inside_the_node_alone_is_welcome() -> None:
 
 def hold_the_same(rank: int, world_size: int, batches_differ: bool) -> list[str]:
     ddp = TorchDDP(seeded(Tower))
-    commopt.attach(ddp, LocalSGD(period=PERIOD))
+    commopt.attach(ddp, LocalSGD(period=PERIOD, outer=commopt.Outer(lr=0.7)))  # which begins with what all hold
     optimizer = sgd(ddp)
     with heard() as said:
         for step in range(STEPS):

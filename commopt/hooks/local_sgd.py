@@ -152,7 +152,8 @@ class ParameterAverages:
         if begins or leave:
             self._averaged_at = None
             number = average.round_after(steps)
-            agreement = self._agree_on(client, f"round {number} of the parameters, after {steps} optimizer steps")
+            what = f"round {number} of the parameters, after {steps} optimizer steps"
+            agreement = self._agree_on(client, what) if leave else client.agree(what)
             if begins:
                 self._drop_anchor(client, agreement)
             for fragment in leave:
@@ -199,7 +200,7 @@ class ParameterAverages:
             return
         held = {answer["parameters"] for answer in self._first_round.wait()}
         self._first_round = None
-        if len(held) == 1 and self.steps > self._average.start_step:
+        if len(held) == 1:
             _log.warning(
                 "all nodes hold the same parameters after %d steps of their own with %s: either all train with the "
                 "same batches, or something sends parameters between nodes (an optimizer, a wrapper of one); what "

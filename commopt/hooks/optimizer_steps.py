@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -68,7 +68,9 @@ class OptimizerSteps:
         what: str,
     ) -> None:
         self.count = 0
-        self._parameters, self._scaler, self._nodes, self._what = parameters, scaler, nodes, what
+        self._parameters, self._scaler, self._what = parameters, scaler, what
+        self._ask_nodes, self._nodes = nodes, dict[int, int]()
+        self._groups: tuple[object, list[ref[dist.ProcessGroup]]] = (None, [])  # between nodes, of these names
         self._waiting = 0  # averaged backwards that no step has followed yet
         self._usual: deque[int] = deque(maxlen=_REMEMBERED)  # how many averaged backwards the last steps had
         self._by_hand: bool | None = None
@@ -158,7 +160,10 @@ class OptimizerSteps:
     # ------------------------------------------------------------------------------------- every step of an optimizer
 
     def _step_begins(self, optimizer: Optimizer) -> None:
-        if self._closed or not self._holds_ours(optimizer) or len(set(self._nodes().values())) < 2:
+        if self._closed or not self._holds_ours(optimizer):
+            return
+        self._nodes = self._nodes or dict(self._ask_nodes())
+        if len(set(self._nodes.values())) < 2:
             return
         if torch._C._current_graph_task_id() != -1:
             raise ConfigurationError(
@@ -218,12 +223,16 @@ class OptimizerSteps:
 
     def _groups_between_nodes(self) -> list[dist.ProcessGroup]:
         """Return the process groups of others over which this rank can reach other nodes."""
-        node_of, found = self._nodes(), []
-        for group, name in list(c10d._world.pg_names.items()):
-            ranks = () if name.startswith("commopt/") else c10d._world.pg_group_ranks.get(group, ())
-            if len({node_of[rank] for rank in ranks if rank in node_of}) > 1:
-                found.append(group)
-        return found
+        names, node_of = c10d._world.pg_names, self._nodes
+        if self._groups[0] != (known := tuple(names.values())):
+            found = list[ref[dist.ProcessGroup]]()
+            for group, name in list(names.items()):
+                ranks = () if name.startswith("commopt/") else c10d._world.pg_group_ranks.get(group, ())
+                if len({node_of[rank] for rank in ranks if rank in node_of}) > 1:
+                    found.append(ref(group))
+            self._groups = known, found
+        alive = (each() for each in self._groups[1])
+        return [group for group in alive if group is not None]
 
 
 def _mark(scaler: Any) -> object:
