@@ -10,19 +10,26 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests and benchmarks start many processes, each of which would else compile commopt anew where bytecode is not kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all durations compat lint types compile docs gpu bench plots clean
+.PHONY: demo test test-gate test-all mutants durations compat lint types compile docs gpu bench plots clean
 
 demo: $(VENV)/.demo  ## train a GPT on two emulated nodes with stock DDP and with commopt; table and picture
 	$(BIN)/python -m bench.demo
 
 # Most tests wait for ranks and processes: two for each processor. Slow ones keep many processes busy: one.
 TESTS := $(BIN)/python -m pytest -q --dist worksteal
+TWO_EACH := -n $(shell echo $$((2 * $$(nproc))))
 
 test: $(VENV)/.dev  ## what takes minutes: a test of every promise, and of each test what fits (tests/selection.py)
-	$(TESTS) -m "not slow" -n $(shell echo $$((2 * $$(nproc))))
+	$(TESTS) -m "not slow" $(TWO_EACH)
+
+test-gate: $(VENV)/.integrations  ## what the gate runs after `make test`: slow tests that hold a promise of the README
+	$(TESTS) -m gate -n $(shell nproc)
 
 test-all: test $(VENV)/.integrations  ## every test: those of `make test`, then the others
 	$(TESTS) -m slow -n $(shell nproc)
+
+mutants: $(VENV)/.dev  ## seed faults, one at a time, and see which test of the gate finds each; about half an hour
+	$(BIN)/python -m tests.mutants
 
 durations:  ## note what the tests of the last `make test-all` took, for `make test` to choose by; show the slowest
 	$(BIN)/python -m tests.selection

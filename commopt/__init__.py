@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data-parallel training that stays fast on slow networks: with DDP, with FSDP2, and a standalone all_reduce."""
 
-import warnings
 from typing import TYPE_CHECKING, Any
 
 from commopt.aggregate import (
@@ -82,13 +81,7 @@ _LATER = {
 }
 
 
-_FORMERLY = {"Account": "BufferContext", "PeriodicAverage": "LocalSGD"}
-
-
 def __getattr__(name: str) -> Any:
-    if name in _FORMERLY:
-        warnings.warn(f"commopt.{name} is now commopt.{_FORMERLY[name]}", DeprecationWarning, stacklevel=2)
-        return globals()[_FORMERLY[name]]
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

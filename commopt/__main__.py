@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import argparse
+import platform
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
 from commopt.command_line import Parser
+from commopt.version import __version__, revision
 
 COMMANDS = {
     "bandwidth": "time collectives, as nccl-tests does",
@@ -20,6 +23,24 @@ COMMANDS = {
     "simulate": "what a training step takes on a cluster you describe",
     "worker": "run a script as a worker of a parameter server",
 }
+
+
+class _Version(argparse.Action):
+    """Prints what runs here, and ends."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *unused: object) -> None:
+        """Do it."""
+        import torch
+
+        from commopt.kernels.loader import kernels_in_use
+
+        made = f" at {found}" if (found := revision()) else ""
+        print(f"commopt {__version__}{made}, torch {torch.__version__}, Python {platform.python_version()}")
+        for device, what in kernels_in_use().items():
+            print(f"kernels on the {device}: {what}")
+        parser.exit()
+
+
 _ROLES = ("scheduler", "server", "worker")  # of one package
 
 
@@ -27,6 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     words = sys.argv[1:] if arguments is None else arguments
     parser = Parser(prog="commopt")
+    what = "show the versions and what computes on this machine's CPU and GPU, and exit"
+    parser.add_argument("--version", action=_Version, nargs=0, help=what)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     parsers = {name: commands.add_parser(name, help=purpose) for name, purpose in COMMANDS.items()}
     name = next((word for word in words if word in COMMANDS), None)  # what stands before it, argparse refuses

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO, TypeVar
 
 from commopt.document import plain_file, reason_of
-from commopt.errors import ConfigurationError
+from commopt.errors import ConfigurationError, did_you_mean
 
 _T = TypeVar("_T")
 
@@ -31,8 +31,24 @@ class Parser(argparse.ArgumentParser):
     """An argument parser that says what is wrong in one line."""
 
     def error(self, message: str) -> NoReturn:
-        """Print one line and leave with status 2."""
-        self.exit(refuse(self.prog, f"{message}; see --help"))
+        """Print one line, with what was meant if that is easily seen, and leave with status 2."""
+        self.exit(refuse(self.prog, f"{message}{self._meant(message) or ';'} see --help"))
+
+    def _meant(self, message: str) -> str:
+        """Return what argparse's message may be about: another choice, or another option of this or a subcommand."""
+        if choice := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
+            return did_you_mean(choice[1], re.findall(r"[\w.:+-]+", choice[2]))
+        if unknown := re.search(r"unrecognized arguments: .*?(--[\w-]+)", message):
+            return did_you_mean(unknown[1], self._options())
+        return ""
+
+    def _options(self) -> list[str]:
+        """Return the long options of this parser and of its subcommands."""
+        inner = [
+            each for action in self._actions if isinstance(action.choices, dict) for each in action.choices.values()
+        ]
+        found = [name for action in self._actions for name in action.option_strings if name.startswith("--")]
+        return found + [name for each in inner if isinstance(each, Parser) for name in each._options()]
 
 
 def refuse(program: str, why: object) -> int:
@@ -63,13 +79,20 @@ def reader_has_gone() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
+def _shown(most: float) -> str:
+    """Return a bound as people write it."""
+    return "about 1e12" if most == _MOST else f"{most:,}" if isinstance(most, int) else f"{most:g}"
+
+
 def whole(least: int = 0, most: int = _MOST) -> Callable[[str], int]:
     """Return a `type=` for whole numbers from `least` to `most`."""
 
     def parse(text: str) -> int:
         # Not int(): it takes "1_000" and digits of any script, and what is too long has to be said in one line.
         if not re.fullmatch(r"[+-]?[0-9]{1,18}", text) or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"{text[:_LONGEST]!r} is not a whole number from {least} to {most}")
+            raise argparse.ArgumentTypeError(
+                f"{text[:_LONGEST]!r} is not a whole number from {least} to {_shown(most)}"
+            )
         return int(text)
 
     return parse
@@ -86,7 +109,7 @@ def number(above: float = 0.0, most: float = float(_MOST), least: float | None =
             value = float("nan")
         if not (isfinite(value) and (above < value if least is None else least <= value) and value <= most):
             raise argparse.ArgumentTypeError(
-                f"{text[:_LONGEST]!r} is not a number that is {from_where} and at most {most:g}"
+                f"{text[:_LONGEST]!r} is not a number that is {from_where} and at most {_shown(most)}"
             )
         return value
 

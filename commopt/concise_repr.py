@@ -1,14 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A repr that shows the first field of a configuration and omits later ones that have their default."""
+"""What all configurations have: a repr that is short, and words for an option that there is not."""
 
 from __future__ import annotations
 
 from dataclasses import MISSING, Field, fields
-from typing import Any
+from typing import Any, TypeVar
+
+from commopt.errors import ConfigurationError, did_you_mean
+
+_T = TypeVar("_T")
 
 
 class ConciseRepr:
-    """Base of frozen dataclasses (made with repr=False) whose repr leaves out later fields with default values."""
+    """Base of frozen dataclasses (made with repr=False) whose repr leaves out later fields with default values.
+
+    Raises ConfigurationError for an option that a class does not have.
+    """
+
+    def __new__(cls: type[_T], *values: Any, **options: Any) -> _T:
+        """Look at the names of the options, before a dataclass says that an argument is unexpected."""
+        known = [field.name for field in fields(cls) if field.init]  # type: ignore[arg-type]
+        for name in options:
+            if name not in known:
+                meant = did_you_mean(name, known)
+                raise ConfigurationError(
+                    f"{cls.__name__} has no option {name}={options[name]!r}{meant or ';'} it takes "
+                    f"{', '.join(known) or 'none'}"
+                )
+        return object.__new__(cls)
 
     def __repr__(self) -> str:
         shown = []

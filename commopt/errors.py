@@ -1,7 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every error a user can meet, one class per kind of mistake."""
+"""Every error a user can meet, one class per kind of mistake; and what was meant by a name that is not known."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+def did_you_mean(name: object, known: Iterable[object]) -> str:
+    """Return "; did you mean NAME?" with those of `known` that look like `name`, "" where none does."""
+    near = get_close_matches(str(name), map(str, known), cutoff=0.5)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 class CommoptError(RuntimeError):

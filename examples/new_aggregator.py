@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tutorial: an aggregator of your own, in one file and one line.
 
-    torchrun --nproc-per-node 4 examples/new_aggregator.py
+    torchrun --nproc-per-node 4 -m examples.new_strategies    # trains with it
 
 An aggregator replaces a buffer by its scaled sum over all ranks; it is the only code that sends gradients. It is handed
 a `Team`, whose collectives it calls, and says in `calls` what it does, from which bytes and prices follow. This one
 adds up in rank order and float64: the average has the same bits on any network and backend, which no ring promises.
+
+In a checkout of commopt the file goes to commopt/aggregate/in_order.py, and the line into AGGREGATORS:
+`"in_order": InOrder`.
 """
 
 from __future__ import annotations
@@ -13,14 +16,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
-import commopt
-from commopt import AGGREGATORS, PRESETS, Aggregator, BufferContext, Preset
-from commopt.aggregate import Buffer, Step, call, work
-from commopt.groups import Team, TeamShape
+from commopt.aggregate.base import Aggregator, Buffer, Step, call, work
+from commopt.feedback.context import BufferContext
+from commopt.groups.shape import TeamShape
+from commopt.groups.team import Team
 
 
 # 1. A frozen dataclass: its fields are the options, its repr is what ranks compare.
@@ -65,36 +66,3 @@ class InOrder(Aggregator):
     def lossless(self) -> bool:
         """Always."""
         return True
-
-
-def in_order() -> Aggregator:
-    """Exact average with the same bits on every network: added up in rank order, in float64."""
-    return InOrder()
-
-
-def register() -> None:
-    """The one line, after which contract tests and benchmarks know it. And a preset."""
-    AGGREGATORS["in_order"] = InOrder
-    PRESETS["in_order"] = Preset(in_order)  # commopt.attach(ddp, "in_order"), or Hierarchical(inter=InOrder())
-
-
-def main(steps: int = 100) -> float:
-    """Learn a matrix; return the last loss."""
-    target = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
-    ddp = DistributedDataParallel(nn.Linear(64, 64, bias=False))
-    commopt.attach(ddp, "in_order")
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=10.0)
-    for _ in range(steps):
-        batch = torch.randn(32, 64)
-        loss = nn.functional.mse_loss(ddp(batch), batch @ target)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return loss.item()
-
-
-if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    register()
-    print(f"rank {dist.get_rank()}: loss {main():.4f}")
-    dist.destroy_process_group()

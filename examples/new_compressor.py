@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tutorial: a compressor of your own, in one file and one line.
 
-    torchrun --nproc-per-node 4 examples/new_compressor.py
+    torchrun --nproc-per-node 4 -m examples.new_strategies    # trains with it
 
 A compressor turns float values into bytes of a fixed number, and back. It never communicates: `Compressed` exchanges
 its payloads and keeps what it leaves out for the next step. This one sends the largest element of every block.
+
+In a checkout of commopt the file goes to commopt/compress/top_of_block.py, and the line into COMPRESSORS:
+`"top_of_block": TopOfBlock`. Contract tests, benchmarks and `auto(allow="top_of_block")` then know it.
 """
 
 from __future__ import annotations
@@ -12,13 +15,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
-import commopt
-from commopt import COMPRESSORS, PRESETS, Aggregator, Compressed, Compressor, ConfigurationError, Preset
-from commopt.compress import ErrorFeedback, RngKey, Trials
+from commopt.compress.base import Compressor, Trials
+from commopt.errors import ConfigurationError
+from commopt.kernels.codec import ErrorFeedback, RngKey
 
 
 # 1. A frozen dataclass: its fields are the options, its repr is what ranks compare.
@@ -85,36 +86,3 @@ class TopOfBlock(Compressor):
     def trials(cls) -> Trials[Compressor]:
         """Return blocks of 16, 64 and 256."""
         return Trials("top_of_block", tuple(cls(block) for block in (16, 64, 256)), usual=1)
-
-
-def top_of_block(block: int = 64) -> Aggregator:
-    """The largest element of each block between all ranks, with error feedback."""
-    return Compressed(TopOfBlock(block))
-
-
-def register() -> None:
-    """The one line, after which contract tests, benchmarks and auto(allow="top_of_block") know it. And a preset."""
-    COMPRESSORS["top_of_block"] = TopOfBlock
-    PRESETS["top_of_block"] = Preset(top_of_block)  # commopt.attach(ddp, "top_of_block", block=32)
-
-
-def main(steps: int = 300) -> float:
-    """Learn a matrix; return the last loss."""
-    target = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
-    ddp = DistributedDataParallel(nn.Linear(64, 64, bias=False))
-    commopt.attach(ddp, "top_of_block", block=16)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=2.0)
-    for _ in range(steps):
-        batch = torch.randn(32, 64)
-        loss = nn.functional.mse_loss(ddp(batch), batch @ target)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return loss.item()
-
-
-if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    register()
-    print(f"rank {dist.get_rank()}: loss {main():.4f}")
-    dist.destroy_process_group()

@@ -112,13 +112,13 @@ def assert_average(got: Tensor, mean: Mean, aggregator: Aggregator, context: obj
     """Compare `got` with the mean, as exactly as `aggregator` promises.
 
     Lossless: one rounding of the buffer's dtype per addition and one for the scale. Cast: one rounding of the wire
-    dtype going out, one coming back; by chance each may be twice as wrong. DGC: each element lacks what some ranks did
-    not send, and the rest is rounded. A compressor unknown here must at least be a contraction.
+    dtype going out, one coming back; by chance each may be twice as wrong. Sparse: each element lacks what some ranks
+    did not send, and the rest is rounded. Every other compressor must be a contraction.
     """
     wires = uses_compression(aggregator)
     error = (got.double() - mean.value).abs()
     assert got.isfinite().all(), f"{aggregator} {context}: not finite"
-    if any(isinstance(wire, DGC) for wire in wires):
+    if any(wire.sparse for wire in wires):
         excess = error - (1 + 2**-7) * mean.magnitude
         assert not (excess > 0).any(), f"{aggregator} {context}: element {int(excess.argmax())} is another's"
         if got.numel() < 1000:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tests are left to `make test-all`; and in several processes (`pytest -n 4`): who may run beside whom."""
+"""Which tests run where (selection.py); and in several processes (`pytest -n 4`): which test may run beside which."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.promises import promised
-from tests.selection import CHOSEN, Stopwatch, left_out, longest_first, read
+from tests import speed
+from tests.promises import gate, promised
+from tests.selection import CHOSEN, IN_GATE, Stopwatch, left_out, longest_first, read
 
 if TYPE_CHECKING:
     from tests.emulator import Emulator
@@ -56,9 +57,17 @@ class Locks:
                 fcntl.flock(self._running, fcntl.LOCK_UN)
 
 
+_LIMIT_S = 600.0  # of a test
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-timeout reads its limit
 def pytest_configure(config: pytest.Config) -> None:
-    """Give the processes of pytest-xdist locks, in a folder that the process which starts them makes."""
+    """Scale limits with the machine's speed; give the processes of pytest-xdist locks, in a folder of the first one."""
     worker: dict[str, Any] | None = getattr(config, "workerinput", None)
+    if worker is None:
+        speed.measure()
+    if getattr(config.option, "timeout", None) is None:
+        config.option.timeout = speed.limit(_LIMIT_S)
     if worker is not None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded: each has a processor, not all of them
         config.pluginmanager.register(Locks(Path(worker[_FOLDER])))
@@ -91,11 +100,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Mark what `make test` leaves out as slow; let tests that must be alone come first, in one go, then long ones."""
     durations = read()
     out = left_out([item for item in items if not _is("slow", item)], durations, promised())
+    of_the_gate = gate()
     for item in items:
         if item.nodeid in out:
             item.add_marker("slow")
-    fast = (item.nodeid for item in items if not _is("slow", item))
-    config.stash[CHOSEN] = {name.removeprefix("tests/") for name in fast}
+        name = item.nodeid.removeprefix("tests/")
+        if _is("slow", item) and not of_the_gate.isdisjoint({name, name.partition("[")[0]}):
+            item.add_marker("gate")
+    for key, chosen in ((CHOSEN, lambda item: not _is("slow", item)), (IN_GATE, lambda item: _is("gate", item))):
+        config.stash[key] = {item.nodeid.removeprefix("tests/") for item in items if chosen(item)}
     yield
     if processes := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
         items[:] = longest_first(items, durations, processes)

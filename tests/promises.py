@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which test holds which promise of docs/design.md, for a strategy of every kind; all of them run in `make test`."""
+"""Which test holds which promise of docs/design.md, for a strategy of every kind, and what README.md promises beside.
+
+All of `PROMISES` runs in `make test`. `GATE` are the slow tests that the gate runs too.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,7 @@ _CONSERVATION = "test_feedback_conservation.py::test_nothing_is_lost"
 _NOT_FINITE = "test_feedback_nonfinite.py::test_without_a_scaler_each_bucket_is_dropped_by_itself"
 _RESUMING = "test_feedback_state.py::test_resuming_changes_no_bit"
 _DAMAGED = "test_feedback_damaged.py::"
+_ZEROS = "test_zeros.py::"
 _LOCAL_SGD = "test_local_sgd_training.py::"
 _DELTAS = "test_local_sgd_deltas.py::"
 _FEATURE = "test_hook_ddp_features.py::test_feature_of_ddp"
@@ -62,11 +66,15 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             f"{_CONSERVATION}[inter 4 bits-2x2 interleaved-bfloat16]",
             "test_feedback_formula.py::test_residuals_stay_bounded",
         ),
-        "onebit": (f"{_CONSERVATION}[inter onebit rms-3x2-float32]",),
+        "onebit": (f"{_CONSERVATION}[inter onebit rms-3x2-float32]", f"{_CONSERVATION}[onebit mean-3-bfloat16]"),
         "dgc": (f"{_CONSERVATION}[inter top 5%-2+1 interleaved-float32]",),
         "powersgd": (f"{_CONSERVATION}[inter rank 2-3x2-bfloat16]",),
         "local_sgd": (f"{_DELTAS}test_it_is_diloco",),
         "auto": ("test_handover.py::test_nothing_is_lost_whatever_comes_next[2x2-names0]",),
+    },
+    "what is zero on all ranks stays zero": {
+        **_all(PRESETS_WITHOUT_AUTO, f"{_ZEROS}test_what_nobody_touches_stays_zero[1+1]"),
+        "local_sgd": (f"{_ZEROS}test_rounds_of_local_sgd_move_nothing_that_nobody_touches[onebit_local]",),
     },
     "non-finite values reach every rank, and change no residual": {
         **_all(("flat", "hierarchical"), f"{_CONTRACT}test_non_finite_values_reach_every_rank_of_every_kind"),
@@ -132,6 +140,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             f"{_MODES}[ten steps]",
             f"{_MODES}[accumulated over the shards]",
             f"{_MODES}[bfloat16, reduced in float32]",
+            f"{_MODES}[divided by the shards]",
         ),
     },
     "all ranks compute with equal weights, none of them stale": {
@@ -162,6 +171,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
 # Where a promise says nothing about a kind, or no more than about another.
 WITHOUT: dict[str, dict[str, str]] = {
     "nothing is lost": dict.fromkeys(("flat", "hierarchical"), "leaves nothing out"),
+    "what is zero on all ranks stays zero": {"auto": "sends what one of the others sends"},
     "state follows the parameter": {
         **dict.fromkeys(("flat", "hierarchical"), "keeps nothing"),
         "cast": "keeps residuals as the quantized do",
@@ -193,6 +203,31 @@ WITHOUT: dict[str, dict[str, str]] = {
     },
     "never slower in silence": dict.fromkeys((*PRESETS_WITHOUT_AUTO, "local_sgd"), "was asked for by name"),
 }
+
+
+# By what README.md says, tests that run in the gate and not in `make test`: programs, networks and frameworks.
+GATE: dict[str, tuple[str, ...]] = {
+    "it installs from a clone, without a compiler": (
+        "test_packaging.py::test_wheel_holds_both_packages_and_the_kernel_sources",
+    ),
+    "a DDP script trains with it as it is": ("test_run_cli.py::test_a_script_trains_with_the_hook",),
+    "fewer bytes between nodes": (f"{_CONTRACT}test_network_counters_agree_with_wire_bytes[(2, 2)]",),
+    "the model still learns": (
+        "test_feedback_convergence.py::test_feedback_reaches_the_loss_of_dense_training[3-names0]",
+    ),
+    "a slow network is emulated": ("test_cluster.py::test_command_line_runs_a_module_and_reports",),
+    "it trains in Lightning, Accelerate and Transformers": (
+        "test_integrations_lightning.py::test_lightning_and_fabric",
+        "test_integrations_transformers.py::test_accelerate_and_the_trainer",
+    ),
+    "machines may be slow, die and come back": ("test_parameter_server.py::test_command_lines",),
+    "nobody hangs": ("test_failures.py::test_every_rank_raises_when_the_network_between_nodes_is_cut[hook]",),
+}
+
+
+def gate() -> set[str]:
+    """Return all tests of `GATE`."""
+    return {test for tests in GATE.values() for test in tests}
 
 
 def promised(promises: Mapping[str, Mapping[str, tuple[str, ...]]] = PROMISES) -> set[str]:

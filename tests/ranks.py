@@ -36,6 +36,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from tests.speed import limit
+
 T = TypeVar("T")
 Nodes = Sequence[int] | Sequence[Sequence[int]]
 
@@ -52,6 +54,7 @@ _NCCL_ENV = {"NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
 # Loaded once, by the single-threaded server that workers are forked from: a new worker costs no second import.
 _PRELOAD = ["numpy", "torch.distributed", "torch.nn.parallel", "torch.utils.checkpoint", "torch._dynamo"]
 _PRELOAD += ["commopt", "pytest"]
+JOB_LIMIT_S = 150.0
 # Once a rank has failed, its peers either follow within seconds or wait for a rank that never comes.
 _GRACE_S = 3.0
 
@@ -87,7 +90,7 @@ def run(
     world_size: int,
     *args: object,
     env: Mapping[str, str | None] | None = None,
-    timeout_s: float = 150.0,
+    timeout_s: float | None = None,
     nodes: Nodes | None = None,
     fresh: bool = False,
     dies: Collection[int] = (),
@@ -97,6 +100,7 @@ def run(
     """Return `[fn(rank, world_size, *args, **kwargs) for every rank]`, each called in its own process.
 
     fn: module-level function; the process group exists when it is called and is destroyed after it.
+    timeout_s: after how many seconds a rank hangs; also of its process group. None: 150, more on a slow machine.
     env: variables to set (or, with None, to unset) on every rank for this job.
     nodes: ranks of each emulated node, `((0, 2), (1, 3))`, or just their number, `(2, 2)`; default: one node.
     fresh: use new processes and discard them afterwards, for jobs that leave a poisoned lane behind, or set variables
@@ -106,6 +110,8 @@ def run(
     dies: ranks whose processes must end instead of returning; their result is None.
     Raises RankError with the traceback of every rank that failed, or the stack of every rank that hung.
     """
+    if timeout_s is None:
+        timeout_s = limit(JOB_LIMIT_S)
     node_of = _node_of(nodes, world_size)
     ranks_per_node = _ranks_per_node(node_of) if device == "cuda" else None
     workers = _pool.start(world_size) if fresh else _pool.take(world_size)

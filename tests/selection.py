@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `make test` runs of the suite: what holds a promise, and as much of every test as fits into its minutes.
+"""Which tests `make test` runs, which the gate adds, and which wait for `make test-all`.
 
 The rule, so that nobody has to keep a list:
 
 - tests/durations.txt says what every test function takes. `make test-all` measures; `make durations` writes the file.
 - Every function gets the same time, `MOST_S`. One that takes longer runs as many of its cases as fit, those first that
-  try a value of a parameter which no case before them tried; with a single case that does not fit, it does not run.
-- What is new or not in the file runs. What tests/promises.py names runs in any case.
-- What does not run in `make test` gets the marker `slow`. A test may carry it by itself: it then never runs there.
+  try a value of a parameter which no case before them tried. If not even one case fits, it does not run.
+- A test that is new or not in the file runs. The tests in `PROMISES` (tests/promises.py) run in any case.
+- Tests of benchmark programs, and tests that compare times (marked `alone`), run in `make test-all` only.
+- A test that `make test` leaves out is marked `slow`; a test may carry the marker by itself.
+- Of the slow tests the gate runs those in `GATE` (tests/promises.py), which are marked `gate`.
 """
 
 from __future__ import annotations
@@ -24,9 +26,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 DURATIONS = ROOT / "tests" / "durations.txt"
 MEASURED = ROOT / "build" / "durations.json"
-CHOSEN = pytest.StashKey[set[str]]()  # what of a session's tests `make test` runs, without `tests/`
-PROCESSES = 4  # at a time, on two processors
-MOST_S = 5.0  # of a function: lower it when `make test` takes too long
+CHOSEN = pytest.StashKey[set[str]]()  # of the tests collected, those that `make test` runs, without `tests/`
+IN_GATE = pytest.StashKey[set[str]]()  # those that the gate adds
+MOST_S = 3.0  # of a function: lower it when `make test` takes too long
+OF_BENCHMARKS = ("test_bench_", "test_convergence_", "test_training_bench")
 _WORTH_NOTING_S = 0.2  # a function that takes less is not in the file
 
 
@@ -74,8 +77,9 @@ def left_out(
     out: set[str] = set()
     for name, own in cases.items():
         needed = _needed(name, own, promised)
-        processes = PROCESSES if own[0].get_closest_marker("alone") else 1  # those that wait for it
-        fits = durations[name].cases_in(most_s / processes) if name in durations else len(own)
+        fits = durations[name].cases_in(most_s) if name in durations else len(own)
+        if name.startswith(OF_BENCHMARKS) or own[0].get_closest_marker("alone"):
+            fits = 0
         if (keep := max(fits, len(needed))) < len(own):
             order = [*needed, *(item for item in _telling_first(own) if item not in needed)]
             out |= {item.nodeid for item in order[keep:]}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -35,7 +36,7 @@ STRATEGIES: dict[str, Aggregator] = {
     "signs": SIGNS,
     "signs, flat": Compressed(OneBit(64), adam=Adam()),
     "largest": Hierarchical(Compressed(DGC(0.05), adam=Adam())),
-    "clipped": Hierarchical(Compressed(OneBit(64), adam=Adam(clip_norm=1.0))),
+    "clipped": Hierarchical(Compressed(OneBit(64), adam=Adam((0.9, 0.95), clip_norm=1.0))),
 }
 LR, DECAY = 0.01, 0.1
 
@@ -98,7 +99,7 @@ class Trainer:
 def by_adamw(ranks: list[int], steps: int, micros: int = 1) -> Tensor:
     """Train one replica with torch.optim.AdamW on the mean gradient of the ranks' data."""
     module = Net()
-    optimizer = torch.optim.AdamW(groups_of(module), lr=LR, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(groups_of(module), lr=LR)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
     for step in range(steps):
         optimizer.zero_grad()
@@ -145,7 +146,7 @@ def train_replicas(rank: int, world_size: int) -> float:
     sharded, alone = Net().layers, Net().layers
     fully_shard(sharded, mesh=mesh)
     ours = commopt.attach(sharded, EXACT).optimizer(sharded.parameters(), lr=LR, weight_decay=DECAY)
-    adamw = torch.optim.AdamW(alone.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=DECAY)
+    adamw = torch.optim.AdamW(alone.parameters(), lr=LR, weight_decay=DECAY)
     for step in range(10):
         for optimizer, module, seen in ((ours, sharded, [rank % 2]), (adamw, alone, [0, 1])):
             optimizer.zero_grad()
@@ -173,7 +174,7 @@ def directions_of(state: Mapping[str, Any], before: Mapping[str, Any], step: int
     for name, mean in means.items():
         mean_hat, square_hat = (
             mean.double() / (1 - 0.9 ** (step + 1)),
-            squares[name].double() / (1 - 0.95 ** (step + 1)),
+            squares[name].double() / (1 - 0.999 ** (step + 1)),
         )
         owed[name] = mean_hat / (square_hat.sqrt() + 1e-8) / nodes
     agreed = {piece: 1.0 for piece in state["residuals"]["inter.exp_avg/worker"]}
@@ -251,7 +252,7 @@ def test_another_world_gets_the_average_of_the_moments(tmp_path: Path, new: str,
     saved = run_on("2x2", save_moments, str(tmp_path))
     results = run_on(new, load_moments, str(tmp_path))
     assert_identical([digest for _, digest in results])
-    for place, beta in ((0, 0.9), (1, 0.95)):
+    for place, beta in ((0, 0.9), (1, 0.999)):
         for name in NUMELS:
             mean = sum(moments[place][name] for moments in saved if name in moments[place]) / 2
             now = sum(moments[place][name] for moments, _ in results if name in moments[place]) / nodes
@@ -433,3 +434,89 @@ def test_what_adam_exchanges_beside_directions_is_counted() -> None:
         aggregator.wire_bytes(layout, torch.float32, team, torch.device("cpu"), step).inter for step in (0, 1)
     )
     assert first - second == 2 * 4
+
+
+# ----------------------------------------------------------------------------------------- parameters that rest
+
+
+class Sometimes(nn.Module):
+    """A second layer, which is used when asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.always, self.sometimes = nn.Linear(16, 40), nn.Linear(40, 40)
+
+    def forward(self, x: Tensor, used: bool) -> Tensor:
+        hidden: Tensor = self.always(x).tanh()
+        return self.sometimes(hidden) if used else hidden
+
+
+def is_used(step: int, rank: int) -> bool:
+    return step % 4 == 2 or (step % 4 == 3 and rank == 0)
+
+
+def rest(rank: int, world_size: int, equal: bool, scaled: bool, loads: str) -> float:
+    """Return how far a model is from torch's AdamW after steps in which a layer is used by all, one rank, or none.
+
+    loads: a checkpoint on the way, of the version before parameters were counted, or of this one.
+    """
+    scaler = torch.amp.GradScaler("cpu", enabled=scaled, init_scale=256.0)
+    models = [TorchDDP(Sometimes(), find_unused_parameters=True, bucket_cap_mb=0.003) for _ in range(2)]
+    comm = commopt.attach(models[0], EXACT, scaler=scaler if scaled else None)
+    others = torch.optim.AdamW(models[1].parameters(), lr=LR, weight_decay=0.0)
+    optimizers = [comm.optimizer(models[0].parameters(), lr=LR, weight_decay=0.0), others]
+    for step in range(20):
+        generator = torch.Generator().manual_seed(step * 2 + (0 if equal else rank))
+        x, y = torch.randn(8, 16, generator=generator), torch.randn(8, 40, generator=generator)
+        spoil = float("inf") if scaled and step in (1, 6) and rank == 0 else 1.0
+        for model, optimizer, own in zip(models, optimizers, (scaler, copy.deepcopy(scaler)), strict=True):
+            loss = (model(x, is_used(step, 0 if equal else rank)) - y).square().mean() * spoil
+            own.scale(loss).backward()
+            own.step(optimizer)
+            own.update()
+            optimizer.zero_grad()
+        if step == 9 and loads:
+            state = comm.state_dict()
+            if loads == "old":
+                del state["adam_steps"]
+            comm.load_state_dict(state)
+    found, expected = (torch.cat([each.detach().flatten() for each in model.parameters()]) for model in models)
+    return float((found - expected).norm() / (expected - start_of(Sometimes())).norm())
+
+
+def start_of(module: nn.Module) -> Tensor:
+    return torch.cat([each.detach().flatten() for each in module.parameters()])
+
+
+@pytest.mark.parametrize(
+    ("layout", "scaled", "loads"), [("2", False, ""), ("2", True, "new"), ("1+1", False, "new"), ("2x2", True, "")]
+)
+def test_a_parameter_without_gradients_rests_as_with_adamw(layout: str, scaled: bool, loads: str) -> None:
+    """Moments and the steps of its bias correction stay where they are."""
+    for away in run_on(layout, rest, layout != "2", scaled, loads):
+        assert away < 1e-5
+
+
+def test_a_checkpoint_that_does_not_count_parameters_loads() -> None:
+    """They go on from the steps of the model, as they did."""
+    for away in run_on("2", rest, False, False, "old"):
+        assert 1e-5 < away < 1
+
+
+def bytes_of_rest(rank: int, world_size: int, unused: bool) -> int:
+    ddp = TorchDDP(Sometimes(), find_unused_parameters=unused)
+    comm = commopt.attach(ddp, EXACT)
+    optimizer = comm.optimizer(ddp.parameters(), lr=LR)
+    for _ in range(3):
+        ddp(torch.ones(2, 16), True).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    sent: int = comm.stats()["inter_bytes"]
+    return sent
+
+
+def test_who_is_used_is_exchanged_where_parameters_may_rest_only() -> None:
+    """A float32 of each of four parameters, in each of three steps, by each of two ranks."""
+    asked, not_asked = (sum(run(bytes_of_rest, 2, unused, nodes=(1, 1))) for unused in (True, False))
+    assert asked - not_asked == 4 * 4 * 3 * 2

@@ -32,6 +32,7 @@ from commopt import (
     UnsupportedTensorError,
 )
 from tests.ranks import run
+from tests.speed import limit
 
 WORLD = 4
 
@@ -63,7 +64,7 @@ def assert_works() -> None:
 def assert_raised(results: list[Raised], kind: type[BaseException], *parts: str, within_s: float = 5.0) -> None:
     for rank, raised in enumerate(results):
         assert issubclass(raised.kind, kind), f"rank {rank}: {raised}"
-        assert raised.seconds < within_s, f"rank {rank}: {raised}"
+        assert raised.seconds < limit(within_s), f"rank {rank}: {raised}"
         for part in parts:
             assert part in raised.message, f"rank {rank} does not say {part!r}: {raised.message}"
 

@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,7 +24,16 @@ from bench.demo import local_ranks
 from commopt.__main__ import main
 from commopt.bandwidth import cli
 from commopt.bandwidth.collectives import COLLECTIVES, PERIOD, Pattern, count_wrong, fill, known_aggregators
-from commopt.bandwidth.report import Measurement, Row, Timing, footer, format_row, heading
+from commopt.bandwidth.report import (
+    Measurement,
+    Row,
+    Timing,
+    footer,
+    format_row,
+    heading,
+    short_heading,
+    short_row,
+)
 from commopt.bandwidth.settings import DTYPES, Settings, settings_of
 from commopt.command_line import Parser
 from commopt.groups import Team
@@ -62,7 +71,7 @@ def test_steps(flags: str, steps: list[int]) -> None:
         ("-o avg -d int32", "-o avg of -d int32 is no integer; use -o sum"),
         (
             "--aggregator fast",
-            "'fast' is unknown for all_reduce; known: torch, .*flat, hierarchical, .*hierarchical_bf16",
+            "'fast' is unknown for all_reduce; .*known: torch, .*flat, hierarchical, .*hierarchical_bf16",
         ),
         ("--aggregator flat --collective all_gather", "'flat' is unknown for all_gather; known: torch, commopt"),
         ("--aggregator hierarchical_bf16 -d int64", "hierarchical_bf16 would round -d int64; use a floating-point"),
@@ -177,12 +186,24 @@ def test_row_without_in_place_formula_or_check() -> None:
     assert "# Out of bounds values : N/A" in footer([row], [])
 
 
+def test_the_short_table_fits_a_terminal_and_keeps_small_rates() -> None:
+    slow = Measurement(Timing(2_500_000.0, 1.0, 1.0), 0.000419, 0.000839, 0)
+    for width, name in ((27, "hierarchical:reduce_scatter"), (4, "flat")):
+        room = max(width, len("aggregator"))
+        lines = [*short_heading(room).splitlines(), short_row(_row(in_place=slow, aggregator=name), room)]
+        assert max(map(len, lines)) <= 80
+        assert lines[-1].split() == ["1048576", name, "2500000", "0.00042", "0.00084", "0", "200"]
+    assert max(map(len, known_aggregators())) <= 27
+    assert short_row(_row(in_place=None), 10).split()[2] == "12.35", "there is no other side"
+    assert " 0.0042  " in format_row(_row(out_of_place=replace(slow, algbw_gbps=0.0042)), 10)
+
+
 def test_footer() -> None:
     lines = footer([_row()], ["a note"]).splitlines()
     assert lines == ["# a note", "# Out of bounds values : 7 FAILED", "# Avg bus bandwidth    : 2.25"]
     right = _row(in_place=None)
     assert "# Out of bounds values : 0 OK" in footer([right], [])
-    assert "# Average busbw of each: flat 1.5, torch 2.25" in footer([right, _row(aggregator="torch")], [])
+    assert "# Average busbw of each: flat 1.50, torch 2.25" in footer([right, _row(aggregator="torch")], [])
 
 
 # ------------------------------------------------------------------------------ whole runs
@@ -204,7 +225,7 @@ def wrong() -> commopt.Aggregator:
 def measure(rank: int, world_size: int, flags: str) -> tuple[int, str]:
     output = io.StringIO()
     with patch.dict(commopt.PRESETS, wrong=commopt.Preset(wrong)), redirect_stdout(output):
-        status = cli.measure(parse_settings(flags.split()), CPU)
+        status = cli.measure(parse_settings(["--wide", *flags.split()]), CPU)
     return status, output.getvalue()
 
 
@@ -295,7 +316,7 @@ def _torchrun(ranks: int, *command: str, **env: str) -> subprocess.CompletedProc
 
 def test_under_torchrun_with_json(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    flags = f"-b 1K -e 2K -f 2 -n 3 -w 1 --aggregator torch,hierarchical_bf16 --json {path}".split()
+    flags = f"-b 1K -e 2K -f 2 -n 3 -w 1 --aggregator torch,hierarchical_bf16 --wide --json {path}".split()
     done = _torchrun(4, "-m", "commopt", "bandwidth", *flags, COMMOPT_RANKS_PER_NODE="2")
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"# Avg bus bandwidth    : [\d.e-]+", done.stdout.splitlines()[-1])

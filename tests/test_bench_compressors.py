@@ -281,9 +281,11 @@ def test_the_file(tmp_path: Path) -> None:
     )
     assert failure == {"record": "failure", "model": "m", "method": "dgc", "reason": "bad"}
     assert markdown(file).splitlines()[2:] == [
-        "| m | `torch.powerSGD:r=4` | 8 | 4.0 | - |",
-        "| m | `powersgd` | 2 | 1.0 | 4.0 |",
+        "| m | `torch.powerSGD:r=4` | 8.0 | 7.0 | 2 | 4.0 | - |",
+        "| m | `powersgd` | 2.0 | 1.5 | 2 | 1.0 | 4.0 |",
     ]
+    write(file, {"device": "x"}, [replace(THEIRS, device="cpu", peak_bytes=None)], [])
+    assert markdown(file).splitlines()[2:] == ["| m | `torch.powerSGD:r=4` | 8.0 | 4.0 | - |"]
 
 
 def test_from_the_command_line(

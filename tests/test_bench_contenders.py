@@ -103,6 +103,24 @@ def averaged(
     return before, after, average.residuals.get(matrix)
 
 
+def begun_dense(rank: int, world_size: int) -> list[bool]:
+    """Return of each call whether the gradient became the exact mean of all ranks'."""
+    matrix = nn.Parameter(torch.zeros(16, 16))
+    average = LowRankAverage([matrix], 1, dense_steps=2)
+    exact = []
+    for step in range(4):
+        matrix.grad = torch.randn(16, 16, generator=torch.Generator().manual_seed(10 * step + rank))
+        mean = matrix.grad / world_size
+        dist.all_reduce(mean)
+        average()
+        exact.append(torch.allclose(matrix.grad, mean))
+    return exact
+
+
+def test_the_first_steps_are_dense_as_with_torchs_hook() -> None:
+    assert run(begun_dense, 2) == [[True, True, False, False]] * 2
+
+
 def test_nothing_is_lost() -> None:
     """All that was put in has come out, or is in the mean of the residuals."""
     results = run(averaged, 2, (40, 3, 8), 2, 5)

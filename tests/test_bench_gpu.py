@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import ctypes
-import inspect
 import json
 import os
 import re
@@ -117,6 +116,15 @@ SAID = "========= Error: Device not supported. See the list of devices"
 REFUSAL = "Device not supported"
 
 
+BUSY = "RuntimeError: CUDA error: CUDA-capable device(s) is/are busy or unavailable"
+TAKEN = f"the device was busy with other processes' work, so take this step again: {BUSY}"
+FULL = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.18 GiB "
+    "of which 1.00 GiB is free. Process 17 has 77.10 GiB memory in use. Of the allocated memory 1.00 GiB is allocated"
+)
+HELD = "the device's memory ran out while other processes held some of it: Process 17 has 77.10 GiB memory in use"
+
+
 @pytest.mark.parametrize(
     ("chosen", "verdict", "why"),
     [
@@ -137,6 +145,14 @@ REFUSAL = "Device not supported"
         (step("a", f"print('=====')\nprint({SAID!r})\nexit(9)", refusal=REFUSAL), "skipped", SAID),
         (step("a", f"print({SAID!r})", refusal=REFUSAL), "skipped", SAID),
         (step("a", "print('0 errors'); exit(9)", refusal=REFUSAL), "failed", "exit status 9; 0 errors"),
+        (
+            step("a", f"print({BUSY!r})\nprint('1 failed')\nexit(1)"),
+            "failed",
+            f"exit status 1; 1 failed; {TAKEN}",
+        ),
+        (step("a", f"print({FULL!r})\nprint('1 failed')\nexit(1)"), "failed", f"exit status 1; 1 failed; {HELD}"),
+        (step("a", "print('out of memory'); exit(1)"), "failed", "exit status 1; out of memory"),
+        (step("a", f"print({BUSY!r})"), "passed", ""),
         (Step("a", "", ("no-such-program",), 60), "failed", "[Errno 2] No such file or directory: 'no-such-program'"),
     ],
 )
@@ -370,7 +386,7 @@ def test_programs_and_their_options_exist(chosen: Step) -> None:
 
 
 def test_a_job_that_hangs_ends_before_its_test_and_shows_where() -> None:
-    limits = [inspect.signature(ranks.run).parameters["timeout_s"].default]
+    limits = [ranks.JOB_LIMIT_S]
     for file in (ROOT / "tests").glob("test_gpu_*.py"):
         limits += map(float, re.findall(r"(?:timeout_s=|TIMEOUT_S = )([0-9.]+)", file.read_text()))
     assert len(limits) > 1 and max(limits) < step_choices._TEST_TIMEOUT_S  # noqa: PT018
@@ -538,7 +554,8 @@ def test_the_status_says_whether_a_step_fell_through(
 
 # ------------------------------------------------------------------------------------- the report
 
-ENVIRONMENT = {"gpu": "H0", "torch": "2.0", "cuda": "13", "nccl": "2.1", "date": "2030-01-02T03:04", "command": "c"}
+ENVIRONMENT = {"gpu": "H0", "torch": "2.0", "cuda": "13", "nccl": "2.1", "date": "2030-01-02T03:04"}
+ENVIRONMENT |= {"command": "c", "revision": "0123abc"}
 OUTCOMES = [
     Outcome("kernel-tests", "c", "2030", 12.3, "failed", "1 of 4 tests failed", Counted(2, 1, 1, ["a::b"])),
     Outcome(
@@ -560,21 +577,17 @@ OUTCOMES = [
 def test_the_document_gets_the_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    document = tmp_path / "gpu.md"
-    document.write_text((ROOT / "docs" / "evidence" / "gpu.md").read_text())
     record.write(tmp_path / FILE, ENVIRONMENT, OUTCOMES)
-    monkeypatch.setattr(sys, "argv", ["report", str(tmp_path), "--document", str(document)])
-    for _ in range(2):
-        assert report.main() == 0
-    text = document.read_text()
-    assert "Nothing has been run yet." not in text
+    monkeypatch.setattr(sys, "argv", ["report", str(tmp_path / FILE), "--markdown"])
+    assert report.main() == 0
+    text = capsys.readouterr().out
+    assert text.startswith("H0, torch 2.0, CUDA 13, NCCL 2.1, commopt at 0123abc, 2030-01-02.\n")
     assert text.count("| kernels: select \\| 1 % | <= 1.4 times a copy | 1.51 | missed |") == 1
     assert text.count("| network | skipped | 0 |  |  |  |  |  | no ip and no tc on PATH |") == 1
-    assert text.count(f"{report.title(ENVIRONMENT)}; `c`") == 1
+    assert text.count("- `a::b`") == 1
+    monkeypatch.setattr(sys, "argv", ["report", str(tmp_path / FILE)])
+    assert report.main() == 0
     assert "missed" in capsys.readouterr().out
-    document.write_text("no marks")
-    assert report.main() == 2
-    assert "has no place for the results" in capsys.readouterr().err
     monkeypatch.setattr(sys, "argv", ["report", str(tmp_path / "nowhere")])
     assert report.main() == 2
 

@@ -19,6 +19,7 @@ from bench.plot.pictures import PICTURES, drawings, kind_of
 from bench.plot.style import label_ends, panels, style_of
 from bench.training.report import headline
 from bench.training.report import read as read_training
+from commopt.cost import Curve, Header, LinkKey, Links
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -146,12 +147,29 @@ def test_learning_has_a_mark_for_each_preset_at_what_it_sent(figures: list[Figur
         assert labels[name].get_color() == found.get_color() == style_of(strategy).colour
 
 
+@pytest.mark.parametrize(("most_nbytes", "alpha_us"), [(2**12, 1000.0), (2**26, 10.0)])
+def test_a_probe_has_several_ticks_however_little_was_measured(
+    figures: list[Figure], tmp_path: Path, most_nbytes: int, alpha_us: float
+) -> None:
+    sizes = [2**exponent for exponent in range(10, 27) if 2**exponent <= most_nbytes]
+    curve = Curve.fit((nbytes, alpha_us + nbytes / 1000) for nbytes in sizes)
+    file = tmp_path / "links.json"
+    header = Header("2030-01-02T03:04:05+00:00", ("a", "b"), (1, 1), "gloo", "CPU", "2.7.0", "probe")
+    Links(header, {LinkKey("inter", "all_reduce", 2): curve}).save(file)
+    evidence.draw_probe(file, tmp_path / "probe.png")
+    (axes,) = figures[0].axes
+    for ticks, (least, most) in ((axes.get_xticks(), axes.get_xlim()), (axes.get_yticks(), axes.get_ylim())):
+        assert sum(least <= tick <= most for tick in ticks) >= 2
+
+
 def test_time_to_a_loss_is_that_of_the_file_and_the_title_says_it(figures: list[Figure]) -> None:
     training.draw_file(RESULTS / "training_200mbit.json", Path("unused.png"))
     environment, outcomes = read_training(RESULTS / "training_200mbit.json")
     assert environment.target_loss == 2.7
     widths = [bar.get_width() for bar in figures[0].axes[1].patches]  # type: ignore[attr-defined]
-    assert widths == [outcome.seconds_to(2.7) or environment.seconds for outcome in outcomes]
+    drawn = [outcome for outcome in outcomes if not outcome.strategy.startswith("auto")]  # in 20 s it only measures
+    assert widths == [outcome.seconds_to(2.7) or environment.seconds for outcome in drawn]
+    assert len(drawn) == len(outcomes) - 1
     title = "To a held-out loss of 2.7: 14.4 s with powersgd, 15.9 s with unoverlapped_powersgd, "
     assert headline(environment, outcomes) == title + "not in 20 s with ddp"
 

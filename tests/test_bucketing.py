@@ -137,7 +137,7 @@ def test_compiled_modules_keep_the_names_of_plain_ones() -> None:
     for layouts in (outside, Layouts(module)):
         assert layouts.numels == {"embed.weight": 64 * 64}
         wrapped = commopt.Compressed(commopt.Quantize(), dense=("head._orig_mod.weight",))
-        assert layouts.resolved(wrapped, warn=False) in (
+        assert layouts.resolved(wrapped) in (
             wrapped,
             replace(wrapped, dense=(*wrapped.dense, "embed.weight")),
         )
@@ -148,17 +148,17 @@ def test_patterns_find_a_shared_parameter_by_each_of_its_names(inner: commopt.Ag
     layouts = Layouts(Shared())
     for pattern, expected in (("head.*", ("head.*", "embed.weight")), ("embed.*", ("embed.*",)), ("x", ("x",))):
         given = replace(inner, dense=(pattern,))  # type: ignore[type-var]
-        assert layouts.resolved(given, warn=False) == replace(inner, dense=expected)  # type: ignore[type-var]
+        assert layouts.resolved(given) == replace(inner, dense=expected)  # type: ignore[type-var]
     if not isinstance(inner, commopt.Auto):
         nested = commopt.Hierarchical(inter=replace(inner, dense=("head.*",)))  # type: ignore[type-var]
-        assert layouts.resolved(nested, warn=False).inter.dense == ("head.*", "embed.weight")  # type: ignore[attr-defined]
+        assert layouts.resolved(nested).inter.dense == ("head.*", "embed.weight")  # type: ignore[attr-defined]
 
 
 def test_patterns_that_match_nothing_are_named_with_what_there_is(caplog: pytest.LogCaptureFixture) -> None:
     dense = ("haed.*", "*.weight", "frozen.*", "zzz")
     with caplog.at_level(logging.WARNING, logger="commopt"):
-        Layouts(Shared()).resolved(commopt.Compressed(commopt.Quantize(), dense=dense), warn=True)
-        Layouts(None).resolved(commopt.Compressed(commopt.Quantize(), dense=("*", "head.*")), warn=True)
+        Layouts(Shared()).resolved(commopt.Compressed(commopt.Quantize(), dense=dense))
+        Layouts(None).resolved(commopt.Compressed(commopt.Quantize(), dense=("*", "head.*")))
     first, second, unknown = caplog.messages
     assert first.startswith("dense='haed.*' matches no parameter; there are for example head.weight")
     assert second == "dense='zzz' matches no parameter; there are for example embed.weight, frozen.weight, frozen.bias"
@@ -166,7 +166,7 @@ def test_patterns_that_match_nothing_are_named_with_what_there_is(caplog: pytest
 
 
 def train_with(rank: int, world_size: int, compiled: bool) -> tuple[set[str], list[str], int]:
-    """Return what residuals are kept for, what rank 0 says, and the steps of a state that goes on from this one."""
+    """Return what residuals are kept for, what this rank says, and the steps of a state that goes on from this one."""
 
     def attached(module: nn.Module) -> tuple[TorchDDP, commopt.HookState]:
         ddp = TorchDDP(module)
@@ -187,10 +187,10 @@ def train_with(rank: int, world_size: int, compiled: bool) -> tuple[set[str], li
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_training_with_shared_and_compiled_parameters(compiled: bool) -> None:
-    for rank, (kept, said, steps) in enumerate(run(train_with, 2, compiled)):
+    for kept, said, steps in run(train_with, 2, compiled):
         assert kept == {"body.weight"}
         assert steps == 1
-        assert [message.split(";")[0] for message in said] == ["dense='typo' matches no parameter"] * 2 * (rank == 0)
+        assert [message.split(";")[0] for message in said] == ["dense='typo' matches no parameter"] * 2
 
 
 # --------------------------------------------------------------------- what it keeps a training from

@@ -111,6 +111,10 @@ def test_five_collectives(layout: str, collective: Callable[..., None]) -> None:
     run_on(layout, collective)
 
 
+def test_a_broadcast_from_every_rank_reaches_uneven_nodes() -> None:
+    run_on("2+1", broadcast, "cpu", [(5,)])
+
+
 # ------------------------------------------------------------------------------ memory layouts
 
 VIEWS: dict[str, Callable[[Any], Any]] = {

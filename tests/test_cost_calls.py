@@ -176,19 +176,21 @@ def compare(rank: int, world_size: int) -> list[str]:
             aggregator.check(team)
         except ConfigurationError:
             continue
-        for numel in (NUMEL, 1001):
+        for numel, dtype in ((NUMEL, torch.float32), (1001, torch.float32), (1001, torch.bfloat16)):
             made: list[Call] = []
 
             def listen(team: Team, primitive: str, nbytes: int, roots: list[int], into: list[Call] = made) -> None:
                 into.extend(call(team, primitive, nbytes, *roots))
 
             with patch.object(Communicator, "_compare"), overheard(listen):
-                communicator.all_reduce(torch.ones(numel), aggregator=aggregator)
-            steps = aggregator.calls(Buffer(Layout.anonymous(numel), torch.float32), team)
+                communicator.all_reduce(torch.ones(numel, dtype=dtype), aggregator=aggregator)
+            steps = aggregator.calls(Buffer(Layout.anonymous(numel), dtype), team)
             for level in ("world", "intra", "inter"):
                 promised = [each for each in steps if isinstance(each, Call) and each.level == level]
                 if promised != [each for each in made if each.level == level]:
-                    differences.append(f"rank {rank}, {aggregator}, {numel}: {promised} promised, {made} made")
+                    differences.append(
+                        f"rank {rank}, {aggregator}, {numel} x {dtype}: {promised} promised, {made} made"
+                    )
     return differences
 
 

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from ipaddress import IPv4Network
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from commopt.doctor import diagnose
 from commopt.doctor.finding import FINE, Finding, Severity
 from commopt.doctor.machine import Machine, Software
+from commopt.doctor.network import interfaces
 from commopt.doctor.nvml import NvmlFacts
 from tests.doctor_machine import (
     LIMITS,
@@ -413,6 +416,15 @@ def test_a_slave_of_a_bond_that_is_down_is_reported(tmp_path: Path) -> None:
     tree.write("proc/net/route", ROUTES.replace("eth0", "bond0"))
     (found,) = findings(look(tree, SOCKETS), "nic-speed")
     assert (found.severity, found.read, found.value) == (Severity.WARNING, "/sys/class/net/eth1/speed", "down")
+
+
+def test_routes_are_read_as_the_machine_writes_them(tmp_path: Path) -> None:
+    tree = tcp_server(tmp_path)
+    address, mask = (int.from_bytes(bytes(each), sys.byteorder) for each in ((192, 168, 1, 0), (255, 255, 255, 0)))
+    line = f"eth0\t{address:08X}\t00000000\t0001\t0\t0\t0\t{mask:08X}\t0\t0\t0"
+    tree.write("proc/net/route", f"Iface\n{line}\neth0\t00000000\t00000000\t0003\t0\t0\t0\t00000000\t0\t0\t0")
+    (found,) = [each for each in interfaces(look(tree, SOCKETS)) if each.name == "eth0"]
+    assert (found.networks, found.default_route) == ((IPv4Network("192.168.1.0/24"),), True)
 
 
 def test_a_virtual_machine_is_not_blamed_for_what_its_host_decides(tmp_path: Path) -> None:

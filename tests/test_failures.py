@@ -32,8 +32,9 @@ from commopt.errors import LaneError, TransportError
 from commopt.groups import Membership
 from commopt.lanes import failure, lane, registry
 from tests.ranks import run
+from tests.speed import limit
 
-WITHIN_S = 5.0
+WITHIN_S = limit(5.0)
 CAUSE = "disk on fire"
 
 
@@ -104,6 +105,19 @@ def assert_all_know(seen: list[Seen], culprit: int, within_s: float = WITHIN_S) 
 
 
 # ------------------------------------------------------------------------------ the process lives on
+
+
+def fail_in_one_of_two(rank: int, world_size: int, folder: str) -> Seen:
+    """Fail among two ranks, while the third one waits for them in the world."""
+    everyone, group = Communicator(), dist.new_group([0, 1])
+    mine, aggregator = (everyone, Flat()) if rank == 2 else (Communicator(group), Failing(culprit=0))
+    everyone.all_reduce(torch.ones(3))
+    Failing.armed = True
+    return watch(lambda: mine.all_reduce(torch.ones(3), aggregator=aggregator), folder, rank, world_size)
+
+
+def test_whoever_waits_in_another_group_of_the_world_hears_of_it(tmp_path: Path) -> None:
+    assert_all_know(run(fail_in_one_of_two, 3, str(tmp_path)), 0)
 
 
 def fail_standalone(rank: int, world_size: int, folder: str, aggregator: Aggregator) -> Seen:
@@ -513,7 +527,7 @@ def swap_two_calls(rank: int, world_size: int, kind: str) -> tuple[str, float]:
     ],
 )
 def test_check_catches_ranks_that_do_different_things(kind: str, parts: tuple[str, ...]) -> None:
-    results = run(swap_two_calls, 3, kind, env={"COMMOPT_CHECK": "1"}, fresh=True, timeout_s=20)
+    results = run(swap_two_calls, 3, kind, env={"COMMOPT_CHECK": "1"}, fresh=True, timeout_s=limit(20))
     for rank, (message, seconds) in enumerate(results):
         for part in (*parts, "rank "):
             assert part in message, f"rank {rank} does not say {part!r}: {message}"
@@ -576,7 +590,7 @@ def call_from_the_lane(rank: int, world_size: int, caller: str) -> str:
 
 @pytest.mark.parametrize("caller", ["aggregator", "callback"])
 def test_a_collective_inside_lane_work_raises(caller: str) -> None:
-    for message in run(call_from_the_lane, 2, caller, fresh=True, timeout_s=20):
+    for message in run(call_from_the_lane, 2, caller, fresh=True, timeout_s=limit(20)):
         assert "inside lane work" in message
         assert "wait" in message
 

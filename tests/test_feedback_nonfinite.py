@@ -96,9 +96,9 @@ def test_skipped_steps_leave_no_trace(strategy: str, layout: str, dtype: str, st
         assert dropped > 0 or not books.residual_nbytes, "a rank that keeps residuals has noticed nothing"
 
 
-def poison_buckets(rank: int, world_size: int, strategy: str, device: str = "cpu") -> str:
+def poison_buckets(rank: int, world_size: int, strategy: str, device: str = "cpu", dtype: str = "float32") -> str:
     """Poison one step after another without a scaler; check bucket by bucket. Return a hash of the results."""
-    training = Training(rank, world_size, STRATEGIES[strategy], device=device)
+    training = Training(rank, world_size, STRATEGIES[strategy], getattr(torch, dtype), device=device)
     for _ in range(3):
         training.step()
     buckets = [{name for name, *_ in bucket} for bucket in training.comm.state_dict()["buckets"]]

@@ -323,7 +323,7 @@ def test_what_a_state_holds() -> None:
         assert not state["factors"]
         assert set(state) == {
             *("format", "aggregator", "steps", "nodes", "place", "members", "parameters", "buckets", "residuals"),
-            *("layouts", "placed", "factors", "plan", "tuned", "sharding", "dropped", "expected_square"),
+            *("layouts", "placed", "factors", "plan", "tuned", "sharding", "dropped", "expected_square", "adam_steps"),
         }
     gathered, none = (gathered for _, gathered in results)
     assert none is None

@@ -30,13 +30,14 @@ from commopt import Aggregator, Communicator, Hierarchical
 from commopt.groups import team
 from commopt.lanes import stream
 from tests.ranks import run
+from tests.speed import limit
 from tests.test_failures import Failing, Seen, assert_all_know, watch
 from tests.test_nccl_options import as_with_nccl
 
 MARKS = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 # The lane's watcher looks twice a second; the rest is for the abort of communicators whose ranks share a GPU.
-WITHIN_S = 15.0
+WITHIN_S = limit(15.0)
 
 
 def over_nccl(*case: object) -> Any:

@@ -113,10 +113,11 @@ def test_the_limit_is_told() -> None:
 # ------------------------------------------------------------------------------------------- in training
 
 
-def keep_books(rank: int, world_size: int, aggregator: Aggregator) -> tuple[float, float]:
+def keep_books(rank: int, world_size: int, aggregator: Aggregator, scaled: bool = False) -> tuple[float, float]:
     """Return what the guard found, and what the books say; every element is sampled, in every step."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1000.0) if scaled else None
     with patch("commopt.feedback.quality.MAX_SAMPLE_NUMEL", 10**6):
-        training = Training(rank, world_size, aggregator, options={})
+        training = Training(rank, world_size, aggregator, scaler=scaler, options={})
 
         def books() -> tuple[Tensor, Tensor]:
             sums = torch.cat([training.owed[name] for name in NUMELS])
@@ -159,6 +160,12 @@ def test_the_guard_finds_what_the_model_was_not_told(layout: str, aggregator: Ag
     found, expected = results[0]
     assert found == pytest.approx(expected, rel=1e-3)
     assert expected > 0.1
+
+
+@pytest.mark.parametrize("aggregator", [Compressed(Quantize(2, 64)), Compressed(DGC(0.05))], ids=["2 bits", "5%"])
+def test_a_loss_scale_puts_no_model_ahead_or_behind(aggregator: Aggregator) -> None:
+    for found, expected in run_on("2", keep_books, aggregator, True):
+        assert found == pytest.approx(expected, rel=1e-3)
 
 
 def listen_to(rank: int, world_size: int, aggregator: Aggregator, watched: bool) -> list[tuple[int, int]]:

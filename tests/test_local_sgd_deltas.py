@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
-from commopt import ConfigurationError, Hierarchical, LocalSGD, OneBit, Outer, PowerSGD, Quantize
+from commopt import BufferContext, ConfigurationError, Flat, Hierarchical, LocalSGD, OneBit, Outer, PowerSGD, Quantize
 from commopt.compress import Compressor
+from commopt.groups import Team
 from commopt.hooks.parcels import fragments_of
 from tests.hook_training import Tower, batch_of, digest_of, loss_of, seeded
 from tests.ranks import run
@@ -146,6 +147,24 @@ def beside_reference(rank: int, world_size: int, average: LocalSGD, nodes: Seque
 def test_it_is_diloco(average: LocalSGD, nodes: Sequence[int]) -> None:
     for off, _ in run(beside_reference, sum(nodes), average, nodes, nodes=nodes):
         assert off < 3e-4
+
+
+def shares_of(rank: int, world_size: int) -> list[float | None]:
+    """Return what part of all ranks' gradients, as it is told, this rank takes across."""
+    seen: list[float | None] = []
+
+    @dataclass(frozen=True, repr=False)
+    class Noting(Flat):
+        def all_reduce(self, buffer: Tensor, team: Team, scale: float, context: BufferContext) -> None:
+            seen.append(context.share)
+            super().all_reduce(buffer, team, scale, context)
+
+    commopt.all_reduce(torch.ones(5), aggregator=Hierarchical(Noting()))
+    return seen
+
+
+def test_a_node_answers_for_as_many_ranks_as_it_has() -> None:
+    assert run(shares_of, 3, nodes=(2, 1)) == [[pytest.approx(2 / 3)], [], [pytest.approx(1 / 3)]]
 
 
 def beside_gradients(rank: int, world_size: int) -> float:

@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tutorials' compressor and aggregator keep every promise, by the functions that check those of commopt."""
+"""The tutorials' compressor and aggregator keep every promise, by the tests that check those of commopt.
+
+Some of those are called here with the tutorials' classes. The last test puts both into a copy of commopt, as
+CONTRIBUTING says, and runs the whole gate there.
+"""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -16,11 +22,12 @@ from commopt.aggregate import Buffer, Call, call, families
 from commopt.cost import Speeds, cost, nominal_links
 from commopt.groups import Team, TeamShape
 from commopt.simulate.cluster import GPUS, gpu_work
-from examples import new_aggregator, new_compressor
+from examples import new_strategies
 from examples.new_aggregator import InOrder
 from examples.new_compressor import TopOfBlock
 from tests import test_compressors as compressors
 from tests import test_contract_aggregators as contract
+from tests.copies import GATE, Copy
 from tests.feedback_training import Books, Training, assert_conserved, assert_something_left
 from tests.overheard import overheard
 from tests.ranks import run
@@ -51,8 +58,7 @@ CODEC: list[Callable[[Any], None]] = [
 @pytest.fixture
 def registered() -> Iterator[None]:
     before = [(known, dict(known)) for known in (AGGREGATORS, COMPRESSORS, PRESETS)]
-    new_aggregator.register()
-    new_compressor.register()
+    new_strategies.register()
     yield
     for known, entries in before:
         known.clear()
@@ -107,9 +113,8 @@ def test_nothing_is_lost(aggregator: Aggregator) -> None:
 
 
 def train(rank: int, world_size: int) -> list[float]:
-    new_aggregator.register()
-    new_compressor.register()
-    return [new_compressor.main(steps=150), new_aggregator.main(steps=40)]
+    new_strategies.register()
+    return [new_strategies.train("top_of_block:block=16", 2.0, steps=150), new_strategies.train("in_order", 10.0, 40)]
 
 
 def test_the_tutorials_train_by_name() -> None:
@@ -135,3 +140,30 @@ def test_the_tuner_and_the_simulator_know_them() -> None:
     assert prices[0] < prices[3] < float("inf")
     priced = {key.what for key in gpu_work(GPUS["a100"], tried.strengths, 4)}
     assert {repr(TopOfBlock(block)) for block in (16, 64, 256)} <= priced
+
+
+def put_in_place(copy: Path, tutorial: str, module: str, registry: str, name: str, made: str) -> None:
+    """Copy a tutorial's file into a package of commopt, import its class there, and add a line to the registry."""
+    package = copy / "commopt" / module.partition(".")[0]
+    shutil.copy(copy / "examples" / f"{tutorial}.py", package / f"{name}.py")
+    file = package / "__init__.py"
+    source = file.read_text()
+    first_import = source.index("from commopt")
+    source = f"{source[:first_import]}from commopt.{module} import {made}\n{source[first_import:]}"
+    begin = source.index(f"{registry}: dict")
+    end = source.index("}", begin)
+    file.write_text(f'{source[:end].rstrip().rstrip(",")}, "{name}": {made}{source[end:]}')
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(5400)
+def test_put_into_commopt_they_pass_the_whole_gate(tmp_path: Path) -> None:
+    copy = Copy(tmp_path / "copy")
+    put_in_place(copy.folder, "new_compressor", "compress.top_of_block", "COMPRESSORS", "top_of_block", "TopOfBlock")
+    put_in_place(copy.folder, "new_aggregator", "aggregate.in_order", "AGGREGATORS", "in_order", "InOrder")
+    for tool in (["ruff", "check", "--fix-only", "--select", "I"], ["ruff", "format"]):  # the order of the imports
+        copy.run("-m", *tool, "commopt/compress", "commopt/aggregate")
+    for tool in (["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"], ["mkdocs", "build", "--strict"]):
+        copy.run("-m", *tool)
+    outcome = copy.test("-m", GATE, processes=4)
+    assert outcome.verdict == "passed", outcome.output[-8000:]

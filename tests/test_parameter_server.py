@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,6 +27,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
+import commopt.__main__
 from commopt import (
     ConfigurationError,
     LocalSGD,
@@ -34,16 +39,18 @@ from commopt import (
     UnsupportedTensorError,
 )
 from commopt.compress import DGC, Cast, Compressor, Quantize
+from commopt.feedback import Layout
 from commopt.server import Scheduler, Server, Worker
+from commopt.server.connection import _open as connections
+from commopt.server.ranks import Ranks
 from commopt.server.rounds import window_s
-from commopt.server.worker import _Ranks
+from commopt.server.scheduler import find_server
+from commopt.server.shared import Shared
 from tests.hook_training import Tower, digest_of, seeded
 from tests.ranks import run
 from tests.test_local_sgd_deltas import NESTEROV, optimizer_of, train
 
 ROOT = Path(__file__).parents[1]
-# torch's store asks for the names of its clients: an answer that is lost would hold it up for 5 s.
-os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 BY_HAND = 10**6  # a period that never ends by itself
 
 
@@ -150,7 +157,7 @@ def failing_leader(rank: int, world_size: int) -> str:
         raise RuntimeError("out of memory")
 
     try:
-        _Ranks(dist.group.WORLD).share(fail)
+        Ranks(dist.group.WORLD).share(fail)
     except TransportError as error:
         return str(error)
     return ""
@@ -244,14 +251,14 @@ def test_who_gives_no_sign_of_life_is_gone() -> None:
     with hosted(2, timeout=3.0) as server:
         (module, worker), (silent, silent_worker) = both_joined(server, period=BY_HAND)
         assert silent_worker._connection is not None
-        silent_worker._connection._me._closing.set()  # as if its machine had lost its network
+        silent_worker._connection._link.beat = lambda **_: None  # type: ignore[method-assign]  # as a process that hangs
         learn(module, 1e-3)
         worker.push()
         begin = time.monotonic()
         worker.pull()
         assert 1 < time.monotonic() - begin < 15
         learn(silent, 1e-3)
-        with pytest.raises(TransportError, match="the parameter server is lost: the connection broke: "):
+        with pytest.raises(TransportError, match="goes on without this worker: gave no sign of life for 3 s"):
             silent_worker.push()
 
 
@@ -467,7 +474,268 @@ def test_without_a_server_nobody_waits_for_ever() -> None:
     scheduler.close()
 
 
+# ------------------------------------------------------------------------------------- who waits, and for whom
+
+
+def test_a_scheduler_that_stands_still_ends_the_server(caplog: pytest.LogCaptureFixture) -> None:
+    """A little longer than its timeout, as a machine that was paused; then a new server finds the place free."""
+    with command("scheduler", "--port", "0", "--timeout", "2") as process:
+        assert process.stdout is not None
+        address = "127.0.0.1:" + re.findall(r"port (\d+)", process.stdout.readline())[0]
+        server = Server(address)
+        process.send_signal(signal.SIGSTOP)
+        until(lambda: bool(server.failure))
+        process.send_signal(signal.SIGCONT)
+        assert "does not answer any more (gave no sign of life for 2 s)" in server.failure
+        until(lambda: not own_threads())
+        again = Server(address)
+        module, worker = joined(address)
+        assert worker.round == 0
+        del module
+        again.close()
+
+
+def own_threads() -> list[str]:
+    return [each.name for each in threading.enumerate() if each.name.startswith("commopt-")]
+
+
+def test_a_scheduler_that_is_held_up_for_less_changes_nothing() -> None:
+    with command("scheduler", "--port", "0", "--timeout", "6") as process:
+        assert process.stdout is not None
+        address = "127.0.0.1:" + re.findall(r"port (\d+)", process.stdout.readline())[0]
+        server = Server(address)
+        module, worker = joined(address, period=1)
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(1.5)
+        process.send_signal(signal.SIGCONT)
+        learn(module, 1e-3)
+        assert worker.round == 1
+        link, timeout_s = find_server(address, "")
+        link.close()
+        assert timeout_s == 6
+        assert not server.failure
+        server.close()
+
+
+def test_who_waits_says_for_whom(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("commopt.server.connection.SAY_S", 0.3)
+    monkeypatch.setattr("commopt.server.server.SAY_S", 0.3)
+    with ThreadPoolExecutor() as pool, hosted(2, timeout=2.0) as server:
+        first = pool.submit(joined, address_of(server), period=BY_HAND)
+        until(lambda: "waiting for 2 workers, of which 1 have joined" in caplog.text)  # the server's
+        until(lambda: "worker 1 is waiting for 2 workers, of which 1 have joined" in caplog.text)
+        slow, slow_worker = joined(address_of(server), period=BY_HAND)
+        module, worker = first.result()
+        learn(module, 1e-3)
+        worker.push()
+        pulled = pool.submit(worker.pull)
+        until(lambda: f"worker {worker.number} is waiting for worker {slow_worker.number} of round 0" in caplog.text)
+        assert server.stats()["waits_for"] == f"worker {slow_worker.number} of round 0"
+        learn(slow, 1e-3)
+        slow_worker.push()
+        pulled.result()
+
+
+def test_a_worker_that_is_started_twice_is_not_two() -> None:
+    with ThreadPoolExecutor() as pool, hosted(2, timeout=5.0) as server:  # which ends those who wait
+        for _ in range(2):
+            waits = pool.submit(joined, address_of(server))
+            until(lambda: len(server.stats()["workers"]) == 1 == len(connections))
+            assert server.workers == []  # the first round has not begun
+            for connection in list(connections):
+                connection._link.close()  # as if its process had been killed
+            with pytest.raises(TransportError):
+                waits.result()
+            until(lambda: not server.stats()["workers"])
+        both_joined(server)
+        assert len(server.workers) == 2
+
+
+# ------------------------------------------------------------------------------------- one process, several workers
+
+
+def test_a_cell_that_is_run_twice() -> None:
+    """The model of the first time is gone when the second one attaches, though its worker is still there."""
+    with hosted(timeout=2.0) as server:
+        for _ in range(2):
+            module = seeded(Tower)
+            worker = commopt.attach(module, ParameterServer(address_of(server), period=1))
+            learn(module, 1e-3)
+        assert server.stats()["workers"] == [worker.number]
+        assert server.round == 2
+
+
+def test_a_second_attach_is_refused_by_name() -> None:
+    with hosted(timeout=2.0) as server:
+        module, worker = joined(address_of(server), period=BY_HAND)
+        with pytest.raises(ConfigurationError, match=r"this Tower is a worker already; close\(\) what attach"):
+            commopt.attach(module, ParameterServer(address_of(server), period=BY_HAND))
+        with pytest.raises(ConfigurationError, match=f"waits for worker {worker.number}, which is in this process too"):
+            joined(address_of(server), period=BY_HAND)
+        worker.close()
+        assert commopt.attach(module, ParameterServer(address_of(server), period=BY_HAND)).round == 0
+
+
+def test_a_model_keeps_its_worker() -> None:
+    with hosted() as server:
+        module = seeded(Tower)
+        commopt.attach(module, ParameterServer(address_of(server), period=1))  # nobody keeps what it returns
+        gc.collect()
+        learn(module, 1e-3)
+        assert server.round == 1
+        del module
+        gc.collect()
+        until(lambda: not server.workers)
+
+
+def waiting_longer_than_the_group(rank: int, world_size: int) -> tuple[int, str]:
+    """Rank 0 and 1 are a worker; its group waits for 3 s, and the other worker comes after 6."""
+    node = dist.new_group([0, 1], timeout=timedelta(seconds=3))
+    with hosted_by_first(rank, 2) as (address, _):
+        module = seeded(Tower)
+        if rank == 2:
+            time.sleep(6.0)
+        model = TorchDDP(module, process_group=node) if rank < 2 else module
+        worker = commopt.attach(model, ParameterServer(address, period=1))
+        train(model, optimizer_of(module), 0, range(1))
+        return worker.round, digest_of(module)
+
+
+def test_a_ddp_model_outlives_its_groups_timeout() -> None:
+    assert len(set(results := run(waiting_longer_than_the_group, 3))) == 1
+    assert results[0][0] == 1
+
+
+# ------------------------------------------------------------------------------------- models and loops that change
+
+
+def test_layers_that_are_frozen_and_unfrozen() -> None:
+    with hosted() as server:
+        module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        module[1].requires_grad_(False)
+        worker = commopt.attach(module, ParameterServer(address_of(server), period=1))
+        learn(module, 1e-3)
+        module[0].bias.requires_grad_(False)
+        learn(module, 1e-3)
+        assert worker.round == 2
+        module[1].requires_grad_(True)
+        with pytest.raises(ConfigurationError, match=r"parameter '1.weight' is to be trained, and was not at attach"):
+            learn(module, 1e-3)
+        worker.close()
+        module[1].requires_grad_(False)
+        module[0].bias.requires_grad_(True)
+        worker = commopt.attach(module, ParameterServer(address_of(server), period=1))
+        module[0].weight = nn.Parameter(torch.ones(4, 3))
+        with pytest.raises(ConfigurationError, match=r"'0.weight' was torch.float32 \[3, 3\] .* and is .* \[4, 3\]"):
+            worker.pull()
+
+
+@pytest.mark.parametrize("data", [False, True])
+def test_a_loop_without_an_optimizer_is_refused_or_exchanges_by_hand(data: bool) -> None:
+    with hosted() as server:
+        module, worker = joined(address_of(server), period=2)
+
+        def step() -> None:
+            sum(each.square().sum() for each in module.parameters()).backward()  # type: ignore[union-attr]
+            with torch.no_grad():
+                for each in module.parameters():
+                    assert each.grad is not None
+                    (each.data if data else each).sub_(each.grad, alpha=1e-3)
+
+        for _ in range(3):
+            step()
+        with pytest.raises(ConfigurationError, match=r"no optimizer of torch.optim has made a step since attach"):
+            step()
+        worker.close()
+        worker = commopt.attach(module, ParameterServer(address_of(server), period=2))
+        for _ in range(6):
+            step()
+            worker.did(1)
+            worker.push()
+            worker.pull()
+        assert worker.round == 6
+
+
+def test_optimizers_of_parts_count_as_one() -> None:
+    """Whichever has the model's first parameter, and if none has."""
+    with hosted() as server:
+        module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+        worker = commopt.attach(module, ParameterServer(address_of(server), period=2))
+        optimizers = [torch.optim.SGD(module[place].parameters(), lr=1e-3) for place in (2, 1)]
+        for _ in range(4):
+            module(torch.ones(2, 3)).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        assert worker.round == 2
+
+
+def test_a_refused_delta_keeps_its_weight() -> None:
+    with hosted(2) as server:
+        (fast, fast_worker), (slow, slow_worker) = both_joined(server, period=BY_HAND, quorum=1, staleness=0)
+        learn(fast, 1e-3)
+        fast_worker.push()
+        fast_worker.pull()
+        learn(slow, 1e-3)
+        slow_worker.did(7)
+        slow_worker.push()
+        slow_worker.pull()
+        assert slow_worker.refused == 1
+        before = server.done
+        slow_worker.did(2)
+        slow_worker.push()
+        slow_worker.pull()
+        assert server.done - before == 7 + 2
+
+
+def test_memory_is_told_and_bounded() -> None:
+    """Without a compressor theta alone is held between rounds, and rounds that somebody still trains from."""
+    with hosted(2) as server:
+        settings = {"period": BY_HAND, "quorum": 1, "staleness": 16}
+        (fast, fast_worker), (_, slow_worker) = both_joined(server, **settings)
+        model_nbytes = 4 * flat(fast).numel()
+        for rounds in range(1, 6):
+            learn(fast, 1e-3)
+            fast_worker.push()
+            fast_worker.pull()
+            found = server.stats()
+            assert found["rounds"] == rounds
+            expected = {"parameters": model_nbytes, "momentum": 0, "sent": 0, "deltas": 0}
+            assert found["memory_nbytes"] == {**expected, "earlier_rounds": model_nbytes}  # the slow one's
+        slow_worker.close()
+        learn(fast, 1e-3)
+        fast_worker.push()
+        fast_worker.pull()
+        assert server.stats()["memory_nbytes"]["earlier_rounds"] == 0
+
+
+def test_a_round_that_would_not_be_finite_ends_the_server_and_changes_nothing() -> None:
+    with hosted() as server:
+        module, worker = joined(address_of(server), period=BY_HAND, outer=Outer(lr=3e38))
+        before = server.state_dict()
+        learn(module, 1.0)
+        worker.push()
+        with pytest.raises(TransportError, match="round 0 could not be closed: the parameters would not be finite"):
+            worker.pull()
+        assert "the parameters are as before" in server.failure
+        after = server.state_dict()
+        assert all(torch.equal(after["parameters"][name], each) for name, each in before["parameters"].items())
+
+
 # ------------------------------------------------------------------------------------- checkpoints
+
+
+@pytest.mark.parametrize("where", ["parameters", "momentum"])
+@pytest.mark.parametrize("value", [float("nan"), -float("inf")])
+def test_a_checkpoint_that_is_not_finite_changes_nothing(where: str, value: float) -> None:
+    layout = Layout.of_parameters([("a", (2, 2)), ("b", (3,))])
+    shared = Shared(ParameterServer(outer=NESTEROV), [layout], [torch.arange(7.0)])
+    saved, before = shared.state(), shared.state()
+    saved["round"] = 5
+    saved[where]["b"][1] = value
+    with pytest.raises(ConfigurationError, match=rf"{where}\['b'\]"):
+        shared.load(saved)
+    assert shared.round == 0
+    assert all(torch.equal(shared.state()[where][name], each) for name, each in before[where].items())
 
 
 def test_a_checkpoint_is_the_model() -> None:
@@ -533,6 +801,93 @@ def command(*arguments: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
+def test_checkpoints_are_whole_and_the_last_two_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = tmp_path / "model.pt"
+    scheduler = Scheduler(timeout=10.0)
+    address = scheduler.address
+    with command("server", "--scheduler", address, "--checkpoint", str(checkpoint), "--every", "1") as process:
+        module, worker = joined(address, period=1)
+        for rounds in (1, 2, 3):
+            learn(module, 1e-3)
+            until(lambda: checkpoint.exists() and saved_round(checkpoint) == rounds)  # noqa: B023
+        worker.close()
+        process.terminate()
+        assert process.wait(30) == 0
+    previous = tmp_path / "model.pt.previous"
+    assert saved_round(previous) == 2
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["model.pt", "model.pt.previous"]
+    whole = checkpoint.read_bytes()
+    odd = torch.load(checkpoint, weights_only=True)
+    odd["parameters"]["layers.0.weight"][0, 0] = float("nan")
+    damages: tuple[Any, ...] = (whole[:100], b"", odd, {"parameters": {}}, [1])
+    for damaged in damages:
+        if isinstance(damaged, bytes):
+            checkpoint.write_bytes(damaged)
+        else:
+            torch.save(damaged, checkpoint)
+        said = refused(capsys, "server", "--scheduler", address, "--checkpoint", str(checkpoint))
+        assert "model.pt cannot be read: " in said
+        assert f"put {previous} in its place, or move it away to start anew" in said
+    scheduler.close()
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Return the one line that a command says when it does not begin."""
+    assert commopt.__main__.main(list(arguments)) == 2
+    line, rest = capsys.readouterr().err.split("\n")
+    assert not rest
+    assert line.startswith(f"commopt {arguments[0]}: ")
+    return line
+
+
+def saved_round(path: Path) -> int:
+    found: int = torch.load(path, weights_only=True)["round"]
+    return found
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from commopt.server import cli
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with hosted() as server:
+        module, _worker = joined(address_of(server), period=1)
+        learn(module, 1e-3)
+        assert cli._save(server, tmp_path / "model.pt") == 1
+        learn(module, 1e-3)
+        monkeypatch.setattr("torch.save", full)
+        cli._save(server, tmp_path / "model.pt")
+        assert "the checkpoint of round 2 could not be written: [Errno 28] No space left" in caplog.text
+    assert saved_round(tmp_path / "model.pt") == 1
+    assert [each.name for each in tmp_path.iterdir()] == ["model.pt"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("scheduler", "--host", "127.0.0.1", "--port", "1"), r"cannot listen on 127.0.0.1:1: .*; pass another --port"),
+        (("scheduler", "--host", "0.0.0.0"), r"no secret; set COMMOPT_SECRET, or pass --secret-file FILE, alike"),
+        (("scheduler", "--host", "no such host"), r"'no such host' is no address of this machine"),
+        (("server", "--scheduler", "127.0.0.1:1"), r"no scheduler answers at 127.0.0.1:1 .*\(Connection refused\)"),
+    ],
+)
+def test_what_cannot_begin_says_so_in_one_line(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COMMOPT_SECRET", raising=False)
+    monkeypatch.setattr("commopt.server.scheduler._CONNECT_S", 0.5)
+    with ExitStack() as stack:
+        if "1" in arguments:  # a port that is taken
+            taken = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            port = str(taken.getsockname()[1])
+            arguments = tuple(port if each == "1" else each for each in arguments)
+            message = message.replace(":1:", f":{port}:")
+        assert re.search(message, refused(capsys, *arguments))
+
+
 def test_command_lines(tmp_path: Path) -> None:
     script, checkpoint = tmp_path / "train.py", tmp_path / "model.pt"
     script.write_text(documented())
@@ -569,4 +924,6 @@ def test_command_lines(tmp_path: Path) -> None:
         assert again.wait(30) == 0, again.communicate()[0]
         assert torch.load(checkpoint, weights_only=True)["round"] == saved["round"] + 1
         scheduler.terminate()
-        assert len(re.findall(r"worker \d+ is gone: has ended", scheduler.communicate(timeout=20)[0])) == 4
+        said_at_last = scheduler.communicate(timeout=20)[0]
+        assert len(re.findall(r"worker \d+ is gone: has ended", said_at_last)) == 3
+        assert len(re.findall(r"worker \d+ is gone: so is its server: the connection broke", said_at_last)) == 1

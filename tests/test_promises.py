@@ -14,12 +14,13 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
 from tests.hook_training import SMALL_BUCKET, Tower, batch_of, loss_of, seeded
-from tests.promises import KINDS, PROMISES, WITHOUT, promised
+from tests.promises import KINDS, PROMISES, WITHOUT, gate, promised
 from tests.ranks import run
-from tests.selection import CHOSEN
+from tests.selection import CHOSEN, IN_GATE
+from tests.speed import limit
 
 ROOT = Path(__file__).parents[1]
-WITHIN_S = 20.0
+WITHIN_S = limit(20.0)
 
 
 def test_the_table_is_that_of_the_page() -> None:
@@ -38,6 +39,15 @@ def test_every_kind_has_a_test_or_a_reason_why_not(promise: str) -> None:
     assert held.keys() | without.keys() == KINDS.keys()
     assert not held.keys() & without.keys()
     assert all(held.values())
+
+
+def test_what_the_readme_promises_is_in_the_gate(request: pytest.FixtureRequest) -> None:
+    """Looks at the files that this run has collected, as the next test does."""
+    chosen, added = request.config.stash[CHOSEN], request.config.stash[IN_GATE]
+    files = {test.partition("::")[0] for test in chosen | added}
+    names = {name for test in chosen | added for name in (test, test.partition("[")[0])}
+    assert {test for test in gate() if test.partition("::")[0] in files} - names == set()
+    assert {test for test in gate() if not (ROOT / "tests" / test.partition("::")[0]).exists()} == set()
 
 
 def test_all_of_them_run_in_make_test(request: pytest.FixtureRequest) -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import RankError, run
+from tests.speed import limit
 
 
 def add_up(rank: int, world_size: int, start: int, *, step: int = 1) -> tuple[int, float]:
@@ -88,7 +89,7 @@ def test_peers_of_a_failed_rank_do_not_cost_the_timeout() -> None:
     started = time.monotonic()
     with pytest.raises(RankError, match="rank 0 leaves") as info:
         run(fail_while_peers_wait, 2, timeout_s=300)
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < limit(30)
     assert list(info.value.errors)[0] == 0, "the cause comes first"  # noqa: RUF015
 
 

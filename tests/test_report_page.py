@@ -19,8 +19,9 @@ import commopt
 from commopt.__main__ import main
 from commopt.errors import ConfigurationError
 from commopt.groups import WireBytes
+from commopt.hooks.insight import _OTHERS
 from commopt.recording import MessageRecord
-from commopt.timeline import Report, Timeline, TrafficOutside, report
+from commopt.timeline import Report, Subject, Timeline, TrafficOutside, report
 from commopt.timeline.advice import advice
 from commopt.timeline.page import write_page
 from tests.hook_training import SMALL_BUCKET, Tower, batch_of, loss_of, seeded
@@ -111,7 +112,73 @@ def test_who_waits_for_a_leader_is_not_communicating_inside() -> None:
     assert "60% of the transfer is between" in " ".join(advice(timeline, reported(timeline)))
 
 
+SENDS = {"hierarchical": 800, "hierarchical_bf16": 400, "hierarchical_quantized": 201, "hierarchical_powersgd": 20}
+
+
+@pytest.mark.parametrize(
+    ("now", "strategy", "named", "auto"),
+    [
+        (800, "Hierarchical()", ["hierarchical_bf16", "hierarchical_quantized", "hierarchical_powersgd"], True),
+        (400, "Hierarchical(inter=Compressed(Cast()))", ["hierarchical_quantized", "hierarchical_powersgd"], True),
+        (201, "Hierarchical(inter=Compressed(Quantize()))", ["hierarchical_powersgd"], True),
+        (20, "Hierarchical(inter=PowerSGD())", [], False),
+        (800, "Auto(allow=('lossless',))", list(SENDS)[1:], False),
+    ],
+)
+def test_advice_never_sends_more_than_what_is_in_use(now: int, strategy: str, named: list[str], auto: bool) -> None:
+    """Of five presets those that send less are named with their bytes, and never the one in use."""
+    inter = {name: nbytes * 10**6 for name, nbytes in SENDS.items()}
+    found = replace(
+        reported(training(transfer_us=9_000)),
+        sent_per_step=WireBytes(0, now * 10**6),
+        subject=Subject("Net", 200_000_000, strategy, "today", inter),
+    )
+    said = " ".join(advice(training(transfer_us=9_000), found))
+    assert re.findall(r"(hierarchical\w*) (\d+) MB", said) == [(name, str(SENDS[name])) for name in named]
+    assert ("let auto measure" in said) == auto
+    assert ("No preset sends much less than the 20 MB" in said) == (not named)
+
+
+def test_work_inside_a_rank_advises_no_preset() -> None:
+    timeline = training(transfer_us=9_000)
+    busy = [[replace(each, messages=tuple(map(only_local, each.messages))) for each in step] for step in timeline.steps]
+    timeline = replace(timeline, steps=tuple(map(tuple, busy)))
+    (said,) = [text for text in advice(timeline, reported(timeline)) if "of the transfer is" in text]
+    assert "commopt --version" in said
+    assert not re.search("bf16|8 bits|hierarchical", said)
+
+
+def only_local(message: MessageRecord) -> MessageRecord:
+    return replace(message, spans=())
+
+
 # ------------------------------------------------------------------------------------------- of a real run
+
+
+def bytes_of_advice(rank: int, world_size: int, name: str) -> tuple[dict[str, int], int, int, str]:
+    """Return what the report says of others, and of `name` itself, beside what a step past the start has sent."""
+    ddp = TorchDDP(seeded(Tower), **SMALL_BUCKET)
+    state = commopt.attach(ddp, name, record=True)
+    sent = []
+    for step in range(8):
+        loss_of(ddp, batch_of(rank, step)).backward()
+        sent.append(state.stats()["inter_bytes"])
+    found = state.report()
+    assert found.subject is not None
+    return dict(found.subject.inter_bytes), found.sent_per_step.inter, sent[-1] - sent[-2], str(found)
+
+
+@pytest.mark.parametrize("name", ["hierarchical_powersgd", "hierarchical_quantized:bits=4", "hierarchical"])
+def test_a_dense_start_is_no_part_of_what_a_step_sends(name: str) -> None:
+    for others, per_step, measured, text in run(bytes_of_advice, 4, name, nodes=(2, 2)):
+        assert per_step == measured == others[name]
+        assert set(others) == set(_OTHERS)
+        assert text.replace("\n  ", " ").startswith("Tower of 0.0250 million parameters, averaged by Hierarchical(")
+        assert max(map(len, text.splitlines())) <= 80
+
+
+def test_what_an_advice_names_is_what_presets_are() -> None:
+    assert {name: repr(commopt.build_preset(name)) for name in _OTHERS} == {k: repr(v) for k, v in _OTHERS.items()}
 
 
 def write_report(rank: int, world_size: int, folder: str) -> str:

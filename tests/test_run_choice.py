@@ -13,6 +13,8 @@ import commopt
 from commopt.__main__ import main
 from commopt.errors import ConfigurationError
 from commopt.run.script import SCRIPT_OPTIONS, STATE_OPTIONS, Choice
+from commopt.schedule import Tuned
+from commopt.schedule.decision import Tried
 
 
 def test_every_option_of_a_state_is_known() -> None:
@@ -68,6 +70,31 @@ def test_what_attach_would_refuse_is_refused_at_once(
     message = capsys.readouterr().err
     assert message.startswith("commopt run: ")
     assert message.count("\n") == 1
+
+
+def test_what_was_tuned_is_read_if_it_is_there(tmp_path: Path) -> None:
+    file = tmp_path / "tuned.json"
+    assert "tuned" not in Choice.read("auto", [], file).options
+    file.write_text("{}")
+    with pytest.raises(ConfigurationError, match="tuned"):
+        Choice.read("auto", [], file)
+    tried = Tried("flat", "Flat()", 0.0, 1.0, 1.0)
+    Tuned("flat", ("lossless",), (2, 2), 10, (tried,), None, "fastest").save(file)
+    assert Choice.read("auto", [], file).options == {"tuned": str(file)}
+    with pytest.raises(ConfigurationError, match="flat chooses nothing"):
+        Choice.read("flat", [], file)
+    with pytest.raises(ConfigurationError, match="both say one"):
+        Choice.read("auto", [f"tuned={file}"], file)
+
+
+def test_a_folder_that_is_not_there_is_refused_before_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    script = tmp_path / "train.py"
+    script.write_text("raise AssertionError")
+    assert main(["run", "--strategy", "auto", "--tuned", str(tmp_path / "none" / "tuned.json"), str(script)]) == 2
+    assert "tuned.json cannot be written" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -112,3 +112,26 @@ def test_one_rank_says_it_for_all(
     monkeypatch.setenv("RANK", "1")
     assert run_here(tmp_path, "") == 0
     assert capsys.readouterr().err == ""
+
+
+APART = TRAINING.replace(
+    "    dist.destroy_process_group()\n    sys.exit()",
+    """    if sys.argv[2] == "destroy":
+        dist.destroy_process_group()
+    else:
+        import atexit
+    show = lambda: sys.stderr.write(f"at the end {ddp.module.weight.sum().item():.6f}\\n")
+    show() if sys.argv[2] == "destroy" else atexit.register(show)""",
+)
+
+
+@pytest.mark.parametrize("how", ["destroy", "exit"])
+def test_nodes_that_learn_by_themselves_end_with_one_model(tmp_path: Path, how: str) -> None:
+    path = tmp_path / "apart.py"
+    path.write_text(APART)
+    done = torchrun("-m", "commopt", "run", "--strategy", "onebit_local", str(path), "3", how)
+    assert done.returncode == 0, done.stderr
+    before, after = (set(re.findall(rf"{name} (\S+)", done.stderr)) for name in ("weight", "at the end"))
+    assert len(before) == 2
+    assert len(after) == 1
+    assert "what it evaluates or saves before is one node's model" in done.stderr

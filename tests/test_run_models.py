@@ -8,6 +8,8 @@ import gc
 import io
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from weakref import ref
 
@@ -18,9 +20,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
-from commopt.run.cli import show
+from commopt.run.cli import Job, Shown, show
 from commopt.run.models import Models, watching
-from commopt.run.script import Choice
+from commopt.run.script import Choice, Script
+from commopt.schedule import Tuned
+from commopt.schedule.decision import Tried
 from tests.hook_training import SMALL_BUCKET, Tower, batch_of, digest_of, loss_of, seeded
 from tests.plan_changes import heard
 from tests.ranks import run
@@ -130,6 +134,22 @@ def test_it_trains_as_if_attached_by_hand(name: str) -> None:
         assert found == expected
         assert found != stock, "without a hook the parameters would be others"
         assert attached == (2 if name in ("two_models", "copied") else 1)
+
+
+def evaluate_first(rank: int, world_size: int) -> tuple[int, int]:
+    """Return how many models had a hook after an evaluation, and after a training."""
+    models = Models(Choice("flat"))
+    with watching(models):
+        ddp = TorchDDP(seeded(Tower), **SMALL_BUCKET)
+        with torch.no_grad():
+            ddp(*batch_of(rank, 0))
+        before = len(models.trained)
+        train(ddp, rank)
+    return before, len(models.trained)
+
+
+def test_a_model_that_is_evaluated_first_gets_its_hook_in_training() -> None:
+    assert run(evaluate_first, 2) == [(0, 1)] * 2
 
 
 # --------------------------------------------------------------------------------------- what is left alone
@@ -260,6 +280,38 @@ def test_the_scaler_is_known_before_the_first_bucket() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ the end
+
+
+def keep_what_was_tuned(rank: int, world_size: int, folder: str) -> tuple[str, str]:
+    """Train with `auto` and a file, twice: what is in it at the end is what the state had."""
+    file = Path(folder, "tuned.json")
+    job = Job(
+        Choice.read("auto", ["timeout=60"], file), Script("none.py"), Shown(False, False, None, 50), (), folder, file
+    )
+    tried = (Tried("flat", "Flat()", 0.0, 1.0, 1.0),)
+    chosen = Tuned("flat", ("lossless",), (1, 1), 10, tried, None, "for a test")
+
+    def script() -> TorchDDP:
+        ddp = TorchDDP(seeded(Tower))
+        train(ddp, rank)
+        return ddp
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(commopt.HookState, "tuned", property(lambda state: chosen))
+        job.run(script)
+    torch.distributed.barrier()
+    written = file.read_text()
+    again = Choice.read("auto", ["timeout=60"], file)
+    torch.distributed.barrier()
+    replace(job, choice=again).run(script)
+    torch.distributed.barrier()
+    return written, file.read_text()
+
+
+def test_what_auto_chose_is_kept_and_begun_with(tmp_path: Path) -> None:
+    for first, second in run(keep_what_was_tuned, 2, str(tmp_path), nodes=(1, 1)):
+        assert Tuned.from_json(first).reason == "for a test"
+        assert second == first
 
 
 def let_go(rank: int, world_size: int) -> list[str]:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from commopt import ConfigurationError
+from commopt import Auto, ConfigurationError, Hierarchical
 from commopt.schedule import Costs, Decision, Plan, Tried, Tuned, Window, best_plan, explain
 from commopt.schedule.candidates import INSIDE
 from commopt.schedule.decision import Option
@@ -430,7 +430,8 @@ def test_explains_itself() -> None:
     assert "used" in text
     assert decisions[-1].reason in text
     assert all(group[0] in text for group in machine.plan.groups)
-    assert "nothing was decided yet" in explain(None, None, [])
+    assert "nothing was decided yet" in explain(Auto(), None, [])
+    assert "decision" not in explain(Hierarchical(), None, []), "nothing else decides"
 
 
 @pytest.mark.parametrize(

@@ -44,12 +44,17 @@ def test_cases_that_fit_try_every_value_first() -> None:
     assert {case[1] for case in cases} == set("012")
 
 
-def test_every_function_gets_the_same_time_and_one_that_runs_alone_a_part_of_it() -> None:
-    tests = items("test_a.py::test_x", 10) + items("test_a.py::test_alone", 9) + items("test_a.py::test_new", 9)
-    tests += items("test_a.py::test_long")
-    durations = {f"test_a.py::test_{name}": Duration(0, s) for name, s in (("x", 1), ("alone", 0.5), ("long", 9))}
+def test_every_function_gets_the_same_time() -> None:
+    tests = items("test_a.py::test_x", 10) + items("test_a.py::test_new", 9) + items("test_a.py::test_long")
+    durations = {f"test_a.py::test_{name}": Duration(0, s) for name, s in (("x", 1), ("long", 9))}
     names = [name.partition("[")[0] for name in kept(tests, durations, set(), 6.0)]
-    assert names == ["test_a.py::test_x"] * 6 + ["test_a.py::test_alone"] * 3 + ["test_a.py::test_new"] * 9
+    assert names == ["test_a.py::test_x"] * 6 + ["test_a.py::test_new"] * 9
+
+
+def test_benchmarks_and_comparisons_of_times_wait_for_the_whole_suite() -> None:
+    tests = items("test_bench_x.py::test_x", 3) + items("test_a.py::test_alone", 3) + items("test_a.py::test_y", 3)
+    assert kept(tests, {}, set(), 9.0) == [f"test_a.py::test_y[{case}]" for case in range(3)]
+    assert kept(tests, {}, {"test_bench_x.py::test_x[1]"}, 9.0)[0] == "test_bench_x.py::test_x[1]"
 
 
 def test_promises_run_whatever_they_take() -> None:

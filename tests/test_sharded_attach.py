@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
@@ -22,7 +23,22 @@ from commopt import Compressed, ConfigurationError, Flat, HookState, LocalSGD, Q
 from commopt.sharded import ShardedState, seams
 from tests.feedback_training import gradients, same_residuals
 from tests.ranks import run
-from tests.sharded_training import NODES, Made, Net, attached, batch, each_layer, hsdp_mesh, modules_of, policy
+from tests.sharded_training import (
+    NODES,
+    Made,
+    Net,
+    attached,
+    batch,
+    each_layer,
+    hsdp_mesh,
+    local,
+    modules_of,
+    over_all_ranks,
+    plain_steps,
+    policy,
+    same,
+)
+from tests.test_groups import message_of
 from tests.test_sharded_feedback import sharded
 
 # ------------------------------------------------------------------------------------------- refusals
@@ -336,3 +352,32 @@ def test_a_sharded_model_is_reported_on() -> None:
     assert "averaged over ranks 0, 2" in explained
     assert stats["cluster"] == "2 nodes x 2 rank(s)"
     assert stats["residual_bytes"] > 0
+
+
+# ------------------------------------------------------------------------------ back to FSDP, and again
+
+
+def leave_and_come_back(rank: int, world_size: int, one_dimension: bool) -> tuple[bool, int, str]:
+    """Train attached, by FSDP alone beside a model that was never attached, and attached again."""
+    made = Made(mesh=over_all_ranks() if one_dimension else None)
+    net, stock = made(), made()
+    options: dict[str, Any] = {"weights": commopt.Weights(Quantize(8))} if one_dimension else {}
+    with attached(net, "hierarchical_quantized", **options) as state:
+        plain_steps(net, 2)
+    said = message_of(state.gathered_state_dict)
+    for ours, theirs in zip(net.parameters(), stock.parameters(), strict=True):
+        cast(DTensor, theirs).to_local().detach().copy_(cast(DTensor, ours).to_local().detach())
+    for each in (net, stock):
+        plain_steps(each, 1, first=2)
+    alike = same(local(net), local(stock))
+    with attached(net, "hierarchical_quantized", **options) as again:
+        plain_steps(net, 2, first=3)
+    return alike, again.stats()["steps"], said
+
+
+@pytest.mark.parametrize("one_dimension", [False, True], ids=["HSDP", "1-D"])
+def test_a_closed_model_is_fsdps_own_again_and_can_be_attached_again(one_dimension: bool) -> None:
+    for alike, steps, said in run(leave_and_come_back, 4, one_dimension, nodes=NODES):
+        assert alike
+        assert steps == 2
+        assert "was closed" in said

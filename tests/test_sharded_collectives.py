@@ -13,7 +13,7 @@ from commopt import DGC, Auto, Cast, Compressed, Feedback, Flat, Hierarchical, L
 from commopt.aggregate import Aggregator, Call, context_for
 from commopt.errors import ConfigurationError
 from commopt.feedback import ResidualStore, Scratch
-from commopt.groups import Team, TeamShape, join
+from commopt.groups import Team, TeamShape, WireBytes, join
 from commopt.sharded.all_gather import AllGather, Weights
 from commopt.sharded.layouts import Part
 from commopt.sharded.reduce_scatter import ReduceScatter
@@ -96,8 +96,14 @@ def reduce_many(rank: int, world: int, aggregator: Aggregator, dtype: torch.dtyp
         store.begin_step()
         context = context_for(aggregator, layout, team, store, step, 0, team.ranks[team.rank])
         output = torch.full((source.numel() // world,), torch.nan, dtype=dtype)
-        with overheard(lambda team, what, nbytes, _: heard.append((team.level, what, nbytes))):
+        now: list[Any] = []
+        store.beside = WireBytes()
+        with overheard(lambda team, what, nbytes, _, now=now: now.append((team, what, nbytes))):  # type: ignore[misc]
             scatter(output, source, parts, 1 / world, context)
+        if store.beside != WireBytes():  # in the first step, in which ranks tell which elements rest
+            asked, what, nbytes = now.pop(-2)
+            assert getattr(asked.wire, what)(nbytes) == store.beside
+        heard += [(team.level, what, nbytes) for team, what, nbytes in now]
         store.end_bucket((), last=True)
         calls = [each for each in scatter.calls(parts, dtype, step) if isinstance(each, Call)]
         said += [(each.level, each.primitive, each.nbytes) for each in calls]

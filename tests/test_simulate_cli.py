@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from argparse import ArgumentTypeError
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from commopt.simulate import ClusterSpec, Network, gpu, model, of_model, simulat
 from commopt.simulate.cli import parse_gb_per_s, parse_gbps, parse_nodes
 from commopt.version import __version__
 
+ROOT = Path(__file__).parents[1]
 BASE = ["simulate", "--model", "resnet50", "--nic", "25gbps"]
 QUICK = [*BASE, "--nodes", "1,4", "--strategies", "stock", "powersgd:matrix_rank=2"]
 
@@ -42,9 +44,10 @@ def test_output_has_inputs_and_rows(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert sum(bucket["nbytes"] for bucket in row["buckets"]) == 4 * 25_557_032
         assert sum(bucket["parameters"] for bucket in row["buckets"]) == 161
     shown = capsys.readouterr().out
-    assert "resnet50 on nodes of 4 GPUs, equal batches per GPU" in shown
+    assert "resnet50 on nodes of 4 GPUs, 16 samples per GPU, " in shown
     assert "Simulated, not measured." in shown
-    assert "16 x image of 224 x 224 pixels at 0.194 of 312 TFLOP/s (a100, fp16), from 2470/s of" in shown
+    told = "16 x image of 224 x 224 pixels at 0.194 of 312 TFLOP/s (a100, fp16), from 2470/s of"
+    assert told in " ".join(shown.split())
     assert "network: Network(nic_gbps=" in shown
     assert f"{rows[-1]['gpu_efficiency']:.1%}" in shown
 
@@ -53,7 +56,7 @@ def test_the_command_simulates_what_the_library_does(tmp_path: Path) -> None:
     target = tmp_path / "out.json"
     options = ["--nics", "2", "--intra", "pcie4", "--efficiency", "0.8", "--latency-us", "30", "--socket-gbps", "6"]
     options += ["--connections", "2", "--rings", "--gpu", "t4", "--precision", "fp32", "--batch", "4"]
-    options += ["--compute-efficiency", "0.5", "--buckets", "ddp", "--overhead-us", "250"]
+    options += ["--straggler", "0", "--compute-efficiency", "0.5", "--buckets", "ddp", "--overhead-us", "250"]
     wanted = ["--nodes", "4", "--strategies", "hierarchical"]
     assert main([*BASE, *options, *wanted, "-o", str(target)]) == 0
     network = Network(25, 20, nics=2, efficiency=0.8, inter_latency_us=30, socket_gbps=6, connections=2, trees=False)
@@ -70,6 +73,31 @@ def test_the_command_simulates_what_the_library_does(tmp_path: Path) -> None:
     row = json.loads(target.read_text())["rows"][0]
     assert row["step_us"] == expected.step_us
     assert row["inter_bytes_per_node"] == expected.inter_bytes_per_node
+
+
+def test_it_says_of_a_cluster_what_the_page_of_presets_says(tmp_path: Path) -> None:
+    """docs/presets.md is made from the file; the command's defaults are that page's assumptions."""
+    known = [json.loads(line) for line in (ROOT / "bench/results/preset_by_cluster.json").read_text().splitlines()[1:]]
+    for name, gbps, nodes in (("gpt2", 10, 2), ("gpt2", 25, 4), ("resnet50", 1, 2)):
+        (cell,) = (each for each in known if (each["model"], each["gbps"], each["nodes"]) == (name, gbps, nodes))
+        target = tmp_path / "out.json"
+        command = ["simulate", "--model", name, "--nic", f"{gbps}gbps", "--nodes", str(nodes), "-o", str(target)]
+        assert main([*command, "--strategies", "stock", "hierarchical_quantized"]) == 0
+        stock, quantized = json.loads(target.read_text())["rows"]
+        expected = next(each["step_ms"] for each in cell["presets"] if each["preset"] == "hierarchical_quantized")
+        assert stock["step_us"] / 1000 == pytest.approx(cell["stock_ms"])
+        assert quantized["step_us"] / 1000 == pytest.approx(expected)
+        assert stock["batch"] == cell["batch"]
+
+
+def test_large_rates_are_written_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--model", "gpt2", "--nic", "100", "--nodes", "32"]) == 0
+    shown = capsys.readouterr().out
+    assert "e+" not in shown
+    shares = [float(share) for share in re.findall(r"([0-9.]+)%\n", shown)]
+    assert len(shares) == 6
+    assert max(shares) <= 100
+    assert max(map(len, shown.splitlines())) <= 80
 
 
 def test_measured_links_and_a_workload_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ from bench.compressors.baselines import METHODS
 from bench.compressors.methods import Gradients, Method, Start
 from bench.document import table
 from bench.output import print_rows, write_lines, written_by
+from commopt.display import significant
 from commopt.feedback import Layout
 
 _WARM_UP_STEPS = 2
@@ -186,18 +187,21 @@ def markdown(path: Path) -> str:
     """Return a table of the steps in a file; raises ValueError."""
     with written_by("bench.compressors --json", path):
         _, *rows = (json.loads(line) for line in path.read_text().splitlines())
+        steps = [row for row in rows if row["record"] == "step"]
+        on_gpu = any(row["device"] == "cuda" for row in steps)
         lines = [
             [
                 row["model"],
                 f"`{row['method']}`",
-                f"{row['median_ms']:.0f}",
+                significant(row["median_ms"], 2),
+                *([significant(row["host_ms"], 2), f"{row['peak_bytes'] / _MIB:.0f}"] if on_gpu else []),
                 f"{row['median_ms'] / row['copy_ms']:.1f}",
                 f"{row['times_as_fast']:.1f}" if "times_as_fast" in row else "-",
             ]
-            for row in rows
-            if row["record"] == "step"
+            for row in steps
         ]
-    return table(["model", "method", "ms", "copies", "times as fast as torch's hook"], lines)
+    more = ["host ms", "peak MiB"] if on_gpu else []
+    return table(["model", "method", "ms", *more, "copies", "times as fast as torch's hook"], lines)
 
 
 def print_table(title: str, found: Sequence[Measurement], failed: Sequence[Failure]) -> None:

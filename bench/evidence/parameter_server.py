@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
+import secrets
 import shlex
 import subprocess
 import sys
@@ -35,6 +37,7 @@ from commopt.cluster import Cluster, ClusterUnavailableError
 from commopt.cluster.network import address
 from commopt.command_line import Parser, content_of, number, output_file, refuse, whole
 from commopt.server import Scheduler, Server
+from commopt.server.secret import SECRET_VARIABLE
 from examples.train_gpt import Training, add_model_options
 
 PROGRAM = "bench.evidence.parameter_server"
@@ -80,8 +83,9 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def serve(options: argparse.Namespace) -> None:
     """Be scheduler and server until there is a file "stop" and no worker; then write losses, by steps done."""
-    scheduler = Scheduler(_PORT, timeout=_TIMEOUT_S)
-    server = Server(options.address, workers=_WORKERS)
+    host = options.address.rpartition(":")[0]
+    scheduler = Scheduler(_PORT, host, _TIMEOUT_S)
+    server = Server(options.address, workers=_WORKERS, host=host)
     looks: list[dict[str, Any]] = []
     while not (options.folder / "stop").exists() or server.workers:
         if len(looks) < _LOOKS and server.done >= options.steps * (len(looks) + 1) / _LOOKS:
@@ -300,6 +304,7 @@ def main() -> int:
         {"serve": serve, "train": train}[options.role](options)
         return 0
     end_when_told()
+    os.environ[SECRET_VARIABLE] = secrets.token_hex()  # the nodes inherit it
     records = []
     try:
         with Cluster(_WORKERS + 1, 1, options.rate) as cluster:

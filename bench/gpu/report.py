@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a session on a GPU came to: its records, their file, and its tables: `python -m bench.gpu.report FOLDER`.
-
-With --document FILE the tables go between the two marks in a Markdown file too, so that nobody types a figure.
-"""
+"""What a session on a GPU came to: its records, their file, and its tables: `python -m bench.gpu.report FILE`."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from bench.document import table, write_between
+from bench.document import table
 from bench.output import print_rows, read_lines, write_results, written_by
 from commopt.command_line import Parser
 
@@ -86,7 +83,6 @@ def merged(old: Sequence[Outcome], new: Sequence[Outcome], order: Sequence[str])
     return [by_name[name] for name in order if name in by_name]
 
 
-BEGIN, END = "<!-- results: written by bench.gpu.report -->", "<!-- end of results -->"
 _STEPS = ["step", "outcome", "s", "tests passed", "failed", "skipped", "targets", "met", "why"]
 _TARGETS = ["what", "target", "measured", "met"]
 
@@ -119,9 +115,9 @@ def target_rows(outcomes: Sequence[Outcome]) -> list[list[str]]:
 
 def title(environment: dict[str, Any]) -> str:
     """Say where and when."""
-    keys = ("gpu", "torch", "cuda", "nccl", "date")
-    gpu, torch, cuda, nccl, date = (str(environment.get(key, "unknown")) for key in keys)
-    return f"{gpu}, torch {torch}, CUDA {cuda}, NCCL {nccl}, {date[:10]}"
+    keys = ("gpu", "torch", "cuda", "nccl", "revision", "date")
+    gpu, torch, cuda, nccl, revision, date = (str(environment.get(key, "unknown")) for key in keys)
+    return f"{gpu}, torch {torch}, CUDA {cuda}, NCCL {nccl}, commopt at {revision}, {date[:10]}"
 
 
 def print_tables(path: Path) -> None:
@@ -132,25 +128,29 @@ def print_tables(path: Path) -> None:
         print_rows("Targets", _TARGETS, rows)
 
 
-def markdown(environment: dict[str, Any], outcomes: Sequence[Outcome]) -> str:
-    """Return the tables for a document."""
-    parts = [f"{title(environment)}; `{environment['command']}`", table(_STEPS, step_rows(outcomes))]
+def markdown(path: Path) -> str:
+    """Return the tables for a document; raises ValueError when the file is another's."""
+    environment, outcomes = read(path)
+    parts = [f"{title(environment)}.", table(_STEPS, step_rows(outcomes))]
     if rows := target_rows(outcomes):
         parts.append(table(_TARGETS, rows))
+    failed = [name for outcome in outcomes if outcome.tests for name in outcome.tests.failures]
+    if failed:
+        parts.append("\n".join(["Tests that failed:", "", *(f"- `{name}`" for name in failed)]))
     return "\n\n".join(parts)
 
 
 def main() -> int:
-    """Print, and fill in the document."""
+    """Print the tables, for a terminal or for a document."""
     parser = Parser(prog="python -m bench.gpu.report", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="what --out of bench.gpu was")
-    parser.add_argument("--document", type=Path, metavar="FILE", help="put the tables into FILE as well")
+    parser.add_argument("file", type=Path, metavar="FILE", help=f"{FILE} in the folder that --out of bench.gpu named")
+    parser.add_argument("--markdown", action="store_true", help="print tables for a document")
     options = parser.parse_args()
     try:
-        print_tables(options.folder / FILE)
-        if options.document is not None:
-            write_between(options.document, BEGIN, END, markdown(*read(options.folder / FILE)))
-            print(f"tables: {options.document}")
+        if options.markdown:
+            print(markdown(options.file))
+        else:
+            print_tables(options.file)
     except (OSError, ValueError) as error:
         print(f"bench.gpu.report: {error}", file=sys.stderr)
         return 2

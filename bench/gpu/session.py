@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -17,6 +18,8 @@ from bench.gpu.runner import Ended, Place, environment, run
 
 LEAST_S = 15.0  # with less time left a step is not begun
 _WHY_CHARACTERS = 300
+_BUSY = ("cudaErrorDevicesUnavailable", "busy or unavailable")
+_HOLDERS = re.compile(r"Process \d+ has \S+ \S+ memory in use")
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,23 @@ def take(step: Step, place: Place, left_s: float) -> Outcome:
         return _outcome(step, place, ended.seconds, "skipped", why)
     found, unread = _found(step, place)
     verdict, why = _verdict(ended, limit_s, found.why or _last_line(log), found.why or unread)
+    if verdict != "passed" and (busy := busy_device(_lines(log))):
+        why = f"{why}; {busy}"
     return _outcome(step, place, ended.seconds, verdict, why, found)
+
+
+def busy_device(lines: Iterable[str]) -> str | None:
+    """Return what shows that work of other processes kept the device, None when nothing does.
+
+    lines: of a step that fell through. When memory runs out torch names the processes that hold some; ranks of the
+    step itself may be among them.
+    """
+    for line in lines:
+        if any(sign in line for sign in _BUSY):
+            return f"the device was busy with other processes' work, so take this step again: {line[:_WHY_CHARACTERS]}"
+        if "out of memory" in line and (others := _HOLDERS.findall(line)):
+            return f"the device's memory ran out while other processes held some of it: {', '.join(others)}"
+    return None
 
 
 def log_of(name: str, place: Place) -> Path:

@@ -84,9 +84,15 @@ class ResultFile:
 
 
 def markdown(path: Path, only: Container[str]) -> str:
-    """Return a table of the plain-torch implementations of some kernels in a file; raises ValueError."""
+    """Return a table of some kernels in a file: of a GPU's beside all others, of a CPU's in plain torch.
+
+    Raises ValueError.
+    """
     with written_by("bench.kernels --json", path):
         header, *rows = (json.loads(line) for line in path.read_text().splitlines())
+        rows = [row for row in rows if "of_copy" in row and row["name"] in only]
+        if header.get("loader") is not None:
+            return _beside_others(rows)
         lines = [
             [
                 row["name"],
@@ -96,9 +102,27 @@ def markdown(path: Path, only: Container[str]) -> str:
                 f"{row['of_copy']:.2f}",
             ]
             for row in rows
-            if row.get("implementation") == REFERENCE and "of_copy" in row and row["name"] in only
+            if row.get("implementation") == REFERENCE
         ]
     return table(["kernel", "variant", "ns per element", "GB/s", "of a copy"], lines)
+
+
+def _beside_others(rows: Sequence[dict[str, Any]]) -> str:
+    """Return a row for each kernel, with the times of everybody else who can do its job."""
+    times: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        times.setdefault((row["name"], row["variant"]), {})[row["implementation"]] = row
+    lines = []
+    for (name, variant), by in times.items():
+        if KERNEL not in by:
+            continue
+        kernel, reference = by[KERNEL], by.get(REFERENCE)
+        others = [f"{each}: {row['median_us']:.0f}" for each, row in by.items() if each not in (KERNEL, REFERENCE)]
+        plain = f"{reference['median_us']:.0f}" if reference else "-"
+        lines.append(
+            [name, variant, f"{kernel['median_us']:.0f}", f"{kernel['of_copy']:.2f}", plain, "; ".join(others)]
+        )
+    return table(["kernel", "variant", "us", "of a copy", "plain torch, us", "others, us"], lines)
 
 
 def print_table(title: str, records: Sequence[Record]) -> None:

@@ -349,7 +349,10 @@ def _draw_curves(axes: Axes, title: str, curves: Mapping[str, Curve]) -> None:
     unframe(axes, f"{title} (fits: {mean(curve.mape for curve in curves.values()):.1%} off)", "bytes")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.xaxis.set_major_locator(LogLocator(base=16))
+    (least, most), (fastest, slowest) = axes.get_xlim(), axes.get_ylim()
+    axes.xaxis.set_major_locator(LogLocator(base=16 if most / least >= 16**3 else 4 if most / least >= 4**3 else 2))
+    # Where all times are within a decade or two, powers of ten alone would be one tick or none.
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0,) if slowest / fastest >= 1000 else (1.0, 2.0, 5.0)))
     axes.xaxis.set_major_formatter(lambda nbytes, _: nbytes_text(nbytes))
     axes.yaxis.set_major_formatter(EngFormatter("s"))
     label_ends(axes, ends)

@@ -22,10 +22,14 @@ from examples.train_gpt import PARALLEL, STRATEGIES, choose_averaging, strategy_
 
 
 class LowRankAverage:
-    """Averages the gradients of some parameters over all ranks; keeps right factors and residuals between calls."""
+    """Averages the gradients of some parameters over all ranks; keeps right factors and residuals between calls.
 
-    def __init__(self, parameters: Iterable[nn.Parameter], matrix_rank: int) -> None:
+    In the first `dense_steps` steps everything is averaged as it is, as commopt's and torch's PowerSGD begin too.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], matrix_rank: int, dense_steps: int = 0) -> None:
         self.matrix_rank = matrix_rank
+        self.dense_steps = dense_steps
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
         draws = torch.Generator().manual_seed(0)  # the same on every rank: all must begin with the same factors
         self.factors: dict[nn.Parameter, Tensor] = {}
@@ -39,6 +43,10 @@ class LowRankAverage:
 
     def __call__(self) -> None:
         """Put the average in the place of every gradient; collective."""
+        if self.dense_steps:
+            self.dense_steps -= 1
+            _average([p.grad for p in self.parameters if p.grad is not None])
+            return
         dense = [p.grad for p in self.parameters if p.grad is not None and p not in self.factors]
         _average(dense)
         low_rank = [p for p in self.factors if p.grad is not None]
@@ -98,7 +106,7 @@ def _average(tensors: list[Tensor]) -> None:
 
 MATRIX_RANK = 4  # of all PowerSGD that is not commopt's: the default of commopt's
 AUTO = "auto"
-_DENSE_STEPS = 2  # torch's hook needs as many before DDP's buckets stay as they are
+_DENSE_STEPS = 2  # commopt's default; torch's hook needs as many before DDP's buckets stay as they are
 _ONE_BUCKET_MB = 2**20
 
 Entry = Callable[[Trainable], Trainable]
@@ -141,7 +149,7 @@ def torch_powersgd(training: Trainable) -> Trainable:
 
 def unoverlapped_powersgd(training: Trainable) -> Trainable:
     """Average low-rank factors of all gradients once backward has ended."""
-    return Unoverlapped(training, LowRankAverage(_ddp_of(training).module.parameters(), MATRIX_RANK))
+    return Unoverlapped(training, LowRankAverage(_ddp_of(training).module.parameters(), MATRIX_RANK, _DENSE_STEPS))
 
 
 OTHERS: Mapping[str, Entry] = {
@@ -150,7 +158,8 @@ OTHERS: Mapping[str, Entry] = {
 NOTES: Mapping[str, str] = {
     "torch_powersgd": f"torch_powersgd: rank {MATRIX_RANK}, all gradients in one bucket after {_DENSE_STEPS} dense "
     f"steps, since torch's hook hangs on gloo with more than one",
-    "unoverlapped_powersgd": f"unoverlapped_powersgd: rank {MATRIX_RANK}, plain torch after backward has ended",
+    "unoverlapped_powersgd": f"unoverlapped_powersgd: rank {MATRIX_RANK}, plain torch after backward has ended, "
+    f"{_DENSE_STEPS} dense steps first",
 }
 WEIGHTS: Mapping[str, commopt.Weights] = {
     "weights8": commopt.Weights(commopt.Quantize(bits=8), second_copy=True),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Aggregators, one file each; a new one is one file and one line in AGGREGATORS."""
 
-from commopt.aggregate.adam import Adam, exchange_norm
+from commopt.aggregate.adam import Adam, committed_steps, exchange_norm
 from commopt.aggregate.auto import Auto, auto_of, families
 from commopt.aggregate.base import Aggregator, Buffer, Call, Flat, Step, Work, WorkKind, call, context_for, work
 from commopt.aggregate.compressed import Compressed
@@ -35,6 +35,7 @@ __all__ = [
     "WorkKind",
     "auto_of",
     "call",
+    "committed_steps",
     "context_for",
     "exchange_norm",
     "families",

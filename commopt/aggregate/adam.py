@@ -42,24 +42,26 @@ class Adam(ConciseRepr):
     so directions are short; f, of each tensor, makes up for it: 1 where all nodes have the same gradient, sqrt(K) where
     they agree on nothing.
 
-    betas, eps: as torch.optim.AdamW's.
+    betas, eps: as torch.optim.AdamW's, whose defaults they have.
     clip_norm: what the L2 norm of each node's gradient is clipped to before it enters m and v. A bucket cannot wait for
         the others: the norm of all is taken to be as far from what v expects of all as this bucket's is from what v
         expects of it. So a step with a spike is clipped at once; the first step is not. One number is exchanged per
         step. None for no clipping.
 
     Keeps m and v in float32 where residuals are kept: once per node, shared out among its ranks. Bias correction counts
-    the steps of the model, not of a parameter. Raises ConfigurationError.
+    the steps of each parameter. One that rests keeps m, v and its count, as where torch's AdamW finds .grad None: with
+    DDP(find_unused_parameters=True) in a step in which its gradient is exactly zero on all ranks, for which they
+    exchange 4 bytes a parameter; with FSDP2 in a backward that sends nothing of it. Raises ConfigurationError.
     """
 
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     clip_norm: float | None = None
 
     def __post_init__(self) -> None:
         betas = self.betas
         if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(_is(b) and 0 <= b < 1 for b in betas):
-            raise ConfigurationError(f"Adam(betas={betas!r}) must be two numbers from 0 on and below 1, as (0.9, 0.95)")
+            raise ConfigurationError(f"Adam(betas={betas!r}) must be two numbers from 0 to below 1, as (0.9, 0.999)")
         object.__setattr__(self, "betas", tuple(betas))
         if not _is(self.eps) or not 0 <= self.eps < 1:
             raise ConfigurationError(f"Adam(eps={self.eps!r}) must be at least 0 and below 1, for example 1e-8")
@@ -91,23 +93,35 @@ class Adam(ConciseRepr):
         b1, b2 = self.betas
         share, loss_scale = context.share or 1 / team.size, context.loss_scale
         (m, next_m), (v, next_v) = (context.moment(name, device) for name in (EXP_AVG, EXP_AVG_SQ))
-        steps = _committed_steps(store)
-        correction = [1 - beta ** (steps + 1) for beta in self.betas]
+        before, used = _steps_before(context)
+        steps = before + (1 if used is None else used)
+        if isinstance(steps, Tensor):
+            steps = steps.clamp(min=1)  # of a parameter that was never used nothing moves
+        correction = [1 - beta**steps for beta in self.betas]
         root = correction[1] ** 0.5
         found = context.scratch.take("direction", layout.numel, torch.float32, device)
         found.copy_(buffer).mul_(scale / share if loss_scale is None else scale / share / loss_scale)
         if self.clip_norm is not None:
-            self._clip(found, v, 1 - b2**steps, store)
+            self._clip(found, _square(v, layout, 1 - b2**before), store)
 
         step = piece_numel(device)  # a cache still holds what was just written
+        least = root * self.eps
+        if isinstance(least, Tensor) and least.dim():
+            least = _spread(least, layout, device)
         for part in (slice(begin, begin + step) for begin in range(0, layout.numel, step)):
             gradient = found[part]
             torch.lerp(m[part], gradient, 1 - b1, out=next_m[part])
             torch.mul(v[part], b2, out=next_v[part]).addcmul_(gradient, gradient, value=1 - b2)
-            denominator = torch.sqrt(next_v[part], out=gradient).add_(root * self.eps)
+            denominator = torch.sqrt(next_v[part], out=gradient)
+            denominator.add_(least[part] if isinstance(least, Tensor) and least.dim() else least)
             torch.div(next_m[part], denominator, out=denominator)  # times `root` with the factors
+        if used is not None:
+            resting = _spread(used, layout, device) == 0
+            for target, kept in ((next_m, m), (next_v, v)):
+                torch.where(resting, kept, target, out=target)
+            found.masked_fill_(resting, 0.0)
         if self.clip_norm is not None:
-            store.expected[layout] = share * next_v.sum(dtype=torch.float64) / correction[1]
+            store.expected[layout] = share * _square(next_v, layout, correction[1])
         factors = self._factors(team.size, context, device) * (share * root / correction[0])
         if loss_scale is not None:
             factors *= loss_scale
@@ -157,7 +171,10 @@ class Adam(ConciseRepr):
         team.all_reduce(sums)
         squares, missing = sums.chunk(2)
         apart = (missing / squares).clamp_(0.0, 1.0)
-        b1, steps = self.betas[0], 1 + _committed_steps(context.store)
+        b1, (before, used) = self.betas[0], _steps_before(context)
+        steps = before + (1 if used is None else used)
+        if isinstance(steps, Tensor):
+            steps = steps.clamp(min=1).float()
         noise = (1 - b1) / (1 + b1) * (1 + b1**steps) / (1 - b1**steps)
         found = noise * (1 - apart) / (apart + noise * (1 - apart))
         known = self._agreement(context, direction.device)
@@ -181,11 +198,13 @@ class Adam(ConciseRepr):
         begin = {"left": torch.empty(0, 1, device=device), "right": torch.ones(pieces, 1, device=device)}
         return context.factors(context.layout, 1, (1,) * pieces, lambda side: begin[side].float()).rights
 
-    def _clip(self, gradient: Tensor, v: Tensor, correction: Any, store: ResidualStore) -> None:
-        """Scale a node's gradient down where the norm of all of it is likely above the limit; no host waits."""
+    def _clip(self, gradient: Tensor, here: Tensor, store: ResidualStore) -> None:
+        """Scale a node's gradient down where the norm of all of it is likely above the limit; no host waits.
+
+        here: the square that v expects of `gradient`.
+        """
         if store.expected_square is None:  # before the first step
             return
-        here = v.sum(dtype=torch.float64) / correction
         expected = store.expected_square.to(gradient.device)
         norm = torch.linalg.vector_norm(gradient, dtype=torch.float64) * (expected / here).sqrt()
         factor = (self.clip_norm / norm).clamp(max=1.0)
@@ -206,10 +225,59 @@ def exchange_norm(store: ResidualStore, team: Team, device: torch.device) -> Non
     store.expected_square = torch.where(total.isfinite(), total, known)
 
 
-def _committed_steps(store: ResidualStore) -> Any:
+def committed_steps(store: ResidualStore) -> Any:
     """Return how many steps were complete and not dropped; where a GradScaler drops them, float64 on the device."""
     dropped = store.dropped if store.per_step else 0
     return store.steps - (dropped if isinstance(dropped, int) else dropped.double())
+
+
+def _steps_before(context: BufferContext) -> tuple[Any, Tensor | None]:
+    """Return how many steps were made of the parameters in a buffer, and which of them are used in this one.
+
+    A number, or float64 on the device: 0-d where all pieces are alike, else [pieces], as the second is then; None where
+    all are used. On a CPU the host looks whether they are alike, which takes fewer passes.
+    """
+    steps = context.steps
+    if steps is None:
+        assert context.store is not None
+        return committed_steps(context.store), None
+    before, used = steps.before, steps.used
+    if steps.equal:
+        return before[0] if before.is_cuda else float(before[0]), None
+    here = _places(context.layout, steps.layout, before.device)
+    before, used = before[here], None if used is None else used[here].double()
+    if not before.is_cuda:
+        used = None if used is None or bool(used.all()) else used
+        if used is None and bool((before == before[0]).all()):
+            return float(before[0]), None
+    return before, used
+
+
+@lru_cache(maxsize=1024)
+def _places(layout: Layout, whole: Layout, device: torch.device) -> Tensor:
+    """Return which piece of `whole` each piece of `layout` is of: int64 [pieces]."""
+    places = {piece.name: place for place, piece in enumerate(whole.pieces)}
+    return torch.tensor([places[piece.name] for piece in layout.pieces], dtype=torch.int64, device=device)
+
+
+def _spread(values: Tensor, layout: Layout, device: torch.device) -> Tensor:
+    """Return a value for each element, of those of the pieces: float32."""
+    if device.type != "cpu":
+        return values.float().repeat_interleave(_lengths(layout, device), output_size=layout.numel)
+    spread = torch.empty(layout.numel, dtype=torch.float32, device=device)
+    for part, value in zip(spread.split([piece.numel for piece in layout.pieces]), values.tolist(), strict=True):
+        part.fill_(value)
+    return spread
+
+
+def _square(v: Tensor, layout: Layout, correction: Any) -> Tensor:
+    """Return the square that v, once corrected, expects of a gradient: float64, 0-d."""
+    if not isinstance(correction, Tensor) or not correction.dim():
+        whole: Tensor = v.sum(dtype=torch.float64) / correction
+        return whole
+    sums = torch.stack([part.sum(dtype=torch.float64) for part in v.split([piece.numel for piece in layout.pieces])])
+    found: Tensor = (sums / correction.clamp(min=torch.finfo(torch.float32).tiny)).sum()
+    return found
 
 
 @lru_cache(maxsize=1024)

@@ -10,7 +10,7 @@ from typing import ClassVar
 from commopt.aggregate.base import Aggregator, Flat
 from commopt.aggregate.compressed import Compressed
 from commopt.compress import COMPRESSORS, Trials
-from commopt.errors import ConfigurationError
+from commopt.errors import ConfigurationError, did_you_mean
 from commopt.feedback import Feedback, checked_patterns
 from commopt.groups import TeamShape
 
@@ -60,8 +60,10 @@ class Auto(Flat):
         names = self.allow.split("+") if isinstance(self.allow, str) else self.allow
         known = (LOSSLESS, *families(), LOCAL)
         if not isinstance(names, (tuple, list)) or not set(names) <= set(known):
+            unknown = [name for name in names if name not in known] if isinstance(names, (tuple, list)) else []
+            meant = did_you_mean(unknown[0], known) if unknown else ""
             raise ConfigurationError(
-                f"Auto(allow={self.allow!r}) must name some of {', '.join(known)}, for example "
+                f"Auto(allow={self.allow!r}) must name some of {', '.join(known)}{meant or ','} for example "
                 f"allow=('lossless', 'quantized') or allow='quantized+powersgd'"
             )
         wanted = {LOSSLESS, *names}

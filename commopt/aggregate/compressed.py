@@ -21,6 +21,7 @@ from torch import Tensor
 from commopt.aggregate.adam import Adam
 from commopt.aggregate.base import Aggregator, Buffer, Step, WorkKind, mark_non_finite, work
 from commopt.aggregate.rows import Region, RowFormat, row_format, split
+from commopt.aggregate.untouched import RestingSigns
 from commopt.compress import Cast, Compressor, ErrorFeedback, Exact, Passes, RngKey, Trials
 from commopt.errors import ConfigurationError
 from commopt.feedback import (
@@ -132,11 +133,14 @@ class Compressed(Aggregator):
             context.store.dissolve(context.path, context.layout, "server")
         received = rows.take(team.size, "received", context.scratch, buffer.device)
         mine = received[team.rank : team.rank + 1]
-        carries = self._encode(rows, buffer, mine, team, scale, context)
+        carries, resting = self._encode(rows, buffer, mine, team, scale, context)
         rows.travel("all_gather", team, received, mine, context.scratch)
-        for region, carry in zip(rows.regions, carries, strict=True):
+        for region, carry, rest in zip(rows.regions, carries, resting, strict=True):
             total = region.target(buffer, torch.float32, region.chunk_numel, context.scratch)
             region.compressor.accumulate(region.payload(received), total)
+            if rest is not None:
+                rest.clear(total)
+                rest.arrived(region.payload(received), region.chunk_numel, chunks=False)
             if carry is not None and rows.rounds:
                 own = slice(region.numel * team.rank // team.size, region.numel * (team.rank + 1) // team.size)
                 _keep_rounding(total[own], rows.dtype, carry.new[own], carry)
@@ -151,27 +155,34 @@ class Compressed(Aggregator):
         """Send each rank the chunk that it is the server of; it adds up and encodes the sum, which all gather."""
         scratch, device = context.scratch, buffer.device
         encoded = rows.take(team.size, "sent", scratch, device)
-        own = self._encode(rows, buffer, encoded, team, scale, context)
+        own, resting = self._encode(rows, buffer, encoded, team, scale, context)
         received = rows.take(team.size, "received", scratch, device)
         rows.travel("all_to_all", team, received, encoded, scratch)
         gathered = encoded  # is sent, and as long
         served = gathered[team.rank : team.rank + 1]
         carries = []
-        for region in rows.regions:
+        for region, rest in zip(rows.regions, resting, strict=True):
             begin, end = region.chunk(team.rank)
             carry = _carry(self.feedback, region, "server", region.layout.cut(begin, end), context, device)
             carries.append(carry)
             sources, target, rng = region.payload(received), region.payload(served), context.rng("server")
             region.compressor.recompress(sources, target, region.chunk_numel, end - begin, carry, rng)
+            if rest is not None:
+                rest.summed(sources, target, region.chunk_numel, begin, end, carry)
         rows.travel("all_gather", team, gathered, served, scratch)
-        for region, carry in zip(rows.regions, carries, strict=True):
+        for region, carry, rest in zip(rows.regions, carries, resting, strict=True):
             if carry is not None and rows.rounds:
                 exact = scratch.take("total", carry.new.numel(), torch.float32, device)
                 region.compressor.decompress(region.payload(served), exact, region.chunk_numel)
+                if rest is not None:
+                    rest.clear(exact, region.chunk(team.rank)[0])
                 _keep_rounding(exact, rows.dtype, carry.new, carry)
             # The server, too, takes what it sent: otherwise its replica would differ from all others.
             values = region.target(buffer, rows.dtype, region.numel, scratch)
             region.compressor.decompress(region.payload(gathered), values, region.chunk_numel)
+            if rest is not None:
+                rest.clear(values)
+                rest.arrived(region.payload(gathered), region.chunk_numel, chunks=True)
             region.write(buffer, values)
         if self.feedback is not None:
             _judge(rows, gathered, buffer, context)
@@ -179,18 +190,22 @@ class Compressed(Aggregator):
 
     def _encode(
         self, rows: RowFormat, buffer: Tensor, payload: Tensor, team: Team, scale: float, context: BufferContext
-    ) -> list[ErrorFeedback | None]:
-        """Encode all regions of `buffer`; return what each leaves out."""
-        carries = []
+    ) -> tuple[list[ErrorFeedback | None], list[RestingSigns | None]]:
+        """Encode all regions of `buffer`; return what each leaves out, and which of its elements rest."""
+        carries, resting = [], []
         for region in rows.regions:
             values = region.read(buffer, context.scratch)
             carry = _carry(self.feedback, region, "worker", region.layout, context, buffer.device)
             carries.append(carry)
             rng = context.rng("worker") if region.compressor.stochastic else RngKey()
+            rest = RestingSigns.of(region, values, scale, carry, team, context)
+            resting.append(rest)
             region.compressor.compress(values, region.payload(payload), region.chunk_numel, scale, carry, rng)
+            if rest is not None:
+                rest.encoded(region.payload(payload), region.chunk_numel, carry)
             if carry is not None and not region.dense and context.step % SAMPLE_EVERY_STEPS == 0:
                 context.sample(values, scale, carry)
-        return carries
+        return carries, resting
 
     def _rows(self, layout: Layout, dtype: torch.dtype, chunks: int, step: int | None) -> RowFormat:
         compressor = self.compressor.at(step)

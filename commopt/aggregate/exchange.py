@@ -12,6 +12,7 @@ from torch import Tensor
 from commopt.aggregate.base import mark_non_finite
 from commopt.aggregate.matrices import Group, Plan
 from commopt.aggregate.sums import add_up
+from commopt.aggregate.untouched import RestingElements, count_beside
 from commopt.compress import ErrorFeedback
 from commopt.feedback import SAMPLE_EVERY_STEPS, BufferContext, Feedback, Side, Spans
 from commopt.groups import Team
@@ -49,6 +50,7 @@ class Exchange:
         self._all_kept = self._rounds or plan.splits
         self._leftover: ErrorFeedback | None = None
         self._carry: ErrorFeedback | None = None
+        self._rest: RestingElements | None = None
         self._take_residual(feedback)
         if feedback is not None and not self._all_kept and plan.dense_spans:
             self._leftover = context.leftover(plan.dense, self._device)
@@ -68,18 +70,30 @@ class Exchange:
         plan, context = self._plan, self._context
         factors = context.factors(plan.stacked, self._matrix_rank, plan.heights["right"], self._random)
         numel = plan.rows["left"] * self._matrix_rank
-        message = context.scratch.take("message", numel + plan.dense.numel, torch.float32, self._device)
-        left, dense = message[:numel].view(-1, self._matrix_rank), message[numel:]
+        message = context.scratch.take("message", numel + plan.dense.numel + 1, torch.float32, self._device)
+        left, dense = message[:numel].view(-1, self._matrix_rank), message[numel:-1]
         self._fill_dense(dense)
         self._project(factors.rights, left)
+        self._rest = rest = RestingElements.of(plan, self._matrices, team, context)
+        if rest is None:
+            message = message[:-1]
+        else:
+            message[-1:] = rest.touched()
+            count_beside(numel, plan.dense.numel, team, context)
         add_up(message, numel, team, context.scratch)  # any left factors will do, if all have the same
-        self._orthogonalize("left", left, left, factors.initial["left"])
+        if rest is not None:
+            rest.arrived(message[-1:], team, context)
+        # Rows of zeros get no noise: what is zero on all ranks would move. Right factors have some in all of their
+        # rows, so that no row of a matrix is multiplied to zero.
+        begin = factors.initial["left"] * left.ne(0).any(1, keepdim=True)
+        self._orthogonalize("left", left, left, begin)
         shape = (plan.rows["right"], self._matrix_rank)
         right = context.scratch.take("second message", shape, torch.float32, self._device)
         self._refresh(left, right)
         lost = add_up(right.view(-1), right.numel(), team, context.scratch)
         if lost is not None:
             self._keep_lost(left, lost.view_as(right))
+        self._keep_resting()
         if context.store is not None:
             self._orthogonalize("right", right, context.store.stage_factors(factors.rights), factors.initial["right"])
         self._write(left, right, dense, team)
@@ -95,6 +109,15 @@ class Exchange:
         for group in self._plan.parts(piece_numel(self._device)):
             lowrank.refresh(group.stack(self._kept), group.factors("left", left), group.factors("right", right))
         self._sample()
+
+    def _matrices(self) -> Tensor:
+        """Return a copy of the matrices M, stacked."""
+        return self._kept[: self._plan.stacked.numel].clone()
+
+    def _keep_resting(self) -> None:
+        """Leave, of elements that rest, what this rank has."""
+        if self._rest is not None:
+            self._rest.keep(self._kept[: self._plan.stacked.numel])
 
     def _keep_lost(self, left: Tensor, lost: Tensor) -> None:
         """Leave what was rounded away from the right factors on their way, too."""
@@ -209,6 +232,8 @@ class Exchange:
                     values = self._context.scratch.take("decoded", last - first, torch.float32, self._device)
                 one = slice(number, number + 1)
                 lowrank.decode(lefts[one], rights[one], values.view(1, group.rows, group.cols))
+                if self._rest is not None:
+                    values.masked_fill_(self._rest.resting[first:last], 0.0)
                 self._keep_rounding(first, values, team)
                 if not direct:
                     target.copy_(values)

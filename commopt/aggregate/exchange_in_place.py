@@ -55,6 +55,12 @@ class InPlace(Exchange):
         self._sent = self._context.scratch.take("sent factors", tuple(right.shape), torch.float32, self._device)
         self._sent.copy_(right)
 
+    def _matrices(self) -> Tensor:
+        return torch.cat([self._buffer[matrix.begin : matrix.end] for matrix in self._plan.matrices])
+
+    def _keep_resting(self) -> None:
+        pass  # there is no residual before `_decode`
+
     def _keep_lost(self, left: Tensor, lost: Tensor) -> None:
         self._sent.sub_(lost)
 
@@ -69,6 +75,12 @@ class InPlace(Exchange):
         store = self._context.store
         with nullcontext() if store is None else store.lock:
             self._cpu.lowrank_finish(*pointers, *self._table, *factors, self._matrix_rank, cpu_threads())
+            if self._rest is not None and residual is not None:
+                self._rest.keep(residual)
+        if self._rest is not None:
+            for group in self._plan.groups:
+                for matrix, first, last in group.places():
+                    self._buffer[matrix.begin : matrix.end].masked_fill_(self._rest.resting[first:last], 0.0)
         if sampled is not None and residual is not None and store is not None:
             store.error.add(residual[: len(sampled)], sampled)
 

@@ -16,7 +16,7 @@ from commopt.aggregate.base import Aggregator, Buffer, Flat, Step, WorkKind, cal
 from commopt.aggregate.shards import division, reshard
 from commopt.aggregate.sums import ByLeaders
 from commopt.compress import Passes
-from commopt.errors import ConfigurationError
+from commopt.errors import ConfigurationError, did_you_mean
 from commopt.feedback import BufferContext, Layout
 from commopt.groups import Team, TeamShape, apply_scale
 
@@ -56,7 +56,10 @@ class Hierarchical(Aggregator):
                 f"aggregator's own inter"
             )
         if self.form not in (None, *get_args(Form)):
-            raise ConfigurationError(f"form {self.form!r} is unknown; use None or one of {', '.join(get_args(Form))}")
+            meant = did_you_mean(self.form, get_args(Form)) or ";"
+            raise ConfigurationError(
+                f"form {self.form!r} is unknown{meant} use None or one of {', '.join(get_args(Form))}"
+            )
 
     def check(self, team: TeamShape) -> None:
         """Refuse shards on nodes of unequal length, and what `inter` refuses."""

@@ -136,9 +136,10 @@ def measure(settings: Settings, device: torch.device) -> int:
             print(text, flush=True)
 
     tell(report.preamble(settings, bench.communicator.cluster, device))
-    tell(report.heading(width))
+    heading, line = (report.heading, report.format_row) if settings.wide else (report.short_heading, report.short_row)
+    tell(heading(width))
     for row in bench.rows():
-        tell(row if isinstance(row, str) else report.format_row(row, width))
+        tell(row if isinstance(row, str) else line(row, width))
         rows += [] if isinstance(row, str) else [row]
     tell(report.footer(rows, report.notes(settings, bench.implementations, device)))
     if settings.json is not None and bench.rank == 0:

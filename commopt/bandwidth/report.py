@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from math import ceil
+from textwrap import wrap
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ import torch.distributed as dist
 from commopt.bandwidth.collectives import TORCH, Implementation, Pattern
 from commopt.bandwidth.settings import Settings
 from commopt.cluster import link_rate
+from commopt.display import WIDTH, significant
+from commopt.groups import join
 from commopt.version import __version__, revision
 from topology import Cluster
 
@@ -118,19 +121,45 @@ def format_row(row: Row, aggregator_width: int) -> str:
     )
 
 
+def short_heading(aggregator_width: int) -> str:
+    """Return the two header lines of what fits a terminal of 80 columns: one side, without what seldom changes."""
+    names = ("size", "time", "algbw", "busbw", "#wrong", "wire_inter")
+    units = ("(B)", "(us)", "(GB/s)", "(GB/s)", "", "(B)")
+    lines = (_short(names, "aggregator", aggregator_width), _short(units, "", aggregator_width))
+    return "\n".join(f"#{line[1:]}".rstrip() for line in lines)
+
+
+def short_row(row: Row, aggregator_width: int) -> str:
+    """Return one line of the short table: in place, where that exists."""
+    side = row.in_place or row.out_of_place
+    wrong = "N/A" if side.wrong is None else str(side.wrong)
+    wire = "n/a" if row.wire_inter_bytes is None else str(row.wire_inter_bytes)
+    figures = (str(row.nbytes), _us(side.timing.mean_us), _short_gbps(side.algbw_gbps), _short_gbps(side.busbw_gbps))
+    return _short((*figures, wrong, wire), row.aggregator, aggregator_width)
+
+
+def _short(cells: Sequence[str], aggregator: str, width: int) -> str:
+    size, time, algbw, busbw, wrong, wire = cells
+    return f"{size:>10} {aggregator:<{width}}{time:>8} {algbw:>7} {busbw:>7} {wrong:>6}{wire:>11}"
+
+
 def footer(rows: Sequence[Row], notes: Sequence[str]) -> str:
     """Return the closing lines; the last one is nccl-tests' average."""
     names = dict.fromkeys(row.aggregator for row in rows)
-    lines = [f"# {note}" for note in notes]
+    lines = [line for note in notes for line in _comment(note)]
     if len(names) > 1:
         averages = {name: average_busbw_gbps([row for row in rows if row.aggregator == name]) for name in names}
-        words = ", ".join(f"{name} {busbw_gbps:.4g}" for name, busbw_gbps in averages.items())
-        lines.append(f"# Average busbw of each: {words}")
+        words = ", ".join(f"{name} {significant(busbw_gbps)}" for name, busbw_gbps in averages.items())
+        lines += _comment(f"Average busbw of each: {words}")
     checked = any(row.out_of_place.wrong is not None for row in rows)
     wrong = sum(row.wrong for row in rows)
     lines.append(f"# Out of bounds values : {f'{wrong} FAILED' if wrong else '0 OK' if checked else 'N/A'}")
     lines.append(f"# Avg bus bandwidth    : {average_busbw_gbps(rows):.6g}")
     return "\n".join(lines)
+
+
+def _comment(text: str) -> list[str]:
+    return wrap(text, WIDTH, initial_indent="# ", subsequent_indent="#   ")
 
 
 def average_busbw_gbps(rows: Sequence[Row]) -> float:
@@ -144,9 +173,19 @@ def _side(measurement: Measurement | None) -> str:
         time, algbw, busbw, wrong = ["N/A"] * 4
     else:
         time = _us(measurement.timing.mean_us)
-        algbw, busbw = f"{measurement.algbw_gbps:.2f}", f"{measurement.busbw_gbps:.2f}"
+        algbw, busbw = _gbps(measurement.algbw_gbps), _gbps(measurement.busbw_gbps)
         wrong = "N/A" if measurement.wrong is None else str(measurement.wrong)
     return f"  {time:>7}  {algbw:>6}  {busbw:>6}  {wrong:>5}"
+
+
+def _gbps(rate: float) -> str:
+    """Write it as nccl-tests does, and with more digits where that would be 0.01."""
+    return f"{rate:.2f}" if rate >= 0.1 else significant(rate, 2)
+
+
+def _short_gbps(rate: float) -> str:
+    """Write it with three digits that count, or as many as there is room for."""
+    return next((text for text in (significant(rate, digits) for digits in (3, 2, 1)) if len(text) <= 7), f"{rate:.0e}")
 
 
 def _us(time_us: float) -> str:
@@ -156,20 +195,21 @@ def _us(time_us: float) -> str:
 
 def preamble(settings: Settings, cluster: Cluster, device: torch.device) -> str:
     """Return the lines above the table; collective over the world."""
-    mine = (socket.gethostname(), os.getpid(), _device_name(device))
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, mine)
-    by_factor = settings.step_factor > 1
+    mine: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid(), "name": _device_name(device)}
+    ranks = join(None, settings.ranks_per_node).exchange("who measures", **mine)
+    step = f"{settings.step_factor}(factor)" if settings.step_factor > 1 else f"{settings.step_nbytes}(bytes)"
+    times = (
+        f"warmup iters: {settings.warm_up_iterations} iters: {settings.iterations} validation: {int(settings.check)}"
+    )
     lines = [
-        f"# Collective: {settings.collective.name} over {cluster}, {_backend(device)}",
-        f"# minBytes {settings.min_nbytes} maxBytes {settings.max_nbytes} "
-        f"step: {settings.step_factor if by_factor else settings.step_nbytes}({'factor' if by_factor else 'bytes'}) "
-        f"warmup iters: {settings.warm_up_iterations} iters: {settings.iterations} validation: {int(settings.check)}",
+        *_comment(f"Collective: {settings.collective.name} over {cluster}, {_backend(device)}"),
+        *_comment(f"minBytes {settings.min_nbytes} maxBytes {settings.max_nbytes} step: {step} {times}"),
         "#",
         "# Using devices",
     ]
-    for rank, (host, pid, name) in enumerate(ranks):
-        lines.append(f"#  Rank {rank:>2} Node {cluster.node_of(rank):>2} Pid {pid:>6} on {host:>10} device {name}")
+    for rank, its in enumerate(ranks):
+        of = f"Pid {its['pid']:>6} on {its['host']:>10} device {its['name']}"
+        lines += _comment(f" Rank {rank:>2} Node {cluster.node_of(rank):>2} {of}")
     return "\n".join([*lines, "#"])
 
 
@@ -178,14 +218,16 @@ def notes(settings: Settings, implementations: Sequence[Implementation], device:
     collective, op = settings.collective, settings.op
     world_size = dist.get_world_size()
     side = "in place" if collective.has_in_place else "out of place"
+    short = "" if settings.wide else f" The table is of calls {side}; --wide has nccl-tests' columns, p50 and p99."
     few = "; p99 of less than 100 is the maximum" if settings.iterations < 100 else ""
     lines = [
-        "time: mean of a loop without barriers on the slowest rank; GB/s = 1e9 B/s.",
-        f"p50, p99: of the loop's iterations {side}, each ending when the last rank has{few}.",
+        f"time: mean of a loop without barriers on the slowest rank; GB/s = 1e9 B/s.{short}",
     ]
-    if not collective.has_in_place:
+    if settings.wide:
+        lines.append(f"p50, p99: of the loop's iterations {side}, each ending when the last rank has{few}.")
+    if settings.wide and not collective.has_in_place:
         lines.append(f"in-place N/A: {collective.name} needs two buffers.")
-    elif not collective.blocks:
+    elif settings.wide and not collective.blocks:
         whose = "the input" if collective.root < 0 else f"rank {collective.root}'s input"
         lines.append(f"out-of-place: {whose} is copied first, as {collective.name} works in place.")
     if collective.aggregates:

@@ -14,7 +14,7 @@ import torch
 from commopt.bandwidth.collectives import COLLECTIVES, COMMOPT, TORCH, Collective, find_aggregator, known_aggregators
 from commopt.collectives.communicator import Op
 from commopt.command_line import parse_nbytes, whole
-from commopt.errors import ConfigurationError
+from commopt.errors import ConfigurationError, did_you_mean
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float": torch.float32,
@@ -50,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-o", dest="op", choices=("sum", "avg"), default="sum", help="reduction (default sum)")
     add("--collective", choices=COLLECTIVES, default="all_reduce", help="what to time (default all_reduce)")
     add("--aggregator", metavar="NAME[,NAME...]", help=with_what)
+    add("--wide", action="store_true", help="all of nccl-tests' columns with ours beside them, for 200 columns")
     add("--ranks-per-node", type=whole(1), metavar="L", help=nodes)
     add("--json", type=Path, metavar="FILE", help="also write environment and results to FILE")
 
@@ -71,6 +72,7 @@ class Settings:
     aggregators: tuple[str, ...]
     ranks_per_node: int | None
     json: Path | None
+    wide: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -107,8 +109,9 @@ def settings_of(options: argparse.Namespace) -> Settings:
     for name in settings.aggregators:
         aggregator = find_aggregator(name) if collective.aggregates else None
         if aggregator is None and name not in known:
+            meant = did_you_mean(name, known) or ";"
             raise ConfigurationError(
-                f"--aggregator {name!r} is unknown for {collective.name}; known: {', '.join(known)}"
+                f"--aggregator {name!r} is unknown for {collective.name}{meant} known: {', '.join(known)}"
             )
         if aggregator is not None and not aggregator.lossless and whole_numbers:
             raise ConfigurationError(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from commopt.concise_repr import ConciseRepr
-from commopt.kernels.codec import ErrorFeedback, RngKey
+from commopt.kernels.codec import Codec, ErrorFeedback, RngKey
 
 T = TypeVar("T")
 CodingWork = Literal["encode", "decode", "recode"]
@@ -69,7 +69,7 @@ class Compressor(ConciseRepr, ABC):
         """Encode p = `scale * values` (1-D, floating) into the rows of `payload`; elements past the end count as zero.
 
         With a carry (of as many elements as values), p = scale * values + decay * loss_scale * old, and
-        new = (p - decoded p) / loss_scale. A non-finite p makes its decoded block non-finite, and `finite` false.
+        new = (p - decoded p) / loss_scale. A non-finite p is non-finite when decoded (`nan_reach`), and `finite` false.
         """
 
     @abstractmethod
@@ -121,6 +121,14 @@ class Compressor(ConciseRepr, ABC):
         """The largest error of one encoding of an element, as a share of the largest element near it."""
         return 1.0
 
+    def nan_reach(self, chunk_numel: int) -> int:
+        """Return how far an element's value, a NaN for instance, shows: in its own block of so many elements only.
+
+        Blocks are counted from the beginning of the chunk. After a NaN at least one element of its block decodes to
+        something that is not finite, and no other block changes.
+        """
+        return self.granularity
+
     exact: ClassVar[bool] = False
     """Whether float32 values survive as they are."""
 
@@ -131,6 +139,14 @@ class Compressor(ConciseRepr, ABC):
     def stochastic(self) -> bool:
         """Whether encoding rounds at random: otherwise in every step."""
         return False
+
+    @property
+    def codec_without_zero(self) -> Codec | None:
+        """The codec of its payload where that has no value for zero, but a sign bit; None where zeros stay zeros.
+
+        An aggregator then keeps apart what no rank has ever touched.
+        """
+        return None
 
     def should_compress(self, shape: tuple[int, ...]) -> bool:
         """Return whether parameters of this shape (() when unknown) are worth compressing at all."""

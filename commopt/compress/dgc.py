@@ -78,6 +78,10 @@ class DGC(Compressor):
 
     # ------------------------------------------------------------------------------------------ payloads
 
+    def nan_reach(self, chunk_numel: int) -> int:
+        """Return the whole chunk: which elements are sent depends on all of them."""
+        return chunk_numel
+
     def payload_nbytes(self, chunk_numel: int) -> int:
         """Return the bytes of so many values and their places."""
         return self._row(chunk_numel).nbytes

@@ -34,6 +34,10 @@ class Plain(Compressor):
         """16 bytes, so that every row starts aligned for vector loads."""
         return _ROW_ALIGNMENT // self.wire_dtype.itemsize
 
+    def nan_reach(self, chunk_numel: int) -> int:
+        """Return 1: each element is rounded by itself."""
+        return 1
+
     @property
     def error_bound(self) -> float:
         """Half a unit in the last place of the element itself, if it is no denormal number."""

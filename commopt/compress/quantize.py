@@ -11,7 +11,7 @@ from typing import Literal
 from torch import Tensor
 
 from commopt.compress.base import Compressor, Trials
-from commopt.errors import ConfigurationError
+from commopt.errors import ConfigurationError, did_you_mean
 from commopt.kernels import quantize
 from commopt.kernels.codec import Codec, CodecName, ErrorFeedback, RngKey
 
@@ -39,6 +39,11 @@ class Blockwise(Compressor):
     def error_bound(self) -> float:
         """That of the codec, as a share of the block's largest element."""
         return self.codec.error_bound
+
+    @property
+    def codec_without_zero(self) -> Codec | None:
+        """Signs, and levels that are denser towards zero, which is none of them."""
+        return None if self.codec.has_zero else self.codec
 
     def payload_nbytes(self, chunk_numel: int) -> int:
         """Return the bytes of codes and scales."""
@@ -97,7 +102,10 @@ def check(whose: str, block: int, start_step: int) -> None:
 def check_choice(whose: str, name: str, value: object, choices: tuple[object, ...]) -> None:
     """Raise ConfigurationError unless `value` is one of `choices`."""
     if value not in choices or type(value) is not type(choices[0]):
-        raise ConfigurationError(f"{whose}({name}={value!r}) is unknown; use one of {', '.join(map(repr, choices))}")
+        meant = did_you_mean(value, choices) or ";"
+        raise ConfigurationError(
+            f"{whose}({name}={value!r}) is unknown{meant} use one of {', '.join(map(repr, choices))}"
+        )
 
 
 @dataclass(frozen=True, repr=False)

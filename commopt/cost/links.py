@@ -127,8 +127,8 @@ class Links:
             levels.setdefault(key[:2], []).append(count)
         return "; ".join(f"{level} {what} ({', '.join(ranks)})" for (level, what), ranks in levels.items()) or "nothing"
 
-    def save(self, path: str | Path) -> None:
-        """Write a JSON file."""
+    def as_text(self) -> str:
+        """Return JSON, which `read` reads back without a difference."""
         content = {
             "format": FORMAT,
             "nominal": self.nominal,
@@ -136,13 +136,22 @@ class Links:
             "links": [key._asdict() | _as_json(curve) for key, curve in sorted(self.curves.items())],
             "work": [key._asdict() | _as_json(curve) for key, curve in sorted(self.work.items())],
         }
-        Path(path).write_text(one_line_each(content))
+        return one_line_each(content)
+
+    def save(self, path: str | Path) -> None:
+        """Write a JSON file."""
+        Path(path).write_text(self.as_text())
 
     @classmethod
     def load(cls, path: str | Path) -> Links:
         """Read what `save` wrote. Raises ConfigurationError, naming what is wrong, for anything else."""
+        return cls.read(read_text(path), str(path))
+
+    @classmethod
+    def read(cls, text: str, name: str) -> Links:
+        """Read what `as_text` returned, as `load` does. name: of where it comes from."""
         try:
-            content = load(read_text(path), "the file", FORMAT)
+            content = load(text, "the file", FORMAT)
             nominal: bool = read_as(bool, content.get("nominal"), "nominal")
             header: Header = read_as(Header, content.get("header"), "header")
             curves = _table(LinkKey, content, "links")
@@ -154,7 +163,7 @@ class Links:
                     )
             return cls(header, curves, _table(WorkKey, content, "work"), nominal)
         except ConfigurationError as error:
-            raise ConfigurationError(f"{path}: {error}; probe the cluster again") from None
+            raise ConfigurationError(f"{name}: {error}; probe the cluster again") from None
 
 
 @dataclass(frozen=True)

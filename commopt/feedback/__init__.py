@@ -11,6 +11,7 @@ from commopt.feedback.context import (
     require_repeatable,
     scale_and_add,
 )
+from commopt.feedback.counts import ParameterSteps, StepCounts
 from commopt.feedback.factors import Factors, FactorStore, Side
 from commopt.feedback.layout import Layout, Piece, Spans, checked_patterns, gaps, joined_spans, matches
 from commopt.feedback.quality import EVERY_STEPS, Shadow, falls_behind, sample_numel, sample_stride
@@ -40,6 +41,7 @@ __all__ = [
     "Feedback",
     "Kind",
     "Layout",
+    "ParameterSteps",
     "Piece",
     "Residual",
     "ResidualStore",
@@ -47,6 +49,7 @@ __all__ = [
     "Shadow",
     "Side",
     "Spans",
+    "StepCounts",
     "checked_patterns",
     "falls_behind",
     "gaps",

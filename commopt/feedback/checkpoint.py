@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from commopt.errors import ConfigurationError
+from commopt.feedback.counts import StepCounts
 from commopt.feedback.factors import Kept
 from commopt.feedback.layout import Layout, Piece
 from commopt.feedback.store import EXP_AVG_SQ, Kind, Residual, ResidualStore, is_average
@@ -50,7 +51,11 @@ def save(store: ResidualStore) -> dict[str, Any]:
         }
         factors = [_entry_of(path, kept) for path, kept in store.factors.everything()]
     expected = None if store.expected_square is None else float(store.expected_square)
-    counted = {"dropped": int(store.dropped), "expected_square": expected}
+    counted = {
+        "dropped": int(store.dropped),
+        "expected_square": expected,
+        "adam_steps": store.counts.state(),
+    }
     return {"residuals": residuals, "layouts": layouts, "placed": placed, "factors": factors, **counted}
 
 
@@ -117,12 +122,25 @@ def spread(
 def _restore_counts(store: ResidualStore, ranks: Sequence[Mapping[str, Any]]) -> None:
     """Take over how many commits were prevented, of the ranks that know, and what is expected of a gradient."""
     store.dropped = max(whole(saved.get("dropped", 0), "dropped") for saved in ranks)
+    counts = _steps_of(ranks)
+    store.counts = StepCounts(counts or {}, by_parameter=counts is not None)
     expected = ranks[0].get("expected_square")
     if expected is not None:
         if not isinstance(expected, float) or not 0 <= expected <= MAX_MAGNITUDE**2:
             refuse("expected_square", expected, f"a float from 0 to {MAX_MAGNITUDE**2:g}, or None")
         store.expected_square = torch.tensor([expected], dtype=torch.float64, device="cpu")
     store.warm = True
+
+
+def _steps_of(ranks: Sequence[Mapping[str, Any]]) -> dict[str, int] | None:
+    """Return how many steps Adam has made of each parameter, None where a checkpoint does not say."""
+    counts: dict[str, int] = {}
+    for saved in ranks:
+        if saved.get("adam_steps") is None:
+            return None
+        for name, count in field(saved, "adam_steps", dict).items():
+            counts[name] = max(whole(count, f"adam_steps[{name!r}]"), counts.get(name, 0))
+    return counts
 
 
 def pieces_of(layout: Layout) -> _Pieces:

@@ -12,6 +12,7 @@ from torch import Tensor
 from commopt.compress import ErrorFeedback, RngKey
 from commopt.concise_repr import ConciseRepr
 from commopt.errors import ConfigurationError
+from commopt.feedback.counts import ParameterSteps
 from commopt.feedback.factors import Factors, FactorStore, Make
 from commopt.feedback.layout import Layout
 from commopt.feedback.store import Kind, Memory, Residual, ResidualStore, Scratch
@@ -66,6 +67,7 @@ class BufferContext:
     result_dtype: what the buffer's values will be rounded to in the end, None for its own dtype.
     share: the part of all ranks whose gradients were added up into this buffer; None where it is this one alone.
     memory: what earlier steps have found for the buffer.
+    steps: how many Adam has made of the parameters of the whole buffer; None where nobody counts them.
     """
 
     layout: Layout
@@ -79,6 +81,7 @@ class BufferContext:
     share: float | None = None
     memory: Memory = field(default_factory=Memory)
     scratch: Scratch = field(default_factory=Scratch)  # where to take buffers from
+    steps: ParameterSteps | None = None
 
     @classmethod
     def unremembered(cls, numel: int, step: int = 0, rank: int = 0) -> BufferContext:

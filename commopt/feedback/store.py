@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from commopt.errors import ConfigurationError
+from commopt.feedback.counts import StepCounts
 from commopt.feedback.factors import FactorStore
 from commopt.feedback.layout import Layout, gaps
 from commopt.feedback.quality import SampledError
+from commopt.groups import WireBytes
 from commopt.kernels.residual import round_by_chance
 
 Kind = Literal["worker", "server"]
@@ -99,9 +101,13 @@ class ResidualStore:
     scratch: Scratch = field(default_factory=Scratch)
     error: SampledError = field(default_factory=SampledError)
     factors: FactorStore = field(default_factory=FactorStore)
+    beside: WireBytes = field(default_factory=WireBytes)  # payload that `Aggregator.calls` cannot foresee
+    untouched: dict[tuple[str, Layout], Any] = field(default_factory=dict)  # by level: see aggregate.untouched
+    counts: StepCounts = field(default_factory=StepCounts)
     steps: int = 0
     warm: bool = False  # whether any residual can be other than zero; alike on every rank
     dropped: Tensor | int = 0  # commits that a non-finite value prevented
+    finite: Tensor | None = None  # whether none was in the last step: bool, 0-d; None where nothing was to be committed
     lock: RLock = field(default_factory=RLock, repr=False)
     buffers: dict[Layout, Memory] = field(default_factory=dict)  # of which no two have a parameter in common
     placed: dict[str, dict[Layout, str]] = field(default_factory=dict)  # by path: how buffers were divided last
@@ -131,6 +137,8 @@ class ResidualStore:
                 self._redirect_to(paths, layout)
             if memory is None or memory.by is not by:
                 self.buffers = _others(self.buffers, layout)
+                # Here, where all ranks come alike: what they hold of a buffer differs, and they ask each other again.
+                self.untouched = {key: each for key, each in self.untouched.items() if not key[1].shares_names(layout)}
                 memory = self.buffers[layout] = Memory(by, paths)
             elif settle:
                 self._sweep(layout, memory)
@@ -253,6 +261,10 @@ class ResidualStore:
         with self.lock:
             self._slots[slot.path, slot.kind, slot.layout] = slot
 
+    def rest(self, path: str, layout: Layout, known: object) -> None:
+        """Keep what is known of the elements of `layout` that nobody has touched, until something else sends them."""
+        self.untouched[path, layout] = known
+
     def slots(self) -> list[Residual]:
         """Return all residuals, also those that no buffer has asked for yet."""
         with self.lock:
@@ -322,6 +334,7 @@ class ResidualStore:
 
     def _commit(self) -> None:
         finite = torch.stack(self.judge()).all()
+        self.finite = finite if self.finite is None else self.finite & finite
         # No host sync on a GPU, but for what is sent once and then gone: a few steps after a change.
         known = finite.device.type == "cpu" or any(slot.once for slot in self._staged)
         kept = {} if known and not finite else self._staged

@@ -18,7 +18,10 @@ from torch import Tensor
 
 _SEGMENT_NBYTES = 1024 * 1024
 _LONG_PART_NBYTES = 2 * 1024 * 1024
-_NEVER_SENT = 2**30  # a tag
+# Tags. Gloo ends the process when a message is longer than what waits for it, so a comparison, which perhaps not all
+# ranks have come to, is never taken for anything else.
+_NEVER_SENT = 2**30
+_COMPARISON = 2**30 - 1
 _ADDED_IN_FLOAT32 = (torch.float16, torch.bfloat16)
 
 
@@ -96,9 +99,10 @@ def all_equal(output: Tensor, source: Tensor, group: dist.ProcessGroup) -> None:
     theirs = torch.empty(2, dtype=torch.int64, device="cpu")
     equal, distance = True, 1
     while distance < world_size:
-        arrival = dist.irecv(theirs, group=group, group_src=(rank - distance) % world_size)
+        arrival = dist.irecv(theirs, group=group, group_src=(rank - distance) % world_size, tag=_COMPARISON)
         mine = torch.tensor([number, equal], device="cpu")
-        _wait([dist.isend(mine, group=group, group_dst=(rank + distance) % world_size), arrival])
+        leaving = dist.isend(mine, group=group, group_dst=(rank + distance) % world_size, tag=_COMPARISON)
+        _wait([leaving, arrival])
         equal = equal and theirs.tolist() == [number, True]
         distance *= 2
     output.fill_(equal)

@@ -8,6 +8,7 @@ of any length, also when the team fails.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import time
@@ -23,17 +24,21 @@ from weakref import WeakSet, ref
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from commopt.errors import ConfigurationError, LaneError, MismatchError, TransportError
+from commopt.errors import CommoptError, ConfigurationError, LaneError, MismatchError, TransportError
 from commopt.groups.store import LimitedStore
 from commopt.groups.team import Team
 from topology import Cluster
 
 Facts = dict[str, Any]
 
+_log = logging.getLogger("commopt")
+
 # How much longer the others wait for rank 0's verdict than rank 0 waits for them.
 _VERDICT_MARGIN_S = 5.0
 # For a rank that leaves because of an error, to say so.
 _LEAVING_S = 2.0
+# After which a wait is told of: longer than ranks are usually apart, and soon enough for whoever watches.
+PATIENCE_S = 20.0
 
 
 def exchange_facts(
@@ -45,13 +50,15 @@ def exchange_facts(
     timeout_s: float,
     interrupt: Callable[[], None] = lambda: None,
     problem: Exception | None = None,
+    patience_s: float = PATIENCE_S,
 ) -> list[Facts]:
     """Return the `facts` (JSON values) of all `ranks`, in their order; every one of them must call it.
 
     `me` is this process's place in `ranks`, which are global ranks; `store` must be private to them. `interrupt` is
     called while waiting and may raise. `problem` is why this rank cannot go on: it raises it, and all others a
-    ConfigurationError. Raises MismatchError on every rank when one does not call within `timeout_s`, TransportError
-    when the store does not answer.
+    ConfigurationError. Raises MismatchError on every rank when one does not call within `timeout_s` or states another
+    `purpose`, TransportError when the store does not answer. After `patience_s` a warning
+    names the ranks that are waited for.
 
     What stands in the store may be older than this process: torchrun keeps one store through all its attempts, and a
     call that failed, or that some ranks never made, leaves its keys behind. So nothing is named by counting. Every
@@ -61,17 +68,20 @@ def exchange_facts(
     """
     trouble = None if problem is None else f"{type(problem).__name__}: {problem}"
     mine = {"purpose": purpose, "problem": trouble, **facts}
+    patience = _Patience(ranks, purpose, patience_s)
     if me == 0:
         deadline = time.monotonic() + timeout_s
-        answers, missing = _preside(store.until(deadline), len(ranks), mine, deadline, interrupt)
+        answers, missing = _preside(store.until(deadline), len(ranks), mine, deadline, interrupt, patience)
     else:  # rank 0 may wait for somebody itself
         deadline = time.monotonic() + timeout_s + _VERDICT_MARGIN_S
-        answers, missing = _attend(store.until(deadline), len(ranks), me, mine, deadline, interrupt)
+        answers, missing = _attend(store.until(deadline), len(ranks), me, mine, deadline, interrupt, patience)
     if missing:
         interrupt()  # why a rank is missing says more than that it is
         names = ", ".join(str(ranks[place]) for place in missing)
+        elsewhere = {rank: each["purpose"] for rank, each in zip(ranks, answers, strict=False) if each}
+        told = "".join(f"; rank {rank} came to {other}" for rank, other in elsewhere.items() if other != purpose)
         raise MismatchError(
-            f"rank {names} did not reach {purpose} within {timeout_s:g} s, or left it with an error; it is a "
+            f"rank {names} did not reach {purpose} within {timeout_s:g} s, or left it with an error{told}; it is a "
             f"collective call: every rank of the group must make it, in the same order"
         )
     if problem is not None:
@@ -79,8 +89,32 @@ def exchange_facts(
     for rank, answer in zip(ranks, answers, strict=True):
         if answer["problem"] is not None:
             raise ConfigurationError(f"rank {rank} cannot take part in {answer['purpose']}: {answer['problem']}")
-    require_equal(ranks, answers, ("purpose",))
+    for rank, answer in zip(ranks, answers, strict=True):
+        if answer["purpose"] != answers[0]["purpose"]:
+            raise MismatchError(
+                f"rank {rank} came to {answer['purpose']} and rank {ranks[0]} to {answers[0]['purpose']}; every rank "
+                f"must make the same commopt calls, in the same order and between the same steps"
+            )
     return answers
+
+
+class _Patience:
+    """Says for whom this rank waits in `purpose`: after `first_s`, and then each time that the wait has doubled."""
+
+    def __init__(self, ranks: Sequence[int], purpose: str, first_s: float) -> None:
+        self._ranks, self._purpose = ranks, purpose
+        self._begun_s, self._next_s = time.monotonic(), first_s
+
+    def wait_for(self, places: Iterable[int]) -> None:
+        """Take note that the ranks at `places` have not come yet."""
+        waited_s = time.monotonic() - self._begun_s
+        if waited_s < self._next_s:
+            return
+        self._next_s = 2 * waited_s
+        names = ", ".join(str(self._ranks[place]) for place in places)
+        _log.warning(
+            "waiting for rank %s in %s, for %.0f s now: every rank must call it", names, self._purpose, waited_s
+        )
 
 
 def require_equal(ranks: Sequence[int], answers: Sequence[Facts], fields: Iterable[str]) -> None:
@@ -95,7 +129,12 @@ def require_equal(ranks: Sequence[int], answers: Sequence[Facts], fields: Iterab
 
 
 def _preside(
-    store: LimitedStore, size: int, mine: Facts, deadline: float, interrupt: Callable[[], None]
+    store: LimitedStore,
+    size: int,
+    mine: Facts,
+    deadline: float,
+    interrupt: Callable[[], None],
+    patience: _Patience,
 ) -> tuple[list[Facts], list[int]]:
     """Rank 0's part: return the answers of all, or the places of those who gave none in time."""
     meeting = secrets.token_hex(8)
@@ -111,6 +150,8 @@ def _preside(
             elif "ticket" in seat and seat["ticket"] not in invited:
                 store.set(f"invitation/{seat['ticket']}", json.dumps({"meeting": meeting}))
                 invited.add(seat["ticket"])
+        if len(answers) < size:
+            patience.wait_for(place for place in range(size) if place not in answers)
         return len(answers) == size
 
     with _told_when_left(store, 0, meeting):
@@ -120,16 +161,27 @@ def _preside(
         store.set("meeting", meeting)
         if before is not None:
             store.delete_key(f"verdict/{before}")
-    return _verdict(store, meeting, missing, [] if missing else [answers[place] for place in range(size)])
+    return _verdict(store, meeting, missing, [answers.get(place, {}) for place in range(size)])
 
 
 def _attend(
-    store: LimitedStore, size: int, me: int, mine: Facts, deadline: float, interrupt: Callable[[], None]
+    store: LimitedStore,
+    size: int,
+    me: int,
+    mine: Facts,
+    deadline: float,
+    interrupt: Callable[[], None],
+    patience: _Patience,
 ) -> tuple[list[Facts], list[int]]:
     """Every other rank's part: return the answers of all, or the places of those that are missing."""
     ticket = secrets.token_hex(8)
     store.set(f"seat/{me}", json.dumps({"ticket": ticket}))
-    invitation = poll(lambda: _read(store, f"invitation/{ticket}"), deadline, interrupt)
+
+    def invited() -> Facts:
+        patience.wait_for([0])  # for whom else, rank 0 says
+        return _read(store, f"invitation/{ticket}")
+
+    invitation = poll(invited, deadline, interrupt)
     if not invitation:
         return [], [0]
     store.delete_key(f"invitation/{ticket}")
@@ -217,6 +269,13 @@ def _foreign(key: str) -> MismatchError:
 # ------------------------------------------------------------------------------------------- memberships
 
 FAILURE_KEY = "failure"
+
+
+def _call_of(rank: int) -> str:
+    """Return the key of the call that a rank is in, or that it left because others did not come."""
+    return f"call/{rank}"
+
+
 # For whoever has more to do than to wait for the store.
 _ANSWER_S = 2.0
 
@@ -282,7 +341,7 @@ class Membership:
                 f"a new HookState or Communicator (and register the hook on a new DistributedDataParallel)"
             )
 
-    def agree(self, purpose: str, **facts: str) -> None:
+    def agree(self, purpose: str, **facts: Any) -> None:
         """Compare `facts` over the ranks, the first time they are stated; collective.
 
         Raises MismatchError on every rank when they differ, ConfigurationError when the process group is gone,
@@ -294,16 +353,42 @@ class Membership:
             require_equal(self.ranks, self.exchange(purpose, None, **facts), facts)
             self._agreed.add(statement)
 
-    def exchange(self, purpose: str, problem: Exception | None = None, **facts: Any) -> list[Facts]:
+    def exchange(
+        self,
+        purpose: str,
+        problem: Exception | None = None,
+        room: str = "",
+        patience_s: float = PATIENCE_S,
+        **facts: Any,
+    ) -> list[Facts]:
         """Return the facts of every rank, in their order; collective. Raises as `agree` does, but for differences.
 
-        `problem` is why this rank cannot go on: it raises it, and the others a ConfigurationError.
+        `problem` is why this rank cannot go on: it raises it, and the others a ConfigurationError. room: exchanges that
+        may go on at the same time, in different threads, have different ones. patience_s: as in exchange_facts.
         """
         self.require_alive()
-        hear = failures_among(self.ranks)
-        return exchange_facts(self.store, self.ranks, self.team.rank, purpose, facts, self.timeout_s, hear, problem)
+        hear, me = failures_among(self.ranks), self.team.rank
+        store = self.store.within(room) if room else self.store
+        self.store.set(_call_of(self.global_rank), purpose)
+        try:
+            answers = exchange_facts(store, self.ranks, me, purpose, facts, self.timeout_s, hear, problem, patience_s)
+        except MismatchError:  # who waits elsewhere for this rank is to find out why
+            raise
+        except CommoptError:
+            self._forget_call()
+            raise
+        self._forget_call()
+        return answers
 
-    def enroll(self, kind: str, problem: Exception | None = None, **facts: str) -> str:
+    def _forget_call(self) -> None:
+        with suppress(TransportError):
+            self._briefly().delete_key(_call_of(self.global_rank))
+
+    def unmet_call(self, rank: int) -> str | None:
+        """Return the collective call to which `rank` has come while others have not, None where there is none."""
+        return self._briefly().read(_call_of(rank))
+
+    def enroll(self, kind: str, problem: Exception | None = None, **facts: Any) -> str:
         """Return the name of a new owner of operations, equal on all ranks, which compare `facts`; collective.
 
         Raises as `agree` and `exchange` do. Ranks may have counted differently, where one failed before it came here.

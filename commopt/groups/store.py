@@ -46,6 +46,10 @@ class LimitedStore:
         """Return the keys under another prefix."""
         return LimitedStore(self._connection, f"{prefix}/", limit_s)
 
+    def within(self, room: str) -> LimitedStore:
+        """Return the keys under `room` among these."""
+        return LimitedStore(self._connection, f"{self._prefix}{room}/", self._limit_s, self._deadline)
+
     def until(self, deadline: float) -> LimitedStore:
         """Return the same keys, for an exchange that must be over at `deadline` (time.monotonic)."""
         return LimitedStore(self._connection, self._prefix, self._limit_s, min(deadline, self._deadline))

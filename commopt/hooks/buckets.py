@@ -23,10 +23,8 @@ from commopt.errors import CommoptError, ConfigurationError
 from commopt.feedback import EVERY_STEPS, Layout, ResidualStore, Shadow, falls_behind, sample_numel
 from commopt.hooks.checks import (
     REDUCIBLE,
-    UnusedAverages,
     kind_of,
     refuse_bucket,
-    refuse_second_adam,
     require_comparable,
     warn_of_unknown_scaler,
     when_first_stepped,
@@ -59,23 +57,22 @@ class DDPRegistration(Registration):
         self.controller = Controller(self.recorder, self.layouts)
         if isinstance(aggregator, LocalSGD):
             parameters = dict(self.parameters)
-            self.averages = ParameterAverages(aggregator, module, lambda: parameters, self.store)
+            self.averages = ParameterAverages(
+                aggregator, module, lambda: parameters, self.store, parameters, lambda: self.scaler
+            )
         # The gradients of a LocalSGD leave nothing for later, and `store` is for its parameters.
         self._remembers_nothing = None if self.averages is None else ResidualStore()
         self._ddp: ref[TorchDDP] | None = None
         self._shadow_of = -1  # which plan, by its number, the samples of averages are of
         self._raising_task = -1
         self._latest: lanes.Work | None = None  # bucket's, until backward has looked at it
-        self._warned = False
+        self._warned = self._told = False
         self._lately_ns: deque[int] = deque(maxlen=64)
-        self._unused: UnusedAverages | None = None
 
     def _begin(self, aggregator: Aggregator, client: lanes.LaneClient) -> None:
         aggregator.check(client.team)
-        aggregator = self.layouts.resolved(aggregator, warn=client.team.rank == 0)
-        self.keeps_residuals = bool(aggregator.residual_paths)
-        if aggregator.adam is not None:
-            refuse_second_adam(self)
+        aggregator = self.layouts.resolved(aggregator)
+        self.watch_optimizers(aggregator)
         if (auto := auto_of(aggregator)) is not None:
             self.controller.optimizer = auto.optimizer or ""
             if auto.optimizer is None:
@@ -111,6 +108,12 @@ class DDPRegistration(Registration):
         """Learn which model this is the registration of, so that its buckets can be made anew."""
         self._ddp = ref(ddp)
         self.controller.serve(ddp)
+
+    @property
+    def title(self) -> str:
+        """The name of the class of the module inside DDP."""
+        ddp = self.model()
+        return "" if ddp is None else type(ddp.module).__name__
 
     def model(self) -> TorchDDP | None:
         """Return the DDP model."""
@@ -169,6 +172,7 @@ class DDPRegistration(Registration):
             self.join()
         steps = self.steps
         self.controller.require_repeatable(steps)
+        self._require_optimizer_step()
         if self.averages is not None:  # a rank without data, in DDP's join(), makes no forward before this
             self.averages.take_turn()
         if self.device is None:
@@ -176,7 +180,11 @@ class DDPRegistration(Registration):
         self.controller.begin_step(steps)
         if self.recorder.enabled:
             self.recorder.begin_step(steps, device)
-        self.step = Step(steps, self._remembers_nothing or self.store, self.scaler)
+        # Of a LocalSGD it says whether gradients cross between nodes, which begins and ends between optimizer steps.
+        number = steps if self.averages is None else self.averages.steps
+        ddp = self.model()
+        skips = ddp is not None and ddp.find_unused_parameters and not ddp.static_graph
+        self.step = Step(number, self._remembers_nothing or self.store, self.scaler, skips=skips)
         if self.guard and is_capturing():
             self.guard = 0  # a CUDA graph would sample in every step, or in none
         if self.guard and self.controller.changes != self._shadow_of:
@@ -184,6 +192,32 @@ class DDPRegistration(Registration):
             self.shadow = Shadow(self.guard, steps)  # a new plan is judged by its own samples
         if self.guard and self.settings.guard and (steps + 1 - self.shadow.first_step) % self.guard == 0:
             self._look_back()
+
+    def _require_optimizer_step(self) -> None:
+        """See whether a step was made by the last averages; DDP averages what has accumulated.
+
+        Lossless averages stand that. Residuals count the first gradient twice, which is warned about once. With adam=
+        a direction would be added to a gradient: ConfigurationError, on all ranks before anything is sent.
+        """
+        watch = self.steps_between
+        if watch is None or torch._C._current_graph_task_id() == -1:
+            return  # a rank without data, in DDP's join(), has neither backwards nor optimizer steps
+        if not watch.missed(self.scaler, self.store.finite):
+            return
+        if self.directions is not None:
+            raise ConfigurationError(
+                "two backwards in a row were averaged without an optimizer step between, and adam= makes a direction "
+                "of each average, which cannot be added to gradients: accumulate under ddp.no_sync(), the forward "
+                "too, and call optimizer.step() after every averaged backward; where a GradScaler may drop steps, "
+                "call scaler.update() after each and pass attach(..., scaler=scaler)"
+            )
+        if not self._told:
+            self._told = True
+            _log.warning(
+                "two backwards in a row were averaged without an optimizer step between: accumulate gradients under "
+                "ddp.no_sync(), or error feedback counts them twice; what is averaged and then thrown away, it counts "
+                "as applied"
+            )
 
     def _look_back(self) -> None:
         """Warn, once, when the samples so far say that a strategy nobody will leave withholds too much."""
@@ -215,6 +249,8 @@ class DDPRegistration(Registration):
         latest, self._latest = self._latest, None  # keep no bucket
         if latest is None or not latest.arrived:
             lanes.require_healthy()
+        if latest is not None and self.directions is not None:
+            self.directions.delivered()
 
     def _require_one_device(self, device: torch.device) -> None:
         if self.keeps_residuals:
@@ -232,9 +268,8 @@ class DDPRegistration(Registration):
             return
         if self.reduced_steps == 0 and self.scaler is None:
             warn_of_unknown_scaler()
-        if not self.store.per_step:
-            self._unused = self._unused or UnusedAverages()
-            self._unused.step_is_reduced()
+        if self.steps_between is not None and torch._C._current_graph_task_id() != -1:
+            self.steps_between.averaged(self.scaler)
         self.layouts.require_expected()
 
     def _send(self, layout: Layout, buffer: Tensor, index: int, *, last: bool) -> lanes.Work:
@@ -257,7 +292,7 @@ class DDPRegistration(Registration):
         self.steps += 1
         self.reduced_steps += 1
         if self.averages is not None:
-            self.averages.steps = self.steps
+            self.averages.optimizer_steps.backward_ended(shadowed=torch._C._current_graph_task_id() == -1)
 
     # ------------------------------------------------------------------------------------- checkpoints
 

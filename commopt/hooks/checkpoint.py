@@ -19,8 +19,7 @@ from torch import Tensor
 from commopt.errors import ConfigurationError
 from commopt.feedback import Layout, ResidualStore, layout_of, pieces_of, restore, save
 from commopt.feedback.checkpoint import MAX_MAGNITUDE, field, refuse, required, whole
-from commopt.groups import Membership
-from commopt.groups.membership import require_equal
+from commopt.groups.membership import PATIENCE_S, require_equal
 from commopt.hooks.registration import Registration
 from commopt.schedule import require_same_parameters
 
@@ -74,18 +73,26 @@ def merged_state(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------- gathering
 
 
-def gather(part: dict[str, Any], membership: Membership) -> dict[str, Any] | None:
+def gather(
+    registration: Registration, what: str = "gathered_state_dict", patience_s: float = PATIENCE_S
+) -> dict[str, Any] | None:
     """Return all ranks' parts on the first rank of the group, None on the others; collective.
+
+    what: the call that every rank must make, for messages. patience_s: after which it is told who has not made it.
 
     One rank after the other sends its part to the first one, in messages of MESSAGE_NBYTES at most, over the backend of
     the CPU. Where there is none they go through the memory of the GPUs, which never hold more than one.
     """
+    registration.require_open(what)
+    membership = registration.everyone
     membership.require_alive()
     group = membership.parent()
     assert group is not None  # alive
-    buffer, parts = BytesIO(), [part]
+    part, buffer = part_of(registration), BytesIO()
+    parts = [part]
     torch.save(part, buffer)
-    answers = membership.exchange("gathered_state_dict", nbytes=str(len(buffer.getbuffer())))
+    call, nbytes = f"{what} after {registration.steps} steps", str(len(buffer.getbuffer()))
+    answers = registration.client.agree(call, patience_s=patience_s, nbytes=nbytes).wait()
     lengths = [0] * membership.team.size
     for rank, answer in zip(membership.ranks, answers, strict=True):
         lengths[dist.get_group_rank(group, rank)] = int(answer["nbytes"])
@@ -130,7 +137,7 @@ def load(read: Callable[[], object], registration: Registration) -> None:
         raise ConfigurationError(
             "load_state_dict needs to know the aggregator; use commopt.attach, or HookState(aggregator)"
         )
-    membership, owner = registration.everyone, registration.client.name
+    membership = registration.everyone
     store = ResidualStore(per_step=registration.store.per_step)
     loaded, facts, problem = None, dict[str, str](), ""
     try:
@@ -139,14 +146,15 @@ def load(read: Callable[[], object], registration: Registration) -> None:
         problem = str(error)
     except Exception as error:  # whatever it is, the other ranks must hear of it
         problem = f"the checkpoint cannot be read ({error!r}); load what state_dict() returned, or start without it"
-    purpose = f"load_state_dict of {owner}"
-    answers = membership.exchange(purpose, None, refused=problem, **facts)
+    answers = registration.client.agree("load_state_dict", refused=problem, **dict[str, Any](facts)).wait()
     _require_no_problem({rank: str(each["refused"]) for rank, each in zip(membership.ranks, answers, strict=True)})
     assert loaded is not None  # else there was a problem
     require_equal(membership.ranks, answers, facts)
     if membership.team.rank == 0:
         _tell_of_learning_rate(int(facts["ranks"]), membership.team.size)
     registration.go_on(store, *loaded)
+    if registration.averages is not None:
+        registration.averages.optimizer_steps.start_anew(int(facts["optimizer steps"]))
 
 
 def _tell_of_learning_rate(ranks_then: int, ranks_now: int) -> None:
@@ -207,6 +215,7 @@ def _fill(store: ResidualStore, saved: object, registration: Registration) -> tu
     facts = {
         "ranks": str(len(first["nodes"])),
         "steps": str(first["steps"]),
+        "optimizer steps": str(registration.optimizer_steps_of(first)),
         "residuals": source,
         "parameters": _digest(sorted(numels.items())),
         "buckets": _digest([pieces_of(layout) for layout in buffers]),

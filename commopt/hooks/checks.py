@@ -8,8 +8,8 @@ import logging
 import re
 from collections.abc import Callable
 from functools import cache
-from typing import Any
-from weakref import WeakSet, ref
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,10 @@ from torch import Tensor, nn
 
 from commopt.aggregate import Aggregator
 from commopt.errors import ConfigurationError, UnsupportedTensorError
-from commopt.hooks.steps import after_steps, before_steps
+from commopt.hooks.steps import before_steps
 from commopt.version import NEWEST_TESTED_TORCH
+
+_T = TypeVar("_T")
 
 REDUCIBLE = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64))
 
@@ -65,15 +67,19 @@ def _sparse(name: str) -> UnsupportedTensorError:
     )
 
 
-def enabled_scalers() -> list[torch.amp.GradScaler]:
-    """Return every enabled GradScaler of this process."""
-    kinds: list[type] = [torch.amp.GradScaler]
+def instances_of(base: type[_T]) -> list[_T]:
+    """Return every object of this process that is a `base`."""
+    kinds: list[type[_T]] = [base]
     for kind in kinds:
-        kinds += kind.__subclasses__()
+        kinds += [each for each in kind.__subclasses__() if each not in kinds]
     # Not gc.get_objects(): it holds every object for a moment, and a tuple that another thread is building must be
     # held by nobody else (CPython raises SystemError there).
-    found = [thing for thing in gc.get_referrers(*kinds) if type(thing) in kinds]
-    return [scaler for scaler in found if scaler.is_enabled()]
+    return [thing for thing in gc.get_referrers(*kinds) if type(thing) in kinds]
+
+
+def enabled_scalers() -> list[torch.amp.GradScaler]:
+    """Return every enabled GradScaler of this process."""
+    return [scaler for scaler in instances_of(torch.amp.GradScaler) if scaler.is_enabled()]
 
 
 def warn_of_unknown_scaler() -> None:
@@ -105,13 +111,20 @@ _ADAPTS = {"betas", "rho", "alpha", "etas", "lr_decay", "beta2_decay"}
 
 def require_plain_groups(optimizer: torch.optim.Optimizer) -> None:
     """Raise ConfigurationError when an optimizer makes directions of its own, of what are directions of Adam's."""
+    kind = type(optimizer).__name__
     for group in optimizer.param_groups:
-        found = sorted(_ADAPTS & group.keys()) + ["momentum"] * bool(group.get("momentum"))
-        if found:
+        for name in sorted(_ADAPTS & group.keys()):
             raise ConfigurationError(
-                f"{type(optimizer).__name__} has {found[0]}={group[found[0]]!r} for parameters whose .grad is Adam's "
-                f"direction already, so it would be applied twice; use comm.optimizer(model.parameters(), lr=..., "
-                f"weight_decay=...), and set betas and eps in commopt.Adam()"
+                f"{kind} has {name}={group[name]!r} for parameters whose .grad is Adam's direction already, so it "
+                f"would be applied twice; use comm.optimizer(model.parameters(), lr=..., weight_decay=...), and set "
+                f"betas and eps in commopt.Adam()"
+            )
+        if group.get("momentum"):
+            raise ConfigurationError(
+                f"{kind} has momentum={group['momentum']!r} for parameters whose .grad is Adam's direction, which has "
+                f"its momentum already; if a scheduler such as OneCycleLR or CyclicLR set it, pass "
+                f"cycle_momentum=False to the scheduler; else use comm.optimizer(model.parameters(), lr=..., "
+                f"weight_decay=...), which has none"
             )
 
 
@@ -122,15 +135,26 @@ def kind_of(optimizer: torch.optim.Optimizer) -> str:
 
 def when_first_stepped(owner: Any, see: Callable[[Any, torch.optim.Optimizer], None]) -> None:
     """Let each torch optimizer of `owner.parameters` be seen, `see(owner, optimizer)`, when it first steps."""
-    known: WeakSet[torch.optim.Optimizer] = WeakSet()
+    seen: WeakSet[torch.optim.Optimizer] = WeakSet()
 
     def look(alive: Any, optimizer: torch.optim.Optimizer) -> None:
-        if optimizer in known:
-            return
-        ours = set(map(id, alive.parameters.values()))
-        if any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
+        if optimizer not in seen:
+            seen.add(optimizer)
             see(alive, optimizer)
-        known.add(optimizer)
+
+    before_each_step(owner, look)
+
+
+def before_each_step(owner: Any, see: Callable[[Any, torch.optim.Optimizer], None]) -> None:
+    """Call `see(owner, optimizer)` before each step of each torch optimizer of `owner.parameters`."""
+    ours: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()
+
+    def look(alive: Any, optimizer: torch.optim.Optimizer) -> None:
+        if optimizer not in ours:
+            known = set(map(id, alive.parameters.values()))
+            ours[optimizer] = any(id(each) in known for group in optimizer.param_groups for each in group["params"])
+        if ours[optimizer]:
+            see(alive, optimizer)
 
     before_steps.show(owner, look)
 
@@ -144,38 +168,3 @@ def require_comparable(aggregator: Aggregator) -> None:
         what = "averages parameters"
     if what:
         raise ConfigurationError(f"guard= compares averages of gradients, and {aggregator} {what}; leave guard= out")
-
-
-def refuse_second_adam(owner: Any) -> None:
-    """Let any torch optimizer of `owner.parameters` that is like Adam raise ConfigurationError when it first steps."""
-    when_first_stepped(owner, lambda _, optimizer: require_plain_groups(optimizer))
-
-
-class UnusedAverages:
-    """Warns, once, when two backwards in a row were averaged and no optimizer stepped between them.
-
-    DDP averages what has accumulated: lossless averages stand that, residuals count the first gradient twice. Any step
-    of a torch optimizer counts, and loops in which none was seen yet are left alone: they update parameters by hand.
-    Not for loops with a GradScaler, which leaves out steps.
-    """
-
-    def __init__(self) -> None:
-        self._stepped: bool | None = None  # None: never yet
-        self._told = False
-        after_steps.show(self, UnusedAverages._note_step)
-
-    def _note_step(self, _: torch.optim.Optimizer) -> None:
-        self._stepped = True
-
-    def step_is_reduced(self) -> None:
-        """Look, when the last bucket of a step comes by."""
-        if torch._C._current_graph_task_id() == -1:
-            return  # a rank without data, in DDP's join(), has neither backwards nor optimizer steps
-        if self._stepped is False and not self._told:
-            _log.warning(
-                "two backwards in a row were averaged without an optimizer step between: accumulate gradients under "
-                "ddp.no_sync(), or error feedback counts them twice; what is averaged and then thrown away, it counts "
-                "as applied"
-            )
-            self._told = True
-        self._stepped = False if self._stepped else None

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from io import BytesIO
 from pathlib import Path
@@ -22,6 +23,8 @@ from topology import Cluster
 
 if TYPE_CHECKING:
     from commopt.timeline import Report, Timeline
+
+_log = logging.getLogger("commopt")
 
 
 class CommState:
@@ -91,6 +94,8 @@ class CommState:
                 f"optimizer() got {others} of {len(given)} parameters whose gradients are not averaged here, so that "
                 f"nobody makes directions of them; give them an optimizer of their own"
             )
+        if self._registration.steps_between is not None:
+            self._registration.steps_between.expect()
         return made
 
     def average_parameters(self) -> None:
@@ -98,15 +103,27 @@ class CommState:
 
         With LocalSGD call it before the model is saved or evaluated, and after training: what is on its way arrives
         first, and the next round comes when it would have come. With other aggregators, and on one node, parameters are
-        equal already and nothing happens.
+        equal already and nothing happens. Raises MismatchError within `timeout`, and nothing has changed then, when not
+        all ranks call it between the same two steps.
+        """
+        registration = self._registration
+        if registration.averages is not None:
+            what = f"average_parameters after {registration.steps} averaged backwards"
+            registration.averages.run(registration.averages.client or registration.client, what)
+
+    @property
+    def nodes_differ(self) -> bool:
+        """Whether nodes may hold different parameters now: with LocalSGD, in training since average_parameters().
+
+        The same on all ranks.
         """
         averages = self._registration.averages
-        if averages is not None:
-            averages.run(averages.client or self._registration.client)
+        return averages is not None and averages.apart
 
     def close(self) -> None:
-        """Finish what was started, and close commopt's process groups; every rank must, and the model trains no more.
+        """Finish what was started, and close commopt's process groups; every rank must.
 
+        A model of DDP trains no more; one of FSDP2 is FSDP's own again, and may be attached again.
         They are shared: the last state or Communicator of the same group and settings to close ends them. What was
         never closed is, when the process group has been destroyed, at the next call that joins one.
         """
@@ -141,12 +158,12 @@ class CommState:
 
         Of FSDP2's replicas each gets that of its shard. trace: where rank 0 writes it as a Chrome trace
         (ui.perfetto.dev reads it). Raises ConfigurationError on every rank when nothing was recorded or the file cannot
-        be written.
+        be written, and MismatchError when not all ranks call it.
         """
         from commopt.hooks.insight import timeline_of  # which reads what all ranks recorded
         from commopt.timeline import write_trace
 
-        return timeline_of(self._registration, write_trace, trace)
+        return timeline_of(self._registration, write_trace, trace, "timeline")
 
     def report(self, html: str | Path | None = None) -> Report:
         """Return where the time of a step goes: print it; collective, between two steps. Raises as `timeline`.
@@ -161,7 +178,7 @@ class CommState:
             found = report_on(timeline, self._registration, self.plan)
             write_page(file, timeline, found, self.explain(), [each.reason for each in self.decisions])
 
-        return report_on(timeline_of(self._registration, write, html), self._registration, self.plan)
+        return report_on(timeline_of(self._registration, write, html, "report"), self._registration, self.plan)
 
     def log_to(self, target: Any, every: int = 50) -> None:
         """Write what communication does to a logger, from now on, after every `every`-th step; collective.
@@ -213,9 +230,13 @@ class CommState:
         return checkpoint.part_of(self._registration)
 
     def gathered_state_dict(self) -> dict[str, Any] | None:
-        """Return all ranks' states on the first rank of the group, None on the others; collective."""
-        self._registration.require_open("gathered_state_dict")
-        return checkpoint.gather(self.state_dict(), self._registration.everyone)
+        """Return all ranks' states on the first rank of the group, None on the others; collective.
+
+        It is as large as all residuals together: with error feedback between P ranks up to 4 P bytes of host memory and
+        of disk for each parameter, between N nodes 4 N. `stats()["residual_bytes"]` is this rank's part. Raises
+        MismatchError within `timeout` when not all ranks call it, between the same two steps.
+        """
+        return checkpoint.gather(self._registration)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on where `saved` was taken: one rank's state_dict(), a gathered or a merged one; collective.
@@ -264,6 +285,7 @@ class Checkpointed:
 
     def state_dict(self) -> dict[str, bytes]:
         """Return this rank's part under its own name; for another world, empty places for all ranks' parts."""
+        _warn_of_one_nodes_model(self._state)
         team = self._state.membership.team
         if self._saved_world_size is not None:
             return {f"place {place}": b"" for place in range(self._saved_world_size)}
@@ -280,7 +302,9 @@ class Checkpointed:
 class Gathered:
     """Let one rank write what all have kept, for checkpoints with a single file: Fabric's, and Accelerate's.
 
-    Every rank must save and load it. The checkpoint fits any world.
+    Every rank must save and load it, so no `if is_main_process` around save_state: what ranks have kept is sent to the
+    first one. Where not all do, a warning names the call after two seconds, and MismatchError is raised at `timeout`.
+    The checkpoint fits any world.
     """
 
     def __init__(self, state: CommState) -> None:
@@ -288,11 +312,22 @@ class Gathered:
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return what all ranks have kept on the first rank, which must be the one that writes; None on the others."""
-        return self._state.gathered_state_dict()
+        _warn_of_one_nodes_model(self._state)
+        what = "gathered_state_dict (of save_state or fabric.save, which every rank must call)"
+        return checkpoint.gather(self._state._registration, what, patience_s=2.0)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on where the checkpoint was taken, as CommState.load_state_dict; collective."""
         self._state.load_state_dict(saved)
+
+
+def _warn_of_one_nodes_model(state: CommState) -> None:
+    """Say it when the model that is saved beside a state is not that of all nodes."""
+    if state.nodes_differ and state.membership.team.rank == 0:
+        _log.warning(
+            "nodes hold different parameters, and a checkpoint of one rank's has lost what the others learned: call "
+            "average_parameters() on every rank before it is saved"
+        )
 
 
 def _read_parts(saved: Mapping[str, bytes]) -> dict[str, Any]:

@@ -4,28 +4,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from commopt.aggregate import Aggregator, Compressed, Hierarchical, PowerSGD
+from commopt.compress import Cast, Quantize
 from commopt.errors import ConfigurationError
 from commopt.groups import WireBytes, broadcast_bytes
 from commopt.hooks.registration import Registration
 from commopt.schedule import Plan
-from commopt.timeline import Report, Timeline, TrafficOutside, gather, report
+from commopt.timeline import Report, Subject, Timeline, TrafficOutside, gather
+from commopt.timeline import report as _report
 
 
 def timeline_of(
-    registration: Registration, write: Callable[[Timeline, Path], None], file: str | Path | None
+    registration: Registration, write: Callable[[Timeline, Path], None], file: str | Path | None, what: str
 ) -> Timeline:
     """Return what all ranks have recorded; the first of all writes it into `file`, if there is one. Collective.
 
-    Raises ConfigurationError, on every rank, when nothing was recorded or the file could not be written.
+    what: the call that was made, for messages. Raises ConfigurationError, on every rank, when nothing was recorded or
+    the file could not be written, and MismatchError when not all ranks have made this call.
     """
+    registration.require_open(what)
     found: list[Timeline] = []
     client, recorder, all_ranks = registration.recorded_with, registration.recorder, registration.client
-    client.run(lambda: found.append(gather(client.team, recorder.steps())), "timeline").wait()
+    all_ranks.agree(f"{what} after {registration.steps} steps").wait()
+    client.run(lambda: found.append(gather(client.team, recorder.steps())), what).wait()
     timeline = found[0]
     if not timeline.steps:
         raise ConfigurationError(
@@ -47,16 +55,50 @@ def timeline_of(
 
 
 def report_on(timeline: Timeline, registration: Registration, plan: Plan | None) -> Report:
-    """Return the report of a timeline, with what this rank of a registration has sent since it began."""
-    sent, steps, ddp = registration.wire_bytes(), registration.reduced_steps, registration.model()
-    per_step = WireBytes(sent.intra // max(steps, 1), sent.inter // max(steps, 1))
+    """Return the report of a timeline, with what this rank of a registration sends in a step, past a dense start."""
+    ddp = registration.model()
+    per_step = registration.usual_bytes() or WireBytes()
     outside = TrafficOutside() if ddp is None else outside_of(ddp)
+    report = partial(_report, subject=subject_of(registration, plan))
     if plan is None or plan.predicted is None:
         return report(timeline, per_step, outside, None if plan is None else plan.origin)
     what, finish_us = f"{len(plan.groups)} buckets, {plan.origin}", list(plan.predicted.group_finish_us)
     if len(timeline.steps[-1][0].messages) != len(finish_us):  # DDP's own buckets do not let it be followed exactly
         return report(timeline, per_step, outside, what)
     return report(timeline, per_step, outside, what, plan.predicted.exposed_us, finish_us)
+
+
+# What an advice may name, by the presets' names; the least loss first.
+_OTHERS: dict[str, Aggregator] = {
+    "hierarchical": Hierarchical(),
+    "hierarchical_bf16": Hierarchical(inter=Compressed(Cast(torch.bfloat16), feedback=None)),
+    "hierarchical_quantized": Hierarchical(inter=Compressed(Quantize())),
+    "hierarchical_quantized:bits=4": Hierarchical(inter=Compressed(Quantize(bits=4))),
+    "hierarchical_powersgd": Hierarchical(inter=PowerSGD()),
+}
+
+
+def subject_of(registration: Registration, plan: Plan | None) -> Subject:
+    """Return what a report is of, and what other strategies would send to other nodes for the same buffers."""
+    numel = sum(registration.numels.values())
+    strategy = registration.aggregator_name
+    if plan is not None and plan.strategy not in (None, strategy):
+        strategy = f"{strategy}, now {plan.strategy}"
+    others = {}
+    for name, aggregator in _OTHERS.items():
+        usual = registration.usual_bytes(aggregator) if _can(aggregator, registration) else None
+        if usual is not None:
+            others[name] = usual.inter
+    when = datetime.now().astimezone().isoformat(sep=" ", timespec="minutes")
+    return Subject(registration.title, numel, strategy, when, others)
+
+
+def _can(aggregator: Aggregator, registration: Registration) -> bool:
+    try:
+        aggregator.check(registration.recorded_with.team)
+    except ConfigurationError:
+        return False
+    return True
 
 
 def outside_of(ddp: TorchDDP) -> TrafficOutside:

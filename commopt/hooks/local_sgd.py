@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any
 from weakref import finalize, ref
 
@@ -16,26 +17,35 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from commopt.aggregate import Aggregator, LocalSGD, context_for
 from commopt.errors import ConfigurationError
 from commopt.feedback import BufferContext, Piece, ResidualStore
-from commopt.feedback.checkpoint import field, refuse
+from commopt.feedback.checkpoint import field, refuse, required
 from commopt.groups import WireBytes
+from commopt.hooks.optimizer_steps import OptimizerSteps
 from commopt.hooks.parcels import Named, Parcel, fragments_of, parcels_of
-from commopt.lanes import LaneClient, Work
+from commopt.lanes import Agreement, LaneClient, Work
 from commopt.schedule import reducer
 
 _log = logging.getLogger("commopt")
 
+_DIGESTED_AT_ONCE = 2**24  # elements, which are made int64 for it
+
 
 @dataclass(eq=False)
 class _Flight:
-    """A parcel on its way. values: once `work` has ended, what to put in its place, or with `adds` to add to it."""
+    """A parcel on its way. values: once `work` has ended, what to put in its place, or with `adds` to add to it.
+
+    agreement: that all ranks have come to this round; None for what a checkpoint has brought.
+    """
 
     parcel: Parcel
     values: Tensor
     adds: bool
+    agreement: Agreement | None = None
     work: Work | None = None
 
     def end(self) -> Tensor:
-        """Return the values, once they are there."""
+        """Return the values, once they are there. Raises MismatchError where ranks have come to different rounds."""
+        if self.agreement is not None:
+            self.agreement.wait()
         if self.work is not None:
             self.work.wait()
         return self.values
@@ -48,10 +58,11 @@ class ParameterAverages:
     """The parameters of one model that a LocalSGD averages, and what that has sent.
 
     read: returns those whose gradients are averaged, or what this rank has of them, always under the same names.
-    pieces: what those are that are not whole. store: keeps what nodes agreed on and residuals. client: this rank among
-    those that have the same of them, None before it has joined them. steps: how many are complete; whoever counts them
-    tells. A forward of `module` with gradients first sees to what is due; an evaluation under no_grad() does not: one
-    rank may evaluate alone.
+    parameters: those that optimizers step. scaler: returns the GradScaler, None for none. pieces: what those are that
+    are not whole. store: keeps what nodes agreed on and residuals. client: this rank among those that have the same of
+    them, None before it has joined them. before_write: called before they get other values. A forward of `module` with
+    gradients first sees to what is due; an evaluation under no_grad() does not: one rank may evaluate alone. All ranks
+    compare, before anything is sent, which round this is.
     """
 
     def __init__(
@@ -60,12 +71,15 @@ class ParameterAverages:
         module: nn.Module | None,
         read: Callable[[], Named],
         store: ResidualStore,
+        parameters: Named,
+        scaler: Callable[[], Any],
         pieces: Mapping[str, Piece] | None = None,
+        before_write: Callable[[], None] = lambda: None,
     ) -> None:
         self.sent = WireBytes()
         self.times = 0
-        self.steps = 0
         self.client: LaneClient | None = None
+        self.optimizer_steps = OptimizerSteps(parameters, scaler, self._nodes, str(average))
         self._average = average
         self._module = None if module is None else ref(module)
         self._read = read
@@ -76,18 +90,46 @@ class ParameterAverages:
         self._anchored = not average.parameters.residual_paths
         self._underway: Underway = {}
         self._turn = -1  # the steps before the last one
+        self._before_write = before_write
+        self._averaged_at: int | None = 0  # the steps after which all nodes have been given the same
+        self._first_round: Agreement | None = None
+        self._looked = False  # whether nodes were seen to learn by themselves
+        self._left_as: str | None = None  # the digest of the parameters that a state was taken of, until it is compared
         if not self._anchored:
             _require_float32_holds(average, read())
         if module is not None:  # before FSDP's own, which gathers the parameters
             hook = module.register_forward_pre_hook(_BeforeForward(self), prepend=True)
-            finalize(self, hook.remove).atexit = False
+            self._forget_module = finalize(self, hook.remove)
+            self._forget_module.atexit = False
+
+    @property
+    def steps(self) -> int:
+        """How many optimizer steps are complete, with those before the checkpoint it goes on from."""
+        return self.optimizer_steps.count
+
+    @property
+    def apart(self) -> bool:
+        """Whether nodes may hold different parameters: they have learned since all were given the same."""
+        return self.client is not None and self.client.team.node_count > 1 and self._averaged_at != self.steps
+
+    def close(self) -> None:
+        """Take no turn any more."""
+        self.optimizer_steps.close()
+        if self._module is not None:
+            self._forget_module()
+
+    def _nodes(self) -> dict[int, int]:
+        team = None if self.client is None else self.client.team
+        return {} if team is None else dict(zip(team.ranks, team.wire.nodes, strict=True))
 
     def take_turn(self) -> None:
         """Do what is due and not done; all ranks must ask before the next step.
 
         Returns when the parameters are there (on CUDA: for the current stream). Raises ConfigurationError when the
-        model is not known, or a CUDA graph is captured that would repeat what is not due.
+        model is not known, or a CUDA graph is captured that would repeat what is not due, and MismatchError, before
+        anything is sent, when ranks are not all at the same round.
         """
+        self.optimizer_steps.settle()
         average, steps, client = self._average, self.steps, self.client
         if self._module is None:
             raise ConfigurationError(
@@ -96,6 +138,8 @@ class ParameterAverages:
             )
         if client is None or self._turn == steps:
             return
+        if self._left_as is not None and client.team.node_count > 1:
+            self._compare_with_state(client)
         begins = not self._anchored and steps >= average.start_step
         leave, land = average.due(steps), average.due(steps - average.delay)
         if not (begins or leave or land):
@@ -105,32 +149,82 @@ class ParameterAverages:
         self._turn = steps
         if client.team.node_count == 1:
             return
-        if begins:
-            self._drop_anchor(client)
-        for fragment in leave:
-            self._underway[fragment] = [
-                self._send(client, parcel, by, average.round_after(steps)) for parcel, by in self._parcels(fragment)
-            ]
+        if begins or leave:
+            self._averaged_at = None
+            number = average.round_after(steps)
+            agreement = self._agree_on(client, f"round {number} of the parameters, after {steps} optimizer steps")
+            if begins:
+                self._drop_anchor(client, agreement)
+            for fragment in leave:
+                self._underway[fragment] = [
+                    self._send(client, parcel, by, number, agreement) for parcel, by in self._parcels(fragment)
+                ]
         for fragment in land:
             self._land(fragment)
 
-    def run(self, client: LaneClient) -> None:
-        """Take the exact mean now, whatever is due and without changing it; collective. Returns as `take_turn` does."""
+    def run(self, client: LaneClient, what: str) -> None:
+        """Take the exact mean now, whatever is due and without changing it; collective. Returns as `take_turn` does.
+
+        what: the call, and when it is made. Raises MismatchError when not all ranks have made it.
+        """
         if client.team.node_count == 1:
             return
+        agreement = client.agree(what)
+        agreement.wait()
         for fragment in list(self._underway):
             self._land(fragment)
         flights = [
-            self._send(client, parcel, self._average.exact, 0, adds=False)
+            self._send(client, parcel, self._average.exact, 0, agreement, adds=False)
             for parcel in parcels_of({**self._read(), **self._buffers()}, self._pieces)
         ]
+        self._before_write()
         for flight in flights:
             flight.parcel.put(flight.end())
         self.times += 1
+        self._averaged_at = self.steps
+
+    # ------------------------------------------------------------------------------------- looking at others
+
+    def _agree_on(self, client: LaneClient, what: str) -> Agreement:
+        """Let all ranks find out whether they are at the same round; the first time also what they hold."""
+        if self._looked:
+            return client.agree(what)
+        self._looked = True
+        self._first_round = client.agree(what, parameters=_digest(self._read()))
+        return self._first_round
+
+    def _look_at_first_round(self) -> None:
+        """Warn when nodes hold the same though they were to learn by themselves."""
+        if self._first_round is None:
+            return
+        held = {answer["parameters"] for answer in self._first_round.wait()}
+        self._first_round = None
+        if len(held) == 1 and self.steps > self._average.start_step:
+            _log.warning(
+                "all nodes hold the same parameters after %d steps of their own with %s: either all train with the "
+                "same batches, or something sends parameters between nodes (an optimizer, a wrapper of one); what "
+                "nodes learn by themselves is lost then",
+                self.steps,
+                self._average,
+            )
+
+    def _compare_with_state(self, client: LaneClient) -> None:
+        """Warn when some ranks go on with other parameters than those that their state was taken of."""
+        left_as, self._left_as = self._left_as, None
+        same = left_as in ("", _digest(self._read()))
+        answers = client.agree("the first step after load_state_dict", same=same).wait()
+        others = [rank for rank, answer in zip(client.team.ranks, answers, strict=True) if not answer["same"]]
+        if others:
+            _log.warning(
+                "rank %s goes on with other parameters than those that its state was taken of, so what its node had "
+                "learned since the last round is lost: let every rank save and load its own model, or call "
+                "average_parameters() on every rank before the model and the state are saved",
+                ", ".join(map(str, others)),
+            )
 
     # ------------------------------------------------------------------------------------- rounds
 
-    def _drop_anchor(self, client: LaneClient) -> None:
+    def _drop_anchor(self, client: LaneClient, agreement: Agreement) -> None:
         """Keep the parameters, which are those of all nodes now, as agreed on."""
         average, alone, by = self._average, client.team.intra, self._average.parameters
         flights = []
@@ -139,18 +233,25 @@ class ParameterAverages:
                 values = parcel.values(copy=True)
                 if alone is not None and alone.rank > 0:  # the sum over a node is to be what one rank holds, exactly
                     values.zero_()
-                flights.append(self._submit(client, _Flight(parcel, values, adds=False), by, 0, 1.0))
+                flight = _Flight(parcel, values, adds=False, agreement=agreement)
+                flights.append(self._submit(client, flight, by, 0, 1.0))
         for flight in flights:
             flight.end()
         self._anchored = True
 
     def _send(
-        self, client: LaneClient, parcel: Parcel, by: Aggregator, number: int, adds: bool | None = None
+        self,
+        client: LaneClient,
+        parcel: Parcel,
+        by: Aggregator,
+        number: int,
+        agreement: Agreement,
+        adds: bool | None = None,
     ) -> _Flight:
         average = self._average
         if adds is None:
             adds = average.delay > 0 or average.merge < 1
-        flight = _Flight(parcel, parcel.values(copy=adds), adds)
+        flight = _Flight(parcel, parcel.values(copy=adds), adds, agreement)
         # Over all ranks though those of a node agree: in DDP's join() they may not, and inside a node it is cheap.
         return self._submit(client, flight, by, number, 1.0 / client.team.size)
 
@@ -158,8 +259,12 @@ class ParameterAverages:
         """Let the lane do a flight, of round `number` of its parcel."""
         parcel, values, team, store = flight.parcel, flight.values, client.team, self._store
         before = values.clone() if flight.adds else None
+        agreement = flight.agreement
+        assert agreement is not None  # nothing is sent without one
 
         def exchange() -> None:
+            if agreement.refused:
+                return
             context = BufferContext.unremembered(values.numel())
             if by.residual_paths:
                 store.begin_step()
@@ -178,6 +283,9 @@ class ParameterAverages:
     def _land(self, fragment: int) -> None:
         """Wait for a round, and let the model have what came of it."""
         flights = self._underway.pop(fragment, ())
+        if flights:
+            self._look_at_first_round()
+            self._before_write()
         for flight in flights:
             values = flight.end()
             if flight.adds:
@@ -212,15 +320,19 @@ class ParameterAverages:
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds beside the store: whether that has what was agreed on, and what is under way.
 
-        The latter by name, in host memory: what is to be added when the round is over.
+        The latter by name, in host memory: what is to be added when the round is over. Also the optimizer steps, and a
+        digest of the parameters.
         """
+        self.optimizer_steps.settle()
         underway: dict[str, Tensor] = {}
         for flight in (flight for flights in self._underway.values() for flight in flights):
             parts = flight.parcel.parts(flight.end())
             underway |= {name: part.detach().to("cpu", copy=True) for name, part in parts.items()}
-        return {"anchored": self._anchored, "underway": underway}
+        differ = self.client is not None and self.client.team.node_count > 1
+        counted = {"steps": self.steps, "parameters": _digest(self._read()) if differ else ""}
+        return {"anchored": self._anchored, "underway": underway, **counted}
 
-    def read(self, saved: Mapping[str, Any]) -> tuple[bool, Underway]:
+    def read(self, saved: Mapping[str, Any]) -> tuple[bool, Underway, str]:
         """Return what `state` returned as what `begin_anew` takes; raises ConfigurationError for what is damaged."""
         anchored, values = field(saved, "anchored", bool, "rounds"), dict(field(saved, "underway", dict, "rounds"))
         underway: Underway = {}
@@ -233,15 +345,29 @@ class ParameterAverages:
                 underway.setdefault(fragment, []).append(_Flight(parcel, joined, adds=True))
         if values:
             refuse("a name in rounds['underway']", next(iter(values)), "one of the model's")
-        return anchored or not self._average.parameters.residual_paths, underway
+        left_as = required(saved.get("parameters", ""), str, "rounds['parameters']")
+        return anchored or not self._average.parameters.residual_paths, underway, left_as
 
-    def begin_anew(self, steps: int, store: ResidualStore, rounds: tuple[bool, Underway] | None) -> None:
-        """Go on after `steps` steps: the parameters are a checkpoint's now. rounds: None for one of another world.
+    def begin_anew(self, steps: int, store: ResidualStore, rounds: tuple[bool, Underway, str] | None) -> None:
+        """Go on after `steps` optimizer steps: the parameters are a checkpoint's now, or will be at the next forward.
 
-        There nodes agree on the parameters as they are then.
+        rounds: None for one of another world. There nodes agree on the parameters as they are then.
         """
-        self.steps, self._turn, self._store = steps, -1, store
-        self._anchored, self._underway = rounds or (not self._average.parameters.residual_paths, {})
+        self.optimizer_steps.start_anew(steps)
+        self._turn, self._store, self._averaged_at = -1, store, None
+        unanchored = not self._average.parameters.residual_paths
+        self._anchored, self._underway, self._left_as = rounds or (unanchored, {}, None)
+
+
+def _digest(tensors: Named) -> str:
+    """Return a digest of what tensors hold: of the sums of their bits, which any device adds up in no time."""
+    sums = []
+    for name, tensor in tensors.items():
+        flat = tensor.detach().contiguous().view(-1)
+        bits = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32}.get(flat.element_size(), torch.int64))
+        total = sum(int(part.sum(dtype=torch.int64)) for part in bits.split(_DIGESTED_AT_ONCE))
+        sums.append((name, tuple(tensor.shape), total))
+    return sha256(repr(sums).encode()).hexdigest()
 
 
 def _part(values: object, name: str, tensor: Tensor) -> Tensor:

@@ -66,7 +66,8 @@ class StepLog:
                 self._write = make()
         except Exception as error:  # of this rank alone, perhaps: the others wait to hear of it
             problem = error
-        require_equal(everyone.ranks, everyone.exchange("log_to", problem, every=every), ("every",))
+        answers = registration.client.agree("log_to", problem, every=every).wait()
+        require_equal(everyone.ranks, answers, ("every",))
         self._registration, self._stats, self._plan, self._every = registration, stats, plan, every
         self._before = registration.reduced_steps, registration.wire_bytes()
         registration.recorder.record_always()
@@ -78,14 +79,15 @@ class StepLog:
         registration = self._registration
         if registration.steps % self._every or is_capturing():
             return
-        client, recorder, found = registration.recorded_with, registration.recorder, list[Timeline]()
+        client, recorder = registration.recorded_with, registration.recorder
         # Nothing is lost by waiting: for all that is on the lane before, DDP and FSDP would wait now.
-        client.run(lambda: found.append(gather(client.team, recorder.steps()[-_LATEST_STEPS:])), "log_to").wait()
+        what = f"log_to after {registration.steps} steps"
+        timeline = client.together(what, lambda: gather(client.team, recorder.steps()[-_LATEST_STEPS:]))
         if self._write is None:
             return
         try:
-            report = report_on(found[0], registration, self._plan()) if found[0].steps else None
-            self._write(Logged(registration.steps, self._scalars(report), found[0], report))
+            report = report_on(timeline, registration, self._plan()) if timeline.steps else None
+            self._write(Logged(registration.steps, self._scalars(report), timeline, report))
         except Exception:
             step = registration.steps
             _log.warning("log_to: writing failed after step %d, and nothing more is written", step, exc_info=True)

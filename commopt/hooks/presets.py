@@ -5,9 +5,8 @@
 
 import ast
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import MISSING, fields
-from difflib import get_close_matches
 from functools import update_wrapper
 from inspect import Parameter, Signature
 from typing import Any, Literal, overload
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from commopt.aggregate import Aggregator, Auto, Compressed, Flat, Hierarchical, LocalSGD, Outer, PowerSGD
 from commopt.compress import COMPRESSORS, DGC, Cast, Compressor, OneBit, Quantize
-from commopt.errors import ConfigurationError
+from commopt.errors import ConfigurationError, did_you_mean
 from commopt.hooks.state import HookState
 
 STATE_OPTIONS = frozenset(inspect.signature(HookState).parameters) - {"aggregator", "module"}
@@ -81,7 +80,8 @@ class Preset:
                 )
             if name not in self._options:
                 raise ConfigurationError(
-                    f"preset {self.name} has no option {name}={value!r}{_near(name, [*self._options, *STATE_OPTIONS])} "
+                    f"preset {self.name} has no option {name}={value!r}"
+                    f"{did_you_mean(name, [*self._options, *STATE_OPTIONS]) or ';'} "
                     f"it takes {self._takes()}, and attach takes {', '.join(sorted(STATE_OPTIONS))} too"
                 )
         return self._recipe(**options)
@@ -118,11 +118,6 @@ def _refuse_call(state: object, bucket: object, name: str) -> None:
     )
 
 
-def _near(name: str, known: Iterable[str]) -> str:
-    near = get_close_matches(name, known, cutoff=0.5)
-    return f"; did you mean {' or '.join(near)}?" if near else ";"
-
-
 # ----------------------------------------------------------------------------------------- by their names
 
 PRESETS: dict[str, Preset] = {}
@@ -140,7 +135,7 @@ def build_preset(text: str, **options: Any) -> Aggregator:
     name, *settings = text.split(":")
     known = PRESETS | LOCAL_PRESETS
     if name not in known:
-        meant = _near(name, known)
+        meant = did_you_mean(name, known) or ";"
         raise ConfigurationError(f"preset {name!r} is unknown{meant} known presets: {', '.join(sorted(known))}")
     for setting in settings:
         option, equals, value = setting.partition("=")
@@ -236,7 +231,9 @@ hierarchical_bf16 = _preset(
 _BITS = "8, 4 or 2 bits per element {}, with error feedback."
 _SIGNS = "Signs and a scale per block {}, with error feedback; advised after a dense start."
 _FACTORS = "Low-rank factors of the gradients' matrices {}, with error feedback."
-_LARGEST = "The largest elements {}, with error feedback; `momentum` replaces the optimizer's."
+_LARGEST = (
+    "The largest elements {}, with error feedback; what is left out adds up, so use a short first moment with AdamW."
+)
 # 4 KiB with bfloat16 values: on 10 Gb/s 3 us, less than a message takes that has nothing in it.
 _FREE_ELEMENTS = 1024
 

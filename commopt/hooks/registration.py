@@ -13,8 +13,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from commopt.aggregate import Aggregator, LocalSGD
 from commopt.feedback import Layout, ResidualStore, Shadow, spread
-from commopt.feedback.checkpoint import required
+from commopt.feedback.checkpoint import required, whole
 from commopt.groups import Membership, NcclByLevel, WireBytes
+from commopt.hooks.averages_used import Directions, StepsBetween
 from commopt.hooks.checks import warn_of_untested_torch
 from commopt.hooks.local_sgd import ParameterAverages
 from commopt.hooks.reduction import Reduction, Step, Traffic
@@ -45,7 +46,8 @@ class Registration:
     kind: what users hold it by, for messages. parameters: those averaged here, by name; numels: of whole ones.
     joined: None before `join`. steps: how many are complete, with those before the checkpoint it goes on from;
     reduced_steps: without. step: the one under way, or the last. device: of the first buffer.
-    keeps_residuals: whether what averages does. averages: those of a LocalSGD, whose `store` it is then.
+    keeps_residuals: whether what averages does. steps_between, directions: see to what becomes of averages, where
+    residuals are kept and with adam=. averages: those of a LocalSGD, whose `store` it is then.
     logs: called after each step, by whom backward runs in.
     """
 
@@ -70,6 +72,8 @@ class Registration:
         self.steps = self.reduced_steps = 0
         self.keeps_residuals = False
         self.averages: ParameterAverages | None = None
+        self.steps_between: StepsBetween | None = None
+        self.directions: Directions | None = None
         self.store = ResidualStore(per_step=scaler is not None and scaler.is_enabled())
         self.step = Step(0, self.store, scaler)
         self.recorder = Recorder(always=settings.record)
@@ -106,7 +110,15 @@ class Registration:
     def _begin(self, aggregator: Aggregator, client: LaneClient) -> None:
         """Learn, before the first buffer, what averages; all ranks alike."""
         aggregator.check(client.team)
+        self.watch_optimizers(aggregator)
+
+    def watch_optimizers(self, aggregator: Aggregator) -> None:
+        """See from now on what optimizers do with averages, where what `aggregator` keeps, or makes, depends on it."""
         self.keeps_residuals = bool(aggregator.residual_paths)
+        if self.keeps_residuals and self.steps_between is None:
+            self.steps_between = StepsBetween()
+        if aggregator.adam is not None and self.directions is None:
+            self.directions = Directions(self)
 
     @property
     def client(self) -> LaneClient:
@@ -124,12 +136,19 @@ class Registration:
         return self.client
 
     @property
+    def title(self) -> str:
+        """The name of the model's class, "" where no model is known."""
+        return ""
+
+    @property
     def aggregator_name(self) -> str:
         """What averages, for messages and comparisons."""
         return repr(self.aggregator) if self.aggregator is not None else "chosen by the hook"
 
     def close(self, *, groups: bool = True) -> None:
         """Take part no more, as LaneClient.close."""
+        if self.averages is not None:
+            self.averages.close()
         if self.joined is not None:
             self.joined.close(groups=groups)
 
@@ -166,6 +185,8 @@ class Registration:
         work = client.submit(task, task, buffer, numel=layout.numel)
         step.buffers.append(layout)
         self.traffic.count(aggregator, layout, buffer.dtype, buffer.device, step.number)
+        if task.asks_who_is_used:
+            self.traffic.count_exact(len(layout.pieces), torch.float32, buffer.device, step.number)
         if task.exchanges_norm:
             self.traffic.count_exact(1, torch.float64, buffer.device, step.number)
         return work
@@ -179,8 +200,21 @@ class Registration:
 
     def wire_bytes(self) -> WireBytes:
         """Return the payload this rank has sent, nothing before it has joined."""
-        sent = WireBytes() if self.averages is None else self.averages.sent
+        sent = self.store.beside if self.averages is None else self.store.beside + self.averages.sent
         return sent if self.joined is None else sent + self.traffic.wire_bytes(self.joined.team)
+
+    def usual_bytes(self, instead: Aggregator | None = None) -> WireBytes | None:
+        """Return the payload this rank sends in a step like the last one, past a dense start; None if that is unknown.
+
+        instead: what would average the buffers in the place of what does.
+        """
+        if self.joined is None:
+            return None
+        usual = self.traffic.usual(self.joined.team, instead)
+        if self.averages is None or instead is not None:
+            return usual
+        rounds, steps = self.averages.sent, max(self.reduced_steps, 1)
+        return usual + WireBytes(rounds.intra // steps, rounds.inter // steps)
 
     def model(self) -> TorchDDP | None:
         """Return the DDP model, whose own broadcasts a report tells; None for others."""
@@ -202,6 +236,15 @@ class Registration:
         rounds = self.averages.read(required(part["rounds"], dict, "rounds"))
         return rounds, (rounds[0], list(rounds[1]))
 
+    def optimizer_steps_of(self, part: Mapping[str, Any]) -> int:
+        """Return after how many optimizer steps a part was saved; without a LocalSGD nobody counts them.
+
+        Raises ConfigurationError for what is damaged.
+        """
+        rounds = part.get("rounds")
+        steps = rounds.get("steps") if isinstance(rounds, Mapping) else None
+        return whole(part["steps"] if steps is None else steps, "steps")
+
     def take_share(
         self, store: ResidualStore, parts: Sequence[Mapping[str, Any]], largest: Callable[[str], float]
     ) -> None:
@@ -219,6 +262,7 @@ class Registration:
         buffers: in which it went, empty for other ones. extras: what `read_extras` returned, None in another world.
         """
         store.steps = self.steps = steps
+        store.beside = self.store.beside
         self.store = store
         if self.averages is not None:
             self.averages.begin_anew(steps, store, extras)

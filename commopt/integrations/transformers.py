@@ -7,10 +7,12 @@ import logging
 from functools import wraps
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import torch
 
 from commopt.aggregate import Aggregator
+from commopt.errors import ConfigurationError
 from commopt.hooks import CommState, Preset, attach, merged_state
 
 try:
@@ -29,15 +31,19 @@ class CommoptCallback(TrainerCallback):  # type: ignore[misc]  # of whatever ver
     """Averages the gradients of `trainer.train`, as attach(model, choice, **options) does; with its GradScaler.
 
     Every rank writes what it has kept into the checkpoint's folder, beside its state of random numbers, and reads it
-    there with train(resume_from_checkpoint=...). In another world every rank must see the files of all.
+    there with train(resume_from_checkpoint=...). In another world every rank must see the files of all. A further
+    train() goes on with what is kept, as long as the Trainer keeps its wrapped model, else with nothing.
+    With a LocalSGD nodes hold different parameters: these are averaged, on all ranks, before the Trainer evaluates and
+    saves, and when training ends.
     comm: what attach returned, None before training. Raises, when training begins, what attach and
-    CommState.load_state_dict raise.
+    CommState.load_state_dict raise, and ConfigurationError in another Trainer than the one it was made with.
     """
 
     def __init__(self, trainer: Trainer, choice: Aggregator | Preset | str, **options: Any) -> None:
         self.comm: CommState | None = None
         self._trainer, self._choice, self._options = trainer, choice, options
         self._resumed: str | None = None
+        self._attached: ref[torch.nn.Module] | None = None
         train = trainer.train
 
         @wraps(train)
@@ -52,27 +58,76 @@ class CommoptCallback(TrainerCallback):  # type: ignore[misc]  # of whatever ver
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Attach: the model is wrapped now, and its checkpoint loaded."""
-        if self.comm is not None:
-            self.comm.close()
-        options = {"scaler": self._trainer.accelerator.scaler, **self._options}
-        self.comm = comm = attach(self._trainer.model_wrapped, self._choice, **options)
+        """Attach, unless it is done: the model is wrapped now, and its checkpoint loaded."""
+        if kwargs.get("model", self._trainer.model) is not self._trainer.model:
+            raise ConfigurationError(
+                "this CommoptCallback was made with another Trainer than the one that trains; make one for each: "
+                "trainer.add_callback(CommoptCallback(trainer, ...))"
+            )
+        wrapped, options = self._trainer.model_wrapped, {"scaler": self._trainer.accelerator.scaler, **self._options}
+        if self.comm is None or self._attached is None or self._attached() is not wrapped:
+            if self.comm is not None:
+                self.comm.close()
+            if wrapped is self._trainer.model and getattr(wrapped, "_is_accelerate_prepared", False):
+                _refuse_unwrapped(wrapped)
+            self.comm = attach(wrapped, self._choice, **options)
+            self._attached = ref(wrapped)
+        elif self.comm.scaler is not options["scaler"]:
+            self.comm.scaler = options["scaler"]
+        comm = self.comm
         if self._resumed is None:
             return
         files = sorted(Path(self._resumed).glob("commopt_*_of_*.pt"))
-        found = comm.membership.exchange("files of a checkpoint", number=len(files))
+        found = comm.membership.exchange("the files of a checkpoint", number=len(files))
         if any(answer["number"] for answer in found):
             own = Path(self._resumed, _name(args))
             comm.load_from(lambda: _load(own) if own in files else merged_state(map(_load, files)))
         elif args.process_index == 0:
             _log.warning("%s was saved without commopt's callback: error feedback begins with nothing", self._resumed)
 
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Average the parameters of a LocalSGD when the Trainer is about to evaluate or to save."""
+        if control.should_save or control.should_evaluate:
+            self._average()
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Do as on_step_end."""
+        self.on_step_end(args, state, control)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Let the nodes hold one model, which may then be evaluated and saved anywhere."""
+        self._average()
+
+    def _average(self) -> None:
+        if self.comm is not None and self.comm.nodes_differ:
+            self.comm.average_parameters()
+
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Write what this rank has kept, where it has just written its state of random numbers."""
         folder = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        if self.comm is not None and self.comm.nodes_differ and args.process_index == 0:
+            _log.warning(
+                "%s has the model of the first node alone, as another callback asked for it after CommoptCallback had "
+                "its turn: add CommoptCallback last",
+                folder,
+            )
         # A search for hyperparameters has its checkpoints elsewhere.
         if self.comm is not None and not args.save_only_model and folder.is_dir():
             torch.save(self.comm.state_dict(), folder / _name(args))
+
+
+def _refuse_unwrapped(model: torch.nn.Module) -> None:
+    """Raise ConfigurationError for a model that Accelerate has prepared without making one of DDP of it."""
+    if torch.distributed.is_initialized() and not hasattr(model, "set_reshard_after_forward"):  # which FSDP2's has
+        raise ConfigurationError(
+            f"Accelerate has left this {type(model).__name__} unwrapped, and nobody would average its gradients: the "
+            f"Trainer evaluated or predicted with it before the first train(); call train() first, or "
+            f"evaluate with a Trainer of its own and another copy of the model"
+        )
 
 
 def _name(args: TrainingArguments) -> str:

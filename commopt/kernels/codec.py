@@ -80,6 +80,11 @@ class Codec:
         return 1.0  # all that is known of an element is on which side of a mean it is
 
     @property
+    def has_zero(self) -> bool:
+        """Whether an element that is zero comes out as zero beside others that are not."""
+        return self.name == "uniform"
+
+    @property
     def zero_byte(self) -> int:
         """Packed codes of elements that are zero."""
         if self.name != "uniform":

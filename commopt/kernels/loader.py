@@ -95,6 +95,21 @@ def _cpu_kernels() -> Any | None:
         return None
 
 
+def kernels_in_use() -> dict[str, str]:
+    """Return in words what computes on the CPU and on the first GPU here."""
+    cpu = cpu_kernels()
+    without = f"{VARIABLE}=torch" if os.environ.get(VARIABLE) == "torch" else "commopt._cpu is not compiled"
+    found = {"CPU": f"plain torch and NumPy ({without})" if cpu is None else f"compiled, for {_TARGETS[cpu.target()]}"}
+    if not torch.cuda.is_available():
+        return {**found, "GPU": "none, as torch sees no GPU here"}
+    loader = loader_for(torch.device("cuda", torch.cuda.current_device()))
+    kinds = {Native: "compiled by nvcc", Nvrtc: "compiled by NVRTC when first used"}
+    return {**found, "GPU": "plain torch" if loader is None else kinds[type(loader)]}
+
+
+_TARGETS = {"avx2": "AVX2", "baseline": "any processor (baseline)"}
+
+
 def cpu_threads() -> int:
     """Return how many threads a CPU kernel may use: torch's, and no more than this rank's share of the processors."""
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

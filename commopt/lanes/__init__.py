@@ -3,9 +3,10 @@
 
 from commopt.lanes.failure import failure_of
 from commopt.lanes.lane import Operation, Work, WorkerLane
-from commopt.lanes.registry import LaneClient, lane_for, require_healthy
+from commopt.lanes.registry import Agreement, LaneClient, lane_for, require_healthy
 
 __all__ = [
+    "Agreement",
     "LaneClient",
     "Operation",
     "Work",

@@ -8,6 +8,7 @@ turns a swapped order or a different length, which would otherwise hang or mix t
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
@@ -86,17 +87,26 @@ def _find_out(membership: Membership, operation: str, error: TransportError, bro
     store = membership.store.until(now + _REPORT_WAIT_S + _VERDICT_WAIT_S)
     try:
         line = store.add("alive", 1)
-        store.set(f"alive/{line}", str(me))
+        store.set(f"alive/{line}", json.dumps([me, operation]))
         report = _await_report(store, now + _REPORT_WAIT_S + (0 if line == 1 else _VERDICT_WAIT_S))
         if report is not None:
             return report
         lines = [store.read(f"alive/{line}") for line in range(1, store.add("alive", 0) + 1)]
+        at = {int(rank): str(what) for rank, what in (json.loads(line) for line in lines if line is not None)}
+        silent = [rank for rank in sorted(membership.ranks) if rank not in at]
+        calls = {rank: call for rank in silent if (call := membership.unmet_call(rank)) is not None}
     except TransportError as silence:
         return f"{lost}: {silence}\n{error}"
-    silent = [rank for rank in sorted(membership.ranks) if str(rank) not in lines]
-    dead = [rank for rank in silent if rank in broken] or silent
+    unexplained = [rank for rank in silent if rank not in calls]
+    dead = [rank for rank in unexplained if rank in broken] or unexplained
     verdict = "a connection between ranks that are all alive broke"
-    if dead:
+    if not silent and len(set(at.values())) > 1:
+        verdict += ", and they were in different operations, as where they make calls in another order: "
+        verdict += "; ".join(f"rank {rank} in {what}" for rank, what in sorted(at.items()))
+    elif calls and not dead:
+        verdict = "; ".join(f"rank {rank} has called {call}" for rank, call in calls.items())
+        verdict += ", to which not all ranks have come: every rank must make the same calls, in the same order"
+    elif dead:
         verdict = (
             f"no sign of life from rank {', '.join(map(str, dead))} within {_REPORT_WAIT_S:g} s: its process has "
             f"probably died, is stuck outside communication, or is cut off from the network"

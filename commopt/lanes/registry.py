@@ -9,17 +9,20 @@ import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commopt.errors import CommoptError, ConfigurationError
+from commopt.errors import CommoptError, ConfigurationError, LaneError, TransportError
 from commopt.groups import Membership, NcclByLevel, close_stores, join, keep_groups, memberships, read_arguments
+from commopt.groups.membership import PATIENCE_S
 from commopt.lanes.failure import publish_uncaught
 from commopt.lanes.lane import Lane, Operation, Work, WorkerLane
+
+_T = TypeVar("_T")
 
 _lanes: dict[torch.device, Lane] = {}
 _lock = threading.Lock()
@@ -188,6 +191,27 @@ class LaneClient:
         device = device or self._first_device or self.team.default_device
         return self.submit(what, task, torch.zeros(1, dtype=torch.float32, device=device))
 
+    def agree(
+        self, what: str, problem: Exception | None = None, patience_s: float = PATIENCE_S, **facts: Any
+    ) -> Agreement:
+        """Let all ranks find out, on the lane, whether they have come to the same call; all ranks must.
+
+        what: the call, and between which steps it is. `facts` go to all ranks. `problem`, patience_s: as in
+        Membership.exchange. What is submitted behind it asks `refused` before it sends anything.
+        """
+        return Agreement(self, f"{what} ({self.name})", problem, patience_s, facts)
+
+    def together(self, what: str, task: Callable[[], _T]) -> _T:
+        """Return what `task`, on the lane, returns, once all ranks have come to `what`; collective, as `agree`.
+
+        Raises MismatchError, before `task` has sent anything, when they have not.
+        """
+        agreement, found = self.agree(what), list[_T]()
+        work = self.run(lambda: None if agreement.refused else found.append(task()), what)
+        agreement.wait()
+        work.wait()
+        return found[0]
+
     def require_open(self, what: str) -> None:
         """Raise ConfigurationError when `close` came before `what`."""
         if self.closed:
@@ -204,6 +228,45 @@ class LaneClient:
         if not self.closed:
             _part(self.membership, close=groups)
             self.closed = True
+
+
+class Agreement:
+    """The answer to whether all ranks have come to the same call; LaneClient.agree asks.
+
+    That they have not is no failure of the lane: all that came know it alike, and nothing was sent.
+    """
+
+    def __init__(
+        self, client: LaneClient, purpose: str, problem: Exception | None, patience_s: float, facts: dict[str, Any]
+    ) -> None:
+        self._client, self._purpose, self._problem, self._facts = client, purpose, problem, facts
+        self._patience_s = patience_s
+        self._answers: list[dict[str, Any]] = []
+        self._error: Exception | None = None
+        self._work = client.run(self._ask, purpose)
+
+    def _ask(self) -> None:
+        membership = self._client.membership
+        try:
+            self._answers = membership.exchange(
+                self._purpose, self._problem, self._client.name, self._patience_s, **self._facts
+            )
+        except (LaneError, TransportError):
+            raise
+        except Exception as error:
+            self._error = error
+
+    @property
+    def refused(self) -> bool:
+        """Whether nothing may be sent; known to the lane's work behind it."""
+        return self._error is not None
+
+    def wait(self) -> list[dict[str, Any]]:
+        """Return the facts of every rank, in their order. Raises as Membership.exchange."""
+        self._work.wait()
+        if self._error is not None:
+            raise self._error
+        return self._answers
 
 
 def _part(membership: Membership, *, close: bool) -> None:

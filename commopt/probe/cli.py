@@ -123,12 +123,13 @@ def _run(options: argparse.Namespace, settings: Settings, environ: Mapping[str, 
 
 def require_usable(path: Path | None) -> None:
     """Raise ConfigurationError on every rank if rank 0 cannot write to `path`: now, not after the measurements."""
-    problem: list[str | None] = [None]
+    problem: str | None = None
     if path is not None and dist.get_rank() == 0:
         try:
             require_writable(path)
         except ConfigurationError as error:
-            problem = [str(error)]
-    dist.broadcast_object_list(problem, src=0)
-    if problem[0] is not None:
-        raise ConfigurationError(problem[0])
+            problem = str(error)
+    answers = join().exchange("an output file", found=problem)
+    problem = next((answer["found"] for answer in answers if answer["found"] is not None), None)
+    if problem is not None:
+        raise ConfigurationError(problem)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from commopt.compress import COMPRESSORS, Cast, Compressor, ErrorFeedback, Exact, Quantize, RngKey
 from commopt.cost import LinkKey, WorkKey
-from commopt.errors import ConfigurationError
+from commopt.errors import ConfigurationError, did_you_mean
 from commopt.groups import Team
 from commopt.hooks import PRESETS
 from commopt.kernels import lowrank, packing
@@ -60,7 +60,9 @@ class Settings:
         if not 0 < self.budget_s < float("inf"):
             raise ConfigurationError(f"--budget {self.budget_s:g} must be a number of seconds above 0, for example 120")
         if not self.parts or not set(self.parts) <= set(PARTS):
-            raise ConfigurationError(f"--only {','.join(self.parts)} must name some of {', '.join(PARTS)}")
+            unknown = next(part for part in self.parts if part not in PARTS) if self.parts else ""
+            meant = did_you_mean(unknown, PARTS)
+            raise ConfigurationError(f"--only {','.join(self.parts)} must name some of {', '.join(PARTS)}{meant}")
         if self.warm_up < 1 or self.iterations < 3:
             raise ConfigurationError(
                 f"warm_up={self.warm_up}, iterations={self.iterations}: at least 1 and 3 are needed for a median"

@@ -15,7 +15,6 @@ from pathlib import PurePath
 from typing import Any, TextIO
 
 import torch
-import torch.distributed as dist
 
 from commopt import lanes
 from commopt.compress import Compressor
@@ -102,7 +101,8 @@ class LinkProber:
         self._done = 0
         # The rank that is first in the group fits and reports.
         self._first_rank = membership.ranks[membership.cluster.order.index(0)]
-        self._stream = stream if membership.global_rank == self._first_rank else None
+        self._reports = membership.global_rank == self._first_rank
+        self._stream = stream if self._reports else None
 
     @property
     def curves(self) -> int:
@@ -126,9 +126,10 @@ class LinkProber:
             work[job.key] = self._fit(work_text(job.key), sizes, len(self._jobs) - place, measure)
         # Fitted on every rank, so that an error is raised on all; other machines might round a fit differently.
         found = Links(read_header(self._membership, self._timer.device, command), links, work)
-        result = [Survey(found, self._stopped)]
-        dist.broadcast_object_list(result, src=self._first_rank, group=self._membership.parent())  # its lane is idle
-        return result[0]
+        mine: dict[str, Any] = {"links": found.as_text(), "stopped": self._stopped} if self._reports else {}
+        everyone = self._membership.exchange("what a probe has found", **mine)
+        told = everyone[self._membership.ranks.index(self._first_rank)]
+        return Survey(Links.read(told["links"], "what the first rank has found"), dict(told["stopped"]))
 
     def _time(self, collective: Collective, group: Group, nbytes: int, repeats: Repeats) -> Measured:
         what = f"{link_text(group.key(collective.primitive))}, {nbytes} bytes"

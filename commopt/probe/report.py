@@ -8,13 +8,12 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
-from typing import Any, TextIO
-
-import torch.distributed as dist
+from textwrap import wrap
+from typing import TextIO
 
 from commopt.cluster.network import RATE_VARIABLE, Link
 from commopt.cost import Curve, LinkKey, Links
-from commopt.display import show_table
+from commopt.display import WIDTH, show_table, significant
 from commopt.groups import Membership, WireModel
 from commopt.probe.prober import Survey, link_text, nbytes_text
 from topology.machine import discover
@@ -24,7 +23,8 @@ from topology.queries import node_nic_gbps
 
 _ROOTED = ("reduce", "broadcast")
 _PROBE_NBYTES = 1 << 40
-_LEAST_SHARE = 0.5
+_LEAST_SHARE, _MOST_SHARE = 0.5, 1.05  # of a line rate: below something is slow, above the measurement is wrong
+_LEAST_FIT = 0.9  # R^2
 
 
 def node_factor(key: LinkKey, nodes: tuple[int, ...]) -> float:
@@ -76,11 +76,16 @@ class LineRate:
         """Whether it is below half of nominal."""
         return self.share is not None and self.share < _LEAST_SHARE
 
+    @property
+    def unreliable(self) -> bool:
+        """Whether it is more than the network can carry."""
+        return self.share is not None and self.share > _MOST_SHARE
+
 
 def line_rate_gbps(membership: Membership, environ: Mapping[str, str] = os.environ) -> float | None:
     """Return what the slowest node's network cards carry together, None when one node's are unknown; collective."""
-    everyone: list[Any] = [None] * len(membership.ranks)
-    dist.all_gather_object(everyone, own_gbps(membership, environ), group=membership.parent())
+    answers = membership.exchange("a line rate", gbps=own_gbps(membership, environ))
+    everyone = [answer["gbps"] for answer in answers]
     return None if None in everyone else min(everyone, default=inf)
 
 
@@ -97,7 +102,10 @@ def own_gbps(membership: Membership, environ: Mapping[str, str]) -> float | None
 _KINDS = ("encode", "decode", "recode", "factor", "refresh", "copy", "pack", "unpack")
 _LEVELS = ("intra", "inter", "world")
 
-LINKS = "GB/s: of the message, when it is long; node Gb/s: what a node sent to others in the largest one; 1e9."
+LINKS = (
+    "GB/s: of the message, when it is long; node Gb/s: what a node sent to others in the largest one; 1e9. "
+    "R^2: how well the curve fits, 1 at best."
+)
 WORK = "GB/s of dense float32, when there is much of it."
 REASONS = {
     "nccl": "NCCL opens one TCP connection to each peer (try: export NCCL_SOCKET_NTHREADS=4 NCCL_NSOCKS_PERTHREAD=4)",
@@ -115,21 +123,45 @@ def show(survey: Survey, rate: LineRate | None, budget_s: float, stream: TextIO 
         show_table("Compression, on one rank", _work_rows(links), 1, WORK, stream)
     if survey.stopped:
         shortest = min(survey.stopped, key=lambda what: survey.stopped[what])
-        print(
+        _say(
             f"--budget {budget_s:g} ended {len(survey.stopped)} of {len(links.curves) + len(links.work)} "
             f"curves below the largest size, {shortest} at {nbytes_text(survey.stopped[shortest])}. A curve is to "
             f"be trusted up to 4 times what was measured; --budget {4 * budget_s:g} takes it further.",
-            file=stream,
+            stream,
+        )
+    if badly := [
+        link_text(key) for key, curve in links.curves.items() if curve.points and curve.r_squared < _LEAST_FIT
+    ]:
+        more = f" and {len(badly) - _MOST_NAMED} more" if len(badly) > _MOST_NAMED else ""
+        _say(
+            f"WARN unreliable: {len(badly)} of {len(links.curves)} curves fit badly (R^2 below {_LEAST_FIT}): "
+            f"{', '.join(badly[:_MOST_NAMED])}{more}. Predictions from them are too: probe again when machine and "
+            f"network are quiet, with a larger --budget.",
+            stream,
         )
     if rate is not None:
-        print(*_compared(rate, links.header.backend), sep="\n", file=stream)
+        largest = links.curves[rate.key].largest_nbytes
+        for line in _compared(rate, links.header.backend, nbytes_text(largest)):
+            _say(line, stream)
 
 
-def _compared(rate: LineRate, backend: str) -> list[str]:
-    seen = f"{rate.measured_gbps:.3g} Gb/s out of a node ({link_text(rate.key)})"
+_MOST_NAMED = 3
+
+
+def _say(text: str, stream: TextIO) -> None:
+    print(*wrap(text, WIDTH, subsequent_indent="  "), sep="\n", file=stream)
+
+
+def _compared(rate: LineRate, backend: str, largest: str) -> list[str]:
+    seen = f"{significant(rate.measured_gbps)} Gb/s out of a node ({link_text(rate.key)})"
     if rate.share is None:
         return [f"Network: {seen}; the line rate is not known here."]
     compared = f"{seen}, {rate.share:.0%} of a line rate of {rate.nominal_gbps:g} Gb/s"
+    if rate.unreliable:
+        return [
+            f"WARN unreliable: {compared}. More than a line carries: the largest message, {largest}, passes in one "
+            f"burst. Measure larger ones: -e 256M, with a larger --budget."
+        ]
     if not rate.slow:
         return [f"Network: {compared}."]
     return [
@@ -145,9 +177,10 @@ def _link_rows(links: Links) -> list[list[str]]:
     for key in sorted(links.curves, key=lambda key: (_LEVELS.index(key.level), key.groups)):
         curve, gbps = links.curves[key], node_gbps(key, links)
         names = [key.level, key.primitive, str(key.ranks), str(key.groups)]
-        fit = [f"{curve.r_squared:.4f}", f"{curve.mape:.1%}", nbytes_text(curve.largest_nbytes)]
-        alpha = f"{curve.segments[0].alpha_us:.4g}"
-        rows.append([*names, alpha, gigabytes_per_s(curve), f"{gbps:.3g}" if gbps else "-", *fit])
+        r_squared = f"{curve.r_squared:.3f}" if curve.r_squared > 0 else "none"
+        fit = [r_squared, f"{curve.mape:.1%}", nbytes_text(curve.largest_nbytes)]
+        alpha = significant(curve.segments[0].alpha_us)
+        rows.append([*names, alpha, gigabytes_per_s(curve), significant(gbps) if gbps else "-", *fit])
     return rows
 
 
@@ -167,4 +200,4 @@ def _work_rows(links: Links) -> list[list[str]]:
 def gigabytes_per_s(curve: Curve) -> str:
     """Return the rate of long messages, or of much work, as text."""
     beta = curve.segments[-1].beta_us_per_byte
-    return f"{1e-3 / beta:.3g}" if beta else "-"
+    return significant(1e-3 / beta) if beta else "-"

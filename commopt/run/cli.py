@@ -12,25 +12,36 @@ from dataclasses import dataclass
 from multiprocessing import active_children
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from textwrap import fill
 from typing import Any, TextIO
 
-from commopt.command_line import BAD_INPUT, output_file, refuse, whole
+from commopt.command_line import BAD_INPUT, output_file, refuse, require_writable, whole
 from commopt.display import aligned
 from commopt.errors import ConfigurationError
+from commopt.hooks.presets import LOCAL_PRESETS, PRESETS
 from commopt.run.live import Live
 from commopt.run.models import Models, Trained, watching
 from commopt.run.processes import following
 from commopt.run.script import Choice, Script
 
 USAGE = (
-    "torchrun ... -m commopt run --strategy NAME[:OPTION=VALUE...] [--option OPTION=VALUE] [--live] [--report] "
-    "[--html FILE] SCRIPT ARGS..."
+    "torchrun ... -m commopt run --strategy NAME[:OPTION=VALUE...]\n"
+    "           [--option OPTION=VALUE] [--tuned FILE] [--live] [--report]\n"
+    "           [--html FILE] SCRIPT ARGS..."
 )
-EPILOG = f"""A DDP model whose hook the script has registered itself is left alone. Give every rank the same command.
-exit status: the script's; {BAD_INPUT} bad input (one line on stderr, on every rank, before the script starts)."""
+EPILOG = f"""{fill("presets: " + ", ".join(sorted(PRESETS | LOCAL_PRESETS)), 79, subsequent_indent="  ")}
+Each is explained in docs/usage.md; docs/presets.md says which to take. With
+adam= the script's AdamW becomes the SGD that goes behind Adam's directions,
+with its groups, learning rates, weight decays and schedulers (docs/adamw.md).
+A model whose hook the script has registered itself is left alone. Give every rank the
+same command.
+
+exit status: the script's; {BAD_INPUT} bad input (one line on stderr, on every rank,
+before the script starts)."""
 NOTHING = (
-    "commopt run: no DistributedDataParallel model was trained, so there was nothing to do; start one process for each "
-    "GPU with torchrun, or in the script with multiprocessing (other programs that it starts are not seen)"
+    "commopt run: no model of DistributedDataParallel or fully_shard was trained, so there was nothing to do; start "
+    "one process for each GPU with torchrun, or in the script with multiprocessing (other programs that it starts are "
+    "not seen)"
 )
 _HEADINGS = ("model", "averaged by", "steps", "MB per step\nin the node", "MB per step\nbetween nodes")
 
@@ -38,7 +49,7 @@ _HEADINGS = ("model", "averaged by", "steps", "MB per step\nin the node", "MB pe
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of run."""
     parser.usage = USAGE
-    parser.description = "Run a training script unchanged; every DistributedDataParallel model in it gets a hook."
+    parser.description = "Run a training script unchanged; each model of DDP or FSDP2 gets a hook."
     parser.epilog = EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
@@ -51,6 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="OPTION=VALUE",
         help="another option of commopt.attach: plan=ddp, links=links.json, ranks_per_node=8; may be repeated",
     )
+    what = "where rank 0 writes at the end what auto has chosen, and what it begins with if the file is there already"
+    add("--tuned", type=Path, metavar="FILE", help=what)
     add("--report", action="store_true", help="print at the end what was sent, on rank 0")
     add("--live", action="store_true", help="print where the time goes every so many steps, on rank 0")
     add("--html", type=output_file, metavar="FILE", help="write the same as a page with pictures, each time anew")
@@ -65,14 +78,16 @@ def run(options: argparse.Namespace) -> int:
         if not options.script:
             raise ConfigurationError(f"no script was named; {USAGE}")
         script = Script(options.script[0], tuple(options.script[1:]), options.module)
-        choice = Choice.read(options.strategy, options.settings)
+        choice = Choice.read(options.strategy, options.settings, options.tuned)
+        if options.tuned is not None and os.environ.get("RANK", "0") == "0":
+            require_writable(options.tuned)
         script.require_there()
     except ConfigurationError as error:
         return refuse("commopt run", error)
     others = active_children()
     with TemporaryDirectory(prefix="commopt-run-") as marks:
         shown = Shown(options.report, options.live, options.html, options.every)
-        job = Job(choice, script, shown, tuple(options.settings), marks)
+        job = Job(choice, script, shown, tuple(options.settings), marks, options.tuned)
         try:
             job.run(script.run)
         except SystemExit:
@@ -107,7 +122,8 @@ class Shown:
 class Job:
     """What is done in this process and in all that the script starts.
 
-    marks: a folder in which each of them that has trained leaves a file, while there is one.
+    marks: a folder in which each of them that has trained leaves a file, while there is one. tuned: where what auto has
+    chosen is kept.
     """
 
     choice: Choice
@@ -115,6 +131,7 @@ class Job:
     shown: Shown
     settings: tuple[str, ...]
     marks: str
+    tuned: Path | None = None
 
     def run(self, function: Callable[..., object], *args: Any, **kwargs: Any) -> None:
         """Call the function, and see to the models that are trained in it."""
@@ -139,18 +156,33 @@ class Job:
         if not any(list(program[: 1 + len(head)]) == [sys.executable, *head] for head in heads):
             return program
         options = [each for setting in self.settings for each in ("--option", setting)]
+        options += ["--tuned", str(self.tuned)] if self.tuned else []
         options += self.shown.options()
         return [program[0], "-m", "commopt", "run", "--strategy", self.choice.strategy, *options, *program[1:]]
 
     def _conclude(self, models: Models, live: Live | None) -> None:
+        models.average()
         models.close()
         if models.seen:
             with suppress(OSError):  # the process that made the folder did not wait for this one
                 Path(self.marks, str(os.getpid())).touch()
             if self.shown.report:
                 show(models.trained)
+            if self.tuned is not None:
+                _keep(models.trained, self.tuned)
         if live is not None and not live.steps and any(record.rank == 0 for record in models.trained):
-            print(f"commopt run: no model took {live.every} steps, so nothing was shown; pass --every", file=sys.stderr)
+            why = f"no model took {live.every} steps, so nothing was shown; pass --every N with fewer"
+            print(f"commopt run: {why}", file=sys.stderr)
+
+
+def _keep(trained: Sequence[Trained], file: Path) -> None:
+    """Write what the first model was tuned to, on the world's first rank."""
+    found = next((record.tuned for record in trained if record.rank == 0 and record.tuned), None)
+    if found is not None:
+        found.save(file)
+        print(f"commopt run: what auto chose is in {file}", file=sys.stderr)
+    elif any(record.rank == 0 for record in trained):
+        print(f"commopt run: auto had not chosen when training ended; {file} is as it was", file=sys.stderr)
 
 
 def show(trained: Sequence[Trained], stream: TextIO | None = None) -> None:

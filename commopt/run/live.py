@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from commopt.hooks import HookState
+from commopt.hooks import CommState
 from commopt.hooks.log import Logged, StepLog
 from commopt.timeline.page import write_page
 
@@ -24,7 +24,7 @@ class Live:
     steps: int = 0
     _models: int = 0
 
-    def watch(self, name: str, state: HookState, *, speaks: bool) -> None:
+    def watch(self, name: str, state: CommState, *, speaks: bool) -> None:
         """Show a model from now on, if this rank `speaks`; collective over the ranks of the state."""
         self._models += 1
         file = self.html

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The DDP models of a script: each gets its hook in its first forward that a backward may follow."""
+"""The DDP and FSDP2 models of a script: each gets its hook in its first forward that a backward may follow."""
 
 from __future__ import annotations
 
@@ -14,73 +14,116 @@ from weakref import WeakSet, finalize, ref
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.amp import GradScaler
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from commopt.hooks import HookState, attach
+from commopt.errors import CommoptError
+from commopt.hooks import CommState
 from commopt.hooks.checks import enabled_scalers
+from commopt.hooks.optimizers import adam_in, optimizers_of, put_behind
 from commopt.run.live import Live
 from commopt.run.script import Choice
+from commopt.schedule import Tuned
+from commopt.sharded.seams import replaced_in, reshard
 
 _log = logging.getLogger("commopt")
 
 
 @dataclass
 class Trained:
-    """A model that got a hook. stats, explanation: HookState's when it ceased to exist, or at the end.
+    """A model that got a hook. stats, explanation, tuned: those of its state when it ceased to exist, or at the end.
 
-    explanation: "" for what was not tuned.
+    explanation: "" for what was not tuned, which has no `tuned` either.
     """
 
     name: str
     rank: int
     stats: dict[str, Any] = field(default_factory=dict)
     explanation: str = ""
+    tuned: Tuned | None = None
 
-    def read(self, state: HookState) -> None:
+    def read(self, state: CommState) -> None:
         """Take the figures of its hook."""
         self.stats = state.stats()
-        self.explanation = "" if state.tuned is None else state.explain()
+        self.tuned = getattr(state, "tuned", None)  # FSDP2's have none
+        self.explanation = "" if self.tuned is None else state.explain()
 
 
 class Models:
-    """Attaches the choice to every DDP model, once, and keeps what became of it; `trained` in order of attachment."""
+    """Attaches the choice to every model, once, and keeps what became of it; `trained` in order of attachment."""
 
     def __init__(self, choice: Choice, live: Live | None = None) -> None:
         self.trained: list[Trained] = []
         self.scalers = Scalers(choice.strategy)
         self._choice = choice
         self._live = live
-        self._known: WeakSet[TorchDDP] = WeakSet()
+        self._known: WeakSet[nn.Module] = WeakSet()
         self._left_alone = 0
-        self._open: list[finalize[..., TorchDDP]] = []
+        self._open: list[finalize[..., nn.Module]] = []
+        self._states: list[ref[CommState]] = []
 
     @property
     def seen(self) -> bool:
         """Whether any model was trained, with the hook or without."""
         return bool(self.trained or self._left_alone)
 
-    def before_forward(self, ddp: TorchDDP) -> None:
-        """Attach the hook if it is time for it; collective over the ranks of the model."""
-        if ddp in self._known or not torch.is_grad_enabled():
+    def before_forward(self, model: nn.Module) -> None:
+        """Attach the hook if it is time for it; collective over the ranks of the model.
+
+        Raises ConfigurationError for a model that cannot have it, FSDP1's too, and with `adam=` for an optimizer that
+        it cannot stand for: before the first backward.
+        """
+        if model in self._known or not torch.is_grad_enabled():
             return
-        self._known.add(ddp)
-        name = type(ddp.module).__name__
-        if reason := _reason_to_leave_alone(ddp):
+        ddp = isinstance(model, TorchDDP)
+        self._known.update([model] if ddp else model.modules())  # FSDP2's parts are called as their model is
+        name = type(model.module if ddp else model).__name__
+        if reason := _reason_to_leave_alone(model):
             self._left_alone += 1
-            _log.warning("commopt run: the DDP model of %s is left alone: %s", name, reason)
+            _log.warning("commopt run: the %s model of %s is left alone: %s", "DDP" if ddp else "FSDP2", name, reason)
             return
-        state = attach(ddp, self._choice.strategy, **self._choice.options)
+        if isinstance(model, FSDPModule):
+            reshard(model)  # else an evaluation before has left whole parameters, which are in no optimizer
+        optimizers = optimizers_of(model.parameters()) if self._choice.adam else []
+        state = self._choice.attach(model, adam_in(optimizers))
+        for optimizer in optimizers:
+            put_behind(state, optimizer)
         self.scalers.expect(state)
+        self._states.append(ref(state))
+        apart = state.aggregator is not None and state.aggregator.node_local
+        if apart and state.membership.team.node_count > 1:
+            _log.warning(
+                "commopt run: %s lets nodes hold different parameters; these are averaged when the script ends, and "
+                "what it evaluates or saves before is one node's model: call commopt.attach in the script, and "
+                "comm.average_parameters() on every rank before that",
+                self._choice.strategy,
+            )
         record = Trained(name, dist.get_rank())
         if self._live is not None:
             self._live.watch(name, state, speaks=record.rank == 0)
         self.trained.append(record)
         # The state lives as long as the model, as if the script held both.
-        at_its_end = finalize(ddp, record.read, state)
+        at_its_end = finalize(model, record.read, state)
         at_its_end.atexit = False
         self._open.append(at_its_end)
-        _log.info("commopt run: %s on the DDP model of %s", self._choice.strategy, name)
+        _log.info("commopt run: %s on the model %s", self._choice.strategy, name)
+
+    def average(self) -> None:
+        """Let the nodes hold one model where a LocalSGD lets them learn by themselves; collective.
+
+        Called when the script destroys the process group, and when it has ended by itself.
+        """
+        for waiting in self._states:
+            state = waiting()
+            if state is None or not state.nodes_differ or not state.membership.alive:
+                continue
+            try:
+                state.average_parameters()
+            except CommoptError as error:
+                _log.warning("commopt run: nodes end with different parameters, which could not be averaged: %s", error)
 
     def close(self) -> None:
         """Read the figures of models that still exist; no communication."""
@@ -89,7 +132,10 @@ class Models:
         self._open.clear()
 
 
-def _reason_to_leave_alone(ddp: TorchDDP) -> str:
+def _reason_to_leave_alone(ddp: nn.Module) -> str:
+    if not isinstance(ddp, TorchDDP):
+        found = replaced_in(ddp) if isinstance(ddp, FSDPModule) else ""
+        return f"the script has set {found} in it, or attached to it itself" if found else ""
     if ddp._use_python_reducer:
         return "torch.compile's python reducer averages its gradients, which calls no hook for buckets"
     if ddp.logger is None:
@@ -107,11 +153,11 @@ class Scalers:
 
     def __init__(self, strategy: str) -> None:
         self._strategy = strategy
-        self._waiting: list[ref[HookState]] = []
+        self._waiting: list[ref[CommState]] = []
         self._only: ref[GradScaler] | None = None
         self._several = False
 
-    def expect(self, state: HookState) -> None:
+    def expect(self, state: CommState) -> None:
         """Give `state` a scaler when one is in use."""
         self._waiting.append(ref(state))
 
@@ -139,12 +185,13 @@ class Scalers:
         self._waiting.clear()
 
 
+_WATCHED: tuple[Any, ...] = (TorchDDP, FSDPModule, FullyShardedDataParallel)
 _told: list[Models] = []  # the last one is told; a forked child has its parent's below
 
 
 @contextmanager
 def watching(models: Models) -> Iterator[None]:
-    """Tell `models` of every forward of a DDP model and of every loss that is scaled."""
+    """Tell `models` of every forward of a DDP or FSDP model, of every scaled loss, and of the process group's end."""
     _told.append(models)
     try:
         with nullcontext() if len(_told) > 1 else _patched():
@@ -156,30 +203,39 @@ def watching(models: Models) -> Iterator[None]:
 @contextmanager
 def _patched() -> Iterator[None]:
     """Patch classes, not objects: nothing of it is in a model that is copied or saved."""
-    call, scale = TorchDDP.__call__, GradScaler.scale
+    scale, destroy = GradScaler.scale, dist.destroy_process_group
     # A compiler that looks into a step must not look in here.
-    before_forward = torch.compiler.disable(lambda ddp: _told[-1].before_forward(ddp))
+    before_forward = torch.compiler.disable(lambda model: _told[-1].before_forward(model))
     before_scale = torch.compiler.disable(lambda scaler: _told[-1].scalers.before_scale(scaler))
 
-    @wraps(call)
-    def watched_call(ddp: TorchDDP, *inputs: Any, **kwargs: Any) -> Any:
-        before_forward(ddp)
-        return call(ddp, *inputs, **kwargs)
+    def watched(kind: type[Any]) -> Any:
+        @wraps(nn.Module.__call__)
+        def watched_call(model: Any, *inputs: Any, **kwargs: Any) -> Any:
+            before_forward(model)
+            return super(kind, model).__call__(*inputs, **kwargs)
+
+        # Only the call itself is kept from a compiler, not the model in it.
+        return torch.compiler.disable(watched_call, recursive=False)
 
     @wraps(scale)
     def watched_scale(scaler: GradScaler, outputs: Any) -> Any:
         before_scale(scaler)
         return scale(scaler, outputs)
 
-    patched: tuple[tuple[Any, str, Any], ...] = (
-        # Only the call itself is kept from a compiler, not the model in it.
-        (TorchDDP, "__call__", torch.compiler.disable(watched_call, recursive=False)),
-        (GradScaler, "scale", watched_scale),
-    )
-    for kind, name, function in patched:
-        setattr(kind, name, function)
+    @wraps(destroy)
+    def watched_destroy(group: Any = None) -> None:
+        if group in (None, dist.group.WORLD):
+            _told[-1].average()
+        destroy(group)
+
+    for kind in _WATCHED:  # none of which has a __call__ of its own
+        kind.__call__ = watched(kind)
+    GradScaler.scale = watched_scale  # type: ignore[method-assign, assignment]
+    dist.destroy_process_group = c10d.destroy_process_group = watched_destroy
     try:
         yield
     finally:
         GradScaler.scale = scale  # type: ignore[method-assign]
-        delattr(TorchDDP, "__call__")  # torch's own is nn.Module's
+        dist.destroy_process_group = c10d.destroy_process_group = destroy
+        for kind in _WATCHED:
+            del kind.__call__

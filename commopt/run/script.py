@@ -9,16 +9,17 @@ import os
 import runpy
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from commopt.aggregate import Adam, Aggregator
 from commopt.command_line import option_value
 from commopt.document import require_whole
 from commopt.errors import ConfigurationError
 from commopt.groups.build import read_arguments, require_timeout
-from commopt.hooks import build_preset
+from commopt.hooks import CommState, attach, build_preset
 from commopt.schedule import BucketConfig
 
 STATE_OPTIONS = ("ranks_per_node", "timeout", "plan", "links", "record", "tuned", "guard")
@@ -34,9 +35,34 @@ class Choice:
     strategy: str
     options: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def adam(self) -> bool:
+        """Whether Adam's directions are what is sent, so that the script's optimizer has to change."""
+        return self._aggregator().adam is not None
+
+    def attach(self, model: Any, adam: Adam | None = None) -> CommState:
+        """Attach to a model; collective. adam: the script's, whose betas and eps are taken where none are asked for."""
+        aggregator = self._aggregator()
+        asked = aggregator.adam
+        if adam is not None and asked is not None and (asked.betas, asked.eps) == (Adam().betas, Adam().eps):
+            aggregator = self._aggregator(replace(asked, betas=adam.betas, eps=adam.eps))
+        options = {name: value for name, value in self.options.items() if name in STATE_OPTIONS}
+        state: CommState = attach(model, aggregator, **options)
+        return state
+
+    def _aggregator(self, adam: Adam | None = None) -> Aggregator:
+        """Return what averages, with another `adam` than it says where one is given."""
+        name, *settings = self.strategy.split(":")
+        options = {name: value for name, value in self.options.items() if name not in STATE_OPTIONS}
+        if adam is not None:
+            settings, options["adam"] = [each for each in settings if not each.startswith("adam=")], adam
+        return build_preset(":".join([name, *settings]), **options)
+
     @classmethod
-    def read(cls, strategy: str, settings: Iterable[str] = ()) -> Choice:
+    def read(cls, strategy: str, settings: Iterable[str] = (), tuned: Path | None = None) -> Choice:
         """Check `strategy` and "option=value" settings; files are read.
+
+        tuned: the file of --tuned, which need not be there yet.
 
         Raises ConfigurationError for what `attach` would refuse on any model.
         """
@@ -62,9 +88,19 @@ class Choice:
             raise ConfigurationError(f"--option record={given('record')} is neither True nor False")
         if (guard := given("guard")) is not None:
             require_whole(guard, 1, "--option guard")
-        build_preset(strategy, **{name: value for name, value in options.items() if name not in STATE_OPTIONS})
+        choice = cls(strategy, options)
+        tunes = choice._aggregator().tunes
+        if tuned is not None:
+            if "tuned" in options:
+                raise ConfigurationError(
+                    f"--tuned {tuned} and --option tuned={options['tuned']} both say one; pass one"
+                )
+            if not tunes:
+                raise ConfigurationError(f"--tuned {tuned} keeps what auto chooses, and {strategy} chooses nothing")
+            if tuned.exists():
+                options["tuned"] = str(tuned)
         BucketConfig.read(given("plan"), given("links"), given("tuned"))
-        return cls(strategy, options)
+        return choice
 
 
 @dataclass(frozen=True)

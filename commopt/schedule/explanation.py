@@ -17,7 +17,7 @@ _SLOW = 0.5  # of a step, where that much of it is communication that nothing hi
 
 
 def explain(aggregator: Aggregator | None, tuned: Tuned | None, decisions: Sequence[Decision]) -> str:
-    """Return what is used, what it was compared with, what each message does, and the last decision."""
+    """Return what is used, what it was compared with, what each message does, and the last decision if any is taken."""
     lines = [f"asked for: {aggregator if aggregator is not None else 'what the hook stands for'}"]
     if tuned is not None:
         table = aligned(_COLUMNS, [_row(tried, tuned) for tried in tuned.considered], left=len(_COLUMNS))
@@ -32,8 +32,9 @@ def explain(aggregator: Aggregator | None, tuned: Tuned | None, decisions: Seque
             *_messages(tuned.plan),
             "",
         ]
-    last = decisions[-1].reason if decisions else "nothing was decided yet"
-    return "\n".join([*lines, f"last decision: {last}"])
+    if decisions or (aggregator is not None and aggregator.tunes):  # others decide nothing
+        lines.append(f"last decision: {decisions[-1].reason if decisions else 'nothing was decided yet'}")
+    return "\n".join(lines).rstrip()
 
 
 def _row(tried: Tried, tuned: Tuned) -> tuple[str, ...]:

@@ -60,20 +60,19 @@ class Layouts:
             self._known[key] = self._describe(bucket, parameters)
         return self._known[key]
 
-    def resolved(self, aggregator: T, *, warn: bool) -> T:
+    def resolved(self, aggregator: T) -> T:
         """Return `aggregator`, or what else has `dense`, with patterns that know a shared parameter by all its names.
 
-        warn: log the patterns that match nothing.
+        Patterns that match nothing are warned of, on every rank: not all launchers show the first one's log.
         """
         changes: dict[str, Any] = {}
         for name in getattr(aggregator, "__dataclass_fields__", ()):
             value = getattr(aggregator, name)
             if isinstance(value, Aggregator):
-                changes[name] = self.resolved(value, warn=warn)
+                changes[name] = self.resolved(value)
             elif name == "dense" and value:
                 changes[name] = value + self._further_patterns(value)
-                if warn:
-                    self._warn_of_unmatched(value)
+                self._warn_of_unmatched(value)
         differs = any(value != getattr(aggregator, name) for name, value in changes.items())
         return replace(aggregator, **changes) if differs else aggregator  # type: ignore[type-var]
 

@@ -6,7 +6,9 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,13 +18,17 @@ from typing import Any
 
 import torch
 
-from commopt.command_line import number, output_file, refuse, whole
+from commopt.command_line import content_of, number, output_file, refuse, whole
 from commopt.document import reason_of
 from commopt.errors import CommoptError, ConfigurationError
 from commopt.run.script import Script
 from commopt.server.scheduler import Scheduler, host_and_port
+from commopt.server.secret import LOOPBACK, SECRET_VARIABLE, read_secret
 from commopt.server.server import Server
 from commopt.server.settings import ADDRESS_VARIABLE
+from commopt.server.shared import require_saved
+
+_log = logging.getLogger("commopt")
 
 _LOOK_S = 0.2
 _FAILED = 1
@@ -67,28 +73,41 @@ def _until_told() -> Iterator[None]:
             signal.signal(each, handle)
 
 
+def _add_access(parser: argparse.ArgumentParser) -> None:
+    host = f"the address to listen on (default {LOOPBACK}: this machine alone; 0.0.0.0: all, which wants a secret)"
+    parser.add_argument("--host", default=LOOPBACK, help=host)
+    _add_secret(parser)
+
+
+def _add_secret(parser: argparse.ArgumentParser) -> None:
+    file = f"holds the secret that scheduler, server and workers share (default: the variable {SECRET_VARIABLE})"
+    parser.add_argument("--secret-file", type=content_of(read_secret), metavar="FILE", dest="secret", help=file)
+
+
 # ------------------------------------------------------------------------------------------- scheduler
 
 
 def _add_scheduler(parser: argparse.ArgumentParser) -> None:
     parser.description = "Let a server and its workers find each other, and say who is gone. Runs until it is stopped."
     parser.add_argument("--port", type=whole(0, 65535), default=29400, help="to listen on (default 29400; 0: any)")
-    parser.add_argument("--host", default="0.0.0.0", help="the address to listen on (default: all)")
+    _add_access(parser)
     timeout = "without a sign of life somebody is gone after so many (default 30)"
     parser.add_argument("--timeout", type=number(), default=30.0, metavar="SECONDS", help=timeout)
 
 
 def _run_scheduler(options: argparse.Namespace) -> int:
     try:
-        scheduler = Scheduler(options.port, options.host, options.timeout)
+        scheduler = Scheduler(options.port, options.host, options.timeout, secret=options.secret)
     except ConfigurationError as error:
         return refuse("commopt scheduler", error)
     with _until_told():
-        print(f"commopt scheduler: listening on port {scheduler.port}", flush=True)
-        while True:
+        print(f"commopt scheduler: listening on {options.host}, port {scheduler.port}", flush=True)
+        while not scheduler.failure:
             time.sleep(_LOOK_S)
     scheduler.close()
-    return 0
+    if scheduler.failure:
+        sys.stderr.write(f"commopt scheduler: {scheduler.failure}\n")
+    return _FAILED if scheduler.failure else 0
 
 
 # ------------------------------------------------------------------------------------------- server
@@ -99,7 +118,10 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "The settings are those of the first worker that joins, as are the parameters without a checkpoint."
     parser.add_argument("--scheduler", type=_address, required=True, metavar="HOST:PORT")
     parser.add_argument("--workers", type=whole(1), default=1, help="to wait for at the start (default 1)")
-    file = 'go on from it if it is there, and write it: torch.load gives "parameters", "momentum" and "round"'
+    _add_access(parser)
+    parser.add_argument("--port", type=whole(0, 65535), default=0, help="to listen on (default 0: any)")
+    file = 'go on from it if it is there, and write it: torch.load gives "parameters", "momentum" and "round"; the one '
+    file += "before it is kept as FILE.previous"
     parser.add_argument("--checkpoint", type=output_file, metavar="FILE", help=file)
     parser.add_argument("--every", type=whole(1), default=10, metavar="ROUNDS", help="write it so often (default 10)")
 
@@ -107,13 +129,16 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
 def _run_server(options: argparse.Namespace) -> int:
     try:
         saved = _load(options.checkpoint)
-        server = Server(options.scheduler, workers=options.workers)
+        server = Server(
+            options.scheduler, workers=options.workers, host=options.host, port=options.port, secret=options.secret
+        )
         if saved is not None:
             server.load_state_dict(saved)
     except CommoptError as error:
         return refuse("commopt server", error)
     written = 0 if saved is None else saved["round"]
     with _until_told():
+        print(f"commopt server: listening on {options.host}, port {server.port}", flush=True)
         while not server.failure:
             if options.checkpoint and server.round >= written + options.every:
                 written = _save(server, options.checkpoint)
@@ -129,21 +154,49 @@ def _load(path: Path | None) -> dict[str, Any] | None:
         return None
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
-        if not isinstance(saved, dict) or not isinstance(saved.get("round"), int):
-            raise ValueError("it is not what this command wrote")
+        require_saved(saved)
     except Exception as error:  # torch.load raises whatever a damaged file leads to
-        why = reason_of(error) if isinstance(error, (OSError, ValueError)) else error
-        raise ConfigurationError(f"{path} cannot be read: {why}; move it away to start anew") from None
-    return saved
+        why = reason_of(error) if isinstance(error, OSError) else str(error).partition("; nothing was changed")[0]
+        before = _previous(path)
+        instead = f"put {before} in its place, or move it away to start anew" if before.exists() else "move it away"
+        raise ConfigurationError(f"{path} cannot be read: {why}; {instead}") from None
+    return dict(saved)
 
 
 def _save(server: Server, path: Path) -> int:
-    """Write the checkpoint: a process that is killed leaves the old one. Return its round."""
+    """Write the checkpoint, and keep the one before; a process that is killed leaves both whole. Return its round.
+
+    A disk that is full is told of in the log, and tried again after as many rounds.
+    """
     saved = server.state_dict()
     unfinished = path.with_name(f"{path.name}.unfinished")
-    torch.save(saved, unfinished)
-    unfinished.replace(path)
+    try:
+        with unfinished.open("wb") as file:
+            torch.save(saved, file)
+            file.flush()
+            os.fsync(file.fileno())
+        if path.is_file():
+            _keep(path)
+        unfinished.replace(path)
+    except (OSError, RuntimeError) as error:  # torch's own writer raises the latter
+        _log.error("the checkpoint of round %d could not be written: %s", saved["round"], error)
+        unfinished.unlink(missing_ok=True)
     return int(saved["round"])
+
+
+def _keep(path: Path) -> None:
+    """Let the previous checkpoint be the one at `path`, which stays there."""
+    link = path.with_name(f"{path.name}.kept")
+    link.unlink(missing_ok=True)
+    try:
+        os.link(path, link)
+    except OSError:  # a file system without links
+        shutil.copyfile(path, link)
+    link.replace(_previous(path))
+
+
+def _previous(path: Path) -> Path:
+    return path.with_name(f"{path.name}.previous")
 
 
 # ------------------------------------------------------------------------------------------- worker
@@ -156,6 +209,7 @@ def _add_worker(parser: argparse.ArgumentParser) -> None:
         "an address finds this scheduler. Under torchrun the ranks of a DDP model are one worker."
     )
     parser.add_argument("--scheduler", type=_address, required=True, metavar="HOST:PORT")
+    _add_secret(parser)
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as in python -m")
     parser.add_argument(
         "script", nargs=argparse.REMAINDER, metavar="SCRIPT ARGS...", help="the script and its arguments"
@@ -171,6 +225,8 @@ def _run_worker(options: argparse.Namespace) -> int:
     except ConfigurationError as error:
         return refuse("commopt worker", error)
     os.environ[ADDRESS_VARIABLE] = options.scheduler
+    if options.secret is not None:
+        os.environ[SECRET_VARIABLE] = options.secret
     script.run()
     return 0
 

@@ -1,69 +1,94 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server: a thread for each worker takes deltas and gives parameters; another hands out what workers ask for."""
+"""The server: holds the parameters; for each worker it has a thread that listens and one that answers."""
 
 from __future__ import annotations
 
 import atexit
-import json
 import logging
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from queue import SimpleQueue
-from threading import Condition, Event, Lock, Thread, current_thread
+from itertools import count
+from threading import Condition, Event, Lock, Thread
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from commopt.errors import CommoptError, ConfigurationError, MismatchError, TransportError
-from commopt.feedback import Layout
-from commopt.groups.membership import poll
-from commopt.server.link import Link
+from commopt.errors import ConfigurationError, MismatchError, TransportError, UnsupportedTensorError
+from commopt.server.door import Door
+from commopt.server.facts import FACTS_NBYTES, Facts
+from commopt.server.link import BEATS, SAY_S, EndedError, Link, plain, reason
 from commopt.server.rounds import Rounds
-from commopt.server.scheduler import SERVER, Participant
-from commopt.server.settings import ParameterServer
-from commopt.server.shared import Delta, Shared
+from commopt.server.scheduler import Registration
+from commopt.server.secret import LOOPBACK, given_secret, is_loopback
+from commopt.server.shared import Delta, Shared, require_saved
 
 _log = logging.getLogger("commopt")
 
-_POLL_S = 0.01
-
-Request = Mapping[str, Any]
+_LOOK_S, _IDLE_LOOK_S = 0.01, 0.2
+_STALLED = 10  # in the timeout: an upload that stands still for so short lets another worker try
+_REQUEST_NBYTES = 4096
+_MOST_WEIGHT = 1e15
+_WILDCARDS = ("0.0.0.0", "::")
 
 
 @dataclass(eq=False)
 class _Peer:
-    """A worker, as its thread knows it. asked: how many requests it has made."""
+    """A worker. wants: it has asked for the parameters; whole: for all of them. gone: why it is no longer there."""
 
     number: int
-    requests: SimpleQueue[Request | None] = field(default_factory=SimpleQueue)
-    asked: int = 0
-    link: Link | None = None
+    link: Link
+    wants: bool = False
+    whole: bool = False
     gone: str = ""
-    thread: Thread = field(init=False)
+    answers: Thread | None = None
+
+
+@dataclass
+class _Upload:
+    """The worker that sends the first parameters, and when a part of them last came (time.monotonic)."""
+
+    number: int
+    last: float = field(default_factory=time.monotonic)
 
 
 class Server:
     """Holds parameters and outer momentum for workers, in threads of this process.
 
-    address: the scheduler's. workers: the first round begins when so many have joined. The settings are the first
-    worker's, and so are the parameters, unless `load_state_dict` was called. failure: why it has ended by itself.
-    Raises TransportError when the scheduler does not answer, ConfigurationError when that has a server already.
+    address: the scheduler's. workers: the first round begins when so many are there. host: the address to listen on;
+    others than those of this machine alone want a secret. port: 0 takes any. secret: None takes that of COMMOPT_SECRET.
+    The settings are the first worker's, and so are the parameters, unless `load_state_dict` was called. failure: why it
+    has ended by itself. Raises TransportError when the scheduler does not answer, ConfigurationError when that has a
+    server already or another secret, or when it cannot listen there.
     """
 
-    def __init__(self, address: str, *, workers: int = 1) -> None:
+    def __init__(
+        self, address: str, *, workers: int = 1, host: str = LOOPBACK, port: int = 0, secret: str | None = None
+    ) -> None:
         self.failure = ""
         self._rounds = Rounds(workers)
-        self._facts: Request = {}  # of the first worker
+        self._facts: Facts | None = None  # of the first worker
         self._saved: Mapping[str, Any] | None = None
-        self._changed = Condition()  # guards all above
+        self._upload: _Upload | None = None
         self._peers: dict[int, _Peer] = {}
-        self._joining, self._ending = Lock(), Event()
-        self._me = me = Participant(address, SERVER, self._hear)
-        if not poll(self._claim, time.monotonic() + 1.5 * me.timeout_s):
-            me.leave("is one too many")
-            raise ConfigurationError(f"the scheduler at {address} has a server already; end that first")
-        Thread(target=self._listen, name="commopt-server", daemon=True).start()
+        self._numbers = count(1)
+        self._changed = Condition()  # guards all above
+        self._ending, self._closing = Event(), Lock()
+        self._timeout_s = 30.0
+        shared_secret = given_secret(secret)
+        self._door = Door(host, port, shared_secret, self._timeout_s, self._serve, self._hear)
+        self.port = self._door.port
+        advertised = "" if host in _WILDCARDS else LOOPBACK if is_loopback(host) else host
+        try:
+            self._me = Registration(address, shared_secret, advertised, self.port, self._hear)
+        except BaseException:
+            self._door.close()
+            raise
+        self._timeout_s = self._me.timeout_s
+        self._me.listen()
+        Thread(target=self._look_after, name="commopt-server", daemon=True).start()
         atexit.register(self.close)
 
     @property
@@ -84,6 +109,24 @@ class Server:
         with self._changed:
             return sorted(number for number, seat in self._rounds.seats.items() if seat.takes_part)
 
+    def stats(self) -> dict[str, Any]:
+        """Return "rounds", "done", "workers", "refused" (late deltas), "waits_for" and "memory_nbytes".
+
+        The latter are bytes of tensors, by what they are: "parameters", "momentum", "sent" (with a compressor: what
+        workers have, and the last update), "earlier_rounds" (without one: those that workers still train from) and
+        "deltas" (of the open round). While a round closes parameters and momentum are held twice.
+        """
+        with self._changed:
+            shared, rounds = self._rounds.shared, self._rounds
+            return {
+                "rounds": 0 if shared is None else shared.round,
+                "done": 0.0 if shared is None else shared.done,
+                "workers": sorted(rounds.seats),
+                "refused": rounds.refused,
+                "waits_for": rounds.waits_for()[0] if rounds.seats else "",
+                "memory_nbytes": rounds.memory(),
+            }
+
     def state_dict(self) -> dict[str, Any]:
         """Return "parameters" and "momentum" by name (float32, copies), "round", and what workers have "done" in all.
 
@@ -97,180 +140,247 @@ class Server:
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned; the first worker's model must fit.
 
-        Raises ConfigurationError once a worker has joined.
+        Raises ConfigurationError for what is damaged, and once a worker has joined.
         """
+        require_saved(saved)
         with self._changed:
             if self._rounds.shared is not None:
                 raise ConfigurationError("a worker has joined already; load a checkpoint into a new Server, at once")
             self._saved = saved
 
     def close(self, why: str = "") -> None:
-        """End it; workers get an error when they next turn to it."""
-        atexit.unregister(self.close)
-        if not self._ending.is_set():
+        """End it; workers get an error when they next turn to it. why: what has failed."""
+        with self._closing:
+            if self._ending.is_set():
+                return
             self.failure = why
             self._ending.set()
-            for peer in list(self._peers.values()):
-                self._drop(peer, "the server has ended")
-                if peer.thread is not current_thread():
-                    peer.thread.join(self._me.timeout_s)
-            self._me.leave(why or "has ended")
+        atexit.unregister(self.close)
+        if why:
+            _log.error("the parameter server ends: %s", why)
+        for peer in list(self._peers.values()):
+            self._drop(peer, f"the server has ended{': ' * bool(why)}{why}")
+        self._me.leave(why or "has ended")
+        self._door.close()
 
     # ------------------------------------------------------------------------------------- who is there
 
-    def _claim(self) -> bool:
-        """Become the scheduler's server, if there is none, or none any more; return whether this is it."""
-        store, mine = self._me.store, str(self._me.number)
-        there = store.compare_set(SERVER, "", mine).decode()
-        if there in self._me.gone():
-            there = store.compare_set(SERVER, there, mine).decode()
-        return there == mine
+    def _hear(self, why: str) -> None:
+        """End, as the scheduler is gone, or nobody can connect any more: from another thread, as `close` waits."""
+        Thread(target=self.close, args=(why,), name="commopt-server-end", daemon=True).start()
 
-    def _hear(self, number: int, why: str) -> None:
-        """Take note that somebody is gone; in the thread that beats."""
-        if number in (-1, self._me.number):
-            _log.error("the parameter server ends: %s", why)
-            self.close(why)
-        elif peer := self._peers.get(number):
-            self._drop(peer, why)
-
-    def _listen(self) -> None:
-        """Hand out what workers ask for, and close rounds whose time is over."""
-        store, seen = self._me.store, 0
-        others, known = set[int](), 0
-        while not self._ending.wait(_POLL_S):
-            with self._changed:
-                if self._rounds.close_if_due():
-                    self._changed.notify_all()
-            try:
-                if (asked := store.add("requests", 0)) == seen:
-                    continue
-                seen, count = asked, store.add("count", 0)
-                others, known = others.union(range(known, count)) - set(map(int, self._me.gone())), count
-                for number in [each for each in others if store.check([f"request/{each}/0"])]:
-                    others.remove(number)
-                    peer = self._peers[number] = _Peer(number)
-                    name = f"commopt-worker-{number}"
-                    peer.thread = Thread(target=self._serve, args=(peer,), name=name, daemon=True)
-                    peer.thread.start()
-                for peer in list(self._peers.values()):
-                    while (request := store.read(f"request/{peer.number}/{peer.asked}")) is not None:
-                        store.delete_key(f"request/{peer.number}/{peer.asked}")
-                        peer.asked += 1
-                        peer.requests.put(json.loads(request))
-            except TransportError:  # the thread that beats says it
-                return
-
-    def _serve(self, peer: _Peer) -> None:
-        """Do what a worker asks for, until it is gone; in its thread."""
-        why = "has left"
+    def _look_after(self) -> None:
+        """Close rounds whose time is over, and say who is waited for."""
+        since, said_of = time.monotonic(), -1
         try:
-            while (request := peer.requests.get()) is not None:
-                {"join": self._admit, "push": self._take, "pull": self._give}[request["kind"]](peer, request)
-        except Exception as error:  # whatever it is, it ends this worker, which would else wait for ever, and no other
-            why = str(error) if isinstance(error, CommoptError) else f"{type(error).__name__}: {error}"
-        self._drop(peer, why)
+            while not self._ending.is_set():
+                with self._changed:
+                    open_s = _LOOK_S if self._rounds.memory()["deltas"] else _IDLE_LOOK_S
+                    self._changed.wait(open_s)
+                    self._settle()
+                    waiting = [peer.number for peer in self._peers.values() if peer.wants]
+                    words, _ = self._rounds.waits_for()
+                    now_round = -1 if self._rounds.shared is None else self._rounds.shared.round
+                if not waiting or now_round != said_of:
+                    since, said_of = time.monotonic(), now_round
+                elif time.monotonic() > since + SAY_S:
+                    since = time.monotonic()
+                    _log.warning("waiting for %s", words)
+        except Exception as error:
+            self.close(f"its rounds have failed: {reason(error)}")
 
-    def _drop(self, peer: _Peer, why: str) -> None:
-        """Go on without a worker."""
+    def _settle(self) -> None:
+        """Close the round if it is due. To be called with the lock; what fails ends the server, from outside of it."""
+        try:
+            if self._rounds.close_if_due():
+                self._changed.notify_all()
+        except Exception as error:
+            why = (
+                f"round {self._rounds.held().round} could not be closed: {reason(error)}; the parameters are as before"
+            )
+            self._hear(why)
+
+    def _serve(self, link: Link, address: str) -> None:
+        """Listen to a worker until it is gone; in a thread of its own."""
+        with self._changed:
+            peer = _Peer(next(self._numbers), link)
+            self._peers[peer.number] = peer
+        link.wait_at_most(self._timeout_s)
+        why, kind = "has left", ""
+        try:
+            if self._ending.is_set():
+                raise TransportError("the server has ended")
+            self._admit(peer)
+            peer.answers = Thread(target=self._answer, args=(peer,), name=f"commopt-worker-{peer.number}", daemon=True)
+            peer.answers.start()
+            while True:
+                request = link.hear(_REQUEST_NBYTES)
+                if request.get("kind") == "push":
+                    self._take(peer, request)
+                elif request.get("kind") == "pull":
+                    self._want(peer, request)
+                else:
+                    raise MismatchError(f"it asked for {plain(request.get('kind'))!r}, which is neither push nor pull")
+        except EndedError as error:
+            why = str(error) or why
+        except Exception as error:  # whatever it is, it ends this worker, which would else wait for ever, and no other
+            why, kind = plain(reason(error)), type(error).__name__
+        self._drop(peer, why, kind)
+        link.drain()
+
+    def _drop(self, peer: _Peer, why: str, kind: str = "") -> None:
+        """Go on without a worker, and let it know."""
         with self._changed:
             if peer.gone:
                 return
-            peer.gone = why
+            peer.gone = why or "has left"
             self._peers.pop(peer.number, None)
+            if self._upload is not None and self._upload.number == peer.number:
+                self._upload = None
+            joined = peer.number in self._rounds.seats
             self._rounds.leave(peer.number)
+            self._settle()
             self._changed.notify_all()
-        _log.info("worker %d is gone: %s", peer.number, why)
-        peer.requests.put(None)
-        if peer.link is not None:
-            peer.link.close()
+        _log.info("worker %d is gone: %s", peer.number, peer.gone)
+        peer.link.part(why, kind)
+        if joined:
+            self._me.tell(peer.number, peer.gone)
+
+    # ------------------------------------------------------------------------------------- joining
+
+    def _admit(self, peer: _Peer) -> None:
+        """Compare a worker's settings and model with the first one's; take its parameters if there are none yet."""
+        facts = Facts.read(peer.link.hear(FACTS_NBYTES))
+        uploads = self._wait_for_turn(peer, facts)
+        peer.link.say(number=peer.number, sends=uploads, timeout=self._timeout_s)
+        if uploads:
+            values = [torch.empty(layout.numel, device="cpu") for layout in facts.layouts()]
+            for each in values:
+                peer.link.fill(each, lambda: self._goes_on(peer))
+            shared = Shared(facts.read_settings(), facts.layouts(), values)
+            if not math.isfinite(shared.norm()):
+                raise UnsupportedTensorError("its parameters are not finite")
+        with self._changed:
+            self._require_there(peer)
+            if uploads and self._rounds.shared is None:
+                self._rounds.shared, self._facts = shared, facts
+            self._require_like_firsts(facts)  # another one may have been faster
+            self._upload = None
+            self._rounds.join(peer.number)
+            self._changed.notify_all()
+        _log.info("worker %d has joined", peer.number)
+        self._me.tell(peer.number)
+
+    def _wait_for_turn(self, peer: _Peer, facts: Facts) -> bool:
+        """Return whether a worker is to send the parameters: once nobody else does. False: there are some."""
+        facts.read_settings()
+        while True:
+            with self._changed:
+                self._require_there(peer)
+                if self._rounds.shared is None and self._saved is not None:
+                    self._rounds.shared, self._facts = self._of_checkpoint(facts, self._saved), facts
+                if self._rounds.shared is not None:
+                    self._require_like_firsts(facts)
+                    return False
+                upload, stalled_s = self._upload, self._timeout_s / _STALLED
+                if upload is None or time.monotonic() > upload.last + stalled_s:
+                    self._upload = _Upload(peer.number)
+                    return True
+                self._changed.wait(stalled_s)
+                words = {"waits_for": f"the parameters that worker {upload.number} sends"}
+            peer.link.beat(**words)
+
+    def _of_checkpoint(self, facts: Facts, saved: Mapping[str, Any]) -> Shared:
+        layouts = facts.layouts()
+        shared = Shared(facts.read_settings(), layouts, [torch.zeros(each.numel, device="cpu") for each in layouts])
+        try:
+            shared.load(saved)
+        except ConfigurationError as error:
+            raise MismatchError(str(error)) from None
+        return shared
+
+    def _require_like_firsts(self, facts: Facts) -> None:
+        if self._facts is not None:
+            facts.require_equal(self._facts)
+
+    def _goes_on(self, peer: _Peer) -> None:
+        with self._changed:
+            if self._rounds.shared is not None:
+                return
+            if self._upload is None or self._upload.number != peer.number:
+                self._upload = _Upload(peer.number)
+            self._upload.last = time.monotonic()
 
     # ------------------------------------------------------------------------------------- what workers ask for
 
-    def _admit(self, peer: _Peer, facts: Request) -> None:
-        """Compare a worker's settings and model with the first one's, and connect to it."""
-        with self._joining:
-            problem, shared = "", self._rounds.shared
-            sends = shared is None and self._saved is None
-            try:
-                _require_equal(facts, self._facts)
-                shared = shared or _made_of(facts, self._saved)
-            except CommoptError as error:
-                problem = str(error)
-            self._answer(peer, problem=problem, sends=sends, server=self._me.number)
-            if shared is None or problem:
-                raise MismatchError(problem)
-            peer.link = Link(self._me, self._me.number, peer.number, lambda why: self._drop(peer, why))
-            for values in shared.exact if sends else ():
-                peer.link.receive(values)
-            with self._changed:
-                self._require_there(peer)
-                self._rounds.shared, self._facts = shared, self._facts or facts
-                self._rounds.join(peer.number)
-                self._changed.notify_all()
-        _log.info("worker %d has joined", peer.number)
-
-    def _take(self, peer: _Peer, request: Request) -> None:
-        """Receive a delta."""
-        assert peer.link is not None
-        shared, base = self._rounds.held(), int(request["base"])
-        rows = [torch.empty(wire.rows(base).nbytes, dtype=torch.uint8, device="cpu") for wire in shared.wires]
-        delta = Delta(base, float(request["weight"]), list(map(peer.link.receive, rows)))
+    def _take(self, peer: _Peer, request: Mapping[str, Any]) -> None:
+        """Receive a delta, and look at it before it counts."""
+        base, weight = request.get("base"), request.get("weight")
+        if not isinstance(base, int) or isinstance(base, bool):
+            raise MismatchError(f"the round that its delta is of is {plain(base)}, and must be a whole number")
+        if not isinstance(weight, (int, float)) or isinstance(weight, bool) or not 0 < weight <= _MOST_WEIGHT:
+            raise MismatchError(
+                f"its delta weighs {plain(weight)}, and must weigh more than 0, and {_MOST_WEIGHT:g} at most"
+            )
         with self._changed:
             self._require_there(peer)
-            self._rounds.add(peer.number, delta)
-            seat = self._rounds.seats[peer.number]
+            self._rounds.require_base(peer.number, base)
+            shared = self._rounds.held()
+        rows: list[Tensor] = []
+        for wire in shared.wires:
+            rows.append(peer.link.fill(torch.empty(wire.rows(base).nbytes, dtype=torch.uint8, device="cpu")))
+        delta = Delta(base, float(weight), rows)
+        with self._changed:
+            self._require_there(peer)
+            begun = shared.begun_from(base) if self._rounds.counts(base) else None
+        norm = 0.0 if begun is None else shared.learned(delta, begun)
+        with self._changed:
+            self._require_there(peer)
+            if begun is not None:
+                self._rounds.require_usual(norm)
+            counted = self._rounds.add(peer.number, delta, norm)
+            late = self._rounds.seats[peer.number].late
+            self._settle()
             self._changed.notify_all()
-        if not seat.counted:
-            _log.warning("a delta of worker %d was not counted: it was %d rounds late", peer.number, seat.late)
+        if not counted:
+            _log.warning("a delta of worker %d was not counted: it was %d rounds late", peer.number, late)
 
-    def _give(self, peer: _Peer, request: Request) -> None:
-        """Send the parameters, once the round that the worker's delta is in has closed."""
+    def _want(self, peer: _Peer, request: Mapping[str, Any]) -> None:
+        """Take note that a worker wants the parameters."""
         with self._changed:
-            self._changed.wait_for(lambda: peer.gone or self._rounds.may_pull(peer.number))
             self._require_there(peer)
-            shared, seat = self._rounds.held(), self._rounds.seats[peer.number]
-            updates = shared.update is not None and seat.base == shared.round - 1 and not request["whole"]
-            tensors = (shared.update or []) if updates else list(shared.public)
-            seat.base = shared.round
-            answer = {"round": seat.base, "updates": updates, "counted": seat.counted, "late": seat.late}
-        self._answer(peer, **answer)
-        assert peer.link is not None
-        for tensor in tensors:
-            peer.link.send(tensor)
+            if peer.wants:
+                raise MismatchError("it has asked for the parameters twice at a time")
+            peer.wants, peer.whole = True, request.get("whole") is not False
+            self._changed.notify_all()
+
+    def _answer(self, peer: _Peer) -> None:
+        """Send the parameters, once the round that the worker's delta is in has closed, and signs of life till then."""
+
+        def due() -> bool:
+            return bool(peer.gone) or (peer.wants and self._rounds.may_pull(peer.number))
+
+        try:
+            while True:
+                with self._changed:
+                    if not self._changed.wait_for(due, self._timeout_s / BEATS):
+                        words, numbers = self._rounds.waits_for()
+                        told, tensors = {"waits_for": words, "numbers": numbers[:64]} if peer.wants else {}, None
+                    elif peer.gone:
+                        return
+                    else:
+                        peer.wants = False
+                        told, tensors = self._rounds.pull(peer.number, peer.whole)
+                if tensors is None:
+                    peer.link.beat(**told)
+                else:
+                    peer.link.say(**told)
+                    for tensor in tensors:
+                        peer.link.send(tensor)
+        except Exception as error:
+            self._drop(peer, plain(reason(error)), type(error).__name__)
+            peer.link.close()
 
     def _require_there(self, peer: _Peer) -> None:
         if peer.gone:
             raise TransportError(peer.gone)
-
-    def _answer(self, peer: _Peer, **answer: Any) -> None:
-        self._me.store.set(f"answer/{peer.number}/{peer.asked - 1}", json.dumps(answer))
-
-
-def _made_of(facts: Request, saved: Mapping[str, Any] | None) -> Shared:
-    """Return the parameters that the first worker has told of, still without values unless some were loaded."""
-    layouts = [Layout.of_parameters((name, shape) for name, shape, _ in parcel) for parcel in facts["parcels"]]
-    values = [torch.zeros(layout.numel, device="cpu") for layout in layouts]
-    shared = Shared(ParameterServer.read(facts["settings"]), layouts, values)
-    if saved is not None:
-        shared.load(saved)
-    return shared
-
-
-def _require_equal(facts: Request, firsts: Request) -> None:
-    """Raise MismatchError, naming field and both values, unless a worker has what the first one had."""
-    mine, theirs = _flat(facts), _flat(firsts or facts)
-    for name in [*mine, *theirs]:
-        if mine.get(name) != theirs.get(name):
-            raise MismatchError(
-                f"{name} differs: this worker has {mine.get(name, 'none')}, those of this parameter server have "
-                f"{theirs.get(name, 'none')}; every worker must have the same model and the same ParameterServer(...)"
-            )
-
-
-def _flat(facts: Request) -> dict[str, str]:
-    """Return facts by the names under which they are compared."""
-    found = {"commopt version": facts["version"], **facts["settings"]}
-    for place, parcel in enumerate(facts["parcels"]):
-        found |= {f"parameter {name!r}": f"{dtype} {shape}, in part {place}" for name, shape, dtype in parcel}
-    return found

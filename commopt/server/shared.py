@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import reprlib
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor
 
 from commopt.aggregate import Outer
-from commopt.errors import ConfigurationError
+from commopt.errors import ConfigurationError, UnsupportedTensorError
 from commopt.feedback import Layout
 from commopt.feedback.checkpoint import field, refuse, required, whole
 from commopt.server.settings import ParameterServer
@@ -45,31 +47,86 @@ class Shared:
         self.public = list(values)
         self.update: list[Tensor] | None = None  # from the public parameters of the round before to these
         self._momentum = [torch.zeros_like(each) for each in values] if settings.outer.momentum else []
-        self._earlier: dict[int, list[Tensor]] = {}  # of rounds that a delta may still be of; without a compressor
+        self._earlier: dict[int, list[Tensor]] = {}  # of rounds that workers still train from; without a compressor
 
-    def close(self, deltas: Sequence[Delta]) -> None:
-        """End a round: apply the mean of some deltas, none of them older than `staleness`, in their order."""
-        settings, total = self.settings, sum(delta.weight for delta in deltas)
-        before, self.exact = self.exact, []
-        for place, theta in enumerate(before):
+    # ------------------------------------------------------------------------------------- rounds
+
+    def begun_from(self, base: int) -> Sequence[Tensor]:
+        """Return the parameters of a round that `holds`; with a compressor, where nobody needs them, those of now."""
+        return self.exact if self.settings.compressor is not None or base == self.round else self._earlier[base]
+
+    def learned(self, delta: Delta, begun: Sequence[Tensor]) -> float:
+        """Return the L2 norm of what a delta has learned, from `begun_from`; it changes nothing, so it needs no lock.
+
+        Raises UnsupportedTensorError when it cannot be decoded, or is not finite.
+        """
+        square = 0.0
+        for place, (wire, payload) in enumerate(zip(self.wires, delta.payloads, strict=True)):
+            try:
+                values = wire.decode(payload, delta.base)
+            except Exception as error:  # whatever a decoder makes of bytes that no encoder wrote
+                raise UnsupportedTensorError(f"the delta cannot be decoded: {type(error).__name__}: {error}") from None
+            if self.settings.compressor is None:
+                values.sub_(begun[place])
+            square += float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
+            if not math.isfinite(square):
+                name = _odd_piece(wire.layout, values)
+                raise UnsupportedTensorError(f"the delta of parameter {name!r} is not finite")
+        return math.sqrt(square)
+
+    def norm(self) -> float:
+        """Return the L2 norm of the parameters."""
+        return math.hypot(*(float(torch.linalg.vector_norm(each, dtype=torch.float64)) for each in self.exact))
+
+    def holds(self, base: int) -> bool:
+        """Return whether a delta of a worker that trained from this round can be read."""
+        return self.settings.compressor is not None or base == self.round or base in self._earlier
+
+    def close(self, deltas: Sequence[Delta], bases: Collection[int]) -> None:
+        """End a round: apply the mean of some deltas, none of them older than `staleness`, in their order.
+
+        bases: of which rounds deltas may still come. Raises UnsupportedTensorError, and changes nothing, when the
+        parameters would not be finite.
+        """
+        settings, total = self.settings, math.fsum(delta.weight for delta in deltas)
+        exact: list[Tensor] = []
+        momentum: list[Tensor] = []
+        for place, theta in enumerate(self.exact):
             mean: Tensor | None = None
             for delta in deltas:
                 part = self._part(delta, place, theta, delta.weight / total)
                 mean = part if mean is None else mean.add_(part)
             assert mean is not None  # a round has a delta
             if not self._averages_parameters:
-                moments = (self._momentum[place],) * 2 if self._momentum else ()
                 delta_mean, mean = mean, torch.empty_like(theta)
-                settings.outer.step(theta, delta_mean, mean, *moments)
-            self.exact.append(mean)
+                if self._momentum:
+                    momentum.append(torch.empty_like(theta))
+                    settings.outer.step(theta, delta_mean, mean, self._momentum[place], momentum[place])
+                else:
+                    settings.outer.step(theta, delta_mean, mean)
+            exact.append(mean)
+        public, update = (exact, None) if settings.compressor is None else self._published(exact)
+        for each in (*exact, *momentum, *public):
+            if not _is_finite(each):
+                raise UnsupportedTensorError(f"the parameters would not be finite after round {self.round}")
+        # Nothing can fail any more.
         if settings.compressor is None:
-            self._earlier[self.round] = before
-            self.public = self.exact
-        else:
-            self._publish()
+            self._earlier[self.round] = self.exact
+        self.exact, self._momentum, self.public, self.update = exact, momentum, public, update
         self.round, self.done = self.round + 1, self.done + total
-        for old in [number for number in self._earlier if self.round - number > settings.staleness]:
+        for old in [each for each in self._earlier if each not in bases or self.round - each > settings.staleness]:
             del self._earlier[old]
+
+    def memory(self) -> dict[str, int]:
+        """Return the bytes of the tensors that are held, by what they are."""
+        sent = 0 if self.update is None else _nbytes(self.update) + _nbytes(self.public)
+        earlier = sum(map(_nbytes, self._earlier.values()))
+        return {
+            "parameters": _nbytes(self.exact),
+            "momentum": _nbytes(self._momentum),
+            "sent": sent,
+            "earlier_rounds": earlier,
+        }
 
     @property
     def _averages_parameters(self) -> bool:
@@ -86,16 +143,15 @@ class Shared:
             return values.mul_(share)
         return values.mul_(-share).add_(theta, alpha=share)
 
-    def _publish(self) -> None:
-        """Encode how the parameters have changed for the workers; what that leaves out stays between the two."""
-        self.update = []
-        public = []
-        for wire, theta, known in zip(self.wires, self.exact, self.public, strict=True):
+    def _published(self, exact: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return what workers will have, and how that is encoded; what that leaves out stays between the two."""
+        update, public = [], []
+        for wire, theta, known in zip(self.wires, exact, self.public, strict=True):
             change = theta - known
             payload, _ = wire.encode(change, self.round, torch.zeros_like(change))
-            self.update.append(payload)
+            update.append(payload)
             public.append(known + wire.decode(payload, self.round))
-        self.public = public
+        return public, update
 
     # ------------------------------------------------------------------------------------- checkpoints
 
@@ -113,9 +169,49 @@ class Shared:
         parameters = _laid_out(self.wires, field(saved, "parameters", dict), "parameters")
         momentum = field(saved, "momentum", dict)
         moments = _laid_out(self.wires, momentum, "momentum") if self._momentum and momentum else self._momentum
-        self.round, self.done = whole(field(saved, "round", int), "round"), field(saved, "done", float)
+        self.round, self.done = require_saved(saved)
         self.exact, self._momentum = parameters, moments
         self.public = list(parameters)
+
+
+def require_saved(saved: Mapping[str, Any]) -> tuple[int, float]:
+    """Return "round" and "done" of what `state` returned, whatever the model is.
+
+    Raises ConfigurationError for what could not be that of any.
+    """
+    if not isinstance(saved, Mapping):
+        refuse("all of it", saved, "a dict")
+    parameters, momentum = field(saved, "parameters", dict), field(saved, "momentum", dict)
+    if momentum and momentum.keys() != parameters.keys():
+        refuse("momentum's keys", list(momentum), f"those of parameters, {reprlib.repr(list(parameters))}")
+    for where, named in (("parameters", parameters), ("momentum", momentum)):
+        for name, values in named.items():
+            what = f"{where}[{name!r}]"
+            if not required(values, Tensor, what).is_floating_point() or not _is_finite(values):
+                refuse(what, values, "floating, and finite")
+            if values.shape != parameters[name].shape:
+                refuse(what, values, f"of the parameter's shape, {list(parameters[name].shape)}")
+    if not parameters:
+        refuse("parameters", parameters, "of one parameter at least")
+    done = field(saved, "done", float)
+    if not 0 <= done < math.inf:
+        refuse("done", done, "a finite number from 0 on")
+    return whole(field(saved, "round", int), "round"), done
+
+
+def _is_finite(values: Tensor) -> bool:
+    """Return whether all elements are, without a tensor as long."""
+    return not values.numel() or all(bool(each.isfinite()) for each in torch.aminmax(values))
+
+
+def _odd_piece(layout: Layout, values: Tensor) -> str:
+    parts = values.split([piece.numel for piece in layout.pieces])
+    odd = (piece.name for piece, part in zip(layout.pieces, parts, strict=True) if not _is_finite(part))
+    return next(odd, layout.pieces[0].name)  # where only the square overflows
+
+
+def _nbytes(values: Sequence[Tensor]) -> int:
+    return sum(each.numel() * each.element_size() for each in values)
 
 
 def _named(wires: Sequence[Wire], values: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -3,36 +3,34 @@
 
 from __future__ import annotations
 
-import atexit
-import json
 import logging
-import os
-import time
-from collections.abc import Callable, Sequence
-from math import inf
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet, finalize, ref
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils.hooks import RemovableHandle
 
 from commopt.compress import RngKey
-from commopt.errors import CommoptError, ConfigurationError, MismatchError, TransportError, UnsupportedTensorError
-from commopt.groups.membership import poll
+from commopt.errors import ConfigurationError, UnsupportedTensorError
 from commopt.hooks.parcels import Parcel, parcels_of
 from commopt.hooks.steps import after_steps
-from commopt.server.link import Link
-from commopt.server.scheduler import WORKER, Participant
-from commopt.server.settings import ADDRESS_VARIABLE, ParameterServer
+from commopt.server.connection import Connection
+from commopt.server.ranks import Ranks
+from commopt.server.settings import ParameterServer
 from commopt.server.wire import Wire
-from commopt.version import __version__
 
 _log = logging.getLogger("commopt")
 
-T = TypeVar("T")
-
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_MOST_DONE = 1e15
+_SAMPLE = 8  # elements of each parameter
+_CHANGES = 3  # by which nobody but a loop without an optimizer changes parameters between backwards
+
+_attached: WeakKeyDictionary[nn.Module, Worker] = WeakKeyDictionary()  # a model keeps its worker
 
 
 class Worker:
@@ -46,85 +44,138 @@ class Worker:
     """
 
     def __init__(self, settings: ParameterServer, model: nn.Module) -> None:
+        ddp = model if isinstance(model, TorchDDP) else None
+        module: nn.Module = model if ddp is None else ddp.module
+        if module in _attached:
+            raise ConfigurationError(
+                f"this {type(module).__name__} is a worker already; close() what attach() returned before"
+            )
         self.staleness, self.refused, self.round = 0, 0, 0
         self._settings = settings
-        self._ranks = _Ranks(model.process_group if isinstance(model, TorchDDP) else None)
-        self._module = model.module if isinstance(model, TorchDDP) else model
+        self._module = ref(module)
         self._steps, self._did, self._told = 0, 0.0, False
+        self._stepped: WeakSet[torch.optim.Optimizer] = WeakSet()  # since the last step that was counted
+        self._carried = self._weighed = 0.0  # what was done for deltas that were refused, and for the last one
         self._steps_before = 0  # the last push or pull
-        self._pushed = self._left_it = False
+        self._pushed = self._asked = self._left_it = False
         self._agreed: list[Tensor] = []  # the parameters pulled last, on this model's device
         self._kept: list[Tensor] = []  # what the deltas before have left out
         self._moved: list[Tensor] = []  # of the delta that is on its way: as a whole, then what it left out
         self._left: list[Tensor] = []
-        self._connection: _Connection | None = None
+        self._connection: Connection | None = None
+        self._names = {name: _kind_of(each) for name, each in _trained(module).items()}
         parcels = self._parcels()
         self._wires = [Wire(parcel.layout, settings.compressor) for parcel in parcels]
+        self._ranks = Ranks(None if ddp is None else ddp.process_group, parcels[0].device)
         self._ranks.share(lambda: self._join(parcels))
-        self.pull()
-        after_steps.show(self, Worker._after_step)
+        try:
+            self._take_parameters(attaching=True)
+        except BaseException:
+            self.close()
+            raise
+        _attached[module] = self
+        if self._connection is not None:
+            finalize(module, setattr, self._connection, "abandoned", True).atexit = False
+        self._by_hand = _ByHand(self, module)
+        # Traced with a compiled step, it would be compiled anew whenever a counter in it changes.
+        after_steps.show(self, torch.compiler.disable(Worker._after_step))
 
     def _join(self, parcels: Sequence[Parcel]) -> None:
-        self._connection = _Connection(self._settings, parcels)
+        self._connection = Connection(self._settings, parcels)
         self._kept = [torch.zeros(parcel.layout.numel, device=parcel.device) for parcel in parcels]
 
     def did(self, amount: float) -> None:
         """Say that so much was done (tokens, samples) since the last call; deltas weigh by it. By default steps count.
 
-        Of a DDP model the first rank's word counts. Raises ConfigurationError for what is not above 0.
+        Of a DDP model the first rank's word counts. Raises ConfigurationError for what is not above 0, or above 1e15.
         """
-        if not isinstance(amount, (int, float)) or isinstance(amount, bool) or not 0 < amount < inf:
-            raise ConfigurationError(f"did({amount!r}) must be a number above 0: samples or tokens since the last call")
+        if not isinstance(amount, (int, float)) or isinstance(amount, bool) or not 0 < amount <= _MOST_DONE:
+            raise ConfigurationError(
+                f"did({amount!r}) must be a number above 0, and {_MOST_DONE:g} at most: samples or tokens since the "
+                f"last call"
+            )
         self._did, self._told = (self._did if self._told else 0.0) + amount, True
 
     @property
     def number(self) -> int:
-        """That of this worker at the scheduler, which logs go by; -1 where another rank talks to it, or it has left."""
+        """That of this worker at the server, which logs go by; -1 where another rank talks to it, or it has left."""
         return -1 if self._connection is None else self._connection.number
 
     @torch.no_grad()
     def push(self) -> None:
         """Send by how much this model has moved since the last `pull`, and what was left out of it before.
 
-        Raises ConfigurationError when the last delta is still to be pulled, or nothing was done since,
-        UnsupportedTensorError when a parameter is not finite, TransportError when the server is gone.
+        Raises ConfigurationError when the last delta is still to be pulled, or nothing was done since, or the model
+        has other parameters to train than at attach, UnsupportedTensorError when a parameter is not finite,
+        TransportError when the server is gone.
         """
+        self._require_same_parameters()
+        self._by_hand.end()
         self._ranks.share(self._push)
 
-    @torch.no_grad()
     def pull(self) -> None:
         """Take the server's parameters: after a `push` once its round has closed.
 
-        Steps since the last push or pull are kept, on top of them. Raises TransportError when the server is gone.
+        Steps since the last push or pull are kept, on top of them. It waits as long as the round does; every 30 s it
+        logs for whom. Raises TransportError when the server is gone.
         """
-        self.round, self.staleness, self.refused = self._ranks.share(self._pull)
+        self._by_hand.end()
+        self._take_parameters()
+
+    @torch.no_grad()
+    def _take_parameters(self, *, attaching: bool = False) -> None:
+        self._require_same_parameters()
+        self.round, self.staleness, self.refused = self._ranks.share(lambda: self._pull(attaching))
         for parcel in self._parcels():
             self._ranks.spread(parcel)
 
     def close(self) -> None:
         """Leave; the others go on. What was not pushed is lost to them.
 
-        A process that ends leaves too. A model that is only deleted stays in the rounds, which wait for it.
+        A process that ends leaves too, and so does a model that is deleted.
         """
         connection, self._connection, self._left_it = self._connection, None, True
+        module = self._module()
+        if module is not None and _attached.get(module) is self:
+            del _attached[module]
         if connection is not None:
             connection.close("has left")
 
     # ------------------------------------------------------------------------------------- what rounds are of
 
     def _parcels(self) -> list[Parcel]:
-        """Return the parameters as they are now; frozen ones are the same everywhere."""
-        named = {name: each for name, each in self._module.named_parameters() if each.requires_grad}
-        for name, each in named.items():
-            if each.dtype not in _DTYPES:
-                raise UnsupportedTensorError(
-                    f"parameter {name!r} is {each.dtype}, and the server keeps float32; use that, bfloat16 or float16"
+        """Return the parameters that were to be trained at attach, as they are now; the others are alike everywhere."""
+        module = self._required_module()
+        named = dict(module.named_parameters())
+        if not self._names:
+            raise ConfigurationError(f"{type(module).__name__} has no parameters to train, so nothing to exchange")
+        return parcels_of({name: named[name] for name in self._names}, {})
+
+    def _required_module(self) -> nn.Module:
+        module = self._module()
+        if module is None:
+            raise ConfigurationError("the model of this worker was deleted, so it has left; attach another one")
+        return module
+
+    def _require_same_parameters(self) -> None:
+        """Raise ConfigurationError where the model has parameters to train that are not exchanged, or lacks some.
+
+        One that was frozen since is: it stays where the others, who freeze it too, have it.
+        """
+        module = self._required_module()
+        named = dict(module.named_parameters())
+        for name, parameter in named.items():
+            if parameter.requires_grad and name not in self._names:
+                raise ConfigurationError(
+                    f"parameter {name!r} is to be trained, and was not at attach(), so it would not be exchanged; "
+                    f"close() this worker and attach again, on all workers, or unfreeze before attach()"
                 )
-        if not named:
-            raise ConfigurationError(
-                f"{type(self._module).__name__} has no parameters to train, so nothing to exchange"
-            )
-        return parcels_of(named, {})
+        for name, kind in self._names.items():
+            found = _kind_of(named[name]) if name in named else "not there"
+            if found != kind:
+                raise ConfigurationError(
+                    f"parameter {name!r} was {kind} at attach(), and is {found}; close() this worker and attach again"
+                )
 
     def _push(self) -> None:
         server, decay = self._connected(), self._settings.decay
@@ -151,15 +202,26 @@ class Worker:
             payloads.append(payload)
             self._moved.append(moved)
             self._left.append(left)
-        server.ask("push", base=self.round, weight=self._did)
-        for payload in payloads:
-            server.send(payload.cpu())
+        self._weighed = min(self._carried + self._did, _MOST_DONE)
+        with _whole(server):
+            server.ask("push", base=self.round, weight=self._weighed)
+            for payload in payloads:
+                server.send(payload.cpu())
         self._did, self._told, self._pushed, self._steps_before = 0.0, False, True, self._steps
 
-    def _pull(self) -> tuple[int, int, int]:
+    def _pull(self, attaching: bool) -> tuple[int, int, int]:
         """Do it; return round, staleness and refused."""
         server, parcels = self._connected(), self._parcels()
-        answer = server.answer(server.ask("pull", whole=not self._agreed))
+        if not self._asked:  # else an earlier pull was interrupted
+            server.ask("pull", whole=not self._agreed)
+            self._asked = True
+        answer = server.answer(attaching=attaching)
+        self._asked = False
+        with _whole(server):
+            return self._put(server, parcels, answer)
+
+    def _put(self, server: Connection, parcels: Sequence[Parcel], answer: Mapping[str, Any]) -> tuple[int, int, int]:
+        """Receive the parameters that an answer announces."""
         before, self._agreed = self._agreed, []
         for place, (wire, parcel) in enumerate(zip(self._wires, parcels, strict=True)):
             nbytes = wire.rows(answer["round"] - 1).nbytes if answer["updates"] else 4 * wire.layout.numel
@@ -184,152 +246,105 @@ class Worker:
             )
         if self._pushed:
             self._kept = self._moved if refused else self._left
+            self._carried = self._weighed if refused else 0.0
         self._moved, self._left, self._pushed, self._steps_before = [], [], False, self._steps
         return answer["round"], answer["late"], self.refused + refused
 
-    def _connected(self) -> _Connection:
+    def _connected(self) -> Connection:
         if self._connection is None:
             raise ConfigurationError("this worker has left the parameter server; attach the model again")
         return self._connection
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count a step of the optimizer that has this model's first parameter, and exchange when it is time."""
-        first = next(each for each in self._module.parameters() if each.requires_grad)
-        if not any(first is each for group in optimizer.param_groups for each in group["params"]):
+        """Count a step, and exchange when it is time.
+
+        A model may have several optimizers: a step is over when one of them begins its next.
+        """
+        module = self._module()
+        if self._left_it or module is None:
             return
+        own = {id(each) for each in module.parameters()}
+        if not any(id(each) in own for group in optimizer.param_groups for each in group["params"]):
+            return
+        begins = not self._stepped or optimizer in self._stepped
+        if begins:
+            self._stepped.clear()
+        self._stepped.add(optimizer)
+        if not begins:
+            return
+        self._by_hand.end()
         self._steps += 1
+        if self._connection is not None:
+            self._connection.steps = self._steps
         self._did += not self._told
-        if self._steps % self._settings.period == 0 and not self._left_it:
+        if self._steps % self._settings.period == 0:
             self.push()
             self.pull()
 
 
-class _Ranks:
-    """The processes of one worker: this one alone, or those of a DDP model, the first of which talks to the server."""
+class _ByHand:
+    """Notices a loop that changes parameters without an optimizer of torch.optim, whose steps nobody would count.
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = None if group is None or group.size() == 1 else group
-        self.leads = group is None or group.rank() == 0
+    It looks at some elements whenever a gradient is there, until the first step, push or pull.
+    """
 
-    def share(self, call: Callable[[], Any]) -> Any:
-        """Let the first rank do it; return what came of it on all, and raise its error on all."""
-        told: list[Any] = [None]
-        if self.leads:
-            try:
-                told = [call()]
-            except CommoptError as error:
-                told = [error]
-            except Exception as error:  # the others wait for this rank's word
-                told = [TransportError(f"the first rank of this worker failed: {type(error).__name__}: {error}")]
-        if self._group is not None:
-            dist.broadcast_object_list(told, group=self._group, group_src=0)
-        if isinstance(told[0], CommoptError):
-            raise told[0]
-        return told[0]
+    def __init__(self, worker: Worker, module: nn.Module) -> None:
+        self._changes, self._first = 0, 0
+        self._seen: list[float] = []
+        found = ref(worker)
 
-    def spread(self, parcel: Parcel) -> None:
-        """Give all ranks the first one's values."""
-        if self._group is not None:
-            values = parcel.values(copy=True)
-            dist.broadcast(values, group=self._group, group_src=0)
-            parcel.put(values)
+        def look(parameter: Tensor) -> None:
+            alive = found()
+            if alive is not None:
+                alive._by_hand._look(module_ref(), parameter)
 
+        module_ref = ref(module)
+        self._hooks: list[RemovableHandle] = [
+            each.register_post_accumulate_grad_hook(look) for each in _trained(module).values() if each.is_leaf
+        ]
 
-class _Connection:
-    """This process at the scheduler, and its link to the server."""
+    def end(self) -> None:
+        """Look no more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
-    def __init__(self, settings: ParameterServer, parcels: Sequence[Parcel]) -> None:
-        address = settings.address or os.environ.get(ADDRESS_VARIABLE)
-        if not address:
+    def _look(self, module: nn.Module | None, parameter: Tensor) -> None:
+        self._first = self._first or id(parameter)
+        if module is None or id(parameter) != self._first:  # once in a backward
+            return
+        parts = [each.detach().reshape(-1)[:_SAMPLE].float().cpu() for each in _trained(module).values()]
+        seen = torch.cat(parts).tolist()
+        self._changes += bool(self._seen) and seen != self._seen
+        self._seen = seen
+        if self._changes >= _CHANGES:
             raise ConfigurationError(
-                f"ParameterServer() has no address and {ADDRESS_VARIABLE} is not set; pass the scheduler's host:port"
+                f"the parameters of this worker have changed {_CHANGES} times, and no optimizer of torch.optim has "
+                f"made a step since attach(), so it would never exchange anything; without one call did(1), push() and "
+                f"pull() of what attach() returned every so many steps, or close() it"
             )
-        self._lost, self._server, self._asked = "", -1, 0
-        self._me = me = Participant(address, WORKER, self._hear)
-        self.number = me.number
-        try:
-            shapes = [
-                [(name, list(each.shape), str(each.dtype)) for name, each in parcel.tensors.items()]
-                for parcel in parcels
-            ]
-            facts = {"version": __version__, "settings": settings.as_text(), "parcels": shapes}
-            answer = self.answer(self.ask("join", **facts), 2 * me.timeout_s)  # of which one for a server that has died
-            if answer["problem"]:
-                raise MismatchError(answer["problem"])
-            self._server = answer["server"]
-            self._link = Link(me, self._server, me.number, self._lose)
-            if answer["sends"]:
-                for parcel in parcels:
-                    self.send(parcel.values(copy=False).cpu())
-        except BaseException:
-            me.leave("could not join")
-            raise
-        atexit.register(self.close)
 
-    def ask(self, kind: str, **request: Any) -> int:
-        """Send a request; return its number."""
-        self._require_alive()
 
-        def write() -> int:
-            self._me.store.set(f"request/{self.number}/{self._asked}", json.dumps({"kind": kind, **request}))
-            self._asked += 1
-            return self._me.store.add("requests", 1)
+@contextmanager
+def _whole(server: Connection) -> Iterator[None]:
+    """Leave the server if what is inside is interrupted: what was sent or received in part cannot be gone on from."""
+    try:
+        yield
+    except BaseException:
+        server.close("was interrupted in the middle of an exchange")
+        raise
 
-        self._while_there(write)
-        return self._asked - 1
 
-    def answer(self, request: int, limit_s: float = inf) -> dict[str, Any]:
-        """Wait for the answer to a request: as long as the server is there."""
-        key = f"answer/{self.number}/{request}"
-        until = time.monotonic() + limit_s
-        found = self._while_there(lambda: poll(lambda: self._me.store.read(key), until, self._require_alive))
-        if found is None:
-            raise TransportError(
-                f"no parameter server has answered for {limit_s:g} s; look at its log, or start one: "
-                f"python -m commopt server --scheduler {self._me.host}:{self._me.port}"
+def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters to train, by name. Raises UnsupportedTensorError for a dtype that is not exchanged."""
+    named = {name: each for name, each in module.named_parameters() if each.requires_grad}
+    for name, each in named.items():
+        if each.dtype not in _DTYPES:
+            raise UnsupportedTensorError(
+                f"parameter {name!r} is {each.dtype}, and the server keeps float32; use that, bfloat16 or float16"
             )
-        self._me.store.delete_key(key)
-        answer: dict[str, Any] = json.loads(found)
-        return answer
+    return named
 
-    def send(self, payload: Tensor) -> None:
-        """Send a tensor of the CPU."""
-        self._while_there(lambda: self._link.send(payload))
 
-    def receive(self, nbytes: int) -> Tensor:
-        """Return so many bytes."""
-        return self._while_there(lambda: self._link.receive(torch.empty(nbytes, dtype=torch.uint8, device="cpu")))
-
-    def _while_there(self, call: Callable[[], T]) -> T:
-        try:
-            return call()
-        except TransportError as error:
-            self._lose(str(error))  # unless something was said before
-            raise self._loss() from error
-
-    def close(self, why: str = "has ended") -> None:
-        """Leave."""
-        atexit.unregister(self.close)
-        self._me.leave(why)
-        self._link.close()
-
-    def _hear(self, number: int, why: str) -> None:
-        if number == -1:
-            self._lose(why)
-        elif number == self._server:
-            self._lose(f"the server {why}")
-        elif number == self.number:
-            self._lose(f"this worker {why}, so the server goes on without it")
-
-    def _lose(self, why: str) -> None:
-        self._lost = self._lost or why
-
-    def _require_alive(self) -> None:
-        if self._lost:
-            raise self._loss()
-
-    def _loss(self) -> TransportError:
-        return TransportError(
-            f"the parameter server is lost: {self._lost}; start what has ended again (the server goes on from its "
-            f"checkpoint), then attach the model again"
-        )
+def _kind_of(parameter: Tensor) -> str:
+    return f"{parameter.dtype} {list(parameter.shape)} on {parameter.device}"

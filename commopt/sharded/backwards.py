@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -117,6 +117,7 @@ class Backwards(Registration):
         self._drops_with: LaneClient | None = None  # who drops a step together, and does not see it by itself
         self._verdicts = 0  # exchanged with them
         self._number: int | None = None  # of the next reduction of the backward under way
+        self._undo: list[Callable[[], None]] = []  # what makes the model FSDP's own again
 
     @property
     @abstractmethod
@@ -124,8 +125,15 @@ class Backwards(Registration):
         """One for all ranks that this one sends gradients to, or for each group of them."""
 
     def _watch(self) -> None:
-        watch_backwards(self._model, self.end, self.give_up)
-        self._model.register_forward_pre_hook(lambda *_: self.recorder.forward_begins())
+        self._undo.append(watch_backwards(self._model, self.end, self.give_up))
+        self._undo.append(self._model.register_forward_pre_hook(lambda *_: self.recorder.forward_begins()).remove)
+        self._undo += [group.give_back for group in self.groups]
+
+    def leave_model(self) -> None:
+        """Make the model FSDP's own again, which may be attached again."""
+        undo, self._undo = self._undo, []
+        for each in undo:
+            each()
 
     def scale_by(self, scaler: Any) -> None:
         """Take note of another GradScaler. Raises ConfigurationError where there was none at attach, or is none now."""
@@ -195,8 +203,14 @@ class Backwards(Registration):
             sequel.last = None
         self.store.begin_step()
 
+    @property
+    def title(self) -> str:
+        """The name of the model's class, as the user gave it."""
+        return type(self._model).__name__.removeprefix("FSDP")
+
     def wire_bytes(self) -> WireBytes:
-        """Return the payload this rank has sent: here that of verdicts."""
+        """Return the payload this rank has sent: here verdicts, rounds of a LocalSGD, and what nobody could foresee."""
+        sent = self.store.beside if self.averages is None else self.store.beside + self.averages.sent
         if self._drops_with is None:
-            return WireBytes()
-        return self._drops_with.team.wire.all_reduce(_VERDICT_NBYTES) * self._verdicts
+            return sent
+        return sent + self._drops_with.team.wire.all_reduce(_VERDICT_NBYTES) * self._verdicts

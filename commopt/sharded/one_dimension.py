@@ -60,9 +60,9 @@ class OneDimension(Backwards):
         super()._begin(aggregator, client)
         self._sequel = Sequel(client)
         self._drops_with = client if self.store.per_step else None
-        self._scatter = ReduceScatter(self._layouts.resolved(aggregator, warn=team.rank == 0), team, order)
+        self._scatter = ReduceScatter(self._layouts.resolved(aggregator), team, order)
         if self.weights is not None and team.node_count > 1:
-            weights = self._layouts.resolved(self.weights, warn=team.rank == 0)
+            weights = self._layouts.resolved(self.weights)
             self.gathers = {group: AllGather(weights, team, order, tuple(group.parts)) for group in self.groups}
 
     def install(self) -> None:
@@ -74,7 +74,13 @@ class OneDimension(Backwards):
         self._watch()
         if self.gathers:
             for module in self._model.modules():
-                module.register_load_state_dict_post_hook(lambda *_: self.forget_copies(bases=False))
+                handle = module.register_load_state_dict_post_hook(lambda *_: self.forget_copies(bases=False))
+                self._undo.append(handle.remove)
+
+    def close(self, *, groups: bool = True) -> None:
+        """Take part no more, as LaneClient.close."""
+        self.leave_model()
+        super().close(groups=groups)
 
     # ------------------------------------------------------------------------------------- gradients
 
@@ -140,6 +146,11 @@ class OneDimension(Backwards):
     def wire_bytes(self) -> WireBytes:
         """Return the payload this rank has sent."""
         return super().wire_bytes() + self._sent
+
+    def usual_bytes(self, instead: Aggregator | None = None) -> WireBytes | None:
+        """Return the mean payload of a step, weights and all; None for what would average in the place of this."""
+        sent, steps = self.wire_bytes(), max(self.reduced_steps, 1)
+        return None if instead is not None else WireBytes(sent.intra // steps, sent.inter // steps)
 
     def extras(self) -> dict[str, Any]:
         """Return this rank's row of the second copies that differences go to: others can be had again."""

@@ -21,6 +21,7 @@ from commopt.errors import ConfigurationError
 from commopt.feedback import SAMPLE_EVERY_STEPS, BufferContext, Layout, Scratch, scale_and_add
 from commopt.groups import Team, TeamShape, apply_scale
 from commopt.sharded.rows import Kind, Parts, Rows, Shard, rows_of, shard_of
+from commopt.sharded.untouched import RestingRows
 
 _EVERYTHING = ("*",)
 _HSDP = "use a 2-D mesh (HSDP), where it averages over the replicas"
@@ -140,12 +141,13 @@ class ReduceScatter:
             return
         within = context.within(self._path, rows.layout) if self._path else context
         sent = rows.take(across.size, "sent", context.scratch, source.device)
-        carries = [self._encode(rows, kind, mine, sent, within) for kind in rows.kinds]
+        encoded = [self._encode(rows, kind, mine, sent, across, within) for kind in rows.kinds]
+        carries = [carry for carry, _ in encoded]
         received = rows.take(across.size, "received", context.scratch, source.device)
         across.all_to_all(received.view(-1), sent.view(-1))
         output.zero_()  # of which rows leave the padding alone
-        for kind, carry in zip(rows.kinds, carries, strict=True):
-            _add_up(kind, across.rank, received, output, carry, context.scratch)
+        for kind, (carry, rest) in zip(rows.kinds, encoded, strict=True):
+            _add_up(kind, across.rank, received, output, carry, rest, context.scratch)
         if self.compressed is not None and self.compressed.feedback is not None:
             kept = [carry.new.isfinite().all() for carry in carries if carry is not None]
             context.report(torch.stack([mine.isfinite().all(), output.isfinite().all(), *kept]).all())
@@ -184,9 +186,9 @@ class ReduceScatter:
         return mine
 
     def _encode(
-        self, rows: Rows, kind: Kind, values: Tensor, sent: Tensor, context: BufferContext
-    ) -> ErrorFeedback | None:
-        """Encode what there is of a kind; return the residuals that went in and come out."""
+        self, rows: Rows, kind: Kind, values: Tensor, sent: Tensor, across: Team, context: BufferContext
+    ) -> tuple[ErrorFeedback | None, RestingRows | None]:
+        """Encode what there is of a kind; return the residuals that went in and come out, and what rests."""
         assert self.compressed is not None
         feedback, device = self.compressed.feedback, values.device
         if not kind.compressor.exact:
@@ -194,15 +196,20 @@ class ReduceScatter:
         else:
             carry = None if feedback is None or context.memory.settled else context.leftover(kind.layout, device)
         samples = carry is not None and not kind.dense and context.step % SAMPLE_EVERY_STEPS == 0
+        rest = RestingRows.of(kind, values, carry, across, context)
         for chunk in kind.chunks:
             taken, own = chunk.read(values[chunk.row], context.scratch), _slice(carry, chunk.begin, chunk.end)
             key = RngKey(context.rank, context.step, context.number * len(rows.shards) + chunk.row)
             payload = chunk.payload(sent[chunk.row : chunk.row + 1])
             kind.compressor.compress(taken, payload, chunk.chunk_numel, 1.0, own, key)
+            if rest is not None:
+                rest.encoded(payload, chunk, own)
             if samples and own is not None:
                 context.sample(taken, 1.0, own)
                 samples = False
-        return carry
+        if rest is not None:
+            rest.look()
+        return carry, rest
 
 
 def _slice(carry: ErrorFeedback | None, begin: int, end: int) -> ErrorFeedback | None:
@@ -210,7 +217,13 @@ def _slice(carry: ErrorFeedback | None, begin: int, end: int) -> ErrorFeedback |
 
 
 def _add_up(
-    kind: Kind, row: int, received: Tensor, output: Tensor, carry: ErrorFeedback | None, scratch: Scratch
+    kind: Kind,
+    row: int,
+    received: Tensor,
+    output: Tensor,
+    carry: ErrorFeedback | None,
+    rest: RestingRows | None,
+    scratch: Scratch,
 ) -> None:
     """Put the sums of the received rows, all like this rank's own `row`, into `output`.
 
@@ -220,7 +233,10 @@ def _add_up(
         if chunk.row != row:
             continue
         total = scratch.take("sum", chunk.chunk_numel, torch.float32, output.device)
-        kind.compressor.accumulate(chunk.payload(received), total)
+        if rest is None:
+            kind.compressor.accumulate(chunk.payload(received), total)
+        else:
+            rest.accumulate(chunk.payload(received), chunk, total)
         exact = total[: chunk.end - chunk.begin]
         if carry is not None and output.dtype.itemsize < torch.float32.itemsize:
             lost = exact - exact.to(output.dtype)

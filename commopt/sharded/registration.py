@@ -14,17 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commopt.aggregate import LocalSGD
+from commopt.aggregate import Aggregator, LocalSGD
 from commopt.errors import ConfigurationError
 from commopt.feedback import Layout, ResidualStore, Spans, is_average, spread
 from commopt.groups import Membership, WireBytes
-from commopt.hooks.checks import refuse_second_adam, warn_of_untested_torch
+from commopt.hooks.checks import warn_of_untested_torch
 from commopt.hooks.local_sgd import ParameterAverages
 from commopt.hooks.reduction import Reduction, Step, Traffic
 from commopt.lanes import LaneClient, Work
 from commopt.sharded.backwards import Backwards, Request, Sequel, told_why_ranks_wait
 from commopt.sharded.layouts import layout_of, require_length
-from commopt.sharded.seams import ParameterGroup
+from commopt.sharded.seams import ParameterGroup, reshard_between_steps
 
 
 @dataclass(eq=False)
@@ -46,7 +46,8 @@ class ShardedRegistration(Backwards):
         self._clients: list[LaneClient] = []
         self._of_gradients: ResidualStore | None = None
         self._known: dict[tuple[int, ...], tuple[Layout, Spans]] = {}
-        self._sent: set[Layout] = set()  # in the backward under way, with adam=
+        self._sent: set[Layout] = set()  # since the last step of an optimizer, with adam=
+        self._sent_before = False  # whether any was in an earlier backward than the one under way
 
     @property
     def _sequels(self) -> Collection[Sequel]:
@@ -83,10 +84,8 @@ class ShardedRegistration(Backwards):
             raise
         if everyone.team.rank == 0:
             warn_of_untested_torch(torch.__version__)
-        self._resolved = self._layouts.resolved(aggregator, warn=everyone.team.rank == 0)
-        self.keeps_residuals = bool(aggregator.residual_paths)
-        if aggregator.adam is not None:
-            refuse_second_adam(self)
+        self._resolved = self._layouts.resolved(aggregator)
+        self.watch_optimizers(aggregator)
         self.device = self.groups[0].device
         self.joined = everyone
         return everyone
@@ -108,14 +107,24 @@ class ShardedRegistration(Backwards):
             return {called[part.name]: values for part, values in held if values.numel()}
 
         self._of_gradients = ResidualStore()  # which leave nothing for later: `store` is for the parameters
-        self.averages = ParameterAverages(average, self._model, read, self.store, pieces)
+        parameters, scaler = self.parameters, lambda: self.scaler
+        reshard = partial(reshard_between_steps, self._model)
+        self.averages = ParameterAverages(
+            average, self._model, read, self.store, parameters, scaler, pieces, before_write=reshard
+        )
         self.averages.client = next(iter(self.replicas.values())).client
 
     def end(self) -> None:
         """End a backward, as Backwards.end."""
+        before = self.steps
         super().end()
-        if self.averages is not None:
-            self.averages.steps = self.steps
+        if self.steps > before:
+            if self.steps_between is not None:
+                self.steps_between.averaged(self.scaler)
+            if self.directions is not None:
+                self.directions.delivered()
+            if self.averages is not None:
+                self.averages.optimizer_steps.backward_ended(shadowed=False)
 
     def _join(self, group: Any, problem: Exception | None = None, **facts: str) -> LaneClient:
         timeout_s, nccl = self.settings.timeout_s, self.settings.nccl
@@ -146,6 +155,9 @@ class ShardedRegistration(Backwards):
 
     def close(self, *, groups: bool = True) -> None:
         """Take part no more, as LaneClient.close."""
+        if self.averages is not None:
+            self.averages.close()
+        self.leave_model()
         for client in self._clients:
             client.close(groups=groups)
 
@@ -167,8 +179,12 @@ class ShardedRegistration(Backwards):
         if self._is_first(buffer.device):
             if self.averages is not None:
                 self.averages.take_turn()
-            self.step = Step(self.steps, self._of_gradients or self.store, self.scaler)
-            self._sent.clear()
+            # As under DDP: of a LocalSGD the optimizer steps say how far gradients go.
+            number = self.steps if self.averages is None else self.averages.steps
+            self.step = Step(number, self._of_gradients or self.store, self.scaler)
+            if self.steps_between is None or not self.steps_between.missed(self.scaler, self.store.finite):
+                self._sent.clear()
+            self._sent_before = bool(self._sent)
         layout, spans = self._layout_of(group, buffer)
         if self._resolved.adam is not None:
             self._require_one_message(layout)
@@ -182,15 +198,23 @@ class ShardedRegistration(Backwards):
         self.hook_ns += perf_counter_ns() - entered_ns
 
     def _require_one_message(self, layout: Layout) -> None:
-        """Raise ConfigurationError where a backward sends parts of a gradient, of each of which Adam would make a step.
+        """Raise ConfigurationError where parts of a gradient are sent one by one: Adam would make a step of each.
 
-        Ranks send alike, so that all of them raise.
+        In one backward, or in several without an optimizer's step between. Ranks send alike, so that all of them raise.
         """
         if any(layout.shares_names(each) for each in self._sent):
+            how = "one backward sends gradients of {} in two messages"
+            cure = "call set_requires_gradient_sync(False) on this part of the model, and True before the last of them"
+            if self._sent_before:
+                how = "gradients of {} are averaged in a second backward without an optimizer step between"
+                cure = (
+                    "call model.set_requires_gradient_sync(False), or set_requires_all_reduce(False), and True before "
+                    "the last backward, then optimizer.step(); where a GradScaler may drop steps, call "
+                    "scaler.update() after each and pass attach(..., scaler=scaler)"
+                )
             raise ConfigurationError(
-                f"one backward sends gradients of {layout.title} in two messages, and adam= needs all of a gradient "
-                f"before it makes a direction of it; call set_requires_gradient_sync(False) on this part of the model, "
-                f"and True before the last of them, or use no adam"
+                f"{how.format(layout.title)}, and adam= needs all of a gradient before it makes a direction of it; "
+                f"{cure}, or use no adam"
             )
         self._sent.add(layout)
 
@@ -213,7 +237,7 @@ class ShardedRegistration(Backwards):
         reduction = Reduction(buffer, layout, number, False, step, self._resolved, team, None, recorded, scale)
         message = _Message(reduction, spans, replicas)
         work = replicas.client.submit(message, message, buffer, numel=layout.numel)
-        replicas.traffic.count(self._resolved, layout, buffer.dtype, buffer.device, self.steps)
+        replicas.traffic.count(self._resolved, layout, buffer.dtype, buffer.device, step.number)
         return work
 
     def wire_bytes(self) -> WireBytes:
@@ -222,6 +246,11 @@ class ShardedRegistration(Backwards):
         for replicas in self.replicas.values():
             sent += replicas.traffic.wire_bytes(replicas.client.team)
         return sent
+
+    def usual_bytes(self, instead: Aggregator | None = None) -> WireBytes | None:
+        """Return the payload this rank sends its replicas in a step like the last one, as Registration.usual_bytes."""
+        usual = [each.traffic.usual(each.client.team, instead) for each in self.replicas.values()]
+        return sum(usual, WireBytes())
 
     # ------------------------------------------------------------------------------------- checkpoints
 

@@ -56,6 +56,13 @@ def _require(owner: object, names: Iterable[str]) -> None:
             )
 
 
+def reshard(model: nn.Module) -> None:
+    """Let every part of a model hold shards, as between two steps; whole parameters are gathered again when needed."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def _states(model: nn.Module) -> list[Any]:
     states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
     return list(dict.fromkeys(states))  # fully_shard([a, b]) gives both the same one
@@ -80,6 +87,7 @@ class ParameterGroup:
         self._names = dict(zip(map(id, raw.fsdp_params), names, strict=True))
         self._with_gradient: list[Any] = []
         self._ours: dict[str, object] = {}  # what FSDP is to call for this group, by the name it has there
+        self._theirs: dict[str, object] = {}  # and what it would have called
         info = raw.mesh_info
         sharded = isinstance(info, common.FSDPMeshInfo)
         self.replicas: dist.ProcessGroup | None = None
@@ -194,6 +202,7 @@ class ParameterGroup:
         while it reduces. The rest of it, parameters and checkpoints too, sees the user's mesh.
         """
         raw, original = self._raw, self._raw.post_backward
+        self._keep("_all_reduce_hook")
         self._ours = {"_all_reduce_hook": average}
 
         def post_backward(*unused: Any) -> None:
@@ -211,6 +220,7 @@ class ParameterGroup:
     def scatter_by(self, model: nn.Module, reduce_scatter: Any) -> None:
         """Let `reduce_scatter` do what its name says."""
         raw, original = self._raw, self._raw.post_backward
+        self._keep("_reduce_scatter_comm")
         self._ours |= {"_all_reduce_hook": None, "_reduce_scatter_comm": reduce_scatter}
 
         def post_backward(*unused: Any) -> None:
@@ -225,11 +235,25 @@ class ParameterGroup:
 
     def gather_by(self, model: nn.Module, all_gather: Any) -> None:
         """Let `all_gather` gather the weights."""
+        self._keep("_all_gather_comm")
         self._ours["_all_gather_comm"] = all_gather
         if (module := _only_group_of(model, self._raw)) is None:
             self._raw._all_gather_comm = all_gather
         else:
             module.set_custom_all_gather(all_gather)
+
+    def give_back(self) -> None:
+        """Let FSDP do by itself again what commopt did for this group; what others have replaced since stays."""
+        if not self._ours:
+            return
+        del self._raw.post_backward  # the class has its own
+        for name, theirs in self._theirs.items():
+            if getattr(self._raw, name) is self._ours[name]:
+                setattr(self._raw, name, theirs)
+        self._ours, self._theirs = {}, {}
+
+    def _keep(self, name: str) -> None:
+        self._theirs[name] = getattr(self._raw, name)
 
     def _begin_reduction(self) -> None:
         """Note what the next buffer holds; raise ConfigurationError where FSDP would not call commopt for it."""
@@ -297,20 +321,50 @@ def groups_of(model: nn.Module) -> list[ParameterGroup]:
     return [ParameterGroup(raw, [named(param) for param in raw.fsdp_params]) for raw in raw_groups]
 
 
-def watch_backwards(model: nn.Module, ended: Callable[[], None], given_up: Callable[[], None]) -> None:
-    """Call `ended` after every backward, once FSDP has reduced what it will; `given_up` in `reset_iter_state`."""
+def replaced_in(model: nn.Module) -> str:
+    """Return what somebody has set in the place of FSDP's collectives, as attach does too, "" where nothing was."""
+    for group in groups_of(model):
+        if group.has_hook:
+            return "an all-reduce hook"
+        for comm in (getattr(group._raw, name, None) for name in _COLLECTIVES[:2]):
+            if comm is not None and type(comm).__name__ not in _DEFAULTS:
+                return type(comm).__name__
+    return ""
+
+
+def reshard_between_steps(model: nn.Module) -> None:
+    """Let the next forward gather the parameters anew: an evaluation under no_grad() leaves the root's unsharded."""
+    if torch._C._current_graph_task_id() == -1:  # in a backward FSDP needs those of its forward
+        reshard(model)
+
+
+def watch_backwards(model: nn.Module, ended: Callable[[], None], given_up: Callable[[], None]) -> Callable[[], None]:
+    """Call `ended` after every backward, once FSDP has reduced what it will; `given_up` in `reset_iter_state`.
+
+    Returns what undoes that.
+    """
+    watched: list[tuple[Any, str]] = []
+
+    def watch(state: Any, name: str, called: Callable[[], None]) -> None:
+        setattr(state, name, _then(getattr(state, name), called))
+        watched.append((state, name))
 
     def unless_by_hand(state: Any) -> None:
         if not getattr(state._state_ctx, "manual_backward_finalization_active", False):
             ended()
 
     for state in _states(model):
-        callback = _then(state._root_post_backward_final_callback, partial(unless_by_hand, state))
-        state._root_post_backward_final_callback = callback
+        watch(state, "_root_post_backward_final_callback", partial(unless_by_hand, state))
         if hasattr(state, "finalize_backward"):  # torch 2.15: what set_manual_backward_finalization leaves to the user
-            state.finalize_backward = _then(state.finalize_backward, ended)
+            watch(state, "finalize_backward", ended)
         if hasattr(state, "_reset_iter_state"):  # torch 2.13; before there is no way on after a backward that raised
-            state._reset_iter_state = _then(state._reset_iter_state, given_up)
+            watch(state, "_reset_iter_state", given_up)
+
+    def watch_no_more() -> None:
+        for state, name in watched:
+            delattr(state, name)  # the class has its own
+
+    return watch_no_more
 
 
 def _then(first: Callable[..., None], second: Callable[[], None]) -> Callable[..., None]:
@@ -323,6 +377,7 @@ def _then(first: Callable[..., None], second: Callable[[], None]) -> Callable[..
 
 # ------------------------------------------------------------------------------------------- a 1-D mesh
 
+_DEFAULTS = ("DefaultReduceScatter", "DefaultAllGather")
 _COLLECTIVES = ("_reduce_scatter_comm", "_all_gather_comm", "_training_state")  # torch 2.9
 
 
@@ -336,7 +391,7 @@ def require_collectives(groups: Iterable[ParameterGroup]) -> None:
                     f"fully_shard on a 1-D mesh; use torch 2.9 to {NEWEST_TESTED_TORCH}, or a 2-D mesh (HSDP)"
                 )
         for comm in (group._raw._reduce_scatter_comm, group._raw._all_gather_comm):
-            if type(comm).__name__ not in ("DefaultReduceScatter", "DefaultAllGather"):
+            if type(comm).__name__ not in _DEFAULTS:
                 raise ConfigurationError(
                     f"this model's collectives were replaced by {type(comm).__name__} already; attach before "
                     f"set_custom_reduce_scatter, set_custom_all_gather, set_symm_mem_for_comm and "

@@ -18,7 +18,7 @@ from commopt.hooks.registration import Settings
 from commopt.sharded.backwards import Request
 from commopt.sharded.one_dimension import OneDimension, require_attachable
 from commopt.sharded.registration import ShardedRegistration
-from commopt.sharded.seams import ParameterGroup, groups_of, require_seams
+from commopt.sharded.seams import ParameterGroup, groups_of, require_seams, reshard
 
 # What attach takes for a DDP model only, and what to do instead.
 _FOR_DDP = {
@@ -126,6 +126,7 @@ def attach_sharded(
     ConfigurationError when FSDP's hook or collectives were replaced meanwhile.
     """
     require_seams(model)
+    reshard(model)  # after an evaluation the root still has whole parameters, which no optimizer knows
     groups = groups_of(model)
     if not groups:
         raise ConfigurationError("fully_shard left this model no parameters to reduce; attach the one that has some")

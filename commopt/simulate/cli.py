@@ -12,23 +12,25 @@ from dataclasses import fields
 from functools import partial
 from math import inf
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from commopt.command_line import BAD_INPUT, number, output_file, reader_has_gone, refuse, whole
 from commopt.cost import Links
-from commopt.errors import ConfigurationError
+from commopt.display import WIDTH
+from commopt.errors import ConfigurationError, did_you_mean
 from commopt.simulate import report
 from commopt.simulate.cluster import GPUS, INTRA_GB_PER_S, ClusterSpec, Network, gpu
 from commopt.simulate.model_zoo import MODELS, model
 from commopt.simulate.scaling import DEFAULT, Scaling, strategy
-from commopt.simulate.step import OVERHEAD_US, Stragglers
+from commopt.simulate.step import OVERHEAD_US, USUAL_SPREAD, Stragglers
+from commopt.simulate.throughput import usual_batch
 from commopt.simulate.workload import Workload, load, of_model
 
 MOST_GPUS = 2**14
 EPILOG = f"""exit status: 0, {BAD_INPUT} bad input (one line on stderr).
 Rates are in one direction: Gb/s of a network port, GB/s between two GPUs of a node. docs/simulator.md has the formulas
 and every assumption. Nothing here is a measurement."""
-_BATCH = 64
 _MOST_SAMPLES = 2**24
 _SHARE = number(0.0, 1.0)
 
@@ -60,18 +62,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("--model", metavar="NAME", help=f"{', '.join(MODELS)}, or a file that describes a workload")
-    add("--nodes", default="1..64", help="1,2,5, or 1..512: the powers of two between (default 1..64)")
+    add("--nodes", default="2,8,32", help="1,2,5, or 1..512: the powers of two between (default 2,8,32)")
     add("--gpus-per-node", type=whole(1, MOST_GPUS), default=8, metavar="N", help="GPUs on each node (default 8)")
     add("--strategies", nargs="+", default=list(DEFAULT), metavar="NAME", help="stock, lossless, lossy, or presets")
     add("-o", "--output", type=output_file, metavar="FILE", help="write inputs and results as JSON")
 
     add = parser.add_argument_group("training").add_argument
-    batch = f"samples per GPU (default {_BATCH}, or the file's)"
+    batch = "samples per GPU (default: as published for the model, 12 of gpt2, 256 of resnet50; or the file's)"
     add("--gpu", default="a100", help=f"one of {', '.join(GPUS)} (default a100)")
     add("--precision", default="fp16", help="fp16, bf16, tf32 or fp32 (default fp16); gradients are float32")
     add("--batch", type=whole(1, _MOST_SAMPLES), metavar="N", help=batch)
     add("--compute-efficiency", type=_SHARE, metavar="X", help="share of the GPU's peak (default: as published)")
-    add("--straggler", type=float, default=0.0, metavar="S", help="spread of computation between ranks, e.g. 0.02")
+    spread = f"of what ranks take to compute, relative (default {USUAL_SPREAD})"
+    add("--straggler", type=float, default=USUAL_SPREAD, metavar="S", help=f"spread {spread}")
     add("--buckets", choices=("planned", "ddp"), default="planned", help="of every strategy but stock")
     add("--overhead-us", type=number(least=0.0), default=OVERHEAD_US, metavar="T", help="of each bucket (default 100)")
 
@@ -109,10 +112,12 @@ def _simulate(options: argparse.Namespace) -> None:
     scaling = Scaling(workload_of, cluster, overhead_us=options.overhead_us, stragglers=Stragglers(options.straggler))
     points = scaling.weak(nodes, strategies, batch)
     workload = workload_of(batch)
-    report.show(f"{workload.name} on nodes of {options.gpus_per_node} GPUs, equal batches per GPU", points)
-    print(f"computation: {workload.note}")
+    each = f"{workload.samples} samples per GPU" if workload.samples else "equal batches per GPU"
+    computed = f"{workload.compute_us / 1e3:.1f} ms of computation"
+    report.show(f"{workload.name} on nodes of {options.gpus_per_node} GPUs, {each}, {computed}", points)
     links = "measured" if isinstance(cluster.links, Links) else str(cluster.links)
-    print(f"network: {links}; {options.overhead_us:g} us for each bucket")
+    for told in (f"computation: {workload.note}", f"network: {links}; {options.overhead_us:g} us for each bucket"):
+        print(*wrap(told, WIDTH), sep="\n")
     if options.output is not None:
         document = report.as_document(_inputs(options, cluster, workload), points)
         options.output.write_text(json.dumps(document, indent=1) + "\n")
@@ -125,9 +130,11 @@ def _workload(options: argparse.Namespace) -> tuple[Callable[[int], Workload], i
         raise ConfigurationError(f"--model is missing; pass one of {names}, or a file")
     if options.model in MODELS:
         computed = {"precision": options.precision, "efficiency": options.compute_efficiency}
-        return partial(of_model, model(options.model), gpu(options.gpu), **computed), options.batch or _BATCH
+        usual = options.batch or usual_batch(options.model)
+        return partial(of_model, model(options.model), gpu(options.gpu), **computed), usual
     if not Path(options.model).exists():
-        raise ConfigurationError(f"--model {options.model!r} is no file, and none of {names}")
+        meant = did_you_mean(options.model, MODELS)
+        raise ConfigurationError(f"--model {options.model!r} is no file, and none of {names}{meant}")
     loaded = load(options.model)
     batch = loaded.samples if options.batch is None else options.batch
     return (lambda count: loaded if count == loaded.samples else loaded.scaled(count)), batch

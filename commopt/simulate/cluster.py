@@ -11,7 +11,7 @@ from commopt.aggregate import Aggregator, WorkKind
 from commopt.compress import Passes
 from commopt.cost import Curve, LinkKey, Links, Segment, Speeds, WorkKey, nominal_links, tree_us
 from commopt.document import require_whole
-from commopt.errors import ConfigurationError
+from commopt.errors import ConfigurationError, did_you_mean
 from commopt.groups import TeamShape
 
 INTRA_GB_PER_S: Mapping[str, float] = {
@@ -59,7 +59,8 @@ GPUS: dict[str, Gpu] = {each.name: each for each in _TABLE}
 def gpu(name: str) -> Gpu:
     """Return the GPU of that name; raises ConfigurationError when there is none."""
     if name not in GPUS:
-        raise ConfigurationError(f"GPU {name!r} is unknown; there are {', '.join(GPUS)}")
+        meant = did_you_mean(name, GPUS) or ";"
+        raise ConfigurationError(f"GPU {name!r} is unknown{meant} there are {', '.join(GPUS)}")
     return GPUS[name]
 
 

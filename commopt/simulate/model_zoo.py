@@ -13,7 +13,7 @@ from functools import cached_property, partial
 from math import prod
 
 from commopt.document import require_text, require_time, require_whole
-from commopt.errors import ConfigurationError
+from commopt.errors import ConfigurationError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -262,6 +262,7 @@ MODELS: Mapping[str, tuple[str, Callable[[], Iterable[Parameter]]]] = {
 def model(name: str) -> Model:
     """Return the model of that name; raises ConfigurationError when there is none."""
     if name not in MODELS:
-        raise ConfigurationError(f"model {name!r} is unknown; there are {', '.join(MODELS)}")
+        meant = did_you_mean(name, MODELS) or ";"
+        raise ConfigurationError(f"model {name!r} is unknown{meant} there are {', '.join(MODELS)}")
     sample, parameters = MODELS[name]
     return Model(name, tuple(parameters()), sample)

@@ -6,9 +6,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from textwrap import wrap
 from typing import Any
 
-from commopt.display import show_table
+from commopt.display import WIDTH, show_table, significant
 from commopt.simulate.scaling import ScalingPoint
 from commopt.version import __version__
 
@@ -16,38 +17,33 @@ FORMAT = 1
 _MOST_NOTES = 6
 
 CAPTION = (
-    "Simulated, not measured. compute: of a usual rank; waiting: for the slowest; exposed: communication that nothing "
-    "hides.\nMB sent: by a node to others in a step, in brackets in the one that sends most. "
-    "efficiency: against one GPU, and one node with the same strategy."
+    "Simulated, not measured. step: a usual rank's computation, waiting for the slowest, and exposed communication, "
+    "which nothing hides.\nMB sent: by a node to others in a step, in brackets in the one that sends most. "
+    "% of GPU: samples per second of each GPU against one GPU by itself."
 )
 
 
 def show(title: str, rows: Sequence[ScalingPoint]) -> None:
     """Print a table of all rows, and below it what their figures leave out."""
-    headings = ["strategy", "fastest", "nodes", "GPUs", "batch", "step ms", "compute ms", "waiting ms", "exposed ms"]
-    headings += ["MB sent", "samples /s", "% of GPU", "% of node"]
-    show_table(title, [headings, *map(_cells, rows)], 2, CAPTION, sys.stdout)
+    headings = ["strategy", "nodes", "step ms", "waiting ms", "exposed ms", "MB sent", "samples /s"]
+    show_table(title, [[*headings, "% of GPU"], *map(_cells, rows)], 1, CAPTION, sys.stdout)
     notes = list(dict.fromkeys(note for row in rows for note in row.outcome.notes))
     for note in notes[:_MOST_NOTES]:
-        print(f"note: {note}")
+        print(*wrap(f"note: {note}", WIDTH), sep="\n")
     if len(notes) > _MOST_NOTES:
         print(f"note: {len(notes) - _MOST_NOTES} more, which -o FILE writes")
 
 
 def _cells(row: ScalingPoint) -> list[str]:
     outcome = row.outcome
-    times_us = (outcome.step_us, outcome.compute_us, outcome.waiting_us, outcome.exposed_us)
+    times_us = (outcome.step_us, outcome.waiting_us, outcome.exposed_us)
     return [
-        row.strategy,
-        "" if row.chosen == row.strategy else row.chosen,
+        row.strategy if row.chosen == row.strategy else f"{row.strategy}: {row.chosen}",
         str(row.nodes),
-        str(row.ranks),
-        str(row.batch or "-"),
         *(f"{time_us / 1e3:.1f}" for time_us in times_us),
         _sent(outcome.inter_bytes_per_node, outcome.peak_inter_bytes_per_node),
-        f"{row.samples_per_s:.4g}" if row.batch else "-",
+        significant(row.samples_per_s, 4) if row.batch else "-",
         f"{row.gpu_efficiency:.1%}",
-        f"{row.node_efficiency:.1%}",
     ]
 
 

@@ -9,7 +9,7 @@ from functools import cache, lru_cache
 from typing import Literal
 
 from commopt.aggregate import Aggregator
-from commopt.errors import ConfigurationError
+from commopt.errors import ConfigurationError, did_you_mean
 from commopt.feedback import Layout
 from commopt.hooks import PRESETS, build_preset
 from commopt.hooks.presets import LOCAL_PRESETS
@@ -83,7 +83,9 @@ def strategy(name: str, buckets: BucketSource = "planned") -> Strategy:
         return Strategy(name, groups[name])
     known = PRESETS | LOCAL_PRESETS
     if name.split(":")[0] not in known:
-        raise ConfigurationError(f"strategy {name!r} is unknown; there are {', '.join([*groups, *sorted(known)])}")
+        names = [*groups, *sorted(known)]
+        meant = did_you_mean(name.split(":")[0], names) or ";"
+        raise ConfigurationError(f"strategy {name!r} is unknown{meant} there are {', '.join(names)}")
     candidate = Candidate(name, buckets)
     candidate.build()
     return Strategy(name, (candidate,))

@@ -28,6 +28,7 @@ from commopt.simulate.workload import Workload, dtype_named
 Buckets = Literal["ddp", "planned"] | Sequence[Sequence[str]]
 
 OVERHEAD_US = 100.0
+USUAL_SPREAD = 0.02  # of what ranks take to compute: standard deviation of its logarithm
 """What a bucket costs beside its message: the host's time in hooks and launches."""
 
 _MIB = 2**20

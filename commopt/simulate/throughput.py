@@ -60,6 +60,20 @@ PUBLISHED = (
 )
 
 
+BATCHES = {
+    **dict.fromkeys(("resnet50", "swin-t", "bert-base", "bert-large"), 256),
+    **{"vgg16": 384, "gpt2": 12},
+}
+"""Samples per GPU of the published rates, by model."""
+
+_KIN = {"gpt2-medium": "gpt2"}  # of models for which nothing is published
+
+
+def usual_batch(name: str) -> int:
+    """Return the samples per GPU of what is published for a model, or for its kin."""
+    return BATCHES[_KIN.get(name, name)]
+
+
 def usual_efficiency(subject: Model, gpu: Gpu, precision: str) -> tuple[float, str]:
     """Return the share of the GPU's peak that a step reaches, at most 1, and what that rests on.
 
@@ -69,7 +83,7 @@ def usual_efficiency(subject: Model, gpu: Gpu, precision: str) -> tuple[float, s
     ConfigurationError for a precision that the GPU does not have.
     """
     peak_tflops = gpu.peak_tflops(precision)
-    kin = {"gpt2-medium": "gpt2"}.get(subject.name, "resnet50" if subject.convolutional else "bert-large")
+    kin = _KIN.get(subject.name, "resnet50" if subject.convolutional else "bert-large")
     name = subject.name if any(each.model == subject.name for each in PUBLISHED) else kin
     flops = (1 + BACKWARD_PER_FORWARD) * (subject if name == subject.name else model(name)).forward_flops
     found = min(

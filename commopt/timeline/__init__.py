@@ -4,7 +4,7 @@
 from commopt.timeline.analysis import Analysis, BucketTimes, MessageTimes, RankTimes, StepTimes, Straggler, analyse
 from commopt.timeline.perfetto import trace, write_trace
 from commopt.timeline.recordings import Offsets, Timeline, gather, measure_offsets
-from commopt.timeline.text import Report, TrafficOutside, report
+from commopt.timeline.text import Report, Subject, TrafficOutside, report
 
 __all__ = [
     "Analysis",
@@ -15,6 +15,7 @@ __all__ = [
     "Report",
     "StepTimes",
     "Straggler",
+    "Subject",
     "Timeline",
     "TrafficOutside",
     "analyse",

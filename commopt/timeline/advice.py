@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from commopt.timeline.analysis import typical_step
 from commopt.timeline.recordings import STAGES, WAITING, Timeline, last_starts_us, stages_us
-from commopt.timeline.text import Report
+from commopt.timeline.text import Report, mb
 
 _WORTH_IT = 0.03  # of a step: what could be won below is lost in noise
 _MOST = 0.5  # of what is exposed, or of all transfer
@@ -13,19 +13,11 @@ _FEW_HIDDEN = 0.2
 _MISPREDICTED = 0.5
 _MOST_RANKS = 3
 
-_LESS = (
-    "Send less there than now: hierarchical_bf16, then hierarchical_quantized, then hierarchical_powersgd; or let auto "
-    "measure."
-)
+_LESS = 0.8  # of the bytes of now: more is no gain
 _INSIDE = (
     "inside the nodes, where compression between nodes changes nothing. commopt doctor shows which links GPUs use."
 )
-_BY_STAGE = {
-    "inter": f"between nodes. {_LESS}",
-    "intra": _INSIDE,
-    "local": "packing, compressing and adding up. Take a cheaper compression (bf16, 8 bits) or none; on a GPU see that "
-    "the kernels are in use (docs/install.md).",
-}
+_LOCAL = "packing, compressing and adding up. commopt --version says whether compiled kernels do it (docs/install.md)."
 
 
 def advice(timeline: Timeline, report: Report) -> list[str]:
@@ -49,8 +41,9 @@ def advice(timeline: Timeline, report: Report) -> list[str]:
     most = max(transfer_us, key=lambda stage: transfer_us[stage])
     if transfer_us[most] > _MOST * sum(transfer_us.values()):
         share, nodes = transfer_us[most] / sum(transfer_us.values()), len({rank.node for rank in found.ranks})
-        over_all = f"one collective over all ranks of {nodes} nodes. {_LESS}" if nodes > 1 else _INSIDE
-        said.append(f"{share:.0%} of the transfer is {_BY_STAGE.get(most, over_all)}")
+        where = {"inter": f"between nodes. {less(report)}", "intra": _INSIDE, "local": _LOCAL}
+        over_all = f"one collective over all ranks of {nodes} nodes. {less(report)}" if nodes > 1 else _INSIDE
+        said.append(f"{share:.0%} of the transfer is {where.get(most, over_all)}")
     if len(found.messages) == 1 and times.hidden_us < _FEW_HIDDEN * times.communication_us:
         said.append(
             "The one message cannot begin before the last gradient. Several hide behind backward: a smaller "
@@ -63,6 +56,23 @@ def advice(timeline: Timeline, report: Report) -> list[str]:
             f"what messages cost has changed since. auto and plan='adaptive' measure again from time to time."
         )
     return said
+
+
+def less(report: Report) -> str:
+    """Say what would send less to other nodes than what is in use does, with the bytes of both."""
+    subject, now = report.subject, report.sent_per_step.inter
+    tunes = subject is not None and subject.strategy.startswith("Auto(")
+    auto = "" if tunes else ' Or let auto measure: commopt.attach(ddp, "auto:allow=quantized+powersgd").'
+    if subject is None or not subject.inter_bytes:
+        return f"Send less there than now.{auto}"
+    fewer = {name: nbytes for name, nbytes in subject.inter_bytes.items() if nbytes < _LESS * now}
+    if not fewer:
+        return (
+            f"No preset sends much less than the {mb(now)} a step of now; further down go one bit of Adam's directions "
+            f"(docs/adamw.md) and updates every so many steps (docs/periodic.md)."
+        )
+    named = ", ".join(f"{name} {mb(nbytes)}" for name, nbytes in fewer.items())
+    return f"This rank sends {mb(now)} there in a step. Less, the most exact first: {named}.{auto}"
 
 
 def _transfer_us(timeline: Timeline) -> dict[str, float]:

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from textwrap import wrap
 from typing import Any
 
-from commopt.display import aligned
+from commopt.display import WIDTH, aligned, significant
 from commopt.errors import ConfigurationError
 from commopt.groups import WireBytes
 from commopt.timeline.analysis import Analysis, RankTimes, StepTimes, analyse
@@ -26,11 +27,30 @@ class TrafficOutside:
 
 
 @dataclass(frozen=True)
+class Subject:
+    """What a report is of: the model's class and number of parameters, what averages, and when it was made.
+
+    inter_bytes: by the names of presets, what they would send to other nodes in a step, of this rank and these buffers.
+    """
+
+    model: str
+    numel: int
+    strategy: str
+    when: str
+    inter_bytes: Mapping[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        size = f"{significant(self.numel / 1e6)} million parameters" if self.numel else "unknown size"
+        return f"{self.model or 'a model'} of {size}, averaged by {self.strategy}; {self.when}"
+
+
+@dataclass(frozen=True)
 class Report:
     """What `report` found; times are means over typical steps, in microseconds; printed in milliseconds.
 
-    sent_per_step: payload bytes that this rank sends through the hook. predicted_exposed_us and predicted_finish_us
-    (one per message, since the step began) are what the plan promised of the last rank, None without one.
+    sent_per_step: payload bytes that this rank sends through the hook, past the dense steps that some begin with.
+    predicted_exposed_us and predicted_finish_us (one per message, since the step began) are what the plan promised of
+    the last rank, None without one.
     """
 
     analysis: Analysis
@@ -40,6 +60,7 @@ class Report:
     plan: str | None = None
     predicted_exposed_us: float | None = None
     predicted_finish_us: tuple[float, ...] | None = None
+    subject: Subject | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return all numbers, for JSON."""
@@ -47,7 +68,12 @@ class Report:
 
     def __str__(self) -> str:
         tables = ([each.title, *aligned(each.headings, each.rows, each.left)] for each in (ranks(self), messages(self)))
-        return "\n\n".join("\n".join(part) for part in (head(self), *tables, words(self)))
+        said = (
+            [line for text in part for line in wrap(text, WIDTH, subsequent_indent="  ")]
+            for part in (head(self), words(self))
+        )
+        first, last = said
+        return "\n\n".join("\n".join(part) for part in (first, *tables, last))
 
 
 def report(
@@ -57,6 +83,7 @@ def report(
     plan: str | None = None,
     predicted_exposed_us: float | None = None,
     predicted_finish_us: Sequence[float] | None = None,
+    subject: Subject | None = None,
 ) -> Report:
     """Return the report of a timeline; see Report for the rest.
 
@@ -76,6 +103,7 @@ def report(
         plan,
         predicted_exposed_us,
         None if predicted_finish_us is None else tuple(predicted_finish_us),
+        subject,
     )
 
 
@@ -83,7 +111,8 @@ def head(report: Report) -> list[str]:
     """Return in sentences what the report says of the mean over ranks, of late ranks, and of bytes."""
     found, times = report.analysis, report.analysis.mean
     nodes = len({rank.node for rank in found.ranks})
-    lines = [
+    lines = [str(report.subject)] if report.subject else []
+    lines += [
         f"{_count(len(found.ranks), 'rank')} on {_count(nodes, 'node')}; steps {found.first_step} to "
         f"{found.last_step}: {found.compared_steps} compared of {found.recorded_steps} recorded, those with the "
         f"present buckets",
@@ -107,9 +136,9 @@ def head(report: Report) -> list[str]:
     sent, outside = report.sent_per_step, report.outside
     return [
         *lines,
-        f"this rank sends per step: {_mb(sent.intra)} inside its node, {_mb(sent.inter)} to other nodes; "
-        f"outside the hook: {_mb(outside.buffers_bytes_per_step)} of buffers per step, "
-        f"{_mb(outside.start_up_broadcast_bytes)} at start-up",
+        f"this rank sends per step: {mb(sent.intra)} inside its node, {mb(sent.inter)} to other nodes; "
+        f"outside the hook: {mb(outside.buffers_bytes_per_step)} of buffers per step, "
+        f"{mb(outside.start_up_broadcast_bytes)} at start-up",
     ]
 
 
@@ -179,19 +208,25 @@ def messages(report: Report) -> Table:
         ]
         for message, promised in zip(found, predicted, strict=True)
     ]
-    last = ("finished",) if report.predicted_finish_us is None else ("finished", "predicted")
+    last = ("end",) if report.predicted_finish_us is None else ("end", "plan")
     headings = ("buckets", "parameters", "MB", "ready", "queue", *used, *last)
     return Table("Messages in the order of the lane, ms, mean over ranks", headings, rows, 2)
 
 
+def _wrapped(lines: Sequence[str]) -> list[str]:
+    return [line for text in lines for line in wrap(text, WIDTH, subsequent_indent="  ")]
+
+
 def words(report: Report) -> list[str]:
     """Return what the words of the tables mean, a line each."""
+    promised = ["plan: when it expects the end."] if report.predicted_finish_us else []
     return [
+        *promised,
         "step: from the end of the last message to the end of the next step's. compute: until the last gradient.",
         "hidden: communication while gradients are computed. exposed: communication after the last gradient.",
         "waiting: this rank has started a message that another rank in it has not. transfer: the rest.",
         "late: this rank's gradients behind the median of the other ranks', at its worst bucket.",
-        "ready, finished: since the step began. queue: behind other messages. local: packing, compressing, adding.",
+        "ready, end: since the step began. queue: behind other messages. local: packing, compressing, adding.",
         "intra, inter, world: collectives inside nodes, between nodes, over all ranks at once.",
         "Means over the half of the steps whose length is nearest the median; late: median over all.",
         f"Clocks of ranks agreed with the first one's to {report.uncertainty_us:.0f} us when they were compared.",
@@ -227,5 +262,6 @@ def _ms(time_us: float) -> str:
     return f"{time_us / 1000:.2f}"
 
 
-def _mb(nbytes: int) -> str:
+def mb(nbytes: int) -> str:
+    """Write bytes as millions."""
     return f"{nbytes / 1e6:.3g} MB"

@@ -46,6 +46,11 @@ class Entry:
     """Of the GPT's AdamW; None: the example's own."""
 
     @property
+    def attached(self) -> str:
+        """The strategy as it is attached: Adam in the hook has the betas of the tasks' AdamW."""
+        return self.strategy.replace("adam=True", "adam=(0.9,0.95)")
+
+    @property
     def kind(self) -> str:
         """What its trainings at every learning rate are called."""
         return self.strategy if self.betas is None else f"{self.strategy}, AdamW's betas {self.betas}"

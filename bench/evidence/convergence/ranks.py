@@ -111,7 +111,7 @@ def train(case: Case, device: torch.device, show: Show) -> Run:
     task, entry = case.task, case.entry
     training = task.start(case.optimizer, case.seed, device, entry)
     if entry.aggregator is None:
-        _, state = enter(training, entry.strategy, plan="ddp")  # type: ignore[arg-type]  # digits have no .evaluation
+        _, state = enter(training, entry.attached, plan="ddp")  # type: ignore[arg-type]  # digits have no .evaluation
     else:
         state = commopt.attach(training.model, entry.aggregator, plan="ddp")
     curve, step_s = [], []

@@ -33,10 +33,10 @@ from commopt.simulate import (
     of_model,
     strategy,
 )
+from commopt.simulate.step import USUAL_SPREAD
+from commopt.simulate.throughput import BATCHES
 
 KIND = "predicted_scaling"
-# Those of the published rates that computation is taken from (commopt/simulate/throughput.py).
-BATCHES = {"resnet50": 256, "vgg16": 384, "swin-t": 256, "bert-base": 256, "bert-large": 256, "gpt2": 12}
 GBPS = (1, 10, 25, 100)
 SHOWN_NODES = (2, 4, 16, 64, 512)
 NODES = (1, *SHOWN_NODES)
@@ -59,17 +59,22 @@ class Assumptions:
     intra_gb_per_s: float = 200.0
     inter_latency_us: float = 15.0
     efficiency: float = 0.9
-    straggler_sigma: float = 0.02
+    straggler_sigma: float = USUAL_SPREAD
     computation: Mapping[str, str] = field(default_factory=dict)
     claims: Sequence[Sequence[str]] = ()
     record: str = "assumptions"
     kind: str = KIND
 
+    def _node(self) -> str:
+        if self.gpus_per_node == 1:
+            return "one to a node"
+        return f"{self.gpus_per_node} to a node with {self.intra_gb_per_s:g} GB/s between them"
+
     def __str__(self) -> str:
         """What belongs beside every table."""
         told = (
-            f"Simulated, nothing measured. Assumed: {self.gpu.upper()}, {self.gpus_per_node} to a node with "
-            f"{self.intra_gb_per_s:g} GB/s between them, one port per node with {self.efficiency:g} of its line rate "
+            f"Simulated, nothing measured. Assumed: {self.gpu.upper()}, {self._node()}, one port per node "
+            f"with {self.efficiency:g} of its line rate "
             f"for payload, {self.inter_latency_us:g} us for a step between nodes, no other traffic, {self.precision} "
             f"with float32 gradients, {self.straggler_sigma:.0%} of noise in what ranks compute."
         )

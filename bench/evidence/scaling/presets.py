@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,12 @@ from bench.document import table
 from bench.evidence.convergence.plan import GPT, OPTIMIZERS
 from bench.evidence.convergence.report import OPTIMIZER_TITLES, Summary, summarize
 from bench.evidence.convergence.report import read as read_convergence
-from bench.evidence.scaling.predicted import BATCHES, GBPS, Assumptions, assumptions, scaling
+from bench.evidence.scaling.predicted import GBPS, Assumptions, assumptions, scaling
 from bench.output import write_lines, written_by
-from commopt.command_line import Parser, content_of, output_file
+from commopt.command_line import Parser, content_of, output_file, whole
 from commopt.simulate import ScalingPoint, strategy
 from commopt.simulate.scaling import FLAGGED, LOSSLESS, LOSSY, STOCK
+from commopt.simulate.throughput import BATCHES
 
 KIND = "preset_by_cluster"
 MODELS = ("resnet50", "gpt2", "bert-large")
@@ -62,12 +63,12 @@ class Cell:
         return next((name, step_ms[name]) for name in allowed if step_ms[name] <= _AS_FAST * fastest_ms)
 
 
-def cells(given: Assumptions, model: str) -> Iterator[Cell]:
+def cells(given: Assumptions, model: str, counts: Sequence[int] = NODES) -> Iterator[Cell]:
     """Yield a cell for each network and number of nodes."""
     strategies = [strategy(name) for name in (*EXACT, *CANDIDATES)]
     for gbps in GBPS:
-        rows = scaling(model, gbps, given).weak(NODES, strategies, BATCHES[model])
-        for nodes in NODES:
+        rows = scaling(model, gbps, given).weak(counts, strategies, BATCHES[model])
+        for nodes in counts:
             yield _cell(model, gbps, [row for row in rows if row.nodes == nodes])
 
 
@@ -142,7 +143,8 @@ def markdown(given: Assumptions, found: Sequence[Cell], presets: Mapping[str, Se
                 for each, (name, step_ms) in zip(row, choices, strict=True)
             ]
             lines.append([model, f"{gbps:g}", title, *shown])
-    headings = ["model", "Gb/s", "optimizer", *(f"{nodes} nodes" for nodes in NODES)]
+    counts = dict.fromkeys(each.nodes for each in found)
+    headings = ["model", "Gb/s", "optimizer", *(f"{nodes} nodes" for nodes in counts)]
     chosen = "; ".join(
         f"{OPTIMIZER_TITLES[optimizer]}: {', '.join(f'`{name}`' for name in names if name.startswith('hierarchical_'))}"
         for optimizer, names in presets.items()
@@ -151,6 +153,10 @@ def markdown(given: Assumptions, found: Sequence[Cell], presets: Mapping[str, Se
         f"Milliseconds of a step; in brackets: stock DDP. Allowed, what learned best first: {chosen}; exact averages."
     )
     return f"{table(headings, lines)}\n\n{told} {given}"
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(map(whole(1), text.split(",")))
 
 
 def main() -> None:
@@ -165,14 +171,23 @@ def main() -> None:
         metavar="FILE",
         help=f"what bench.evidence.convergence measured ({_LEARNED})",
     )
+    parser.add_argument("--gpus-per-node", type=whole(1), default=8, metavar="N", help="GPUs of a node (default 8)")
+    nodes = ",".join(map(str, NODES))
+    parser.add_argument(
+        "--nodes", type=_counts, metavar="N,...", help=f"numbers of nodes (default {nodes}; of --show all)"
+    )
     options = parser.parse_args()
     if options.show:
         given, found = options.show
+        found = [each for each in found if options.nodes is None or each.nodes in options.nodes]
     else:
-        given, found = assumptions("python -m bench.evidence.scaling.presets --json FILE", MODELS, KIND), []
+        counts = options.nodes or NODES
+        what = f"--gpus-per-node {options.gpus_per_node} --nodes {','.join(map(str, counts))} --json FILE"
+        given = assumptions(f"python -m bench.evidence.scaling.presets {what}", MODELS, KIND)
+        given, found = replace(given, gpus_per_node=options.gpus_per_node), []
         for model in MODELS:
-            print(f"{model}, up to {NODES[-1]} nodes", file=sys.stderr)
-            found += cells(given, model)
+            print(f"{model}, up to {counts[-1]} nodes", file=sys.stderr)
+            found += cells(given, model, counts)
     if options.json:
         write_lines(options.json, [asdict(given), *map(asdict, found)])
     learned = summarize(options.learned[1])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a bucket's way is: the functions of commopt that one steady step enters, and what the hook costs the host.
+"""Measure a bucket's path: the functions of commopt that one steady step enters, and what the hook costs the host.
 
 Definition. A function is a code object of the package `commopt`; comprehensions and generator expressions belong to the
 function they are written in. Counted are distinct functions, in the order in which they are first entered, on the
@@ -8,9 +8,12 @@ thread of backward and on the lane's, in one step after the buckets have settled
 hook    in the first bucket's hook call, the beginning of the step included: nothing is sent before it has returned
 before  those, and the lane's up to its first call into torch.distributed
 step    in the whole step
+moves   from one file of commopt to another, over all calls of `before` in their order, returns not counted
 
-    python -m tests.test_short_way                  # the numbers and the names, on 2 x 2 ranks over gloo
-    python -m tests.test_short_way flat             # of another preset
+Nothing is bounded by it: it shows what a change adds.
+
+    python -m tests.bucket_path                  # the numbers and the names, on 2 x 2 ranks over gloo
+    python -m tests.bucket_path flat             # of another preset
 """
 
 from __future__ import annotations
@@ -19,11 +22,11 @@ import statistics
 import sys
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -41,11 +44,12 @@ _INNER = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
 
 
 class Way(NamedTuple):
-    """Functions by name, as first entered; hook_us: the median time of a hook call."""
+    """Functions by name, as first entered; moves between files; hook_us: the median time of a hook call."""
 
     hook: list[str]
     before: list[str]
     step: list[str]
+    moves: int
     hook_us: float
 
 
@@ -76,8 +80,10 @@ class Profile:
         main = self.entered.pop(self._main)
         (lane,) = self.entered.values()
         hook = main[: self.first_bucket_ends]
-        before = _distinct([*hook, *lane[: lane.index(None)]])
-        return Way(_distinct(hook), before, _distinct([*main, *lane]), hook_us)
+        before = [*hook, *lane[: lane.index(None)]]
+        files = [code.co_filename for code in before if code is not None]
+        moves = sum(here != there for here, there in pairwise(files))
+        return Way(_distinct(hook), _distinct(before), _distinct([*main, *lane]), moves, hook_us)
 
 
 def _distinct(codes: list[CodeType | None]) -> list[str]:
@@ -124,21 +130,7 @@ def ways(preset: str) -> list[Way]:
     return run(measure, 4, preset, nodes=(2, 2), fresh=True)
 
 
-# preset, and how many functions there may be
-# Counted are 19, 39 and 131; a rare function more (a collection of garbage, a late warning) is no failure.
-BOUNDS = [("hierarchical_quantized:bits=4", 20, 41, 132)]
-
-
-@pytest.mark.parametrize(("preset", "hook", "before", "step"), BOUNDS)
-def test_a_bucket_passes_few_functions(preset: str, hook: int, before: int, step: int) -> None:
-    for way in ways(preset):
-        assert len(way.hook) <= hook, "\n".join(way.hook)
-        assert len(way.before) <= before, "\n".join(way.before)
-        assert len(way.step) <= step, "\n".join(way.step)
-        assert way.hook_us < 2000  # generous: four ranks share the processors with whatever else runs
-
-
-def main(preset: str = BOUNDS[0][0]) -> None:
+def main(preset: str = "hierarchical_quantized:bits=4") -> None:
     """Print what the first rank found."""
     found = ways(preset)
     way = found[0]
@@ -146,7 +138,7 @@ def main(preset: str = BOUNDS[0][0]) -> None:
     print("\n".join([*(name for name in way.before if name not in way.hook), "--- first collective"]))
     print("\n".join(name for name in way.step if name not in way.before))
     counts = f"{len(way.hook)} in the hook, {len(way.before)} before the first collective, {len(way.step)} in the step"
-    print(f"{preset}: functions {counts}")
+    print(f"{preset}: functions {counts}; {way.moves} moves between files before the first collective")
     print(f"hook: {', '.join(f'{each.hook_us:.1f}' for each in found)} us per bucket (median, by rank)")
 
 

@@ -1,0 +1,423 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults that the gate must find: one in each promise of docs/design.md and in each package (see mutants.py).
+
+They are mistakes that a change could make, chosen by the promise and not by what a test looks at. A place must occur
+once in its file (test_mutants.py). Whoever changes that code moves the fault along, or replaces it by one that breaks
+the same promise.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Fault(NamedTuple):
+    """A change of the one place in `file` where `before` stands; `tests`: names of the test files to run first."""
+
+    name: str
+    file: str
+    before: str
+    after: str
+    promise: str
+    tests: tuple[str, ...]
+
+
+# As docs/design.md words them.
+RIGHT = "right answer, to a stated tolerance, on every shape of world"
+IDENTICAL = "replicas bit-identical"
+NOTHING_LOST = "nothing is lost"
+NON_FINITE = "non-finite values reach every rank, and change no residual"
+FOLLOWS = "state follows the parameter"
+NOBODY_HANGS = "nobody hangs"
+NOT_DAMAGED = "nothing damaged is loaded"
+LEGAL = "the returned tensor is legal"
+ACCOUNTING = "accounting"
+SAME_PLAN = "the same plan everywhere"
+TORCHS_BITS = "FSDP2's modes leave torch's bits"
+EQUAL_WEIGHTS = "all ranks compute with equal weights, none of them stale"
+ADAMW = "without compression, `adam=` is torch's AdamW"
+FALLS_BEHIND = "a model that falls behind exact averages is told of, or `auto` leaves the strategy"
+NEVER_SLOWER = "never slower in silence"
+
+
+FAULTS: tuple[Fault, ...] = (
+    # ------------------------------------------------------------------------------------ the right sum
+    Fault(
+        "gradients of uneven nodes are weighted by node",
+        "commopt/aggregate/local_sgd.py",
+        "self.gradients.all_reduce(buffer, team.intra, scale * team.size / team.intra.size, context)",
+        "self.gradients.all_reduce(buffer, team.intra, scale * team.node_count, context)",
+        RIGHT,
+        ("test_local_sgd_training",),
+    ),
+    Fault(
+        "a node's share is one over the nodes, also where nodes are uneven",
+        "commopt/aggregate/hierarchical.py",
+        "seen = through(buffer, intra, inter, intra.size / team.size, scale, context)",
+        "seen = through(buffer, intra, inter, 1 / team.node_count, scale, context)",
+        RIGHT,
+        ("test_local_sgd_deltas", "test_adam"),
+    ),
+    Fault(
+        "the scale is applied again between shards",
+        "commopt/aggregate/hierarchical.py",
+        "self.inter.all_reduce(shard[: mine.numel], inter, 1.0, across)",
+        "self.inter.all_reduce(shard[: mine.numel], inter, scale, across)",
+        RIGHT,
+        ("test_contract_aggregators",),
+    ),
+    Fault(
+        "a broadcast leaves an uneven node at another place than it enters",
+        "commopt/collectives/movement.py",
+        "gate = src_place if cluster.uniform else 0",
+        "gate = src_place",
+        RIGHT,
+        ("test_collectives",),
+    ),
+    Fault(
+        "payloads are added up from the rank's own on",
+        "commopt/aggregate/compressed.py",
+        "region.compressor.accumulate(region.payload(received), total)",
+        "region.compressor.accumulate(region.payload(received.roll(-team.rank, 0)), total)",
+        IDENTICAL,
+        ("test_contract_aggregators",),
+    ),
+    Fault(
+        "a later piece of a row is rounded by the random bits of the first",
+        "commopt/kernels/residual.py",
+        "sixteen_bits(place + begin, p.numel(), rng, p.device)",
+        "sixteen_bits(place, p.numel(), rng, p.device)",
+        "kernels: random bits are those of the element, wherever it is rounded",
+        ("test_cast",),
+    ),
+    # ------------------------------------------------------------------------------------ what is left out
+    Fault(
+        "the residual has the wrong sign",
+        "commopt/kernels/residual.py",
+        "new = torch.sub(p, decoded, out=self._new[begin : begin + p.numel()])",
+        "new = torch.sub(decoded, p, out=self._new[begin : begin + p.numel()])",
+        NOTHING_LOST,
+        ("test_compressors", "test_feedback_conservation"),
+    ),
+    Fault(
+        "what the final cast takes away is not kept",
+        "commopt/aggregate/compressed.py",
+        "_keep_rounding(exact, rows.dtype, carry.new, carry)",
+        "_keep_rounding(exact, exact.dtype, carry.new, carry)",
+        NOTHING_LOST,
+        ("test_feedback_conservation",),
+    ),
+    Fault(
+        "what is left over when a part of it has moved is lost",
+        "commopt/feedback/store.py",
+        "                if rest:\n",
+        "                if rest and not common:\n",
+        NOTHING_LOST,
+        ("test_handover", "test_feedback_moves"),
+    ),
+    Fault(
+        "factors are committed only beside residuals",
+        "commopt/feedback/store.py",
+        "            if self._staged or self._staged_factors:\n",
+        "            if self._staged:\n",
+        NOTHING_LOST,
+        ("test_powersgd",),
+    ),
+    Fault(
+        "a step is committed without the lock",
+        "commopt/feedback/store.py",
+        "                with self.lock:\n                    self._commit()\n",
+        "                self._commit()\n",
+        NOTHING_LOST,
+        ("test_handover",),
+    ),
+    Fault(
+        "warm-up lasts a step longer than it says",
+        "commopt/compress/dgc.py",
+        "            if step < begin + steps:\n",
+        "            if step <= begin + steps:\n",
+        "compress: what is sent in which step",
+        ("test_dgc",),
+    ),
+    # ------------------------------------------------------------------------------------ non-finite values
+    Fault(
+        "a server judges the chunk it serves, and not those of the others",
+        "commopt/aggregate/compressed.py",
+        "_judge(rows, gathered, buffer, context)",
+        "_judge(rows, served, buffer, context)",
+        NON_FINITE,
+        ("test_feedback_nonfinite",),
+    ),
+    Fault(
+        "one finite region is enough",
+        "commopt/aggregate/compressed.py",
+        "finite = torch.stack(flags).all()",
+        "finite = torch.stack(flags).any()",
+        NON_FINITE,
+        ("test_feedback_nonfinite",),
+    ),
+    # ------------------------------------------------------------------------------------ state
+    Fault(
+        "a server's residual is that of the next rank's chunk",
+        "commopt/aggregate/compressed.py",
+        "begin, end = region.chunk(team.rank)",
+        "begin, end = region.chunk((team.rank + 1) % team.size)",
+        FOLLOWS,
+        ("test_feedback_state", "test_feedback_moves"),
+    ),
+    Fault(
+        "residuals are shared out by the world that saved them",
+        "commopt/feedback/checkpoint.py",
+        "clamp(min=1) if is_average(path) else world_size",
+        "clamp(min=1) if is_average(path) else len(ranks)",
+        FOLLOWS,
+        ("test_feedback_moves",),
+    ),
+    Fault(
+        "after a resume the store counts steps from 0",
+        "commopt/hooks/registration.py",
+        "        store.steps = self.steps = steps\n",
+        "        self.steps = steps\n",
+        FOLLOWS,
+        ("test_feedback_moves",),
+    ),
+    Fault(
+        "a second fit begins with what the first had loaded",
+        "commopt/integrations/lightning.py",
+        "            self._loaded = None\n",
+        "",
+        "integrations: each fit begins with what its checkpoint has, or with nothing",
+        ("test_integrations_absent", "test_integrations_lightning"),
+    ),
+    Fault(
+        "a residual that is no number is loaded",
+        "commopt/feedback/checkpoint.py",
+        "if not (-largest <= least and most <= largest):",
+        "if least < -largest or most > largest:",
+        NOT_DAMAGED,
+        ("test_feedback_damaged",),
+    ),
+    # ------------------------------------------------------------------------------------ nobody hangs
+    Fault(
+        "a seat of an earlier meeting counts",
+        "commopt/groups/membership.py",
+        '            if seat.get("meeting") == meeting:\n',
+        '            if "meeting" in seat:\n',
+        NOBODY_HANGS,
+        ("test_meetings",),
+    ),
+    Fault(
+        "a failure closes the groups of the model that failed alone",
+        "commopt/lanes/failure.py",
+        "affected = {membership, *(each for each in joined() if each.world == membership.world)}",
+        "affected = {membership}",
+        NOBODY_HANGS,
+        ("test_failures",),
+    ),
+    Fault(
+        "the side stream is recorded for the result alone",
+        "commopt/lanes/stream.py",
+        "                for tensor in tensors:\n",
+        "                for tensor in tensors[:1]:\n",
+        "lanes: memory is free once the lane is done with it",
+        ("test_cuda_streams",),
+    ),
+    Fault(
+        "the future resolves to a copy of the bucket",
+        "commopt/lanes/lane.py",
+        "self.ended.set_result(self._result)",
+        "self.ended.set_result(self._result.clone())",
+        LEGAL,
+        ("test_lane_modes", "test_contract_aggregators"),
+    ),
+    # ------------------------------------------------------------------------------------ accounting and plans
+    Fault(
+        "a sum to the leader is counted in 16 bits",
+        "commopt/aggregate/hierarchical.py",
+        'call(intra, "reduce", layout.numel * summed.itemsize, 0)',
+        'call(intra, "reduce", buffer.nbytes, 0)',
+        ACCOUNTING,
+        ("test_cost_calls",),
+    ),
+    Fault(
+        "plans of two strategies have one digest",
+        "commopt/schedule/plan.py",
+        'agreed = {"groups": self.groups, "strategy": self.strategy}',
+        'agreed = {"groups": self.groups}',
+        SAME_PLAN,
+        ("test_plan",),
+    ),
+    Fault(
+        "a group is ready with the first of its gradients",
+        "commopt/schedule/planner.py",
+        "np.maximum(finish[..., span], self._ready[j - 1])",
+        "np.maximum(finish[..., span], self._ready[span])",
+        "schedule: the best groups",
+        ("test_plan_planner",),
+    ),
+    Fault(
+        "a trial is measured in other buckets than its own",
+        "commopt/schedule/search.py",
+        "self._round.end_trial(window if enough and window.plan is self._plan else None)",
+        "self._round.end_trial(window if enough else None)",
+        NEVER_SLOWER,
+        ("test_search",),
+    ),
+    Fault(
+        "with a loss scale the guard takes residuals for smaller than they are",
+        "commopt/hooks/reduction.py",
+        "        if kept is not None and loss_scale is not None:\n            kept *= loss_scale\n",
+        "",
+        FALLS_BEHIND,
+        ("test_guard",),
+    ),
+    # ------------------------------------------------------------------------------------ FSDP2 and Adam
+    Fault(
+        "sums of replicas are divided",
+        "commopt/sharded/registration.py",
+        "scale = 1.0 if group.sums else None",
+        "scale = None",
+        TORCHS_BITS,
+        ("test_sharded_modes",),
+    ),
+    Fault(
+        "a forward that backward repeats gathers anew",
+        "commopt/sharded/one_dimension.py",
+        "backward = seams.is_before_backward(group) or torch._C._current_graph_task_id() != -1",
+        "backward = seams.is_before_backward(group)",
+        EQUAL_WEIGHTS,
+        ("test_sharded_1d",),
+    ),
+    Fault(
+        "eps is not corrected as the second moment is",
+        "commopt/aggregate/adam.py",
+        ".add_(root * self.eps)",
+        ".add_(self.eps)",
+        ADAMW,
+        ("test_adam",),
+    ),
+    # ------------------------------------------------------------------------------------ measuring and predicting
+    Fault(
+        "NaN is no wrong element",
+        "commopt/bandwidth/collectives.py",
+        "wrong += chunk.numel() - int((error <= _repeated(allowed, chunk.numel())).sum())",
+        "wrong += int((error > _repeated(allowed, chunk.numel())).sum())",
+        "bandwidth: wrong results are counted",
+        ("test_bandwidth",),
+    ),
+    Fault(
+        "a node sends at the rate it receives",
+        "commopt/cluster/network.py",
+        "return cls(_rate(send if slash else receive), _rate(receive), delay_us)",
+        "return cls(_rate(receive), _rate(send if slash else receive), delay_us)",
+        "cluster: links as asked for",
+        ("test_cluster",),
+    ),
+    Fault(
+        "nodes of another length are taken to share the links inside a node",
+        "commopt/cost/pricing.py",
+        '"intra": shape.ranks_per_node.count(team.size)',
+        '"intra": shape.node_count',
+        "cost: prices on any cluster",
+        ("test_cost_pricing",),
+    ),
+    Fault(
+        "a second measurement counts though the first was better",
+        "commopt/probe/timing.py",
+        "found[nbytes] = min(found[nbytes], take(nbytes), key=lambda each: each.time_us)",
+        "found[nbytes] = take(nbytes)",
+        "probe: what was disturbed is measured again",
+        ("test_probe",),
+    ),
+    Fault(
+        "a step begins with the last of its forwards",
+        "commopt/recording/recorder.py",
+        "        if self.enabled and self._forward_us is None:\n",
+        "        if self.enabled:\n",
+        "recording: what happened when",
+        ("test_recording",),
+    ),
+    Fault(
+        "what waits for stragglers is exposed too",
+        "commopt/simulate/step.py",
+        "exposed_us=step_us - slowest_us,",
+        "exposed_us=step_us - compute_us,",
+        "simulate: a step on any cluster",
+        ("test_simulate_step",),
+    ),
+    Fault(
+        "nodes that keep to themselves wait for each other",
+        "commopt/timeline/recordings.py",
+        "parts = nodes if _stays_inside(same) else [0] * len(nodes)",
+        "parts = [0] * len(nodes)",
+        "timeline: who waits for whom",
+        ("test_timeline",),
+    ),
+    # ------------------------------------------------------------------------------------ programs and machines
+    Fault(
+        "a model that is evaluated first gets no hook",
+        "commopt/run/models.py",
+        " or not torch.is_grad_enabled():\n            return\n        self._known.add(ddp)\n",
+        ":\n            return\n        self._known.add(ddp)\n"
+        "        if not torch.is_grad_enabled():\n            return\n",
+        "run: every DDP model gets a hook",
+        ("test_run_models",),
+    ),
+    Fault(
+        "all workers weigh the same, however much they did",
+        "commopt/server/shared.py",
+        "delta.weight / total)",
+        "1 / len(deltas))",
+        "server: the mean of deltas by what workers did",
+        ("test_parameter_server",),
+    ),
+    Fault(
+        "a checkpoint of the server that is not finite is loaded",
+        "commopt/server/shared.py",
+        "if tuple(values.shape) != piece.shape or not values.isfinite().all():",
+        "if tuple(values.shape) != piece.shape:",
+        NOT_DAMAGED,
+        ("test_parameter_server",),
+    ),
+    Fault(
+        "addresses of routes are read in network order",
+        "commopt/doctor/network.py",
+        "to_bytes(4, sys.byteorder)",
+        'to_bytes(4, "big")',
+        "doctor: facts of the machine",
+        ("test_doctor_checks",),
+    ),
+    Fault(
+        "NVLinks that both ends list count twice",
+        "topology/queries.py",
+        "max(one_way.get((a, b), 0), one_way.get((b, a), 0))",
+        "one_way.get((a, b), 0) + one_way.get((b, a), 0)",
+        "topology: what the machines are",
+        ("test_nvlink",),
+    ),
+    # ------------------------------------------------------------------------------------ kernels
+    Fault(
+        "an aligned block moves as whole vectors, whatever its length",
+        "csrc/team.cuh",
+        "return misalignment<WIDTH>(block) == 0 && present % WIDTH == 0;",
+        "return misalignment<WIDTH>(block) == 0;",
+        "csrc: the tail of a block",
+        ("test_kernels",),
+    ),
+    Fault(
+        "the gap behind an odd number of indices keeps what memory held",
+        "csrc/sparse_rows.cuh",
+        "        if (entries % 2 == 1) indices()[entries] = 0;\n",
+        "",
+        "csrc: every byte of a row is written",
+        ("test_kernels",),
+    ),
+    Fault(
+        "a block of small exponents has another base than with plain torch",
+        "csrc/cpu/packing.hpp",
+        "std::max<int>(largest, ELSEWHERE - 1)",
+        "std::max<int>(largest, ELSEWHERE)",
+        "csrc/cpu: the reference's bits",
+        ("test_packed", "test_cpu_kernels"),
+    ),
+)
