@@ -34,7 +34,9 @@ Under torchrun every rank examines its machine; rank 0 compares and prints, and 
 
 WIDTH = 80
 _PARTS = re.compile(r"(?<=;) (?![^(]*\))")  # not inside brackets
-_COMMAND = re.compile(r"(?:sudo|export|docker|for|printf|pip|unset|nvidia-smi|ulimit|python|mpirun|torchrun) \S")
+_COMMAND = re.compile(
+    r"(?:(?:sudo|docker run|for \w+ in|printf|pip|unset|nvidia-smi|ulimit|python|mpirun|torchrun) |export \w+=)\S"
+)
 
 MARKS = {
     Severity.ERROR: ("ERROR", "bold red"),

@@ -207,8 +207,9 @@ def _outcome(verdict: Facts) -> tuple[list[Facts], list[int]]:
     answers, missing = verdict.get("answers"), verdict.get("missing")
     if not isinstance(answers, list) or not isinstance(missing, list) or not all(isinstance(n, int) for n in missing):
         raise _foreign("verdict")
-    if not all(isinstance(answer, dict) and {"purpose", "problem"} <= answer.keys() for answer in answers):
-        raise _foreign("verdict")
+    for place, answer in enumerate(answers):  # who is missing may have told nothing
+        if not isinstance(answer, dict) or not (place in missing or {"purpose", "problem"} <= answer.keys()):
+            raise _foreign("verdict")
     return answers, missing
 
 

@@ -14,8 +14,8 @@ _DIGEST_NBYTES = 64  # as hexadecimal digits
 
 
 def own_secret() -> bytes | None:
-    """Return what COMMOPT_SECRET holds; None where it is unset or empty, and nothing is signed."""
-    return os.environb.get(SECRET.encode()) or None
+    """Return what COMMOPT_SECRET holds, without white space around it; None where that is nothing: then not signed."""
+    return os.environb.get(SECRET.encode(), b"").strip() or None
 
 
 def seal(secret: bytes | None, key: str, value: str) -> str:
