@@ -135,12 +135,15 @@ def test_presets_of_local_sgd_take_its_options(name: str) -> None:
 KINDS = [kind.__name__ for kind in commopt.COMPRESSORS.values()]
 
 
-@pytest.mark.parametrize(
-    "value", ["Quantise(bits=4)", "Quantize(4, bits=x)", "Quantize(bit=4)", "x.OneBit()", "print()"]
-)
+@pytest.mark.parametrize("value", ["Quantise(bits=4)", "Quantize(4, bits=x)", "x.OneBit()", "print()"])
 def test_a_value_that_is_no_compressor_is_named(value: str) -> None:
     with pytest.raises(ConfigurationError, match=rf"none of {', '.join(KINDS)}, PowerSGD, Outer"):
         commopt.build_preset(f"diloco:compressor={value}")
+
+
+def test_a_compressor_with_an_option_that_it_lacks_is_answered() -> None:
+    with pytest.raises(ConfigurationError, match="Quantize has no option bit=4; did you mean bits"):
+        commopt.build_preset("diloco:compressor=Quantize(bit=4)")
 
 
 def register_without_a_state(rank: int, world_size: int) -> None:
