@@ -382,7 +382,8 @@ FAULTS: tuple[Fault, ...] = (
         "a model that is evaluated first gets no hook",
         "commopt/run/models.py",
         " or not torch.is_grad_enabled():\n            return\n",
-        ":\n            return\n        if not torch.is_grad_enabled():\n            self._known.add(model)\n            return\n",
+        ":\n            return\n        if not torch.is_grad_enabled():\n"
+        "            self._known.add(model)\n            return\n",
         "run: every DDP model gets a hook",
         ("test_run_models",),
     ),
