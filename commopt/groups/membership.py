@@ -270,6 +270,9 @@ def _foreign(key: str) -> MismatchError:
 # ------------------------------------------------------------------------------------------- memberships
 
 FAILURE_KEY = "failure"
+# How often whoever waits in the store looks for broken connections, ever more rarely.
+_LOOK_FOR_LOSS_S = 0.5
+_LONGEST_PAUSE_S = 10.0
 
 
 def _call_of(rank: int) -> str:
@@ -369,6 +372,8 @@ class Membership:
         """
         self.require_alive()
         hear, me = failures_among(self.ranks), self.team.rank
+        if room:
+            hear = self._or_notice_loss(hear, purpose)
         store = self.store.within(room) if room else self.store
         self.store.set(_call_of(self.global_rank), purpose)
         try:
@@ -380,6 +385,25 @@ class Membership:
             raise
         self._forget_call()
         return answers
+
+    def _or_notice_loss(self, hear: Callable[[], None], purpose: str) -> Callable[[], None]:
+        """Return `hear`, which then also raises TransportError when a connection to a peer has broken.
+
+        The store does not tell of a process that was killed, and who waits in it is in no operation of the team.
+        """
+        pause_s = _LOOK_FOR_LOSS_S
+        next_s = time.monotonic() + pause_s
+
+        def notice() -> None:
+            nonlocal pause_s, next_s
+            hear()
+            if time.monotonic() >= next_s:
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                next_s = time.monotonic() + pause_s
+                if lost := self.team.lost_ranks():
+                    raise TransportError(f"rank {', '.join(map(str, lost))} left before {purpose}")
+
+        return notice
 
     def _forget_call(self) -> None:
         with suppress(TransportError):
