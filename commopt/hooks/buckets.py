@@ -56,9 +56,9 @@ class DDPRegistration(Registration):
         self.shadow = Shadow()
         self.controller = Controller(self.recorder, self.layouts)
         if isinstance(aggregator, LocalSGD):
-            parameters = dict(self.parameters)
+            parameters, found = dict(self.parameters), ref(self)
             self.averages = ParameterAverages(
-                aggregator, module, lambda: parameters, self.store, parameters, lambda: self.scaler
+                aggregator, module, lambda: parameters, self.store, parameters, lambda: getattr(found(), "scaler", None)
             )
         # The gradients of a LocalSGD leave nothing for later, and `store` is for its parameters.
         self._remembers_nothing = None if self.averages is None else ResidualStore()

@@ -79,7 +79,13 @@ class ParameterAverages:
         self.sent = WireBytes()
         self.times = 0
         self.client: LaneClient | None = None
-        self.optimizer_steps = OptimizerSteps(parameters, scaler, self._nodes, str(average))
+        found = ref(self)  # so that it ends with its model, and the hook on that with it
+
+        def nodes() -> dict[int, int]:
+            alive = found()
+            return {} if alive is None else alive._nodes()
+
+        self.optimizer_steps = OptimizerSteps(parameters, scaler, nodes, str(average))
         self._average = average
         self._module = None if module is None else ref(module)
         self._read = read

@@ -9,6 +9,7 @@ from functools import partial
 from hashlib import sha256
 from time import perf_counter_ns
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -107,7 +108,8 @@ class ShardedRegistration(Backwards):
             return {called[part.name]: values for part, values in held if values.numel()}
 
         self._of_gradients = ResidualStore()  # which leave nothing for later: `store` is for the parameters
-        parameters, scaler = self.parameters, lambda: self.scaler
+        found = ref(self)
+        parameters, scaler = self.parameters, lambda: getattr(found(), "scaler", None)
         reshard = partial(reshard_between_steps, self._model)
         self.averages = ParameterAverages(
             average, self._model, read, self.store, parameters, scaler, pieces, before_write=reshard
