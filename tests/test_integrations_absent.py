@@ -7,6 +7,7 @@ import sys
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -32,11 +33,12 @@ def test_a_fit_of_lightning_begins_with_nothing_of_the_one_before(monkeypatch: p
     del sys.modules[name]
     lightning: Any = import_module(name)
     loaded: list[Any] = []
-    comm = SimpleNamespace(close=lambda: None, load_state_dict=loaded.append)
+    comm = SimpleNamespace(close=lambda: None, load_state_dict=loaded.append, aggregator=None)
     monkeypatch.setattr(lightning, "attach", lambda *_, **options: comm)
     callback = lightning.CommoptCallback("flat")
     callback.load_state_dict({"of": "a checkpoint"})
-    trainer = SimpleNamespace(precision_plugin=None, strategy=SimpleNamespace(model=None))
+    trainer = Mock(precision_plugin=None)
+    trainer.strategy.model.parameters.return_value = []
     for _ in range(2):
         callback.on_fit_start(trainer, None)
     assert loaded == [{"of": "a checkpoint"}]

@@ -343,8 +343,10 @@ def test_the_report_has_a_line_for_each_model() -> None:
     name, *hook, steps, intra, inter = rows[height].split()
     shown = "".join("".join(part.split()) for part in (*hook, *rows[height + 1 :]))
     assert (name, shown, steps, intra) == ("Tower", "Hierarchical(inter=Compressed(Quantize(bits=4)))", str(STEPS), "0")
-    # to one other rank: matrices at 4 bits, a scale of 4 bytes for each 512 elements, and the biases as they are
-    assert inter == significant((6 * 64 * 64 / 2 + 6 * 64 * 64 / 512 * 4 + 6 * 64 * 4) / 1e6, 4)
+    # to one other rank: matrices at 4 bits, a scale of 4 bytes for each 512 elements, and the biases as they are; and a
+    # bit for each element, in each of three steps in which something is new: the buffer, DDP's buckets, the strategy
+    sent = 6 * 64 * 64 / 2 + 6 * 64 * 64 / 512 * 4 + 6 * 64 * 4
+    assert inter == significant((sent + 3 * 64 * 64 / 8) / 1e6, 4)
     assert rows[0].split()[-3] == steps
     assert rows[0].startswith(name)
     assert max(map(len, lines)) <= 80

@@ -425,8 +425,9 @@ def test_explains_itself() -> None:
     machine = TunedMachine(noise=0.01).run(100)
     decisions = [decision for _, decision in machine.log]
     text = explain(None, machine.tuned, decisions)
+    words = set(text.split())
     for tried in machine.tuned.considered:
-        assert tried.name in text
+        assert set(tried.name.split()) <= words, "a cell of the table may be wrapped"
     assert "used" in text
     assert decisions[-1].reason in text
     assert all(group[0] in text for group in machine.plan.groups)

@@ -154,7 +154,7 @@ def test_names_are_those_of_the_usual_implementations() -> None:
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        (lambda: model("resnet51"), r"model 'resnet51' is unknown; there are resnet50, vgg16"),
+        (lambda: model("resnet51"), r"model 'resnet51' is unknown; did you mean resnet50\? there are resnet50, vgg16"),
         (lambda: Parameter("", (1,)), r"parameter: name is ''"),
         (lambda: Parameter("w", (2, 0)), r"parameter 'w': an extent of its shape is 0"),
         (lambda: Parameter("w", (2,), -1), r"parameter 'w': forward_flops is -1"),

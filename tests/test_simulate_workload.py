@@ -175,7 +175,7 @@ def test_a_list_is_no_workload(tmp_path: Path) -> None:
         (lambda: of_model(SMALL, SLOW, 1, "fp8"), "slow has no figure for 'fp8'; there are fp32"),
         (lambda: of_model(SMALL, SLOW, 1, "fp32", 0.0), "efficiency is 0.0; it must be above 0 and at most 1"),
         (lambda: of_model(SMALL, SLOW, 1, "fp32", float("nan")), "efficiency is nan"),
-        (lambda: gpu("a1000"), "GPU 'a1000' is unknown; there are p100, v100"),
+        (lambda: gpu("a1000"), r"GPU 'a1000' is unknown; did you mean a100 .*\? there are p100, v100"),
         (lambda: Workload("none", (), Layout(()), 4), "workload 'none' has no parameters"),
         (lambda: Workload("x", small().units, SMALL_FORWARD, 4), "must name the same parameters in order"),
     ],
