@@ -61,7 +61,8 @@ class LoneRank:
     ) -> None:
         backend = "nccl" if device.type == "cuda" else "gloo"
         self.team = SilentTeam.of(ranks_per_node, rank, {device.type: backend})
-        self._aggregator, self._buckets = aggregator, buckets
+        self._aggregator = aggregator
+        self._buckets = buckets
         self._store = ResidualStore()
         self._step = aggregator.start_step - 1
 

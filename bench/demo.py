@@ -21,7 +21,9 @@ _RANKS_PER_NODE = 2
 _CONTEST = (
     "--strategies=ddp,torch_fp16,torch_powersgd,unoverlapped_powersgd,hierarchical,hierarchical_bf16,"
     "hierarchical_quantized:bits=4,hierarchical_powersgd",
-    *("--seconds=25", "--look-every=2", "--target-loss=3"),
+    "--seconds=25",
+    "--look-every=2",
+    "--target-loss=3",
 )
 
 

@@ -65,7 +65,9 @@ class ImageTraining:
             model, device_ids=[device.index] if device.type == "cuda" else None
         )
         self.optimizer: torch.optim.Optimizer = optimizer(self.model.parameters())
-        self.device, self.batch, self.pixels = device, options.batch, options.pixels
+        self.device = device
+        self.batch = options.batch
+        self.pixels = options.pixels
         self.patterns = torch.randn(PATTERNS, 3, self.pixels, self.pixels)
         self.evaluation = (
             f"{HELD_OUT_IMAGES} fixed held-out images of {PATTERNS} classes, {self.pixels} x {self.pixels} pixels"

@@ -53,7 +53,8 @@ class GpuClock:
     def __init__(self, device: torch.device, hold_s: float = _HOLD_S) -> None:
         nbytes = _L2_SIZES * torch.cuda.get_device_properties(device).L2_cache_size
         self._other = torch.zeros(ceil(nbytes / 4), device=device)
-        self._reads, self.events_s = 1, 0.0
+        self._reads = 1
+        self.events_s = 0.0
         once_s = min(self(self._other.sum, 1).taken_s for _ in range(3))
         self._reads = ceil(hold_s / once_s)
         self.events_s = median(self(self._other.sum, 0).taken_s for _ in range(_EMPTY_PAIRS))

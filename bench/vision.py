@@ -82,8 +82,11 @@ class WindowAttention(nn.Module):
 
     def __init__(self, width: int, heads: int, window: int, shift: int) -> None:
         super().__init__()
-        self.heads, self.window, self.shift = heads, window, shift
-        self.qkv, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.heads = heads
+        self.window = window
+        self.shift = shift
+        self.qkv = nn.Linear(width, 3 * width)
+        self.project = nn.Linear(width, width)
         self.bias = nn.Parameter(torch.zeros(heads, 2 * window - 1, 2 * window - 1))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -138,7 +141,8 @@ class PatchMerging(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.reduce = nn.LayerNorm(4 * width), nn.Linear(4 * width, 2 * width, bias=False)
+        self.norm = nn.LayerNorm(4 * width)
+        self.reduce = nn.Linear(4 * width, 2 * width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [batch, side, side, width] to [batch, side / 2, side / 2, 2 * width]."""
@@ -169,7 +173,8 @@ class SwinT(nn.Module):
                 f"pixels {pixels} must be a multiple of 32: Swin halves the side of its patches three times"
             )
         side = pixels // 4
-        self.embed, self.norm = nn.Conv2d(3, width, 4, 4), nn.LayerNorm(width)
+        self.embed = nn.Conv2d(3, width, 4, 4)
+        self.norm = nn.LayerNorm(width)
         stages: list[nn.Module] = []
         for index, (blocks, heads) in enumerate(_SWIN_STAGES):
             if index:

@@ -39,9 +39,15 @@ def load_images() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
 def build_model() -> nn.Module:
     """Return a small CNN: float32 [batch, 1, 8, 8] in, logits [batch, 10] out, 151,306 parameters."""
     return nn.Sequential(
-        *(nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Conv2d(32, 64, 3, padding=1), nn.ReLU()),
-        *(nn.Flatten(), nn.Linear(64 * 4 * 4, 128), nn.ReLU(), nn.Linear(128, 10)),
+        nn.Conv2d(1, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 3, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(64 * 4 * 4, 128),
+        nn.ReLU(),
+        nn.Linear(128, 10),
     )
 
 

@@ -179,7 +179,9 @@ class Training:
                 self.model.parameters(), learning_rate, betas=options.betas, weight_decay=WEIGHT_DECAY, fused=True
             )
         self.schedule = self._schedule()
-        self.device, self.batch, self.context = device, options.batch, options.context
+        self.device = device
+        self.batch = options.batch
+        self.context = options.context
         self.train, self.held_out = load_corpus()
         self.evaluation = f"{HELD_OUT_WINDOWS} fixed held-out windows of {options.context} bytes"
         # Every rank draws its own batches; they depend on the seed and the rank, not on the strategy.

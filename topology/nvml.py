@@ -25,8 +25,10 @@ class Driver:
         self.handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
         self._no_answer = (
             AttributeError,  # an older binding
-            *(nvml.NVMLError_NotSupported, nvml.NVMLError_InvalidArgument),
-            *(nvml.NVMLError_FunctionNotFound, nvml.NVMLError_NoPermission),
+            nvml.NVMLError_NotSupported,
+            nvml.NVMLError_InvalidArgument,
+            nvml.NVMLError_FunctionNotFound,
+            nvml.NVMLError_NoPermission,
         )
 
     def ask(self, question: str, *arguments: Any) -> Any:

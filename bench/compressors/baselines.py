@@ -56,7 +56,8 @@ class Bucket:
     """What hooks use of DDP's GradBucket, which Python cannot make."""
 
     def __init__(self, gradients: Gradients, number: int) -> None:
-        self._buffer, self._number = gradients.buffers[number], number
+        self._buffer = gradients.buffers[number]
+        self._number = number
         self._last = number + 1 == len(gradients.buffers)
         layout = gradients.layouts[number]
         parts = self._buffer.split([piece.numel for piece in layout.pieces])

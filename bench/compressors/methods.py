@@ -53,7 +53,9 @@ class Gradients:
     """
 
     def __init__(self, model: str, layouts: Sequence[Layout], device: torch.device) -> None:
-        self.model, self.layouts, self.device = model, layouts, device
+        self.model = model
+        self.layouts = layouts
+        self.device = device
         generator = torch.Generator(device).manual_seed(0)
         self.values = [torch.randn(layout.numel, generator=generator, device=device) for layout in layouts]
         self.buffers = [values.clone() for values in self.values]

@@ -51,7 +51,8 @@ class Channel:
     """Sends gradients through a compressor and adds up what arrives."""
 
     def __init__(self, compressor: Compressor, keep: Keep | None, like: Tensor) -> None:
-        self.compressor, self.keep = compressor, keep
+        self.compressor = compressor
+        self.keep = keep
         self._chunk_numel = -(-like.numel() // compressor.granularity) * compressor.granularity
         self._payload = torch.empty(1, compressor.payload_nbytes(self._chunk_numel), dtype=torch.uint8)
         self._decoded, self.residual, self.total = (torch.zeros_like(like) for _ in range(3))

@@ -183,7 +183,8 @@ class Steps:
         self.state = commopt.attach(self.ddp, options.strategy, plan="ddp")
         self._optimizer = torch.optim.AdamW(self.ddp.parameters(), fused=True)
         window = torch.randint(VOCABULARY, (options.batch, options.context + 1), device=device)
-        self._tokens, self._targets = window[:, :-1].contiguous(), window[:, 1:].flatten()
+        self._tokens = window[:, :-1].contiguous()
+        self._targets = window[:, 1:].flatten()
 
     def run(self, count: int) -> None:
         """Take steps, each marked for the profiler; return when the device has done them."""

@@ -71,8 +71,11 @@ class Unoverlapped:
 
     def __init__(self, training: Trainable, average: LowRankAverage) -> None:
         self._training = training
-        self.model, self.optimizer, self.device = training.model, training.optimizer, training.device
-        self.evaluation, self.follow = training.evaluation, training.follow
+        self.model = training.model
+        self.optimizer = training.optimizer
+        self.device = training.device
+        self.evaluation = training.evaluation
+        self.follow = training.follow
         self.optimizer.register_step_pre_hook(lambda optimizer, arguments, options: average())
 
     def step(self) -> Tensor:

@@ -40,8 +40,13 @@ class Exchange:
         scale: float,
         context: BufferContext,
     ) -> None:
-        self._plan, self._matrix_rank, self._context = plan, matrix_rank, context
-        self._buffer, self._device, self._dtype, self._scale = buffer, buffer.device, dtype, scale
+        self._plan = plan
+        self._matrix_rank = matrix_rank
+        self._context = context
+        self._buffer = buffer
+        self._device = buffer.device
+        self._dtype = dtype
+        self._scale = scale
         self._factor: Tensor | float = scale
         if context.loss_scale is not None:
             factor = scale / context.loss_scale

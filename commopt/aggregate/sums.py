@@ -23,8 +23,10 @@ class ByLeaders:
     """What a linear aggregator sees of a team whose leaders alone talk to other nodes."""
 
     def __init__(self, team: Any) -> None:
-        self.rank, self.size = team.rank, team.size
-        self.intra, self.inter = team.intra, team.inter
+        self.rank = team.rank
+        self.size = team.size
+        self.intra = team.intra
+        self.inter = team.inter
         self.leads = self.intra.rank == 0 and self.inter is not None
 
 

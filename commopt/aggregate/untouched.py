@@ -45,7 +45,8 @@ class Untouched:
         self._keep(resting.nonzero().view(-1))
 
     def _keep(self, places: Tensor) -> None:
-        self.places, self.resting = places, torch.ones_like(places, dtype=torch.bool)
+        self.places = places
+        self.resting = torch.ones_like(places, dtype=torch.bool)
         self.none = not len(places)
         self._spans: dict[tuple[int, int], slice] = {}
 
@@ -111,8 +112,11 @@ class RestingSigns:
     """
 
     def __init__(self, codec: Codec, known: Untouched, kept: Tensor) -> None:
-        self._signs, self._known, self._kept = SignBits(codec), known, kept
-        self._places, self._resting = known.places, known.resting.clone()  # in this step, whatever is touched in it
+        self._signs = SignBits(codec)
+        self._known = known
+        self._kept = kept
+        self._places = known.places
+        self._resting = known.resting.clone()  # in this step, whatever is touched in it
 
     @classmethod
     def of(
@@ -241,7 +245,9 @@ class RestingElements:
     """
 
     def __init__(self, known: _Masked, plan: Plan, matrices: Tensor) -> None:
-        self._known, self._plan, self._matrices = known, plan, matrices
+        self._known = known
+        self._plan = plan
+        self._matrices = matrices
         self.resting = known.resting
 
     @classmethod
@@ -274,7 +280,8 @@ class RestingElements:
             return  # the host waits for the answer
         if float(touched):
             self.resting = self.resting & _resting_elements(self._plan, self._matrices, team, context)
-            known.resting, known.none = self.resting, not bool(self.resting.any())
+            known.resting = self.resting
+            known.none = not bool(self.resting.any())
             known.next_step = context.step + known.patience
             known.patience = min(2 * known.patience, _MOST_PATIENCE)
 

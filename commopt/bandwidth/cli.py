@@ -35,7 +35,8 @@ class Bench:
     def __init__(self, settings: Settings, device: torch.device) -> None:
         self.settings = settings
         self.device = device
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
         self.communicator = Communicator(ranks_per_node=settings.ranks_per_node)
         self.implementations = [self._implementation(name) for name in settings.aggregators]
         self._pattern = Pattern(settings.dtype, self.world_size)

@@ -86,7 +86,8 @@ class Communicator:
         self._use(LaneClient.join("Communicator", group, ranks_per_node, timeout, nccl))
 
     def _use(self, client: LaneClient) -> None:
-        self._client, self._membership = client, client.membership
+        self._client = client
+        self._membership = client.membership
         self._sequence = count()  # of calls, also of those that raise
 
     def close(self) -> None:

@@ -75,7 +75,10 @@ class Pricing:
 
     def __init__(self, aggregator: Aggregator, dtype: torch.dtype, shape: TeamShape, links: Links) -> None:
         aggregator.check(shape)
-        self._aggregator, self._dtype, self._shape, self._links = aggregator, dtype, shape, links
+        self._aggregator = aggregator
+        self._dtype = dtype
+        self._shape = shape
+        self._links = links
         self._device = shape.default_device
         self._curve = cache(links.curve)
 

@@ -111,7 +111,8 @@ class Hang:
             self.names[group] = name
         place = self.groups.setdefault(group, {}).setdefault(rank, Place())
         if place.enqueued is None:  # the first line counts: later ones come while the process ends
-            place.enqueued, place.completed = enqueued, completed
+            place.enqueued = enqueued
+            place.completed = completed
         if at is not None and place.waits is None and int(at[1]) <= enqueued:
             stopped = [one for one in self.caught.get(rank, []) if one.seq == int(at[1])]
             place.waits = stopped[0] if stopped else Operation(int(at[1]), "operation")

@@ -29,8 +29,17 @@ UNSET_BOTH = "unset NCCL_P2P_DISABLE NCCL_SHM_DISABLE"
 def examine(log: Log) -> list[Finding]:
     """Say what the log tells, worst first."""
     checks: tuple[Check[Log], ...] = (
-        *(log_hang, log_interfaces, log_verbs, log_warnings, log_network, log_gdr, log_inside, log_adapters),
-        *(log_environment, log_version, log_understood),
+        log_hang,
+        log_interfaces,
+        log_verbs,
+        log_warnings,
+        log_network,
+        log_gdr,
+        log_inside,
+        log_adapters,
+        log_environment,
+        log_version,
+        log_understood,
     )
     return in_order(replace(finding, read=log.source) for look in checks for finding in look(log))
 

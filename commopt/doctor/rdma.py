@@ -181,8 +181,13 @@ def _addresses(machine: Machine, one: Port, chosen: str | None) -> Iterator[Find
 ETHERNET = ("rx_crc_errors", "rx_missed_errors", "rx_fifo_errors", "tx_carrier_errors")
 LINK = ("symbol_error", "link_error_recovery", "link_downed", "port_rcv_errors")
 LOST = (
-    *("port_xmit_discards", "excessive_buffer_overrun_errors", "out_of_sequence", "packet_seq_err"),
-    *("local_ack_timeout_err", "rnr_nak_retry_err", "out_of_buffer"),
+    "port_xmit_discards",
+    "excessive_buffer_overrun_errors",
+    "out_of_sequence",
+    "packet_seq_err",
+    "local_ack_timeout_err",
+    "rnr_nak_retry_err",
+    "out_of_buffer",
 )
 # Notices of congestion (CNP), marked packets, waits for credit: normal now and then, many of them are a busy network.
 CONGESTION = ("np_cnp_sent", "rp_cnp_handled", "np_ecn_marked_roce_packets", "port_xmit_wait")

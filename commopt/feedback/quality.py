@@ -26,7 +26,8 @@ class Shadow:
 
     def __init__(self, every: int = EVERY_STEPS, first_step: int = 0) -> None:
         self.first_step = first_step
-        self._every, self._step = every, -1
+        self._every = every
+        self._step = -1
         self._seen = self._last_seen = 0  # lossy buffers of this step, and of the last one
         self._lost: dict[Layout, tuple[int, Tensor]] = {}  # of each buffer: until which step, and what
         self._sums: Tensor | None = None

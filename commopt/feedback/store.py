@@ -307,7 +307,8 @@ class ResidualStore:
         self._staged.clear()
         self._staged_factors.clear()
         self.flags.clear()
-        self._unjudged, self._judged = [], 0
+        self._unjudged = []
+        self._judged = 0
 
     def end_bucket(self, result: Sequence[Tensor] = (), *, last: bool) -> None:
         """Commit what is staged if all of it is finite: now, or with a GradScaler at the last bucket of the step.
@@ -329,7 +330,8 @@ class ResidualStore:
     def judge(self) -> list[Tensor]:
         """Return the verdicts on all results so far: those nobody has reported on are looked at, as they may change."""
         self.flags.extend(values.isfinite().all() for values in self._unjudged)
-        self._unjudged, self._judged = [], len(self.flags)
+        self._unjudged = []
+        self._judged = len(self.flags)
         return self.flags
 
     def _commit(self) -> None:

@@ -102,8 +102,10 @@ class _Patience:
     """Says for whom this rank waits in `purpose`: after `first_s`, and then each time that the wait has doubled."""
 
     def __init__(self, ranks: Sequence[int], purpose: str, first_s: float) -> None:
-        self._ranks, self._purpose = ranks, purpose
-        self._begun_s, self._next_s = time.monotonic(), first_s
+        self._ranks = ranks
+        self._purpose = purpose
+        self._begun_s = time.monotonic()
+        self._next_s = first_s
 
     def wait_for(self, places: Iterable[int]) -> None:
         """Take note that the ranks at `places` have not come yet."""

@@ -111,7 +111,8 @@ class _Connection:
         self._requests: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._under_way: list[tuple[Future[Any], float]] = []  # at most one: the call the thread is in, since when
         self._stuck: Future[Any] | None = None
-        self._closing, self._closed = threading.Lock(), False
+        self._closing = threading.Lock()
+        self._closed = False
         # A daemon, which holds nothing of this: once nobody can ask any more, it ends. Not at exit, where others ask.
         work = (self._requests, self._under_way)
         self._thread = threading.Thread(target=_serve, args=work, name="commopt-store", daemon=True)

@@ -38,7 +38,8 @@ class StepsBetween:
         after_steps.show(self, StepsBetween._note_step)
 
     def _note_step(self, _: torch.optim.Optimizer) -> None:
-        self._known, self._waiting = True, False
+        self._known = True
+        self._waiting = False
 
     def expect(self) -> None:
         """Learn that there is an optimizer, which has not stepped yet."""
@@ -46,7 +47,8 @@ class StepsBetween:
 
     def averaged(self, scaler: Any) -> None:
         """Note that a backward was averaged."""
-        self._waiting, self._states = True, _states_of(scaler)
+        self._waiting = True
+        self._states = _states_of(scaler)
 
     def missed(self, scaler: Any, finite: Tensor | None) -> bool:
         """Return whether none followed the last averaged backward; asked when the next one begins.
@@ -76,7 +78,8 @@ class Directions:
     def __init__(self, registration: Any) -> None:
         self._registration = ref(registration)
         self._delivered: list[tuple[Tensor, Tensor]] = []
-        self._steps, self._told = 0, False
+        self._steps = 0
+        self._told = False
         self._least: Tensor | None = None  # share of what was delivered, over the steps that were not looked at yet
         before_each_step(registration, self._look)
 

@@ -229,7 +229,9 @@ class DDPRegistration(Registration):
             _log.warning(
                 "%s averages, and after step %d %s: use more bits, rank or density, error feedback, or an exact "
                 "average; or leave out guard=, if the loss says otherwise",
-                *(aggregator, self.steps - 1, behind),
+                aggregator,
+                self.steps - 1,
+                behind,
             )
 
     def _let_backward_raise(self, graph_task: int) -> None:

@@ -65,7 +65,9 @@ def merged_state(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         names = ", ".join(f"{place if members is None else members[place]} (node {nodes[place]})" for place in missing)
         _log.warning(
             "the states of %d of %d ranks are missing: rank %s; what these had not sent yet is lost, and nothing else",
-            *(len(missing), len(nodes), names),
+            len(missing),
+            len(nodes),
+            names,
         )
     return {"format": FORMAT, "ranks": sorted(found, key=lambda part: part["place"])}
 

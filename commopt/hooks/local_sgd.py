@@ -361,7 +361,9 @@ class ParameterAverages:
         rounds: None for one of another world. There nodes agree on the parameters as they are then.
         """
         self.optimizer_steps.start_anew(steps)
-        self._turn, self._store, self._averaged_at = -1, store, None
+        self._turn = -1
+        self._store = store
+        self._averaged_at = None
         unanchored = not self._average.parameters.residual_paths
         self._anchored, self._underway, self._left_as = rounds or (unanchored, {}, None)
 

@@ -68,7 +68,10 @@ class StepLog:
             problem = error
         answers = registration.client.agree("log_to", problem, every=every).wait()
         require_equal(everyone.ranks, answers, ("every",))
-        self._registration, self._stats, self._plan, self._every = registration, stats, plan, every
+        self._registration = registration
+        self._stats = stats
+        self._plan = plan
+        self._every = every
         self._before = registration.reduced_steps, registration.wire_bytes()
         registration.recorder.record_always()
         if everyone.ranks[0] in registration.recorded_with.team.ranks:  # nobody reads what other shards have recorded

@@ -27,8 +27,15 @@ _log = logging.getLogger("commopt")
 # Classes whose step() sends parameters to other nodes, or what becomes of them, by name: their packages are not loaded.
 _COMMUNICATE = frozenset(
     (
-        *("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer", "DistributedOptimizer", "_LocalOptimizer", "OSS"),
-        *("DistributedFusedAdam", "DistributedFusedLAMB", "LowLevelZeroOptimizer", "HybridParallelZeroOptimizer"),
+        "ZeroRedundancyOptimizer",
+        "PostLocalSGDOptimizer",
+        "DistributedOptimizer",
+        "_LocalOptimizer",
+        "OSS",
+        "DistributedFusedAdam",
+        "DistributedFusedLAMB",
+        "LowLevelZeroOptimizer",
+        "HybridParallelZeroOptimizer",
     )
 )
 _PACKAGES = frozenset(("torchft", "hivemind", "horovod", "deepspeed"))
@@ -68,8 +75,11 @@ class OptimizerSteps:
         what: str,
     ) -> None:
         self.count = 0
-        self._parameters, self._scaler, self._what = parameters, scaler, what
-        self._ask_nodes, self._nodes = nodes, dict[int, int]()
+        self._parameters = parameters
+        self._scaler = scaler
+        self._what = what
+        self._ask_nodes = nodes
+        self._nodes = dict[int, int]()
         self._groups: tuple[object, list[ref[dist.ProcessGroup]]] = (None, [])  # between nodes, of these names
         self._waiting = 0  # averaged backwards that no step has followed yet
         self._usual: deque[int] = deque(maxlen=_REMEMBERED)  # how many averaged backwards the last steps had
@@ -91,7 +101,8 @@ class OptimizerSteps:
 
     def start_anew(self, count: int) -> None:
         """Go on after `count` steps."""
-        self.count, self._waiting = count, 0
+        self.count = count
+        self._waiting = 0
 
     # ------------------------------------------------------------------------------------- counting
 

@@ -164,7 +164,8 @@ def _object(text: str) -> Any:
 def _preset(name: str, about: str, build: Callable[..., Aggregator]) -> Preset:
     """Make a preset of what builds its aggregator, and says by its signature which options there are."""
     build.__name__ = build.__qualname__ = name
-    build.__module__, build.__doc__ = __name__, about
+    build.__module__ = __name__
+    build.__doc__ = about
     return PRESETS.setdefault(name, Preset(build))
 
 

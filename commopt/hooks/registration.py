@@ -90,7 +90,12 @@ class Registration:
         """
         settings = self.settings
         client = LaneClient.join(
-            *(self.kind, process_group, settings.ranks_per_node, settings.timeout_s, settings.nccl, problem),
+            self.kind,
+            process_group,
+            settings.ranks_per_node,
+            settings.timeout_s,
+            settings.nccl,
+            problem,
             aggregator=self.aggregator_name,
             record=str(settings.record),
             guard=str(settings.guard),

@@ -22,7 +22,8 @@ class _Steps:
     """Calls `see(owner, optimizer)` for each owner that is alive; it keeps none alive."""
 
     def __init__(self, register: Callable[[Any], Any]) -> None:
-        self._register, self._lock = register, threading.Lock()
+        self._register = register
+        self._lock = threading.Lock()
         self._seen_by: tuple[tuple[ref[Any], See], ...] = ()
 
     def show(self, owner: Any, see: See) -> None:

@@ -35,7 +35,8 @@ class CommoptCallback(Callback):  # type: ignore[misc]  # of whatever version is
     def __init__(self, choice: Aggregator | Preset | str, **options: Any) -> None:
         super().__init__()
         self.comm: CommState | None = None
-        self._choice, self._options = choice, options
+        self._choice = choice
+        self._options = options
         self._loaded: Mapping[str, Any] | None = None
         self._saving: WeakSet[Trainer] = WeakSet()
 

@@ -44,7 +44,9 @@ class CommoptCallback(TrainerCallback):  # type: ignore[misc]  # of whatever ver
 
     def __init__(self, trainer: Trainer, choice: Aggregator | Preset | str, **options: Any) -> None:
         self.comm: CommState | None = None
-        self._trainer, self._choice, self._options = trainer, choice, options
+        self._trainer = trainer
+        self._choice = choice
+        self._options = options
         self._resumed: str | None = None
         self._attached: ref[torch.nn.Module] | None = None
         train = trainer.train

@@ -73,7 +73,8 @@ class _Uniform(BlockCodec):
         super().__init__(codec, blocks, device)
         offset = 1 << (codec.bits - 1)
         self._largest = torch.full((), float(offset - 1), dtype=torch.float32, device=device)
-        self._smallest, self._middle = -self._largest, self._largest + 1
+        self._smallest = -self._largest
+        self._middle = self._largest + 1
         self._offset = self._numbers.new_full((), offset if offset < 128 else -128)  # int8 wraps around
         if codec.bits < 8:
             self._table = Table(tuple(float(code - offset) for code in range(2 * offset)), self.work)
@@ -100,7 +101,8 @@ class _Signs:
     """The sign bits of p as 0 and -1 (int8 [numel])."""
 
     def __init__(self, owner: BlockCodec, out: Tensor) -> None:
-        self._source, self._spread = owner.p.view(torch.int32), owner.work.view(torch.int32)
+        self._source = owner.p.view(torch.int32)
+        self._spread = owner.work.view(torch.int32)
         self._flat = self._spread.view(-1)
         self._shift = self._spread.new_full((), 31)
         self._out = out
@@ -216,9 +218,11 @@ class Table:
         rows = _rows(level_of_code, levels.device)
         codes_per_byte = rows.shape[1]
         self._index = torch.empty(levels.numel() // codes_per_byte, dtype=torch.int32, device=levels.device)
-        self._rows, self._levels = rows, levels.view(-1, codes_per_byte)
+        self._rows = rows
+        self._levels = levels.view(-1, codes_per_byte)
         if codes_per_byte <= 4:  # one wide number can hold the levels of a byte: much faster to select than a row
-            self._rows, self._levels = _as_wide(rows, codes_per_byte), _as_wide(levels, codes_per_byte)
+            self._rows = _as_wide(rows, codes_per_byte)
+            self._levels = _as_wide(levels, codes_per_byte)
 
     def look_up(self, packed: Tensor) -> None:
         """Set the levels to those of the codes in `packed` (uint8)."""

@@ -49,8 +49,13 @@ def encode(
 
         return reference.encode(codec, values, payload, chunk_numel, scale, carry, rng)
     arguments = (
-        *(values.data_ptr(), DTYPES[values.dtype], values.numel(), float(scale)),
-        *(payload.data_ptr(), payload.stride(0), *_shape(codec, payload.shape[0], chunk_numel)),
+        values.data_ptr(),
+        DTYPES[values.dtype],
+        values.numel(),
+        float(scale),
+        payload.data_ptr(),
+        payload.stride(0),
+        *_shape(codec, payload.shape[0], chunk_numel),
         *carry_arguments(carry),
         *(rng_arguments(rng) if codec.stochastic else ()),
     )
@@ -107,7 +112,12 @@ def recode(
         return reference.recode(codec, payloads, payload, chunk_numel, numel, carry, rng)
     _, *row_shape = _shape(codec, 1, chunk_numel)
     arguments = (
-        *(payloads.data_ptr(), payloads.stride(0), payloads.shape[0], payload.data_ptr(), *row_shape, numel),
+        payloads.data_ptr(),
+        payloads.stride(0),
+        payloads.shape[0],
+        payload.data_ptr(),
+        *row_shape,
+        numel,
         *carry_arguments(carry),
         *(rng_arguments(rng) if codec.stochastic else ()),
     )
@@ -136,8 +146,13 @@ def _decode(
     kernels: Loader, codec: Codec, payload: Tensor, rows: int, peers: int, values: Tensor, chunk_numel: int
 ) -> None:
     arguments = (
-        *(payload.data_ptr(), payload.stride(0), *_shape(codec, rows, chunk_numel), peers),
-        *(values.data_ptr(), DTYPES[values.dtype], values.numel()),
+        payload.data_ptr(),
+        payload.stride(0),
+        *_shape(codec, rows, chunk_numel),
+        peers,
+        values.data_ptr(),
+        DTYPES[values.dtype],
+        values.numel(),
     )
     _launch(kernels, f"decode_{_decoder(codec)}", codec, payload, rows * chunk_numel, arguments)
 
@@ -175,7 +190,11 @@ def round_stochastically(
     if kernels is None:
         return round_with_carry(values, rounded, scale, carry, rng, place)
     arguments = (
-        *(values.data_ptr(), DTYPES[values.dtype], values.numel(), float(scale), rounded.data_ptr()),
+        values.data_ptr(),
+        DTYPES[values.dtype],
+        values.numel(),
+        float(scale),
+        rounded.data_ptr(),
         *carry_arguments(carry),
         *rng_arguments(rng),
         place,

@@ -110,9 +110,11 @@ class _Rows:
     def __init__(self, codec: Codec, payload: Tensor, chunk_numel: int) -> None:
         codes_nbytes, self._block_nbytes = codec.codes_nbytes(chunk_numel), codec.codes_nbytes(codec.block)
         scales_end = codes_nbytes + 4 * (chunk_numel // codec.block)
-        self.codes, self.padding = payload[:, :codes_nbytes], payload[:, scales_end:]
+        self.codes = payload[:, :codes_nbytes]
+        self.padding = payload[:, scales_end:]
         self.scales = payload[:, codes_nbytes:scales_end].view(torch.float32)
-        self._codes_of_row, self._scales_of_row = self.codes.unbind(), self.scales[:, :, None].unbind()
+        self._codes_of_row = self.codes.unbind()
+        self._scales_of_row = self.scales[:, :, None].unbind()
 
     def of(self, piece: _Piece) -> tuple[Tensor, Tensor]:
         """Return the codes (uint8, 1-D) and the scales (float32 [blocks, 1]) of a piece."""

@@ -34,7 +34,8 @@ class Residual:
     """A carry, with what its two factors come to."""
 
     def __init__(self, carry: ErrorFeedback) -> None:
-        self._old, self._new = carry.old, carry.new
+        self._old = carry.old
+        self._new = carry.new
         self._factor: Tensor | float = carry.decay
         self._inverse: Tensor | None = None
         if carry.loss_scale is not None:

@@ -184,8 +184,15 @@ def _select(
 
 def _decode(kernels: Loader, row: SparseRow, payload: Tensor, rows: int, peers: int, values: Tensor) -> None:
     arguments = (
-        *(payload.data_ptr(), payload.stride(0), row.chunk_numel, row.count, DTYPES[row.value_dtype]),
-        *(peers, values.data_ptr(), DTYPES[values.dtype], values.numel()),
+        payload.data_ptr(),
+        payload.stride(0),
+        row.chunk_numel,
+        row.count,
+        DTYPES[row.value_dtype],
+        peers,
+        values.data_ptr(),
+        DTYPES[values.dtype],
+        values.numel(),
     )
     kernels.queue(values.device, "sparse_decode", rows * -(-row.chunk_numel // BLOCK), _DECODE_THREADS, arguments)
 

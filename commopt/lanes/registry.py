@@ -180,7 +180,8 @@ class LaneClient:
         device, membership = result.device, self.membership
         # A lane lives as long as the world its process groups belong to.
         if self._lane is None or device != self._device or not membership.alive:
-            self._device, self._lane = device, lane_for(device)
+            self._device = device
+            self._lane = lane_for(device)
             self._first_device = self._first_device or device
         operation = Operation(membership, self.name, next(self._sequence), what, numel, device.type)
         return self._lane.submit(operation, task, result, inputs)
@@ -239,7 +240,10 @@ class Agreement:
     def __init__(
         self, client: LaneClient, purpose: str, problem: Exception | None, patience_s: float, facts: dict[str, Any]
     ) -> None:
-        self._client, self._purpose, self._problem, self._facts = client, purpose, problem, facts
+        self._client = client
+        self._purpose = purpose
+        self._problem = problem
+        self._facts = facts
         self._patience_s = patience_s
         self._answers: list[dict[str, Any]] = []
         self._error: Exception | None = None

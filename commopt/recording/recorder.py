@@ -289,6 +289,7 @@ def _settle(clock: Clock, steps: Sequence[_Step]) -> None:
     marks = [_marks_in(record) for record in records]
     for step, record, (*others_us, end_us) in zip(steps, records, clock.times_us(marks), strict=True):
         step.record = replace(record.at([end_us, *others_us]), forward_us=step.forward_us)
-        step.buckets, step.messages = [], []
+        step.buckets = []
+        step.messages = []
     for group in marks:
         clock.release(group)

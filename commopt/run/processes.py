@@ -36,8 +36,10 @@ def following(run: Run, again: Callable[[Any], Any]) -> Iterator[None]:
         popen(process, again(args), *more, **kwargs)
 
     classes: Any = BaseProcess, subprocess.Popen
-    classes[0].start, classes[1].__init__ = followed_start, followed_popen
+    classes[0].start = followed_start
+    classes[1].__init__ = followed_popen
     try:
         yield
     finally:
-        classes[0].start, classes[1].__init__ = start, popen
+        classes[0].start = start
+        classes[1].__init__ = popen

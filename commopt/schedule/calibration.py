@@ -120,9 +120,11 @@ class _Trial:
         values = torch.randn(layout.numel, generator=generator, dtype=torch.float32, device="cpu")
         self._buffer = values.to(team.default_device, dtype)
         self._layout = Layout.anonymous(layout.numel) if aggregator.lossless else layout
-        self._aggregator, self._team = aggregator, team
+        self._aggregator = aggregator
+        self._team = team
         # From 1 on: in round 0 a LocalSGD's parameters stay where they are.
-        self._store, self._steps = ResidualStore(), count(max(1, aggregator.start_step))
+        self._store = ResidualStore()
+        self._steps = count(max(1, aggregator.start_step))
 
     def mean_us(self, calls: int) -> float:
         """Return what each of so many calls takes on the slowest rank; no pauses, in which a network would recover."""

@@ -87,10 +87,13 @@ class Controller:
         Raises as `follow`, and ConfigurationError when links were given that lack what this cluster sends. Not
         collective, but all ranks must call it, and it raises on all or none.
         """
-        self._team, self._config, self._of_ddp.speaks = team, config, team.rank == 0
+        self._team = team
+        self._config = config
+        self._of_ddp.speaks = team.rank == 0
         self._strategies = available(aggregator, team)
         self.aggregator = next(iter(self._strategies.values()))
-        self._tunes, self._keeps_residuals = aggregator.tunes, bool(aggregator.residual_paths)
+        self._tunes = aggregator.tunes
+        self._keeps_residuals = bool(aggregator.residual_paths)
         self._measures = config.measures(aggregator) and team.size > 1 and not self.frozen
         if self._measures:  # loaded here: most trainings leave DDP's buckets alone
             from commopt.schedule.calibration import require_prices
@@ -124,7 +127,9 @@ class Controller:
         self._follow(plan)
 
     def _follow(self, plan: Plan) -> None:
-        self.plan, self._of_ddp.wanted, self._settled = plan, plan.groups, False
+        self.plan = plan
+        self._of_ddp.wanted = plan.groups
+        self._settled = False
         self.aggregator = self._strategies[plan.strategy]
         self.changes += 1
 
@@ -145,7 +150,8 @@ class Controller:
             self.tuned = tuned
             if self._tunes and not self.frozen:  # a plan that tuning has not come to was on trial
                 plan = None if tuned is None else tuned.plan
-                self.plan, self.aggregator = None, next(iter(self._strategies.values()))
+                self.plan = None
+                self.aggregator = next(iter(self._strategies.values()))
                 self.changes += 1
             if plan is not None:
                 try:
@@ -195,7 +201,8 @@ class Controller:
 
     def begin_step(self, step: int) -> None:
         """Adopt what was decided if there was no forward to do it, and record what will be measured."""
-        self._shown, self._gradients = [], []
+        self._shown = []
+        self._gradients = []
         if self.pending is not None:
             self._adopt()
         if self._measures:

@@ -55,7 +55,8 @@ class Readiness:
         """Remove the hooks, and forget."""
         for handle in self._handles:
             handle.remove()
-        self._handles, self._steps = [], {}
+        self._handles = []
+        self._steps = {}
 
     def times_us(self) -> dict[int, dict[str, float]]:
         """Return by step and name when gradients were ready, in microseconds; waits for the device."""
@@ -69,7 +70,8 @@ class Measuring:
 
     def __init__(self, recorder: Recorder, parameters: Mapping[str, Tensor], calendar: Calendar) -> None:
         self.calendar = calendar
-        self._recorder, self._parameters = recorder, parameters
+        self._recorder = recorder
+        self._parameters = parameters
         self._readiness: Readiness | None = None
 
     def begin_step(self, step: int) -> None:

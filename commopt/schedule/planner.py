@@ -64,7 +64,8 @@ class _Lane:
     def __init__(self, units: Sequence[Unit], costs: Costs, strategy: str, max_bytes: int | None) -> None:
         self._ready = np.maximum.accumulate([unit.ready_us for unit in units])
         self._bytes_before = np.cumsum([0, *(unit.nbytes for unit in units)], dtype=np.int64)
-        self._table, self._overhead_us = costs.table(strategy), costs.overhead_us
+        self._table = costs.table(strategy)
+        self._overhead_us = costs.overhead_us
         self._first = [0]  # for every j (no group ends at 0) the least i of a group i+1..j
         run = 0
         for j, unit in enumerate(units, 1):

@@ -65,8 +65,11 @@ class Search:
         self._options = {option.strategy: option for option in options}
         self._default = options[0]
         self._correction = Correction(costs)
-        self._max_bytes, self._max_trials = max_bytes, max_trials
-        self._allow, self._nodes, self._tuned = allow, nodes, adopted
+        self._max_bytes = max_bytes
+        self._max_trials = max_trials
+        self._allow = allow
+        self._nodes = nodes
+        self._tuned = adopted
         self._optimizer = optimizer
         self._plan = None if adopted is None else adopted.plan
         self._began: int | None = None
@@ -131,7 +134,8 @@ class Search:
             trial = before
         else:
             return self._conclude(search, step)
-        search.running, self._plan = trial, trial.plan
+        search.running = trial
+        self._plan = trial.plan
         step_us, exposed_us = trial.expected or (search.base.step.value, search.base.exposed.value)
         verb = "trying" if trial.measured is None else "measuring once more"
         expected = f"a step of {ms(step_us)} expected, {ms(exposed_us)} of it exposed"
@@ -167,7 +171,8 @@ class Search:
         others = [each for each in search.tried[1:] if each.measured is not None]
         seems_better = best is search.before and any(pays(search.before, each, errors=0) for each in others)
         self._doubt = "a gain was within the noise" if seems_better else ""
-        self._reference, self._round = best.did, None
+        self._reference = best.did
+        self._round = None
         self._rounds += 1
         self._no_search_before = step + FIRST_DISTANCE_STEPS * 2**self._rounds
         self._distance = FIRST_DISTANCE_STEPS
@@ -218,7 +223,8 @@ class Search:
             return self._later(step, f"{name}: nothing moved by more than {DRIFT:.0%}; {window}")
         if step < self._no_search_before:
             return self._later(step, f"{name}: {news}; too soon to search again")
-        self._why, self._began = news, step
+        self._why = news
+        self._began = step
         reason = f"{name}: {news}; trying out what messages cost now"
         return Decision(None, Calendar(step + 1, step + WINDOW_STEPS), reason, try_out=True)
 
@@ -239,7 +245,8 @@ class Search:
             for option in exact
         ]
         trial = min(trials, key=lambda trial: window.expected_of(trial.plan, self.costs))
-        self._plan, self._reference = trial.plan, None
+        self._plan = trial.plan
+        self._reference = None
         reason = f"{self._tuned.name} -> {trial.name}: {behind}"
         considered = [tried for tried in self._tuned.considered if tried.name != trial.name]
         self._tuned = replace(

@@ -121,9 +121,11 @@ class Sync:
         self.step = 0
         self.is_leader = team.rank == 0
         self.strategies: Mapping[str, Aggregator] = available(aggregator, team)
-        self._team, self._links = team, config.links
+        self._team = team
+        self._links = config.links
         self._auto = auto_of(aggregator)
-        self._exact, self._families = exact(aggregator, team), allowed_families(aggregator, team)
+        self._exact = exact(aggregator, team)
+        self._families = allowed_families(aggregator, team)
         self._local = local_messages(aggregator, team)
         self._options: list[Option] | None = None
         self._points: dict[str, Points] | None = None
@@ -141,7 +143,8 @@ class Sync:
                 meeting, lambda: search.look(meeting.steps_behind(), meeting.step) if search else ""
             )
             if found:
-                self.step, self.decision = meeting.step, Decision.from_json(found)
+                self.step = meeting.step
+                self.decision = Decision.from_json(found)
             return
         steps = range(meeting.measuring.calendar.measure_from, meeting.step + 1)
         records = meeting.measuring.records() if meeting.settled else {}
@@ -149,7 +152,8 @@ class Sync:
         own = own_times(records, ready_us, steps, meeting.units, len(meeting.gradients))
         times = latest(self._team, own)
         try_out = self.decision is not None and self.decision.try_out
-        self.step, self.decision = meeting.step, None
+        self.step = meeting.step
+        self.decision = None
         if self._options is None or meeting.strategy not in [option.strategy for option in self._options]:
             answer = json.loads(self._from_leader(meeting, lambda: self._find_options(meeting)) or '""')
             if isinstance(answer, str):
@@ -157,7 +161,9 @@ class Sync:
                     calendar = Calendar(meeting.step + 1, meeting.step + len(steps))
                     self.decision = Decision(None, calendar, f"measuring again: {answer}")
                 return
-            self._options, self._points, self._search = [Option(**entry) for entry in answer], None, None
+            self._options = [Option(**entry) for entry in answer]
+            self._points = None
+            self._search = None
         chosen = {option.strategy: self.strategies[option.strategy] for option in self._options} | self._local
         if self._points is None or try_out:
             self._points = {} if self._links is not None else self._try_out(meeting, chosen)
@@ -203,7 +209,13 @@ class Sync:
                 tuning = (
                     ()
                     if auto is None
-                    else (*(auto.max_trials, tuple(auto.allow), nodes, meeting.tuned, meeting.optimizer),)
+                    else (
+                        auto.max_trials,
+                        tuple(auto.allow),
+                        nodes,
+                        meeting.tuned,
+                        meeting.optimizer,
+                    )
                 )
                 # No message larger than what was tried: scratch grows with the largest.
                 self._search = Search(self._options or [], costs, LARGEST_NBYTES, *tuning)

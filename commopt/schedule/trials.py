@@ -65,7 +65,9 @@ class Round:
     """
 
     def __init__(self, why: str, before: Trial, base: Window) -> None:
-        self.why, self.before, self.base = why, before, base
+        self.why = why
+        self.before = before
+        self.base = base
         self.running = before
         self.tried = [before]
         self._confirmed = False

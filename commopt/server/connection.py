@@ -56,7 +56,8 @@ class Connection:
         for each in list(_open):
             if each.abandoned:
                 each.close("its model was deleted")
-        self.number, self.steps = -1, 0
+        self.number = -1
+        self.steps = 0
         self._lost = self._lost_kind = ""
         self._status: dict[str, Any] = {}
         self._inbox: Queue[tuple[int, memoryview]] = Queue(_FRAMES)
@@ -194,7 +195,8 @@ class Connection:
 
     def _lose(self, why: str, kind: str = "") -> None:
         if not self._lost:
-            self._lost_kind, self._lost = kind, why or "it has ended"
+            self._lost_kind = kind
+            self._lost = why or "it has ended"
             with suppress(Full):
                 self._inbox.put_nowait((END, memoryview(b"")))  # wakes who waits
 

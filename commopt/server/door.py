@@ -60,8 +60,11 @@ class Door:
         require_secret(host, secret)
         self._listener = _listening(host, port)
         self.port = int(self._listener.getsockname()[1])
-        self._key, self._limit_s, self._silence_s = key_of(secret), limit_s, silence_s
-        self._enter, self._on_failure = enter, on_failure
+        self._key = key_of(secret)
+        self._limit_s = limit_s
+        self._silence_s = silence_s
+        self._enter = enter
+        self._on_failure = on_failure
         self._strangers: dict[socket.socket, _Stranger] = {}
         self._inside: set[Link] = set()
         self._lock = Lock()  # guards what is inside

@@ -58,11 +58,15 @@ class Link:
 
     def __init__(self, connection: socket.socket, sends: bytes, receives: bytes, silence_s: float) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._in, self._out = connection, connection.dup()  # their time limits differ
+        self._in = connection
+        self._out = connection.dup()  # their time limits differ
         self._signs, self._checks = (hmac.new(key, digestmod="sha256") for key in (sends, receives))
         self._sent = self._received = 0
-        self._sending, self._receiving, self._closing = Lock(), Lock(), Event()
-        self._parted, self._process = False, os.getpid()
+        self._sending = Lock()
+        self._receiving = Lock()
+        self._closing = Event()
+        self._parted = False
+        self._process = os.getpid()
         self.peer = connection.getpeername()
         self.wait_at_most(silence_s)
 

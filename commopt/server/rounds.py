@@ -45,7 +45,8 @@ class Rounds:
         self.shared: Shared | None = None
         self.seats: dict[int, Seat] = {}
         self.refused = 0  # deltas that came too late
-        self._first, self._begun = first, False
+        self._first = first
+        self._begun = False
         self._deltas: dict[int, Delta] = {}
         self._arrivals: deque[float] = deque(maxlen=_LOOKED_BACK)  # seconds after a round's beginning
         self._norms: deque[float] = deque(maxlen=_LOOKED_BACK)  # of what deltas have learned
@@ -91,7 +92,9 @@ class Rounds:
         norm: of what it has learned.
         """
         shared, seat = self.held(), self.seats[number]
-        seat.late, seat.counted, seat.pushed = shared.round - delta.base, self.counts(delta.base), True
+        seat.late = shared.round - delta.base
+        seat.counted = self.counts(delta.base)
+        seat.pushed = True
         if seat.counted:
             self._deltas[number] = delta
             self._norms.append(norm)
@@ -110,7 +113,8 @@ class Rounds:
         shared, seat = self.held(), self.seats[number]
         updates = shared.update is not None and seat.base == shared.round - 1 and not whole
         tensors = (shared.update or []) if updates else shared.public
-        seat.base, seat.pushed = shared.round, False
+        seat.base = shared.round
+        seat.pushed = False
         told = {"round": seat.base, "updates": updates, "counted": seat.counted, "late": seat.late}
         return told, tuple(tensors)
 

@@ -145,7 +145,8 @@ class Registration:
     """
 
     def __init__(self, address: str, secret: str, host: str, port: int, on_loss: Callable[[str], None]) -> None:
-        self._address, self._on_loss = address, on_loss
+        self._address = address
+        self._on_loss = on_loss
         asked_s, timeout_s = time.monotonic(), _CONNECT_S
         while True:
             link = connect_to_scheduler(address, secret)

@@ -75,7 +75,8 @@ class Server:
         self._peers: dict[int, _Peer] = {}
         self._numbers = count(1)
         self._changed = Condition()  # guards all above
-        self._ending, self._closing = Event(), Lock()
+        self._ending = Event()
+        self._closing = Lock()
         self._timeout_s = 30.0
         shared_secret = given_secret(secret)
         self._door = Door(host, port, shared_secret, self._timeout_s, self._serve, self._hear)
@@ -263,7 +264,8 @@ class Server:
         with self._changed:
             self._require_there(peer)
             if uploads and self._rounds.shared is None:
-                self._rounds.shared, self._facts = shared, facts
+                self._rounds.shared = shared
+                self._facts = facts
             self._require_like_firsts(facts)  # another one may have been faster
             self._upload = None
             self._rounds.join(peer.number)
@@ -278,7 +280,8 @@ class Server:
             with self._changed:
                 self._require_there(peer)
                 if self._rounds.shared is None and self._saved is not None:
-                    self._rounds.shared, self._facts = self._of_checkpoint(facts, self._saved), facts
+                    self._rounds.shared = self._of_checkpoint(facts, self._saved)
+                    self._facts = facts
                 if self._rounds.shared is not None:
                     self._require_like_firsts(facts)
                     return False
@@ -351,7 +354,8 @@ class Server:
             self._require_there(peer)
             if peer.wants:
                 raise MismatchError("it has asked for the parameters twice at a time")
-            peer.wants, peer.whole = True, request.get("whole") is not False
+            peer.wants = True
+            peer.whole = request.get("whole") is not False
             self._changed.notify_all()
 
     def _answer(self, peer: _Peer) -> None:

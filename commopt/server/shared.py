@@ -42,7 +42,8 @@ class Shared:
     def __init__(self, settings: ParameterServer, layouts: Sequence[Layout], values: Sequence[Tensor]) -> None:
         self.settings = settings
         self.wires = [Wire(layout, settings.compressor) for layout in layouts]
-        self.round, self.done = 0, 0.0
+        self.round = 0
+        self.done = 0.0
         self.exact = list(values)
         self.public = list(values)
         self.update: list[Tensor] | None = None  # from the public parameters of the round before to these
@@ -112,7 +113,10 @@ class Shared:
         # Nothing can fail any more.
         if settings.compressor is None:
             self._earlier[self.round] = self.exact
-        self.exact, self._momentum, self.public, self.update = exact, momentum, public, update
+        self.exact = exact
+        self._momentum = momentum
+        self.public = public
+        self.update = update
         self.round, self.done = self.round + 1, self.done + total
         for old in [each for each in self._earlier if each not in bases or self.round - each > settings.staleness]:
             del self._earlier[old]
@@ -170,7 +174,8 @@ class Shared:
         momentum = field(saved, "momentum", dict)
         moments = _laid_out(self.wires, momentum, "momentum") if self._momentum and momentum else self._momentum
         self.round, self.done = require_saved(saved)
-        self.exact, self._momentum = parameters, moments
+        self.exact = parameters
+        self._momentum = moments
         self.public = list(parameters)
 
 

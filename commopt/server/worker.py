@@ -50,10 +50,14 @@ class Worker:
             raise ConfigurationError(
                 f"this {type(module).__name__} is a worker already; close() what attach() returned before"
             )
-        self.staleness, self.refused, self.round = 0, 0, 0
+        self.staleness = 0
+        self.refused = 0
+        self.round = 0
         self._settings = settings
         self._module = ref(module)
-        self._steps, self._did, self._told = 0, 0.0, False
+        self._steps = 0
+        self._did = 0.0
+        self._told = False
         self._stepped: WeakSet[torch.optim.Optimizer] = WeakSet()  # since the last step that was counted
         self._carried = self._weighed = 0.0  # what was done for deltas that were refused, and for the last one
         self._steps_before = 0  # the last push or pull
@@ -207,7 +211,10 @@ class Worker:
             server.ask("push", base=self.round, weight=self._weighed)
             for payload in payloads:
                 server.send(payload.cpu())
-        self._did, self._told, self._pushed, self._steps_before = 0.0, False, True, self._steps
+        self._did = 0.0
+        self._told = False
+        self._pushed = True
+        self._steps_before = self._steps
 
     def _pull(self, attaching: bool) -> tuple[int, int, int]:
         """Do it; return round, staleness and refused."""
@@ -242,12 +249,16 @@ class Worker:
             _log.warning(
                 "what this worker has learned came %d rounds late, was not counted, and will be sent again; raise "
                 "ParameterServer(staleness=%d), or the period, if this goes on",
-                *(answer["late"], self._settings.staleness),
+                answer["late"],
+                self._settings.staleness,
             )
         if self._pushed:
             self._kept = self._moved if refused else self._left
             self._carried = self._weighed if refused else 0.0
-        self._moved, self._left, self._pushed, self._steps_before = [], [], False, self._steps
+        self._moved = []
+        self._left = []
+        self._pushed = False
+        self._steps_before = self._steps
         return answer["round"], answer["late"], self.refused + refused
 
     def _connected(self) -> Connection:
@@ -289,7 +300,8 @@ class _ByHand:
     """
 
     def __init__(self, worker: Worker, module: nn.Module) -> None:
-        self._changes, self._first = 0, 0
+        self._changes = 0
+        self._first = 0
         self._seen: list[float] = []
         found = ref(worker)
 

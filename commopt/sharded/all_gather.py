@@ -84,7 +84,9 @@ class AllGather:
                 f"{weights} needs equally many ranks on every node, and nodes hold "
                 f"{', '.join(map(str, team.ranks_per_node))}; leave it out: weights are then exact"
             )
-        self.weights, self.team, self.parts = weights, team, parts
+        self.weights = weights
+        self.team = team
+        self.parts = parts
         self.places = Places(team, order, levels=True)
         self.copy: Tensor | None = None
         self.base: Tensor | None = None
@@ -178,7 +180,8 @@ class AllGather:
                 across.all_gather(copy.view(-1), first.contiguous())
                 if self.base is None:
                     return copy
-                self.copy, self.base = copy, None
+                self.copy = copy
+                self.base = None
             # What was no number is sent anew, or it would stay for ever.
             copy = self.copy.nan_to_num_(0.0, 0.0, 0.0)
         elif self.weights.second_copy:

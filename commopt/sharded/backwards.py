@@ -102,7 +102,8 @@ class Backwards(Registration):
     kind = "ShardedState"
 
     def __init__(self, asked: Request) -> None:
-        self.groups, self.weights = asked.groups, asked.weights
+        self.groups = asked.groups
+        self.weights = asked.weights
         self.deferred = 0
         self._model = asked.model
         self._layouts = Layouts(asked.model)

@@ -242,7 +242,8 @@ class _Memory:
     """Where FSDP lets a collective's memory come from."""
 
     def __init__(self, registration: OneDimension, group: ParameterGroup) -> None:
-        self._registration, self._group = registration, group
+        self._registration = registration
+        self._group = group
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory from the usual allocator."""

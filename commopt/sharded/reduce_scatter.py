@@ -34,10 +34,12 @@ class Places:
     """
 
     def __init__(self, team: TeamShape, order: tuple[int, ...], *, levels: bool) -> None:
-        self.team, self.order = team, order
+        self.team = team
+        self.order = order
         self.inside, self.across = (team.intra, team.inter) if levels else (None, None)
         if self.inside is None or self.across is None:
-            self.inside, self.across = None, team
+            self.inside = None
+            self.across = team
         self.per_node = 1 if self.inside is None else self.inside.size
         self._place = 0 if self.inside is None else self.inside.rank
         self._index: dict[torch.device, Tensor] = {}
@@ -67,7 +69,8 @@ class ReduceScatter:
     """
 
     def __init__(self, aggregator: Aggregator, team: TeamShape, order: tuple[int, ...]) -> None:
-        self.aggregator, self.team = aggregator, team
+        self.aggregator = aggregator
+        self.team = team
         levels = isinstance(aggregator, Hierarchical)
         inner = aggregator.inter if isinstance(aggregator, Hierarchical) else aggregator
         if isinstance(aggregator, Hierarchical) and team.node_count == 1:

@@ -21,12 +21,25 @@ from commopt.version import NEWEST_TESTED_TORCH
 _OF_THE_MESHES = ("DataParallelMeshInfo", "DDPMeshInfo", "FSDPMeshInfo")
 _OF_A_STATE = ("_root_post_backward_final_callback",)
 _OF_A_GROUP = (
-    *("fsdp_params", "mesh_info", "device", "post_backward", "reduce_grads", "all_reduce_grads"),
-    *("_all_reduce_hook", "_partial_reduce_output"),
+    "fsdp_params",
+    "mesh_info",
+    "device",
+    "post_backward",
+    "reduce_grads",
+    "all_reduce_grads",
+    "_all_reduce_hook",
+    "_partial_reduce_output",
 )
 _OF_A_PARAMETER = (
-    *("sharded_param", "sharded_size", "padded_sharded_param_size", "fsdp_placement", "offload_to_cpu"),
-    *("unsharded_accumulated_grad", "mp_policy", "_orig_size", "_module_info"),
+    "sharded_param",
+    "sharded_size",
+    "padded_sharded_param_size",
+    "fsdp_placement",
+    "offload_to_cpu",
+    "unsharded_accumulated_grad",
+    "mp_policy",
+    "_orig_size",
+    "_module_info",
 )
 # What wrappers put into the names of modules; `named_parameters` of the plain module knows nothing of it.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
@@ -243,7 +256,8 @@ class ParameterGroup:
         for name, theirs in self._theirs.items():
             if getattr(self._raw, name) is self._ours[name]:
                 setattr(self._raw, name, theirs)
-        self._ours, self._theirs = {}, {}
+        self._ours = {}
+        self._theirs = {}
 
     def _keep(self, name: str) -> None:
         self._theirs[name] = getattr(self._raw, name)

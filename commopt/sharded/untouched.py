@@ -32,7 +32,10 @@ class RestingRows:
     """The elements of one kind that rest in a step."""
 
     def __init__(self, codec: Codec, kind: Kind, known: _Known, kept: Tensor) -> None:
-        self._signs, self._kind, self._known, self._kept = SignBits(codec), kind, known, kept
+        self._signs = SignBits(codec)
+        self._kind = kind
+        self._known = known
+        self._kept = kept
 
     @classmethod
     def of(

@@ -127,10 +127,13 @@ class Scaling:
         overhead_us: float = OVERHEAD_US,
         stragglers: Stragglers | None = None,
     ) -> None:
-        self._workload, self._cluster = lru_cache(maxsize=64)(workload), cluster
-        self._overhead_us, self._stragglers = overhead_us, stragglers
+        self._workload = lru_cache(maxsize=64)(workload)
+        self._cluster = cluster
+        self._overhead_us = overhead_us
+        self._stragglers = stragglers
         self._shape = cache(cluster.shape)
-        self._simulation, self._outcome = cache(self._simulation_of), cache(self._outcome_of)
+        self._simulation = cache(self._simulation_of)
+        self._outcome = cache(self._outcome_of)
 
     def weak(self, nodes: Iterable[int], strategies: Sequence[Strategy], batch: int) -> list[ScalingPoint]:
         """Return a point for each number of nodes and each strategy; every rank has `batch` samples."""

@@ -120,7 +120,10 @@ class Simulation:
             aggregator = aggregator.gradients  # nobody to exchange parameters with
         self._average = aggregator if isinstance(aggregator, LocalSGD) else None
         aggregator.check(shape)
-        self._layout, self._aggregator, self._shape, self._overhead_us = layout, aggregator, shape, overhead_us
+        self._layout = layout
+        self._aggregator = aggregator
+        self._shape = shape
+        self._overhead_us = overhead_us
         self._pieces = {piece.name: piece for piece in layout.pieces}
         self._pricing = cache(lambda dtype, by=aggregator: Pricing(by, dtype_named(dtype), shape, links))
         self._prices = cache(self._price_table)

@@ -104,7 +104,8 @@ class Training:
         torch.manual_seed(options.seed)
         model = resnet18(options.width).to(device)
         self.model = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
-        self.learning_rate, self.steps = options.learning_rate, options.steps
+        self.learning_rate = options.learning_rate
+        self.steps = options.steps
         self.optimizer: torch.optim.Optimizer
         if options.optimizer == "sgd":
             self.optimizer = torch.optim.SGD(self.model.parameters(), self.learning_rate, options.momentum)
@@ -113,7 +114,8 @@ class Training:
                 self.model.parameters(), self.learning_rate, betas=options.betas, weight_decay=WEIGHT_DECAY
             )
         self.decay = self._decay()
-        self.device, self.batch = device, options.batch
+        self.device = device
+        self.batch = options.batch
         self.textures = textures()
         self.held_out = draw_images(self.textures, HELD_OUT_IMAGES, torch.Generator().manual_seed(0))
         # Every rank draws its own batches; they depend on the seed and the rank, not on the strategy.

@@ -31,7 +31,10 @@ NODES = (2, 4, 8, 16)
 EXACT = (STOCK, *LOSSLESS)
 CANDIDATES = (
     *LOSSY,
-    *("hierarchical_quantized:bits=2", "quantized:bits=2", "hierarchical_dgc:density=0.05", *FLAGGED),
+    "hierarchical_quantized:bits=2",
+    "quantized:bits=2",
+    "hierarchical_dgc:density=0.05",
+    *FLAGGED,
     *(f"{name}:adam=True" for name in FLAGGED),
 )
 # Of presets within this factor of the fastest the one that learned best is called the best.
