@@ -231,6 +231,8 @@ GATE: dict[str, tuple[str, ...]] = {
     ),
     "machines may be slow, die and come back": ("test_parameter_server.py::test_command_lines",),
     "nobody hangs": ("test_failures.py::test_every_rank_raises_when_the_network_between_nodes_is_cut[hook]",),
+    "from a clone to a script on two nodes": ("test_site.py::test_from_a_clone_to_a_script_on_two_nodes",),
+    "kernels for GPUs": ("test_races.py::test_every_kernel",),
 }
 
 
