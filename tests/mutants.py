@@ -16,11 +16,11 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bench.environment import machine, origin
+from bench.environment import machine
 from bench.output import read_lines, write_results
 from commopt.command_line import Parser, output_file
 from tests.copies import GATE, Copy
@@ -79,17 +79,18 @@ def table(findings: Sequence[Finding]) -> str:
     return "\n".join(rows)
 
 
-def run(faults: Sequence[Fault], revision: str | None, say: Callable[[str], None]) -> list[Finding]:
-    """Try all faults in one copy."""
+def read(file: Path | None) -> list[Finding]:
+    """Return the findings in a file that --json wrote, none where there is no such file yet."""
+    return [] if file is None or not file.exists() else [Finding(**row) for row in read_lines(file, "finding")[1]]
+
+
+def run(faults: Sequence[Fault], revision: str | None) -> Iterator[Finding]:
+    """Try the faults, one after the other, in one copy."""
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copy = Copy(Path(folder, "copy"), revision)
         selection = [] if revision is not None else ["-m", GATE]
-        findings = []
         for fault in faults:
-            finding = find(copy, fault, selection)
-            findings.append(finding)
-            say(f"{finding.seconds:6.1f} s  {finding.fault}: {finding.found_by or 'NOT FOUND'}")
-    return findings
+            yield find(copy, fault, selection)
 
 
 def main() -> int:
@@ -97,23 +98,28 @@ def main() -> int:
     parser = Parser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("--only", default="", metavar="WORD,WORD", help="faults whose name contains one of the words")
     parser.add_argument("--revision", metavar="REVISION", help="sources and tests of this revision; all of its tests")
-    parser.add_argument("--json", type=output_file, metavar="FILE")
+    parser.add_argument(
+        "--json", type=output_file, metavar="FILE", help="written after each fault; one that it says was found is kept"
+    )
     parser.add_argument("--show", type=Path, metavar="FILE", help="print the table of a file that --json wrote")
     options = parser.parse_args()
     if options.show is not None:
-        _, rows = read_lines(options.show, "finding")
-        print(f"{table([Finding(**row) for row in rows])}\n\n{origin([options.show])}")
+        print(table(read(options.show)))
         return 0
+    header = {**machine(), "command": f"python -m tests.mutants {' '.join(sys.argv[1:])}".strip()}
     words = options.only.split(",")
     chosen = [fault for fault in FAULTS if any(word in fault.name for word in words)]
-    findings = run(chosen, options.revision, lambda line: print(line, flush=True))
-    missed = [finding.fault for finding in findings if not finding.found_by]
+    findings = {finding.fault: finding for finding in read(options.json) if finding.found_by}
+    for finding in run([fault for fault in chosen if fault.name not in findings], options.revision):
+        print(f"{finding.seconds:6.1f} s  {finding.fault}: {finding.found_by or 'NOT FOUND'}", flush=True)
+        findings[finding.fault] = finding
+        if options.json is not None:
+            ordered = [findings[fault.name] for fault in FAULTS if fault.name in findings]
+            write_results(options.json, header, "finding", map(asdict, ordered))
+    missed = [finding.fault for finding in findings.values() if not finding.found_by]
     print(
         f"{len(findings) - len(missed)} of {len(findings)} faults are found; not found: {', '.join(missed) or 'none'}"
     )
-    if options.json is not None:
-        header = {**machine(), "command": f"python -m tests.mutants {' '.join(sys.argv[1:])}".strip()}
-        write_results(options.json, header, "finding", map(asdict, findings))
     return len(missed) > MOST_MISSED
 
 

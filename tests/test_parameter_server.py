@@ -17,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
@@ -48,6 +47,7 @@ from commopt.server.scheduler import find_server
 from commopt.server.shared import Shared
 from tests.hook_training import Tower, digest_of, seeded
 from tests.ranks import run
+from tests.speed import limit
 from tests.test_local_sgd_deltas import NESTEROV, optimizer_of, train
 
 ROOT = Path(__file__).parents[1]
@@ -55,7 +55,7 @@ BY_HAND = 10**6  # a period that never ends by itself
 
 
 @contextmanager
-def hosted(workers: int = 1, timeout: float = 20.0) -> Iterator[Server]:
+def hosted(workers: int = 1, timeout: float = limit(20.0)) -> Iterator[Server]:
     """Have scheduler and server in this process."""
     scheduler = Scheduler(timeout=timeout)
     server = Server(scheduler.address, workers=workers)
@@ -68,7 +68,7 @@ def hosted(workers: int = 1, timeout: float = 20.0) -> Iterator[Server]:
 
 
 @contextmanager
-def hosted_by_first(rank: int, workers: int, timeout: float = 20.0) -> Iterator[tuple[str, Server | None]]:
+def hosted_by_first(rank: int, workers: int, timeout: float = limit(20.0)) -> Iterator[tuple[str, Server | None]]:
     """Have them in the first rank's process; yield the address on all ranks, and the server there."""
     told = [""]
     if rank:
@@ -176,26 +176,23 @@ def test_a_ddp_model_is_one_worker() -> None:
 # ------------------------------------------------------------------------------------- slow and dead
 
 
-def at_a_pace(rank: int, world_size: int) -> tuple[float, int, int]:
-    """Return the time of the usual round, how late the last delta came, and how many were refused."""
-    step_s, took_s = (0.09 if rank == 2 else 0.03), []
+def at_a_pace(rank: int, world_size: int) -> tuple[int, int]:
+    """Return how many rounds late the last delta came, and how many deltas were refused."""
+    step_s = 0.09 if rank == 2 else 0.03
     with hosted_by_first(rank, world_size) as (address, _):
         module, worker = joined(address, period=5, quorum=2)
         for _ in range(4 if rank == 2 else 12):
-            begin = time.monotonic()
             for _ in range(5):
                 learn(module, 1e-3)
                 time.sleep(step_s)
-            took_s.append(time.monotonic() - begin)
         worker.close()
-        return median(took_s), worker.staleness, worker.refused
+        return worker.staleness, worker.refused
 
 
 def test_a_slow_worker_does_not_delay_the_others() -> None:
-    (first_s, *_), (second_s, *_), (slow_s, late, refused) = run(at_a_pace, 3)
-    assert max(first_s, second_s) < 0.3  # 5 steps of 0.03 s, where the slow one takes 0.45 s
-    assert slow_s > 0.44
-    assert late >= 1
+    (first, _), (second, _), (late, refused) = run(at_a_pace, 3)
+    assert late >= 1  # the others have gone on
+    assert first == second == 0
     assert refused == 0
 
 
@@ -241,7 +238,7 @@ def test_a_worker_that_is_killed_comes_back(tmp_path: Path) -> None:
 
 
 def until(holds: Callable[[], bool], limit_s: float = 30.0) -> None:
-    deadline = time.monotonic() + limit_s
+    deadline = time.monotonic() + limit(limit_s)
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -256,7 +253,7 @@ def test_who_gives_no_sign_of_life_is_gone() -> None:
         worker.push()
         begin = time.monotonic()
         worker.pull()
-        assert 1 < time.monotonic() - begin < 15
+        assert 1 < time.monotonic() - begin < limit(15)
         learn(silent, 1e-3)
         with pytest.raises(TransportError, match="goes on without this worker: gave no sign of life for 3 s"):
             silent_worker.push()
@@ -444,7 +441,7 @@ def test_models_that_cannot_be() -> None:
 
 
 def test_there_is_one_server() -> None:
-    with hosted(timeout=3.0) as server:
+    with hosted(timeout=limit(3.0)) as server:
         with pytest.raises(ConfigurationError, match="has a server already"):
             Server(address_of(server))
         server.close()
@@ -454,7 +451,7 @@ def test_there_is_one_server() -> None:
 
 
 def test_a_request_that_makes_no_sense_ends_its_worker_alone() -> None:
-    with hosted(2, timeout=5.0) as server:
+    with hosted(2, timeout=limit(5.0)) as server:
         (_, odd), (module, other) = both_joined(server, quorum=1)
         assert odd._connection is not None
         odd._connection.ask("knock")
@@ -479,14 +476,15 @@ def test_without_a_server_nobody_waits_for_ever() -> None:
 
 def test_a_scheduler_that_stands_still_ends_the_server(caplog: pytest.LogCaptureFixture) -> None:
     """A little longer than its timeout, as a machine that was paused; then a new server finds the place free."""
-    with command("scheduler", "--port", "0", "--timeout", "2") as process:
+    timeout_s = limit(2)
+    with command("scheduler", "--port", "0", "--timeout", f"{timeout_s:g}") as process:
         assert process.stdout is not None
         address = "127.0.0.1:" + re.findall(r"port (\d+)", process.stdout.readline())[0]
         server = Server(address)
         process.send_signal(signal.SIGSTOP)
         until(lambda: bool(server.failure))
         process.send_signal(signal.SIGCONT)
-        assert "does not answer any more (gave no sign of life for 2 s)" in server.failure
+        assert f"does not answer any more (gave no sign of life for {timeout_s:g} s)" in server.failure
         until(lambda: not own_threads())
         again = Server(address)
         module, worker = joined(address)
@@ -520,7 +518,7 @@ def test_a_scheduler_that_is_held_up_for_less_changes_nothing() -> None:
 def test_who_waits_says_for_whom(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("commopt.server.connection.SAY_S", 0.3)
     monkeypatch.setattr("commopt.server.server.SAY_S", 0.3)
-    with ThreadPoolExecutor() as pool, hosted(2, timeout=2.0) as server:
+    with ThreadPoolExecutor() as pool, hosted(2, timeout=limit(2.0)) as server:
         first = pool.submit(joined, address_of(server), period=BY_HAND)
         until(lambda: "waiting for 2 workers, of which 1 have joined" in caplog.text)  # the server's
         until(lambda: "worker 1 is waiting for 2 workers, of which 1 have joined" in caplog.text)
@@ -537,7 +535,7 @@ def test_who_waits_says_for_whom(monkeypatch: pytest.MonkeyPatch, caplog: pytest
 
 
 def test_a_worker_that_is_started_twice_is_not_two() -> None:
-    with ThreadPoolExecutor() as pool, hosted(2, timeout=5.0) as server:  # which ends those who wait
+    with ThreadPoolExecutor() as pool, hosted(2, timeout=limit(5.0)) as server:  # which ends those who wait
         for _ in range(2):
             waits = pool.submit(joined, address_of(server))
             until(lambda: len(server.stats()["workers"]) == 1 == len(connections))
@@ -556,7 +554,7 @@ def test_a_worker_that_is_started_twice_is_not_two() -> None:
 
 def test_a_cell_that_is_run_twice() -> None:
     """The model of the first time is gone when the second one attaches, though its worker is still there."""
-    with hosted(timeout=2.0) as server:
+    with hosted(timeout=limit(2.0)) as server:
         for _ in range(2):
             module = seeded(Tower)
             worker = commopt.attach(module, ParameterServer(address_of(server), period=1))
@@ -566,7 +564,7 @@ def test_a_cell_that_is_run_twice() -> None:
 
 
 def test_a_second_attach_is_refused_by_name() -> None:
-    with hosted(timeout=2.0) as server:
+    with hosted(timeout=limit(2.0)) as server:
         module, worker = joined(address_of(server), period=BY_HAND)
         with pytest.raises(ConfigurationError, match=r"this Tower is a worker already; close\(\) what attach"):
             commopt.attach(module, ParameterServer(address_of(server), period=BY_HAND))
@@ -803,7 +801,7 @@ def command(*arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 def test_checkpoints_are_whole_and_the_last_two_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint = tmp_path / "model.pt"
-    scheduler = Scheduler(timeout=10.0)
+    scheduler = Scheduler(timeout=limit(10.0))
     address = scheduler.address
     with command("server", "--scheduler", address, "--checkpoint", str(checkpoint), "--every", "1") as process:
         module, worker = joined(address, period=1)
@@ -896,7 +894,7 @@ def test_command_lines(tmp_path: Path) -> None:
         def start(*arguments: str) -> subprocess.Popen[str]:
             return stack.enter_context(command(*arguments))
 
-        limit_s = 8
+        limit_s = round(limit(8))
         scheduler = start("scheduler", "--port", "0", "--timeout", str(limit_s))
         assert scheduler.stdout is not None
         at = ("--scheduler", "127.0.0.1:" + re.findall(r"port (\d+)", scheduler.stdout.readline())[0])

@@ -273,6 +273,7 @@ def least_us(*recorders: Recorder | None, buckets: int = 200) -> list[float]:
     return best
 
 
+@pytest.mark.alone
 def test_a_bucket_costs_no_more_than_empty_contexts_and_next_to_nothing_when_it_is_not_recorded() -> None:
     # Against a time of this machine, which may run other tests: whatever slows one slows the other.
     plain, unrecorded, recorded = least_us(None, Recorder(), recorder())

@@ -33,6 +33,7 @@ from commopt.server.link import BEAT, DATA, END, GREETING, TEXT, Link, connect
 from commopt.server.scheduler import find_server
 from commopt.server.secret import Handshake, key_of
 from commopt.version import __version__
+from tests.speed import limit
 
 HTTP = b"GET / HTTP/1.0\r\n\r\n"
 SECRET = "known to the good ones"
@@ -47,7 +48,7 @@ BY_HAND = 10**6  # a period that never ends by itself
 class Good:
     """Scheduler, server and one worker, that makes rounds; what they hold is compared before and after."""
 
-    def __init__(self, timeout: float = 10.0, **settings: Any) -> None:
+    def __init__(self, timeout: float = limit(10.0), **settings: Any) -> None:
         self.scheduler = Scheduler(timeout=timeout)
         self.server = Server(self.scheduler.address)
         self.settings = ParameterServer(self.scheduler.address, **{"period": BY_HAND, "quorum": 1, **settings})
@@ -98,7 +99,7 @@ def own_threads() -> int:
 
 
 def until(holds: Callable[[], bool], limit_s: float = 30.0) -> None:
-    deadline = time.monotonic() + limit_s
+    deadline = time.monotonic() + limit(limit_s)
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -298,7 +299,7 @@ def without_a_model(timeout: float) -> Iterator[Any]:
 
 
 def test_nonsense_before_there_is_a_model() -> None:
-    with without_a_model(10.0) as ones:
+    with without_a_model(limit(10.0)) as ones:
         for changed in bad_facts():
             liar = Liar(ones, joins=False, **changed)
             liar.link.say(**liar.facts)
@@ -460,7 +461,7 @@ def test_frames_are_signed_and_counted() -> None:
         }[tamper]
         for each in altered:
             link._in.sendall(each)
-        assert over.wait(10)
+        assert over.wait(limit(10))
         assert len(got) <= 1, tamper
         assert b'{"a": 2}' not in got, tamper
         link.close()
@@ -470,7 +471,7 @@ def test_frames_are_signed_and_counted() -> None:
 def stranger(port: int, body: bytes) -> bytes:
     """Connect, say something without the secret, and return what was heard before the end."""
     heard = b""
-    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=limit(10)) as connection:
         heard += connection.recv(48)
         connection.sendall(body)
         connection.shutdown(socket.SHUT_WR)
@@ -497,7 +498,7 @@ def test_half_open_connections_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -
     with good() as ones, contextlib.ExitStack() as stack:
         for port in (ones.scheduler.port, ones.server.port):
             for place in range(100):
-                held = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
+                held = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=limit(10)))
                 if place % 2:
                     with suppress(OSError):
                         held.sendall(b"\x00\x01")
@@ -507,12 +508,12 @@ def test_half_open_connections_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -
         ones.round()
         liar = Liar(ones)  # which joins as others do
         liar.link.close()
-        assert time.monotonic() - begin < 10
+        assert time.monotonic() - begin < limit(10)
 
 
 def test_a_stranger_that_is_slow_is_turned_away() -> None:
     door = Door("127.0.0.1", 0, SECRET, 5.0, lambda *_: None, print, limit_s=0.3)
-    with socket.create_connection(("127.0.0.1", door.port), timeout=10) as held:
+    with socket.create_connection(("127.0.0.1", door.port), timeout=limit(10)) as held:
         held.recv(48)
         held.sendall(b"x")
         assert held.recv(1) == b""
@@ -526,7 +527,7 @@ def test_a_stranger_that_is_slow_is_turned_away() -> None:
 def outside(ones: Good, chance: random.Random) -> None:
     """Say something without the secret."""
     port = chance.choice((ones.scheduler.port, ones.server.port))
-    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=limit(10)) as connection:
         if chance.random() < 0.8:
             connection.sendall(chance.randbytes(chance.choice((0, 1, 31, 63, 64, 65, 200, 5000))))
 

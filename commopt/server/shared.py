@@ -170,10 +170,12 @@ class Shared:
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Go on from what `state` returned. Raises ConfigurationError, and changes nothing, for what does not fit."""
+        round_number, done = require_saved(saved)
         parameters = _laid_out(self.wires, field(saved, "parameters", dict), "parameters")
         momentum = field(saved, "momentum", dict)
         moments = _laid_out(self.wires, momentum, "momentum") if self._momentum and momentum else self._momentum
-        self.round, self.done = require_saved(saved)
+        self.round = round_number
+        self.done = done
         self.exact = parameters
         self._momentum = moments
         self.public = list(parameters)
@@ -242,8 +244,8 @@ def _laid_out(wires: Sequence[Wire], named: Mapping[str, Any], where: str) -> li
         parts = []
         for piece in wire.layout.pieces:
             values = required(named[piece.name], Tensor, f"{where}[{piece.name!r}]")
-            if tuple(values.shape) != piece.shape or not values.isfinite().all():
-                refuse(f"{where}[{piece.name!r}]", values, f"finite, of shape {list(piece.shape)}")
+            if tuple(values.shape) != piece.shape:
+                refuse(f"{where}[{piece.name!r}]", values, f"of shape {list(piece.shape)}")
             parts.append(values.detach().reshape(-1).to("cpu", torch.float32))
         found.append(torch.cat(parts))
     return found
