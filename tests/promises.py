@@ -75,6 +75,10 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "what is zero on all ranks stays zero": {
         **_all(PRESETS_WITHOUT_AUTO, f"{_ZEROS}test_what_nobody_touches_stays_zero[1+1]"),
+        "quantized": (
+            f"{_ZEROS}test_what_nobody_touches_stays_zero[1+1]",
+            f"{_ZEROS}test_it_stays_zero_through_servers_leaders_scalers_and_rounding[3-dtype1-False-quantized:bits=4]",
+        ),
         "local_sgd": (f"{_ZEROS}test_rounds_of_local_sgd_move_nothing_that_nobody_touches[onebit_local]",),
     },
     "non-finite values reach every rank, and change no residual": {
