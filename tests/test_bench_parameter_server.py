@@ -36,7 +36,8 @@ def test_what_is_asked_is_relative_to_the_other_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.cluster
-def test_one_worker_is_slow_killed_and_back(tmp_path: Path) -> None:
+def test_one_worker_is_slow_killed_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMMOPT_SECRET", "a secret")  # the nodes inherit it
     if missing := Cluster.missing(rate="100mbit"):
         pytest.skip(missing)
     options = [

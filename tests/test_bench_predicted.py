@@ -75,8 +75,8 @@ def test_what_learned_worse_is_simulated_and_never_called_the_best() -> None:
         == set(FLAGGED) - {"dgc"}
     )  # which was tried with the digits only
     candidates = (*LOSSY, *FLAGGED, "dgc:adam=True")
-    with patch.multiple(presets, NODES=(2,), GBPS=(1,), CANDIDATES=candidates):
-        (cell,) = presets.cells(given(), "resnet50")
+    with patch.multiple(presets, GBPS=(1,), CANDIDATES=candidates):
+        (cell,) = presets.cells(given(), "resnet50", (2,))
         step_ms = {each["preset"]: each["step_ms"] for each in cell.presets}
         assert list(step_ms.values()) == sorted(step_ms.values())
         assert step_ms.keys() == {*presets.EXACT, *candidates}

@@ -120,9 +120,10 @@ def sent_in_a_period(rank: int, world_size: int) -> list[list[int]]:
     for average in AVERAGES:
         with counting() as sent:
             _, ddp, _, optimizer = attached(average)
-            train(ddp, optimizer, rank, range(PERIOD))
+            # In the first rounds nodes also tell each other which elements rest, once.
+            train(ddp, optimizer, rank, range(3 * PERIOD))
             steps = []
-            for step in range(PERIOD, 2 * PERIOD):
+            for step in range(3 * PERIOD, 4 * PERIOD):
                 sent.clear()
                 train(ddp, optimizer, rank, [step])
                 steps.append(sum(each.inter for each in sent))
