@@ -237,20 +237,23 @@ def test_what_this_torch_writes_is_read(recorder: None, tmp_path: Path) -> None:
 
 
 class Bomb:
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return (Path("/tmp/never-made-by-a-pickle").touch, ())
+        return (self.file.touch, ())
 
 
 def test_a_pickle_that_would_run_something_is_refused_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "nccl_trace_rank_0"
-    file.write_bytes(pickle.dumps({"entries": [Bomb()]}, 2))
+    file.write_bytes(pickle.dumps({"entries": [Bomb(tmp_path / "made")]}, 2))
     assert main(["doctor", "--log", str(file)]) == 2
     output = capsys.readouterr()
     assert (output.out, len(output.err.splitlines())) == ("", 1)
     assert "more than plain values" in output.err
-    assert not Path("/tmp/never-made-by-a-pickle").exists()
+    assert not (tmp_path / "made").exists()
     for data in (pickle.dumps({"a": 1}, 2), pickle.dumps({"entries": []}, 2)[:-3], b"\x80\x02]\x71\x00"):
         file.write_bytes(data)
         with pytest.raises(ConfigurationError, match="is no dump of torch's flight recorder"):
