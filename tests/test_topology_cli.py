@@ -12,6 +12,8 @@ import pytest
 
 from tests.machines import plain, server
 from topology.__main__ import main
+from topology.matrix import read_matrix
+from topology.text import matrix as matrix_lines
 
 MATRIX = """\
         GPU0    GPU1    GPU2    NIC0    CPU Affinity    NUMA Affinity
@@ -100,6 +102,25 @@ def test_the_text_has_tree_matrix_and_notes(tmp_path: Path, capsys: pytest.Captu
     assert "NUMA 1 · 64 CPUs (32-63,96-127) · GenuineIntel\n└─ switch 0000:37:00.0 · Gen5 x16\n   ├─ GPU 2" in text
     assert "   ├─ GPU 0 · 0000:19:00.0 · H100 80GB HBM3 · Gen5 x8 (of x16) · nearest mlx5_0, mlx5_1 (PIX)\n" in text
     assert "GPU0  X     PIX   SYS   SYS   PIX     PIX     SYS     SYS     NODE\n" in text
+
+
+def test_a_wide_matrix_fits_the_screen() -> None:
+    header = "\t".join(["", *(f"GPU{gpu}" for gpu in range(16)), *(f"NIC{nic}" for nic in range(8))])
+    rows = [
+        "\t".join([f"GPU{a}", *("X" if a == b else "NV18" for b in range(16)), *("NODE" for _ in range(8))])
+        for a in range(16)
+    ]
+    nics = [
+        "\t".join([f"NIC{a}", *("NODE" for _ in range(16)), *("X" if a == b else "NODE" for b in range(8))])
+        for a in range(8)
+    ]
+    legend = ["NIC Legend:", "", *(f"  NIC{nic}: mlx5_adapter_{nic}" for nic in range(8))]
+    text = "\n".join([header, *rows, *nics, "", *legend])
+    lines = matrix_lines(read_matrix(text, "topo.txt"))
+    assert max(map(len, lines)) <= 80
+    assert sum(line.startswith("GPU15 ") for line in lines) == 3, "columns that are left follow below"
+    cells = " ".join(line.partition(" ")[2] for line in lines if line.startswith("GPU15 ")).split()
+    assert cells == ["NV18"] * 15 + ["X"] + ["NODE"] * 8
 
 
 def test_the_matrix_counts_nvlinks(matrix: str, capsys: pytest.CaptureFixture[str]) -> None:

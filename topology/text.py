@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
+from textwrap import wrap
 from typing import Any, Literal
 
 from topology.kernel_files import ranges
@@ -20,6 +21,8 @@ from topology.queries import (
     peer_bandwidth_gbps,
     usable_nics,
 )
+
+_WIDTH = 80
 
 
 @dataclass(frozen=True)
@@ -295,22 +298,35 @@ def _facts(topology: Topology, paths: Paths, part: Part) -> list[str]:
 
 
 def matrix(topology: Topology) -> list[str]:
-    """Distances of the GPUs to each other and to the network ports, NV# for a number of NVLinks."""
+    """Distances of the GPUs to each other and to the network ports, NV# for a number of NVLinks.
+
+    Columns that do not fit into a line of 80 characters follow below, under the same names of rows.
+    """
     paths = Paths(topology)
     gpus, nics = range(len(topology.gpus)), usable_nics(topology)
     names = [topology.nics[nic].name for nic in nics]
     legend = []
     if any(len(name) > 8 for name in names):
-        legend = [", ".join(f"NIC{place} = {name}" for place, name in enumerate(names))]
+        legend = wrap(", ".join(f"NIC{place} = {name}" for place, name in enumerate(names)), _WIDTH)
         names = [f"NIC{place}" for place in range(len(names))]
     rows = [["", *(f"GPU{topology.gpus[gpu].index}" for gpu in gpus), *names]]
     for a in gpus:
         cells = ["X" if a == b else _cell(topology, paths.gpu(a, b), a, b) for b in gpus]
         rows.append([rows[0][a + 1], *cells, *(_distance(paths.nic(a, nic)) for nic in nics)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ] + legend
+    lines: list[str] = []
+    begin = 1
+    while begin < len(widths):
+        end, used = begin, widths[0]
+        while end < len(widths) and (end == begin or used + 2 + widths[end] <= _WIDTH):
+            used += 2 + widths[end]
+            end += 1
+        for row in rows:
+            cells = [row[0].ljust(widths[0])]
+            cells += [cell.ljust(width) for cell, width in zip(row[begin:end], widths[begin:end], strict=True)]
+            lines.append("  ".join(cells).rstrip())
+        begin = end
+    return [*lines, *legend]
 
 
 def _cell(topology: Topology, distance: Distance | None, a: int, b: int) -> str:
