@@ -120,18 +120,28 @@ class Liar:
             "parcels": [[["weight", [WIDTH, WIDTH], "torch.float32"], ["bias", [WIDTH], "torch.float32"]]],
             **changed,
         }
-        self.round = 0
+        self.round = self.number = 0
         if joins:
             self.link.say(**self.facts)
             self.number = self.link.hear()["number"]
 
     def pull(self, ones: Good | None = None) -> None:
         """Get the parameters; who has just joined gets them at the end of a round, which `ones` make."""
-        self.link.say(kind="pull", whole=True)
-        if ones is not None:
+        if ones is None:
+            self.link.say(kind="pull", whole=True)
+        else:
+            self.ask(ones)
             ones.round()
         self.round = self.link.hear()["round"]
         self.link.fill(torch.empty(NUMEL))
+
+    def ask(self, ones: Good) -> None:
+        """Ask for the parameters, and wait until the server knows.
+
+        What is asked for after a round has closed is due at the end of the next one, which perhaps nobody makes.
+        """
+        self.link.say(kind="pull", whole=True)
+        until(lambda: (peer := ones.server._peers.get(self.number)) is None or peer.wants)
 
     def push(self, payload: torch.Tensor, base: Any = None, weight: Any = 1.0) -> None:
         self.link.say(kind="push", base=self.round if base is None else base, weight=weight)
@@ -326,9 +336,9 @@ def until_message(ones: Good, number: int) -> Liar:
         yield
         liar.link.say(**liar.facts)
         yield
-        liar.link.hear()
+        liar.number = liar.link.hear()["number"]
         yield
-        liar.link.say(kind="pull", whole=True)
+        liar.ask(ones)
         yield
         ones.round()
         liar.round = liar.link.hear()["round"]
@@ -541,7 +551,7 @@ def inside(ones: Good, chance: random.Random) -> None:
             liar.facts[chance.choice(list(liar.facts))] = chance.choice(odd)
         if chance.random() < 0.9:
             liar.link.say(**liar.facts)
-            liar.link.hear()
+            liar.number = liar.link.hear()["number"]
         if chance.random() < 0.2:
             liar.pull(ones)
         for _ in range(chance.randrange(1, 4)):
