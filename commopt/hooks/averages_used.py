@@ -24,7 +24,7 @@ _READ_EVERY = 64  # steps, later, on a device for which the host would wait
 _SHRUNK = 0.99  # beyond what a rounding to bfloat16 can do to a sum
 
 
-class StepsBetween:
+class StepsBetweenAverages:
     """Tells, when a model's gradients are averaged again, whether an optimizer has stepped since the last time.
 
     Any step of a torch optimizer counts. So does an update() of the GradScaler, which may drop the step, and an average
@@ -35,7 +35,7 @@ class StepsBetween:
     def __init__(self) -> None:
         self._known = self._waiting = False
         self._states: object = None
-        after_steps.show(self, StepsBetween._note_step)
+        after_steps.show(self, StepsBetweenAverages._note_step)
 
     def _note_step(self, _: torch.optim.Optimizer) -> None:
         self._known = True

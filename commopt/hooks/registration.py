@@ -15,7 +15,7 @@ from commopt.aggregate import Aggregator, LocalSGD
 from commopt.feedback import Layout, ResidualStore, Shadow, spread
 from commopt.feedback.checkpoint import required, whole
 from commopt.groups import Membership, NcclByLevel, WireBytes
-from commopt.hooks.averages_used import Directions, StepsBetween
+from commopt.hooks.averages_used import Directions, StepsBetweenAverages
 from commopt.hooks.checks import warn_of_untested_torch
 from commopt.hooks.local_sgd import ParameterAverages
 from commopt.hooks.reduction import Reduction, Step, Traffic
@@ -72,7 +72,7 @@ class Registration:
         self.steps = self.reduced_steps = 0
         self.keeps_residuals = False
         self.averages: ParameterAverages | None = None
-        self.steps_between: StepsBetween | None = None
+        self.steps_between: StepsBetweenAverages | None = None
         self.directions: Directions | None = None
         self.store = ResidualStore(per_step=scaler is not None and scaler.is_enabled())
         self.step = Step(0, self.store, scaler)
@@ -121,7 +121,7 @@ class Registration:
         """See from now on what optimizers do with averages, where what `aggregator` keeps, or makes, depends on it."""
         self.keeps_residuals = bool(aggregator.residual_paths)
         if self.keeps_residuals and self.steps_between is None:
-            self.steps_between = StepsBetween()
+            self.steps_between = StepsBetweenAverages()
         if aggregator.adam is not None and self.directions is None:
             self.directions = Directions(self)
 
