@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name is None:
         parser.parse_args(words)
         raise AssertionError("argparse takes no line without a command")
-    module = import_module(f"commopt.{'server' if name in _ROLES else name}.cli")
+    module = import_module("commopt.server_commands" if name in _ROLES else f"commopt.{name}.cli")
     command = getattr(module, name.upper()) if name in _ROLES else module
     command.add_arguments(parsers[name])
     return int(command.run(parser.parse_args(words)))

@@ -175,7 +175,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "after a resume the store counts steps from 0",
-        "commopt/hooks/registration.py",
+        "commopt/attached/registration.py",
         "        store.steps = self.steps = steps\n",
         "        self.steps = steps\n",
         FOLLOWS,
@@ -265,7 +265,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "with a loss scale the guard takes residuals for smaller than they are",
-        "commopt/hooks/reduction.py",
+        "commopt/attached/reduction.py",
         "        if kept is not None and loss_scale is not None:\n            kept *= loss_scale\n",
         "",
         FALLS_BEHIND,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -12,49 +13,17 @@ ROOT = Path(__file__).parents[1]
 # From the top down; a package may import the ones after it (and itself), never the ones before.
 LAYERS = (
     "commopt.__main__",
-    "commopt.doctor.cli",
-    "commopt.doctor.compare",
-    "commopt.doctor.rank_answers",
     "commopt.doctor",
-    "commopt.doctor.log_findings",
-    "commopt.doctor.log_interfaces",
-    "commopt.doctor.log_reader",
-    "commopt.doctor.log_causes",
-    "commopt.doctor.log_settings",
-    "commopt.doctor.hang",
-    "commopt.doctor.flight_recorder",
-    "commopt.doctor.plain_pickle",
-    "commopt.doctor.gpudirect",
-    "commopt.doctor.rdma",
-    "commopt.doctor.gpus",
-    "commopt.doctor.ethernet",
-    "commopt.doctor.host",
-    "commopt.doctor.settings",
-    "commopt.doctor.network",
-    "commopt.doctor.machine",
-    "commopt.doctor.nvml",
-    "commopt.doctor.finding",
     "commopt.bandwidth",
     "commopt.simulate",
     "commopt.probe",
-    "commopt.server.cli",
+    "commopt.server_commands",
     "commopt.run",
     "commopt.integrations",
     "commopt.hooks",
     "commopt.sharded",
     "commopt.server",
-    "commopt.hooks.comm_state",
-    "commopt.hooks.log",
-    "commopt.hooks.insight",
-    "commopt.hooks.checkpoint",
-    "commopt.hooks.registration",
-    "commopt.hooks.averages_used",
-    "commopt.hooks.local_sgd",
-    "commopt.hooks.optimizer_steps",
-    "commopt.hooks.parcels",
-    "commopt.hooks.reduction",
-    "commopt.hooks.checks",
-    "commopt.hooks.steps",
+    "commopt.attached",
     "commopt.collectives",
     "commopt.schedule",
     "commopt.timeline",
@@ -73,24 +42,12 @@ LAYERS = (
     "commopt.document",
     "commopt.errors",
     "commopt.version",
-    "topology.__main__",
-    "topology.files",
-    "topology.picture",
-    "topology.text",
-    "topology.machine",
-    "topology.nvml",
-    "topology.sysfs",
-    "topology.matrix",
-    "topology.matrix_lines",
-    "topology.xml_reader",
-    "topology.xml_elements",
-    "topology.queries",
-    "topology.cluster",
-    "topology.model",
-    "topology.kernel_files",
+    "topology",
 )
 FRONT_DOORS = {"commopt", "topology"}  # for users; inside, each module is imported by its own name
-COMMANDS = {f"commopt.{name}" for name in ("doctor", "probe", "simulate", "run", "bandwidth", "cluster", "server.cli")}
+COMMANDS = {
+    f"commopt.{name}" for name in ("doctor", "probe", "simulate", "run", "bandwidth", "cluster", "server_commands")
+}
 
 
 def python_files(*folders: str) -> list[Path]:
@@ -114,10 +71,14 @@ def layer_of(module: str) -> int | None:
     return LAYERS.index(max(fitting, key=len)) if fitting and module not in FRONT_DOORS else None
 
 
-def imports_of(file: Path) -> set[str]:
-    """Return every module a file imports; `from package import name` counts as package.name if that is a module."""
+def imports_of(file: Path, *, when_loaded: bool = False) -> set[str]:
+    """Return every module a file imports, or those that loading it imports.
+
+    `from package import name` counts as package.name if that is a module.
+    """
     found: set[str] = set()
-    for node in ast.walk(tree_of(file)):
+    tree = tree_of(file)
+    for node in tree.body if when_loaded else ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -155,6 +116,11 @@ def _command_of(module: str) -> str | None:
 def test_imports_go_down_only() -> None:
     found = {name: violations(name, imports_of(file)) for name, file in modules().items()}
     assert {name: targets for name, targets in found.items() if targets} == {}
+
+
+def test_modules_import_each_other_in_no_circle() -> None:
+    imports = {name: imports_of(file, when_loaded=True) & modules().keys() for name, file in modules().items()}
+    TopologicalSorter(imports).prepare()  # raises CycleError, which names the circle
 
 
 def test_every_module_has_a_layer() -> None:

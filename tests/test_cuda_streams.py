@@ -25,12 +25,12 @@ from torch.utils._pytree import tree_map
 
 import commopt
 from commopt import Aggregator, Compressed, Flat, Hierarchical, LaneError, PowerSGD, Quantize, lanes
+from commopt.attached.registration import Settings
 from commopt.feedback import Layout, ResidualStore, restore, save
 from commopt.feedback.checkpoint import MAX_MAGNITUDE
 from commopt.groups import Membership, Team, TeamShape
 from commopt.groups.store import limited
 from commopt.hooks.buckets import DDPRegistration
-from commopt.hooks.registration import Settings
 from commopt.lanes import LaneClient, lane, registry, stream
 from commopt.schedule import BucketConfig, calibration
 from tests.fake_cuda import DEVICE, Gpu

@@ -19,7 +19,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimiz
 
 import commopt
 from bench import compat
-from commopt.hooks.checks import enabled_scalers, warn_of_untested_torch
+from commopt.attached.checks import enabled_scalers, warn_of_untested_torch
 from commopt.version import NEWEST_TESTED_TORCH
 from tests.feedback_training import (
     SMALL_BUCKETS,

@@ -16,7 +16,7 @@ from torch import nn
 
 import commopt
 from commopt import CommoptError, ConfigurationError
-from commopt.hooks import checkpoint as saving
+from commopt.attached import checkpoint as saving
 from tests.catalogue import LAYOUTS, run_on
 from tests.feedback_training import (
     NUMELS,

@@ -18,12 +18,12 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import commopt
 from commopt import DGC, Aggregator, Compressed, Flat, Hierarchical, OneBit, PowerSGD, Quantize
 from commopt.aggregate import Call
+from commopt.attached.reduction import sampled
 from commopt.compress import Trials
 from commopt.feedback import EVERY_STEPS, EXP_AVG, Layout, ResidualStore, Shadow, falls_behind, sample_numel
 from commopt.feedback.quality import MAX_SAMPLE_NUMEL, MOST_STEPS_BEHIND, sample_stride
 from commopt.feedback.store import Residual
 from commopt.groups import Team, WireBytes
-from commopt.hooks.reduction import sampled
 from commopt.lanes import Work
 from commopt.schedule import Plan, Tried, Tuned
 from tests.catalogue import run_on

@@ -191,7 +191,7 @@ def test_16_bit_buffers(layout: str, dtype: str) -> None:
 
 def load(training: Switching, saved: dict[str, Any]) -> None:
     """Load residuals of levels that the aggregator asked for does not keep itself."""
-    with patch("commopt.hooks.checkpoint._require_same_levels"):
+    with patch("commopt.attached.checkpoint._require_same_levels"):
         training.comm.load_state_dict(saved)
 
 

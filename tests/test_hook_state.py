@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
 from commopt import Compressed, ConfigurationError, Flat, Hierarchical, HookState, Layout, Quantize
+from commopt.attached.reduction import Traffic
 from commopt.groups import TeamShape
-from commopt.hooks.reduction import Traffic
 from commopt.schedule import Plan
 from tests.feedback_training import STRATEGIES, Training, same_residuals
 from tests.hook_training import SMALL_BUCKET, Tower, batch_of, loss_of, seeded, train

@@ -10,7 +10,7 @@ from pathlib import Path
 from commopt.__main__ import COMMANDS
 
 ROOT = Path(__file__).parent.parent
-LATER = {"collectives", "command_line", "hooks.insight", "simulate", "doctor", "integrations"}
+LATER = {"collectives", "command_line", "attached.insight", "simulate", "doctor", "integrations"}
 
 
 def loaded_by(code: str) -> tuple[str, set[str]]:

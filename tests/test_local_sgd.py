@@ -28,8 +28,8 @@ from commopt import (
 )
 from commopt.aggregate import Buffer, Call
 from commopt.compress import Cast
+from commopt.feedback import parcels
 from commopt.groups import TeamShape
-from commopt.hooks import parcels
 from tests.feedback_training import Records
 from tests.ranks import run
 

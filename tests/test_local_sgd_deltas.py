@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import commopt
 from commopt import BufferContext, ConfigurationError, Flat, Hierarchical, LocalSGD, OneBit, Outer, PowerSGD, Quantize
 from commopt.compress import Compressor
+from commopt.feedback.parcels import fragments_of
 from commopt.groups import Team
-from commopt.hooks.parcels import fragments_of
 from tests.hook_training import Tower, batch_of, digest_of, loss_of, seeded
 from tests.ranks import run
 from tests.test_wire_bytes import counting

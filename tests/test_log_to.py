@@ -18,8 +18,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
+from commopt.attached.log import SCALARS
 from commopt.errors import ConfigurationError, MismatchError
-from commopt.hooks.log import SCALARS
 from tests.hook_training import SMALL_BUCKET, Tower, batch_of, loss_of, seeded
 from tests.plan_changes import heard
 from tests.ranks import run

@@ -846,7 +846,7 @@ def saved_round(path: Path) -> int:
 def test_a_checkpoint_that_cannot_be_written_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from commopt.server import cli
+    from commopt import server_commands
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -854,10 +854,10 @@ def test_a_checkpoint_that_cannot_be_written_ends_nothing(
     with hosted() as server:
         module, _worker = joined(address_of(server), period=1)
         learn(module, 1e-3)
-        assert cli._save(server, tmp_path / "model.pt") == 1
+        assert server_commands._save(server, tmp_path / "model.pt") == 1
         learn(module, 1e-3)
         monkeypatch.setattr("torch.save", full)
-        cli._save(server, tmp_path / "model.pt")
+        server_commands._save(server, tmp_path / "model.pt")
         assert "the checkpoint of round 2 could not be written: [Errno 28] No space left" in caplog.text
     assert saved_round(tmp_path / "model.pt") == 1
     assert [each.name for each in tmp_path.iterdir()] == ["model.pt"]

@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
 from commopt.__main__ import main
+from commopt.attached.insight import _OTHERS
 from commopt.errors import ConfigurationError
 from commopt.groups import WireBytes
-from commopt.hooks.insight import _OTHERS
 from commopt.recording import MessageRecord
 from commopt.timeline import Report, Subject, Timeline, TrafficOutside, report
 from commopt.timeline.advice import advice

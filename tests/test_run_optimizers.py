@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 import commopt
 from commopt import ConfigurationError
-from commopt.hooks.optimizers import adam_in, optimizers_of
+from commopt.attached.optimizers import adam_in, optimizers_of
 from commopt.run.models import Models, watching
 from commopt.run.script import Choice
 from tests.hook_training import SMALL_BUCKET, Tower, batch_of, digest_of, loss_of, seeded

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from commopt import Aggregator, Compressed, Flat, Hierarchical, Quantize
-from commopt.hooks.registration import Settings
+from commopt.attached.registration import Settings
 from commopt.lanes import LaneClient
 from commopt.sharded import Weights
 from commopt.sharded import one_dimension as module

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from commopt import Aggregator, Compressed, Flat, PowerSGD, Quantize
-from commopt.hooks.registration import Settings
+from commopt.attached.registration import Settings
 from commopt.lanes import LaneClient
 from commopt.sharded import registration as module
 from commopt.sharded.backwards import Request

@@ -19,9 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from commopt import lanes
 from commopt.aggregate import Aggregator, LocalSGD, auto_of
-from commopt.errors import CommoptError, ConfigurationError
-from commopt.feedback import EVERY_STEPS, Layout, ResidualStore, Shadow, falls_behind, sample_numel
-from commopt.hooks.checks import (
+from commopt.attached.checks import (
     REDUCIBLE,
     kind_of,
     refuse_bucket,
@@ -29,9 +27,11 @@ from commopt.hooks.checks import (
     warn_of_unknown_scaler,
     when_first_stepped,
 )
-from commopt.hooks.local_sgd import ParameterAverages
-from commopt.hooks.reduction import Step
-from commopt.hooks.registration import Registration, Settings
+from commopt.attached.local_sgd import ParameterAverages
+from commopt.attached.reduction import Step
+from commopt.attached.registration import Registration, Settings
+from commopt.errors import CommoptError, ConfigurationError
+from commopt.feedback import EVERY_STEPS, Layout, ResidualStore, Shadow, falls_behind, sample_numel
 from commopt.schedule import Controller, Layouts, Plan, Tuned
 from commopt.schedule.reducer import is_capturing
 

@@ -15,16 +15,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from commopt.aggregate import Aggregator
+from commopt.attached.local_sgd import warn_of_broadcasts
 from commopt.errors import ConfigurationError
 from commopt.groups import NcclByLevel
-from commopt.hooks.local_sgd import warn_of_broadcasts
 from commopt.hooks.presets import STATE_OPTIONS, Preset, build_preset, hook
 from commopt.hooks.state import HookState
 from commopt.schedule import Plan, Tuned
 
 if TYPE_CHECKING:
+    from commopt.attached.comm_state import CommState
     from commopt.cost import Links
-    from commopt.hooks.comm_state import CommState
     from commopt.server import ParameterServer, Worker
 
 PLAN_VARIABLE = "COMMOPT_PLAN"

@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch import nn
 
 from commopt.aggregate import Aggregator
+from commopt.attached.checks import require_supported_parameters
+from commopt.attached.comm_state import CommState, require_scaler
+from commopt.attached.registration import Settings
 from commopt.document import require_whole
 from commopt.errors import ConfigurationError
 from commopt.groups import NcclByLevel
 from commopt.groups.build import read_arguments
 from commopt.hooks.buckets import DDPRegistration
-from commopt.hooks.checks import require_supported_parameters
-from commopt.hooks.comm_state import CommState, require_scaler
-from commopt.hooks.registration import Settings
 from commopt.schedule import BucketConfig, Decision, Plan, Tuned
 
 if TYPE_CHECKING:

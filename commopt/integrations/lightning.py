@@ -9,8 +9,8 @@ from typing import Any
 from weakref import WeakSet
 
 from commopt.aggregate import Aggregator
+from commopt.attached.optimizers import stand_for_adam
 from commopt.hooks import CommState, Preset, attach
-from commopt.hooks.optimizers import stand_for_adam
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer

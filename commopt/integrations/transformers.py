@@ -12,9 +12,9 @@ from weakref import ref
 import torch
 
 from commopt.aggregate import Aggregator
+from commopt.attached.optimizers import stand_for_adam
 from commopt.errors import ConfigurationError
 from commopt.hooks import CommState, Preset, attach, merged_state
-from commopt.hooks.optimizers import stand_for_adam
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments

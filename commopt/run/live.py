@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from commopt.attached.log import Logged, StepLog
 from commopt.hooks import CommState
-from commopt.hooks.log import Logged, StepLog
 from commopt.timeline.page import write_page
 
 

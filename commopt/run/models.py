@@ -20,10 +20,10 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from commopt.attached.checks import enabled_scalers
+from commopt.attached.optimizers import adam_in, optimizers_of, put_behind
 from commopt.errors import CommoptError
 from commopt.hooks import CommState
-from commopt.hooks.checks import enabled_scalers
-from commopt.hooks.optimizers import adam_in, optimizers_of, put_behind
 from commopt.run.live import Live
 from commopt.run.script import Choice
 from commopt.schedule import Tuned

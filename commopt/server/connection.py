@@ -20,7 +20,7 @@ from torch import Tensor
 
 from commopt import errors
 from commopt.errors import CommoptError, ConfigurationError, MismatchError, TransportError
-from commopt.hooks.parcels import Parcel
+from commopt.feedback.parcels import Parcel
 from commopt.server.link import BEAT, DATA, END, SAY_S, TEXT, EndedError, bytes_of, plain, reason, words_of
 from commopt.server.scheduler import find_server
 from commopt.server.secret import given_secret

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from commopt import errors
 from commopt.errors import CommoptError, TransportError
-from commopt.hooks.parcels import Parcel
+from commopt.feedback.parcels import Parcel
 
 _TELL_S = 0.5  # the other ranks hear so often that there is no result yet: their group's timeout never passes
 _NOT_YET = {"done": False}

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.hooks import RemovableHandle
 
+from commopt.attached.steps import after_steps
 from commopt.compress import RngKey
 from commopt.errors import ConfigurationError, UnsupportedTensorError
-from commopt.hooks.parcels import Parcel, parcels_of
-from commopt.hooks.steps import after_steps
+from commopt.feedback.parcels import Parcel, parcels_of
 from commopt.server.connection import Connection
 from commopt.server.ranks import Ranks
 from commopt.server.settings import ParameterServer

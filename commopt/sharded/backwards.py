@@ -17,11 +17,11 @@ from torch import nn
 
 from commopt import lanes
 from commopt.aggregate import Aggregator
+from commopt.attached.checks import warn_of_unknown_scaler
+from commopt.attached.registration import Registration, Settings
 from commopt.errors import ConfigurationError, MismatchError, TransportError
 from commopt.feedback import Layout
 from commopt.groups import WireBytes
-from commopt.hooks.checks import warn_of_unknown_scaler
-from commopt.hooks.registration import Registration, Settings
 from commopt.lanes import LaneClient
 from commopt.recording import Message
 from commopt.schedule import Layouts

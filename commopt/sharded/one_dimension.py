@@ -15,13 +15,13 @@ from torch import Tensor
 
 from commopt.aggregate import Aggregator, Call, context_for
 from commopt.aggregate.base import Step as Described
+from commopt.attached.checks import REDUCIBLE
+from commopt.attached.reduction import loss_scale_of
 from commopt.errors import ConfigurationError, UnsupportedTensorError
 from commopt.feedback import Layout, ResidualStore, spread
 from commopt.feedback.checkpoint import field, refuse
 from commopt.groups import WireBytes
 from commopt.groups.team import all_gather_single
-from commopt.hooks.checks import REDUCIBLE
-from commopt.hooks.reduction import loss_scale_of
 from commopt.lanes import LaneClient
 from commopt.recording import Message, running
 from commopt.sharded import seams

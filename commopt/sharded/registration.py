@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commopt.aggregate import Aggregator, LocalSGD
+from commopt.attached.checks import warn_of_untested_torch
+from commopt.attached.local_sgd import ParameterAverages
+from commopt.attached.reduction import Reduction, Step, Traffic
 from commopt.errors import ConfigurationError
 from commopt.feedback import Layout, ResidualStore, Spans, is_average, spread
 from commopt.groups import Membership, WireBytes
-from commopt.hooks.checks import warn_of_untested_torch
-from commopt.hooks.local_sgd import ParameterAverages
-from commopt.hooks.reduction import Reduction, Step, Traffic
 from commopt.lanes import LaneClient, Work
 from commopt.sharded.backwards import Backwards, Request, Sequel, told_why_ranks_wait
 from commopt.sharded.layouts import layout_of, require_length

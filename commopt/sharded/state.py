@@ -9,12 +9,12 @@ from typing import Any, NoReturn
 from torch import nn
 
 from commopt.aggregate import Aggregator, Auto, LocalSGD
+from commopt.attached.checks import REDUCIBLE, require_supported_parameters
+from commopt.attached.comm_state import CommState, require_scaler
+from commopt.attached.registration import Settings
 from commopt.errors import ConfigurationError
 from commopt.groups import Membership, NcclByLevel
 from commopt.groups.build import read_arguments
-from commopt.hooks.checks import REDUCIBLE, require_supported_parameters
-from commopt.hooks.comm_state import CommState, require_scaler
-from commopt.hooks.registration import Settings
 from commopt.sharded.backwards import Request
 from commopt.sharded.one_dimension import OneDimension, require_attachable
 from commopt.sharded.registration import ShardedRegistration

@@ -19,8 +19,8 @@ from commopt.cost import Cost, Links, Pricing
 from commopt.document import require_time
 from commopt.errors import ConfigurationError
 from commopt.feedback import Layout
+from commopt.feedback.parcels import fragments_of, parcels_of
 from commopt.groups import TeamShape
-from commopt.hooks.parcels import fragments_of, parcels_of
 from commopt.schedule import SPARE, Costs, PriceTable, Unit, best_plan
 from commopt.schedule.rounds import largest_sum, mean_step_us
 from commopt.simulate.workload import Workload, dtype_named

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from commopt.aggregate import Aggregator
+from commopt.attached.steps import before_steps
 from commopt.errors import ConfigurationError, UnsupportedTensorError
-from commopt.hooks.steps import before_steps
 from commopt.version import NEWEST_TESTED_TORCH
 
 _T = TypeVar("_T")

@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from commopt.aggregate import Aggregator, LocalSGD
+from commopt.attached.averages_used import Directions, StepsBetweenAverages
+from commopt.attached.checks import warn_of_untested_torch
+from commopt.attached.local_sgd import ParameterAverages
+from commopt.attached.reduction import Reduction, Step, Traffic
 from commopt.feedback import Layout, ResidualStore, Shadow, spread
 from commopt.feedback.checkpoint import required, whole
 from commopt.groups import Membership, NcclByLevel, WireBytes
-from commopt.hooks.averages_used import Directions, StepsBetweenAverages
-from commopt.hooks.checks import warn_of_untested_torch
-from commopt.hooks.local_sgd import ParameterAverages
-from commopt.hooks.reduction import Reduction, Step, Traffic
 from commopt.lanes import LaneClient, Work
 from commopt.recording import Recorder
 from commopt.schedule import BucketConfig

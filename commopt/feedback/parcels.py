@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from commopt.errors import ConfigurationError
-from commopt.feedback import Layout, Piece
+from commopt.feedback.layout import Layout, Piece
 
 PARCEL_NBYTES = 25 * 2**20  # what DDP gives its buckets
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.optim import Optimizer
 
+from commopt.attached.checks import enabled_scalers, instances_of
+from commopt.attached.steps import after_steps, before_steps
 from commopt.errors import ConfigurationError
-from commopt.hooks.checks import enabled_scalers, instances_of
-from commopt.hooks.steps import after_steps, before_steps
 
 _log = logging.getLogger("commopt")
 

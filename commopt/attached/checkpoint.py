@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from commopt.attached.registration import Registration
 from commopt.errors import ConfigurationError
 from commopt.feedback import Layout, ResidualStore, layout_of, pieces_of, restore, save
 from commopt.feedback.checkpoint import MAX_MAGNITUDE, field, refuse, required, whole
 from commopt.groups.membership import PATIENCE_S, require_equal
-from commopt.hooks.registration import Registration
 from commopt.schedule import require_same_parameters
 
 FORMAT = 1

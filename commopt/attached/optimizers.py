@@ -14,9 +14,9 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from commopt.aggregate import Adam
+from commopt.attached.checks import instances_of
+from commopt.attached.comm_state import CommState
 from commopt.errors import ConfigurationError
-from commopt.hooks.checks import instances_of
-from commopt.hooks.comm_state import CommState
 
 _OF_ADAM = ("betas", "eps", "amsgrad", "capturable", "fused", "decoupled_weight_decay")  # in groups; SGD has others
 _OF_FUSED = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")  # what fused=True leaves in an object

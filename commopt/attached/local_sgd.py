@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from commopt.aggregate import Aggregator, LocalSGD, context_for
+from commopt.attached.optimizer_steps import OptimizerSteps
 from commopt.errors import ConfigurationError
 from commopt.feedback import BufferContext, Piece, ResidualStore
 from commopt.feedback.checkpoint import field, refuse, required
+from commopt.feedback.parcels import Named, Parcel, fragments_of, parcels_of
 from commopt.groups import WireBytes
-from commopt.hooks.optimizer_steps import OptimizerSteps
-from commopt.hooks.parcels import Named, Parcel, fragments_of, parcels_of
 from commopt.lanes import Agreement, LaneClient, Work
 from commopt.schedule import reducer
 

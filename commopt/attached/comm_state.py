@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from commopt.aggregate import Aggregator
+from commopt.attached import checkpoint
+from commopt.attached.checks import require_plain_groups
+from commopt.attached.registration import Registration
 from commopt.errors import ConfigurationError
 from commopt.groups import Membership
-from commopt.hooks import checkpoint
-from commopt.hooks.checks import require_plain_groups
-from commopt.hooks.registration import Registration
 from commopt.schedule import Decision, Plan
 from topology import Cluster
 
@@ -160,7 +160,7 @@ class CommState:
         (ui.perfetto.dev reads it). Raises ConfigurationError on every rank when nothing was recorded or the file cannot
         be written, and MismatchError when not all ranks call it.
         """
-        from commopt.hooks.insight import timeline_of  # which reads what all ranks recorded
+        from commopt.attached.insight import timeline_of  # which reads what all ranks recorded
         from commopt.timeline import write_trace
 
         return timeline_of(self._registration, write_trace, trace, "timeline")
@@ -170,7 +170,7 @@ class CommState:
 
         html: where rank 0 writes it as one page with pictures, which needs a browser and no network.
         """
-        from commopt.hooks.insight import report_on, timeline_of
+        from commopt.attached.insight import report_on, timeline_of
 
         def write(timeline: Timeline, file: Path) -> None:
             from commopt.timeline.page import write_page
@@ -209,7 +209,7 @@ class CommState:
         Call it between two steps, on every rank. Where one does not, the others raise MismatchError once `timeout` is
         over; also when ranks give another `every`. Raises ConfigurationError, on every rank, for what is no logger.
         """
-        from commopt.hooks.log import StepLog, writer_for
+        from commopt.attached.log import StepLog, writer_for
 
         StepLog(self._registration, self.stats, lambda: self.plan, every, lambda: writer_for(target))
 

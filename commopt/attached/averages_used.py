@@ -10,10 +10,10 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from commopt.attached.checks import before_each_step, require_plain_groups
+from commopt.attached.reduction import loss_scale_of
+from commopt.attached.steps import after_steps
 from commopt.errors import ConfigurationError
-from commopt.hooks.checks import before_each_step, require_plain_groups
-from commopt.hooks.reduction import loss_scale_of
-from commopt.hooks.steps import after_steps
 
 _log = logging.getLogger("commopt")
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from commopt.attached.insight import report_on
+from commopt.attached.registration import Registration
 from commopt.command_line import require_writable
 from commopt.document import require_whole
 from commopt.errors import ConfigurationError
 from commopt.groups.membership import require_equal
-from commopt.hooks.insight import report_on
-from commopt.hooks.registration import Registration
 from commopt.schedule import Plan
 from commopt.schedule.reducer import is_capturing
 from commopt.timeline import Report, Timeline, gather

@@ -12,10 +12,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from commopt.aggregate import Aggregator, Compressed, Hierarchical, PowerSGD
+from commopt.attached.registration import Registration
 from commopt.compress import Cast, Quantize
 from commopt.errors import ConfigurationError
 from commopt.groups import WireBytes, broadcast_bytes
-from commopt.hooks.registration import Registration
 from commopt.schedule import Plan
 from commopt.timeline import Report, Subject, Timeline, TrafficOutside, gather
 from commopt.timeline import report as _report
