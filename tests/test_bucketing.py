@@ -21,7 +21,7 @@ from commopt.groups import join
 from commopt.recording import BucketRecord, MessageRecord, StepRecord
 from commopt.schedule import Layouts, Unit, sync
 from commopt.schedule.calibration import LARGEST_NBYTES, prices_from_points, samples_of
-from commopt.schedule.measure import StepTimes, latest, own_times
+from commopt.schedule.measure import StepTable, latest, own_times
 from tests.plan_changes import heard
 from tests.ranks import run
 
@@ -66,7 +66,7 @@ def record(step: int, begin_us: float, *, buckets: tuple[int, ...] = (0, 1), lab
     return StepRecord(step, None, end_us, ready, (message,))
 
 
-def own_of(records: list[StepRecord], steps: range = range(3, 6), messages: int = 1) -> StepTimes:
+def own_of(records: list[StepRecord], steps: range = range(3, 6), messages: int = 1) -> StepTable:
     ready = {step: {"a": 1.0 * step, "b": 2.0 * step} for step in steps}
     units = [Unit(names, 0, 0.0, "f") for names in (("a", "b"), ("c",))]
     return own_times({each.step: each for each in records}, ready, steps, units, messages)
@@ -100,7 +100,7 @@ def put_together(rank: int, world_size: int) -> tuple[list[float], list[float], 
     nan = float("nan")
     column = np.array([[1e9 + 1e6 * here], [nan if team.rank else 5e9]])
     unknown = np.array([[nan, 7e9 - 1e6 * here], [nan, nan]])
-    times = latest(team, StepTimes(column[:, 0], 2 * column[:, 0], column, 3 * column, unknown))
+    times = latest(team, StepTable(column[:, 0], 2 * column[:, 0], column, 3 * column, unknown))
     return times.begin_us.tolist(), times.finished_us[:, 0].tolist(), times.ready_us[0].tolist()
 
 

@@ -25,7 +25,7 @@ _REACH = 4.0  # how far beyond the largest measured message a curve is to be bel
 
 
 @dataclass(frozen=True)
-class Segment:
+class LineSegment:
     """Messages of `from_nbytes` and more, up to the next segment: alpha_us + beta_us_per_byte * nbytes."""
 
     from_nbytes: float
@@ -45,7 +45,7 @@ class Curve:
     what was requested, "" when it does not.
     """
 
-    segments: tuple[Segment, ...]
+    segments: tuple[LineSegment, ...]
     points: tuple[Point, ...] = ()
     note: str = ""
 
@@ -63,7 +63,7 @@ class Curve:
     @classmethod
     def linear(cls, alpha_us: float, beta_us_per_byte: float) -> Curve:
         """Return the curve of one latency and one bandwidth."""
-        return cls((Segment(0.0, alpha_us, beta_us_per_byte),))
+        return cls((LineSegment(0.0, alpha_us, beta_us_per_byte),))
 
     @classmethod
     def fit(cls, points: Iterable[Point]) -> Curve:
@@ -126,7 +126,7 @@ class Curve:
     def scaled(self, alpha_factor: float, beta_factor: float, note: str) -> Curve:
         """Return the curve of a like operation with other latency and bandwidth."""
         segments = tuple(
-            Segment(each.from_nbytes, each.alpha_us * alpha_factor, each.beta_us_per_byte * beta_factor)
+            LineSegment(each.from_nbytes, each.alpha_us * alpha_factor, each.beta_us_per_byte * beta_factor)
             for each in self.segments
         )
         like = Curve(segments)
@@ -156,7 +156,7 @@ def _checked(points: tuple[Point, ...]) -> None:
         raise ConfigurationError("points must come by increasing bytes, each size once")
 
 
-def _choices(points: tuple[Point, ...]) -> Iterator[list[tuple[Segment, ...]]]:
+def _choices(points: tuple[Point, ...]) -> Iterator[list[tuple[LineSegment, ...]]]:
     """Yield all ways to cut the points into one segment, into two, into three, as far as there are points for it."""
     lines = {
         (first, last): _line(points[first:last])
@@ -171,7 +171,7 @@ def _choices(points: tuple[Point, ...]) -> Iterator[list[tuple[Segment, ...]]]:
             yield choices
 
 
-def _joined(points: tuple[Point, ...], cut: list[tuple[int, int]], lines: list[Segment]) -> tuple[Segment, ...]:
+def _joined(points: tuple[Point, ...], cut: list[tuple[int, int]], lines: list[LineSegment]) -> tuple[LineSegment, ...]:
     """Let each line begin where it meets the one before, if that is between the points of the two."""
     found = [lines[0]]
     for (first, _), line in zip(cut[1:], lines[1:], strict=True):
@@ -187,7 +187,7 @@ def _joined(points: tuple[Point, ...], cut: list[tuple[int, int]], lines: list[S
     return tuple(found)
 
 
-def _line(points: tuple[Point, ...]) -> Segment:
+def _line(points: tuple[Point, ...]) -> LineSegment:
     """Return the line of alpha, beta >= 0 that minimizes the sum of squares of (alpha + beta n) / t - 1."""
     sizes, times = np.array(points).T
     rows = np.stack([np.ones(len(sizes)), sizes / sizes[-1]], axis=1) / times[:, None]
@@ -201,4 +201,4 @@ def _line(points: tuple[Point, ...]) -> Segment:
     _, *free = fitted([0, 1])
     if min(free) < 0:
         _, *free = min(fitted([0]), fitted([1]))
-    return Segment(0.0, *free)
+    return LineSegment(0.0, *free)

@@ -9,7 +9,7 @@ from math import isnan, log
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from commopt.cost.curve import Curve, Segment
+from commopt.cost.curve import Curve, LineSegment
 from commopt.document import load, one_line_each, read_as, read_text
 from commopt.errors import ConfigurationError
 
@@ -17,7 +17,7 @@ FORMAT = 1
 PRIMITIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "reduce", "broadcast")
 
 
-class Link(NamedTuple):
+class LinkCost(NamedTuple):
     """Microseconds per message and per byte."""
 
     alpha_us: float
@@ -30,7 +30,7 @@ class Ring(NamedTuple):
     steps: int
     volume: float
 
-    def time_us(self, nbytes: float, link: Link) -> float:
+    def time_us(self, nbytes: float, link: LinkCost) -> float:
         """Return what it costs."""
         return self.steps * link.alpha_us + self.volume * nbytes * link.beta_us_per_byte
 
@@ -71,7 +71,7 @@ class WorkKey(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Header:
+class LinksHeader:
     """Where the figures come from. nodes: ranks on each node; hosts: one name for each node; commopt: its version."""
 
     date: str = ""
@@ -92,7 +92,7 @@ class Links:
     nominal: nothing was measured; the figures are line rates.
     """
 
-    header: Header
+    header: LinksHeader
     curves: Mapping[LinkKey, Curve]
     work: Mapping[WorkKey, Curve] = field(default_factory=dict)
     nominal: bool = False
@@ -153,7 +153,7 @@ class Links:
         try:
             content = load(text, "the file", FORMAT)
             nominal: bool = read_as(bool, content.get("nominal"), "nominal")
-            header: Header = read_as(Header, content.get("header"), "header")
+            header: LinksHeader = read_as(LinksHeader, content.get("header"), "header")
             curves = _table(LinkKey, content, "links")
             for key in curves:
                 if key.primitive not in PRIMITIVES or key.ranks < 2 or key.groups < 1:
@@ -184,7 +184,7 @@ def _table(kind: Any, content: Mapping[str, Any], name: str) -> dict[Any, Curve]
         try:
             if key in found:
                 raise ConfigurationError(f"there are figures for {tuple(key)} already")
-            found[key] = Curve(tuple(Segment(*each) for each in entry.segments), entry.points, entry.note)
+            found[key] = Curve(tuple(LineSegment(*each) for each in entry.segments), entry.points, entry.note)
         except ConfigurationError as error:
             raise ConfigurationError(f"{where}: {error}") from None
     return found

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from math import isfinite, log2
 
 from commopt.cost.curve import Curve
-from commopt.cost.links import PRIMITIVES, Header, Link, LinkKey, Links, ring
+from commopt.cost.links import PRIMITIVES, LinkCost, LinkKey, Links, LinksHeader, ring
 from commopt.errors import ConfigurationError
 from commopt.groups import TeamShape
 
@@ -41,22 +41,22 @@ class Speeds:
                 raise ConfigurationError(f"Speeds({name}={value!r}) must be a finite number, {least}")
 
     @property
-    def intra(self) -> Link:
+    def intra(self) -> LinkCost:
         """Between two ranks of a node."""
-        return Link(self.intra_latency_us, 1e-3 / self.intra_gb_per_s)
+        return LinkCost(self.intra_latency_us, 1e-3 / self.intra_gb_per_s)
 
-    def inter(self, groups: int) -> Link:
+    def inter(self, groups: int) -> LinkCost:
         """Between nodes, for each of `groups` ranks of a node that send at once: a port, or a share of all."""
         gbps = self.nic_gbps / max(groups, self.nics)
-        return Link(self.inter_latency_us, _US_PER_BYTE_AT_1_GBPS / gbps)
+        return LinkCost(self.inter_latency_us, _US_PER_BYTE_AT_1_GBPS / gbps)
 
     @property
-    def node(self) -> Link:
+    def node(self) -> LinkCost:
         """Between nodes, for a whole node."""
         return replace(self, nics=1).inter(1)
 
 
-def tree_us(nbytes: float, nodes: int, per_node: int, intra: Link, inter: Link) -> float:
+def tree_us(nbytes: float, nodes: int, per_node: int, intra: LinkCost, inter: LinkCost) -> float:
     """2 (log2(N) alpha_n + (L-1) alpha_i) + 2 S beta_n / 0.78: NCCL's double binary tree over chains in the nodes."""
     latency_us = 2 * (log2(nodes) * inter.alpha_us + (per_node - 1) * intra.alpha_us)
     link = inter if nodes > 1 else intra
@@ -65,7 +65,7 @@ def tree_us(nbytes: float, nodes: int, per_node: int, intra: Link, inter: Link) 
 
 def nominal_links(shape: TeamShape, speeds: Speeds) -> Links:
     """Return the links of a cluster at line rate: latency and bandwidth of the ring's formulas, no work."""
-    return Links(Header(nodes=shape.ranks_per_node), dict(_curves(shape.ranks_per_node, speeds)), nominal=True)
+    return Links(LinksHeader(nodes=shape.ranks_per_node), dict(_curves(shape.ranks_per_node, speeds)), nominal=True)
 
 
 def _curves(counts: tuple[int, ...], speeds: Speeds) -> Iterator[tuple[LinkKey, Curve]]:
@@ -80,7 +80,7 @@ def _curves(counts: tuple[int, ...], speeds: Speeds) -> Iterator[tuple[LinkKey, 
             yield LinkKey("inter", primitive, len(counts), groups), _curve(primitive, len(counts), speeds.inter(groups))
 
 
-def _curve(primitive: str, ranks: int, link: Link) -> Curve:
+def _curve(primitive: str, ranks: int, link: LinkCost) -> Curve:
     takes = ring(primitive, ranks)
     return Curve.linear(takes.steps * link.alpha_us, takes.volume * link.beta_us_per_byte)
 

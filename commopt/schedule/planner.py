@@ -29,11 +29,12 @@ import numpy as np
 
 from commopt.document import require_time, require_whole
 from commopt.errors import ConfigurationError
-from commopt.schedule.plan import Plan, Unit, simulate
+from commopt.schedule.plan import Plan, Unit
 from commopt.schedule.prices import Costs, Floats
+from commopt.schedule.simulation import simulate
 
 SPARE = 0.01
-"""Each message also costs backward a little, which no price has in it: a step may take so much longer by prediction."""
+"""How much longer a step may take, by prediction, to save messages: each slows backward a little, beyond its price."""
 _ROUNDING = 1e-12
 _FEW_GROUPS = 16
 
@@ -41,25 +42,26 @@ _FEW_GROUPS = 16
 def best_plan(units: Sequence[Unit], costs: Costs, max_bytes: int | None = None, spare: float = 0.0) -> Plan:
     """Return the plan that finishes first, all by one strategy; of equal ones the strategy that comes first.
 
-    units: in the order of backward; only neighbours are merged. A unit above max_bytes is a group of its own.
-    spare: a finish later by up to this share of the least will do, if it saves messages: of the plans that are no
-        later, those with fewest groups, of those the first to finish.
+    units: in the order of backward; only neighbours are merged.
+    max_bytes: of a group of several units.
+    spare: a plan may finish later by up to this share of the least time, if it saves messages. Of the plans that are no
+        later, those with fewest groups count, and of these the first to finish.
     """
     if not units:
         raise ConfigurationError("best_plan: no units; give at least one")
     if max_bytes is not None:
         require_whole(max_bytes, 1, "max_bytes")
     require_time(spare, "spare")
-    lanes = {strategy: _Lane(units, costs, strategy, max_bytes) for strategy in costs.prices}
-    least_us = {strategy: float(lane.finish(None)[0, -1]) for strategy, lane in lanes.items()}
+    groups_by = {strategy: _Groups(units, costs, strategy, max_bytes) for strategy in costs.prices}
+    least_us = {strategy: float(groups.finish(None)[0, -1]) for strategy, groups in groups_by.items()}
     strategy = min(least_us, key=lambda strategy: least_us[strategy])
-    ends = lanes[strategy].ends(least_us[strategy] * (1 + spare) * (1 + _ROUNDING))
+    ends = groups_by[strategy].ends(least_us[strategy] * (1 + spare) * (1 + _ROUNDING))
     groups = tuple(tuple(name for unit in units[i:j] for name in unit.names) for i, j in pairwise((0, *ends)))
     return Plan(groups, strategy, "measured", simulate(units, groups, strategy, costs))
 
 
-class _Lane:
-    """Which neighbours may share a message, and what that costs."""
+class _Groups:
+    """The groups that neighbours may form, and their costs, by one strategy."""
 
     def __init__(self, units: Sequence[Unit], costs: Costs, strategy: str, max_bytes: int | None) -> None:
         self._ready = np.maximum.accumulate([unit.ready_us for unit in units])

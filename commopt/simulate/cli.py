@@ -20,7 +20,7 @@ from commopt.cost import Links
 from commopt.display import WIDTH
 from commopt.errors import ConfigurationError, did_you_mean
 from commopt.simulate import report
-from commopt.simulate.cluster import GPUS, INTRA_GB_PER_S, ClusterSpec, Network, gpu
+from commopt.simulate.cluster import GPUS, INTRA_GB_PER_S, ClusterSpec, NetworkSpec, gpu
 from commopt.simulate.model_zoo import MODELS, model
 from commopt.simulate.scaling import DEFAULT, Scaling, strategy
 from commopt.simulate.step import OVERHEAD_US, USUAL_SPREAD, Stragglers
@@ -56,7 +56,7 @@ def _rate(text: str, unit: str, fix: str) -> float:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the simulator; those of the network have the names of Network's fields."""
+    """Declare the options of the simulator; those of the network have the names of NetworkSpec's fields."""
     parser.description = "Simulate a training step on a cluster of any number of GPUs, by several strategies."
     parser.epilog = EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -140,8 +140,8 @@ def _workload(options: argparse.Namespace) -> tuple[Callable[[int], Workload], i
     return (lambda count: loaded if count == loaded.samples else loaded.scaled(count)), batch
 
 
-def _links(options: argparse.Namespace) -> Network | Links:
-    typed = {field.name: getattr(options, field.name, None) for field in fields(Network)}
+def _links(options: argparse.Namespace) -> NetworkSpec | Links:
+    typed = {field.name: getattr(options, field.name, None) for field in fields(NetworkSpec)}
     given = {name: value for name, value in typed.items() if value is not None}
     if options.links is not None:
         if given:
@@ -153,13 +153,13 @@ def _links(options: argparse.Namespace) -> Network | Links:
         raise ConfigurationError("the network is missing; pass --nic, for example --nic 25gbps, or --links FILE")
     if options.connections is not None and options.socket_gbps is None:
         raise ConfigurationError("--connections tells nothing without --socket-gbps, what each one carries")
-    return Network(**{"intra_gb_per_s": INTRA_GB_PER_S["nvlink3"]} | given)
+    return NetworkSpec(**{"intra_gb_per_s": INTRA_GB_PER_S["nvlink3"]} | given)
 
 
 def _inputs(options: argparse.Namespace, cluster: ClusterSpec, workload: Workload) -> Mapping[str, Any]:
     typed = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
     links = cluster.links
-    if isinstance(links, Network):
+    if isinstance(links, NetworkSpec):
         used = {name: None if value == inf else value for name, value in vars(links).items()}
     else:
         used = {"measured": vars(links.header)}

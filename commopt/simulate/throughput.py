@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import log
 
-from commopt.simulate.cluster import GPUS, Gpu
+from commopt.simulate.cluster import GPUS, GpuSpec
 from commopt.simulate.model_zoo import Model, model
 
 BACKWARD_PER_FORWARD = 2  # gradients of the inputs and of the weights: a product each, as large as forward's
@@ -74,7 +74,7 @@ def usual_batch(name: str) -> int:
     return BATCHES[_KIN.get(name, name)]
 
 
-def usual_efficiency(subject: Model, gpu: Gpu, precision: str) -> tuple[float, str]:
+def usual_efficiency(subject: Model, gpu: GpuSpec, precision: str) -> tuple[float, str]:
     """Return the share of the GPU's peak that a step reaches, at most 1, and what that rests on.
 
     What is published for this model on this GPU; else on another GPU or in another precision, times the ratio of the
