@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a message of so many bytes costs: latency and bandwidth, piece by piece, fitted to measurements."""
+"""The cost of a message by its length: latency and bandwidth, segment by segment, fitted to measurements."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _MOST_SEGMENTS = 3
 _FEWEST_POINTS = 3  # of a segment, when there are several: two would be fitted exactly, noise and all
 _WORSE = 1.25  # how much worse the error of fewer segments may be
 _NEGLIGIBLE = 0.005  # relative error that no further segment is needed for
-_REACH = 4.0  # how far beyond the largest measured message a curve is to be believed
+_REACH = 4.0  # how far a curve is trusted, over the largest measured message
 
 
 @dataclass(frozen=True)
 class LineSegment:
-    """Messages of `from_nbytes` and more, up to the next segment: alpha_us + beta_us_per_byte * nbytes."""
+    """The time of messages of `from_nbytes` and more, up to the next segment: alpha_us + beta_us_per_byte * nbytes."""
 
     from_nbytes: float
     alpha_us: float
@@ -41,8 +41,9 @@ class LineSegment:
 class Curve:
     """Time against bytes, in 1 to 3 segments; a larger message never costs less.
 
-    points: what was measured, by increasing bytes; none for a curve that was not. note: how the curve differs from
-    what was requested, "" when it does not.
+    segments: by increasing bytes.
+    points: the measurements, by increasing bytes; none for a curve that was not measured.
+    note: the difference from the curve that was requested, "" if there is none.
     """
 
     segments: tuple[LineSegment, ...]
@@ -89,7 +90,7 @@ class Curve:
         return next(curve for curve in best if curve._deviation <= max(_WORSE * least, _NEGLIGIBLE))
 
     def time_us(self, nbytes: float) -> float:
-        """Return what a message costs; nothing costs nothing."""
+        """Return the time of a message; 0 for an empty one."""
         if nbytes <= 0:
             return 0.0
         time_us = 0.0
@@ -193,7 +194,7 @@ def _line(points: tuple[Point, ...]) -> LineSegment:
     rows = np.stack([np.ones(len(sizes)), sizes / sizes[-1]], axis=1) / times[:, None]
 
     def fitted(columns: list[int]) -> tuple[float, float, float]:
-        """Return what is left, and the line, where only these columns may count."""
+        """Return the remaining error, and the line, if only these columns may count."""
         line = np.zeros(2)
         line[columns] = np.linalg.lstsq(rows[:, columns], np.ones(len(rows)), rcond=None)[0]
         return float(((rows @ line - 1) ** 2).sum()), float(line[0]), float(line[1] / sizes[-1])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Links from advertised line rates, without derating, and the closed forms of what an all_reduce costs on them.
+"""Links from advertised line rates, without derating, and closed forms of the cost of an all_reduce on them.
 
 nbytes is the gradient on each rank (S), `ranks` P, in a hierarchy `per_node` L on each of `nodes` N. `intra` is the
 link between two ranks of a node, `inter` the one to other nodes. docs/cost.md has them in a table.
@@ -24,8 +24,11 @@ _TREE_EFFICIENCY = 0.78  # of NCCL's double binary tree, against a ring on large
 class Speeds:
     """Line rates in one direction, and the time of a step of a collective.
 
-    nic_gbps: what a node sends with all its ports, in Gb/s. nics: their number; one rank by itself uses one.
-    intra_gb_per_s: what a rank sends another one of its node, in GB/s.
+    nic_gbps: of a node with all its ports, in Gb/s.
+    intra_gb_per_s: from a rank to another one of its node, in GB/s.
+    nics: ports of a node; one rank by itself uses one.
+    inter_latency_us: of a step between nodes.
+    intra_latency_us: of a step inside a node.
     """
 
     nic_gbps: float
@@ -42,17 +45,17 @@ class Speeds:
 
     @property
     def intra(self) -> LinkCost:
-        """Between two ranks of a node."""
+        """The link between two ranks of a node."""
         return LinkCost(self.intra_latency_us, 1e-3 / self.intra_gb_per_s)
 
     def inter(self, groups: int) -> LinkCost:
-        """Between nodes, for each of `groups` ranks of a node that send at once: a port, or a share of all."""
+        """Return the link to other nodes for each of `groups` ranks that send at once: a port, or a share of all."""
         gbps = self.nic_gbps / max(groups, self.nics)
         return LinkCost(self.inter_latency_us, _US_PER_BYTE_AT_1_GBPS / gbps)
 
     @property
     def node(self) -> LinkCost:
-        """Between nodes, for a whole node."""
+        """The link between nodes, for a whole node."""
         return replace(self, nics=1).inter(1)
 
 

@@ -41,7 +41,7 @@ class BucketConfig:
 
     @classmethod
     def read(cls, plan: Any, links: Any, tuned: Any = None) -> BucketConfig:
-        """Check what a user passed; paths are read. Raises ConfigurationError."""
+        """Return the choices of a user, checked; paths are read. Raises ConfigurationError."""
         if links is not None:
             from commopt.cost import Links
 
@@ -103,7 +103,7 @@ def require_fit(tuned: Tuned, aggregator: Aggregator, team: TeamShape) -> None:
 _CHOICES = {
     "plan": "'adaptive', 'ddp', a commopt.Plan, or the path of one written with to_json()",
     "links": "commopt.Links, the path of a file that `python -m commopt probe` wrote, or None to try out messages",
-    "tuned": "what HookState.tuned was, the path of a file it was saved to, or None to tune anew",
+    "tuned": "a HookState.tuned, the path of a file it was saved to, or None to tune anew",
 }
 
 

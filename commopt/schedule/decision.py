@@ -114,7 +114,7 @@ class Tuned:
 
     @classmethod
     def from_json(cls, text: str) -> Tuned:
-        """Read what `to_json` wrote; raises ConfigurationError for anything else."""
+        """Read a text of `to_json`; raises ConfigurationError for anything else."""
         tuned: Tuned = read_as(cls, load(text, "tuned", _FORMAT), "tuned")
         return tuned
 
@@ -124,7 +124,7 @@ class Tuned:
 
     @classmethod
     def load(cls, path: str | Path) -> Tuned:
-        """Read what `save` wrote. Raises ConfigurationError, naming what is wrong, for anything else."""
+        """Read a file of `save`. Raises ConfigurationError, naming the fault, for anything else."""
         text = read_text(path)
         try:
             return cls.from_json(text)
@@ -173,6 +173,6 @@ class Decision:
 
     @classmethod
     def from_json(cls, text: str) -> Decision:
-        """Read what `to_json` wrote; raises ConfigurationError for anything else."""
+        """Read a text of `to_json`; raises ConfigurationError for anything else."""
         decision: Decision = read_as(cls, load(text, "decision", _FORMAT), "decision")
         return decision

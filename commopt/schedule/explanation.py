@@ -18,7 +18,7 @@ _SLOW = 0.5  # of a step, where that much of it is communication that nothing hi
 
 def explain(aggregator: Aggregator | None, tuned: Tuned | None, decisions: Sequence[Decision]) -> str:
     """Return the candidate in use, the ones it was compared with, the messages of a step, and the last decision."""
-    lines = [f"asked for: {aggregator if aggregator is not None else 'what the hook stands for'}"]
+    lines = [f"asked for: {aggregator if aggregator is not None else 'the preset of the hook'}"]
     if tuned is not None:
         table = aligned(_COLUMNS, [_row(outcome, tuned) for outcome in tuned.considered], left=len(_COLUMNS))
         known = tuned.optimizer or "not known, so that the worse of SGD and AdamW counts"

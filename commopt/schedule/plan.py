@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which gradients travel together, and by which strategy: plain data that rank 0 makes and every rank follows."""
+"""Which gradients travel together, and by which strategy: data that rank 0 makes and every rank follows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Unit:
     names: its parameters.
     nbytes: of their gradients together.
     ready_us: when they are, from the beginning of the step, on the slowest rank.
-    dtype: only units of equal dtype share a message; any text that tells apart what cannot lie in one buffer.
+    dtype: only units of equal dtype share a message. Any text that differs where units cannot lie in one buffer.
     """
 
     names: tuple[str, ...]
@@ -110,7 +110,7 @@ class Plan:
             raise ConfigurationError(f"plan: made for other parameters: {'; '.join(differences)}; make a new plan")
 
     def digest(self) -> str:
-        """Return the SHA-256 of what ranks must agree on: groups and strategy, not origin and prediction."""
+        """Return the SHA-256 of groups and strategy, which ranks must agree on, without origin and prediction."""
         agreed = {"groups": self.groups, "strategy": self.strategy}
         return sha256(json.dumps(agreed, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
@@ -120,7 +120,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Read what `to_json` wrote; raises ConfigurationError for anything else."""
+        """Read a text of `to_json`; raises ConfigurationError for anything else."""
         plan: Plan = read_as(cls, load(text, "plan", _FORMAT), "plan")
         return plan
 

@@ -7,7 +7,7 @@ all its units), C_j the bytes of the first j. A message of the units i+1..j keep
 and the first j units are reduced, at best, at
     F(0) = 0,    F(j) = min over i < j of  max(F(i), r_j) + f(i, j),
 over those i that leave a message of one dtype and at most max_bytes. F(n) is the least finish time of all 2^(n-1)
-partitions: what follows a prefix is never later because the prefix is earlier. Nothing is assumed of the prices, not
+partitions: an earlier prefix never makes the rest later. Nothing is assumed of the prices, not
 even that they grow with size. O(n^2).
 
 Where finishes up to a share later will do, F(j, m) is the same over partitions into at most m groups,
@@ -16,8 +16,8 @@ and the least k with F(n, k) in time is the number of groups: O(k n^2).
 
 MG-WFBP (Shi, Chu, Li: "MG-WFBP: Efficient Data Communication for Distributed Synchronous SGD Algorithms", INFOCOM 2019,
 arXiv 1811.11141) decides the same question greedily, pair by pair, for one price alpha + beta * bytes: it merges a
-gradient into the next if that is ready less than alpha after the first could start. It never looks at what a merge does
-to later messages.
+gradient into the next if that is ready less than alpha after the first could start. It ignores the effect of a merge on
+later messages.
 """
 
 from __future__ import annotations

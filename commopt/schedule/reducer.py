@@ -81,8 +81,8 @@ class ReducerBuckets:
             return False
         if is_capturing():
             return False
-        # A new reducer knows what trains now. A parameter that is frozen for a while (a discriminator, while the
-        # generator learns) would be left out for ever, and its gradients would never be averaged again.
+        # A new reducer averages the parameters that train now. One that is frozen for a while (a discriminator, while
+        # the generator learns) would be left out for ever, and its gradients would never be averaged again.
         trained = ddp._build_params_for_reducer()[0] if all(each.requires_grad for each in known.values()) else []
         return len(trained) == len(known) and set(map(id, trained)) == set(map(id, known.values()))
 
@@ -138,7 +138,7 @@ def rebuild(ddp: TorchDDP, buckets: Sequence[Sequence[Tensor]]) -> None:
         ddp._ddp_init_helper(ordered, [sparse[parameter] for parameter in ordered], names, ddp.static_graph)
     finally:
         ddp._bucket_config = before  # torch.compile goes by it
-    alone = _Alone(0, 1)  # type: ignore[call-arg]  # kept here: the reducer does not keep what is Python of it
+    alone = _Alone(0, 1)  # type: ignore[call-arg]  # kept here: the reducer does not keep its Python part
     ddp.reducer._update_process_group(alone)
     ddp.reducer._push_all_rebuilt_params()  # as if gradients had come in this order
     ddp.reducer._rebuild_buckets()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training step takes on a cluster of any number of GPUs, simulated; nothing is communicated.
+"""Simulated times of a training step on a cluster of any number of GPUs; nothing is communicated.
 
-A workload (model_zoo, workload: when each gradient is ready) meets a cluster (cluster: what a message costs there) in a
-step (step: buckets, stragglers); scaling repeats that over numbers of nodes and strategies.
+A workload says when each gradient is ready (model_zoo, workload), a cluster what a message costs (cluster). A step puts
+them together (step: buckets, stragglers), and scaling does so for numbers of nodes and strategies.
 """
 
 from commopt.simulate.cluster import GPUS, ClusterSpec, GpuSpec, NetworkSpec, gpu

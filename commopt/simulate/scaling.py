@@ -18,7 +18,7 @@ from commopt.simulate.step import OVERHEAD_US, SimulatedStep, Simulation, Stragg
 from commopt.simulate.workload import Workload
 
 LOSSLESS = ("flat", "hierarchical")
-LOSSY = (  # by what they leave out, least first
+LOSSY = (  # by their error, the smallest first
     "hierarchical_bf16",
     "hierarchical_quantized",
     "quantized",
@@ -70,8 +70,11 @@ class Strategy:
 def strategy(name: str, buckets: BucketSource = "planned") -> Strategy:
     """Return the strategy of that name: "stock", "lossless", "lossy", or a preset like "powersgd:matrix_rank=2".
 
-    stock: what DDP does without a hook, its own buckets in one all_reduce over all ranks each. lossless: the best that
-    is exact. lossy: the best of these and of LOSSY. Raises ConfigurationError for any other name.
+    stock: DDP without a hook, each of its own buckets in one all_reduce over all ranks.
+    lossless: the best exact one.
+    lossy: the best of these and of LOSSY.
+
+    Raises ConfigurationError for any other name.
     """
     exact = (_STOCK, *(PresetChoice(preset, buckets) for preset in LOSSLESS))
     groups = {

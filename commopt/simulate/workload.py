@@ -170,7 +170,7 @@ def load(path: str | Path) -> Workload:
     parameters: in the order of forward, that of `model.named_parameters()`. ready_us: when the gradient is ready,
     counted from the end of the last reduction. Optional are the dtype of a gradient ("float32"), samples (the batch of
     a rank; needed for another one), optimizer_us (the part of the times that does not grow with the batch) and note.
-    Raises ConfigurationError, naming what is wrong, for anything else.
+    Raises ConfigurationError, naming the fault, for anything else.
     """
     content = parse(read_text(path), str(path))
     try:
