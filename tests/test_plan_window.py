@@ -10,7 +10,7 @@ import pytest
 
 from commopt.schedule import Costs, Measurement, Plan, PriceTable, Unit
 from commopt.schedule.measure import StepTable
-from commopt.schedule.measurement import Estimate, MeasuredMessage
+from commopt.schedule.measurement import Estimate
 
 NAN = float("nan")
 UNITS = [Unit((name,), 100, 0.0, "float32") for name in "abcd"]
@@ -35,10 +35,10 @@ def test_times_are_relative_to_the_step_and_means_over_usual_steps() -> None:
     assert window.step_us == (110.0, 111.0, 1060.0)
     assert window.exposed_us == (20.0, 21.0, 430.0)
     assert window.step.value == 111.0
-    assert [message.lane_us.value for message in window.messages] == [30.5, 30.5]  # of two of the three steps
+    assert [took.value for took in window.lane_us] == [30.5, 30.5]  # of two of the three steps
     assert window.exposed.value == 20.5
-    assert window.messages[0].lane_us.error == pytest.approx(1.858 / 3**0.5, rel=1e-3)  # MAD 1 of 3
-    assert [message.nbytes for message in window.messages] == [200, 200]
+    assert window.lane_us[0].error == pytest.approx(1.858 / 3**0.5, rel=1e-3)  # MAD 1 of 3
+    assert window.message_nbytes == (200, 200)
 
 
 @pytest.mark.parametrize("steps", [3, 5, 6, 10])
@@ -47,7 +47,7 @@ def test_wild_steps_move_nothing_while_they_are_fewer_than_half(steps: int) -> N
     rows = [row(1e4 * step, stretch=9.0, transfer=700.0) for step in range(wild)]
     window = window_of([*rows, *(row(1e6 + 1e4 * step) for step in range(steps - wild))])
     assert [unit.ready_us for unit in window.units] == [10.0, 20.0, 60.0, 80.0]
-    assert [message.lane_us.value for message in window.messages] == [30.0, 30.0]
+    assert [took.value for took in window.lane_us] == [30.0, 30.0]
     assert window.exposed.value == 20.0
 
 
@@ -60,10 +60,9 @@ def test_messages_late_now_and_then_add_up_to_a_step() -> None:
     started = np.hstack([begin[:, None], finished[:, :-1]])
     ready = np.repeat(begin[:, None], 10, axis=1)
     window = Measurement.of(plan, units, StepTable(begin, begin, started, finished, ready))
-    lanes = [message.lane_us for message in window.messages]
-    assert sum(lane.value for lane in lanes) == pytest.approx(window.step.value) == 150.0
+    assert sum(lane.value for lane in window.lane_us) == pytest.approx(window.step.value) == 150.0
     assert window.exposed.value == pytest.approx(150.0)
-    assert all(lane.error > 5.0 for lane in lanes if lane.value > 10.0)
+    assert all(lane.error > 5.0 for lane in window.lane_us if lane.value > 10.0)
 
 
 def test_a_step_that_was_not_measured_does_not_count() -> None:
@@ -122,14 +121,15 @@ def test_drift_is_named() -> None:
         entry[2][1] += 30.0
     moved = window_of(rows)
     assert moved.drift_from(before, COSTS) == "'b' is ready after 57% of backward, 14% before"
-    others = Measurement(PLAN, tuple(UNITS[:2]), (0.0, 0.0), (1.0,), (1.0,), ())
+    others = Measurement(PLAN, tuple(UNITS[:2]), (0.0, 0.0), (1.0,), (1.0,), (), ())
     assert others.drift_from(before, COSTS) == "other parameters train"
 
 
 def test_other_messages_are_no_drift_when_their_costs_are_known() -> None:
     """40 us for 200 bytes and 20 us for 100, and 10 us of overhead that was not known at first."""
     first = window_of([row(1000.0 * step, transfer=50.0) for step in range(5)])
-    messages = [MeasuredMessage(nbytes, "flat", Estimate(nbytes / 5 + 10.0)) for nbytes in (100, 100, 200)]
-    before, after = first, replace(first, messages=tuple(messages))
+    sizes = (100, 100, 200)
+    lane_us = tuple(Estimate(nbytes / 5 + 10.0) for nbytes in sizes)
+    before, after = first, replace(first, message_nbytes=sizes, lane_us=lane_us)
     assert after.drift_from(before, COSTS) != ""
     assert after.drift_from(before, replace(COSTS, overhead_us=10.0)) == ""

@@ -224,7 +224,7 @@ def test_what_learns_more_slowly_has_to_be_that_much_faster() -> None:
 def test_what_wins_in_time_to_a_loss() -> None:
     def trial(name: str, step_us: float, exposed_us: float, steps: float) -> Candidate:
         plan = Plan((("a",),), name)
-        measured = Measurement(plan, (), (), (step_us,) * 7, (exposed_us,) * 7, ())
+        measured = Measurement(plan, (), (), (step_us,) * 7, (exposed_us,) * 7, (), ())
         return Candidate(name, name, 0.1 * (steps > 1), steps > 1, steps, plan, measured=measured)
 
     dense = trial("flat", 100.0, 80.0, 1.0)

@@ -90,32 +90,6 @@ def ms(time_us: float) -> str:
 
 
 @dataclass(frozen=True)
-class MeasuredMessage:
-    """A message as it ran in every step.
-
-    nbytes: its length.
-    strategy: the repr of the aggregator.
-    lane_us: for how long it kept the lane, from the moment it could have started until it was done.
-    """
-
-    nbytes: int
-    strategy: str
-    lane_us: Estimate
-
-
-def price_ratio(messages: Sequence[MeasuredMessage], costs: Costs) -> Estimate | None:
-    """Return the median of measured over expected time, with the error of a typical message; None without messages."""
-    ratios = [
-        (message.lane_us.value / expected_us, message.lane_us.error / expected_us)
-        for message in messages
-        if (expected_us := costs.lane_us(message.nbytes, message.strategy)) > 0 and message.lane_us.value > 0
-    ]
-    if not ratios:
-        return None
-    return Estimate(median(value for value, _ in ratios), median(error for _, error in ratios))
-
-
-@dataclass(frozen=True)
 class Measurement:
     """The times of one plan in a window of steps, from all ranks.
 
@@ -124,7 +98,8 @@ class Measurement:
     ready_error_us: the standard error of each of these means.
     step_us: the time of each step, on the slowest rank.
     exposed_us: the part of each step after its last gradient, on the slowest rank.
-    messages: one for each group of the plan.
+    message_nbytes: the length of each message.
+    lane_us: for how long each kept the lane, from the moment it could have started until it was done.
     steps_behind: how far compressed averages are behind exact ones, as Shadow has it; None where nobody compares.
     movable: whether another plan may have other groups.
     earlier: another measurement of the same plan, which counts as much.
@@ -135,7 +110,8 @@ class Measurement:
     ready_error_us: tuple[float, ...]
     step_us: tuple[float, ...]
     exposed_us: tuple[float, ...]
-    messages: tuple[MeasuredMessage, ...]
+    message_nbytes: tuple[int, ...]
+    lane_us: tuple[Estimate, ...]
     steps_behind: float | None = None
     movable: bool = True
     earlier: Measurement | None = None
@@ -152,22 +128,19 @@ class Measurement:
         good = StepTable.of_table(table[~np.isnan(table).any(axis=1)], len(plan.groups))
         begin, compute_end, end = good.begin_us, good.compute_end_us, good.finished_us.max(axis=1, initial=0.0)
         if not len(begin):
-            return cls(plan, tuple(units), (0.0,) * len(units), (), (), ())
+            return cls(plan, tuple(units), (0.0,) * len(units), (), (), (), ())
         step_us = np.maximum(end, compute_end) - begin
         usual = _usual(step_us)
         ready = [Estimate.mean_of(column, usual) for column in (good.ready_us - begin[:, None]).T.tolist()]
         lane_us = np.maximum(good.finished_us - good.started_us, 0.0)
-        lane = [Estimate.mean_of(column, usual) for column in lane_us.T.tolist()]
         return cls(
             plan=plan,
             units=tuple(replace(unit, ready_us=max(0.0, at.value)) for unit, at in zip(units, ready, strict=True)),
             ready_error_us=tuple(at.error for at in ready),
             step_us=tuple(step_us.tolist()),
             exposed_us=tuple(np.maximum(end - compute_end, 0.0).tolist()),
-            messages=tuple(
-                MeasuredMessage(sum(unit.nbytes for unit in sent), plan.strategy, took)
-                for sent, took in zip(members_of(units, plan.groups), lane, strict=True)
-            ),
+            message_nbytes=tuple(sum(unit.nbytes for unit in group) for group in members_of(units, plan.groups)),
+            lane_us=tuple(Estimate.mean_of(column, usual) for column in lane_us.T.tolist()),
         )
 
     @cached_property
@@ -247,11 +220,22 @@ class Measurement:
             then = before._positions[names]
             if now.differs(then, DRIFT):
                 return f"{names[0]!r} is ready after {now.value:.0%} of backward, {then.value:.0%} before"
-        if {each.strategy for each in self.messages} == {each.strategy for each in before.messages}:
-            ratio, ratio_before = price_ratio(self.messages, costs), price_ratio(before.messages, costs)
+        if self.plan.strategy == before.plan.strategy:
+            ratio, ratio_before = self._price_ratio(costs), before._price_ratio(costs)
             if ratio is not None and ratio_before is not None and ratio.drifted(ratio_before, DRIFT):
                 return f"messages take {ratio.value / ratio_before.value:.2f} times what they took"
         return ""
+
+    def _price_ratio(self, costs: Costs) -> Estimate | None:
+        """Return the median of measured over expected times of messages, with a typical error; None without any."""
+        ratios = [
+            (measured.value / expected_us, measured.error / expected_us)
+            for nbytes, measured in zip(self.message_nbytes, self.lane_us, strict=True)
+            if (expected_us := costs.lane_us(nbytes, self.plan.strategy)) > 0 and measured.value > 0
+        ]
+        if not ratios:
+            return None
+        return Estimate(median(value for value, _ in ratios), median(error for _, error in ratios))
 
 
 def _usual(step_us: Times) -> list[int]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,7 @@ from commopt.document import require_time, require_whole
 from commopt.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from commopt.schedule.measurement import MeasuredMessage
+    from commopt.schedule.measurement import Estimate
 
 Floats = NDArray[np.float64]
 Whole = NDArray[np.int64]
@@ -124,15 +124,8 @@ _TELLING_RATIO = 2.0  # of two prices, from which on factor and overhead can be 
 _MEASUREMENTS_KEPT = 4
 
 
-class Correction(NamedTuple):
-    """A message takes factor * price + overhead_us."""
-
-    factor: float
-    overhead_us: float
-
-
 class CorrectedCosts:
-    """Learns, for each strategy, a factor on the calibrated price and an overhead of each message.
+    """Costs that learn: by strategy, a message takes factor * calibrated price + overhead_us.
 
     A busy machine causes both: it slows transfers down, and it lets every message wait, for a thread to wake up and for
     the rank that comes last, whatever its size. Earlier measurements, in which messages had other sizes, help to tell
@@ -142,23 +135,23 @@ class CorrectedCosts:
 
     def __init__(self, costs: Costs) -> None:
         self._base = costs
-        self._last = Correction(1.0, costs.overhead_us)
-        self._corrections: dict[str, Correction] = {}
+        self._last = (1.0, costs.overhead_us)
+        self._corrections: dict[str, tuple[float, float]] = {}  # factor and overhead_us
         self._seen: dict[str, list[Floats]] = {}  # of each measurement, rows of price and time
 
-    def learn(self, messages: Sequence[MeasuredMessage]) -> None:
-        """Learn from a measurement, all by one strategy; messages without a price or a time say nothing."""
-        rows = [(self._base.table(each.strategy)(each.nbytes), each.lane_us.value) for each in messages]
+    def learn(self, strategy: str, nbytes: Sequence[int], lane_us: Sequence[Estimate]) -> None:
+        """Learn from the messages of a measurement; those without a price or a time say nothing."""
+        table = self._base.table(strategy)
+        rows = [(table(size), time_us.value) for size, time_us in zip(nbytes, lane_us, strict=True)]
         rows = [row for row in rows if min(row) > 0]
         if not rows:
             return
-        name = messages[0].strategy
-        self._seen[name] = [np.array(rows), *self._seen.get(name, [])][:_MEASUREMENTS_KEPT]
-        known = self._corrections.get(name, Correction(1.0, self._base.overhead_us))
-        self._last = self._corrections[name] = fit(self._seen[name], known.overhead_us)
+        self._seen[strategy] = [np.array(rows), *self._seen.get(strategy, [])][:_MEASUREMENTS_KEPT]
+        _, known_overhead_us = self._corrections.get(strategy, (1.0, self._base.overhead_us))
+        self._last = self._corrections[strategy] = fit(self._seen[strategy], known_overhead_us)
 
-    def correction(self, strategy: str) -> Correction:
-        """Return the correction of a strategy's prices; its overhead includes that of the costs."""
+    def correction(self, strategy: str) -> tuple[float, float]:
+        """Return the factor on a strategy's prices, and the overhead of a message, that of the costs included."""
         return self._corrections.get(strategy, self._last)
 
     @property
@@ -167,8 +160,8 @@ class CorrectedCosts:
         return Costs({name: table.along(*self.correction(name)) for name, table in self._base.prices.items()})
 
 
-def fit(measurements: Sequence[Floats], known_overhead_us: float) -> Correction:
-    """Return the correction that fits rows of price and time; each measurement has half the weight of the one before.
+def fit(measurements: Sequence[Floats], known_overhead_us: float) -> tuple[float, float]:
+    """Return factor and overhead that fit rows of price and time; each measurement weighs half as much as the newer one.
 
     The factor is the median slope between messages of which one has twice the price of the other (Theil and Sen), so
     that a few wild ones move it little. Where there are none, or the slope is absurd, the overhead stays as known.
@@ -181,10 +174,10 @@ def fit(measurements: Sequence[Floats], known_overhead_us: float) -> Correction:
         factor = _median(slopes, weight[large] * weight[small])
         overhead_us = _median(time - factor * price, weight)
         if 1 / LARGEST_FACTOR < factor < LARGEST_FACTOR and overhead_us >= 0:
-            return Correction(factor, overhead_us)
+            return factor, overhead_us
         known_overhead_us = min(known_overhead_us, max(overhead_us, 0.0))
     factor = _median((time - known_overhead_us) / price, weight)
-    return Correction(min(LARGEST_FACTOR, max(1 / LARGEST_FACTOR, factor)), known_overhead_us)
+    return min(LARGEST_FACTOR, max(1 / LARGEST_FACTOR, factor)), known_overhead_us
 
 
 def _median(values: Floats, weight: Floats) -> float:

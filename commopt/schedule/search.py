@@ -148,7 +148,7 @@ class Search:
         enough = len(measured.step_us) >= LEAST_STEPS
         if self._comparison is not None:
             if enough:
-                self._corrected.learn(measured.messages)
+                self._corrected.learn(measured.plan.strategy, measured.message_nbytes, measured.lane_us)
             self._comparison.end_trial(measured if enough and measured.plan is self._plan else None)
             return self._next(self._comparison, step)
         if not enough:  # measure again, each time twice as many steps later
@@ -159,7 +159,7 @@ class Search:
         self._retry_steps = WINDOW_STEPS
         if not self._why:
             return self._watch(measured, step)
-        self._corrected.learn(measured.messages)
+        self._corrected.learn(measured.plan.strategy, measured.message_nbytes, measured.lane_us)
         return self._search(measured, step)
 
     # ------------------------------------------------------------------------------------- searching
@@ -268,7 +268,7 @@ class Search:
 
     def _watch(self, measured: Measurement, step: int) -> Decision:
         moved = "" if self._reference is None else measured.drift_from(self._reference, self.costs)
-        self._corrected.learn(measured.messages)
+        self._corrected.learn(measured.plan.strategy, measured.message_nbytes, measured.lane_us)
         candidate = self._candidates.get(measured.plan.strategy)
         if self._reference is None:
             # The plan of an earlier tuning is new in this run: residuals have not reached their usual size yet.
