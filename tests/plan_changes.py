@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A search that has another plan at every meeting, for trainings in which plans change."""
+"""A search that has another plan at every synchronisation point, for trainings in which plans change."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ needs_caps = pytest.mark.skipif(
 
 
 class Changing:
-    """Cuts the parameters in two, elsewhere at every meeting, three steps apart.
+    """Cuts the parameters in two, elsewhere at every synchronisation point, three steps apart.
 
-    shown: the units of the last meeting. costs: those it was made with.
+    shown: the units of the last one. costs: those it was made with.
     """
 
     first = Window(2, 3)

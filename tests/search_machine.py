@@ -182,7 +182,7 @@ class Machine:
 
     def measure(self) -> Measurement:
         """Measure the steps of the window, each with noise of its own on every time."""
-        if self.log and self.log[-1][1].try_out:
+        if self.log and self.log[-1][1].retime:
             names = [candidate.strategy for candidate in self.candidates]
             self.search.reprice(self.conditions(self.window.last_step)[1].only(names))
         steps = range(self.window.first_step, self.window.last_step + 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What planning is fed with: units, strategies, samples to try out, and times put together from records."""
+"""The input of planning: units, strategies, samples to time, and times put together from records."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def train_aloud(rank: int, world_size: int) -> list[tuple[str, str]]:
 def test_a_training_that_waits_for_trials_says_so_before_and_after() -> None:
     said, silent = run(train_aloud, 2, fresh=True)
     assert silent == []
-    before, after = [place for place, (_, text) in enumerate(said) if "what messages take here" in text]
-    assert re.fullmatch(r"training waits for up to [\d.]+ s: measuring what messages take here", said[before][1])
-    assert re.fullmatch(r"measured in [\d.]+ s what messages take here; training goes on", said[after][1])
+    before, after = [place for place, (_, text) in enumerate(said) if "messages here" in text]
+    assert re.fullmatch(r"training waits for up to [\d.]+ s: timing messages here", said[before][1])
+    assert re.fullmatch(r"timed messages here in [\d.]+ s; training continues", said[after][1])
     assert said[before][0] == "WARNING"  # what Python shows when nobody has set up logging

@@ -136,7 +136,7 @@ def test_what_a_trial_teaches_is_used_at_once(factor: float, overhead_us: float,
 @example(noise=0.02, seed=1008, spread=1.75)  # times whose squares are more than a float holds
 @given(noise=st.sampled_from([0.0, 0.02, 0.3]), seed=st.integers(0, 2**32 - 1), spread=st.floats(0.1, 2.0))
 def test_an_adversary_gets_no_more_than_logarithmically_many_changes(noise: float, seed: int, spread: float) -> None:
-    """Conditions are drawn anew at every meeting, and so is whether more messages are better or worse."""
+    """Conditions are drawn anew for every decision, and so is whether more messages are better or worse."""
 
     def truth(step: int) -> Truth:
         rng = np.random.default_rng((seed, step // 9))

@@ -108,7 +108,7 @@ def require_prices(
         nodes = " + ".join(map(str, team.ranks_per_node))
         raise ConfigurationError(
             f"links cannot price messages by {' or '.join(strategies)} on nodes with {nodes} ranks: {error}; or leave "
-            f"links out, and messages are tried out instead"
+            f"links out, and messages are timed instead"
         ) from None
 
 

@@ -102,7 +102,7 @@ def require_fit(tuned: Tuned, aggregator: Aggregator, team: TeamShape) -> None:
 
 _CHOICES = {
     "plan": "'adaptive', 'ddp', a commopt.Plan, or the path of one written with to_json()",
-    "links": "commopt.Links, the path of a file that `python -m commopt probe` wrote, or None to try out messages",
+    "links": "commopt.Links, the path of a file that `python -m commopt probe` wrote, or None to time messages",
     "tuned": "a HookState.tuned, the path of a file it was saved to, or None to tune anew",
 }
 

@@ -45,17 +45,17 @@ LOOK_EVERY_STEPS = 16
 
 
 class Phase(Enum):
-    """What a Controller does about plans.
+    """The phases of a Controller.
 
-        IDLE    WAITING -> MEASURING -> SYNCHRONISING -> WAITING .. ; any -> FROZEN
-                WAITING -> SYNCHRONISING -> WAITING, to look at how far compressed averages are behind
-                                            SYNCHRONISING -> IDLE, if rank 0 fails
+    A search goes WAITING -> MEASURING -> SYNCHRONISING -> WAITING and so on. Between two windows it may go from WAITING
+    to SYNCHRONISING and back, to look at how far compressed averages are behind exact ones. It ends in IDLE if rank 0
+    fails to decide, and in FROZEN from anywhere.
 
-    IDLE: makes no plans: DDP's own buckets, or the plan that was given.
+    IDLE: makes no plans; DDP's own buckets count, or the plan that was given.
     WAITING: for the next window of steps to measure.
-    MEASURING: the window has begun.
+    MEASURING: the steps of a window.
     SYNCHRONISING: the decision is under way on the lane; the next step adopts it.
-    FROZEN: makes no plans any more, and never will.
+    FROZEN: makes no plans any more.
     """
 
     IDLE = auto()
@@ -63,6 +63,9 @@ class Phase(Enum):
     MEASURING = auto()
     SYNCHRONISING = auto()
     FROZEN = auto()
+
+
+_PLANNING = (Phase.WAITING, Phase.MEASURING, Phase.SYNCHRONISING)
 
 
 class Controller:
@@ -171,7 +174,7 @@ class Controller:
         if buckets:
             self._of_ddp.wanted = [_names(bucket) for bucket in buckets]
         self._recorder.restart(self._first_window(step))
-        if self._makes_plans:
+        if self.phase in _PLANNING:
             self.phase = Phase.WAITING
         if self._coordinator is not None:
             self._coordinator.restart()
@@ -200,7 +203,7 @@ class Controller:
 
         Before `begin`, none is ever made.
         """
-        if self._makes_plans:
+        if self.phase in _PLANNING:
             _log.info("no more plans for the buckets: %s", reason)
         self.phase = Phase.FROZEN
         self._drop_decision()
@@ -217,10 +220,6 @@ class Controller:
     def watches(self) -> bool:
         """Whether lossy averages should be compared with exact ones, for tuning to leave those that fall behind."""
         return self._requested.tunes and bool(self._requested.residual_paths) and not self.frozen
-
-    @property
-    def _makes_plans(self) -> bool:
-        return self.phase in (Phase.WAITING, Phase.MEASURING, Phase.SYNCHRONISING)
 
     # ------------------------------------------------------------------------------------- every step
 
@@ -243,13 +242,13 @@ class Controller:
         self._gradients = []
         if self.phase is Phase.SYNCHRONISING:
             self._adopt()
-        if self._makes_plans:
+        if self.phase in _PLANNING:
             self._recorder.begin_step(step)
 
     def add_bucket(self, layout: Layout, buffer: Tensor) -> None:
         """Take note of DDP's next bucket of the step under way."""
         self._shown.append(layout)
-        if self._makes_plans:
+        if self.phase in _PLANNING:
             self._gradients.append(buffer)
 
     def end_step(
@@ -270,7 +269,7 @@ class Controller:
         self._buckets, gradients, self._gradients = self._shown, self._gradients, []
         if self._of_ddp.wanted and self._of_ddp.say_why_not() and self._of_ddp.sees_forwards:
             self._of_ddp.wanted = ()  # a rank without data, in join(), has seen no forward yet
-        if not self._makes_plans:
+        if self.phase not in _PLANNING:
             return None
         self._recorder.end_step(step, device)
         if step + 1 >= self._recorder.window.first_step:
@@ -313,7 +312,7 @@ class Controller:
         """Raise ConfigurationError when `step` is captured in a CUDA graph and is not what all later ones will be."""
         if not reducer.is_capturing():
             return
-        if self._makes_plans:
+        if self.phase in _PLANNING:
             raise ConfigurationError(
                 f"step {step} is captured in a CUDA graph while other buckets may yet be planned; call state.freeze() "
                 f"on every rank and take {_STEPS_TO_SETTLE} more steps before"

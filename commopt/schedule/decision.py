@@ -141,7 +141,7 @@ class Decision:
     reason: why, for the log.
     predicted: without a plan, the new prediction of the one that is kept; nothing else of that plan changes.
     tuned: the result of tuning, if there is a new one.
-    try_out: whether to time messages again before the next decision.
+    retime: whether to time messages again before the next decision.
     warning: advice to the user, logged once.
     """
 
@@ -150,7 +150,7 @@ class Decision:
     reason: str
     predicted: Prediction | None = None
     tuned: Tuned | None = None
-    try_out: bool = False
+    retime: bool = False
     warning: str = ""
 
     def __post_init__(self) -> None:

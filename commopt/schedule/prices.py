@@ -161,7 +161,7 @@ class CorrectedCosts:
 
 
 def fit(measurements: Sequence[Floats], known_overhead_us: float) -> tuple[float, float]:
-    """Return factor and overhead that fit rows of price and time; each measurement weighs half as much as the newer one.
+    """Return factor and overhead that fit rows of price and time; a measurement has half the weight of the newer one.
 
     The factor is the median slope between messages of which one has twice the price of the other (Theil and Sen), so
     that a few wild ones move it little. Where there are none, or the slope is absurd, the overhead stays as known.

@@ -285,8 +285,8 @@ class Search:
             return self._later(step, f"{name}: {news}; too soon to search again")
         self._why = news
         self._began = step
-        reason = f"{name}: {news}; trying out what messages cost now"
-        return Decision(None, Window(step + 1, step + WINDOW_STEPS), reason, try_out=True)
+        reason = f"{name}: {news}; timing messages again"
+        return Decision(None, Window(step + 1, step + WINDOW_STEPS), reason, retime=True)
 
     def look(self, steps_behind: float | None, step: int) -> Decision | None:
         """Return the decision to leave, between two windows, a strategy that falls behind exact averages; or None."""

@@ -140,7 +140,7 @@ class Coordinator:
         self._candidates: list[Candidate] | None = None
         self._points: dict[str, Points] | None = None
         self._search: Search | None = None
-        self._try_out = False  # messages before the next decision
+        self._retime = False  # messages before the next decision
 
     def restart(self) -> None:
         """Forget measurements and decisions, but keep the times of messages."""
@@ -157,7 +157,7 @@ class Coordinator:
         records = point.recorder.records() if point.settled else {}
         own = own_times(records, point.recorder.ready_us(), steps, point.units, len(point.gradients))
         times = latest(self._team, own)
-        try_out, self._try_out = self._try_out, False
+        retime, self._retime = self._retime, False
         self.step = point.step
         self.decision = None
         if self._candidates is None or point.strategy not in [each.strategy for each in self._candidates]:
@@ -171,13 +171,13 @@ class Coordinator:
             self._points = None
             self._search = None
         aggregators = {each.strategy: self._strategies[each.strategy] for each in self._candidates} | self._local
-        retimed = self._points is None or try_out
+        retimed = self._points is None or retime
         if retimed:
             self._points = {} if self._links is not None else self._time_messages(point, aggregators)
         self.decision = self._from_leader(
             point, lambda point: self._search_on(point, aggregators, times, retimed=retimed)
         )
-        self._try_out = self.decision is not None and self.decision.try_out
+        self._retime = self.decision is not None and self.decision.retime
 
     def _look(self, point: SyncPoint) -> Decision | None:
         return None if self._search is None else self._search.look(point.steps_behind(), point.step)
@@ -257,9 +257,9 @@ class Coordinator:
         if self.is_leader:
             # Without logging set up only warnings are seen, and nobody looks for the cause of a short wait.
             level = logging.WARNING if budget_s >= _NOTICED_S else logging.INFO
-            _log.log(level, "training waits for up to %.1f s: measuring what messages take here", budget_s)
+            _log.log(level, "training waits for up to %.1f s: timing messages here", budget_s)
         begun_s = perf_counter()
         points = calibrate(aggregators, samples, point.dtype, self._team, budget_s)
         if self.is_leader:
-            _log.info("measured in %.1f s what messages take here; training goes on", perf_counter() - begun_s)
+            _log.info("timed messages here in %.1f s; training continues", perf_counter() - begun_s)
         return points
