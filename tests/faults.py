@@ -258,8 +258,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a trial is measured in other buckets than its own",
         "commopt/schedule/search.py",
-        "self._round.end_trial(window if enough and window.plan is self._plan else None)",
-        "self._round.end_trial(window if enough else None)",
+        "self._comparison.end_trial(measured if enough and measured.plan is self._plan else None)",
+        "self._comparison.end_trial(measured if enough else None)",
         NEVER_SLOWER,
         ("test_search",),
     ),

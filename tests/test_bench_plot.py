@@ -19,7 +19,7 @@ from bench.plot.pictures import PICTURES, drawings, kind_of
 from bench.plot.style import label_ends, panels, style_of
 from bench.training.report import headline
 from bench.training.report import read as read_training
-from commopt.cost import Curve, Header, LinkKey, Links
+from commopt.cost import Curve, LinkKey, Links, LinksHeader
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -154,7 +154,7 @@ def test_a_probe_has_several_ticks_however_little_was_measured(
     sizes = [2**exponent for exponent in range(10, 27) if 2**exponent <= most_nbytes]
     curve = Curve.fit((nbytes, alpha_us + nbytes / 1000) for nbytes in sizes)
     file = tmp_path / "links.json"
-    header = Header("2030-01-02T03:04:05+00:00", ("a", "b"), (1, 1), "gloo", "CPU", "2.7.0", "probe")
+    header = LinksHeader("2030-01-02T03:04:05+00:00", ("a", "b"), (1, 1), "gloo", "CPU", "2.7.0", "probe")
     Links(header, {LinkKey("inter", "all_reduce", 2): curve}).save(file)
     evidence.draw_probe(file, tmp_path / "probe.png")
     (axes,) = figures[0].axes

@@ -27,7 +27,7 @@ import topology.__main__
 from commopt.command_line import BAD_INPUT, Parser, number, parse_nbytes, whole
 from commopt.cost import Speeds, nominal_links
 from commopt.groups import TeamShape
-from commopt.schedule import Plan, Tried, Tuned
+from commopt.schedule import Outcome, Plan, Tuned
 from tests.doctor_machine import tcp_server
 from tests.machines import rail_machine
 from tests.matrices import all_pairs, matrix
@@ -157,7 +157,7 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
 def documents() -> dict[str, str]:
     """Return one good file of every kind that a command reads."""
     plan = Plan((("a", "b"), ("c",)), "flat")
-    tried = Tried("flat", "flat", 0.0, 10.0, 10.0)
+    tried = Outcome("flat", "flat", 0.0, 10.0, 10.0)
     workload = {
         "format": 1,
         "name": "small",

@@ -19,13 +19,13 @@ import commopt
 from commopt import DGC, Aggregator, Compressed, Flat, Hierarchical, OneBit, PowerSGD, Quantize
 from commopt.aggregate import Call
 from commopt.attached.reduction import sampled
-from commopt.compress import Trials
+from commopt.compress import Candidates
 from commopt.feedback import EVERY_STEPS, EXP_AVG, Layout, ResidualStore, Shadow, falls_behind, sample_numel
 from commopt.feedback.quality import MAX_SAMPLE_NUMEL, MOST_STEPS_BEHIND, sample_stride
 from commopt.feedback.store import Residual
 from commopt.groups import Team, WireBytes
 from commopt.lanes import Work
-from commopt.schedule import Plan, Tried, Tuned
+from commopt.schedule import Outcome, Plan, Tuned
 from tests.catalogue import run_on
 from tests.feedback_training import NUMELS, Records, Training
 from tests.hook_training import Tower, batch_of, loss_of, seeded
@@ -292,14 +292,14 @@ BAD = Hierarchical(Compressed(DGC(0.0001)))
 
 @contextmanager
 def allowed_to_be_bad() -> Iterator[None]:
-    with patch.object(DGC, "trials", lambda: Trials("dgc", (DGC(0.0001),))):
+    with patch.object(DGC, "candidates", lambda: Candidates("dgc", (DGC(0.0001),))):
         yield
 
 
 def choose_badly(rank: int, world_size: int) -> tuple[int, list[str], str, bool]:
     """Return after how many steps the bad strength was left, the decisions, the explanation, and what is owed then."""
     with allowed_to_be_bad():
-        tried = Tried("bad", repr(BAD), 0.9, 1.0, 1.0)
+        tried = Outcome("bad", repr(BAD), 0.9, 1.0, 1.0)
         names = tower_names()
         tuned = Tuned("bad", ("lossless", "dgc"), (2, 2), 1, (tried,), Plan((tuple(names),), repr(BAD)), "injected")
         ddp = TorchDDP(seeded(Tower))

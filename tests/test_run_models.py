@@ -25,7 +25,7 @@ from commopt.run.cli import Job, Shown, show
 from commopt.run.models import Models, watching
 from commopt.run.script import Choice, Script
 from commopt.schedule import Tuned
-from commopt.schedule.decision import Tried
+from commopt.schedule.decision import Outcome
 from tests.hook_training import SMALL_BUCKET, Tower, batch_of, digest_of, loss_of, seeded
 from tests.plan_changes import heard
 from tests.ranks import run
@@ -289,7 +289,7 @@ def keep_what_was_tuned(rank: int, world_size: int, folder: str) -> tuple[str, s
     job = Job(
         Choice.read("auto", ["timeout=60"], file), Script("none.py"), Shown(False, False, None, 50), (), folder, file
     )
-    tried = (Tried("flat", "Flat()", 0.0, 1.0, 1.0),)
+    tried = (Outcome("flat", "Flat()", 0.0, 1.0, 1.0),)
     chosen = Tuned("flat", ("lossless",), (1, 1), 10, tried, None, "for a test")
 
     def script() -> TorchDDP:

@@ -107,7 +107,7 @@ class DDPRegistration(Registration):
     def serve(self, ddp: TorchDDP) -> None:
         """Learn which model this is the registration of, so that its buckets can be made anew."""
         self._ddp = ref(ddp)
-        self.controller.serve(ddp)
+        self.controller.set_model(ddp)
 
     @property
     def title(self) -> str:
@@ -288,9 +288,9 @@ class DDPRegistration(Registration):
     def _end_step(self) -> None:
         assert self.device is not None  # of the first bucket
         usual_us = median(self._lately_ns) / 1000 if self.recorder.enabled and self._lately_ns else 0.0
-        meeting = self.controller.end_step(self.steps, self.device, usual_us, self.shadow if self.guard else None)
-        if meeting is not None:
-            self.controller.pending = self.client.run(meeting.hold, meeting.what)
+        point = self.controller.end_step(self.steps, self.device, usual_us, self.shadow if self.guard else None)
+        if point is not None:
+            self.controller.synchronise(self.client.run(point.decide, point.title))
         self.steps += 1
         self.reduced_steps += 1
         if self.averages is not None:

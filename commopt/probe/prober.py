@@ -18,7 +18,7 @@ import torch
 
 from commopt import lanes
 from commopt.compress import Compressor
-from commopt.cost import Curve, Header, LinkKey, Links, WorkKey
+from commopt.cost import Curve, LinkKey, Links, LinksHeader, WorkKey
 from commopt.errors import ConfigurationError
 from commopt.groups import Membership, join
 from commopt.probe.operations import (
@@ -159,9 +159,9 @@ class LinkProber:
         return Curve.fit(found.points)
 
 
-def read_header(membership: Membership, device: torch.device, command: str) -> Header:
+def read_header(membership: Membership, device: torch.device, command: str) -> LinksHeader:
     """Return when, where and with what was measured; `command` as `command_line` returns it."""
-    return Header(
+    return LinksHeader(
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         hosts=membership.cluster.names,
         nodes=tuple(len(node) for node in membership.cluster.nodes),
