@@ -60,7 +60,6 @@ TO_MEASURE_AGAIN: Mapping[str, str] = {
     "convergence.json": "hours; most of it at a revision that was not recorded",
     "convergence_large.json": "a night; partly with uncommitted changes",
     "convergence_large_rates.json": "hours; with uncommitted changes",
-    "convergence_local.json": "an hour; partly with uncommitted changes",
     "convergence_rates.json": "hours; partly with uncommitted changes",
     "probe_200mbit.json": "minutes on an idle machine; only the picture of docs/probe.md is drawn from it",
 }
