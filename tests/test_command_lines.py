@@ -124,6 +124,7 @@ COMMANDS = (
     Command("commopt", lambda arguments: commopt.__main__.main(arguments), (WORK["run"],)),
     *(Command(f"commopt {name}", of_commopt(name), (WORK[name],)) for name in commopt.__main__.COMMANDS),
     Command("bench.document", of_module("bench.document"), (("bench.document", "filled"),)),
+    Command("bench.evidence.check", of_module("bench.evidence.check"), (("bench.evidence.check", "report"),)),
     Command("bench.plot", of_module("bench.plot.__main__"), (("bench.plot.__main__", "draw_all"),)),
     *(Command(f"bench.{name}", of_module(f"bench.{name}")) for name in REPORTS),
     *(Command(f"bench.{name}", of_module(f"bench.{name}", "parse_options")) for name in OPTIONS_OF),
