@@ -31,14 +31,8 @@ class Step:
     command: tuple[str, ...]
     limit_s: float
     read: Read = nothing
-    settings: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)
     """Of the environment."""
-    missing: Callable[[], str | None] = lambda: None
-    """Target just before: why it cannot run on this machine, None when it can."""
-    refusal: str | None = None
-    """What the program says on a machine that it cannot serve."""
-    part: int = 1
-    """What is to be done first, in one call of eight minutes, or second."""
 
     @property
     def results(self) -> list[str]:
@@ -50,19 +44,15 @@ def take(step: Step, place: Place, left_s: float) -> Outcome:
     """Run a step in what is left of the time, and never raise for what goes wrong in it."""
     if left_s < min(LEAST_S, step.limit_s):
         return _outcome(step, place, 0.0, "skipped", f"{max(left_s, 0):.0f} s were left")
-    if why := step.missing():
-        return _outcome(step, place, 0.0, "skipped", why)
     limit_s = min(step.limit_s, left_s)
     for file in step.results:
         (place.out / file).unlink(missing_ok=True)  # what an earlier session left is no result of this one
     log = log_of(step.name, place)
     started = time.monotonic()
     try:
-        ended = run(place.filled(step.command), {**environment(), **step.settings}, log, limit_s)
+        ended = run(place.filled(step.command), {**environment(), **step.variables}, log, limit_s)
     except OSError as error:  # a program that is not there
         return _outcome(step, place, time.monotonic() - started, "failed", str(error))
-    if ended.status is not None and (why := _refusal(step, log)):
-        return _outcome(step, place, ended.seconds, "skipped", why)
     found, unread = _found(step, place)
     verdict, why = _verdict(ended, limit_s, found.why or _last_line(log), found.why or unread)
     if verdict != "passed" and (busy := busy_device(_lines(log))):
@@ -106,12 +96,6 @@ def _verdict(ended: Ended, limit_s: float, said: str, wrong: str) -> tuple[Verdi
     return ("failed", wrong) if wrong else ("passed", "")
 
 
-def _refusal(step: Step, log: Path) -> str | None:
-    """Return the line in which the program says that it cannot serve this machine, None when it does not."""
-    refusal = step.refusal
-    return None if refusal is None else next((line for line in _lines(log) if refusal in line), None)
-
-
 def _last_line(log: Path) -> str:
     lines = _lines(log)
     return lines[-1][-_WHY_CHARACTERS:] if lines else "it printed nothing"
@@ -125,10 +109,10 @@ def _outcome(
     step: Step, place: Place, seconds: float, verdict: Verdict, why: str = "", found: Parsed | None = None
 ) -> Outcome:
     found = found or Parsed()
-    settings = "".join(f"{name}={value} " for name, value in step.settings.items())
+    variables = "".join(f"{name}={value} " for name, value in step.variables.items())
     return Outcome(
         name=step.name,
-        command=settings + place.shown(step.command),
+        command=variables + place.shown(step.command),
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         seconds=round(seconds, 1),
         verdict=verdict,
