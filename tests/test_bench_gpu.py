@@ -370,8 +370,8 @@ def test_programs_and_their_options_exist(chosen: Step) -> None:
     assert modules
     text = "".join(options_known_to(module) for module in modules if module.startswith(OWN))
     text += "".join((ROOT / word).read_text() for word in words if word.startswith("examples/"))
-    outside = ("-m", "--standalone", "--local-addr", "--nproc-per-node")
-    outside += ("--tool", "--error-exitcode", "--print-limit", "--kernel-name")
+    outside = {"-m", "--standalone", "--local-addr", "--nproc-per-node"}
+    outside |= {"--tool", "--error-exitcode", "--print-limit", "--kernel-name"}
     if any(module.startswith(OWN) for module in modules) and "pytest" not in modules:
         wanted = [word.split("=")[0] for word in words if word.startswith("--")]
         assert [word for word in wanted if word not in outside and f'"{word}"' not in text] == []

@@ -142,28 +142,28 @@ class DistributedDataParallel(TorchDDP):
         pickled, self._comm_hooks = self._comm_hooks, []
         for registered, state in pickled:
             if isinstance(state, HookState):
-                state.know(self.module)
+                state.set_module(self.module)
             super().register_comm_hook(state, registered)
             if isinstance(state, HookState):
                 state._registration.serve(self)  # the forward hooks came with the pickle
 
 
-class BeforeForward:
-    """A forward pre-hook of the DDP model, which tells the state; pickled with it."""
+class ForwardPreHook:
+    """Tells the state that a forward of the DDP model begins; pickled with the model."""
 
     def __init__(self, state: HookState) -> None:
         self._state = state
 
     def __call__(self, ddp: TorchDDP, inputs: Any) -> None:
-        """Pass it on, if a backward may follow. Not while a compiler looks: the next hook call sees to the rest."""
+        """Tell it if a backward may follow, and no compiler traces: the next call of the hook makes up for that."""
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._state._registration.before_forward(sends=ddp.require_backward_grad_sync)
 
 
 def _connect(ddp: TorchDDP, state: HookState) -> None:
-    """Let the state know its model, and its forwards."""
+    """Connect a state to its model, and to the forwards of that."""
     state._registration.serve(ddp)
-    ddp.register_forward_pre_hook(BeforeForward(state))
+    ddp.register_forward_pre_hook(ForwardPreHook(state))
 
 
 # What wrappers call the model they hold: torch.compile, and Lightning's Fabric.

@@ -46,7 +46,7 @@ class HookState(CommState):
         **options: Any,
     ) -> None:
         given, kept, problem = AttachOptions(process_group, **options), AttachOptions(), None
-        try:  # a mistake of this rank alone, as a file that it lacks, is every rank's to hear of
+        try:  # a mistake of one rank, as a file that it lacks, is raised on all of them
             _require_arguments(aggregator, module)
             kept = given.checked("ddp")
         except Exception as error:
@@ -63,8 +63,8 @@ class HookState(CommState):
     def __setstate__(self, saved: dict[str, Any]) -> None:
         self._registration = DDPRegistration(saved["options"], saved["aggregator"], None)
 
-    def know(self, module: nn.Module) -> None:
-        """Learn the names of the parameters, after unpickling; for DDP models that are unpickled."""
+    def set_module(self, module: nn.Module) -> None:
+        """Take the names of the parameters from the module inside a DDP model; for one that is unpickled."""
         before = self._registration
         options = replace(before.options, scaler=before.scaler)
         self._registration = DDPRegistration(options, before.aggregator, module)

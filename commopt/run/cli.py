@@ -87,9 +87,9 @@ def run(options: argparse.Namespace) -> int:
     others = active_children()
     with TemporaryDirectory(prefix="commopt-run-") as marks:
         shown = Shown(options.report, options.live, options.html, options.every)
-        job = Job(choice, script, shown, tuple(options.settings), marks, options.tuned)
+        script_run = ScriptRun(choice, script, shown, tuple(options.settings), marks, options.tuned)
         try:
-            job.run(script.run)
+            script_run.run(script.run)
         except SystemExit:
             _tell_of_nothing(marks, others)
             raise
@@ -119,11 +119,11 @@ class Shown:
 
 
 @dataclass(frozen=True)
-class Job:
-    """What is done in this process and in all that the script starts.
+class ScriptRun:
+    """A run of the script, in this process and in all processes that it starts.
 
-    marks: a folder in which each of them that has trained leaves a file, while there is one. tuned: where what auto has
-    chosen is kept.
+    marks: a folder in which each process that has trained leaves a file, while the folder is there.
+    tuned: the file that keeps what auto has chosen.
     """
 
     choice: Choice

@@ -110,7 +110,7 @@ def attach_sharded(model: nn.Module, aggregator: Aggregator, given: AttachOption
     replicated = [group for group in groups if group.replicas is not None]
     problem: Exception | None = None
     options = AttachOptions()
-    try:  # a mistake of this rank alone is every rank's to hear of
+    try:  # a mistake of one rank is raised on all of them
         _require_aggregator(aggregator, replicated=bool(replicated))
         checked = given.checked("replicated" if replicated else "sharded")
         _require_reducible(model, replicated or groups)
