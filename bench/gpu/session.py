@@ -24,7 +24,7 @@ _HOLDERS = re.compile(r"Process \d+ has \S+ \S+ memory in use")
 
 @dataclass(frozen=True)
 class Step:
-    """What to run and for how long at most; words of the command may hold what `Place.filled` fills in."""
+    """A command and its time limit; `Place.filled` fills in placeholders in its words."""
 
     name: str
     shows: str
@@ -41,12 +41,12 @@ class Step:
 
 
 def take(step: Step, place: Place, left_s: float) -> Outcome:
-    """Run a step in what is left of the time, and never raise for what goes wrong in it."""
+    """Run a step in the time that is left; never raise for a fault in it."""
     if left_s < min(LEAST_S, step.limit_s):
         return _outcome(step, place, 0.0, "skipped", f"{max(left_s, 0):.0f} s were left")
     limit_s = min(step.limit_s, left_s)
     for file in step.results:
-        (place.out / file).unlink(missing_ok=True)  # what an earlier session left is no result of this one
+        (place.out / file).unlink(missing_ok=True)  # of an earlier session
     log = log_of(step.name, place)
     started = time.monotonic()
     try:
@@ -61,7 +61,7 @@ def take(step: Step, place: Place, left_s: float) -> Outcome:
 
 
 def busy_device(lines: Iterable[str]) -> str | None:
-    """Return what shows that work of other processes kept the device, None when nothing does.
+    """Return the line that shows that other processes kept the device busy, None when there is none.
 
     lines: of a step that fell through. When memory runs out torch names the processes that hold some; ranks of the
     step itself may be among them.
@@ -80,7 +80,7 @@ def log_of(name: str, place: Place) -> Path:
 
 
 def _found(step: Step, place: Place) -> tuple[Parsed, str]:
-    """Return what the results say, and why they say nothing."""
+    """Return the parsed results, or why they cannot be read."""
     try:
         return step.read(place), ""
     except Exception as error:  # whatever a program that was stopped, or is new, has written
@@ -88,7 +88,7 @@ def _found(step: Step, place: Place) -> tuple[Parsed, str]:
 
 
 def _verdict(ended: Ended, limit_s: float, said: str, wrong: str) -> tuple[Verdict, str]:
-    """said: what explains best why it came to no good end. wrong: what is, whatever the exit status."""
+    """said: the best explanation of a bad end. wrong: a failure in the results, whatever the exit status."""
     if ended.status is None:
         return "timed out", f"stopped after {limit_s:.0f} s; {said}"
     if ended.status != 0:
@@ -134,7 +134,7 @@ def session(
     order: Sequence[str],
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Outcome]:
-    """Take all steps within `limit_s`, write what is known after each, and return the outcomes of these steps.
+    """Take all steps within `limit_s`, write the file after each, and return the outcomes of these steps.
 
     Outcomes of other steps that the file has from before stay in it; `order` names all that are known.
     """

@@ -40,7 +40,7 @@ _TEST_PROCESSES = 6
 
 
 def steps(build: bool) -> list[Step]:
-    """Return all steps; `build`: commopt is compiled first, else it is what this Python has.
+    """Return all steps; `build`: commopt is compiled first, else the one that is installed is used.
 
     Limits are those of ranks that take turns on the GPU.
     """
@@ -91,7 +91,7 @@ def _module(name: str, *arguments: str) -> tuple[str, ...]:
 
 
 def _ranks(*module: str) -> tuple[str, ...]:
-    """Return what runs a module on four ranks that share the GPU and pass for two nodes."""
+    """Return the command that runs a module on four ranks that share the GPU and pass for two nodes."""
     return _module(*_LAUNCHER, "-m", "bench.gpu.rank", *module)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is run: the collectives with nccl-tests' conventions, inputs whose results are known exactly, and who runs it.
+"""The implementations that are timed, and inputs whose results are known exactly.
 
 Element i of a rank depends on i modulo a prime, so that blocks of any usual length differ from each other, and only
 one period has to be kept. No element is zero (on up to thousands of ranks), so that a rank's share cannot be
@@ -38,7 +38,7 @@ COLLECTIVES = {
 
 @dataclass(frozen=True)
 class Implementation:
-    """Who runs the collectives.
+    """An implementation of the collectives.
 
     functions: by the collective, of (recv, send) or, in place (all_reduce, broadcast), of recv. wire_bytes: what this
     rank sends in one call of (collective, numel, dtype); None where no formula says.
@@ -90,7 +90,7 @@ def of_torch(op: Op, device: torch.device) -> Implementation:
 
 
 def find_aggregator(name: str) -> Aggregator | None:
-    """Return what a name stands for, or a preset's name with options ("quantized:bits=4"); None if nothing.
+    """Return the aggregator of a name, or of a preset's name with options ("quantized:bits=4"); None if unknown.
 
     Raises ConfigurationError for options that a preset does not have.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is printed and written: nccl-tests' columns in its own widths, ours to their right, and notes around them."""
+"""The table and the JSON file: nccl-tests' columns in its own widths, ours to their right, and notes around them."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def format_row(row: TableRow, aggregator_width: int) -> str:
 
 
 def short_heading(aggregator_width: int) -> str:
-    """Return the two header lines of what fits a terminal of 80 columns: one side, without what seldom changes."""
+    """Return the two header lines of the table for 80 columns: one side, without columns that seldom change."""
     names = ("size", "time", "algbw", "busbw", "#wrong", "wire_inter")
     units = ("(B)", "(us)", "(GB/s)", "(GB/s)", "", "(B)")
     lines = (_short(names, "aggregator", aggregator_width), _short(units, "", aggregator_width))

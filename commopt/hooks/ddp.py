@@ -198,7 +198,7 @@ def _require_free(ddp: object) -> None:
 
 
 def _advice(model: object) -> str:
-    """Return what to do with something that attach does not take."""
+    """Return advice for a model that attach does not take."""
     kinds = {kind.__name__ for kind in type(model).__mro__}
     if "FullyShardedDataParallel" in kinds:
         return " or one of FSDP2; FSDP1 is not supported: use torch.distributed.fsdp.fully_shard on a mesh of replicas"

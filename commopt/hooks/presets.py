@@ -161,7 +161,7 @@ def _object(text: str) -> Any:
 
 
 def _preset(name: str, about: str, build: Callable[..., Aggregator]) -> Preset:
-    """Make a preset of what builds its aggregator, and says by its signature which options there are."""
+    """Make a preset of the function that builds its aggregator, whose signature has the options."""
     build.__name__ = build.__qualname__ = name
     build.__module__ = __name__
     build.__doc__ = about

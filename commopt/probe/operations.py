@@ -31,12 +31,12 @@ _MATRIX_RANKS = (1, 2, 4, 8, 16, 32)
 
 @dataclass(frozen=True)
 class ProbeOptions:
-    """The options of a probe. All ranks must have the same; raises ConfigurationError for what cannot work.
+    """The options of a probe. All ranks must have the same; raises ConfigurationError for wrong values.
 
     min_nbytes, max_nbytes, factor: messages grow from the first to the second, each `factor` times the one before. Both
         sides of a collective stay below the largest: all_gather over P ranks stops at a P-th of it.
     budget_s: seconds for everything. Messages stop growing where it ends.
-    parts: what of PARTS is measured; "work" is compression.
+    parts: those of PARTS to measure; "work" is compression.
     warm_up, iterations: calls before and while time is taken; long messages get fewer, at least 1 and 3.
     """
 
@@ -110,9 +110,9 @@ class ConcurrentGroups:
 
 
 def groups_of(world: Team) -> list[ConcurrentGroups]:
-    """Return what to time, the same on every rank: of each level one group by itself, then all at once.
+    """Return the groups to time, the same on every rank: of each level one group alone, then all of them at once.
 
-    Levels inside a node come first: they are fast, and what they leave of the time is for the slow ones.
+    Levels inside a node come first: they are fast, and leave the rest of the time for the slow ones.
     """
     nodes = world.wire.nodes
     counts = [nodes.count(node) for node in dict.fromkeys(nodes)]
@@ -145,7 +145,7 @@ def _zeros(nbytes: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class TimedWork:
-    """Work of one kind: `prepare(numel, device)` returns a call that does it for so many float32 elements.
+    """Local work of one kind: `prepare(numel, device)` returns a call that does it for so many float32 elements.
 
     least_nbytes: less of it is never done.
     """
@@ -164,7 +164,7 @@ class TimedWork:
 
 
 def known_compressors() -> tuple[Compressor, ...]:
-    """Return what the presets compress with, every compressor as it is by default, and quantization to all widths."""
+    """Return the compressors of the presets, each compressor with its defaults, and quantization to all widths."""
     found: list[Compressor] = [Exact(), Cast(), Cast(torch.float16), Quantize(8), Quantize(4), Quantize(2)]
     found += [kind() for kind in COMPRESSORS.values()]
     for preset in PRESETS.values():

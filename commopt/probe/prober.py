@@ -42,7 +42,7 @@ _TOLD_VARIABLES = ("BENCH_CLUSTER_RATE", "COMMOPT_RANKS_PER_NODE", "OMP_NUM_THRE
 
 @dataclass(frozen=True)
 class Survey:
-    """What was measured, the same on every rank. `stopped`: the largest bytes of curves that ended early, by name."""
+    """The result of a probe, the same on every rank. `stopped`: the largest bytes of curves that ended early."""
 
     links: Links
     stopped: Mapping[str, int]
@@ -72,7 +72,7 @@ def survey(
     compressors: Sequence[Compressor] | None = None,
     stream: TextIO | None = None,
 ) -> Survey:
-    """Do what `probe` does; `command` is what the header says was run."""
+    """Measure as `probe` does; `command` is the one that the header shows."""
     compressors = known_compressors() if compressors is None else tuple(compressors)
     lanes.require_healthy()
     membership.agree("a probe", settings=repr(options), compressors=repr(compressors))
@@ -110,7 +110,7 @@ class LinkProber:
         return len(self._groups) * len(COLLECTIVES) + len(self._work)
 
     def run(self, command: str) -> Survey:
-        """Measure, fit, and return what the first rank makes of it."""
+        """Measure, fit, and return the curves of the first rank."""
         reserved_us = self._left_us * _WORK_SHARE if self._groups and self._work else 0.0
         self._left_us -= reserved_us
         links: dict[LinkKey, Curve] = {}
@@ -128,8 +128,8 @@ class LinkProber:
         found = Links(read_header(self._membership, self._timer.device, command), links, work)
         mine: dict[str, Any] = {"links": found.as_text(), "stopped": self._stopped} if self._reports else {}
         everyone = self._membership.exchange("what a probe has found", **mine)
-        told = everyone[self._membership.ranks.index(self._first_rank)]
-        return Survey(Links.read(told["links"], "what the first rank has found"), dict(told["stopped"]))
+        first = everyone[self._membership.ranks.index(self._first_rank)]
+        return Survey(Links.read(first["links"], "what the first rank has found"), dict(first["stopped"]))
 
     def _time(self, collective: Collective, group: ConcurrentGroups, nbytes: int, repeats: Repeats) -> Measured:
         what = f"{link_text(group.key(collective.name))}, {nbytes} bytes"
@@ -160,7 +160,7 @@ class LinkProber:
 
 
 def read_header(membership: Membership, device: torch.device, command: str) -> Header:
-    """Return when, where and with what was measured; `command` as `command_line` returns it."""
+    """Return the time, the place and the versions of a measurement; `command` as `command_line` returns it."""
     return Header(
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         hosts=membership.cluster.names,

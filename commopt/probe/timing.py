@@ -21,7 +21,7 @@ Call = Callable[[], object]
 Prepare = Callable[[], Call]
 
 _LEAST_WARM_UP, _LEAST_ITERATIONS, _LEAST_POINTS = 1, 3, 4
-_GROWTH_SHARE = 0.85  # of the time; the rest is for what has to be measured again
+_GROWTH_SHARE = 0.85  # of the time; the rest is for sizes that have to be measured again
 _RETRIES = 3
 _DISTURBED = 1.1
 _FAR_OFF = 1.5
@@ -39,7 +39,7 @@ class Repeats:
 
 @dataclass(frozen=True)
 class Measured:
-    """One size: the median time of a call, and what measuring it took in all."""
+    """One size: the median time of a call, and the time of the whole measurement."""
 
     time_us: float
     spent_us: float
@@ -65,8 +65,8 @@ class Sweep:
 def repeats(predicted_us: float, left_us: float, wanted: Repeats) -> Repeats | None:
     """Return how often to repeat a call that should take `predicted_us`, None when there is no time for it.
 
-    Short calls are repeated up to ten times as often as wanted, since what disturbs them is longer than they are. A
-    size may take a quarter of what is left, so that larger ones have a chance, which need few repeats; the last one
+    Short calls are repeated up to ten times as often as wanted, since disturbances last longer than they do. A
+    size may take a quarter of the time left, so that larger ones have a chance, which need few repeats; the last one
     may take all of it.
     """
     portion_us = left_us / 4
@@ -174,7 +174,7 @@ def durations_us(ends_us: Sequence[float]) -> list[float]:
 
 
 class LaneTimer:
-    """Times what all ranks of a membership do on their lanes; every method is collective over them."""
+    """Times calls of all ranks of a membership on their lanes; every method is collective over them."""
 
     def __init__(self, membership: Membership) -> None:
         team = membership.team

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ShardedState, what users hold of an attached model of fully_shard or replicate, and how it comes about."""
+"""ShardedState, the users' handle of an attached model of fully_shard or replicate, and its `attach_sharded`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from commopt.sharded.seams import ParameterGroup, groups_of, require_seams, resh
 
 
 class ShardedState(CommState):
-    """What averages the replicas of a model of fully_shard (on a 2-D mesh) or replicate; `attach` makes it.
+    """Averages the replicas of a model of fully_shard (on a 2-D mesh) or replicate; `attach` makes it.
 
     The model stays FSDP's: its DTensors, clip_grad_norm_, its optimizers and its checkpoints are as without commopt.
     Residuals belong to parameters by name and to the ranges of them that a rank owns. A step is a backward in which
@@ -44,7 +44,7 @@ class ShardedState(CommState):
         return self._registration.everyone
 
     def stats(self) -> dict[str, Any]:
-        """Return what was done so far, as HookState.stats; buckets are FSDP's buffers.
+        """Return the figures so far, as HookState.stats; buckets are FSDP's buffers.
 
         buckets_overlapped: those that the hook did not wait for (on the CPU; on a GPU it never does).
         """
@@ -65,12 +65,12 @@ class ShardedState(CommState):
 
 
 class OneDimensionState(ShardedState):
-    """What averages the gradients, and carries the weights, of a model that fully_shard cut over all ranks."""
+    """Averages the gradients, and moves the weights, of a model that fully_shard cut over all ranks."""
 
     _registration: OneDimension  # type: ignore[assignment]
 
     def stats(self) -> dict[str, Any]:
-        """Return what was done so far; with weights also how often groups' went across, and second copies' bytes."""
+        """Return the figures so far; with weights also how often groups' went across, and second copies' bytes."""
         gathers = self._registration.gathers.values()
         copies = [gather.copy for gather in gathers if gather.copy is not None]
         of_weights = {
