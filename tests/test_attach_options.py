@@ -82,7 +82,11 @@ def test_a_pickle_has_no_object_of_the_process() -> None:
 def test_the_document_and_help_have_every_option() -> None:
     text = (Path(__file__).parents[1] / "docs" / "usage.md").read_text()
     table = text.partition("## Options of `attach`")[2].partition("\n## ")[0]
-    assert {*OPTIONS, "dense"} == {*re.findall(r"^\| `(\w+)` ", table, re.MULTILINE)}
+    models = dict(re.findall(r"^\| `(\w+)` \| ([^|]*) \|", table, re.MULTILINE))
+    in_words = {"ddp": "DDP", "ddp replicated sharded": "all", "sharded": "FSDP2 on a 1-D mesh"}
+    in_words["ddp sharded"] = "DDP, FSDP2 on a 1-D mesh"
+    takes = {name: " ".join(model for model in REFUSED if name not in REFUSED[model]) for name in OPTIONS}
+    assert models == {name: in_words[takes[name]] for name in OPTIONS} | {"dense": "all"}
     help_text = str(inspect.getdoc(commopt.attach))
     assert all(f"\n{name}: " in help_text for name in OPTIONS)
     assert all(
