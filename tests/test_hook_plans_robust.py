@@ -149,7 +149,7 @@ def freeze_early(
         state = pickle.loads(pickle.dumps(state))
     state.freeze()
     if knows:
-        state.know(ddp.module)
+        state.set_module(ddp.module)
     with changing():
         ddp.register_comm_hook(state, commopt.PRESETS["flat"] if aggregator is None else commopt.hook)
         steps(ddp, rank, 8)

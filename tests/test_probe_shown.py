@@ -11,8 +11,9 @@ from typing import Any, cast
 import pytest
 
 from commopt.cost import Curve, LineSegment, LinkKey, Links, LinksHeader, WorkKey
-from commopt.probe import Settings, Survey, report
-from commopt.probe.operations import COLLECTIVES, PARTS
+from commopt.probe import ProbeOptions, Survey, report
+from commopt.probe.collectives import COLLECTIVES
+from commopt.probe.operations import PARTS
 from commopt.probe.report import LineRate, line_rate_gbps, node_factor, own_gbps
 from topology import Cluster
 
@@ -41,7 +42,7 @@ def test_what_a_node_sends_for_a_byte(key: LinkKey, factor: float) -> None:
 def links_of(gbps: float = 0.2) -> Links:
     """Return what a probe of 2 x 2 ranks would find, on such a network."""
     header = LinksHeader("2025-01-02T03:04:05+00:00", ("a", "b"), (2, 2), "gloo", "x86_64 CPU", "2.7.0", "probe")
-    sizes = Settings(1024, 16 * MIB, 4).sizes()
+    sizes = ProbeOptions(1024, 16 * MIB, 4).sizes()
     curves = {}
     for primitive in COLLECTIVES:
         for level, ranks, groups in (("intra", 2, 2), ("inter", 2, 1), ("inter", 2, 2), ("world", 4, 1)):

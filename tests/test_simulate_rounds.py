@@ -95,7 +95,7 @@ def test_one_node_averages_gradients_and_waits_for_all_its_ranks() -> None:
 
 
 def test_the_presets_have_their_names() -> None:
-    for name in ("diloco:period=50", "streaming_diloco", "onebit_local:delay=4:fragments=4", "sparse_loco"):
+    for name in ("diloco:period=50", "diloco:fragments=8:delay=1", "onebit_local:delay=4:fragments=4", "onebit_local"):
         assert isinstance(strategy(name).choices[0].build(), LocalSGD)
     chosen = strategy("diloco:period=4:compressor=PowerSGD(matrix_rank=8)").choices[0].build()
     assert chosen == LocalSGD(4, outer=NESTEROV, compressor=PowerSGD(8))

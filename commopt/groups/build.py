@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -18,7 +18,6 @@ from torch.distributed import distributed_c10d as c10d
 
 from commopt.errors import ConfigurationError
 from commopt.groups.membership import Membership, checking, exchange_facts, failures_among, require_equal
-from commopt.groups.nccl import NcclByLevel, NcclOptions, copied_options, require_nccl_options
 from commopt.groups.shape import levels_of
 from commopt.groups.store import limited_store
 from commopt.groups.team import Team, is_alive
@@ -33,7 +32,7 @@ _log = logging.getLogger("commopt")
 
 
 _Ranks = tuple[int, ...]
-_Arguments = tuple[int | None, float | None, frozenset[tuple[str, NcclOptions]]]
+_Arguments = tuple[int | None, float | None]
 # Keyed weakly: a Membership must not keep a process group alive that its user destroyed.
 _memberships: WeakKeyDictionary[dist.ProcessGroup, dict[_Arguments, Membership]] = WeakKeyDictionary()
 
@@ -69,7 +68,6 @@ def join(
     group: Any = None,
     ranks_per_node: int | None = None,
     timeout_s: float | None = None,
-    nccl: NcclByLevel | None = None,
     problem: Exception | None = None,
 ) -> Membership:
     """Return the membership of `group`, building it on the first call: collective over the group's ranks.
@@ -77,9 +75,9 @@ def join(
     Calls with equal arguments share one set of process groups: all of them use one lane, in one order, anyway.
     `ranks_per_node` declares blocks of the group's ranks to be nodes instead of asking the hosts, as
     COMMOPT_RANKS_PER_NODE does with blocks of global ranks. `timeout_s` None means that of `group` itself, 600 s where
-    torch does not tell it. `nccl` holds options for the communicators of a level, which this cluster need not have.
+    torch does not tell it.
     `problem` is why the caller cannot go on: raised here on every rank, unless the groups exist already.
-    Raises ConfigurationError for a shape or options that cannot be, on every rank also when only one finds them,
+    Raises ConfigurationError for a shape or a timeout that cannot be, on every rank also when only one finds them,
     MismatchError when ranks disagree, TransportError when the rendezvous store does not answer.
     """
     try:
@@ -87,15 +85,13 @@ def join(
     except ConfigurationError as error:
         raise problem or error from None  # there is nobody to tell
     known = _memberships.setdefault(parent, {})
-    key = (ranks_per_node, timeout_s, frozenset((nccl or {}).items()))
+    key = (ranks_per_node, timeout_s)
     if key not in known or not known[key].alive:
-        known[key] = _build(parent, ranks_per_node, timeout_s, nccl or {}, problem)
+        known[key] = _build(parent, ranks_per_node, timeout_s, problem)
     return known[key]
 
 
-def read_arguments(
-    ranks_per_node: int | None, timeout: float | timedelta | None, nccl: NcclByLevel | None
-) -> tuple[int | None, float | None, dict[str, NcclOptions]]:
+def read_arguments(ranks_per_node: int | None, timeout: float | timedelta | None) -> tuple[int | None, float | None]:
     """Return these arguments of `join`, the timeout in seconds; raises ConfigurationError for other types.
 
     Whether values of the right type can be is for the ranks to find out together, in `join`.
@@ -110,7 +106,7 @@ def read_arguments(
             f"ranks_per_node {ranks_per_node!r} is a {type(ranks_per_node).__name__}; pass a whole number, as in "
             f"ranks_per_node=8"
         )
-    return ranks_per_node, timeout_s, copied_options(nccl)
+    return ranks_per_node, timeout_s
 
 
 def _timeout_of(parent: dist.ProcessGroup) -> float:
@@ -136,14 +132,12 @@ def _build(
     parent: dist.ProcessGroup,
     ranks_per_node: int | None,
     asked_for_s: float | None,
-    nccl: NcclByLevel,
     problem: Exception | None,
 ) -> Membership:
     timeout_s, host = min(_timeout_of(parent), _LONGEST_TIMEOUT_S), None
     try:  # a mistake of this rank alone is every rank's to hear of
         if asked_for_s is not None:
             timeout_s = require_timeout(asked_for_s)
-        require_nccl_options(nccl, _backends(parent))
         emulated = _ranks_per_node_from_environment() if ranks_per_node is None else None
         host = _host(emulated).as_dict()
     except ConfigurationError as error:
@@ -154,7 +148,6 @@ def _build(
         "ranks_per_node": ranks_per_node,
         ENVIRONMENT_VARIABLE: emulated,
         "timeout in seconds": asked_for_s,
-        "NCCL options": {str(level): str(nccl[level]) for level in sorted(nccl, key=str)},
         "COMMOPT_CHECK": checking(),
     }
     own = {"host": host, "token": secrets.token_hex(4), "timeout of the process group": timeout_s}
@@ -178,7 +171,7 @@ def _build(
     name = f"commopt/{parent.group_name}/{answers[0]['token']}"
     try:
         try:
-            team = _build_team(parent, cluster, name, timeout_s, nccl)
+            team = _build_team(parent, cluster, name, timeout_s)
         except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = error
         # A rank that went on and destroyed its groups would break the connections others are still making.
@@ -215,9 +208,7 @@ def _blocks(world_size: int, ranks_per_node: int) -> Cluster:
         raise ConfigurationError(str(error)) from None
 
 
-def _build_team(
-    parent: dist.ProcessGroup, cluster: Cluster, name: str, timeout_s: float, nccl: Mapping[str, NcclOptions]
-) -> Team:
+def _build_team(parent: dist.ProcessGroup, cluster: Cluster, name: str, timeout_s: float) -> Team:
     """Create the groups in one fixed order: world, intra, inter."""
     global_ranks = [dist.get_process_group_ranks(parent)[position] for position in cluster.order]
     node_of = [cluster.node_of(position) for position in cluster.order]
@@ -226,7 +217,7 @@ def _build_team(
     def created(level: str, members: Sequence[int], number: object = "") -> tuple[_Ranks, _Ranks, Any]:
         ranks = tuple(global_ranks[member] for member in members)
         nodes = tuple(node_of[member] for member in members)
-        return ranks, nodes, _new_group(parent, ranks, f"{name}/{level}{number}", timeout_s, nccl.get(level))
+        return ranks, nodes, _new_group(parent, ranks, f"{name}/{level}{number}", timeout_s)
 
     me = cluster.order.index(parent.rank())
     world = created("world", range(len(node_of)))
@@ -241,7 +232,7 @@ def _build_team(
 
 
 def _new_group(
-    parent: dist.ProcessGroup, ranks: tuple[int, ...], name: str, timeout_s: float, nccl: NcclOptions | None
+    parent: dist.ProcessGroup, ranks: tuple[int, ...], name: str, timeout_s: float
 ) -> dist.ProcessGroup | None:
     """Create a process group of exactly `ranks` in exactly this order; only they take part.
 
@@ -251,10 +242,6 @@ def _new_group(
     if len(ranks) == 1:
         return None
     create: Any = c10d._new_process_group_helper  # not public, hence typed differently from one torch to the next
-    timeout = timedelta(seconds=timeout_s)
-    options = None if nccl is None else nccl.for_torch()
-    if options is not None:
-        options._timeout = timeout  # else torch warns that it will replace the default
     group: dist.ProcessGroup
     with _unbound():
         group, _ = create(
@@ -264,8 +251,8 @@ def _new_group(
             dist.Backend(_backend_config(parent)),
             c10d._get_default_store(),
             name,
-            options,
-            timeout=timeout,
+            None,
+            timeout=timedelta(seconds=timeout_s),
             group_desc=name,
         )
     c10d._world.pg_group_ranks[group] = {global_rank: position for position, global_rank in enumerate(ranks)}

@@ -16,11 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commopt.aggregate import Aggregator, Auto, Compressed, Flat, Hierarchical, LocalSGD, Outer, PowerSGD
+from commopt.attached.options import OPTIONS
 from commopt.compress import COMPRESSORS, DGC, Cast, Compressor, OneBit, Quantize
 from commopt.errors import ConfigurationError, did_you_mean
 from commopt.hooks.state import HookState
-
-STATE_OPTIONS = frozenset(inspect.signature(HookState).parameters) - {"aggregator", "module"}
 
 Recipe = Callable[..., Aggregator]
 
@@ -72,17 +71,17 @@ class Preset:
         Raises ConfigurationError for an option it does not have.
         """
         for name, value in options.items():
-            if name in STATE_OPTIONS:
+            if name in OPTIONS:
                 raise ConfigurationError(
-                    f"{name}={value!r} is no option of the preset {self.name} but of attach and HookState: pass it "
-                    f"there, commopt.attach(ddp, {self!r}, {name}={value!r}), or to commopt run as "
+                    f"{name}={value!r} is no option of the preset {self.name} but of attach: pass it there, "
+                    f"commopt.attach(ddp, {self!r}, {name}={value!r}), or to commopt run as "
                     f"--option {name}={value}"
                 )
             if name not in self._options:
                 raise ConfigurationError(
                     f"preset {self.name} has no option {name}={value!r}"
-                    f"{did_you_mean(name, [*self._options, *STATE_OPTIONS]) or ';'} "
-                    f"it takes {self._takes()}, and attach takes {', '.join(sorted(STATE_OPTIONS))} too"
+                    f"{did_you_mean(name, [*self._options, *OPTIONS]) or ';'} "
+                    f"it takes {self._takes()}, and attach takes {', '.join(sorted(OPTIONS))} too"
                 )
         return self._recipe(**options)
 
@@ -162,7 +161,7 @@ def _object(text: str) -> Any:
 
 
 def _preset(name: str, about: str, build: Callable[..., Aggregator]) -> Preset:
-    """Make a preset of what builds its aggregator, and says by its signature which options there are."""
+    """Make a preset of the function that builds its aggregator, whose signature has the options."""
     build.__name__ = build.__qualname__ = name
     build.__module__ = __name__
     build.__doc__ = about
@@ -257,25 +256,11 @@ def _local(name: str, about: str, **defaults: Any) -> Preset:
     return preset
 
 
-_NESTEROV = Outer(lr=0.7, momentum=0.9, nesterov=True)
-
 diloco = _local(
     "diloco",
     "DiLoCo (Douillard et al., arXiv 2311.08105): float32 deltas every 500 steps, then Nesterov's, 0.9 at rate 0.7.",
     period=500,
-    outer=_NESTEROV,
-)
-streaming_diloco = _local(
-    "streaming_diloco",
-    "Streaming DiLoCo (arXiv 2501.18512): every 100 steps, in fragments that travel by 4 bits while a step is made; "
-    "half of the result is taken over. There the 4 bits are E3M0; here they have a scale per block and error feedback, "
-    "there are 8 fragments, of whole blocks of layers where there are as many, and the outer optimizer is DiLoCo's.",
-    period=100,
-    outer=_NESTEROV,
-    compressor=Quantize(bits=4),
-    fragments=8,
-    delay=1,
-    merge=0.5,
+    outer=Outer(lr=0.7, momentum=0.9, nesterov=True),
 )
 onebit_local = _local(
     "onebit_local",
@@ -283,14 +268,5 @@ onebit_local = _local(
     "steps: for AdamW on the slowest links.",
     period=16,
     compressor=OneBit(),
-)
-sparse_loco = _local(
-    "sparse_loco",
-    "SparseLoCo (arXiv 2508.15706): the largest 1/64 of the deltas every 30 steps, error feedback that decays by 0.95, "
-    "no outer momentum. There 64 of every 4096 elements are taken, with 2 bits each; here they are bfloat16, and the "
-    "largest of a message. It needs hundreds of rounds.",
-    period=30,
-    compressor=DGC(density=1 / 64),
-    decay=0.95,
 )
 auto = _preset_of("auto", "The allowed strategy that pays most: predicted, tried on live steps, and watched.", Auto)
