@@ -103,11 +103,11 @@ class Check:
         past = values.float().nan_to_num(0.0, 0.0, 0.0)
         wanted, got = rows_of(row, rows), rows_of(row, rows, self._device)
         kept = [Kept(carrying or Carrying(), past.roll(1) * 0.5, device) for device in ("cpu", self._device)]
-        wanted_carry, got_carry = (each.carry if carrying else None for each in kept)
-        reference.select(row, values, wanted.payload, scale, wanted_carry)
+        wanted_residual, got_residual = (each.residual if carrying else None for each in kept)
+        reference.select(row, values, wanted.payload, scale, wanted_residual)
         moved = shifted(values, self._device, offset)
         with launched_by(self._loader):
-            sparse.select(row, moved, got.payload, scale, got_carry)
+            sparse.select(row, moved, got.payload, scale, got_residual)
         assert torch.equal(moved.cpu().nan_to_num(), values.nan_to_num())
         for number in range(rows):
             payload = got.payload[number].cpu()

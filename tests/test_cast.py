@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from commopt import Cast, ConfigurationError
-from commopt.compress import RngKey
+from commopt.compress import Encoding, RngKey
 from commopt.kernels import loader, philox
 from commopt.kernels.residual import piece_numel
 from tests.emulator import launched_by
@@ -34,7 +34,7 @@ def bits_of(values: Tensor) -> list[int]:
 
 def rounded(values: Tensor, rng: RngKey = RNG) -> Tensor:
     """Return what is sent for `values`: bfloat16."""
-    return decode(STOCHASTIC, encode(STOCHASTIC, values, rng=rng), values.numel(), torch.bfloat16)
+    return decode(STOCHASTIC, encode(STOCHASTIC, values, rng_key=rng), values.numel(), torch.bfloat16)
 
 
 def some(numel: int) -> Tensor:
@@ -58,7 +58,7 @@ def test_it_is_its_definition() -> None:
     chances = philox.sixteen_bits(0, values.numel(), RNG, torch.device("cpu")).numpy().astype(np.uint64)
     expected = (values.numpy().view(np.uint32).astype(np.uint64) + chances) >> 16
     for rows in (1, 2):
-        made = encode(STOCHASTIC, values, rows, rng=RNG)
+        made = encode(STOCHASTIC, values, rows, rng_key=RNG)
         assert bits_of(decode(STOCHASTIC, made, values.numel(), torch.bfloat16)) == expected.tolist()
 
 
@@ -136,7 +136,7 @@ def test_the_kernel_is_the_reference(kernels: Kernels, dtype: torch.dtype, numel
             chunk_numel = -(-numel // 16) * 8
             rows, kept = guarded(2, 2 * chunk_numel, chunk_numel, device), Kept(way or Carrying(), old, device)
             moved = shifted(values, device, at % 4)
-            STOCHASTIC.compress(moved, rows.payload, chunk_numel, 1 / 3, kept.carry if way else None, RNG)
+            STOCHASTIC.compress(moved, rows.payload, Encoding(chunk_numel, 1 / 3, kept.residual if way else None, RNG))
             return [rows.arena.cpu().view(torch.bfloat16), kept.arena.cpu()]
 
         with patch.object(loader, "loader_for", return_value=None):

@@ -20,7 +20,8 @@ from commopt.errors import ConfigurationError
 from commopt.feedback.counts import StepCounts
 from commopt.feedback.factors import Kept
 from commopt.feedback.layout import Layout, Piece
-from commopt.feedback.store import EXP_AVG_SQ, Kind, Residual, ResidualStore, is_average
+from commopt.feedback.residual import EXP_AVG_SQ, Residual, ResidualKind, is_average
+from commopt.feedback.store import ResidualStore
 
 T = TypeVar("T")
 _Pieces = list[list[Any]]  # [name, begin, end, shape] each
@@ -37,26 +38,27 @@ def save(store: ResidualStore) -> dict[str, Any]:
     residuals: dict[str, dict[str, Tensor]] = {}
     layouts: dict[str, list[_Pieces]] = {}
     with store.lock:
-        for slot in store.slots():
-            role = f"{slot.path}/{slot.kind}"
-            layouts.setdefault(role, []).append(pieces_of(slot.layout))
+        for residual in store.residuals():
+            role = f"{residual.path}/{residual.kind}"
+            layout = residual.layout
+            layouts.setdefault(role, []).append(pieces_of(layout))
             by_range = residuals.setdefault(role, {})
-            for offset, piece in zip(slot.layout.offsets, slot.layout.pieces, strict=True):
-                values = slot.values[offset : offset + piece.numel].detach().to("cpu", copy=True)
-                # Pieces nobody has asked for yet may lie on top of each other; they add up.
+            for offset, piece in zip(layout.offsets, layout.pieces, strict=True):
+                values = residual.values[offset : offset + piece.numel].detach().to("cpu", copy=True)
+                # Pieces of waiting residuals may lie on top of each other; they add up.
                 by_range[str(piece)] = by_range[str(piece)] + values if str(piece) in by_range else values
-        placed = {
+        divisions = {
             path: [[pieces_of(layout), division] for layout, division in known.items()]
-            for path, known in store.placed.items()
+            for path, known in store.divisions.items()
         }
         factors = [_entry_of(path, kept) for path, kept in store.factors.everything()]
     expected = None if store.expected_square is None else float(store.expected_square)
     counted = {
-        "dropped": int(store.dropped),
+        "dropped": int(store.transaction.dropped),
         "expected_square": expected,
         "adam_steps": store.counts.state(),
     }
-    return {"residuals": residuals, "layouts": layouts, "placed": placed, "factors": factors, **counted}
+    return {"residuals": residuals, "layouts": layouts, "placed": divisions, "factors": factors, **counted}
 
 
 def restore(
@@ -75,12 +77,13 @@ def restore(
             taken |= {str(piece) for piece in fresh}
             if fresh:
                 joined = torch.cat([values[str(piece)] for piece in fresh])
-                store.install(Residual(path, kind, Layout(tuple(fresh)), joined))
+                store.put(Residual(path, kind, Layout(tuple(fresh)), joined))
     for path, known in field(saved, "placed", dict).items():
         where = f"placed[{path!r}]"
         for entry in required(known, list, where):
             pieces, division = required_length(entry, 2, where)
-            store.place(required(path, str, where), layout_of(pieces, numels, where), required(division, str, where))
+            layout = layout_of(pieces, numels, where)
+            store.divides_anew(required(path, str, where), layout, required(division, str, where))
     for path, kept in _factors(saved, numels):
         store.factors.keep(path, kept)
     _restore_counts(store, [saved])
@@ -93,9 +96,9 @@ def spread(
     largest: Callable[[str], float],
     world_size: int,
 ) -> None:
-    """Give this rank of a new world its part of what all old ranks held: the sum over all ranks stays what it was.
+    """Give this rank of a new world its part of all old ranks' residuals: the sum over all ranks stays what it was.
 
-    Of averages every rank gets the mean of those that held them.
+    Of averages every rank gets the mean over the ranks that had them.
     """
     sums: dict[str, dict[str, Tensor]] = {}
     holders: dict[tuple[str, str], Tensor] = {}
@@ -113,15 +116,15 @@ def spread(
         for name, total in by_name.items():
             layout = Layout.of_parameters([(name, total.numel())])
             share = holders[path, name].clamp(min=1) if is_average(path) else world_size
-            store.deposit(path, layout, (total / share).float())
+            store.add(path, layout, (total / share).float())
     for (path, _), kept in factors.items():
         store.factors.keep(path, kept)
     _restore_counts(store, ranks)
 
 
 def _restore_counts(store: ResidualStore, ranks: Sequence[Mapping[str, Any]]) -> None:
-    """Take over how many commits were prevented, of the ranks that know, and what is expected of a gradient."""
-    store.dropped = max(whole(saved.get("dropped", 0), "dropped") for saved in ranks)
+    """Restore the number of dropped commits, the steps of Adam, and the expected square of a gradient."""
+    store.transaction.dropped = max(whole(saved.get("dropped", 0), "dropped") for saved in ranks)
     counts = _steps_of(ranks)
     store.counts = StepCounts(counts or {}, by_parameter=counts is not None)
     expected = ranks[0].get("expected_square")
@@ -154,19 +157,19 @@ def layout_of(pieces: object, numels: Mapping[str, int], where: str) -> Layout:
     for entry in required(pieces, list, where):
         name, begin, end, shape = required_length(entry, 4, where)
         piece = _piece(name, begin, end, numels, where)
-        extents = tuple(whole(extent, where) for extent in required(shape, list, where))
-        if extents and prod(extents) != numels[name]:
+        dimensions = tuple(whole(dimension, where) for dimension in required(shape, list, where))
+        if dimensions and prod(dimensions) != numels[name]:
             refuse(f"the shape of {name} in {where}", shape, f"one of its {numels[name]} elements")
-        found.append(Piece(piece.name, piece.begin, piece.end, extents))
+        found.append(Piece(piece.name, piece.begin, piece.end, dimensions))
     return Layout(tuple(found))
 
 
-# ------------------------------------------------------------------------------------------- what is read
+# ------------------------------------------------------------------------------------------- reading
 
 
 def _residuals(
     saved: Mapping[str, Any], numels: Mapping[str, int], largest: Callable[[str], float]
-) -> Iterator[tuple[str, Kind, list[Layout], dict[str, Tensor]]]:
+) -> Iterator[tuple[str, ResidualKind, list[Layout], dict[str, Tensor]]]:
     """Iterate over the levels and kinds of a rank's residuals, each with its layouts and the values of their pieces.
 
     The latter by name and range: the same piece may be in several layouts, and there with a shape or without.
@@ -247,7 +250,7 @@ def _is_plain(values: object) -> TypeGuard[Tensor]:
     return isinstance(values, Tensor) and values.layout == torch.strided and values.device.type != "meta"
 
 
-def _role(role: object) -> tuple[str, Kind]:
+def _role(role: object) -> tuple[str, ResidualKind]:
     path, _, kind = role.rpartition("/") if isinstance(role, str) else ("", "", "")
     if kind == "worker":
         return path, "worker"
@@ -256,7 +259,7 @@ def _role(role: object) -> tuple[str, Kind]:
     return refuse("a key of residuals", role, "a level and a kind, 'worker' or 'server', with a slash between")
 
 
-# ------------------------------------------------------------------------------------------- what is refused
+# ------------------------------------------------------------------------------------------- errors
 
 
 def field(entry: Mapping[str, Any], key: str, kind: type[T], where: str = "") -> T:

@@ -20,7 +20,9 @@ Make = Callable[[Side], Tensor]
 class Factors:
     """The right factors of every matrix in a buffer, one after the other: [columns of all, r], float32.
 
-    layout: the elements of each matrix, whole rows of a parameter. columns: of each.
+    layout: the elements of each matrix, whole rows of a parameter.
+    columns: of each matrix.
+    rights: the factors.
     initial: factors of both sides to begin with, at hand also because they keep a direction from getting lost.
     """
 

@@ -31,7 +31,7 @@ from commopt.attached.local_sgd import ParameterAverages
 from commopt.attached.reduction import Step
 from commopt.attached.registration import Registration, Settings
 from commopt.errors import CommoptError, ConfigurationError
-from commopt.feedback import EVERY_STEPS, Layout, ResidualStore, Shadow, falls_behind, sample_numel
+from commopt.feedback import EVERY_STEPS, ExactSample, Layout, ResidualStore, falls_behind, sample_numel
 from commopt.schedule import Controller, Layouts, Plan, Tuned
 from commopt.schedule.reducer import is_capturing
 
@@ -53,7 +53,7 @@ class DDPRegistration(Registration):
         self.module = None if module is None else ref(module)
         self.decided_by: str | None = None
         self.guard = 0
-        self.shadow = Shadow()
+        self.shadow = ExactSample()
         self.controller = Controller(self.recorder, self.layouts)
         if isinstance(aggregator, LocalSGD):
             parameters, found = dict(self.parameters), ref(self)
@@ -189,7 +189,7 @@ class DDPRegistration(Registration):
             self.guard = 0  # a CUDA graph would sample in every step, or in none
         if self.guard and self.controller.changes != self._shadow_of:
             self._shadow_of = self.controller.changes
-            self.shadow = Shadow(self.guard, steps)  # a new plan is judged by its own samples
+            self.shadow = ExactSample(self.guard, steps)  # a new plan is judged by its own samples
         if self.guard and self.settings.guard and (steps + 1 - self.shadow.first_step) % self.guard == 0:
             self._look_back()
 
@@ -202,7 +202,7 @@ class DDPRegistration(Registration):
         watch = self.steps_between
         if watch is None or torch._C._current_graph_task_id() == -1:
             return  # a rank without data, in DDP's join(), has neither backwards nor optimizer steps
-        if not watch.missed(self.scaler, self.store.finite):
+        if not watch.missed(self.scaler, self.store.transaction.finite):
             return
         if self.directions is not None:
             raise ConfigurationError(

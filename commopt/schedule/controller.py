@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from commopt.aggregate import Aggregator, Flat
 from commopt.errors import ConfigurationError
-from commopt.feedback import Layout, Shadow
+from commopt.feedback import ExactSample, Layout
 from commopt.groups import Team
 from commopt.lanes import Work
 from commopt.recording import Recorder
@@ -219,7 +219,7 @@ class Controller:
         step: int,
         device: torch.device,
         overhead_us: float,
-        shadow: Shadow | None = None,
+        shadow: ExactSample | None = None,
     ) -> Meeting | None:
         """Return the meeting that is due after `step`, to be put on the lane by every rank; None if none is.
 

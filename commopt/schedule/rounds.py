@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from math import ceil
 
 from commopt.aggregate import LocalSGD
-from commopt.feedback.parcels import PARCEL_NBYTES
+from commopt.feedback.parameter_buckets import BUCKET_NBYTES
 from commopt.schedule.candidates import INSIDE
 from commopt.schedule.decision import Tried
 from commopt.schedule.learning import Learned
@@ -60,7 +60,7 @@ def expected(average: LocalSGD, learned: Learned, steps: float, window: Window, 
     groups = [list({home[name].names: home[name] for name in group}.values()) for group in window.plan.groups]
     nbytes = [sum(unit.nbytes for unit in group) for group in groups]
     ready_us = [max(unit.ready_us for unit in group) for group in groups]
-    parcels = ceil(sum(nbytes) / average.fragments / PARCEL_NBYTES)
+    parcels = ceil(sum(nbytes) / average.fragments / BUCKET_NBYTES)
     parcel_us = costs.lane_us(sum(nbytes) // (average.fragments * parcels), repr(average.parameters))
     fragments_us = [parcels * parcel_us] * average.fragments
     lane_us = [costs.lane_us(each, repr(INSIDE)) for each in nbytes]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from commopt.aggregate import Aggregator, Flat, Hierarchical, auto_of
-from commopt.feedback import Layout, Shadow
+from commopt.feedback import ExactSample, Layout
 from commopt.groups import Team, broadcast_bytes
 from commopt.schedule.calibration import (
     LARGEST_NBYTES,
@@ -60,7 +60,7 @@ class Meeting:
     movable: bool
     overhead_us: float
     tuned: Tuned | None
-    shadow: Shadow | None = None
+    shadow: ExactSample | None = None
     looks: bool = False
     optimizer: str = ""
 

@@ -22,7 +22,7 @@ class Window:
     plan: the messages that were run. movable: whether another plan may have other groups.
     units: in the order of backward, `ready_us` the mean over usual steps (see `of`); ready_error_us its error for each.
     step_us, exposed_us: of each step, on the slowest rank. observed: a message for each group of the plan.
-    earlier: another window of the same plan, which counts as much. steps_behind: as Shadow has it.
+    earlier: another window of the same plan, which counts as much. steps_behind: as ExactSample has it.
     """
 
     plan: Plan
