@@ -17,7 +17,7 @@ from commopt import Aggregator, Communicator, Compressed, Feedback, Layout, Powe
 from commopt.aggregate import context_for, powersgd_reference
 from commopt.compress import error_feedback_reference
 from commopt.feedback import Piece, ResidualKind, ResidualStore
-from commopt.feedback.factors import Kept
+from commopt.feedback.factors import RightFactor
 from commopt.groups import Team
 from commopt.kernels.lowrank import orthogonalize
 from tests.ranks import run
@@ -69,7 +69,7 @@ def steps_of(case: Case, rank: int, world_size: int, team: Team) -> list[Step]:
     found: list[Step] = []
     if isinstance(case.aggregator, PowerSGD):
         right = case.first_right(case.aggregator.matrix_rank)
-        store.factors.keep("", Kept(Piece("w", 0, layout.numel), right))
+        store.factors.add("", RightFactor(Piece("w", 0, layout.numel), right))
     loss_scale = None if case.loss_scale == 1.0 else torch.tensor(case.loss_scale)
     for step in range(STEPS):
         buffer = case.gradients(step, world_size)[rank].reshape(-1).clone()
@@ -98,7 +98,7 @@ def test_quantization_with_feedback_has_the_bits_of_its_reference(world_size: in
     results = run(train, world_size, cases)
     for number, (case, (bits, block, decay)) in enumerate(zip(cases, coders, strict=True)):
         zeros = torch.zeros(case.shape)
-        state = error_feedback_reference.State([zeros] * world_size, zeros)
+        state = error_feedback_reference.FeedbackState([zeros] * world_size, zeros)
         for step in range(STEPS):
             gradients = case.gradients(step, world_size)
             expected = error_feedback_reference.average(gradients, state, bits, block, decay, case.loss_scale)
@@ -127,7 +127,7 @@ def test_power_sgd_follows_its_reference(world_size: int, nodes: tuple[int, ...]
         assert isinstance(case.aggregator, PowerSGD)
         matrix = (case.shape[0], prod(case.shape[1:]))
         right = case.first_right(case.aggregator.matrix_rank)
-        state = powersgd_reference.State([torch.zeros(matrix)] * world_size, right)
+        state = powersgd_reference.MatrixState([torch.zeros(matrix)] * world_size, right)
         assert case.aggregator.feedback is not None
         decay = case.aggregator.feedback.decay
         for step in range(STEPS):
@@ -145,8 +145,8 @@ def test_the_references_conserve_the_sum_of_gradients() -> None:
     generator = torch.Generator().manual_seed(1)
     gradients = torch.randn(20, 3, 32, 48, generator=generator, dtype=torch.float64)
     zeros = torch.zeros(32, 48, dtype=torch.float64)
-    low_rank = powersgd_reference.State([zeros] * 3, torch.randn(48, 2, generator=generator, dtype=torch.float64))
-    coded = error_feedback_reference.State([zeros.view(-1)] * 3, zeros.view(-1))
+    low_rank = powersgd_reference.MatrixState([zeros] * 3, torch.randn(48, 2, generator=generator, dtype=torch.float64))
+    coded = error_feedback_reference.FeedbackState([zeros.view(-1)] * 3, zeros.view(-1))
     low_rank_sum, coded_sum = zeros, zeros.view(-1)
     for step in gradients:
         low_rank_sum = low_rank_sum + powersgd_reference.average(list(step), low_rank)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 
 @dataclass
-class State:
+class MatrixState:
     """The memory of one matrix from step to step.
 
     residuals: e_k, [rows, cols] for each rank k, unscaled. They begin as zeros.
@@ -32,7 +32,7 @@ class State:
     right: Tensor
 
 
-def average(gradients: Sequence[Tensor], state: State, decay: float = 1.0, loss_scale: float = 1.0) -> Tensor:
+def average(gradients: Sequence[Tensor], state: MatrixState, decay: float = 1.0, loss_scale: float = 1.0) -> Tensor:
     """Return the approximate average of the ranks' gradients [rows, cols], and update `state` for the next step.
 
     decay: the share of the old residuals that is added.

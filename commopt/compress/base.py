@@ -135,7 +135,7 @@ class Compressor(ConciseRepr, ABC):
     def codec_without_zero(self) -> Codec | None:
         """The codec of its payload where that has no value for zero, but a sign bit; None where zeros stay zeros.
 
-        An aggregator then keeps apart what no rank has ever touched.
+        An aggregator then decodes the elements that no rank has ever touched to zero itself.
         """
         return None
 

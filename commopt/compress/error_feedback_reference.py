@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 @dataclass
-class State:
+class FeedbackState:
     """The memory from step to step. All residuals begin as zeros.
 
     residuals: e_k, [n] for each rank k, unscaled.
@@ -31,7 +31,12 @@ class State:
 
 
 def average(
-    gradients: Sequence[Tensor], state: State, bits: int, block: int, decay: float = 1.0, loss_scale: float = 1.0
+    gradients: Sequence[Tensor],
+    state: FeedbackState,
+    bits: int,
+    block: int,
+    decay: float = 1.0,
+    loss_scale: float = 1.0,
 ) -> Tensor:
     """Return the approximate average of the ranks' gradients [n], and update `state` for the next step.
 

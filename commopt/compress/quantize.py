@@ -16,8 +16,8 @@ from commopt.kernels import quantize
 from commopt.kernels.codec import Codec, CodecName, Encoding
 
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 64, 4096
-# To AdamW small gradients matter as much as large ones. With 2 bits they come out as noise beside larger ones, which is
-# what longer blocks save too little for.
+# To AdamW small gradients matter as much as large ones. With 2 bits they come out as noise beside larger ones: longer
+# blocks would save too few bytes for that.
 _BLOCK = {8: 512, 4: 512, 2: 64}
 _NONUNIFORM: dict[int, CodecName] = {4: "companded", 2: "centroids"}
 

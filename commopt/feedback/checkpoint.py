@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Residuals and factors as plain dictionaries: for torch.save, rank-0-only checkpoints, other worlds and buckets.
 
-What is read may be anything, for files get mixed up and damaged. It is checked as it is read, since a value that is not
+A file may contain anything, for files get mixed up and damaged. All of it is checked as it is read: a value that is not
 finite would make every later step so, and one of a wrong length would fail in the lane. It is read into host memory,
 wherever it was loaded to: memory that another stream made could be given away while the lane still reads it.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from commopt.errors import ConfigurationError
 from commopt.feedback.counts import StepCounts
-from commopt.feedback.factors import Kept
+from commopt.feedback.factors import RightFactor
 from commopt.feedback.layout import Layout, Piece
 from commopt.feedback.residual import EXP_AVG_SQ, Residual, ResidualKind, is_average
 from commopt.feedback.store import ResidualStore
@@ -51,7 +51,7 @@ def save(store: ResidualStore) -> dict[str, Any]:
             path: [[pieces_of(layout), division] for layout, division in known.items()]
             for path, known in store.divisions.items()
         }
-        factors = [_entry_of(path, kept) for path, kept in store.factors.everything()]
+        factors = [_entry_of(path, factor) for path, factor in store.factors.everything()]
     expected = None if store.expected_square is None else float(store.expected_square)
     counted = {
         "dropped": int(store.transaction.dropped),
@@ -84,8 +84,8 @@ def restore(
             pieces, division = required_length(entry, 2, where)
             layout = layout_of(pieces, numels, where)
             store.divides_anew(required(path, str, where), layout, required(division, str, where))
-    for path, kept in _factors(saved, numels):
-        store.factors.keep(path, kept)
+    for path, factor in _factors(saved, numels):
+        store.factors.add(path, factor)
     _restore_counts(store, [saved])
 
 
@@ -102,7 +102,7 @@ def spread(
     """
     sums: dict[str, dict[str, Tensor]] = {}
     holders: dict[tuple[str, str], Tensor] = {}
-    factors: dict[tuple[str, Piece], Kept] = {}  # several nodes have the same
+    factors: dict[tuple[str, Piece], RightFactor] = {}  # several nodes have the same
     for saved in ranks:
         for path, _, layouts, values in _residuals(saved, numels, largest):
             for piece in {str(piece): piece for layout in layouts for piece in layout.pieces}.values():
@@ -111,14 +111,14 @@ def spread(
                 if is_average(path):
                     counts = holders.setdefault((path, piece.name), torch.zeros_like(zero))
                     counts[piece.begin : piece.end] += 1
-        factors |= {(path, kept.piece): kept for path, kept in _factors(saved, numels)}
+        factors |= {(path, factor.piece): factor for path, factor in _factors(saved, numels)}
     for path, by_name in sums.items():
         for name, total in by_name.items():
             layout = Layout.of_parameters([(name, total.numel())])
             share = holders[path, name].clamp(min=1) if is_average(path) else world_size
             store.add(path, layout, (total / share).float())
-    for (path, _), kept in factors.items():
-        store.factors.keep(path, kept)
+    for (path, _), factor in factors.items():
+        store.factors.add(path, factor)
     _restore_counts(store, ranks)
 
 
@@ -152,7 +152,7 @@ def pieces_of(layout: Layout) -> _Pieces:
 
 
 def layout_of(pieces: object, numels: Mapping[str, int], where: str) -> Layout:
-    """Return the layout that `pieces_of` took apart. Raises ConfigurationError for what does not fit `numels`."""
+    """Return the layout of plain lists made by `pieces_of`. Raises ConfigurationError if it does not fit `numels`."""
     found = []
     for entry in required(pieces, list, where):
         name, begin, end, shape = required_length(entry, 4, where)
@@ -206,7 +206,7 @@ def _values(values: object, piece: Piece, path: str, largest: float, where: str)
     return here
 
 
-def _factors(saved: Mapping[str, Any], numels: Mapping[str, int]) -> Iterator[tuple[str, Kept]]:
+def _factors(saved: Mapping[str, Any], numels: Mapping[str, int]) -> Iterator[tuple[str, RightFactor]]:
     for number, entry in enumerate(field(saved, "factors", list)):
         where = f"factors[{number}]"
         required(entry, dict, where)
@@ -216,7 +216,7 @@ def _factors(saved: Mapping[str, Any], numels: Mapping[str, int]) -> Iterator[tu
         right = _factor(field(entry, "right", Tensor, where), f"{where}['right']")
         if piece.numel % len(right):  # of another number of factors than here it may be: then it is not used
             refuse(f"{where}['right']", right, f"of as many rows as the {piece.numel} elements of {piece} have columns")
-        yield path, Kept(piece, right)
+        yield path, RightFactor(piece, right)
 
 
 def _factor(values: object, where: str) -> Tensor:
@@ -229,11 +229,11 @@ def _factor(values: object, where: str) -> Tensor:
     return here
 
 
-def _entry_of(path: str, kept: Kept) -> dict[str, Any]:
+def _entry_of(path: str, factor: RightFactor) -> dict[str, Any]:
     return {
         "path": path,
-        "piece": [kept.piece.name, kept.piece.begin, kept.piece.end],
-        "right": kept.right.detach().to("cpu", copy=True),
+        "piece": [factor.piece.name, factor.piece.begin, factor.piece.end],
+        "right": factor.right.detach().to("cpu", copy=True),
     }
 
 
@@ -254,7 +254,7 @@ def _role(role: object) -> tuple[str, ResidualKind]:
     path, _, kind = role.rpartition("/") if isinstance(role, str) else ("", "", "")
     if kind == "worker":
         return path, "worker"
-    if kind in ("server", "owner"):  # as it was called at first
+    if kind in ("server", "owner"):  # the first name of it
         return path, "server"
     return refuse("a key of residuals", role, "a level and a kind, 'worker' or 'server', with a slash between")
 

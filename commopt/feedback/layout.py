@@ -156,7 +156,7 @@ def joined_spans(spans: Iterable[tuple[int, int]]) -> Spans:
 
 
 def gaps(taken: Iterable[tuple[int, int]], numel: int) -> Iterator[tuple[int, int]]:
-    """Iterate over what sorted spans leave of `numel` elements."""
+    """Iterate over the gaps between sorted spans of `numel` elements."""
     done = 0
     for begin, end in [*taken, (numel, numel)]:
         if done < begin:

@@ -15,7 +15,7 @@ from torch import Tensor
 from commopt.errors import ConfigurationError
 from commopt.feedback.layout import Layout, Piece
 
-BUCKET_NBYTES = 25 * 2**20  # what DDP gives its buckets
+BUCKET_NBYTES = 25 * 2**20  # the cap of DDP's buckets
 
 Named = Mapping[str, Tensor]
 
@@ -85,7 +85,7 @@ def parameter_buckets(tensors: Named, pieces: Mapping[str, Piece]) -> list[Param
 def fragments_of(tensors: Named, count: int) -> Sequence[Sequence[str]]:
     """Cut tensors, in their order, into `count` fragments of about as many bytes, each of one at least; return names.
 
-    Blocks stay whole where there are as many: what is in the same entry of a list of modules ("layers.3.").
+    Blocks stay whole where there are as many: parameters in the same entry of a list of modules ("layers.3.").
     Raises ConfigurationError when there are fewer tensors.
     """
     if tensors and len(tensors) < count:
@@ -98,7 +98,7 @@ def fragments_of(tensors: Named, count: int) -> Sequence[Sequence[str]]:
     fragments: list[list[str]] = [[] for _ in range(count)]
     total, done, number = sum(sizes), 0, 0
     for left, unit, nbytes in zip(range(len(units), 0, -1), units, sizes, strict=True):
-        # The next fragment begins where its share does, or where each that is to come needs one of what is left.
+        # The next fragment begins where its share does, or where each later fragment needs one of the remaining units.
         ends = 2 * done + nbytes > 2 * total * (number + 1) // count or left < count - number
         if fragments[number] and number + 1 < count and ends:
             number += 1

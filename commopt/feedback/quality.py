@@ -86,7 +86,7 @@ class ExactSample:
 def falls_behind(steps_behind: float | None) -> str:
     """Say that compression withholds too much, or nothing.
 
-    On the GPT of docs/evidence/convergence.md what learns well stays below 6 (tests/test_guard.py).
+    On the GPT of docs/evidence/convergence.md strategies that learn well stay below 6 (tests/test_guard.py).
     """
     if steps_behind is None or steps_behind <= MOST_STEPS_BEHIND:
         return ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One residual, and the averages that are kept beside residuals: Adam's moments, and what nodes agreed on."""
+"""One residual, and the averages stored like one: Adam's moments, and the parameters that nodes agreed on."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernels of compression share: codecs, rows of payload, how values are encoded, checks of arguments."""
+"""Shared by the kernels of compression: codecs, rows of payload, how values are encoded, checks of arguments."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _NO_KEY = RngKey()
 
 @dataclass(eq=False, slots=True)
 class Encoding:
-    """How values are encoded: what a compressor is told beside the values and the payload.
+    """How values are encoded: the argument of a compressor beside values and payload.
 
     chunk_numel: the elements of a row, the last row's padding included.
     scale: the factor of the values.
@@ -103,7 +103,7 @@ class Codec:
             return (1.0 if self.stochastic else 0.5) / ((1 << (self.bits - 1)) - 1)
         if self.name == "companded":
             return (LEVELS[-1] - LEVELS[-2]) / 2 / LEVELS[-1]
-        return 1.0  # all that is known of an element is on which side of a mean it is
+        return 1.0  # a code only says on which side of a mean an element is
 
     @property
     def has_zero(self) -> bool:
@@ -119,13 +119,13 @@ class Codec:
 
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-"""The dtypes of values that the CUDA kernels take, and what they call them."""
+"""The dtypes of values that the CUDA kernels take, each with its number there."""
 
 _FLOATING = (*DTYPES, torch.float64)
 
 
 def address(tensor: Tensor | None) -> int:
-    """Return what a kernel is handed for a tensor, null for none."""
+    """Return the address of a tensor for a kernel, null for none."""
     return 0 if tensor is None else tensor.data_ptr()
 
 

@@ -64,8 +64,8 @@ class ScaledResidual:
 def round_by_chance(values: Tensor, chances: Tensor, rounded: Tensor) -> None:
     """Round float32 `values` to bfloat16, up or down with probabilities that make the mean exact.
 
-    chances: whole numbers below 2^16, evenly spread (int32, overwritten). Up means away from zero. What is beyond the
-    largest bfloat16 is rounded to nearest: chance makes nothing infinite, and infinities and NaN stay.
+    chances: whole numbers below 2^16, evenly spread (int32, overwritten). Up means away from zero. Numbers beyond the
+    largest bfloat16 are rounded to nearest: chance makes nothing infinite, and infinities and NaN stay.
     """
     chances.add_(values.view(torch.int32)).bitwise_and_(~_LOW_BITS)
     rounded.copy_(torch.where(values.abs() <= _LARGEST_BFLOAT16, chances.view(torch.float32), values))

@@ -115,7 +115,7 @@ def select(row: SparseRow, values: Tensor, payload: Tensor, scale: float, residu
 
 
 def scatter(row: SparseRow, payload: Tensor, values: Tensor) -> None:
-    """Set `values` (1-D, any floating dtype, at most rows * chunk_numel) to what the rows of `payload` stand for.
+    """Decode the rows of `payload` into `values` (1-D, any floating dtype, at most rows * chunk_numel).
 
     Entries past the end of `values` are zeros, and dropped.
     """

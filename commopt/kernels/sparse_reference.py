@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse rows in plain torch: what a row holds, and how the largest elements are found without sorting them all."""
+"""Sparse rows in plain torch: the contents of a row, and the largest elements without sorting them all."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def select(row: SparseRow, values: Tensor, payload: Tensor, scale: float, residu
 
 @torch.no_grad()
 def scatter(row: SparseRow, payload: Tensor, values: Tensor) -> None:
-    """Set `values` to what the rows of `payload` stand for, without any check."""
+    """Decode the rows of `payload` into `values`, without any check."""
     values.zero_()
     for begin, entries in _entries_of_rows(row, payload):
         chunk = values[begin : begin + row.chunk_numel]
@@ -76,7 +76,7 @@ class _SparseEntries:
         self._blocks = torch.arange(row.blocks, device=payload.device) * BLOCK
 
     def write(self, indices: Tensor, values: Tensor) -> Tensor:
-        """Write the entries, and zeros behind the chunk's end if there are too few; return what the values became."""
+        """Write the entries, and zeros behind the chunk's end if there are too few; return the values as rounded."""
         missing = torch.arange(indices.numel(), self._row.count, device=indices.device)
         every = torch.cat((indices, missing))
         self._ends.copy_(torch.searchsorted(every, self._blocks + BLOCK))
