@@ -14,7 +14,7 @@ from torch import Tensor
 from commopt import Cast, ConfigurationError
 from commopt.compress import Encoding, RngKey
 from commopt.kernels import loader, philox
-from commopt.kernels.residual import piece_numel
+from commopt.kernels.residual import cache_numel
 from tests.emulator import launched_by
 from tests.payloads import Carrying, Kept, decode, encode, guarded, shifted
 from tests.quantize_cases import DTYPES
@@ -63,7 +63,7 @@ def test_it_is_its_definition() -> None:
 
 
 def test_a_row_longer_than_what_is_taken_at_once_is_its_definition_too() -> None:
-    values = some(2 * piece_numel(torch.device("cpu")) + 13)
+    values = some(2 * cache_numel(torch.device("cpu")) + 13)
     chances = philox.sixteen_bits(0, values.numel(), RNG, torch.device("cpu"))
     expected = (values.view(torch.int32) + chances).bitwise_and_(~0xFFFF).view(torch.float32)
     assert torch.equal(rounded(values).float(), expected)

@@ -373,7 +373,7 @@ def test_what_nobody_can_use_does_not_hold_up_for_ever() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_what_is_exact_adds_the_leftover(dtype: torch.dtype) -> None:
+def test_exact_averages_flush_the_residual(dtype: torch.dtype) -> None:
     store = ResidualStore()
     store.add("inter", AB, VALUES)
     team: Any = TeamShape.of([4], 0, {"cpu": "gloo"})
@@ -387,7 +387,7 @@ def test_what_is_exact_adds_the_leftover(dtype: torch.dtype) -> None:
     assert buffer.tolist() == [9.0, 18.0, 27.0, 36.0, 45.0]
 
 
-def test_a_leftover_that_was_not_sent_becomes_a_residual_again() -> None:
+def test_a_residual_that_was_not_flushed_is_used_again() -> None:
     store = ResidualStore()
     store.add("", AB, VALUES)
     assert BufferContext(AB, store=store).flush(AB, CPU) is not None

@@ -23,7 +23,7 @@ from commopt.concise_repr import ConciseRepr
 from commopt.errors import ConfigurationError
 from commopt.feedback import EXP_AVG, EXP_AVG_SQ, SAMPLE_EVERY_STEPS, BufferContext, Layout, ResidualStore
 from commopt.groups import Team, TeamShape
-from commopt.kernels.residual import piece_numel
+from commopt.kernels.residual import cache_numel
 
 _LEAST_WEIGHT = 0.25  # of a new measurement of the agreement
 
@@ -106,7 +106,7 @@ class Adam(ConciseRepr):
         if self.clip_norm is not None:
             self._clip(found, _square(v, layout, 1 - b2**before), store)
 
-        step = piece_numel(device)  # a cache still holds what was just written
+        step = cache_numel(device)  # a cache still holds what was just written
         least = root * self.eps
         if isinstance(least, Tensor) and least.dim():
             least = _spread(least, layout, device)

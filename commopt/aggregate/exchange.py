@@ -17,7 +17,7 @@ from commopt.feedback import SAMPLE_EVERY_STEPS, BufferContext, Feedback, Side, 
 from commopt.groups import Team
 from commopt.kernels import lowrank
 from commopt.kernels.loader import cpu_kernels
-from commopt.kernels.residual import piece_numel
+from commopt.kernels.residual import cache_numel
 
 _WORDS = 4  # uniform numbers that make one that is nearly normal
 
@@ -106,13 +106,13 @@ class Exchange:
 
     def _project(self, rights: Tensor, left: Tensor) -> None:
         """Make the matrices M of gradients and residuals, and set `left` to M Q for each."""
-        for group in self._plan.parts(piece_numel(self._device)):  # a cache still holds what was just written
+        for group in self._plan.parts(cache_numel(self._device)):  # a cache still holds what was just written
             self._fill(group)
             lowrank.project(group.stack(self._kept), group.factors("right", rights), group.factors("left", left))
 
     def _refresh(self, left: Tensor, right: Tensor) -> None:
         """Set `right` to M^T P for each matrix M, and leave what that does not say."""
-        for group in self._plan.parts(piece_numel(self._device)):
+        for group in self._plan.parts(cache_numel(self._device)):
             lowrank.refresh(group.stack(self._kept), group.factors("left", left), group.factors("right", right))
         self._sample()
 

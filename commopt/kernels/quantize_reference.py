@@ -13,7 +13,7 @@ from torch import Tensor
 from commopt.kernels.block_codecs import BlockCodec, block_codec
 from commopt.kernels.codec import Codec, Encoding
 from commopt.kernels.philox import uniform
-from commopt.kernels.residual import ScaledResidual, piece_numel, scale_into
+from commopt.kernels.residual import ScaledResidual, cache_numel, scale_into
 
 
 @torch.no_grad()
@@ -73,7 +73,7 @@ class _BlockRun(NamedTuple):
 
 def _block_runs(codec: Codec, numel: int, chunk_numel: int, device: torch.device) -> Iterator[_BlockRun]:
     """Cut the blocks that hold any of `numel` values into runs."""
-    step = piece_numel(device) // codec.block
+    step = cache_numel(device) // codec.block
     for row, start in enumerate(range(0, numel, max(chunk_numel, 1))):
         stop = min(start + chunk_numel, numel)
         blocks = -(-(stop - start) // codec.block)

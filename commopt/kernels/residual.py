@@ -11,13 +11,13 @@ from commopt.kernels.philox import sixteen_bits
 
 _LARGEST_BFLOAT16 = torch.finfo(torch.bfloat16).max
 _LOW_BITS = 0xFFFF  # of a float32: a bfloat16 lacks them
-_CPU_PIECE_NUMEL = 2**17
-_PIECE_NUMEL = 2**24  # elsewhere launches cost more than memory traffic
+_CPU_CACHE_NUMEL = 2**17
+_CACHE_NUMEL = 2**24  # elsewhere launches cost more than memory traffic
 
 
-def piece_numel(device: torch.device) -> int:
+def cache_numel(device: torch.device) -> int:
     """Return how many elements to take through all passes at once: as many as stay in the cache."""
-    return _CPU_PIECE_NUMEL if device.type == "cpu" else _PIECE_NUMEL
+    return _CPU_CACHE_NUMEL if device.type == "cpu" else _CACHE_NUMEL
 
 
 def scale_into(values: Tensor, scale: Tensor, p: Tensor) -> None:
@@ -84,7 +84,7 @@ def round_with_residual(
 
     rng_key: round by chance, to bfloat16; the values are the elements from `place` on of those rounded by this key.
     """
-    step = min(piece_numel(values.device), values.numel())
+    step = min(cache_numel(values.device), values.numel())
     factor = torch.full((), scale, dtype=torch.float32, device=values.device)  # written there: no host waits
     feedback = None if residual is None else ScaledResidual(residual)
     direct = feedback is None and rng_key is None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from commopt.kernels.codec import ErrorFeedback
-from commopt.kernels.residual import ScaledResidual, piece_numel, scale_into
+from commopt.kernels.residual import ScaledResidual, cache_numel, scale_into
 from commopt.kernels.sparse import BLOCK, SparseRow
 
 
@@ -54,7 +54,7 @@ def _add_up(values: Tensor, scale: float, p: Tensor, residual: ErrorFeedback | N
     """Set p to `scale * values` (+ the residual)."""
     factor = torch.full((), scale, dtype=torch.float32, device=values.device)
     feedback = None if residual is None else ScaledResidual(residual)
-    step = min(piece_numel(values.device), values.numel())
+    step = min(cache_numel(values.device), values.numel())
     work = torch.empty(step, dtype=torch.float32, device=values.device)
     for begin in range(0, values.numel(), max(step, 1)):
         part = p[begin : begin + step]
@@ -145,7 +145,7 @@ def _thresholds(p: Tensor, count: int) -> Iterator[int]:
 
 def _at_least(p: Tensor, threshold: int) -> Tensor:
     """Return where magnitudes are `threshold` or more, ascending."""
-    step = min(piece_numel(p.device), p.numel())
+    step = min(cache_numel(p.device), p.numel())
     magnitudes = torch.empty(step, dtype=torch.int32, device=p.device)
     large = torch.empty(step, dtype=torch.bool, device=p.device)
     bits = p.view(torch.int32)
