@@ -84,7 +84,7 @@ def relative_error(compressor: Compressor, values: Tensor) -> float:
 
 
 @dataclass(frozen=True)
-class Carrying:
+class ResidualUse:
     """How a residual takes part."""
 
     loss_scale: float | None = None
@@ -93,14 +93,14 @@ class Carrying:
     new_offset: int = 0
 
 
-class Kept:
+class GuardedResidual:
     """A residual in memory of its own, amid guards."""
 
-    def __init__(self, carrying: Carrying, old: Tensor, device: str) -> None:
+    def __init__(self, use: ResidualUse, old: Tensor, device: str) -> None:
         self.arena = torch.full((old.numel() + 9,), 7.0, device=device)
-        new, old = self.arena[carrying.new_offset :][: old.numel()], shifted(old, device, carrying.old_offset)
-        loss_scale = None if carrying.loss_scale is None else torch.tensor(carrying.loss_scale, device=device)
-        self.residual = ErrorFeedback(old, new, loss_scale, carrying.decay)
+        new, old = self.arena[use.new_offset :][: old.numel()], shifted(old, device, use.old_offset)
+        loss_scale = None if use.loss_scale is None else torch.tensor(use.loss_scale, device=device)
+        self.residual = ErrorFeedback(old, new, loss_scale, use.decay)
 
 
 def shifted(values: Tensor, device: str, offset: int) -> Tensor:

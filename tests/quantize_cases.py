@@ -14,7 +14,7 @@ from commopt.kernels import quantize_reference as reference
 from commopt.kernels.codec import Codec, CodecName, Encoding, ErrorFeedback, RngKey
 from commopt.kernels.loader import Loader
 from tests.emulator import launched_by
-from tests.payloads import GAP, Carrying, Kept, Rows, guarded, shifted
+from tests.payloads import GAP, GuardedResidual, ResidualUse, Rows, guarded, shifted
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 RNG = RngKey(seed=0xFEDC_BA98_7654_3210, step=2**31 + 5, stream=7)
@@ -97,7 +97,7 @@ class Check:
         row_blocks: int,
         *,
         scale: float = 1.0,
-        carrying: Carrying | None = None,
+        use: ResidualUse | None = None,
         offset: int = 0,
         fuzzy: bool = False,
     ) -> None:
@@ -111,11 +111,11 @@ class Check:
         def refer(rows: Rows, residual: ErrorFeedback | None) -> None:
             reference.encode(codec, values, rows.payload, Encoding(rows.chunk_numel, scale, residual, RNG))
 
-        self._compare(codec, rows, row_blocks, old, carrying, refer, launch, fuzzy)
+        self._compare(codec, rows, row_blocks, old, use, refer, launch, fuzzy)
         assert torch.equal(moved.cpu(), values)
 
     def recode(
-        self, codec: Codec, peers: int, row_blocks: int, numel: int, carrying: Carrying | None, *, fuzzy: bool
+        self, codec: Codec, peers: int, row_blocks: int, numel: int, use: ResidualUse | None, *, fuzzy: bool
     ) -> None:
         """Encode the sum of `peers` rows."""
         chunk_numel = row_blocks * codec.block
@@ -131,7 +131,7 @@ class Check:
             reference.recode(codec, sources.payload, rows.payload, numel, Encoding(chunk_numel, 1.0, residual, RNG))
 
         old = torch.randn(numel) * total[:numel].abs()
-        self._compare(codec, 1, row_blocks, old, carrying, refer, launch, fuzzy)
+        self._compare(codec, 1, row_blocks, old, use, refer, launch, fuzzy)
 
     def decode(self, codec: Codec, rows: int, row_blocks: int, numel: int, dtype: torch.dtype, offset: int) -> None:
         """Decode every row, exactly."""
@@ -176,16 +176,16 @@ class Check:
         rows: int,
         row_blocks: int,
         old: Tensor,
-        carrying: Carrying | None,
+        use: ResidualUse | None,
         refer: EncodingCall,
         launch: EncodingCall,
         fuzzy: bool,
     ) -> None:
         """Encode by the reference and by the kernel, and compare the new residuals."""
         wanted, got = rows_of(codec, rows, row_blocks), rows_of(codec, rows, row_blocks, self._device)
-        way = carrying or Carrying()
-        kept = [Kept(way, old / (way.loss_scale or 1.0), device) for device in ("cpu", self._device)]
-        wanted_residual, got_residual = (each.residual if carrying else None for each in kept)
+        way = use or ResidualUse()
+        kept = [GuardedResidual(way, old / (way.loss_scale or 1.0), device) for device in ("cpu", self._device)]
+        wanted_residual, got_residual = (each.residual if use else None for each in kept)
         refer(wanted, wanted_residual)
         with launched_by(self._loader):
             launch(got, got_residual)

@@ -16,7 +16,7 @@ from commopt.compress import Encoding, RngKey
 from commopt.kernels import loader, philox
 from commopt.kernels.residual import cache_numel
 from tests.emulator import launched_by
-from tests.payloads import Carrying, Kept, decode, encode, guarded, shifted
+from tests.payloads import GuardedResidual, ResidualUse, decode, encode, guarded, shifted
 from tests.quantize_cases import DTYPES
 from tests.ranks import run
 from tests.test_feedback_formula import average_again_and_again, z_scores
@@ -126,15 +126,16 @@ def test_float16_and_other_words_are_refused() -> None:
 def test_the_kernel_is_the_reference(kernels: Kernels, dtype: torch.dtype, numel: int) -> None:  # noqa: F811
     """Two rows, of which the second begins at a place of its own; every alignment, and bits of every kind."""
     anything = torch.randint(-(2**31), 2**31, (numel,)).to(torch.int32).view(torch.float32)
-    ways = (Carrying(), Carrying(1024.0, 0.9), Carrying(3.0, 0.5, old_offset=1, new_offset=2), None)
-    for offset, (carrying, source) in enumerate(itertools.product(ways, (some(numel), anything))):
+    ways = (ResidualUse(), ResidualUse(1024.0, 0.9), ResidualUse(3.0, 0.5, old_offset=1, new_offset=2), None)
+    for offset, (use, source) in enumerate(itertools.product(ways, (some(numel), anything))):
         values, old = source.to(dtype), torch.randn(numel) / 64
 
         def sent(
-            device: str, values: Tensor = values, old: Tensor = old, way: Carrying | None = carrying, at: int = offset
+            device: str, values: Tensor = values, old: Tensor = old, way: ResidualUse | None = use, at: int = offset
         ) -> list[Tensor]:
             chunk_numel = -(-numel // 16) * 8
-            rows, kept = guarded(2, 2 * chunk_numel, chunk_numel, device), Kept(way or Carrying(), old, device)
+            rows = guarded(2, 2 * chunk_numel, chunk_numel, device)
+            kept = GuardedResidual(way or ResidualUse(), old, device)
             moved = shifted(values, device, at % 4)
             STOCHASTIC.compress(moved, rows.payload, Encoding(chunk_numel, 1 / 3, kept.residual if way else None, RNG))
             return [rows.arena.cpu().view(torch.bfloat16), kept.arena.cpu()]

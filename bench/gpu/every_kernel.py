@@ -48,9 +48,9 @@ def _blocks(codec: Codec, device: torch.device) -> Iterator[Call]:
     chunk_numel = 5 * codec.block
     numel = _PEERS * chunk_numel - 37
     rows = partial(_rows, codec.payload_nbytes(chunk_numel), device)
-    for dtype, carrying in itertools.product(_DTYPES, (False, True)):
+    for dtype, with_residual in itertools.product(_DTYPES, (False, True)):
         values, payload, sent = _random(numel, device).to(dtype), rows(_PEERS), rows(1)
-        residual, owned = (_residual(count, device) if carrying else None for count in (numel, chunk_numel - 5))
+        residual, owned = (_residual(count, device) if with_residual else None for count in (numel, chunk_numel - 5))
         yield partial(quantize.encode, codec, values, payload, Encoding(chunk_numel, 0.5, residual, _RNG))
         yield partial(quantize.decode, codec, payload, torch.empty_like(values), chunk_numel)
         yield partial(quantize.accumulate, codec, payload, torch.empty(chunk_numel, device=device))
@@ -75,8 +75,8 @@ def _sparse(value_dtype: torch.dtype, device: torch.device) -> Iterator[Call]:
 
 def _cast(device: torch.device) -> Iterator[Call]:
     numel = 4099
-    for dtype, carrying in itertools.product(_DTYPES, (False, True)):
-        values, residual = _random(numel, device).to(dtype), _residual(numel, device) if carrying else None
+    for dtype, with_residual in itertools.product(_DTYPES, (False, True)):
+        values, residual = _random(numel, device).to(dtype), _residual(numel, device) if with_residual else None
         rounded = torch.empty(numel, dtype=torch.bfloat16, device=device)
         yield partial(quantize.round_stochastically, values, rounded, 0.5, residual, _RNG, 8)
 

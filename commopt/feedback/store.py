@@ -49,22 +49,29 @@ class BufferMemory:
 class ResidualStore:
     """The residuals of one rank, and beside them the rest of its memory from step to step.
 
-    A residual is in use, found by path, kind and layout, or it waits at a path for its elements to be asked for:
+    The life of a residual:
 
-                       residual(): first use, zero
-                                  |
-                                  v   transaction.stage()
-        put() ---------------> IN USE ------------------> next values, staged
-        (a checkpoint)          |  ^  <------------------     committed, or dropped where a result is not finite
-                                |  |                     ---> gone: it was flushed
-                      release() |  | residual()
-                                v  |
-        add() ---------------> WAITING -------> pop(): for another path, or another rank of the node
-        (another world, rank)
+        put(), from a checkpoint            residual(), first use: zero
+                        |                   |
+                        v                   v     transaction.stage()
+                      +-----------------------+  -------------------->  next values
+                      | IN USE by an encoding |                             |
+                      | path, kind, layout    |  <--------------------------+  end_bucket(): committed, or dropped
+                      +-----------------------+                             +-> after a flush: gone
+                        |                   ^
+              release() |                   | residual()
+                        v                   |
+                      +-----------------------+
+                      | WAITING for an        |  -----> pop(), then add() at another path, or on another rank
+                      | encoding; path only   |         of its node
+                      +-----------------------+
+                        ^
+                        |
+        add(), from a checkpoint of another world
 
-    `migrate` releases residuals: when a buffer is new, when another aggregator sends it, and when no encoding asks for
-    them any more. They move at no other time. Waiting residuals of the same elements add up, so the sum over all ranks
-    stays what it is.
+    `migrate` releases residuals when a buffer is new, when another aggregator sends it, and when no encoding asks for
+    them any more; `aggregate.shards.reshard` releases them to move them inside a node. They move at no other time.
+    Waiting residuals of the same elements add up, so the sum over all ranks stays what it is.
 
     Used by one thread at a time: the lane's in backward, the caller's between steps. Any thread may ask for residuals:
     while `lock` is held nothing is committed or moved.
@@ -86,9 +93,7 @@ class ResidualStore:
         self.error = SampledError()
         self.beside = WireBytes()  # payload that `Aggregator.calls` cannot foresee
         self.untouched: dict[tuple[str, Layout], Any] = {}  # by path: see aggregate.untouched
-        self.expected_square: Tensor | None = (
-            None  # of a node's gradient, by its moments: float64 [1], alike on all ranks
-        )
+        self.expected_square: Tensor | None = None  # of a node's gradient, by its moments: float64 [1], alike on ranks
         self.expected: dict[Layout, Tensor] = {}  # this rank's parts of the next one
 
     # ------------------------------------------------------------------------------------ in use
