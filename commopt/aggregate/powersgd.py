@@ -4,7 +4,7 @@
 A gradient M [rows, cols] is multiplied by a factor Q [cols, r]. The sum of that over the ranks, made orthonormal, is P;
 the sum of M^T P is the new Q, and everybody takes P Q^T for the average. What that leaves out of a rank's own M stays
 there for the next step, and the next step starts from this Q, which is what makes it good: repeated, it is a power
-iteration.
+iteration. `powersgd_reference.py` has one step in plain torch.
 """
 
 from __future__ import annotations
