@@ -2,13 +2,13 @@
 """One step of PowerSGD in plain torch: read this first. Exchange and InPlace are tested against it, and much faster.
 
 PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization (Vogels et al., arXiv 1905.13727),
-algorithm 1 inside algorithm 2. Everything here is on one machine: lists have one entry for each of K ranks, and
-`sum(list)` is an all_reduce. There are three differences from the paper:
+algorithms 1 (compression) and 2 (error feedback), without the momentum. Everything here is on one machine: lists have
+one entry for each of K ranks, and a sum over a list is an all_reduce. Where commopt differs, or the paper is silent:
 
-- Each rank subtracts its own product P Q_k^T, not the average one, from M_k. The sum of the residuals is the same, and
-  each residual stays a part of the rank's own gradient.
-- Sums of parts, each divided by K before, take the place of means: residuals are in units of the average.
-- Orthonormal columns come from a QR decomposition instead of Gram-Schmidt. They span the same space.
+- A rank's residual is its own matrix less the product with its own factor, P Q_k^T.
+- Gradients are divided by K before anything is added: sums take the place of means, and residuals are in units of the
+  average.
+- Orthonormal columns may come from any method: here from QR, in the paper from Gram-Schmidt. They span the same space.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ def average(gradients: Sequence[Tensor], state: MatrixState, decay: float = 1.0,
     """
     ranks = len(gradients)
 
-    # Algorithm 2, line 4: add the residual of the last step.  M_k = g_k / K + e_k
+    # Algorithm 2: incorporate error feedback.  M_k = g_k / K + e_k
     matrices = [
         gradient / (ranks * loss_scale) + decay * residual
         for gradient, residual in zip(gradients, state.residuals, strict=True)
     ]
 
-    # Algorithm 1, lines 2 to 6: one step of a power iteration, which starts from the last step's factor.
+    # Algorithm 1: one step of a power iteration, which starts from the factor of the last step.
     left = orthonormal(sum_over_ranks([matrix @ state.right for matrix in matrices]))  # P = orth(sum_k M_k Q)
     rights = [matrix.T @ left for matrix in matrices]  # Q_k = M_k^T P
     right = sum_over_ranks(rights)  # Q = sum_k Q_k
 
-    # Algorithm 2, lines 6 and 7: the residual is the part that P Q_k^T does not have.  e_k <- M_k - P Q_k^T
+    # Algorithm 2: memorize local errors.  e_k <- M_k - P Q_k^T
     state.residuals = [matrix - left @ own.T for matrix, own in zip(matrices, rights, strict=True)]
     state.right = right
     return left @ right.T * loss_scale
