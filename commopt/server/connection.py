@@ -20,7 +20,7 @@ from torch import Tensor
 
 from commopt import errors
 from commopt.errors import CommoptError, ConfigurationError, MismatchError, TransportError
-from commopt.feedback.parcels import Parcel
+from commopt.feedback.parameter_buckets import ParameterBucket
 from commopt.server.link import BEAT, DATA, END, SAY_S, TEXT, EndedError, bytes_of, plain, reason, words_of
 from commopt.server.scheduler import find_server
 from commopt.server.secret import given_secret
@@ -44,7 +44,7 @@ class Connection:
     ConfigurationError without an address, or with another secret.
     """
 
-    def __init__(self, settings: ParameterServer, parcels: Sequence[Parcel]) -> None:
+    def __init__(self, settings: ParameterServer, parcels: Sequence[ParameterBucket]) -> None:
         self.abandoned: bool = False
         address = settings.address or os.environ.get(ADDRESS_VARIABLE)
         if not address:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from commopt import errors
 from commopt.errors import CommoptError, TransportError
-from commopt.feedback.parcels import Parcel
+from commopt.feedback.parameter_buckets import ParameterBucket
 
 _TELL_S = 0.5  # the other ranks hear so often that there is no result yet: their group's timeout never passes
 _NOT_YET = {"done": False}
@@ -44,7 +44,7 @@ class Ranks:
             raise _error_of(found["error"]) from (attempt.error if self.leads else None)
         return found["result"]
 
-    def spread(self, parcel: Parcel) -> None:
+    def spread(self, parcel: ParameterBucket) -> None:
         """Give all ranks the first one's values."""
         if self._group is not None:
             values = parcel.values(copy=True)

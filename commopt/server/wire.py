@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from commopt.aggregate.rows import RowFormat, row_format
-from commopt.compress import Compressor, ErrorFeedback, Exact, RngKey
+from commopt.compress import Compressor, Encoding, ErrorFeedback, Exact, RngKey
 from commopt.feedback import Layout, Scratch
 
 
@@ -27,18 +27,19 @@ class Wire:
         return row_format(self.layout, 1, compressor or Exact(), dense, torch.float32)
 
     def encode(
-        self, values: Tensor, number: int, kept: Tensor, decay: float = 1.0, rng: RngKey = RngKey()
+        self, values: Tensor, number: int, residual: Tensor, decay: float = 1.0, rng_key: RngKey = RngKey()
     ) -> tuple[Tensor, Tensor]:
-        """Return the payload (uint8, 1-D) of `values + decay * kept`, and what it leaves out (float32, as long)."""
+        """Return the payload (uint8, 1-D) of `values + decay * residual`, and the new residual (float32, as long)."""
         rows = self.rows(number)
         payload = torch.zeros(1, rows.nbytes, dtype=torch.uint8, device=values.device)
-        left = torch.zeros_like(values)
+        new_residual = torch.zeros_like(values)
         for region in rows.regions:
             part = region.read(values, Scratch())
-            carry = ErrorFeedback(region.read(kept, Scratch()), torch.empty_like(part), None, decay)
-            region.compressor.compress(part, region.payload(payload), region.chunk_numel, 1.0, carry, rng)
-            region.write(left, carry.new)
-        return payload.view(-1), left
+            feedback = ErrorFeedback(region.read(residual, Scratch()), torch.empty_like(part), None, decay)
+            encoding = Encoding(region.chunk_numel, 1.0, feedback, rng_key)
+            region.compressor.compress(part, region.payload(payload), encoding)
+            region.write(new_residual, feedback.new)
+        return payload.view(-1), new_residual
 
     def decode(self, payload: Tensor, number: int) -> Tensor:
         """Return the values of a payload, float32 on its device."""

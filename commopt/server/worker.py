@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from commopt.attached.steps import after_steps
 from commopt.compress import RngKey
 from commopt.errors import ConfigurationError, UnsupportedTensorError
-from commopt.feedback.parcels import Parcel, parcels_of
+from commopt.feedback.parameter_buckets import ParameterBucket, parameter_buckets
 from commopt.server.connection import Connection
 from commopt.server.ranks import Ranks
 from commopt.server.settings import ParameterServer
@@ -84,7 +84,7 @@ class Worker:
         # Traced with a compiled step, it would be compiled anew whenever a counter in it changes.
         after_steps.show(self, torch.compiler.disable(Worker._after_step))
 
-    def _join(self, parcels: Sequence[Parcel]) -> None:
+    def _join(self, parcels: Sequence[ParameterBucket]) -> None:
         self._connection = Connection(self._settings, parcels)
         self._kept = [torch.zeros(parcel.layout.numel, device=parcel.device) for parcel in parcels]
 
@@ -147,13 +147,13 @@ class Worker:
 
     # ------------------------------------------------------------------------------------- what rounds are of
 
-    def _parcels(self) -> list[Parcel]:
+    def _parcels(self) -> list[ParameterBucket]:
         """Return the parameters that were to be trained at attach, as they are now; the others are alike everywhere."""
         module = self._required_module()
         named = dict(module.named_parameters())
         if not self._names:
             raise ConfigurationError(f"{type(module).__name__} has no parameters to train, so nothing to exchange")
-        return parcels_of({name: named[name] for name in self._names}, {})
+        return parameter_buckets({name: named[name] for name in self._names}, {})
 
     def _required_module(self) -> nn.Module:
         module = self._module()
@@ -227,7 +227,9 @@ class Worker:
         with _whole(server):
             return self._put(server, parcels, answer)
 
-    def _put(self, server: Connection, parcels: Sequence[Parcel], answer: Mapping[str, Any]) -> tuple[int, int, int]:
+    def _put(
+        self, server: Connection, parcels: Sequence[ParameterBucket], answer: Mapping[str, Any]
+    ) -> tuple[int, int, int]:
         """Receive the parameters that an answer announces."""
         before, self._agreed = self._agreed, []
         for place, (wire, parcel) in enumerate(zip(self._wires, parcels, strict=True)):
