@@ -17,7 +17,7 @@ from commopt.groups import Team, TeamShape, WireBytes, join
 from commopt.sharded.all_gather import AllGather, Weights
 from commopt.sharded.layouts import Part
 from commopt.sharded.reduce_scatter import ReduceScatter
-from commopt.sharded.rows import Parts, shard_of
+from commopt.sharded.shards import Parts, shard_of
 from tests.overheard import overheard
 from tests.ranks import run
 
@@ -92,7 +92,7 @@ def reduce_many(rank: int, world: int, aggregator: Aggregator, dtype: torch.dtyp
     outputs = []
     for step in range(STEPS):
         source = padded(gradients(rank, step)).to(dtype).view(-1)
-        layout = scatter.layout(parts, dtype, step)
+        layout = scatter.layout(parts)
         store.begin_step()
         context = context_for(aggregator, layout, team, store, step, 0, team.ranks[team.rank])
         output = torch.full((source.numel() // world,), torch.nan, dtype=dtype)

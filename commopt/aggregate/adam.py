@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commopt.aggregate.base import Buffer, Step, call, mark_non_finite
+from commopt.aggregate.base import Action, Buffer, call, mark_non_finite
 from commopt.aggregate.rows import RowFormat
 from commopt.compress import ErrorFeedback
 from commopt.concise_repr import ConciseRepr
@@ -75,7 +75,7 @@ class Adam(ConciseRepr):
         """Return whether nodes compare their directions in `step` (None: in most)."""
         return step is not None and step % SAMPLE_EVERY_STEPS == 0
 
-    def calls(self, buffer: Buffer, team: TeamShape) -> tuple[Step, ...]:
+    def calls(self, buffer: Buffer, team: TeamShape) -> tuple[Action, ...]:
         """Return the exact exchange beside the directions': of how far nodes agree."""
         if not self.compares(buffer.step):
             return ()

@@ -14,11 +14,15 @@ from torch import Tensor
 from commopt.compress import Passes, Trials
 from commopt.concise_repr import ConciseRepr
 from commopt.errors import ConfigurationError
-from commopt.feedback import BufferContext, Layout, ResidualStore, Spans
-from commopt.groups import Team, TeamShape, WireBytes
+from commopt.feedback import BufferContext, Layout, ResidualStore, Spans, scale_and_add
+from commopt.groups import Team, TeamShape, WireBytes, apply_scale
 
 if TYPE_CHECKING:
     from commopt.aggregate.adam import Adam
+    from commopt.aggregate.rows import ShardedBuffer
+
+HSDP = "use a 2-D mesh (HSDP), where it averages over the replicas"
+"""What to do about an aggregator that cannot reduce-scatter."""
 
 WorkKind = Literal["encode", "decode", "recode", "factor", "refresh", "copy", "pack", "unpack"]
 
@@ -40,12 +44,17 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Work:
+class LocalWork:
     """Work of one rank by itself: `nbytes` as float32 of the values that it reads, or decodes.
 
-    encode, decode: by the compressor whose repr is `what`; recode: add up encoded rows and encode the sum; factor: all
-    arithmetic that one message of low-rank factors takes; refresh: what a second message of the other factors adds;
-    copy: into another order, or another dtype; pack, unpack: bfloat16 numbers in fewer bytes, whose sizes count too.
+    Kinds:
+
+    encode, decode: by the compressor whose repr is `what`.
+    recode: adding up encoded rows and encoding the sum.
+    factor: all arithmetic for one message of low-rank factors.
+    refresh: the arithmetic that a second message of the other factors adds.
+    copy: into another order, or another dtype.
+    pack, unpack: bfloat16 numbers in fewer bytes, whose sizes count too.
     """
 
     kind: WorkKind
@@ -53,7 +62,8 @@ class Work:
     nbytes: int
 
 
-Step = Call | Work
+Action = Call | LocalWork
+"""What a rank does for a buffer: a collective, or work by itself."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +89,9 @@ def call(team: TeamShape, primitive: str, nbytes: int, root: int | None = None) 
     return (Call(team.level, primitive, nbytes, root),) if team.size > 1 else ()
 
 
-def work(kind: WorkKind, what: object, numel: int) -> Work:
+def work(kind: WorkKind, what: object, numel: int) -> LocalWork:
     """Return work on `numel` values by what `what` shows itself as."""
-    return Work(kind, str(what), 4 * numel)
+    return LocalWork(kind, str(what), 4 * numel)
 
 
 class Aggregator(ConciseRepr, ABC):
@@ -102,7 +112,7 @@ class Aggregator(ConciseRepr, ABC):
         """
 
     @abstractmethod
-    def calls(self, buffer: Buffer, team: TeamShape) -> tuple[Step, ...]:
+    def calls(self, buffer: Buffer, team: TeamShape) -> tuple[Action, ...]:
         """Return, in order, what this rank does in one all_reduce of `buffer`: pure.
 
         Work that takes no more than a pass over the buffer in place is left out, and so is the rare move of residuals.
@@ -113,13 +123,47 @@ class Aggregator(ConciseRepr, ABC):
         """Whether the result is the exact average up to floating-point rounding of the buffer's own dtype."""
         return False
 
+    # -------------------------------------------------------------- each rank keeps a shard of the sum
+
+    def check_reduce_scatter(self, team: TeamShape) -> None:
+        """Raise ConfigurationError, alike on every rank, when `reduce_scatter` cannot run on `team`.
+
+        By default it cannot.
+        """
+        if self.tunes or self.node_local:
+            raise ConfigurationError(
+                f"{self} is for DDP models only; attach another to a model of fully_shard, for example "
+                f"'hierarchical_quantized'"
+            )
+        raise ConfigurationError(
+            f"{self} cannot average the gradients of a model on a 1-D FSDP2 mesh, where each rank keeps a shard of "
+            f"the sum; use commopt.Hierarchical(commopt.Compressed(commopt.Quantize(bits=8))), or {HSDP}"
+        )
+
+    def reduce_scatter(
+        self, output: Tensor, source: Tensor, buffer: ShardedBuffer, team: Team, scale: float, context: BufferContext
+    ) -> None:
+        """Set `output` [n] to this rank's row of `scale` times the sum of all ranks' `source` [team.size * n].
+
+        `source` holds the shards of `buffer` one after the other, and is overwritten. Runs on the lane; every rank of
+        `team` must call it. New residuals are staged in `context`, whose layout is that of the shards of
+        `residual_owners`; it is told whether everything this rank saw was finite.
+        """
+        self.check_reduce_scatter(team)
+
+    def reduce_scatter_calls(self, buffer: ShardedBuffer, team: TeamShape) -> tuple[Action, ...]:
+        """Return, in order, what this rank does in one reduce_scatter of `buffer`, as `calls`."""
+        self.check_reduce_scatter(team)
+        return ()
+
+    def residual_owners(self, team: TeamShape) -> tuple[int, ...]:
+        """Return the ranks of `team` for whose shards this rank may keep residuals: itself where sums are exact."""
+        return (team.rank,)
+
     # --------------------------------------------------------------------------------- what it is like
 
     node_local: ClassVar[bool] = False
     """Whether nodes may end with results of their own, so that only a DDP model can use it, and as a whole."""
-
-    linear: ClassVar[bool] = False
-    """Whether all that it sends are sums, made by commopt.aggregate.sums, which may add them up level by level."""
 
     tunes: ClassVar[bool] = False
     """Whether it stands for a choice that is still to be made, on live steps."""
@@ -220,13 +264,36 @@ class Flat(Aggregator):
         if buffer.numel():
             team.all_reduce(buffer, scale=scale)
 
-    def calls(self, buffer: Buffer, team: TeamShape) -> tuple[Step, ...]:
+    def calls(self, buffer: Buffer, team: TeamShape) -> tuple[Action, ...]:
         """Return one all_reduce."""
         return call(team, "all_reduce", buffer.nbytes) if buffer.nbytes else ()
 
+    def check_reduce_scatter(self, team: TeamShape) -> None:
+        """Refuse a subclass that is for DDP models only."""
+        if self.tunes or self.node_local:
+            super().check_reduce_scatter(team)
+
+    def reduce_scatter(
+        self, output: Tensor, source: Tensor, buffer: ShardedBuffer, team: Team, scale: float, context: BufferContext
+    ) -> None:
+        """Call reduce_scatter, and add the residual of an earlier compression to this rank's shard: once."""
+        team.reduce_scatter(output, apply_scale(source, scale))
+        own = buffer.shards[team.rank]
+        residual = context.leftover(own.layout, output.device)
+        if residual is not None:
+            parts = [output[begin:end] for begin, end in own.spans]
+            values = torch.cat(parts)
+            scale_and_add(values, values, 1.0, residual)
+            context.report(values.isfinite().all())
+            torch._foreach_copy_(parts, list(values.split([len(part) for part in parts])))
+
+    def reduce_scatter_calls(self, buffer: ShardedBuffer, team: TeamShape) -> tuple[Action, ...]:
+        """Return one reduce_scatter."""
+        return call(team, "reduce_scatter", buffer.numel * buffer.dtype.itemsize)
+
     @property
     def lossless(self) -> bool:
-        """Always."""
+        """Always True."""
         return True
 
 

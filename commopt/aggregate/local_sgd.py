@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from commopt.aggregate.base import Aggregator, Buffer, Flat, Step, WorkKind
+from commopt.aggregate.base import Action, Aggregator, Buffer, Flat, WorkKind
 from commopt.aggregate.compressed import Compressed
 from commopt.aggregate.hierarchical import Hierarchical
 from commopt.aggregate.outer import Deltas, Outer
@@ -160,7 +160,7 @@ class LocalSGD(Aggregator):
         else:
             apply_scale(buffer, scale * team.size)
 
-    def calls(self, buffer: Buffer, team: TeamShape) -> tuple[Step, ...]:
+    def calls(self, buffer: Buffer, team: TeamShape) -> tuple[Action, ...]:
         """Return those of a buffer of gradients. What parameters cost is in HookState.stats()."""
         reach = team.intra if self._stays_inside(team, buffer.step) else team
         return () if reach is None else self.gradients.calls(buffer, reach)

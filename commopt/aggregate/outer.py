@@ -10,7 +10,7 @@ from math import inf, isfinite
 import torch
 from torch import Tensor
 
-from commopt.aggregate.base import Aggregator, Buffer, Step, WorkKind
+from commopt.aggregate.base import Action, Aggregator, Buffer, WorkKind
 from commopt.compress import Passes
 from commopt.concise_repr import ConciseRepr
 from commopt.errors import ConfigurationError
@@ -78,7 +78,7 @@ class Deltas(Aggregator):
         self.outer.step(anchor, buffer, agreed, *moments)
         buffer.copy_(agreed)
 
-    def calls(self, buffer: Buffer, team: TeamShape) -> tuple[Step, ...]:
+    def calls(self, buffer: Buffer, team: TeamShape) -> tuple[Action, ...]:
         """Return those of `inner`: none in round 0."""
         return () if buffer.step == 0 else self.inner.calls(buffer, team)
 

@@ -1,17 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a buffer becomes rows of payload: one row per chunk, in which compressed and dense elements travel together."""
+"""How a buffer becomes rows of payload: one row per chunk, in which compressed and dense elements travel together.
+
+`RowFormat` is the one format of a row: for the chunks of a bucket, for a shard of FSDP2 and for a message of the
+parameter server.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from glob import escape
+from itertools import accumulate
 from math import ceil
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from commopt.aggregate.base import Step, call, work
+from commopt.aggregate.base import Action, WorkKind, call, work
 from commopt.compress import Cast, Compressor, Exact
 from commopt.feedback import Layout, Piece, Scratch, Spans, joined_spans, matches
 from commopt.groups import Team, TeamShape
@@ -26,7 +32,12 @@ Primitive = Literal["all_gather", "all_to_all"]
 class Region:
     """The elements of a buffer that one compressor encodes, cut into chunks of `chunk_numel`, the last ones shorter.
 
-    In a row they take `nbytes` bytes from `offset` on. `dense`: they are not compressed, just rounded as the buffer is.
+    compressor: encodes each chunk to its part of a row.
+    spans: where the elements are in the buffer.
+    layout: the pieces they belong to.
+    offset: the byte of a row at which the part begins.
+    nbytes: the length of the part.
+    dense: the elements are not compressed, only rounded to the dtype of the result.
     """
 
     compressor: Compressor
@@ -46,16 +57,16 @@ class Region:
         """Return the region's columns of `rows`."""
         return rows[:, self.offset : self.offset + self.nbytes]
 
-    def chunk(self, place: int) -> tuple[int, int]:
-        """Return where chunk `place` begins and ends in the region."""
-        return min(place * self.chunk_numel, self.numel), min((place + 1) * self.chunk_numel, self.numel)
+    def chunk(self, number: int) -> tuple[int, int]:
+        """Return where chunk `number` begins and ends in the region."""
+        return min(number * self.chunk_numel, self.numel), min((number + 1) * self.chunk_numel, self.numel)
 
-    def read(self, buffer: Tensor, scratch: Scratch) -> Tensor:
-        """Return the region's elements of `buffer` in one piece: itself where that will do."""
+    def read(self, buffer: Tensor, scratch: Scratch, tag: str = "region") -> Tensor:
+        """Return the region's elements of `buffer` in one piece: a view where they are, else the memory of `tag`."""
         if len(self.spans) == 1:
             begin, end = self.spans[0]
             return buffer[begin:end]
-        joined = scratch.take(f"region at {self.offset}", self.numel, buffer.dtype, buffer.device)
+        joined = scratch.take(f"{tag} at {self.offset}", self.numel, buffer.dtype, buffer.device)
         return torch.cat([buffer[begin:end] for begin, end in self.spans], out=joined)
 
     def target(self, buffer: Tensor, dtype: torch.dtype, numel: int, scratch: Scratch) -> Tensor:
@@ -111,13 +122,25 @@ class RowFormat:
         else:
             self.packing.exchange(collective, received, sent, team.rank, scratch)
 
-    def travels(self, primitive: Primitive, team: TeamShape, rows: int) -> tuple[Step, ...]:
-        """Return what `travel` takes to send `rows` rows, without what does not fit into a packed one."""
+    def travels(self, primitive: Primitive, team: TeamShape, rows: int) -> tuple[Action, ...]:
+        """Return what `travel` takes to send `rows` rows, without the values that do not fit into a packed one."""
         if self.packing is None:
             return call(team, primitive, self.nbytes * rows)
         numel = self.packing.numel
         packed, unpacked = work("pack", "", numel * rows), work("unpack", "", numel * (team.size - 1))
         return packed, *call(team, primitive, self.packing.nbytes * rows), unpacked
+
+    def decode(self, row: Tensor, buffer: Tensor, scratch: Scratch, base: Tensor | None = None) -> None:
+        """Put the values of a row of one chunk (uint8 [1, nbytes]) into `buffer`, by way of float32.
+
+        base: what compressed regions are a difference to; None for nothing.
+        """
+        for region in self.regions:
+            values = scratch.take("decoded", region.numel, torch.float32, buffer.device)
+            region.compressor.decompress(region.payload(row), values, region.chunk_numel)
+            if base is not None and not region.dense:
+                values += region.read(base, scratch)
+            region.write(buffer, values)
 
 
 @lru_cache(maxsize=1024)
@@ -135,30 +158,162 @@ def row_format(
     offset = 0
     for encoder, spans in zip((compressor, plain), split(layout, compressor, dtype, dense), strict=True):
         if spans:
-            part = layout.select(spans)
-            chunk_numel = ceil(part.numel / (chunks * encoder.granularity)) * encoder.granularity
+            selected = layout.select(spans)
+            chunk_numel = ceil(selected.numel / (chunks * encoder.granularity)) * encoder.granularity
             nbytes = encoder.payload_nbytes(chunk_numel)
-            regions.append(Region(encoder, spans, part, chunk_numel, offset, nbytes, encoder is plain))
+            regions.append(Region(encoder, spans, selected, chunk_numel, offset, nbytes, encoder is plain))
             offset += nbytes
     return RowFormat(tuple(regions), offset, dtype, packed)
 
 
 @lru_cache(maxsize=1024)
 def split(layout: Layout, compressor: Compressor, dtype: torch.dtype, dense: tuple[str, ...]) -> tuple[Spans, Spans]:
-    """Return the spans of a buffer to compress and those to send as they are; neighbours are joined.
+    """Return the spans of a buffer to compress, and the spans to send dense; neighbours are joined.
 
     A piece travels dense when its name matches a pattern of `dense` (as in a shell: "*.bias"), when its payload would
     not be smaller than its `dtype` values, or when the compressor does not want parameters of its shape.
     """
     compressed: list[tuple[int, int]] = []
-    kept: list[tuple[int, int]] = []
+    uncompressed: list[tuple[int, int]] = []
     for offset, piece in zip(layout.offsets, layout.pieces, strict=True):
         worth_it = compressor.should_compress(piece.shape) and _shrinks(piece, compressor, dtype)
-        spans = compressed if worth_it and not matches(piece.name, dense) else kept
+        spans = compressed if worth_it and not matches(piece.name, dense) else uncompressed
         spans.append((offset, offset + piece.numel))
-    return joined_spans(compressed), joined_spans(kept)
+    return joined_spans(compressed), joined_spans(uncompressed)
 
 
 def _shrinks(piece: Piece, compressor: Compressor, dtype: torch.dtype) -> bool:
     granularity = compressor.granularity
     return compressor.payload_nbytes(ceil(piece.numel / granularity) * granularity) < piece.numel * dtype.itemsize
+
+
+# ------------------------------------------------------------------------------------------- rows of shards
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The pieces that one rank owns of a buffer of FSDP2, with padding behind some of them.
+
+    layout: the pieces.
+    offsets: where each piece begins among the `numel` elements.
+    parameters: the name of each piece's parameter, which patterns of names are about.
+    """
+
+    layout: Layout
+    offsets: tuple[int, ...]
+    parameters: tuple[str, ...]
+    numel: int
+
+    def __hash__(self) -> int:  # that of the layout is computed once
+        return hash((self.layout, self.numel))
+
+    @cached_property
+    def spans(self) -> Spans:
+        """Where the elements are that are no padding."""
+        return self.spans_of(self.layout)
+
+    def spans_of(self, selected: Layout) -> Spans:
+        """Return where pieces of this shard are; neighbours are joined."""
+        offsets = {piece.name: offset for piece, offset in zip(self.layout.pieces, self.offsets, strict=True)}
+        return joined_spans((offsets[piece.name], offsets[piece.name] + piece.numel) for piece in selected.pieces)
+
+    def row_format(self, compressor: Compressor, dense: tuple[str, ...], dtype: torch.dtype) -> RowFormat:
+        """Return the format of a row that holds the whole shard, as one chunk."""
+        row = row_format(self.layout, 1, compressor, dense, dtype)
+        return replace(row, regions=tuple(replace(each, spans=self.spans_of(each.layout)) for each in row.regions))
+
+
+@dataclass(frozen=True)
+class ShardedBuffer:
+    """A buffer of whose sum each rank of a team keeps its shard, as data.
+
+    shards: by rank; with their padding all are equally long.
+    dtype: of the values.
+    step: None for the step after all warm-up.
+    """
+
+    shards: tuple[Shard, ...]
+    dtype: torch.dtype
+    step: int | None = None
+
+    @property
+    def numel(self) -> int:
+        """Number of elements, with padding."""
+        return len(self.shards) * self.shards[0].numel
+
+    def across(self, intra: TeamShape) -> ShardedBuffer:
+        """Return the part of the ranks at this rank's place on every node. intra: the ranks of its node."""
+        return replace(self, shards=self.shards[intra.rank :: intra.size])
+
+
+@dataclass(frozen=True)
+class Stripe:
+    """The regions of several rows that are encoded alike; they share one residual, row after row.
+
+    regions: the number of a row, and its region; rows without such a region are left out.
+    """
+
+    compressor: Compressor
+    dense: bool
+    regions: tuple[tuple[int, Region], ...]
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The pieces of all regions, in the order of the residual."""
+        return Layout(tuple(piece for _, region in self.regions for piece in region.layout.pieces))
+
+    @cached_property
+    def parts(self) -> tuple[tuple[int, Region, slice], ...]:
+        """The rows and their regions, with the place of each in the residual."""
+        ends = list(accumulate((region.numel for _, region in self.regions), initial=0))
+        return tuple(
+            (row, region, slice(*ends[number : number + 2])) for number, (row, region) in enumerate(self.regions)
+        )
+
+
+@dataclass(frozen=True)
+class ShardRows:
+    """One row of payload for each of several shards; all rows are as long as the longest.
+
+    formats: of the row of each shard.
+    stripes: the compressed regions of all rows, then the dense ones, where there are any.
+    """
+
+    formats: tuple[RowFormat, ...]
+    stripes: tuple[Stripe, ...]
+
+    @cached_property
+    def nbytes(self) -> int:
+        """The length of a row."""
+        return max(each.nbytes for each in self.formats)
+
+    def take(self, count: int, tag: str, scratch: Scratch, device: torch.device) -> Tensor:
+        """Return memory for `count` rows."""
+        return scratch.take(tag, (count, self.nbytes), torch.uint8, device)
+
+    def work(self, kind: WorkKind) -> tuple[Action, ...]:
+        """Return the work of encoding or decoding all rows."""
+        return tuple(work(kind, stripe.compressor, stripe.layout.numel) for stripe in self.stripes)
+
+
+@lru_cache(maxsize=1024)
+def shard_rows(
+    shards: tuple[Shard, ...], compressor: Compressor, dense: tuple[str, ...], dtype: torch.dtype
+) -> ShardRows:
+    """Return the rows of `shards`, whose values end as `dtype`.
+
+    dense: patterns of the names of parameters that travel uncompressed, beside those that would not shrink.
+    """
+    named = (
+        (piece.name, name)
+        for shard in shards
+        for piece, name in zip(shard.layout.pieces, shard.parameters, strict=True)
+    )
+    dense += tuple(escape(called) for called, name in named if called != name and matches(name, dense))
+    formats = tuple(shard.row_format(compressor, dense, dtype) for shard in shards)
+    stripes = []
+    for is_dense in (False, True):
+        regions = [(row, each) for row, line in enumerate(formats) for each in line.regions if each.dense == is_dense]
+        if regions:
+            stripes.append(Stripe(regions[0][1].compressor, is_dense, tuple(regions)))
+    return ShardRows(formats, tuple(stripes))

@@ -102,7 +102,7 @@ class ResidualStore:
     error: SampledError = field(default_factory=SampledError)
     factors: FactorStore = field(default_factory=FactorStore)
     beside: WireBytes = field(default_factory=WireBytes)  # payload that `Aggregator.calls` cannot foresee
-    untouched: dict[tuple[str, Layout], Any] = field(default_factory=dict)  # by level: see aggregate.untouched
+    untouched: dict[tuple[str, Layout], Any] = field(default_factory=dict)  # by level: see aggregate.zeros
     counts: StepCounts = field(default_factory=StepCounts)
     steps: int = 0
     warm: bool = False  # whether any residual can be other than zero; alike on every rank

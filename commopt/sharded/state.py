@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from commopt.aggregate import Aggregator, Auto, LocalSGD
+from commopt.aggregate import Aggregator, LocalSGD
 from commopt.attached.checks import REDUCIBLE, require_supported_parameters
 from commopt.attached.comm_state import CommState, require_scaler
 from commopt.attached.registration import Settings
@@ -161,7 +161,7 @@ def attach_sharded(
 
 
 def _require_options(aggregator: Aggregator, scaler: Any, for_ddp: dict[str, Any], *, replicated: bool) -> None:
-    if isinstance(aggregator, Auto):
+    if aggregator.tunes:
         raise ConfigurationError(
             f"{aggregator} is for DDP models only, as it makes plans of DDP's buckets; attach another to a model of "
             f"fully_shard, for example 'hierarchical_quantized'"
