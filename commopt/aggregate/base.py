@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of an aggregator: the only code that issues collectives on gradients. And the plainest of them."""
+"""The contract of an aggregator, the only code that issues collectives on gradients; and Flat, the plainest."""
 
 from __future__ import annotations
 
@@ -29,7 +29,13 @@ WorkKind = Literal["encode", "decode", "recode", "factor", "refresh", "copy", "p
 
 @dataclass(frozen=True)
 class Call:
-    """One collective of a level of the team. `nbytes` is what `WireModel`'s method of that name takes; so is `root`."""
+    """One collective of a level of the team.
+
+    level: "world", "intra" or "inter".
+    primitive: its name, as a method of Team.
+    nbytes: the argument of `WireModel`'s method of the same name.
+    root: the second argument of that method, None where it takes one.
+    """
 
     level: str
     primitive: str
@@ -37,7 +43,7 @@ class Call:
     root: int | None = None
 
     def wire_bytes(self, team: TeamShape) -> WireBytes:
-        """Return what it makes this rank of `team` send."""
+        """Return the bytes that this rank of `team` sends."""
         arguments = (self.nbytes,) if self.root is None else (self.nbytes, self.root)
         sent: WireBytes = getattr(team.at(self.level).wire, self.primitive)(*arguments)
         return sent
@@ -68,9 +74,12 @@ Action = Call | LocalWork
 
 @dataclass(frozen=True)
 class Buffer:
-    """A buffer that is to be averaged, as data: what lies in it, as which dtype, on which device, at which step.
+    """A buffer that is to be averaged, as data.
 
-    None means the device the team is for (the GPU where NCCL is there), and the step after all warm-up.
+    layout: the pieces in it.
+    dtype: of its values.
+    device: None for the one the team is for: the GPU where NCCL is there.
+    step: None for the step after all warm-up.
     """
 
     layout: Layout
@@ -80,7 +89,7 @@ class Buffer:
 
     @property
     def nbytes(self) -> int:
-        """Its length."""
+        """Its length in bytes."""
         return self.layout.numel * self.dtype.itemsize
 
 
@@ -160,7 +169,7 @@ class Aggregator(ConciseRepr, ABC):
         """Return the ranks of `team` for whose shards this rank may keep residuals: itself where sums are exact."""
         return (team.rank,)
 
-    # --------------------------------------------------------------------------------- what it is like
+    # ------------------------------------------------------------------------------------ properties
 
     node_local: ClassVar[bool] = False
     """Whether nodes may end with results of their own, so that only a DDP model can use it, and as a whole."""
@@ -175,7 +184,7 @@ class Aggregator(ConciseRepr, ABC):
 
     @property
     def adam(self) -> Adam | None:
-        """What makes directions of gradients before they are averaged; None where the result is their average."""
+        """The Adam whose directions are summed in place of gradients; None where the result is an average."""
         return None
 
     @property
@@ -184,7 +193,7 @@ class Aggregator(ConciseRepr, ABC):
         return ()
 
     def residual_paths_on(self, team: TeamShape) -> tuple[str, ...]:
-        """Return those of `residual_paths` that are in use on `team`."""
+        """Return the paths of `residual_paths` that are in use on `team`."""
         return self.residual_paths
 
     @property
@@ -210,36 +219,37 @@ class Aggregator(ConciseRepr, ABC):
                 f"capture a step from {self.start_step + 1} on, or set no warm-up"
             )
 
-    # ------------------------------------------------------------------------- what can be done better
+    # -------------------------------------------------------------------------- division and exceptions
 
     def divide(self, layout: Layout, dtype: torch.dtype, parts: int) -> tuple[Spans, ...] | None:
-        """Return what of a buffer each of `parts` ranks of a node is to take across, None when equal pieces will do.
+        """Return the spans of a buffer that each of `parts` ranks of a node takes across, None for equal shards.
 
-        `dtype` is what the values will be rounded to in the end. Together the spans are all elements, each once. The
-        same on every rank.
+        Together the spans are all elements, each once. The same on every rank.
+
+        dtype: the dtype to which the values will be rounded in the end.
         """
         return None
 
     def with_dense(self, patterns: Sequence[str]) -> Aggregator:
-        """Return the same where parameters whose names match travel uncompressed: itself if nothing is compressed."""
+        """Return the same with more patterns of names of parameters that travel uncompressed: itself, by default."""
         return self
 
-    # ------------------------------------------------------------- what the tuner and the simulator ask
+    # ------------------------------------------------------------------- for the tuner and the simulator
 
     @classmethod
     def trials(cls) -> Trials[Aggregator] | None:
-        """Return what a tuner may try, None for nothing."""
+        """Return the settings that a tuner may try, None for none."""
         return None
 
     def squared_error(self, layout: Layout, buffer: Tensor) -> float:
-        """Return the squared L2 norm of what one average of `buffer` leaves out, without feedback and after warm-up.
+        """Return the squared L2 norm of the error of one average of `buffer`, without feedback and after warm-up.
 
-        Measured on this rank's values, or estimated by the error bound. inf where a value becomes none.
+        Measured on this rank's values, or estimated by the error bound. inf where a value is no number any more.
         """
         return float((min(self.error_bound, 1.0) * torch.linalg.vector_norm(buffer, dtype=torch.float64)) ** 2)
 
     def passes(self, ranks: int) -> dict[tuple[WorkKind, str], Passes]:
-        """Return what its work takes on a GPU, by kind and `what`. ranks: how many messages a server adds up."""
+        """Return the passes over memory of its work on a GPU, by kind and `what`. ranks: rows that are added up."""
         return {}
 
     def wire_bytes(
@@ -250,9 +260,9 @@ class Aggregator(ConciseRepr, ABC):
         device: torch.device | None = None,
         step: int | None = None,
     ) -> WireBytes:
-        """Return the payload bytes this rank sends in what `calls` describes. Sums over the ranks are exact."""
-        steps = self.calls(Buffer(layout, dtype, device, step), team)
-        return sum((each.wire_bytes(team) for each in steps if isinstance(each, Call)), WireBytes())
+        """Return the payload bytes this rank sends in the collectives of `calls`. Sums over the ranks are exact."""
+        actions = self.calls(Buffer(layout, dtype, device, step), team)
+        return sum((each.wire_bytes(team) for each in actions if isinstance(each, Call)), WireBytes())
 
 
 @dataclass(frozen=True, repr=False)
@@ -307,9 +317,9 @@ def context_for(
     rank: int = 0,
     loss_scale: Tensor | None = None,
 ) -> BufferContext:
-    """Return the context of a buffer that `aggregator` sends next: what others kept of it is `aggregator`'s now.
+    """Return the context of a buffer that `aggregator` sends next, and move the residuals of others to it.
 
-    A look-up, unless the buffer is new, what sends it is, or residuals have just been loaded or moved.
+    A look-up, unless the buffer or the aggregator is new, or residuals have just been loaded or moved.
     """
     memory = store.buffers.get(layout)
     if memory is None or memory.by is not aggregator or not memory.settled:

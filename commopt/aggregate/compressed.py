@@ -4,9 +4,10 @@
 A ring that carries a 16-bit or quantized sum rounds it again at every hop, so its error grows with the ranks. Here
 each rank owns one chunk: scatter the encoded chunks to their servers, add them in float32 in rank order, encode the
 sum, gather. Between two ranks a single exchange of everything moves the same bytes in one message less and spares
-the second rounding; more ranks do so with sparse payloads, while that is affordable. With feedback every rounding is
-kept and sent later: a rank's own ("worker"), that of the sum ("server", as in DoubleSqueeze, arXiv 1905.05957) and that
-of the final cast to a 16-bit buffer. Rows of bfloat16 may travel in fewer bytes, exactly (aggregate/packed.py).
+the second rounding; more ranks do so with sparse payloads, while that is affordable. With feedback residuals take every
+rounding error: of a rank's own encoding ("worker"), of the encoding of the sum ("server", as in DoubleSqueeze, arXiv
+1905.05957) and of the final cast to a 16-bit buffer. Rows of bfloat16 may travel in fewer bytes, exactly
+(aggregate/packed.py).
 """
 
 from __future__ import annotations

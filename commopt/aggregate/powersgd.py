@@ -51,7 +51,7 @@ class PowerSGD(LinearAggregator):
     min_compression_rate: matrices that would shrink by less travel dense.
     start_step: the first step to compress; everything travels dense before. Advised: 10 % of all steps, and no less
         than the learning rate takes to warm up.
-    feedback: how the residual, which the product leaves out, is kept for the next step; None drops it: for experiments.
+    feedback: how the residual of the product is kept for the next step; None drops it, which is for experiments.
     dense: patterns of parameter names that travel uncompressed ("*.bias").
     """
 

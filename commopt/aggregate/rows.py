@@ -108,7 +108,7 @@ class RowFormat:
         from commopt.aggregate.packed import Packing  # few need it
 
         packing = Packing.of(self.regions)
-        return packing if packing.parts else None
+        return packing if packing.regions else None
 
     def take(self, count: int, tag: str, scratch: Scratch, device: torch.device) -> Tensor:
         """Return memory for `count` rows."""
