@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adam's direction of a node's gradient, before it is compressed: residuals are then in units of updates.
 
-Behind the wire Adam would divide by the square root of what was decoded, which is flat within a block of signs and
-lumpy where few elements are sent. In front of it all that comes after is linear, as error feedback needs.
+Behind the wire Adam would divide by the square root of decoded values, which is flat within a block of signs and lumpy
+where few elements are sent. In front of the wire everything after Adam is linear, as error feedback needs.
 """
 
 from __future__ import annotations

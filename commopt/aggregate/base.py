@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from commopt.aggregate.rows import ShardedBuffer
 
 HSDP = "use a 2-D mesh (HSDP), where it averages over the replicas"
-"""What to do about an aggregator that cannot reduce-scatter."""
+"""The advice of errors about aggregators that cannot reduce-scatter."""
 
 WorkKind = Literal["encode", "decode", "recode", "factor", "refresh", "copy", "pack", "unpack"]
 
@@ -69,7 +69,7 @@ class LocalWork:
 
 
 Action = Call | LocalWork
-"""What a rank does for a buffer: a collective, or work by itself."""
+"""A rank's action for a buffer: a collective, or work by itself."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def call(team: TeamShape, primitive: str, nbytes: int, root: int | None = None) 
 
 
 def work(kind: WorkKind, what: object, numel: int) -> LocalWork:
-    """Return work on `numel` values by what `what` shows itself as."""
+    """Return work on `numel` values; `what` is the text of the compressor, or of another object that does it."""
     return LocalWork(kind, str(what), 4 * numel)
 
 
@@ -122,7 +122,7 @@ class Aggregator(ConciseRepr, ABC):
 
     @abstractmethod
     def calls(self, buffer: Buffer, team: TeamShape) -> tuple[Action, ...]:
-        """Return, in order, what this rank does in one all_reduce of `buffer`: pure.
+        """Return, in order, the actions of this rank in one all_reduce of `buffer`: pure.
 
         Work that takes no more than a pass over the buffer in place is left out, and so is the rare move of residuals.
         """
@@ -161,7 +161,7 @@ class Aggregator(ConciseRepr, ABC):
         self.check_reduce_scatter(team)
 
     def reduce_scatter_calls(self, buffer: ShardedBuffer, team: TeamShape) -> tuple[Action, ...]:
-        """Return, in order, what this rank does in one reduce_scatter of `buffer`, as `calls`."""
+        """Return, in order, the actions of this rank in one reduce_scatter of `buffer`, as `calls`."""
         self.check_reduce_scatter(team)
         return ()
 

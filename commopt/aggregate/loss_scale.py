@@ -25,7 +25,7 @@ def unscaled(value: T, loss_scale: Tensor | None) -> T | Tensor:
 
 
 def add_rounding_error(residual: Tensor, exact: Tensor, dtype: torch.dtype, loss_scale: Tensor | None) -> None:
-    """Add to a part of the new residual what rounding float32 `exact` to `dtype` takes away: nothing, to float32.
+    """Add the error of rounding float32 `exact` to `dtype` to a part of the new residual; none where float32 fits.
 
     One rank does so for each element.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows whose bfloat16 numbers travel in 0.713 of their bytes: what arrives is bit for bit what was sent.
+"""Rows whose bfloat16 numbers travel in 0.713 of their bytes, and arrive bit for bit.
 
 The length of a message has to follow from its number of elements alone: all ranks must agree on it without asking, and
 `calls` must describe it. No lossless code does so for every content. So a row begins with a head of 16 bytes, of which

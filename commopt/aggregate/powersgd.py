@@ -45,7 +45,7 @@ class PowerSGD(LinearAggregator):
     whatever split of the shape has the fewest rows and columns together. Standalone tensors have no shapes here:
     they are averaged exactly.
 
-    What is zero on all ranks stays zero in whole rows and columns, and in single elements of others (docs/feedback.md).
+    Zeros that all ranks share stay zero: whole rows and columns, and single elements of others (docs/feedback.md).
 
     matrix_rank: r, the columns of a factor; 1 to 4 for vision, 4 to 32 for transformers.
     min_compression_rate: matrices that would shrink by less travel dense.

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from commopt.aggregate.loss_scale import add_rounding_error
-from commopt.aggregate.rows import ShardRows, Stripe
-from commopt.aggregate.zero_rows import MaskedStripe
+from commopt.aggregate.rows import RowRegions, ShardRows
+from commopt.aggregate.zero_rows import MaskedRows
 from commopt.compress import ErrorFeedback, RngKey
 from commopt.feedback import SAMPLE_EVERY_STEPS, BufferContext, Feedback, Scratch
 from commopt.groups import Team
@@ -29,39 +29,39 @@ def exchange_rows(
     """
     scratch, device = context.scratch, values.device
     sent = rows.take(team.size, "sent", scratch, device)
-    encoded = [_encode(stripe, len(rows.formats), feedback, values, sent, team, context) for stripe in rows.stripes]
+    encoded = [_encode(regions, len(rows.formats), feedback, values, sent, team, context) for regions in rows.regions]
     received = rows.take(team.size, "received", scratch, device)
     team.all_to_all(received.view(-1), sent.view(-1))
     output.zero_()  # rows leave out the padding
-    for stripe, (residual, mask) in zip(rows.stripes, encoded, strict=True):
-        _add_up(stripe, team.rank, received, output, residual, mask, scratch)
+    for regions, (residual, mask) in zip(rows.regions, encoded, strict=True):
+        _add_up(regions, team.rank, received, output, residual, mask, scratch)
     if feedback is not None:
         finite = [residual.new.isfinite().all() for residual, _ in encoded if residual is not None]
         context.report(torch.stack([values.isfinite().all(), output.isfinite().all(), *finite]).all())
 
 
 def _encode(
-    stripe: Stripe,
+    regions: RowRegions,
     row_count: int,
     feedback: Feedback | None,
     values: Tensor,
     sent: Tensor,
     team: Team,
     context: BufferContext,
-) -> tuple[ErrorFeedback | None, MaskedStripe | None]:
-    """Encode the regions of a stripe into their rows; return their residual, and the mask of their zeros."""
-    if not stripe.compressor.exact:
-        residual = context.carry("worker", stripe.layout, feedback, values.device)
+) -> tuple[ErrorFeedback | None, MaskedRows | None]:
+    """Encode regions into their rows; return their residual, and their masked elements."""
+    if not regions.compressor.exact:
+        residual = context.carry("worker", regions.layout, feedback, values.device)
     else:
         settled = feedback is None or context.memory.settled
-        residual = None if settled else context.leftover(stripe.layout, values.device)
-    samples = residual is not None and not stripe.dense and context.step % SAMPLE_EVERY_STEPS == 0
-    mask = MaskedStripe.of(stripe, values, residual, team, context)
-    for row, region, place in stripe.parts:
+        residual = None if settled else context.leftover(regions.layout, values.device)
+    samples = residual is not None and not regions.dense and context.step % SAMPLE_EVERY_STEPS == 0
+    mask = MaskedRows.of(regions, values, residual, team, context)
+    for row, region, place in regions.by_row:
         taken, own = region.read(values[row], context.scratch), _slice(residual, place)
         key = RngKey(context.rank, context.step, context.number * row_count + row)
         payload = region.payload(sent[row : row + 1])
-        stripe.compressor.compress(taken, payload, region.chunk_numel, 1.0, own, key)
+        regions.compressor.compress(taken, payload, region.chunk_numel, 1.0, own, key)
         if mask is not None:
             mask.encoded(payload, region.chunk_numel, place, own)
         if samples and own is not None:
@@ -77,24 +77,24 @@ def _slice(residual: ErrorFeedback | None, place: slice) -> ErrorFeedback | None
 
 
 def _add_up(
-    stripe: Stripe,
+    regions: RowRegions,
     own_row: int,
     received: Tensor,
     output: Tensor,
     residual: ErrorFeedback | None,
-    mask: MaskedStripe | None,
+    mask: MaskedRows | None,
     scratch: Scratch,
 ) -> None:
     """Put the sums of the received rows, all in the format of this rank's own row, into `output`.
 
-    The residual of what this rank has sent to itself takes the rounding error.
+    The residual of this rank's row for itself takes the rounding error.
     """
-    for row, region, place in stripe.parts:
+    for row, region, place in regions.by_row:
         if row != own_row:
             continue
         total = scratch.take("sum", region.chunk_numel, torch.float32, output.device)
         if mask is None:
-            stripe.compressor.accumulate(region.payload(received), total)
+            regions.compressor.accumulate(region.payload(received), total)
         else:
             mask.accumulate(region.payload(received), total)
         exact = total[: region.numel]

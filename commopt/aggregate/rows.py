@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from glob import escape
-from itertools import accumulate
 from math import ceil
 from typing import TYPE_CHECKING, Literal
 
@@ -123,7 +122,7 @@ class RowFormat:
             self.packing.exchange(collective, received, sent, team.rank, scratch)
 
     def travels(self, primitive: Primitive, team: TeamShape, rows: int) -> tuple[Action, ...]:
-        """Return what `travel` takes to send `rows` rows, without the values that do not fit into a packed one."""
+        """Return the actions of `travel` for `rows` sent rows, without the values that do not fit into a packed one."""
         if self.packing is None:
             return call(team, primitive, self.nbytes * rows)
         numel = self.packing.numel
@@ -133,7 +132,7 @@ class RowFormat:
     def decode(self, row: Tensor, buffer: Tensor, scratch: Scratch, base: Tensor | None = None) -> None:
         """Put the values of a row of one chunk (uint8 [1, nbytes]) into `buffer`, by way of float32.
 
-        base: what compressed regions are a difference to; None for nothing.
+        base: the values that are added to compressed regions, which are differences; None for none.
         """
         for region in self.regions:
             values = scratch.take("decoded", region.numel, torch.float32, buffer.device)
@@ -152,7 +151,7 @@ def row_format(
     dtype: torch.dtype,
     packed: bool = False,
 ) -> RowFormat:
-    """Cut a buffer, whose values end as `dtype`, into `chunks` rows; what travels dense does so in float32 or less."""
+    """Cut a buffer, whose values end as `dtype`, into `chunks` rows; dense elements travel as float32 or less."""
     plain = Cast(dtype) if dtype.itemsize < torch.float32.itemsize else Exact()
     regions: list[Region] = []
     offset = 0
@@ -247,28 +246,20 @@ class ShardedBuffer:
 
 
 @dataclass(frozen=True)
-class Stripe:
-    """The regions of several rows that are encoded alike; they share one residual, row after row.
+class RowRegions:
+    """The regions of several rows that one compressor encodes; they share one residual, row after row.
 
-    regions: the number of a row, and its region; rows without such a region are left out.
+    by_row: the number of each row that has such a region, the region, and its elements of the residual.
     """
 
     compressor: Compressor
     dense: bool
-    regions: tuple[tuple[int, Region], ...]
+    by_row: tuple[tuple[int, Region, slice], ...]
 
     @cached_property
     def layout(self) -> Layout:
         """The pieces of all regions, in the order of the residual."""
-        return Layout(tuple(piece for _, region in self.regions for piece in region.layout.pieces))
-
-    @cached_property
-    def parts(self) -> tuple[tuple[int, Region, slice], ...]:
-        """The rows and their regions, with the place of each in the residual."""
-        ends = list(accumulate((region.numel for _, region in self.regions), initial=0))
-        return tuple(
-            (row, region, slice(*ends[number : number + 2])) for number, (row, region) in enumerate(self.regions)
-        )
+        return Layout(tuple(piece for _, region, _ in self.by_row for piece in region.layout.pieces))
 
 
 @dataclass(frozen=True)
@@ -276,11 +267,11 @@ class ShardRows:
     """One row of payload for each of several shards; all rows are as long as the longest.
 
     formats: of the row of each shard.
-    stripes: the compressed regions of all rows, then the dense ones, where there are any.
+    regions: the compressed regions of all rows, then the dense ones, where there are any.
     """
 
     formats: tuple[RowFormat, ...]
-    stripes: tuple[Stripe, ...]
+    regions: tuple[RowRegions, ...]
 
     @cached_property
     def nbytes(self) -> int:
@@ -293,7 +284,7 @@ class ShardRows:
 
     def work(self, kind: WorkKind) -> tuple[Action, ...]:
         """Return the work of encoding or decoding all rows."""
-        return tuple(work(kind, stripe.compressor, stripe.layout.numel) for stripe in self.stripes)
+        return tuple(work(kind, each.compressor, each.layout.numel) for each in self.regions)
 
 
 @lru_cache(maxsize=1024)
@@ -311,9 +302,14 @@ def shard_rows(
     )
     dense += tuple(escape(called) for called, name in named if called != name and matches(name, dense))
     formats = tuple(shard.row_format(compressor, dense, dtype) for shard in shards)
-    stripes = []
+    found = []
     for is_dense in (False, True):
-        regions = [(row, each) for row, line in enumerate(formats) for each in line.regions if each.dense == is_dense]
-        if regions:
-            stripes.append(Stripe(regions[0][1].compressor, is_dense, tuple(regions)))
-    return ShardRows(formats, tuple(stripes))
+        by_row, done = [], 0
+        for row, each in enumerate(formats):
+            for region in each.regions:
+                if region.dense == is_dense:
+                    by_row.append((row, region, slice(done, done + region.numel)))
+                    done += region.numel
+        if by_row:
+            found.append(RowRegions(by_row[0][1].compressor, is_dense, tuple(by_row)))
+    return ShardRows(formats, tuple(found))

@@ -91,7 +91,7 @@ class LinearAggregator(Aggregator):
 
     @abstractmethod
     def sum_calls(self, buffer: Buffer, sums: Sums) -> tuple[Action, ...]:
-        """Return, in order, what this rank does in one `sum_up` of `buffer`."""
+        """Return, in order, the actions of this rank in one `sum_up` of `buffer`."""
 
     def all_reduce(self, buffer: Tensor, team: Team, scale: float, context: BufferContext) -> None:
         """Add up over the whole team at once."""

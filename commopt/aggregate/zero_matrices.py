@@ -40,8 +40,10 @@ class _MatrixMask:
 class MaskedMatrices:
     """The masked elements of a buffer's matrices in one step.
 
-    matrices: all of them, stacked, with their residuals. Newly touched elements are told by a number beside the first
-    message; when it arrives, or in a later step, ranks exchange which they are.
+    The number of newly touched elements travels beside the first message; when it arrives, or in a later step, ranks
+    exchange which they are.
+
+    matrices: all of them, stacked, with their residuals.
     """
 
     def __init__(self, mask: _MatrixMask, plan: MatrixPlan, matrices: Tensor) -> None:

@@ -8,7 +8,7 @@ values of them stay in its residual.
 
 In the first step of a buffer ranks exchange which elements are touched. Later ones that are touched for the first time
 take no message, since elements have a sign bit: the bit of a masked element tells whether it was touched on this rank,
-and from the next step on it is a sign. Where nothing is masked, or the host does not know better, nothing is done.
+and from the next step on it is a sign. Where the host knows of no masked element, nothing is done.
 PowerSGD's matrices are in zero_matrices, the shards of FSDP2 in zero_rows.
 """
 
@@ -77,7 +77,7 @@ class SignBitFlags:
         codes, row, byte, shift = self._find(rows, chunk_numel, indices)
         everything, sign = (1 << self.codec.bits) - 1, 1 << (self.codec.bits - 1)
         now = codes[row, byte].bitwise_right_shift(shift) & everything
-        # Codes of one byte are added up by turns: what is added is the difference to what stands there, modulo 256.
+        # Codes of one byte are added up by turns: the addend is the difference to the present byte, modulo 256.
         change = torch.where(active, touched.to(torch.uint8) * sign - now, 0).bitwise_left_shift(shift)
         codes.index_put_((row, byte), change, accumulate=True)
 
@@ -123,7 +123,7 @@ class MaskedRegion:
     ) -> MaskedRegion | None:
         """Return the masked elements; None for none, and without a store. Collective the first time.
 
-        `scale * values` and the residual are what is to be sent.
+        The rank is about to send `scale * values` plus the residual.
         """
         codec, store = region.compressor.codec_without_zero, context.store
         if codec is None or store is None:

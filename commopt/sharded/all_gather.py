@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The weights of an FSDP2 parameter group come to every rank: compressed across nodes, exact inside.
 
-Every rank computes with what was decoded, of its own shard too, so all compute with equal weights; the shards that the
-optimizer steps stay exact, so errors do not add up.
+Every rank computes with decoded weights, those of its own shard too, so all compute with equal weights. The shards that
+the optimizer steps stay exact, so errors do not add up.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class AllGather:
         return shard_rows(shards, self.weights.compressor, self.weights.dense, dtype)
 
     def calls(self, dtype: torch.dtype, *, crosses: bool = True, exact: bool = False) -> tuple[Action, ...]:
-        """Return, in order, what this rank does in one gather, in the form of Aggregator.calls.
+        """Return, in order, the actions of this rank in one gather, in the form of Aggregator.calls.
 
         crosses: not from the second copy. exact: the first crossing of differences.
         """
@@ -122,7 +122,7 @@ class AllGather:
             actions = call(across, "all_gather", numel * dtype.itemsize)
         elif crosses:
             actions = (
-                *(work("encode", each.compressor, each.layout.numel // across.size) for each in rows.stripes),
+                *(work("encode", each.compressor, each.layout.numel // across.size) for each in rows.regions),
                 *call(across, "all_gather", rows.nbytes),
                 *rows.work("decode"),
             )
@@ -145,12 +145,12 @@ class AllGather:
     # ------------------------------------------------------------------------------------- the collective
 
     def __call__(self, output: Tensor, source: Tensor, scratch: Scratch, *, crosses: bool) -> None:
-        """Fill `output` [size * n] with what all ranks decode of each rank's shard; `source` [n] is this rank's.
+        """Fill `output` [size * n] with the decoded shards of all ranks; `source` [n] is this rank's.
 
         crosses: whether the shards go across anew, else the second copy is spread, which must be there. Runs on the
         lane; every rank must call it alike.
         """
-        # What stays must be writable later, whatever mode an evaluation is in; `output` is of that mode.
+        # The copy must be writable later, whatever mode an evaluation is in; `output` is of that mode.
         with torch.inference_mode(False), torch.no_grad():
             if crosses:
                 copy = self._cross(source, scratch)
@@ -185,7 +185,7 @@ class AllGather:
                     return copy
                 self.copy = copy
                 self.base = None
-            # What was no number is sent anew, or it would stay for ever.
+            # Elements that are no numbers are sent anew, or they would stay for ever.
             copy = self.copy.nan_to_num_(0.0, 0.0, 0.0)
         elif self.weights.second_copy:
             copy = source.new_zeros(shape) if self.copy is None or self.copy.dtype != source.dtype else self.copy

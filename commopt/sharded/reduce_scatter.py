@@ -38,7 +38,7 @@ class ReduceScatter:
         return Layout(tuple(piece for owner in self._owners for piece in shards[owner].layout.pieces))
 
     def calls(self, parts: Parts, dtype: torch.dtype, step: int | None = None) -> tuple[Action, ...]:
-        """Return, in order, what this rank does for the gradients of `parts`, in the form of Aggregator.calls."""
+        """Return, in order, the actions of this rank for the gradients of `parts`, in the form of Aggregator.calls."""
         return self.aggregator.reduce_scatter_calls(ShardedBuffer(self.order.shards(parts), dtype, step), self.team)
 
     def __call__(self, output: Tensor, source: Tensor, parts: Parts, scale: float, context: BufferContext) -> None:

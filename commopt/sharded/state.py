@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ShardedState, what users hold of an attached model of fully_shard or replicate, and how it comes about."""
+"""The user's handles of attached models of fully_shard or replicate, and attach_sharded, which makes them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from commopt.sharded.one_dimension import OneDimension, require_attachable
 from commopt.sharded.registration import ShardedRegistration
 from commopt.sharded.seams import ParameterGroup, groups_of, require_seams, reshard_between_steps
 
-# What attach takes for a DDP model only, and what to do instead.
+# Options of attach that are for DDP models only, and the advice of the error about each.
 _FOR_DDP = {
     "plan": "FSDP's groups are those you gave to fully_shard, one message each",
     "links": "it is for plans, and FSDP's groups are those you gave to fully_shard, one message each",
@@ -32,7 +32,7 @@ _FOR_DDP = {
 
 
 class ShardedState(CommState):
-    """What averages the replicas of a model of fully_shard (on a 2-D mesh) or replicate; `attach` makes it.
+    """The handle of a model of fully_shard (on a 2-D mesh) or replicate whose replicas are averaged; `attach` makes it.
 
     The model stays FSDP's: its DTensors, clip_grad_norm_, its optimizers and its checkpoints are as without commopt.
     Residuals belong to parameters by name and to the ranges of them that a rank owns. A step is a backward in which
@@ -56,14 +56,14 @@ class ShardedState(CommState):
         return self._registration.everyone
 
     def stats(self) -> dict[str, Any]:
-        """Return what was done so far, as HookState.stats; buckets are FSDP's buffers.
+        """Return counts of the work so far, as HookState.stats; buckets are FSDP's buffers.
 
         buckets_overlapped: those that the hook did not wait for (on the CPU; on a GPU it never does).
         """
         return {**super().stats(), "buckets_overlapped": self._registration.deferred}
 
     def explain(self) -> str:
-        """Return in words what averages which parameters of this rank, group by group."""
+        """Return in words how the parameters of this rank are averaged, group by group."""
         registration = self._registration
         lines = [f"asked for: {self.aggregator}"]
         for group in registration.groups:
@@ -77,12 +77,12 @@ class ShardedState(CommState):
 
 
 class OneDimensionState(ShardedState):
-    """What averages the gradients, and carries the weights, of a model that fully_shard cut over all ranks."""
+    """The handle of a model that fully_shard cut over all ranks: of its gradients, and of its weights."""
 
     _registration: OneDimension  # type: ignore[assignment]
 
     def stats(self) -> dict[str, Any]:
-        """Return what was done so far; with weights also how often groups' went across, and second copies' bytes."""
+        """Return counts of the work so far; with weights also their crossings, and the bytes of second copies."""
         gathers = self._registration.gathers.values()
         copies = [gather.copy for gather in gathers if gather.copy is not None]
         of_weights = {
@@ -92,7 +92,7 @@ class OneDimensionState(ShardedState):
         return {**super().stats(), **(of_weights if gathers else {})}
 
     def explain(self) -> str:
-        """Return in words what averages the gradients and carries the weights."""
+        """Return in words how gradients are averaged and how weights travel."""
         weights = self._registration.weights
         return f"gradients: {self.aggregator}\nweights between nodes: {'exact' if weights is None else weights}"
 
@@ -119,9 +119,13 @@ def attach_sharded(
 ) -> ShardedState:
     """Average the replicas of a model of fully_shard or replicate with `aggregator`; collective over all its ranks.
 
-    Where it has none, on a mesh of one dimension, the gradients go to their owners, and the weights to all, as
-    `aggregator` and `weights`, a commopt.Weights or None, say. timeout: seconds, or a timedelta. for_ddp: what `attach`
-    was given that is for DDP models; anything but the defaults is refused.
+    A model without replicas, on a mesh of one dimension: `aggregator` takes the gradients to their owners, and
+    `weights` says how weights come to all ranks.
+
+    timeout: seconds, or a timedelta.
+    weights: a commopt.Weights, or None for FSDP's own gathers.
+    for_ddp: options of `attach` that are for DDP models; anything but their defaults is refused.
+
     Raises ConfigurationError and UnsupportedTensorError on every rank when that cannot be done, and in a later backward
     ConfigurationError when FSDP's hook or collectives were replaced meanwhile.
     """
