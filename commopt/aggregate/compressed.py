@@ -144,7 +144,7 @@ class Compressed(Aggregator):
             if mask is not None:
                 mask.clear(total)
                 mask.arrived(region.payload(received), region.chunk_numel, chunks=False)
-            if residual is not None:
+            if residual is not None and rows.rounds:
                 own = slice(region.numel * team.rank // team.size, region.numel * (team.rank + 1) // team.size)
                 add_rounding_error(residual.new[own], total[own], rows.dtype, residual.loss_scale)
             region.write(buffer, total[: region.numel])

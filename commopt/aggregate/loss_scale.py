@@ -25,9 +25,8 @@ def unscaled(value: T, loss_scale: Tensor | None) -> T | Tensor:
 
 
 def add_rounding_error(residual: Tensor, exact: Tensor, dtype: torch.dtype, loss_scale: Tensor | None) -> None:
-    """Add the error of rounding float32 `exact` to `dtype` to a part of the new residual; none where float32 fits.
+    """Add the error of rounding float32 `exact` to a 16-bit `dtype` to a part of the new residual.
 
     One rank does so for each element.
     """
-    if dtype.itemsize < torch.float32.itemsize:
-        residual.add_(unscaled(exact - exact.to(dtype), loss_scale))
+    residual.add_(unscaled(exact - exact.to(dtype), loss_scale))

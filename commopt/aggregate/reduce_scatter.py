@@ -98,6 +98,6 @@ def _add_up(
         else:
             mask.accumulate(region.payload(received), total)
         exact = total[: region.numel]
-        if residual is not None:
+        if residual is not None and output.dtype.itemsize < torch.float32.itemsize:
             add_rounding_error(residual.new[place], exact, output.dtype, residual.loss_scale)
         region.write(output, exact)
