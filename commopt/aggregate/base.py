@@ -139,15 +139,7 @@ class Aggregator(ConciseRepr, ABC):
 
         By default it cannot.
         """
-        if self.tunes or self.node_local:
-            raise ConfigurationError(
-                f"{self} is for DDP models only; attach another to a model of fully_shard, for example "
-                f"'hierarchical_quantized'"
-            )
-        raise ConfigurationError(
-            f"{self} cannot average the gradients of a model on a 1-D FSDP2 mesh, where each rank keeps a shard of "
-            f"the sum; use commopt.Hierarchical(commopt.Compressed(commopt.Quantize(bits=8))), or {HSDP}"
-        )
+        raise self._no_reduce_scatter()
 
     def reduce_scatter(
         self, output: Tensor, source: Tensor, buffer: ShardedBuffer, team: Team, scale: float, context: BufferContext
@@ -158,16 +150,26 @@ class Aggregator(ConciseRepr, ABC):
         `team` must call it. New residuals are staged in `context`, whose layout is that of the shards of
         `residual_owners`; it is told whether everything this rank saw was finite.
         """
-        self.check_reduce_scatter(team)
+        raise self._no_reduce_scatter()
 
     def reduce_scatter_calls(self, buffer: ShardedBuffer, team: TeamShape) -> tuple[Action, ...]:
         """Return, in order, the actions of this rank in one reduce_scatter of `buffer`, as `calls`."""
-        self.check_reduce_scatter(team)
-        return ()
+        raise self._no_reduce_scatter()
 
     def residual_owners(self, team: TeamShape) -> tuple[int, ...]:
         """Return the ranks of `team` for whose shards this rank may keep residuals: itself where sums are exact."""
         return (team.rank,)
+
+    def _no_reduce_scatter(self) -> ConfigurationError:
+        if self.tunes or self.node_local:
+            return ConfigurationError(
+                f"{self} is for DDP models only; attach another to a model of fully_shard, for example "
+                f"'hierarchical_quantized'"
+            )
+        return ConfigurationError(
+            f"{self} cannot average the gradients of a model on a 1-D FSDP2 mesh, where each rank keeps a shard of "
+            f"the sum; use commopt.Hierarchical(commopt.Compressed(commopt.Quantize(bits=8))), or {HSDP}"
+        )
 
     # ------------------------------------------------------------------------------------ properties
 
@@ -281,7 +283,7 @@ class Flat(Aggregator):
     def check_reduce_scatter(self, team: TeamShape) -> None:
         """Refuse a subclass that is for DDP models only."""
         if self.tunes or self.node_local:
-            super().check_reduce_scatter(team)
+            raise self._no_reduce_scatter()
 
     def reduce_scatter(
         self, output: Tensor, source: Tensor, buffer: ShardedBuffer, team: Team, scale: float, context: BufferContext
