@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from commopt.aggregate.base import Action, Buffer, call, mark_non_finite
-from commopt.aggregate.loss_scale import scaled, unscaled
+from commopt.aggregate.residuals import scaled, unscaled
 from commopt.aggregate.rows import RowFormat
 from commopt.compress import ErrorFeedback
 from commopt.concise_repr import ConciseRepr

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from commopt.aggregate.adam import Adam
 from commopt.aggregate.base import HSDP, Action, Aggregator, Buffer, WorkKind, call, mark_non_finite, work
-from commopt.aggregate.loss_scale import add_rounding_error
 from commopt.aggregate.reduce_scatter import exchange_rows
-from commopt.aggregate.rows import Region, RowFormat, ShardedBuffer, ShardRows, row_format, shard_rows, split
+from commopt.aggregate.residuals import add_rounding_error, encoding_residual
+from commopt.aggregate.rows import RowFormat, ShardedBuffer, ShardRows, row_format, shard_rows, split
 from commopt.aggregate.zeros import MaskedRegion
 from commopt.compress import Cast, Compressor, ErrorFeedback, Exact, Passes, RngKey, Trials
 from commopt.errors import ConfigurationError
@@ -33,7 +33,6 @@ from commopt.feedback import (
     SAMPLE_EVERY_STEPS,
     BufferContext,
     Feedback,
-    Kind,
     Layout,
     checked_patterns,
     require_feedback,
@@ -166,7 +165,10 @@ class Compressed(Aggregator):
         residuals = []
         for region, mask in zip(rows.regions, masks, strict=True):
             begin, end = region.chunk(team.rank)
-            residual = _residual(self.feedback, region, "server", region.layout.cut(begin, end), context, device)
+            own_chunk = region.layout.cut(begin, end)
+            residual = encoding_residual(
+                region.compressor, self.feedback, "server", own_chunk, context, device, region.layout
+            )
             residuals.append(residual)
             sources, target, rng = region.payload(received), region.payload(served), context.rng("server")
             region.compressor.recompress(sources, target, region.chunk_numel, end - begin, residual, rng)
@@ -197,13 +199,13 @@ class Compressed(Aggregator):
         """Encode all regions of `buffer`; return the residual of each, and its masked elements."""
         residuals, masks = [], []
         for region in rows.regions:
-            values = region.read(buffer, context.scratch)
-            residual = _residual(self.feedback, region, "worker", region.layout, context, buffer.device)
+            values, encoder = region.read(buffer, context.scratch), region.compressor
+            residual = encoding_residual(encoder, self.feedback, "worker", region.layout, context, buffer.device)
             residuals.append(residual)
-            rng = context.rng("worker") if region.compressor.stochastic else RngKey()
+            rng = context.rng("worker") if encoder.stochastic else RngKey()
             mask = MaskedRegion.of(region, values, scale, residual, team, context)
             masks.append(mask)
-            region.compressor.compress(values, region.payload(payload), region.chunk_numel, scale, residual, rng)
+            encoder.compress(values, region.payload(payload), region.chunk_numel, scale, residual, rng)
             if mask is not None:
                 mask.encoded(region.payload(payload), region.chunk_numel, residual)
             if residual is not None and not region.dense and context.step % SAMPLE_EVERY_STEPS == 0:
@@ -351,16 +353,6 @@ def _require_cpu_to_pack(aggregator: Compressed, device: torch.device) -> None:
             f"{aggregator} packs bfloat16 on the CPU, and these tensors are on {device.type}; use packed=False "
             f"(hierarchical_bf16: lossless=False)"
         )
-
-
-def _residual(
-    feedback: Feedback | None, region: Region, kind: Kind, layout: Layout, context: BufferContext, device: torch.device
-) -> ErrorFeedback | None:
-    if region.compressor.exact:
-        if kind == "server" or feedback is None or context.memory.settled:
-            return None
-        return context.leftover(layout, device)
-    return context.carry(kind, layout, feedback, device, region.layout)
 
 
 def _report_finite(rows: RowFormat, payloads: Tensor, buffer: Tensor, context: BufferContext) -> None:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from commopt.aggregate.base import mark_non_finite
-from commopt.aggregate.loss_scale import add_rounding_error, unscaled
 from commopt.aggregate.matrices import MatrixGroup, MatrixPlan
+from commopt.aggregate.residuals import add_rounding_error, unscaled
 from commopt.aggregate.sums import Sums
 from commopt.aggregate.zero_matrices import MaskedMatrices, count_beside
 from commopt.compress import ErrorFeedback

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from commopt.aggregate.loss_scale import add_rounding_error
+from commopt.aggregate.residuals import add_rounding_error, encoding_residual
 from commopt.aggregate.rows import RowRegions, ShardRows
 from commopt.aggregate.zero_rows import MaskedRows
 from commopt.compress import ErrorFeedback, RngKey
@@ -50,11 +50,7 @@ def _encode(
     context: BufferContext,
 ) -> tuple[ErrorFeedback | None, MaskedRows | None]:
     """Encode regions into their rows; return their residual, and their masked elements."""
-    if not regions.compressor.exact:
-        residual = context.carry("worker", regions.layout, feedback, values.device)
-    else:
-        settled = feedback is None or context.memory.settled
-        residual = None if settled else context.leftover(regions.layout, values.device)
+    residual = encoding_residual(regions.compressor, feedback, "worker", regions.layout, context, values.device)
     samples = residual is not None and not regions.dense and context.step % SAMPLE_EVERY_STEPS == 0
     mask = MaskedRows.of(regions, values, residual, team, context)
     for row, region, place in regions.by_row:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from commopt.aggregate.loss_scale import unscaled
+from commopt.aggregate.residuals import unscaled
 from commopt.aggregate.rows import Region
 from commopt.compress import ErrorFeedback
 from commopt.feedback import BufferContext, ResidualStore

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values times a GradScaler's loss scale, and without it: residuals are kept unscaled, buffers are not.
+"""Residuals of encodings and of roundings. They are unscaled; buffers are multiplied by a GradScaler's loss scale.
 
 A loss scale is a 0-d float32 tensor on the device of the values, or None for 1.
 """
@@ -11,7 +11,30 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from commopt.compress import Compressor, ErrorFeedback
+from commopt.feedback import BufferContext, Feedback, Kind, Layout
+
 T = TypeVar("T", float, Tensor)
+
+
+def encoding_residual(
+    compressor: Compressor,
+    feedback: Feedback | None,
+    kind: Kind,
+    layout: Layout,
+    context: BufferContext,
+    device: torch.device,
+    whole: Layout | None = None,
+) -> ErrorFeedback | None:
+    """Return the residual of an encoding of `layout`, None for none.
+
+    An exact encoding has one only where an earlier one was inexact, and then once. whole: as BufferContext.carry.
+    """
+    if not compressor.exact:
+        return context.carry(kind, layout, feedback, device, whole)
+    if kind == "server" or feedback is None or context.memory.settled:
+        return None
+    return context.leftover(layout, device)
 
 
 def scaled(value: T, loss_scale: Tensor | None) -> T | Tensor:
