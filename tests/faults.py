@@ -102,8 +102,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "what the final cast takes away is not kept",
         "commopt/aggregate/compressed.py",
-        "_keep_rounding(exact, rows.dtype, carry.new, carry)",
-        "_keep_rounding(exact, exact.dtype, carry.new, carry)",
+        "add_rounding_error(residual.new, exact, rows.dtype, residual.loss_scale)",
+        "add_rounding_error(residual.new, exact, exact.dtype, residual.loss_scale)",
         NOTHING_LOST,
         ("test_feedback_conservation",),
     ),
@@ -143,8 +143,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a server judges the chunk it serves, and not those of the others",
         "commopt/aggregate/compressed.py",
-        "_judge(rows, gathered, buffer, context)",
-        "_judge(rows, served, buffer, context)",
+        "_report_finite(rows, gathered, buffer, context)",
+        "_report_finite(rows, served, buffer, context)",
         NON_FINITE,
         ("test_feedback_nonfinite",),
     ),
@@ -307,7 +307,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "an element that rests is cleared in the sum of all and not in what the server keeps",
         "commopt/aggregate/compressed.py",
-        "                if rest is not None:\n                    rest.clear(exact, region.chunk(team.rank)[0])\n",
+        "                if mask is not None:\n                    mask.clear(exact, region.chunk(team.rank)[0])\n",
         "",
         "what is zero on all ranks stays zero",
         ("test_zeros",),
@@ -315,8 +315,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "what was touched before a sum came is forgotten where a message is of chunks",
         "commopt/aggregate/compressed.py",
-        "rest.arrived(region.payload(gathered), region.chunk_numel, chunks=True)",
-        "rest.arrived(region.payload(gathered), region.chunk_numel, chunks=False)",
+        "mask.arrived(region.payload(gathered), region.chunk_numel, chunks=True)",
+        "mask.arrived(region.payload(gathered), region.chunk_numel, chunks=False)",
         "what is zero on all ranks stays zero",
         ("test_zeros",),
     ),

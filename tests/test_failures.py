@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import commopt
 from commopt import Aggregator, BufferContext, Communicator, Flat, Hierarchical
-from commopt.aggregate import Buffer, Step
+from commopt.aggregate import Action, Buffer
 from commopt.cluster import Cluster
 from commopt.errors import LaneError, TransportError
 from commopt.groups import Membership
@@ -53,7 +53,7 @@ class Failing(Aggregator):
             raise OSError(CAUSE)
         self.inner.all_reduce(buffer, team, scale, context)
 
-    def calls(self, buffer: Buffer, team: Any) -> tuple[Step, ...]:
+    def calls(self, buffer: Buffer, team: Any) -> tuple[Action, ...]:
         return self.inner.calls(buffer, team)
 
     @property

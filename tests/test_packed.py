@@ -15,7 +15,7 @@ from torch import Tensor
 import commopt
 from commopt import Aggregator, Cast, Communicator, Compressed, ConfigurationError, Feedback, Hierarchical, Quantize
 from commopt.aggregate import Buffer, Call, context_for
-from commopt.aggregate.packed import _tell
+from commopt.aggregate.packed import _warn_once
 from commopt.feedback import Layout, ResidualStore
 from commopt.groups import Team, TeamShape
 from commopt.kernels.packing import BLOCK, pack, packed_nbytes, spare_nbytes, unpack
@@ -172,7 +172,7 @@ def lengths(rank: int, world_size: int, content: str) -> tuple[list[int], list[i
     logging.getLogger("commopt").addHandler(handler)
     values = CONTENTS[content](rank)
     promised = PACKED.calls(Buffer(Layout.anonymous(values.numel()), values.dtype), team)
-    _tell.cache_clear()
+    _warn_once.cache_clear()
 
     def listen(team: Team, primitive: str, nbytes: int, roots: Sequence[int]) -> None:
         sent.append(nbytes)

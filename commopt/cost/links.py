@@ -64,7 +64,7 @@ class LinkKey(NamedTuple):
 
 
 class WorkKey(NamedTuple):
-    """Work of one rank by itself: kind and what as in `aggregate.Work`."""
+    """Work of one rank by itself: kind and what as in `aggregate.LocalWork`."""
 
     kind: str
     what: str = ""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from commopt.aggregate import Aggregator, Buffer, Call, Step
+from commopt.aggregate import Action, Aggregator, Buffer, Call
 from commopt.cost.links import Links, WorkKey
 from commopt.feedback import Layout
 from commopt.groups import TeamShape
@@ -62,7 +62,7 @@ def price(
     return Pricing(aggregator, dtype, shape, links).by_nbytes(layout)
 
 
-Directions = tuple[tuple[Step, ...], tuple[Step, ...], tuple[Step, ...]]
+Directions = tuple[tuple[Action, ...], tuple[Action, ...], tuple[Action, ...]]
 """Up inside the node, across the network, down inside the node."""
 
 
@@ -150,7 +150,7 @@ class Pricing:
         return Cost(sum(parts.values()), parts["compress"], parts["intra"], parts["inter"], tuple(notes))
 
     def _spent(
-        self, steps: Iterable[Step], shape: TeamShape, groups: int, share: float, notes: dict[str, None]
+        self, steps: Iterable[Action], shape: TeamShape, groups: int, share: float, notes: dict[str, None]
     ) -> dict[str, float]:
         spent = {"compress": 0.0, "intra": 0.0, "inter": 0.0}
         for step in steps:
@@ -176,7 +176,7 @@ class Pricing:
         return spent
 
 
-def _cut(steps: Sequence[Step], calls_up: int) -> Directions:
+def _cut(steps: Sequence[Action], calls_up: int) -> Directions:
     """Return the parts before, with and after all collectives between nodes and the work around these.
 
     calls_up: how many collectives come before where none is between nodes.
@@ -189,13 +189,13 @@ def _cut(steps: Sequence[Step], calls_up: int) -> Directions:
     return tuple(steps[:begin]), tuple(steps[begin:end]), tuple(steps[end:])
 
 
-def _calls_before(steps: Sequence[Step]) -> int:
+def _calls_before(steps: Sequence[Action]) -> int:
     """Return how many collectives come before the first between nodes."""
     calls = [step for step in steps if isinstance(step, Call)]
     return next(number for number, step in enumerate(calls) if _is_inter(step))
 
 
-def _is_inter(step: Step) -> bool:
+def _is_inter(step: Action) -> bool:
     return isinstance(step, Call) and step.level == "inter"
 
 

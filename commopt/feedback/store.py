@@ -92,7 +92,7 @@ class ResidualStore:
         self.counts = StepCounts()
         self.error = SampledError()
         self.beside = WireBytes()  # payload that `Aggregator.calls` cannot foresee
-        self.untouched: dict[tuple[str, Layout], Any] = {}  # by path: see aggregate.untouched
+        self.untouched: dict[tuple[str, Layout], Any] = {}  # by path: see aggregate.zeros
         self.expected_square: Tensor | None = None  # of a node's gradient, by its moments: float64 [1], alike on ranks
         self.expected: dict[Layout, Tensor] = {}  # this rank's parts of the next one
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commopt.aggregate import Aggregator, Call, context_for
-from commopt.aggregate.base import Step as Described
+from commopt.aggregate.base import Action
 from commopt.attached.checks import REDUCIBLE
 from commopt.attached.reduction import loss_scale_of
 from commopt.errors import ConfigurationError, UnsupportedTensorError
@@ -29,8 +29,8 @@ from commopt.sharded.all_gather import AllGather, Weights
 from commopt.sharded.backwards import Backwards, Request, Sequel, told_why_ranks_wait
 from commopt.sharded.layouts import require_length
 from commopt.sharded.reduce_scatter import ReduceScatter
-from commopt.sharded.rows import Parts
 from commopt.sharded.seams import ParameterGroup
+from commopt.sharded.shards import Parts
 
 
 class OneDimension(Backwards):
@@ -96,9 +96,8 @@ class OneDimension(Backwards):
         number, recorded = self._next(_whole(parts), source.nbytes)
         task = _Reduction(self, self.steps, number, output, source, parts, scale, divided, self.scaler, recorded)
         work = client.submit(task, task, output, (source,), numel=source.numel())
-        compressed = self._scatter.compressed
-        now = None if compressed is None else compressed.compressor.at(self.steps)
-        self._count((parts, source.dtype, now), lambda: self._scatter.calls(parts, source.dtype, self.steps))
+        phase = self._scatter.aggregator.phase(self.steps)
+        self._count((parts, source.dtype, phase), lambda: self._scatter.calls(parts, source.dtype, self.steps))
         if group.may_wait(output):
             self.deferred += 1
         else:
@@ -135,7 +134,7 @@ class OneDimension(Backwards):
 
     # ------------------------------------------------------------------------------------- accounts
 
-    def _count(self, what: object, describe: Callable[[], tuple[Described, ...]]) -> None:
+    def _count(self, what: object, describe: Callable[[], tuple[Action, ...]]) -> None:
         known = self._known.get(what)
         if known is None:
             team = self.client.team
@@ -185,13 +184,10 @@ class OneDimension(Backwards):
     ) -> None:
         """Put into `store` this rank's part of the residuals of another world: of what it sends, and nothing else."""
         whole, scatter = ResidualStore(), self._scatter
-        across = scatter.places.across
-        assert across is not None
-        senders = 1 if scatter.compressed is None else across.size
-        spread(whole, parts, parts[0]["parameters"], largest, senders)
+        spread(whole, parts, parts[0]["parameters"], largest, scatter.senders)
         for path in {slot.path for slot in whole.residuals()}:
             for group in self.groups:
-                layout = scatter.layout(tuple(group.parts), torch.float32, None)
+                layout = scatter.layout(tuple(group.parts))
                 store.add(path, layout, whole.pop(path, layout))
         store.warm = True
 
@@ -224,7 +220,7 @@ class _Reduction:
         self.registration._sequel.follow(_whole(self.parts))
         if self.number == 0:
             store.transaction.begin_step()
-        layout, rank = scatter.layout(self.parts, self.source.dtype, self.step), team.ranks[team.rank]
+        layout, rank = scatter.layout(self.parts), team.ranks[team.rank]
         context = context_for(scatter.aggregator, layout, team, store, self.step, self.number, rank, self._unit())
         scatter(self.output, self.source, self.parts, self.scale, context)
         store.transaction.end_bucket((), last=False)

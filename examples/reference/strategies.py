@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import commopt
-from commopt.aggregate import Buffer, Step
+from commopt.aggregate import Action, Buffer
 from commopt.groups import Team, TeamShape
 
 
@@ -101,7 +101,7 @@ def Aggregator(ddp: DDP) -> None:
         def all_reduce(self, buffer: Tensor, team: Team, scale: float, context: commopt.BufferContext) -> None:
             team.all_reduce(buffer, scale=2 * scale)
 
-        def calls(self, buffer: Buffer, team: TeamShape) -> tuple[Step, ...]:
+        def calls(self, buffer: Buffer, team: TeamShape) -> tuple[Action, ...]:
             return commopt.Flat().calls(buffer, team)
 
         @property
