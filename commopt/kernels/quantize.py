@@ -20,6 +20,7 @@ from commopt.kernels.codec import (
     check_values,
     rng_arguments,
 )
+from commopt.kernels.cpu import block_kernels
 from commopt.kernels.loader import Arguments, Loader
 from commopt.kernels.residual import round_with_carry
 
@@ -43,7 +44,7 @@ def encode(
     _check_rows(codec, payload, chunk_numel)
     check_values(values, payload, chunk_numel)
     check_carry(carry, values.numel(), payload)
-    kernels = loader.loader_for(payload.device, values.dtype)
+    kernels = block_kernels(payload.device, values.dtype)
     if kernels is None:
         from commopt.kernels import quantize_reference as reference
 
@@ -66,7 +67,7 @@ def decode(codec: Codec, payload: Tensor, values: Tensor, chunk_numel: int) -> N
     """Decode the rows of `payload` into `values`; see Compressor.decompress."""
     _check_rows(codec, payload, chunk_numel)
     check_values(values, payload, chunk_numel)
-    kernels = loader.loader_for(payload.device, values.dtype)
+    kernels = block_kernels(payload.device, values.dtype)
     if kernels is None:
         from commopt.kernels import quantize_reference as reference
 
@@ -80,7 +81,7 @@ def accumulate(codec: Codec, payloads: Tensor, total: Tensor) -> None:
     _check_rows(codec, payloads, total.numel())
     check_values(total, payloads, total.numel())
     check_total(total)
-    kernels = loader.loader_for(payloads.device, total.dtype)
+    kernels = block_kernels(payloads.device, total.dtype)
     if kernels is None:
         from commopt.kernels import quantize_reference as reference
 
@@ -105,7 +106,7 @@ def recode(
             f"{numel} elements in {payload.shape[0]} rows of {chunk_numel}; a sum has one row and fits into it"
         )
     check_carry(carry, numel, payload)
-    kernels = loader.loader_for(payload.device)
+    kernels = block_kernels(payload.device)
     if kernels is None:
         from commopt.kernels import quantize_reference as reference
 
