@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from commopt.kernels import loader
+from commopt.kernels import loader, quantize
 from commopt.kernels.codec import Codec
 from commopt.kernels.cpu import DTYPES, Cpu
 from commopt.kernels.sparse import SparseRow
@@ -85,9 +85,9 @@ def test_threads_and_processors_change_no_bit(target: Any, codec: Codec, monkeyp
         target.use(name)
         monkeypatch.setattr(loader, "cpu_threads", lambda threads=threads: threads)
         rows = quantize_cases.rows_of(codec, 2, chunk_numel // codec.block)
-        quantize_cases.quantize.encode(codec, values, rows.payload, chunk_numel, 0.5, None, quantize_cases.RNG)
+        quantize.encode(codec, values, rows.payload, chunk_numel, 0.5, None, quantize_cases.RNG)
         total = torch.empty(chunk_numel)
-        quantize_cases.quantize.accumulate(codec, rows.payload, total)
+        quantize.accumulate(codec, rows.payload, total)
         made.append((rows.payload.clone(), total))
     assert all(torch.equal(*pair) for pair in zip(*made, strict=True))
 
