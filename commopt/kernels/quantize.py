@@ -21,6 +21,7 @@ from commopt.kernels.codec import (
     residual_arguments,
     rng_arguments,
 )
+from commopt.kernels.cpu import block_kernels, readable
 from commopt.kernels.loader import Arguments, Loader
 from commopt.kernels.residual import round_with_residual
 
@@ -37,7 +38,8 @@ def encode(codec: Codec, values: Tensor, payload: Tensor, encoding: Encoding) ->
     _check_rows(codec, payload, chunk_numel)
     check_values(values, payload, chunk_numel)
     check_residual(encoding.residual, values.numel(), payload)
-    kernels = loader.loader_for(payload.device, values.dtype)
+    values = readable(values)
+    kernels = block_kernels(payload.device, values.dtype)
     if kernels is None:
         from commopt.kernels import quantize_reference as reference
 
@@ -60,7 +62,7 @@ def decode(codec: Codec, payload: Tensor, values: Tensor, chunk_numel: int) -> N
     """Decode the rows of `payload` into `values`; see Compressor.decompress."""
     _check_rows(codec, payload, chunk_numel)
     check_values(values, payload, chunk_numel)
-    kernels = loader.loader_for(payload.device, values.dtype)
+    kernels = block_kernels(payload.device, values.dtype)
     if kernels is None:
         from commopt.kernels import quantize_reference as reference
 
@@ -74,7 +76,7 @@ def accumulate(codec: Codec, payloads: Tensor, total: Tensor) -> None:
     _check_rows(codec, payloads, total.numel())
     check_values(total, payloads, total.numel())
     check_total(total)
-    kernels = loader.loader_for(payloads.device, total.dtype)
+    kernels = block_kernels(payloads.device, total.dtype)
     if kernels is None:
         from commopt.kernels import quantize_reference as reference
 
@@ -92,7 +94,7 @@ def recode(codec: Codec, payloads: Tensor, payload: Tensor, numel: int, encoding
             f"{numel} elements in {payload.shape[0]} rows of {chunk_numel}; a sum has one row and fits into it"
         )
     check_residual(encoding.residual, numel, payload)
-    kernels = loader.loader_for(payload.device)
+    kernels = block_kernels(payload.device)
     if kernels is None:
         from commopt.kernels import quantize_reference as reference
 

@@ -19,7 +19,9 @@ from commopt.kernels.codec import (
     check_rows,
     check_total,
     check_values,
+    residual_arguments,
 )
+from commopt.kernels.cpu import sparse_kernels
 from commopt.kernels.loader import Arguments, Loader
 
 _THREADS = 256
@@ -105,6 +107,10 @@ def select(row: SparseRow, values: Tensor, payload: Tensor, scale: float, residu
     check_rows(payload, row.chunk_numel, row.nbytes)
     check_values(values, payload, row.chunk_numel)
     check_residual(residual, values.numel(), payload)
+    if cpu := sparse_kernels(payload.device, values.dtype, row.value_dtype):
+        source = (values.data_ptr(), DTYPES[values.dtype], values.numel(), float(scale))
+        cpu.sparse_select(*source, *_rows(row, payload), *residual_arguments(residual), loader.cpu_threads())
+        return
     kernels = loader.loader_for(payload.device, values.dtype)
     if kernels is None:
         from commopt.kernels import sparse_reference as reference
@@ -121,6 +127,9 @@ def scatter(row: SparseRow, payload: Tensor, values: Tensor) -> None:
     """
     check_rows(payload, row.chunk_numel, row.nbytes)
     check_values(values, payload, row.chunk_numel)
+    if cpu := sparse_kernels(payload.device, values.dtype, row.value_dtype):
+        cpu.sparse_scatter(*_rows(row, payload), values.data_ptr(), DTYPES[values.dtype], values.numel())
+        return
     kernels = loader.loader_for(payload.device, values.dtype)
     if kernels is None:
         from commopt.kernels import sparse_reference as reference
@@ -137,6 +146,9 @@ def accumulate(row: SparseRow, payloads: Tensor, total: Tensor) -> None:
     check_rows(payloads, row.chunk_numel, row.nbytes)
     check_values(total, payloads, row.chunk_numel)
     check_total(total)
+    if cpu := sparse_kernels(payloads.device, row.value_dtype):
+        cpu.sparse_sum(*_rows(row, payloads), total.data_ptr())
+        return
     kernels = loader.loader_for(payloads.device, total.dtype)
     if kernels is None:
         from commopt.kernels import sparse_reference as reference
@@ -149,6 +161,12 @@ def finite(row: SparseRow, payload: Tensor) -> Tensor:
     """Return whether all entries of all rows are finite: bool, 0-d."""
     check_rows(payload, row.chunk_numel, row.nbytes)
     return payload[:, row.values_begin : row.values_end].view(row.value_dtype).isfinite().all()
+
+
+def _rows(row: SparseRow, payload: Tensor) -> tuple[int, ...]:
+    """Return the description of rows that the CPU's kernels take."""
+    shape = (payload.shape[0], row.chunk_numel, row.count)
+    return payload.data_ptr(), payload.stride(0), *shape, DTYPES[row.value_dtype]
 
 
 def _select(
