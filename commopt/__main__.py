@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from commopt.command_line import Parser
+from commopt.command_line import CommandParser
 from commopt.version import __version__, revision
 
 COMMANDS = {
@@ -47,7 +47,7 @@ _ROLES = ("scheduler", "server", "worker")  # of one package
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     words = sys.argv[1:] if arguments is None else arguments
-    parser = Parser(prog="commopt")
+    parser = CommandParser(prog="commopt")
     what = "show the versions and what computes on this machine's CPU and GPU, and exit"
     parser.add_argument("--version", action=_Version, nargs=0, help=what)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

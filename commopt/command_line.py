@@ -27,7 +27,7 @@ _LONGEST_LINE = 600
 _LONGEST = 40  # of a number in a message
 
 
-class Parser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
     """An argument parser that says what is wrong in one line."""
 
     def error(self, message: str) -> NoReturn:
@@ -48,7 +48,7 @@ class Parser(argparse.ArgumentParser):
             each for action in self._actions if isinstance(action.choices, dict) for each in action.choices.values()
         ]
         found = [name for action in self._actions for name in action.option_strings if name.startswith("--")]
-        return found + [name for each in inner if isinstance(each, Parser) for name in each._options()]
+        return found + [name for each in inner if isinstance(each, CommandParser) for name in each._options()]
 
 
 def refuse(program: str, why: object) -> int:

@@ -35,7 +35,7 @@ from commopt.bandwidth.report import (
     short_row,
 )
 from commopt.bandwidth.settings import DTYPES, Settings, settings_of
-from commopt.command_line import Parser
+from commopt.command_line import CommandParser
 from commopt.groups import Team
 from tests.ranks import RankError, run
 
@@ -46,7 +46,7 @@ CPU = torch.device("cpu")
 
 
 def parse_settings(arguments: list[str]) -> Settings:
-    cli.add_arguments(parser := Parser())
+    cli.add_arguments(parser := CommandParser())
     return settings_of(parser.parse_args(arguments))
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from bench.demo import local_ranks
 from commopt.doctor.compare import compare, gather, listener, own_offers, peers_of, rank_facts, unreached
 from commopt.doctor.finding import Severity, error, merge, warning
-from commopt.doctor.rank_answers import Offer, RankFacts, Unreached, as_json, read_answer, read_door
+from commopt.doctor.rank_answers import Offer, RankFacts, Unreached, as_json, read_answer, read_listen_address
 from commopt.errors import MismatchError
 from tests.doctor_machine import ROUTES, look, rdma_server, tcp_server
 from topology.cluster import HostIdentity
@@ -263,7 +263,7 @@ def test_no_answer_is_so_broken_that_it_does_more_than_raise(text: bytes) -> Non
 )
 def test_an_address_that_is_none_is_not_connected_to(told: dict[str, Any]) -> None:
     with pytest.raises(MismatchError, match="what rank 1 told the doctor is no address"):
-        read_door(told, 1)
+        read_listen_address(told, 1)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -20,7 +20,7 @@ from topology.text import as_json, as_text
 _LONGEST = 600
 
 
-class _Parser(argparse.ArgumentParser):
+class _OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """One line, as for every other refused input."""
         self.exit(2, f"{self.prog}: {_one_line(message)}; see {self.prog} --help\n")
@@ -32,7 +32,7 @@ def _one_line(text: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = _OneLineParser(
         prog="python -m topology",
         description="Show GPUs, network cards and how they are connected: of this machine, or of a recorded topology.",
         epilog="Exit status: 0, or 2 with one line on stderr when the input is refused.",

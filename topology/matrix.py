@@ -11,7 +11,7 @@ from collections import defaultdict
 from itertools import combinations, islice
 
 from topology.kernel_files import cpu_list
-from topology.matrix_lines import CPUS, LONGEST_LINE, NUMA, TITLES, Header, Row, parse_header, parse_row
+from topology.matrix_lines import CPUS, LONGEST_LINE, NUMA, TITLES, MatrixHeader, MatrixRow, parse_header, parse_row
 from topology.model import Cpu, Distance, Gpu, Nic, NvLinks, Topology, TopologyError, shown
 
 _COLOUR = re.compile(r"(?:\x1b|\\x1b|\\u001b|\\033|\\e|\^\[|\u241b)?\[[0-9;]{0,8}m")
@@ -87,7 +87,7 @@ def read_matrix(text: str, source: str) -> Topology:
     )
 
 
-def _first_matrix(lines: list[str], source: str, warnings: list[str]) -> tuple[Header, int, list[Row]]:
+def _first_matrix(lines: list[str], source: str, warnings: list[str]) -> tuple[MatrixHeader, int, list[MatrixRow]]:
     """The header of the first matrix, the line below it, and its rows."""
     mentions = islice(((number, line) for number, line in enumerate(lines, 1) if "GPU" in line), _MOST_MENTIONS)
     headers = list(islice(filter(None, (parse_header(number, line) for number, line in mentions)), _MOST_HEADERS))
@@ -119,11 +119,11 @@ def _first_matrix(lines: list[str], source: str, warnings: list[str]) -> tuple[H
     return header, end, rows
 
 
-def _is_headless(found: list[tuple[Header, int, list[Row]]], number: int, line: str) -> bool:
+def _is_headless(found: list[tuple[MatrixHeader, int, list[MatrixRow]]], number: int, line: str) -> bool:
     return _HEADLESS.match(line) is not None and not any(header.line < number <= end for header, end, _ in found)
 
 
-def _hides_nvlink(header: Header, lines: list[str], end: int) -> bool | None:
+def _hides_nvlink(header: MatrixHeader, lines: list[str], end: int) -> bool | None:
     """Whether `topo -mp` wrote it: the command stands above, or the legend has no line about NVLink.
 
     None where neither the command nor a whole legend is there.
@@ -139,7 +139,7 @@ def _hides_nvlink(header: Header, lines: list[str], end: int) -> bool | None:
     return True if any(re.search(r"\bPIX\s+=", line) for line in below) else None
 
 
-def _cells(columns: tuple[str, ...], rows: dict[str, Row], warnings: list[str]) -> dict[tuple[str, str], str]:
+def _cells(columns: tuple[str, ...], rows: dict[str, MatrixRow], warnings: list[str]) -> dict[tuple[str, str], str]:
     """Cells of pairs by label in the order of the columns: from either row, where both do not contradict."""
 
     def cell(label: str, column: int) -> str | None:
@@ -194,12 +194,12 @@ def _nvlinks(
     return links
 
 
-def _gpu(label: str, row: Row | None, nodes: dict[str, int]) -> Gpu:
+def _gpu(label: str, row: MatrixRow | None, nodes: dict[str, int]) -> Gpu:
     affinity = row.affinity if row is not None else {}
     return Gpu(int(label[3:]), None, nodes.get(affinity.get(NUMA, "")), affinity=affinity.get(CPUS))
 
 
-def _nodes(rows: list[Row]) -> dict[str, int]:
+def _nodes(rows: list[MatrixRow]) -> dict[str, int]:
     """The NUMA node of each NUMA Affinity.
 
     Where the memory of GPUs counts as nodes (Grace), it is a list, "0,3-9,11-17", that begins with the node of the
@@ -228,7 +228,7 @@ def _is_node(numa: str) -> bool:
     return numa.isdecimal() and len(numa) < 6
 
 
-def _cpus(rows: list[Row], nodes: dict[str, int], warnings: list[str]) -> tuple[Cpu, ...]:
+def _cpus(rows: list[MatrixRow], nodes: dict[str, int], warnings: list[str]) -> tuple[Cpu, ...]:
     """NUMA nodes that have a GPU, with CPUs where the rows agree on them."""
     affinity: dict[int, dict[str, str]] = {}
     lists: list[str] = []
@@ -281,26 +281,26 @@ def _needs_switch(counts: list[int]) -> bool:
     return sum(counts) > MOST_LINKS or (len(counts) > 1 and min(counts) > MOST_LINKS_TO_EACH_OF_SEVERAL)
 
 
-def _rows(header: Header, lines: list[str], end: int) -> list[Row]:
+def _rows(header: MatrixHeader, lines: list[str], end: int) -> list[MatrixRow]:
     below = enumerate(lines[header.line : end], header.line + 1)
     return [row for number, line in below if (row := parse_row(header, number, line))]
 
 
-def _is_foreign(rows: list[Row]) -> bool:
+def _is_foreign(rows: list[MatrixRow]) -> bool:
     """Words instead of connections in every row, as `topo -p2p` and other vendors' tools write them."""
     connected = any(cell not in (None, "X") for row in rows for cell in row.cells)
     return not connected and any(row.strange for row in rows)
 
 
-def _keep(header: Header, rows: list[Row], warnings: list[str]) -> dict[str, Row]:
+def _keep(header: MatrixHeader, rows: list[MatrixRow], warnings: list[str]) -> dict[str, MatrixRow]:
     """Rows that can be trusted, by label; `warnings` gets a sentence for everything else."""
 
-    def labels(rows: list[Row]) -> str:
+    def labels(rows: list[MatrixRow]) -> str:
         return ", ".join(row.label for row in rows[:8]) + (", ..." if len(rows) > 8 else "")
 
-    kept: dict[str, Row] = {}
-    orphans: list[Row] = []
-    repeated: list[Row] = []
+    kept: dict[str, MatrixRow] = {}
+    orphans: list[MatrixRow] = []
+    repeated: list[MatrixRow] = []
     if header.fused:
         warnings.append(f"line {header.line}: fused header labels were split")
     titles = [name for name in header.affinity if name not in TITLES]
@@ -336,7 +336,7 @@ def _keep(header: Header, rows: list[Row], warnings: list[str]) -> dict[str, Row
     return kept
 
 
-def _nic_names(header: Header, below: list[str], warnings: list[str]) -> dict[str, str]:
+def _nic_names(header: MatrixHeader, below: list[str], warnings: list[str]) -> dict[str, str]:
     listed: dict[str, str] = {}
     lost: list[str] = []
     for line in below:
@@ -359,7 +359,7 @@ def _nic_names(header: Header, below: list[str], warnings: list[str]) -> dict[st
     return named
 
 
-def _refusal(source: str, lines: list[str], headers: list[Header], found: list[list[Row]]) -> TopologyError:
+def _refusal(source: str, lines: list[str], headers: list[MatrixHeader], found: list[list[MatrixRow]]) -> TopologyError:
     """Say what there is instead of a matrix."""
     if found:
         row = found[0][0]

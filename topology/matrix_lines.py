@@ -38,7 +38,7 @@ _STRANGE_CELL = re.compile(r"[A-Z0-9?/-]{1,16}")
 
 
 @dataclass(frozen=True)
-class Header:
+class MatrixHeader:
     """The line with the names of the columns.
 
     line: counted from 1. prefix: what stands before the first column ("#", "node01:", a time), without blanks at its
@@ -55,7 +55,7 @@ class Header:
 
 
 @dataclass(frozen=True)
-class Row:
+class MatrixRow:
     """One device's line.
 
     cells: by column, as written; None where it cannot be read, and fewer when the line is cut. affinity: by the name of
@@ -72,7 +72,7 @@ class Row:
     surplus: int = 0
 
 
-def parse_header(number: int, line: str) -> Header | None:
+def parse_header(number: int, line: str) -> MatrixHeader | None:
     """The header in a line of the text, counted from 1; None when it is none."""
     start = re.search(r"GPU[0-9]", line)
     if start is None or len(line) > LONGEST_LINE:
@@ -102,10 +102,10 @@ def parse_header(number: int, line: str) -> Header | None:
         return None
     titles = "" if first_title is None else whole[first_title.start() :]
     names = tuple(_TITLE_OF.get(match.lastgroup or "", match.group()) for match in _TITLE.finditer(titles))
-    return Header(number, line[: start.start()].rstrip(), tuple(columns), names, fused)
+    return MatrixHeader(number, line[: start.start()].rstrip(), tuple(columns), names, fused)
 
 
-def parse_row(header: Header, number: int, line: str) -> Row | None:
+def parse_row(header: MatrixHeader, number: int, line: str) -> MatrixRow | None:
     """The row in a line below `header`; None when it is none."""
     if header.prefix and line.startswith(header.prefix):
         # Blanks in its place keep the columns where they are.
@@ -144,10 +144,10 @@ def parse_row(header: Header, number: int, line: str) -> Row | None:
     by_tabs = "\t\t" not in line[:end].rstrip() and line[end:].lstrip(" ").startswith("\t")
     cells_behind = line[end:].lstrip(" ")[1:].split("\t") if by_tabs else None
     affinity, unclear = _affinity(header.affinity, words[taken:], cells_behind)
-    return Row(label, number, tuple(cells[:wanted]), affinity, unclear, tuple(strange), surplus)
+    return MatrixRow(label, number, tuple(cells[:wanted]), affinity, unclear, tuple(strange), surplus)
 
 
-def _is_label(header: Header, word: str) -> bool:
+def _is_label(header: MatrixHeader, word: str) -> bool:
     return word in header.columns or _LABEL.fullmatch(word) is not None
 
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from topology.model import Topology, TopologyError
 from topology.queries import direct_links, links_per_gpu, nvlink_kind
 from topology.text import (
-    Part,
+    OutlinePart,
     cpu_words,
     gpu_words,
     is_narrow,
@@ -76,7 +76,7 @@ class Arc:
 def boxes_of(topology: Topology) -> list[Box]:
     """Place the parts of a machine, outer boxes first; NUMA nodes with nothing attached are left out."""
     nodes = [node for node in outline(topology) if node.parts]
-    row = _Row(topology, nodes)
+    row = _PictureRow(topology, nodes)
     x, level = 0.0, max(map(_levels, nodes), default=0)
     for node in nodes:
         x = row.add(node, x, level) + _PAD
@@ -86,20 +86,20 @@ def boxes_of(topology: Topology) -> list[Box]:
     return row.boxes
 
 
-def _levels(part: Part) -> int:
+def _levels(part: OutlinePart) -> int:
     """Boxes in boxes, this one included."""
     return 1 + max(map(_levels, part.own("switch")), default=0)
 
 
-def _groups(parts: Sequence[Part]) -> list[Part]:
+def _groups(parts: Sequence[OutlinePart]) -> list[OutlinePart]:
     """The nodes and switches, inner ones too."""
     return [group for part in parts if part.parts for group in (part, *_groups(part.parts))]
 
 
-class _Row:
+class _PictureRow:
     """Nodes side by side, with the lower edge of the GPUs at y 0."""
 
-    def __init__(self, topology: Topology, nodes: Sequence[Part]) -> None:
+    def __init__(self, topology: Topology, nodes: Sequence[OutlinePart]) -> None:
         self.topology = topology
         self.boxes: list[Box] = []
         # As many ports on top of each other as make the columns of the GPUs enough for them.
@@ -109,7 +109,7 @@ class _Row:
         has_nics = any(node.within("nic") for node in nodes)
         self.top = self.nic_y + self.stacked * _NIC if has_nics else _GPU
 
-    def add(self, part: Part, left: float, level: int) -> float:
+    def add(self, part: OutlinePart, left: float, level: int) -> float:
         """A box, in it the devices directly below, then the inner switches; returns where it ends."""
         place, x = len(self.boxes), left + _PAD
         gpus, nics = part.own("gpu"), part.own("nic")
@@ -130,7 +130,7 @@ class _Row:
         self.boxes.insert(place, Box(kind, left, bottom, x - left, top - bottom, self._label(part)))
         return x
 
-    def _label(self, part: Part) -> tuple[str, ...]:
+    def _label(self, part: OutlinePart) -> tuple[str, ...]:
         if part.kind == "switch":  # distances alone name no switch, and do not tell one from several
             words = (f"PCIe switch {_short(part.label)}" if part.label else "PCIe switches", link_words(part.device))
         else:
@@ -138,7 +138,7 @@ class _Row:
             words = (part.label, cpus)
         return tuple(filter(None, words))
 
-    def _device(self, part: Part, middle: float, y: float, height: float) -> None:
+    def _device(self, part: OutlinePart, middle: float, y: float, height: float) -> None:
         width, place, link = _COLUMN - 2 * _PAD, part.place or 0, link_words(part.device)
         kind: Literal["gpu", "nic"] = "gpu" if part.kind == "gpu" else "nic"
         if kind == "gpu":

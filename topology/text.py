@@ -26,7 +26,7 @@ _WIDTH = 80
 
 
 @dataclass(frozen=True)
-class Part:
+class OutlinePart:
     """A NUMA node, a switch, a GPU or a network port."""
 
     kind: Literal["node", "switch", "gpu", "nic"]
@@ -35,46 +35,46 @@ class Part:
     """In Topology.cpus, .gpus or .nics; None for a switch, and for a node that only distances point to."""
     device: PciDevice | None = None
     """In the PCI tree, with its link towards what it is in."""
-    parts: tuple[Part, ...] = ()
+    parts: tuple[OutlinePart, ...] = ()
 
-    def within(self, kind: str) -> tuple[Part, ...]:
+    def within(self, kind: str) -> tuple[OutlinePart, ...]:
         """All parts of one kind in here, in order."""
         return tuple(found for part in self.parts for found in ((part,) if part.kind == kind else part.within(kind)))
 
-    def own(self, kind: str) -> tuple[Part, ...]:
+    def own(self, kind: str) -> tuple[OutlinePart, ...]:
         """The parts of one kind directly in here."""
         return tuple(part for part in self.parts if part.kind == kind)
 
 
-def outline(topology: Topology) -> tuple[Part, ...]:
+def outline(topology: Topology) -> tuple[OutlinePart, ...]:
     """The NUMA nodes in order, and last a node "place unknown" if anything has no place. No virtual ports."""
     nodes = _by_tree(topology) if topology.pci else _by_distance(topology)
     placed = {(part.kind, part.place) for node in nodes for kind in ("gpu", "nic") for part in node.within(kind)}
     lost = tuple(leaf for leaf in _leaves(topology) if (leaf.kind, leaf.place) not in placed)
-    return (*nodes, Part("node", "place unknown", parts=lost)) if lost else tuple(nodes)
+    return (*nodes, OutlinePart("node", "place unknown", parts=lost)) if lost else tuple(nodes)
 
 
-def _leaves(topology: Topology) -> list[Part]:
-    gpus = [Part("gpu", f"GPU {gpu.index}", place) for place, gpu in enumerate(topology.gpus)]
-    return gpus + [Part("nic", nic.name, place) for place, nic in enumerate(topology.nics) if not nic.virtual]
+def _leaves(topology: Topology) -> list[OutlinePart]:
+    gpus = [OutlinePart("gpu", f"GPU {gpu.index}", place) for place, gpu in enumerate(topology.gpus)]
+    return gpus + [OutlinePart("nic", nic.name, place) for place, nic in enumerate(topology.nics) if not nic.virtual]
 
 
 def _node_label(cpu: Cpu) -> str:
     return "NUMA node unknown" if cpu.numa is None else f"NUMA {cpu.numa}"
 
 
-def _by_tree(topology: Topology) -> list[Part]:
+def _by_tree(topology: Topology) -> list[OutlinePart]:
     """As the PCI tree has it; what has no PCI device is with the NUMA node that it names."""
-    leaves: dict[str | None, list[Part]] = {}
+    leaves: dict[str | None, list[OutlinePart]] = {}
     for leaf in _leaves(topology):
         leaves.setdefault(_subject(topology, leaf).busid, []).append(leaf)
-    below: dict[str | None, list[Part]] = {}
-    nodes: list[list[Part]] = [[] for _ in topology.cpus]
+    below: dict[str | None, list[OutlinePart]] = {}
+    nodes: list[list[OutlinePart]] = [[] for _ in topology.cpus]
     for device in reversed(topology.pci):  # children before parents
         parts = [replace(leaf, device=device) for leaf in leaves.get(device.busid, [])]
         inside = tuple(below.pop(device.busid, []))
         if inside:
-            parts = [Part("switch", device.busid, parts=inside, device=device), *parts]
+            parts = [OutlinePart("switch", device.busid, parts=inside, device=device), *parts]
         if device.parent is not None:
             below[device.parent] = parts + below.get(device.parent, [])
         elif device.cpu is not None:
@@ -83,10 +83,13 @@ def _by_tree(topology: Topology) -> list[Part]:
         for leaf in leaves.get(None, []):
             if cpu.numa is not None and _subject(topology, leaf).numa == cpu.numa:
                 nodes[place].append(leaf)
-    return [Part("node", _node_label(cpu), place, parts=tuple(nodes[place])) for place, cpu in enumerate(topology.cpus)]
+    return [
+        OutlinePart("node", _node_label(cpu), place, parts=tuple(nodes[place]))
+        for place, cpu in enumerate(topology.cpus)
+    ]
 
 
-def _by_distance(topology: Topology) -> list[Part]:
+def _by_distance(topology: Topology) -> list[OutlinePart]:
     """As distances and NUMA numbers point to it: what is nearer than SYS shares a node, what is PIX or PXB a switch."""
     leaves = {f"{leaf.kind.upper()}{leaf.place}": leaf for leaf in _leaves(topology)}
     near = [(a, b, far) for a, b, far in topology.stated or () if a in leaves and b in leaves]
@@ -105,17 +108,19 @@ def _by_distance(topology: Topology) -> list[Part]:
         switches = connected(group, [pair for pair in same_switch if pair[0] in group])
         inside = [[leaves[label] for label in switch] for switch in switches]
         parts.append(
-            Part(
+            OutlinePart(
                 "node",
                 f"NUMA {known.pop()}" if len(known) == 1 else "NUMA node unknown",
                 cpu,
-                parts=tuple(Part("switch", "", parts=tuple(some)) if len(some) > 1 else some[0] for some in inside),
+                parts=tuple(
+                    OutlinePart("switch", "", parts=tuple(some)) if len(some) > 1 else some[0] for some in inside
+                ),
             )
         )
     return parts
 
 
-def _subject(topology: Topology, leaf: Part) -> Gpu | Nic:
+def _subject(topology: Topology, leaf: OutlinePart) -> Gpu | Nic:
     place = leaf.place or 0
     return topology.gpus[place] if leaf.kind == "gpu" else topology.nics[place]
 
@@ -265,7 +270,7 @@ def tree(topology: Topology) -> list[str]:
     return [line for node in outline(topology) for line in _branch(topology, paths, node, "", "")]
 
 
-def _branch(topology: Topology, paths: Paths, part: Part, first: str, rest: str) -> Iterator[str]:
+def _branch(topology: Topology, paths: Paths, part: OutlinePart, first: str, rest: str) -> Iterator[str]:
     label = f"switch {part.label}" if part.kind == "switch" and part.label else part.label or "switches"
     words = [word for word in (label, *_facts(topology, paths, part)) if word]
     yield first + " · ".join(words)
@@ -276,7 +281,7 @@ def _branch(topology: Topology, paths: Paths, part: Part, first: str, rest: str)
         )
 
 
-def _facts(topology: Topology, paths: Paths, part: Part) -> list[str]:
+def _facts(topology: Topology, paths: Paths, part: OutlinePart) -> list[str]:
     link = link_words(part.device)
     if part.kind == "switch" or part.place is None:
         return [link]

@@ -13,7 +13,7 @@ from bench.demo import local_ranks
 from bench.gpu.parse_results import Read, compressors, kernels, learned, machine, overlap, tests
 from bench.gpu.runner import ROOT, environment
 from bench.gpu.session import Step
-from commopt.cluster import Cluster
+from commopt.cluster import EmulatedCluster
 
 KERNEL_TESTS = tuple(f"tests/test_{name}.py" for name in ("kernels", "gpu_loaders"))
 CONTRACT, CAPTURE, DDP, FAILURES, SOAK = RANKS_TESTS = tuple(
@@ -194,5 +194,5 @@ def _emulated_network() -> Step:
         90,
         learned("network.json", _ACROSS),
         settings=_TWO_NODES,
-        missing=lambda: Cluster.missing(_LINK_RATE),
+        missing=lambda: EmulatedCluster.missing(_LINK_RATE),
     )

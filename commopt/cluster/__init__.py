@@ -13,17 +13,17 @@ Ranks find the variables and the store that torchrun gives them; there are no re
 the same on all nodes; NCCL_HOSTID tells the nodes apart.
 """
 
-from commopt.cluster.cli import Cluster, NodeTraffic, Result
-from commopt.cluster.network import ClusterUnavailableError, Counters, Link, Traffic, link_rate, traffic
+from commopt.cluster.cli import EmulatedCluster, NodeTraffic, Result
+from commopt.cluster.network import ClusterUnavailableError, Counters, EmulatedLink, LinkTraffic, link_rate, traffic
 
 __all__ = [
-    "Cluster",
     "ClusterUnavailableError",
     "Counters",
-    "Link",
+    "EmulatedCluster",
+    "EmulatedLink",
+    "LinkTraffic",
     "NodeTraffic",
     "Result",
-    "Traffic",
     "link_rate",
     "traffic",
 ]

@@ -23,9 +23,9 @@ from commopt.cluster.network import (
     MAX_NODES,
     RATE_VARIABLE,
     ClusterUnavailableError,
-    Link,
-    Network,
-    Traffic,
+    EmulatedLink,
+    EmulatedNetwork,
+    LinkTraffic,
     address,
     uninterrupted,
 )
@@ -46,7 +46,7 @@ class NodeTraffic:
 
     node_rank: int
     ranks: int
-    traffic: Traffic
+    traffic: LinkTraffic
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Result:
     nodes: tuple[NodeTraffic, ...]
 
 
-class Cluster:
+class EmulatedCluster:
     """Context manager: emulated nodes that live from `with` to its end; `run` may be called many times.
 
     `ranks_per_node` is one number for all nodes or one per node. Raises ValueError for arguments that make no
@@ -83,19 +83,19 @@ class Cluster:
             raise ValueError(f"ranks_per_node {ranks} must be at least 1 on every node")
         self.ranks_per_node = ranks
         self.rate = rate
-        self.link = Link.parse(rate, delay)
-        self._network = Network(nodes, self.link)
+        self.link = EmulatedLink.parse(rate, delay)
+        self._network = EmulatedNetwork(nodes, self.link)
 
     @staticmethod
     def missing(rate: str = "200mbit", delay: str = "0ms") -> str | None:
         """Try a cluster of one node; return why this machine cannot emulate such a link, None if it can."""
         try:
-            with Cluster(nodes=1, rate=rate, delay=delay):
+            with EmulatedCluster(nodes=1, rate=rate, delay=delay):
                 return None
         except ClusterUnavailableError as error:
             return str(error)
 
-    def __enter__(self) -> Cluster:
+    def __enter__(self) -> EmulatedCluster:
         self._network.build()
         return self
 
@@ -252,7 +252,7 @@ def _ranks_per_node(text: str) -> int | list[int]:
     return counts if "," in text else counts[0]
 
 
-def _show(cluster: Cluster, result: Result) -> None:
+def _show(cluster: EmulatedCluster, result: Result) -> None:
     rows = [["node", "ranks", "sent MiB", "sent packets", "received MiB", "received packets", "inside MiB"]]
     for node in result.nodes:
         link, inside = node.traffic.link, node.traffic.loopback
@@ -275,7 +275,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.module and not os.path.isfile(arguments.script):  # which takes any text for a path
         return refuse("commopt cluster", f"there is no file {arguments.script}; before the name of a module put -m")
     try:
-        with Cluster(arguments.nodes, arguments.ranks_per_node, arguments.rate, arguments.delay) as cluster:
+        with EmulatedCluster(arguments.nodes, arguments.ranks_per_node, arguments.rate, arguments.delay) as cluster:
             result = cluster.run(command, capture=False)
     except (ClusterUnavailableError, ValueError) as error:
         return refuse("commopt cluster", error)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 INTERFACE = "eth0"
 RATE_VARIABLE = "BENCH_CLUSTER_RATE"
-PROC_FILES = ("/proc/net/dev", "/proc/net/snmp")  # what Traffic.parse reads
+PROC_FILES = ("/proc/net/dev", "/proc/net/snmp")  # what LinkTraffic.parse reads
 
 # Ethernet 14, IPv4 20, TCP with timestamps 32.
 _HEADER_BYTES = 66
@@ -44,7 +44,7 @@ class Counters:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class LinkTraffic:
     """A node's counters: `link` crosses the shaped network, `loopback` stays inside the node.
 
     `retransmissions` are the TCP segments a node sent again: acknowledgements wait in the queue of a slow link, and a
@@ -55,9 +55,9 @@ class Traffic:
     loopback: Counters
     retransmissions: int = 0
 
-    def __sub__(self, earlier: Traffic) -> Traffic:
+    def __sub__(self, earlier: LinkTraffic) -> LinkTraffic:
         retransmissions = self.retransmissions - earlier.retransmissions
-        return Traffic(self.link - earlier.link, self.loopback - earlier.loopback, retransmissions)
+        return LinkTraffic(self.link - earlier.link, self.loopback - earlier.loopback, retransmissions)
 
     @property
     def link_payload_bytes(self) -> int:
@@ -65,7 +65,7 @@ class Traffic:
         return max(0, self.link.tx_payload_bytes - _SEGMENT_PAYLOAD_BYTES * self.retransmissions)
 
     @classmethod
-    def parse(cls, proc_net_dev: str, proc_net_snmp: str) -> Traffic:
+    def parse(cls, proc_net_dev: str, proc_net_snmp: str) -> LinkTraffic:
         """Read the texts of /proc/net/dev and /proc/net/snmp."""
         counters = {}
         for line in proc_net_dev.splitlines()[2:]:
@@ -82,7 +82,7 @@ def link_rate() -> str | None:
     return os.environ.get(RATE_VARIABLE)
 
 
-def traffic() -> Traffic:
+def traffic() -> LinkTraffic:
     """Snapshot the counters of the node this process runs on; all ranks of a node see the same ones.
 
     Take it after a barrier: a collective returns while its last bytes still wait for the link.
@@ -92,7 +92,7 @@ def traffic() -> Traffic:
             "this process is not on an emulated node, so its counters would show the host's own traffic; "
             "start it with `commopt cluster`, or ask link_rate() first"
         )
-    return Traffic.parse(*(Path(file).read_text() for file in PROC_FILES))
+    return LinkTraffic.parse(*(Path(file).read_text() for file in PROC_FILES))
 
 
 _RATE_UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
@@ -107,7 +107,7 @@ _DELAYED_PACKETS = 100_000
 
 
 @dataclass(frozen=True)
-class Link:
+class EmulatedLink:
     """One node's full-duplex link: what it sends and receives; None means unshaped, `delay_us` is one way."""
 
     send_bps: int | None = None
@@ -115,7 +115,7 @@ class Link:
     delay_us: int = 0
 
     @classmethod
-    def parse(cls, rate: str = "none", delay: str = "0ms") -> Link:
+    def parse(cls, rate: str = "none", delay: str = "0ms") -> EmulatedLink:
         """Read text such as "200mbit", "1.5ms"; raise a ValueError that shows the right form.
 
         Of two rates the first is what a node receives and the second what it sends, as with lines to homes:
@@ -191,13 +191,13 @@ class ClusterUnavailableError(RuntimeError):
     """This machine cannot emulate a cluster; the message says what is missing and how to get it."""
 
 
-class Network:
+class EmulatedNetwork:
     """Namespaces `commopt-<pid>-<serial>-node<i>`, joined by a bridge in `commopt-<pid>-<serial>-hub`.
 
     Addresses and the names of links are private to the namespaces and cannot collide with the host's.
     """
 
-    def __init__(self, nodes: int, link: Link) -> None:
+    def __init__(self, nodes: int, link: EmulatedLink) -> None:
         self.link = link
         self.name = f"commopt-{os.getpid()}-{next(_SERIAL)}"
         self.nodes = tuple(f"{self.name}-node{node_rank}" for node_rank in range(nodes))
@@ -247,8 +247,8 @@ class Network:
         """The command line that runs `command` on a node."""
         return ["ip", "netns", "exec", self.nodes[node_rank], *command]
 
-    def traffic(self, node_rank: int) -> Traffic:
-        return Traffic.parse(*(_run(self.enter(node_rank, ["cat", file])) for file in PROC_FILES))
+    def traffic(self, node_rank: int) -> LinkTraffic:
+        return LinkTraffic.parse(*(_run(self.enter(node_rank, ["cat", file])) for file in PROC_FILES))
 
     def connect(self, node_rank: int, *, up: bool) -> None:
         """Pull a node's cable out of the hub, or put it back: nobody is told, packets are lost."""

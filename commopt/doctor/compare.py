@@ -18,7 +18,15 @@ from typing import NamedTuple
 from commopt.doctor.finding import Check, Finding, Severity, check, error, in_order, merge, ok, warning
 from commopt.doctor.machine import Machine, own_gpu
 from commopt.doctor.network import active_ports, used_by_nccl
-from commopt.doctor.rank_answers import MOST_PEERS, Offer, RankFacts, Unreached, as_json, read_answer, read_door
+from commopt.doctor.rank_answers import (
+    MOST_PEERS,
+    Offer,
+    RankFacts,
+    Unreached,
+    as_json,
+    read_answer,
+    read_listen_address,
+)
 from commopt.errors import MismatchError
 from topology.cluster import Cluster, HostIdentity
 from topology.queries import node_nic_gbps, nvlink_kind
@@ -37,7 +45,7 @@ _PREFIX = "commopt/doctor"
 _SIOCGIFADDR = 0x8915
 
 
-class Equal(NamedTuple):
+class EqualFact(NamedTuple):
     """What has to be the same on every node."""
 
     read: str
@@ -71,7 +79,7 @@ def _ports(machine: Machine) -> str:
 
 
 WARNING = Severity.WARNING
-EQUAL = tuple(Equal(*row) for row in (
+EQUAL_FACTS = tuple(EqualFact(*row) for row in (
     ("torch, CUDA, NCCL", Severity.ERROR, lambda machine: str(machine.software),
      "the same on every rank: NCCL refuses other versions",
      "pip freeze > constraints.txt on one node, pip install torch -c constraints.txt on the others"),
@@ -104,7 +112,7 @@ def rank_facts(machine: Machine, host: HostIdentity) -> RankFacts:
         name if place is None else machine.hardware.gpus[place].busid,
         len(machine.hardware.gpus),
         node_nic_gbps(machine.topology),
-        tuple(row.of(machine) for row in EQUAL),
+        tuple(row.of(machine) for row in EQUAL_FACTS),
         {name: value for name, value in chosen if name not in OWN},
         own_offers(machine) if machine.root == Path("/") else (),
     )
@@ -196,7 +204,7 @@ def nodes_settings(ranks: Ranks) -> Iterator[Finding]:
 def nodes_equal(ranks: Ranks) -> Iterator[Finding]:
     """Equal nodes: the same versions, GPUs and network; all wait for the slowest."""
     fine = True
-    for place, row in enumerate(EQUAL):
+    for place, row in enumerate(EQUAL_FACTS):
         groups: dict[str, dict[str, None]] = {}
         for facts in ranks:
             if (answer := facts.equal[place]) is not None:
@@ -302,7 +310,7 @@ def gather(facts: RankFacts, findings: Sequence[Finding], timeout_s: float = TIM
         with listener() as door:  # open until all others have tried it
             mine = {"node": facts.host.node_key, "port": door.getsockname()[1], "offers": facts.offers}
             answers = exchange_facts(store, ranks, rank, "the doctor", mine, timeout_s)
-            doors = [read_door(one, each) for each, one in zip(ranks, answers, strict=True)]
+            doors = [read_listen_address(one, each) for each, one in zip(ranks, answers, strict=True)]
             away = [peer for peer in peers_of(rank, world_size) if doors[peer].node != doors[rank].node]
             targets = [(peer, doors[peer].port, offer) for peer in away for offer in doors[peer].offers]
             facts = replace(facts, unreached=unreached(targets))
@@ -312,7 +320,7 @@ def gather(facts: RankFacts, findings: Sequence[Finding], timeout_s: float = TIM
         if rank != 0:
             store.set(f"left/{rank}", "")
             return None
-        known = [read_answer(store.get(f"answer/{each}"), each, world_size, len(EQUAL)) for each in ranks]
+        known = [read_answer(store.get(f"answer/{each}"), each, world_size, len(EQUAL_FACTS)) for each in ranks]
         with suppress(RuntimeError):  # it may hold the store itself: whoever is still at it would complain
             launcher.wait([f"{_PREFIX}/left/{each}" for each in ranks[1:]], timedelta(seconds=LEAVE_S))
     except MismatchError:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from commopt.doctor.finding import Finding, Unread, check, error, info, ok, warning
 from commopt.doctor.machine import Machine
-from commopt.doctor.network import AMAZON, GOOGLE, DeviceList, Interface, candidates, interfaces, tcp_interfaces
+from commopt.doctor.network import AMAZON, GOOGLE, DeviceList, NetworkInterface, candidates, interfaces, tcp_interfaces
 
 FAST_GBPS = 25
 BUFFER_BYTES = 16 << 20
@@ -88,7 +88,7 @@ def nic_speed(machine: Machine) -> Iterator[Finding]:
             )
 
 
-def _members(machine: Machine, bond: Interface) -> Iterator[Finding]:
+def _members(machine: Machine, bond: NetworkInterface) -> Iterator[Finding]:
     members = (machine.text(f"sys/class/net/{bond.name}/bonding/slaves") or "").split()
     speeds = {name: machine.number(f"sys/class/net/{name}/speed") or 0 for name in members}
     best = max(speeds.values(), default=0)

@@ -26,7 +26,7 @@ MOST_ENTRIES = 200_000
 MOST_PAIRS = 100
 
 
-class Operation(NamedTuple):
+class RecordedCollective(NamedTuple):
     """A collective operation of one group."""
 
     seq: int
@@ -50,15 +50,15 @@ class Operation(NamedTuple):
 
 
 @dataclass
-class Place:
+class GroupProgress:
     """Where a rank is in a group."""
 
-    waits: Operation | None = None
+    waits: RecordedCollective | None = None
     """The operation that it is in."""
     enqueued: int | None = None
     """The last that it called."""
     completed: int | None = None
-    history: dict[int, Operation] = field(default_factory=dict)
+    history: dict[int, RecordedCollective] = field(default_factory=dict)
     """What the recorder still had, by number."""
 
     @property
@@ -73,7 +73,7 @@ class Dump(NamedTuple):
     """What one rank's recorder held."""
 
     rank: int
-    places: dict[str, Place]
+    places: dict[str, GroupProgress]
     """By group ("0")."""
     members: dict[str, list[int]]
     """The ranks of each group, where the dump says so."""
@@ -141,9 +141,9 @@ def _dump(content: Mapping[str, Any], name: str) -> Dump:
         if seq is None or not isinstance(group_of, list | tuple) or not group_of:
             continue
         group = str(group_of[0])[:60]
-        place = dump.places.setdefault(group, Place())
+        place = dump.places.setdefault(group, GroupProgress())
         called = str(entry.get("profiling_name", "unknown")).rpartition(":")[2][:60]
-        one = Operation(seq, called, _numel(entry.get("input_sizes")), _numel(entry.get("output_sizes")))
+        one = RecordedCollective(seq, called, _numel(entry.get("input_sizes")), _numel(entry.get("output_sizes")))
         place.history.setdefault(seq, one)
         place.enqueued = max(seq, place.enqueued or 0)
         if done_with:
@@ -151,7 +151,7 @@ def _dump(content: Mapping[str, Any], name: str) -> Dump:
         elif place.waits is None or seq < place.waits.seq:
             place.waits = one
     for group, status in _items(content.get("pg_status")):
-        place = dump.places.setdefault(group, Place())
+        place = dump.places.setdefault(group, GroupProgress())
         place.enqueued = _number(status.get("last_enqueued_collective"), place.enqueued)
         place.completed = _number(status.get("last_completed_collective"))
     for group, place in dump.places.items():

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from commopt.doctor.finding import Finding, error, info, warning
-from commopt.doctor.flight_recorder import Dump, Operation, Place
+from commopt.doctor.flight_recorder import Dump, GroupProgress, RecordedCollective
 
 MOST = 100_000
 MOST_GROUPS = 4
@@ -47,7 +47,7 @@ SILENT = f"python -m commopt doctor --log with the logs or dumps of all ranks; f
 class Hang:
     """What was found; false when that is nothing."""
 
-    groups: dict[str, dict[int, Place]] = field(default_factory=dict)
+    groups: dict[str, dict[int, GroupProgress]] = field(default_factory=dict)
     """Where the ranks are, by group; "" where a line does not say which."""
     members: dict[str, list[int]] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Hang:
     """What torch found out itself, and the remedy."""
     stuck: set[int] = field(default_factory=set)
     """Ranks whose watchdog itself stood still; -1 for one that is not named."""
-    caught: dict[int, list[Operation]] = field(default_factory=dict)
+    caught: dict[int, list[RecordedCollective]] = field(default_factory=dict)
     """Operations that the watchdog stopped, by rank: these lines do not name the group."""
     pairs: dict[str, list[int]] = field(default_factory=dict)
     """Messages between two ranks that did not end ("send 0->1", "SEND SeqNum 4"), and the ranks that wait in them."""
@@ -88,7 +88,7 @@ class Hang:
             if rank is not None and found[2] in PAIRED and len(self.pairs) < MOST:
                 self.pairs.setdefault(f"{found[2]} SeqNum {found[1]}", []).append(rank)
             elif rank is not None and len(self.caught) < MOST:
-                self.caught.setdefault(rank, []).append(Operation(int(found[1]), found[2], *numels))
+                self.caught.setdefault(rank, []).append(RecordedCollective(int(found[1]), found[2], *numels))
         for found in _STATUS.finditer(line):
             self._status(line[: found.start()], int(found[1]), int(found[2]))
         for found in _BARRIER.finditer(line):
@@ -109,15 +109,15 @@ class Hang:
             return  # of a message between two ranks, each of which counts its own
         if name:
             self.names[group] = name
-        place = self.groups.setdefault(group, {}).setdefault(rank, Place())
+        place = self.groups.setdefault(group, {}).setdefault(rank, GroupProgress())
         if place.enqueued is None:  # the first line counts: later ones come while the process ends
             place.enqueued = enqueued
             place.completed = completed
         if at is not None and place.waits is None and int(at[1]) <= enqueued:
             stopped = [one for one in self.caught.get(rank, []) if one.seq == int(at[1])]
-            place.waits = stopped[0] if stopped else Operation(int(at[1]), "operation")
+            place.waits = stopped[0] if stopped else RecordedCollective(int(at[1]), "operation")
 
-    def places(self) -> dict[str, dict[int, Place]]:
+    def places(self) -> dict[str, dict[int, GroupProgress]]:
         """Return the groups with what the watchdog stopped, which may stand in lines of their own."""
         found = {group: dict(ranks) for group, ranks in self.groups.items()}
         for rank, stopped in self.caught.items():
@@ -125,7 +125,7 @@ class Hang:
             for one in stopped[:1]:
                 same = [place for place in known if place.next == one.seq]
                 if not same:
-                    found.setdefault("", {})[rank] = Place(one)
+                    found.setdefault("", {})[rank] = GroupProgress(one)
                 elif same[0].waits is None or same[0].waits.name == "operation":
                     same[0].waits = one
         return found
@@ -162,7 +162,7 @@ def hangs(hang: Hang) -> Iterator[Finding]:
         yield warning(f"torch's own watchdog stood still (rank {ranks})", expected, remedy, "medium")
 
 
-def _group(hang: Hang, group: str, ranks: Mapping[int, Place]) -> Finding | None:
+def _group(hang: Hang, group: str, ranks: Mapping[int, GroupProgress]) -> Finding | None:
     """Return what is wrong in one group; None where no rank waits."""
     at = {rank: place.next for rank, place in ranks.items() if place.next is not None}
     waiting = {rank: place.waits for rank, place in ranks.items() if place.waits is not None}
@@ -195,7 +195,7 @@ def _group(hang: Hang, group: str, ranks: Mapping[int, Place]) -> Finding | None
     return error(shown, expected, remedy, "medium")
 
 
-def _silent(hang: Hang, group: str, ranks: Mapping[int, Place]) -> list[int]:
+def _silent(hang: Hang, group: str, ranks: Mapping[int, GroupProgress]) -> list[int]:
     """Return the members without a word: those of the dumps, else the gaps among numbers of the whole job."""
     # gloo's recorder gives the group of all ranks no name.
     members: Iterable[int] = hang.members.get(group) or (hang.members.get("", []) if group == "0" else [])
@@ -204,9 +204,9 @@ def _silent(hang: Hang, group: str, ranks: Mapping[int, Place]) -> list[int]:
     return sorted(set(members) - set(ranks))
 
 
-def _first_difference(ranks: Mapping[int, Place]) -> str | None:
+def _first_difference(ranks: Mapping[int, GroupProgress]) -> str | None:
     """Return the first number at which two ranks called something else, where both are known."""
-    called: dict[int, dict[int, Operation]] = {}
+    called: dict[int, dict[int, RecordedCollective]] = {}
     for rank, place in ranks.items():
         for seq, one in (place.history or ({} if place.waits is None else {place.waits.seq: place.waits})).items():
             called.setdefault(seq, {})[rank] = one
@@ -222,7 +222,7 @@ def _first_difference(ranks: Mapping[int, Place]) -> str | None:
     return None
 
 
-def _shown(ranks: Mapping[int, Place]) -> str:
+def _shown(ranks: Mapping[int, GroupProgress]) -> str:
     """As in "rank 1 waits in SeqNum 5 ALLREDUCE of 1 element; rank 0 has called nothing after SeqNum 4"."""
     alike: dict[str, list[int]] = {}
     for rank, place in sorted(ranks.items()):

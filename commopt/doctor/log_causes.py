@@ -15,7 +15,7 @@ from commopt.doctor.machine import Version
 MOST = 12
 
 
-class Warned(NamedTuple):
+class NcclWarning(NamedTuple):
     """A warning."""
 
     text: str
@@ -25,7 +25,7 @@ class Warned(NamedTuple):
     """Of NCCL's source: "graph/search.cc"; "" where the log does not say."""
 
 
-class Kind(IntEnum):
+class WarningKind(IntEnum):
     """How near to the root, nearest first."""
 
     CAUSE = 0
@@ -42,12 +42,12 @@ class Kind(IntEnum):
 class Meaning(NamedTuple):
     """What is known about a warning."""
 
-    kind: Kind
+    kind: WarningKind
     why: str
     remedy: str
 
 
-CAUSE, NETWORK, SLOW, CONSEQUENCE = Kind.CAUSE, Kind.NETWORK, Kind.SLOW, Kind.CONSEQUENCE
+CAUSE, NETWORK, SLOW, CONSEQUENCE = WarningKind.CAUSE, WarningKind.NETWORK, WarningKind.SLOW, WarningKind.CONSEQUENCE
 SHM_SIZE = "docker run --shm-size=8g ... (or --ipc=host); df /dev/shm"
 FIRST = "look for the first error of all ranks: python -m commopt doctor --log FOLDER"
 SUBNET = "export NCCL_SOCKET_IFNAME to the network that the nodes share (containers: --network=host); check firewalls"
@@ -79,7 +79,7 @@ MEANINGS = tuple((re.compile(pattern, re.IGNORECASE), Meaning(kind, why, fix)) f
      f"{FIRST}; otherwise flow control: {ON_BOTH}"),
     (COMPLETION, NETWORK, "the network failed", f"cable, switch or flow control: {ON_BOTH}"),
     # Of a plugin of Google, in runs that are well.
-    ("Cannot get incoming CPU|Maximum retry reached", Kind.HARMLESS, "this one does no harm", ""),
+    ("Cannot get incoming CPU|Maximum retry reached", WarningKind.HARMLESS, "this one does no harm", ""),
     # graph/: the machine as NCCL sees it
     ("XML (?:Import|Export) Channel|XML Graph|XML graph file", CAUSE,
      "a graph file (NCCL_GRAPH_FILE) names GPUs or adapters that this job does not have: it is for another machine "
@@ -292,7 +292,7 @@ def alike(text: str) -> str:
     return first + code + last
 
 
-def meaning_of(warned: Warned, settings: Mapping[str, str], version: Version | None, merged: bool) -> Meaning:
+def meaning_of(warned: NcclWarning, settings: Mapping[str, str], version: Version | None, merged: bool) -> Meaning:
     """Return what is known about a warning; of one that is not known, which setting of its family is to be doubted.
 
     settings: what the log says was set. version: of NCCL. merged: whether NCCL made one adapter of several.
@@ -305,18 +305,22 @@ def meaning_of(warned: Warned, settings: Mapping[str, str], version: Version | N
             CAUSE, why, "NCCL 2.27 or newer (torch 2.8 has it); NCCL_NET_MERGE_LEVEL=LOC does not always help"
         )
     doubted = suspect(warned.file, warned.text, settings, known is not None)
-    if doubted is not None and (known is None or known.kind < Kind.CONSEQUENCE):
+    if doubted is not None and (known is None or known.kind < WarningKind.CONSEQUENCE):
         name, why, remedy = doubted
         kind, reason = (CAUSE, "") if known is None else (known.kind, f"{known.why}; ")
         rest = "" if known is None or name in known.remedy else f"; otherwise: {known.remedy}"
         return Meaning(kind, f"{reason}{why}", f"{remedy}{rest}")
     if known is None:
-        return Meaning(Kind.UNKNOWN, "no warning", f"read the lines before it; {FIRST}")
+        return Meaning(WarningKind.UNKNOWN, "no warning", f"read the lines before it; {FIRST}")
     return known._replace(remedy=agreed(known.remedy, settings))
 
 
 def explain(
-    warnings: Mapping[str, Warned], settings: Mapping[str, str], version: Version | None, merged: bool, caused: bool
+    warnings: Mapping[str, NcclWarning],
+    settings: Mapping[str, str],
+    version: Version | None,
+    merged: bool,
+    caused: bool,
 ) -> Iterable[Finding]:
     """Say what the warnings mean, causes first; `warnings` has the first of each kind, in the order of the log.
 
@@ -332,20 +336,20 @@ def explain(
         yield info(f"{len(known) - MOST} more kinds of warnings", "no warning", "grep 'NCCL WARN'")
 
 
-def _finding(meaning: Meaning, value: str, text: str, nearest: Kind, caused: bool) -> Finding:
+def _finding(meaning: Meaning, value: str, text: str, nearest: WarningKind, caused: bool) -> Finding:
     vendor = _VENDOR.search(text)
     why = meaning.why + (f" (vendor error {vendor[1]})" if vendor else "")
     later = f"{why}; this may follow from what stands above"
-    if meaning.kind is Kind.HARMLESS:
+    if meaning.kind is WarningKind.HARMLESS:
         return info(value, f"no warning, but {why}", None, "medium")
     if meaning.kind in (NETWORK, CONSEQUENCE) and caused:
         return info(value, f"{why}; this follows from what stands above", None, "medium")
     if meaning.kind is SLOW:
         return warning(value, why, meaning.remedy, "medium")
-    if meaning.kind is Kind.UNKNOWN:
+    if meaning.kind is WarningKind.UNKNOWN:
         return warning(value, why, meaning.remedy, "low")
     if meaning.kind is nearest or nearest is SLOW:
         return error(value, why, meaning.remedy, "medium")
-    if meaning.kind is CONSEQUENCE and nearest is not Kind.UNKNOWN:
+    if meaning.kind is CONSEQUENCE and nearest is not WarningKind.UNKNOWN:
         return info(value, later, None, "low")
     return warning(value, later, meaning.remedy, "low")

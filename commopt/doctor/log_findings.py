@@ -12,7 +12,7 @@ from pathlib import Path
 from commopt.doctor.finding import Check, Finding, Severity, Unread, check, error, in_order, info, ok, warning
 from commopt.doctor.gpudirect import LOAD
 from commopt.doctor.hang import hangs
-from commopt.doctor.log_causes import Warned, explain
+from commopt.doctor.log_causes import NcclWarning, explain
 from commopt.doctor.log_interfaces import infiniband, judged, strangers
 from commopt.doctor.log_reader import HOW, OLDEST, TCP, Log
 from commopt.doctor.machine import Machine, version_text
@@ -83,7 +83,7 @@ def log_warnings(log: Log) -> Iterable[Finding]:
     return explain(warnings, log.environment, log.version, bool(log.merged), caused)
 
 
-def _first_failure(log: Log) -> dict[str, Warned]:
+def _first_failure(log: Log) -> dict[str, NcclWarning]:
     """Return the first result that was an error, if one came back to a call; some do not when a job ends well."""
     returned = any(re.search(r"(?:^|/)(?:init|group|enqueue|collectives)\.cc", one.file) for one in log.failed.values())
     if not returned or log.hang:

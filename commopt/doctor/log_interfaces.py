@@ -18,7 +18,7 @@ _PEER = re.compile(r"(?:\[([0-9a-fA-F:.%\w]+)\]|([0-9a-fA-F:.]+(?:%[\w.]+)?))<\d
 SAME = "the same address"
 
 
-class Interface(NamedTuple):
+class LogInterface(NamedTuple):
     """An interface that NCCL named."""
 
     name: str
@@ -29,7 +29,7 @@ class Interface(NamedTuple):
     """Why it cannot lead to other nodes, as far as the log tells."""
 
 
-def named(log: Log) -> list[Interface]:
+def named(log: Log) -> list[LogInterface]:
     """Return the interfaces of a log, judged by name, address, and the hosts that have the same address."""
     hosts: dict[str, set[str]] = {}
     names = log.host_names
@@ -41,11 +41,11 @@ def named(log: Log) -> list[Interface]:
         if len(same := hosts[address] & names) > 1:
             everywhere = f"{SAME} on {' and '.join(sorted(same)[:3])}, so each host finds itself there"
             why = everywhere if why is None else f"{why}, and {everywhere}"
-        found.append(Interface(name, address, use, why))
+        found.append(LogInterface(name, address, use, why))
     return found
 
 
-def strangers(log: Log) -> list[Interface]:
+def strangers(log: Log) -> list[LogInterface]:
     """Return the addresses that did not answer and cannot have been another node's: loopback, Docker's, libvirt's."""
     told = {address: name for _, name, address in log.interfaces}
     found = {}
@@ -53,7 +53,7 @@ def strangers(log: Log) -> list[Interface]:
         for match in _PEER.finditer(one.text if _REFUSED.search(one.text) else ""):
             address = match[1] or match[2]
             if (why := astray(told.get(address, ""), address)) is not None:
-                found[address] = Interface(told.get(address, ""), address, "peer", why)
+                found[address] = LogInterface(told.get(address, ""), address, "peer", why)
     return [*found.values()]
 
 
@@ -81,7 +81,7 @@ def judged(log: Log) -> Iterator[Finding]:
     yield (error if wrong else warning)(value, expected, remedy, "high" if wrong else "medium")
 
 
-def _in_use(log: Log, bad: list[Interface]) -> list[Interface]:
+def _in_use(log: Log, bad: list[LogInterface]) -> list[LogInterface]:
     """Leave out the interfaces that carry nothing: sockets beside RDMA, or those that no connection uses."""
     places = {place for plugin, place in log.adapters if plugin in TCP}
     devices = {name for place in places for plugin in TCP for name in log.devices.get(plugin, {}).get(place, [])}

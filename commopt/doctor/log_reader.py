@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from commopt.doctor.flight_recorder import read_dump
 from commopt.doctor.hang import Hang
-from commopt.doctor.log_causes import Warned, alike
+from commopt.doctor.log_causes import NcclWarning, alike
 from commopt.doctor.machine import Version
 from commopt.document import plain_file, reason_of
 from commopt.errors import ConfigurationError
@@ -79,9 +79,9 @@ class Log:
     """A GPU that the job's own lines name and that has no GPUDirect RDMA, whatever is installed."""
     mnnvl: bool = False
     """Whether the nodes share NVLink."""
-    warnings: dict[str, Warned] = field(default_factory=dict)
+    warnings: dict[str, NcclWarning] = field(default_factory=dict)
     """The first of each kind of warnings, and how many there were, in the order of the log."""
-    failed: dict[str, Warned] = field(default_factory=dict)
+    failed: dict[str, NcclWarning] = field(default_factory=dict)
     """Lines of INFO with a result that is an error ("misc/socket.cc:505 -> 2"), which NCCL writes on its way back."""
     hang: Hang = field(default_factory=Hang)
     """What torch wrote about ranks that hang."""
@@ -218,9 +218,9 @@ def _warning(log: Log, text: str, file: str = "") -> None:
         _one_more(log.warnings, text, file)
 
 
-def _one_more(table: dict[str, Warned], text: str, file: str) -> None:
+def _one_more(table: dict[str, NcclWarning], text: str, file: str) -> None:
     kind = alike(text)
-    first = table.get(kind, Warned(text, 0, file))
+    first = table.get(kind, NcclWarning(text, 0, file))
     _keep(table, kind, first._replace(times=first.times + 1))
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 CONF = "also in /etc/nccl.conf and ~/.nccl.conf"
 
 
-class Family(NamedTuple):
+class SettingFamily(NamedTuple):
     """Settings that steer one part of NCCL."""
 
     where: str
@@ -32,52 +32,53 @@ GRAPH = (
     "NCCL_ALGO",
 )
 FAMILIES = (
-    Family("neither AF_INET|no (?:socket )?interface|No IP interface|No interface|No usable|listening interface"
+    SettingFamily("neither AF_INET|no (?:socket )?interface|No IP interface|No interface|No usable|listening interface"
            "|same subnet",
            ("NCCL_OOB_NET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY"),
            "a rank has no interface that it selects, or it has no address",
            "export {name} to an interface that exists on every node and has an address (ip address), or: unset {name}",
            True),
-    Family("no device found matching|no device found after", ("NCCL_OOB_NET_IFNAME",),
+    SettingFamily("no device found matching|no device found after", ("NCCL_OOB_NET_IFNAME",),
            "no interface of this machine fits it", certain=True),
-    Family("connect.*(?:refused|timed out|No route|unreachable)|Connection timed|No route to host",
+    SettingFamily("connect.*(?:refused|timed out|No route|unreachable)|Connection timed|No route to host",
            ("NCCL_COMM_ID", "NCCL_SOCKET_IFNAME", "NCCL_OOB_NET_IFNAME"),
            "the interface or address that it names may not lead to the other nodes",
            "export {name} to the interface on the network that all nodes share, then check firewalls", True),
-    Family("algorithm/protocol", ("NCCL_ALGO", "NCCL_PROTO"), "it leaves nothing for this operation or machine",
+    SettingFamily("algorithm/protocol", ("NCCL_ALGO", "NCCL_PROTO"), "it leaves nothing for this operation or machine",
            certain=True),
-    Family("XML (?:Import|Export)|XML Graph|XML graph", ("NCCL_GRAPH_FILE",),
+    SettingFamily("XML (?:Import|Export)|XML Graph|XML graph", ("NCCL_GRAPH_FILE",),
            "it is for another machine or another number of GPUs", certain=True),
-    Family("XML |Attribute .* of node|dictionary", ("NCCL_TOPO_FILE",), "it is damaged, or of another machine",
+    SettingFamily("XML |Attribute .* of node|dictionary", ("NCCL_TOPO_FILE",), "it is damaged, or of another machine",
            certain=True),
-    Family("path for pattern", ("NCCL_ALGO", "NCCL_GRAPH_FILE", "NCCL_TOPO_FILE", "NCCL_CROSS_NIC", "NCCL_IB_HCA"),
+    SettingFamily("path for pattern",
+           ("NCCL_ALGO", "NCCL_GRAPH_FILE", "NCCL_TOPO_FILE", "NCCL_CROSS_NIC", "NCCL_IB_HCA"),
            "it may be what leaves no better one", certain=True),
-    Family("No transport", ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE", "NCCL_NET", "NCCL_HOSTID"),
+    SettingFamily("No transport", ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE", "NCCL_NET", "NCCL_HOSTID"),
            "it takes away a way between ranks", certain=True),
-    Family("^graph/|topo|path|NET with id|net id|NIC for|ring |tree |local ranks|hostHash|intra proc|nLocals|Group "
-           "creation",
+    SettingFamily("^graph/|topo|path|NET with id|net id|NIC for|ring |tree |local ranks|hostHash|intra proc|nLocals"
+           "|Group creation",
            GRAPH, "it may describe another machine or job", certain=True),
-    Family("ibv_modify_qp|GID|status=12|error 12|traffic class",
+    SettingFamily("ibv_modify_qp|GID|status=12|error 12|traffic class",
            ("NCCL_IB_GID_INDEX", "NCCL_IB_HCA", "NCCL_IB_(?:TC|SL|PKEY|ADDR_FAMILY|ROCE_VERSION_NUM|TIMEOUT"
             "|ADDR_RANGE)"),
            "it may fit one adapter and not the other"),
-    Family("^transport/net_ib|^misc/ibv|NET/IB|ibv_", ("NCCL_IB_\\w+", "NCCL_NET_GDR_\\w+"),
+    SettingFamily("^transport/net_ib|^misc/ibv|NET/IB|ibv_", ("NCCL_IB_\\w+", "NCCL_NET_GDR_\\w+"),
            "it may not fit these adapters"),
-    Family("^transport/(?:p2p|shm)|shared memory|shm|IPC|peer access|failed to peer",
+    SettingFamily("^transport/(?:p2p|shm)|shared memory|shm|IPC|peer access|failed to peer",
            ("NCCL_P2P_\\w+", "NCCL_SHM_\\w+", "NCCL_CUMEM\\w*", "NCCL_IGNORE_\\w+"), "it may be what fails here"),
-    Family("network .* not found|^plugin|^net\\.cc|[Pp]lugin|libnccl|collNet|CollNet|NET/(?!IB|Socket)",
+    SettingFamily("network .* not found|^plugin|^net\\.cc|[Pp]lugin|libnccl|collNet|CollNet|NET/(?!IB|Socket)",
            ("NCCL_NET_PLUGIN", "NCCL_NET", "NCCL_TUNER_\\w+", "NCCL_COLLNET_ENABLE", "NCCL_\\w+_PLUGIN"),
            "it asks for a plugin that may not be here, or not of this version", certain=True),
-    Family("^(?:src/)?(?:enqueue|graph/tuning|collectives)|algorithm|protocol|pattern",
+    SettingFamily("^(?:src/)?(?:enqueue|graph/tuning|collectives)|algorithm|protocol|pattern",
            ("NCCL_ALGO", "NCCL_PROTO", "NCCL_(?:NTHREADS|BUFFSIZE|LL\\w*|\\w+_CTAS|\\w+_NCHANNELS)"),
            "it may leave nothing for this operation"),
-    Family("nvls|multicast|NVLS|NVLink SHARP", ("NCCL_NVLS_\\w+", "NCCL_MNNVL_\\w+", "NCCL_CUMEM_\\w+"),
+    SettingFamily("nvls|multicast|NVLS|NVLink SHARP", ("NCCL_NVLS_\\w+", "NCCL_MNNVL_\\w+", "NCCL_CUMEM_\\w+"),
            "it asks for what this machine may not have"),
-    Family("^bootstrap|^misc/socket|^os/|Bootstrap|Net :|[Ss]ocket|NET/Socket",
+    SettingFamily("^bootstrap|^misc/socket|^os/|Bootstrap|Net :|[Ss]ocket|NET/Socket",
            ("NCCL_COMM_ID", "NCCL_OOB_NET_\\w+", "NCCL_SOCKET_\\w+", "NCCL_NSOCKS_\\w+"),
            "it may lead to another interface or address than the other ranks use",
            "export {name} to the same on every node, that of the network they share, or: unset {name}"),
-    Family("^init", ("NCCL_HOSTID", "NCCL_COMM_ID", "NCCL_\\w+_CTAS", "NCCL_CROSS_NIC"), "it may be what does "
+    SettingFamily("^init", ("NCCL_HOSTID", "NCCL_COMM_ID", "NCCL_\\w+_CTAS", "NCCL_CROSS_NIC"), "it may be what does "
            "not fit"),
 )  # fmt: skip
 

@@ -58,7 +58,7 @@ AMAZON, GOOGLE = 0x1D0F, 0x1AE0
 
 
 @dataclass(frozen=True)
-class Interface:
+class NetworkInterface:
     """One network interface."""
 
     name: str
@@ -194,7 +194,7 @@ def astray(name: str, address: str | None = None) -> str | None:
     return None
 
 
-def interfaces(machine: Machine) -> list[Interface]:
+def interfaces(machine: Machine) -> list[NetworkInterface]:
     """Return every interface, by name."""
     routes = _routes(machine.text("proc/net/route") or "")
     addresses = [line.split() for line in (machine.text("proc/net/if_inet6") or "").splitlines()]
@@ -207,7 +207,7 @@ def interfaces(machine: Machine) -> list[Interface]:
         mbps = machine.number(f"{folder}/speed") or 0
         mine = [network for interface, network in routes if interface == name]
         found.append(
-            Interface(
+            NetworkInterface(
                 name,
                 machine.text(f"{folder}/operstate") or "unknown",
                 mbps / 1000 if mbps > 0 else None,
@@ -232,12 +232,12 @@ def _routes(text: str) -> list[tuple[str, IPv4Network]]:
     return routes
 
 
-def candidates(machine: Machine) -> list[Interface]:
+def candidates(machine: Machine) -> list[NetworkInterface]:
     """Return the interfaces that could lead to other nodes."""
     return [interface for interface in interfaces(machine) if interface.usable and not interface.internal]
 
 
-def used_by_nccl(machine: Machine) -> list[Interface]:
+def used_by_nccl(machine: Machine) -> list[NetworkInterface]:
     """Return the interfaces that NCCL's sockets would use: what NCCL_SOCKET_IFNAME selects, else all candidates."""
     chosen = machine.variable("NCCL_SOCKET_IFNAME")
     listed = None if chosen is None else DeviceList.parse(chosen)
@@ -245,7 +245,7 @@ def used_by_nccl(machine: Machine) -> list[Interface]:
     return [one for one in usable if (listed.selects(one.name) if listed else not one.internal)]
 
 
-def tcp_interfaces(machine: Machine) -> list[Interface]:
+def tcp_interfaces(machine: Machine) -> list[NetworkInterface]:
     """Return the interfaces to other nodes that carry NCCL's data over TCP; empty when RDMA carries it."""
     rdma = active_ports(machine) and machine.variable("NCCL_IB_DISABLE") in (None, "0")
     if rdma and (machine.variable("NCCL_NET") or "").upper() != "SOCKET":

@@ -28,7 +28,7 @@ class Offer(NamedTuple):
     address: str
 
 
-class Door(NamedTuple):
+class ListenAddress(NamedTuple):
     """Where a rank listens for the others."""
 
     node: tuple[str, ...]
@@ -111,14 +111,14 @@ def read_answer(text: bytes, rank: int, world_size: int, equal: int) -> tuple[Ra
         ) from None
 
 
-def read_door(told: Mapping[str, Any], rank: int) -> Door:
+def read_listen_address(told: Mapping[str, Any], rank: int) -> ListenAddress:
     """Return the port and addresses that a rank told, checked: this rank connects to them. Raises MismatchError."""
     try:
         node = tuple(_text(part) for part in _list(told.get("node"), 1, 2))
         port = _count(told.get("port"))
         if not 0 < port < 1 << 16:
             raise ValueError("port")
-        return Door(node, port, tuple(_offer(one) for one in _list(told.get("offers"), 0, 2)))
+        return ListenAddress(node, port, tuple(_offer(one) for one in _list(told.get("offers"), 0, 2)))
     except ValueError as error:
         raise MismatchError(f"what rank {rank} told the doctor is no address ({str(error)[:80]})") from None
 

@@ -55,7 +55,7 @@ def _roce_without_class(machine: Machine) -> bool:
     return _roce_of_ones_own(machine) and not all(forced)
 
 
-class Rule(NamedTuple):
+class SettingRule(NamedTuple):
     """A variable with a value that hurts."""
 
     name: str
@@ -84,7 +84,7 @@ STANDS_STILL = "unset: the process stands still during each collective"
 HANGS = "unset: when a rank dies, the others wait forever"
 MEASURED = "unset, unless measured"
 
-RULES = tuple(Rule(*row) for row in (
+RULES = tuple(SettingRule(*row) for row in (
     # What takes the fast network or NVLink away
     ("NCCL_IB_DISABLE", SWITCHED_ON, ERROR, SWITCH, TCP, lambda machine: active_ports(machine) and not amazon(machine)),
     ("NCCL_NET", "SOCKET", ERROR, SWITCH, TCP, active_ports),

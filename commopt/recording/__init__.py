@@ -4,7 +4,7 @@
 from commopt.recording.recorder import (
     Clock,
     Mark,
-    Message,
+    MessageRecorder,
     Recorder,
     clock_for,
     primitive,
@@ -16,8 +16,8 @@ __all__ = [
     "BucketRecord",
     "Clock",
     "Mark",
-    "Message",
     "MessageRecord",
+    "MessageRecorder",
     "Recorder",
     "Span",
     "StepRecord",

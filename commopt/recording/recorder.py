@@ -87,7 +87,7 @@ def clock_for(device: torch.device) -> Clock:
     return CudaClock(device) if device.type == "cuda" else Clock()
 
 
-class Message(AbstractContextManager[None]):
+class MessageRecorder(AbstractContextManager[None]):
     """Work submitted to a lane, which marks where it starts and ends; without an end when it raises.
 
     `spans` are its collectives so far, each the fields of a Span with marks for times.
@@ -104,16 +104,16 @@ class Message(AbstractContextManager[None]):
         self.started: Mark = None
         self.finished: Mark = None
         self.spans: list[list[Any]] = []
-        self._before: Message | None = None
+        self._before: MessageRecorder | None = None
 
     def __enter__(self) -> None:
-        self._before, _here.message = _here.message, self
+        self._before, _thread_state.message = _thread_state.message, self
         self.started = self.mark()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        _here.message = self._before
+        _thread_state.message = self._before
         if kind is None:
             self.finished = self.mark()
 
@@ -123,30 +123,30 @@ class Message(AbstractContextManager[None]):
         return MessageRecord(self.buckets, self.label, self.nbytes, self.queued, self.started, self.finished, spans)
 
 
-class _Here(threading.local):
-    message: Message | None = None
+class _ThreadState(threading.local):
+    message: MessageRecorder | None = None
 
 
-_here = _Here()
+_thread_state = _ThreadState()
 _nothing: AbstractContextManager[None] = nullcontext()
 
 
-def running(message: Message | None) -> AbstractContextManager[None]:
+def running(message: MessageRecorder | None) -> AbstractContextManager[None]:
     """Make `message` this thread's, if anything is recorded."""
     return _nothing if message is None else message
 
 
 def primitive(level: str, name: str, nbytes: int) -> AbstractContextManager[None]:
     """Record one collective as a span of this thread's message, if there is one."""
-    message = _here.message
-    return _nothing if message is None else _Primitive(message, level, name, nbytes)
+    message = _thread_state.message
+    return _nothing if message is None else _SpanRecorder(message, level, name, nbytes)
 
 
 # A class rather than a generator: a third of the time, and this surrounds every collective.
-class _Primitive(AbstractContextManager[None]):
+class _SpanRecorder(AbstractContextManager[None]):
     __slots__ = ("_message", "_span")
 
-    def __init__(self, message: Message, *what: Any) -> None:
+    def __init__(self, message: MessageRecorder, *what: Any) -> None:
         self._message = message
         self._span: list[Any] = [*what, None, None]
 
@@ -175,8 +175,8 @@ class Recorder:
         self._forward_us: float | None = None
         self._clocks: dict[torch.device, Clock] = {}
         self._lock = threading.Lock()
-        self._ring: deque[_Step] = deque()
-        self._open: _Step | None = None
+        self._ring: deque[_StepRecorder] = deque()
+        self._open: _StepRecorder | None = None
 
     def record_always(self) -> None:
         """Record every step from now on."""
@@ -202,7 +202,7 @@ class Recorder:
                 if len(self._ring) > self._keep_steps:
                     self._ring.popleft().release()
             if not clock.is_capturing():
-                self._open = _Step(step, clock, forward_us)
+                self._open = _StepRecorder(step, clock, forward_us)
 
     def bucket(self, number: int, label: str, nbytes: int) -> None:
         """Note that DDP's bucket `number` is ready."""
@@ -216,12 +216,12 @@ class Recorder:
         if self.enabled and step is not None:
             step.compute_end = step.clock.mark()
 
-    def message(self, numbers: Sequence[int], label: str, nbytes: int) -> Message | None:
+    def message(self, numbers: Sequence[int], label: str, nbytes: int) -> MessageRecorder | None:
         """Note that these buckets are handed to the lane now; None when nothing is recorded."""
         step = self._open
         if not self.enabled or step is None:
             return None
-        message = Message(tuple(numbers), label, nbytes, step.clock.mark)
+        message = MessageRecorder(tuple(numbers), label, nbytes, step.clock.mark)
         step.messages.append(message)
         return message
 
@@ -242,7 +242,7 @@ class Recorder:
             self._forward_us = None
 
 
-class _Step:
+class _StepRecorder:
     """Marks of one step, until `record` takes their place."""
 
     __slots__ = ("buckets", "clock", "compute_end", "forward_us", "messages", "number", "record")
@@ -253,7 +253,7 @@ class _Step:
         self.forward_us = forward_us
         self.buckets: list[tuple[int, str, int, Mark]] = []
         self.compute_end: Mark = None
-        self.messages: list[Message] = []
+        self.messages: list[MessageRecorder] = []
         self.record: StepRecord | None = None
 
     def is_complete(self) -> bool:
@@ -283,7 +283,7 @@ def _marks_in(record: StepRecord) -> list[Mark]:
     return [*others, end]
 
 
-def _settle(clock: Clock, steps: Sequence[_Step]) -> None:
+def _settle(clock: Clock, steps: Sequence[_StepRecorder]) -> None:
     """Make the records of complete steps; their marks are no longer needed."""
     records = [step.marked() for step in steps]
     marks = [_marks_in(record) for record in records]

@@ -16,7 +16,7 @@ from commopt.timeline.recordings import STAGES, Timeline, last_starts_us, stages
 
 
 @dataclass(frozen=True)
-class StepTimes:
+class StepBreakdown:
     """One step of one rank, or the mean of several.
 
     step_us: from the end of the step before to the end of this one. compute_us: up to the last gradient.
@@ -54,7 +54,7 @@ class RankTimes:
 
     rank: int
     node: int
-    times: StepTimes
+    times: StepBreakdown
     late_us: float
 
 
@@ -95,7 +95,7 @@ class Analysis:
     last_step: int
     compared_steps: int
     recorded_steps: int
-    mean: StepTimes
+    mean: StepBreakdown
     last_exposed_us: float
     ranks: tuple[RankTimes, ...]
     buckets: tuple[BucketTimes, ...]
@@ -186,7 +186,7 @@ def stand_out(ready_us: Array, step_us: Array, uncertainty_us: Array) -> list[tu
 
 
 Steps = Sequence[Sequence[StepRecord]]  # [step][rank]
-_EXPOSED = [field.name for field in fields(StepTimes)].index("exposed_us")
+_EXPOSED = [field.name for field in fields(StepBreakdown)].index("exposed_us")
 
 
 def analyse(timeline: Timeline) -> Analysis:
@@ -212,14 +212,14 @@ def analyse(timeline: Timeline) -> Analysis:
         )
         for place, bucket, amount in stand_out(compared, step_us, np.array(timeline.uncertainty_us))
     ]
-    rank_times = [StepTimes(*own) for own in ranks.tolist()]
+    rank_times = [StepBreakdown(*own) for own in ranks.tolist()]
     bucket_us = since[typical].max(axis=1).mean(axis=0).tolist()
     return Analysis(
         steps[0][0].step,
         last.step,
         len(steps),
         len(timeline.steps),
-        StepTimes(*ranks.mean(axis=0).tolist()),
+        StepBreakdown(*ranks.mean(axis=0).tolist()),
         float(times[typical, :, _EXPOSED].min(axis=1).mean()),
         tuple(map(RankTimes, timeline.ranks, timeline.nodes, rank_times, late_us.tolist())),
         tuple(
@@ -280,7 +280,7 @@ def _table(steps: Steps, value: Callable[[StepRecord], object]) -> Array:
 
 
 def _times(steps: Steps, begin: Array, last_start: Array) -> Array:
-    """Return the values of StepTimes, [step, rank, value]; a lane runs one message after the other."""
+    """Return the values of StepBreakdown, [step, rank, value]; a lane runs one message after the other."""
     started = _table(steps, lambda record: [message.started_us for message in record.messages])
     finished = _table(steps, lambda record: [message.finished_us for message in record.messages])
     computed, completed = (_table(steps, attrgetter(name)) for name in ("compute_end_us", "completed_us"))

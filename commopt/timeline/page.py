@@ -12,7 +12,7 @@ from typing import Any
 from commopt.recording import StepRecord
 from commopt.timeline.advice import advice
 from commopt.timeline.analysis import begins_us, typical_step
-from commopt.timeline.recordings import Timeline, last_starts_us, segments
+from commopt.timeline.recordings import Timeline, last_starts_us, stage_intervals
 from commopt.timeline.text import Report, head, latest_ranks, messages, numbers, ranks, words
 
 _MOST_RANKS = 32  # in the picture
@@ -94,7 +94,7 @@ def _row(scale: _Scale, record: StepRecord, begin_us: float, last_starts_us: Seq
     below = [
         scale.bar(piece.stage, piece.begin_us, piece.end_us, f"bucket {numbers(message.buckets)}: {piece.stage}")
         for message, last_start_us in zip(record.messages, last_starts_us, strict=True)
-        for piece in segments(message, last_start_us)
+        for piece in stage_intervals(message, last_start_us)
     ]
     return {"above": above, "below": below, "ready": [scale.at(bucket.ready_us) for bucket in record.buckets]}
 

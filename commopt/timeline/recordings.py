@@ -133,7 +133,7 @@ STAGES = (WAITING, LOCAL, "intra", "inter", "world")
 
 
 @dataclass(frozen=True)
-class Segment:
+class StageInterval:
     """A part of a message during which the lane was in one stage."""
 
     stage: str
@@ -170,7 +170,7 @@ def _stays_inside(same: Iterable[MessageRecord]) -> bool:
     return all(span.level == "intra" for message in same for span in message.spans)
 
 
-def segments(message: MessageRecord, last_start_us: float) -> list[Segment]:
+def stage_intervals(message: MessageRecord, last_start_us: float) -> list[StageInterval]:
     """Return the message's time cut into stages, in order and without gaps.
 
     Up to `last_start_us` it counts as waiting, whatever this rank did meanwhile.
@@ -178,19 +178,19 @@ def segments(message: MessageRecord, last_start_us: float) -> list[Segment]:
     begin_us, end_us = message.started_us, message.finished_us
     edges = {time for span in message.spans for time in (span.begin_us, span.end_us)} | {last_start_us}
     cuts = sorted({begin_us, end_us, *(time for time in edges if begin_us < time < end_us)})
-    found: list[Segment] = []
+    found: list[StageInterval] = []
     for begin, end in pairwise(cuts):
         stage = WAITING if begin < last_start_us else _stage(message, (begin + end) / 2)
         if found and found[-1].stage == stage:
             begin = found.pop().begin_us
-        found.append(Segment(stage, begin, end))
+        found.append(StageInterval(stage, begin, end))
     return found
 
 
 def stages_us(message: MessageRecord, last_start_us: float) -> dict[str, float]:
     """Return how long the message was in each of STAGES."""
     found = dict.fromkeys(STAGES, 0.0)
-    for segment in segments(message, last_start_us):
+    for segment in stage_intervals(message, last_start_us):
         found[segment.stage] += segment.end_us - segment.begin_us
     return found
 

@@ -11,7 +11,7 @@ from typing import Any
 from commopt.display import WIDTH, aligned, significant
 from commopt.errors import ConfigurationError
 from commopt.groups import WireBytes
-from commopt.timeline.analysis import Analysis, RankTimes, StepTimes, analyse
+from commopt.timeline.analysis import Analysis, RankTimes, StepBreakdown, analyse
 from commopt.timeline.recordings import STAGES, Timeline
 
 _MOST_RANKS = 16
@@ -143,7 +143,7 @@ def head(report: Report) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Table:
+class ReportTable:
     """Rows under headings, which may have lines; the first `left` columns are text."""
 
     title: str
@@ -158,7 +158,7 @@ def latest_ranks(report: Report, most: int) -> list[RankTimes]:
     return sorted(latest, key=lambda rank: rank.rank)
 
 
-def ranks(report: Report, most: int = _MOST_RANKS) -> Table:
+def ranks(report: Report, most: int = _MOST_RANKS) -> ReportTable:
     """Return a row for each of the latest ranks, as many as `most`."""
     found, shown = report.analysis, latest_ranks(report, most)
     rows = [_rank_row(str(rank.rank), str(rank.node), rank.times, rank) for rank in shown]
@@ -176,10 +176,10 @@ def ranks(report: Report, most: int = _MOST_RANKS) -> Table:
     )
     left_out = len(found.ranks) - len(shown)
     title = "Ranks, ms" + (f" (the {len(shown)} latest; {left_out} more)" if left_out else "")
-    return Table(title, headings, rows, 1)
+    return ReportTable(title, headings, rows, 1)
 
 
-def _rank_row(name: str, node: str, times: StepTimes, rank: RankTimes | None) -> list[str]:
+def _rank_row(name: str, node: str, times: StepBreakdown, rank: RankTimes | None) -> list[str]:
     figures = (
         times.step_us,
         times.compute_us,
@@ -191,7 +191,7 @@ def _rank_row(name: str, node: str, times: StepTimes, rank: RankTimes | None) ->
     return [name, node, *map(_ms, figures), "" if rank is None else f"{rank.late_us / 1000:+.2f}"]
 
 
-def messages(report: Report) -> Table:
+def messages(report: Report) -> ReportTable:
     """Return a row for each message of a step."""
     found = report.analysis.messages
     used = [stage for stage in STAGES if any(message.stages_us[stage] for message in found)]
@@ -210,7 +210,7 @@ def messages(report: Report) -> Table:
     ]
     last = ("end",) if report.predicted_finish_us is None else ("end", "plan")
     headings = ("buckets", "parameters", "MB", "ready", "queue", *used, *last)
-    return Table("Messages in the order of the lane, ms, mean over ranks", headings, rows, 2)
+    return ReportTable("Messages in the order of the lane, ms, mean over ranks", headings, rows, 2)
 
 
 def _wrapped(lines: Sequence[str]) -> list[str]:
@@ -244,7 +244,7 @@ def numbers(buckets: Sequence[int]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
-def _hidden_percent(times: StepTimes) -> str:
+def _hidden_percent(times: StepBreakdown) -> str:
     return f"{100 * times.hidden_us / times.communication_us:.0f} %" if times.communication_us else "nothing"
 
 
