@@ -450,4 +450,4 @@ def test_a_script_that_is_not_there_is_named(
 ) -> None:
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     assert main(["cluster", "no_such_script.py"]) == 2
-    assert "there is no file no_such_script.py; before the name of a module put -m" in capsys.readouterr().err
+    assert "there is no file no_such_script.py; for a module put -m" in capsys.readouterr().err

@@ -106,7 +106,7 @@ def test_parts_add_up_and_odd_steps_do_not_count() -> None:
 
 
 def test_no_step_is_an_error() -> None:
-    with pytest.raises(ConfigurationError, match="switch recording on"):
+    with pytest.raises(ConfigurationError, match="enable recording"):
         analyse(Timeline((0,), (0,), (0.0,), ()))
 
 

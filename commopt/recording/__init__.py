@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happened when on this rank: buckets, messages and the collectives inside them."""
+"""Timestamps of one rank's steps: buckets, messages and the collectives inside them."""
 
 from commopt.recording.recorder import (
     Clock,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recordings of all ranks on one clock: report and Perfetto trace. Loaded when it is used: no hook needs it."""
+"""The recordings of all ranks on one clock, with report, page and Perfetto trace. Loaded when first used."""
 
 from commopt.timeline.analysis import Analysis, BucketTimes, MessageTimes, RankTimes, StepBreakdown, Straggler, analyse
 from commopt.timeline.perfetto import trace, write_trace
