@@ -232,8 +232,8 @@ def test_what_this_torch_writes_is_read(recorder: None, tmp_path: Path) -> None:
     for name in ("trace_0", "json_0"):
         found = read_dump(tmp_path / name)
         assert found is not None
-        assert (found.rank, found.places["0"].completed) == (0, 2)
-        assert found.places["0"].history == {
+        assert (found.rank, found.groups["0"].completed) == (0, 2)
+        assert found.groups["0"].history == {
             1: RecordedCollective(1, "all_reduce", 12, 12),
             2: RecordedCollective(2, "broadcast", 5, 5),
         }

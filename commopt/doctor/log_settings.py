@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings that a log shows: which of them a warning puts in doubt, and whether a remedy agrees with them."""
+"""Settings in a log: those that a warning makes suspect, and the remedies that agree with them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ CONF = "also in /etc/nccl.conf and ~/.nccl.conf"
 
 
 class SettingFamily(NamedTuple):
-    """Settings that steer one part of NCCL."""
+    """The settings of one part of NCCL."""
 
     where: str
-    """A pattern of the file and the text of a warning of that part."""
+    """A pattern of file and text of the warnings of that part."""
     settings: tuple[str, ...]
-    """Patterns of whole names, those that are wrong most often first."""
+    """Patterns of whole names, the most frequent causes first."""
     why: str
     remedy: str = f"unset {{name}}, {CONF}"
     certain: bool = False
-    """Whether it says more than what is known about a warning anyway."""
+    """Whether it applies also to warnings with a known meaning."""
 
 
 GRAPH = (
@@ -52,7 +52,7 @@ FAMILIES = (
            certain=True),
     SettingFamily("path for pattern",
            ("NCCL_ALGO", "NCCL_GRAPH_FILE", "NCCL_TOPO_FILE", "NCCL_CROSS_NIC", "NCCL_IB_HCA"),
-           "it may be what leaves no better one", certain=True),
+           "it may exclude better ones", certain=True),
     SettingFamily("No transport", ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE", "NCCL_NET", "NCCL_HOSTID"),
            "it takes away a way between ranks", certain=True),
     SettingFamily("^graph/|topo|path|NET with id|net id|NIC for|ring |tree |local ranks|hostHash|intra proc|nLocals"
@@ -65,7 +65,7 @@ FAMILIES = (
     SettingFamily("^transport/net_ib|^misc/ibv|NET/IB|ibv_", ("NCCL_IB_\\w+", "NCCL_NET_GDR_\\w+"),
            "it may not fit these adapters"),
     SettingFamily("^transport/(?:p2p|shm)|shared memory|shm|IPC|peer access|failed to peer",
-           ("NCCL_P2P_\\w+", "NCCL_SHM_\\w+", "NCCL_CUMEM\\w*", "NCCL_IGNORE_\\w+"), "it may be what fails here"),
+           ("NCCL_P2P_\\w+", "NCCL_SHM_\\w+", "NCCL_CUMEM\\w*", "NCCL_IGNORE_\\w+"), "it may be the cause"),
     SettingFamily("network .* not found|^plugin|^net\\.cc|[Pp]lugin|libnccl|collNet|CollNet|NET/(?!IB|Socket)",
            ("NCCL_NET_PLUGIN", "NCCL_NET", "NCCL_TUNER_\\w+", "NCCL_COLLNET_ENABLE", "NCCL_\\w+_PLUGIN"),
            "it asks for a plugin that may not be here, or not of this version", certain=True),
@@ -73,7 +73,7 @@ FAMILIES = (
            ("NCCL_ALGO", "NCCL_PROTO", "NCCL_(?:NTHREADS|BUFFSIZE|LL\\w*|\\w+_CTAS|\\w+_NCHANNELS)"),
            "it may leave nothing for this operation"),
     SettingFamily("nvls|multicast|NVLS|NVLink SHARP", ("NCCL_NVLS_\\w+", "NCCL_MNNVL_\\w+", "NCCL_CUMEM_\\w+"),
-           "it asks for what this machine may not have"),
+           "it needs features that this machine may not have"),
     SettingFamily("^bootstrap|^misc/socket|^os/|Bootstrap|Net :|[Ss]ocket|NET/Socket",
            ("NCCL_COMM_ID", "NCCL_OOB_NET_\\w+", "NCCL_SOCKET_\\w+", "NCCL_NSOCKS_\\w+"),
            "it may lead to another interface or address than the other ranks use",
@@ -83,10 +83,10 @@ FAMILIES = (
 )  # fmt: skip
 
 
-def suspect(file: str, text: str, settings: Mapping[str, str], known: bool) -> tuple[str, str, str] | None:
-    """Return a setting of a warning's family, why it is in doubt, and the remedy; None when the log has none.
+def suspected_setting(file: str, text: str, settings: Mapping[str, str], known: bool) -> tuple[str, str, str] | None:
+    """Return a suspect setting for a warning, the reason, and the remedy; None if the log has no such setting.
 
-    Where the warning is `known`, only the families that say more.
+    known: whether the warning has a known meaning; then only certain families count.
     """
     for family in FAMILIES:
         if (known and not family.certain) or not re.search(family.where, f"{file} {text}".strip()):
@@ -101,7 +101,7 @@ def suspect(file: str, text: str, settings: Mapping[str, str], known: bool) -> t
 
 
 def _harmless(name: str, value: str) -> bool:
-    """Whether this is NCCL's own choice: a list of interfaces to leave out, no plugin, or a default."""
+    """Return whether this equals NCCL's own choice: interfaces to exclude, no plugin, or a default."""
     return (
         value.startswith("^")
         or value.lower() == "none"
@@ -109,10 +109,10 @@ def _harmless(name: str, value: str) -> bool:
     )
 
 
-def agreed(remedy: str, settings: Mapping[str, str]) -> str:
-    """Return a remedy without what the log contradicts: variables to unset that are not set, to set that are.
+def without_contradictions(remedy: str, settings: Mapping[str, str]) -> str:
+    """Return a remedy without the parts that contradict the log: unset variables to unset, set variables to set.
 
-    A log without any setting may have been written without them (NCCL_DEBUG_SUBSYS), and contradicts nothing.
+    A log without any setting may lack them because of NCCL_DEBUG_SUBSYS, so it contradicts nothing.
     """
     if not any(not name.startswith("NCCL_DEBUG") for name in settings):
         return remedy
