@@ -60,7 +60,7 @@ def read_matrix(text: str, source: str) -> Topology:
     lines = _LINE_END.split(_INVISIBLE.sub("", _COLOUR.sub("", text)).replace("\\t", "\t"))
     warnings: list[str] = []
     header, end, found = _first_matrix(lines, source, warnings)
-    rows = _keep(header, found, warnings)
+    rows = _valid_rows(header, found, warnings)
     labels = [label for label in header.columns if label.startswith("GPU")]
     present = [label for label in labels if label in rows]
     if not present:
@@ -113,8 +113,8 @@ def _first_matrix(lines: list[str], source: str, warnings: list[str]) -> tuple[M
     for row in rows:
         if row.line < len(lines) and _CELLS_ALONE.fullmatch(lines[row.line]):
             raise TopologyError(
-                f"{source}:{row.line + 1}: the row of {row.label} goes on in another line: the matrix was wrapped by a "
-                "narrow window; save the output of `nvidia-smi topo -m` to a file"
+                f"{source}:{row.line + 1}: the row of {row.label} continues in another line: the matrix was wrapped by "
+                "a narrow window; save the output of `nvidia-smi topo -m` to a file"
             )
     return header, end, rows
 
@@ -292,7 +292,7 @@ def _is_foreign(rows: list[MatrixRow]) -> bool:
     return not connected and any(row.unknown_words for row in rows)
 
 
-def _keep(header: MatrixHeader, rows: list[MatrixRow], warnings: list[str]) -> dict[str, MatrixRow]:
+def _valid_rows(header: MatrixHeader, rows: list[MatrixRow], warnings: list[str]) -> dict[str, MatrixRow]:
     """Return the valid rows by label; `warnings` gets a sentence for every other."""
 
     def labels(rows: list[MatrixRow]) -> str:

@@ -83,7 +83,7 @@ class _Builder:
         except expat.ExpatError as error:
             raise self.refusal(error) from None
         if not complete:
-            raise self.error(f"goes on past {MAX_CHARACTERS} characters; a topology file has about 100,000 at most")
+            raise self.error(f"is longer than {MAX_CHARACTERS} characters; a topology file has about 100,000 at most")
 
     def doctype(self, name: str, system_id: str | None, public_id: str | None, has_subset: bool) -> None:
         if name == "topology":

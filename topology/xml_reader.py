@@ -169,7 +169,7 @@ class ElementReader:
                 self.read_nvlink(child, place)
             elif child.tag == "xgmi":
                 self.has_all_links = False
-                self.notes.add("<xgmi> is AMD's: this is RCCL's file, and what joins its GPUs is taken as unknown")
+                self.notes.add("<xgmi> is AMD's: this is RCCL's file, and its links between GPUs are taken as unknown")
             elif child.tag == "c2c":
                 self.notes.add(f"GPU {busid} has a C2C link to its CPU, which is not kept", child.line)
             else:
@@ -315,7 +315,7 @@ def _with_peers(links: list[NvLinks], gpus: tuple[Gpu, ...], notes: Notes) -> tu
         if peer is None and link.kind == "gpu":
             notes.add(f"GPU {link.target}, where NVLinks lead to, is not in the file")
         if peer == link.gpu:  # a virtual machine that hides the other end
-            notes.add(f"NVLinks of GPU {link.target} lead to itself: what they join is taken as unknown")
+            notes.add(f"NVLinks of GPU {link.target} lead to itself: their other end is taken as unknown")
             found.append(replace(link, kind="unknown"))
             continue
         found.append(link if peer is None else replace(link, peer=peer, kind="gpu"))

@@ -242,7 +242,7 @@ class EmulatedNetwork:
             _run(self.enter(node_rank, ["true"]))
 
     def _name_addresses(self, node: str) -> None:
-        # torch looks up its peers' names, by IPv4 address mapped to IPv6, and warns when nobody answers.
+        # torch looks up its peers' names, by IPv4 address mapped to IPv6, and warns if there is no answer.
         peers = ((address(node_rank), f"node{node_rank}") for node_rank in range(len(self.nodes)))
         names = (f"{form}{ip} {name}" for ip, name in peers for form in ("", "::ffff:"))
         hosts = _CONFIGURATIONS / node / "hosts"

@@ -89,7 +89,7 @@ def acs(machine: Machine) -> Iterator[Finding]:
     if len(devices) < 2 or machine.virtual:  # on virtual machines the provider enables address translation (ATS)
         return
     slots = read_slots(machine.root)
-    bridges = _shared([slots[busid].above for busid in devices if busid in slots])
+    bridges = _common_bridges([slots[busid].above for busid in devices if busid in slots])
     configs = {bridge: machine.content(f"sys/bus/pci/devices/{bridge}/config") for bridge in bridges}
     on = [bridge for bridge, config in configs.items() if _acs_control(config) & ACS_BITS]
     # Without privileges the kernel shows only the first 64 bytes; the extended capabilities begin at 256.
@@ -102,7 +102,7 @@ def acs(machine: Machine) -> Iterator[Finding]:
         yield unread(f"only root may read it ({hidden} of {len(bridges)} bridges)", remedy)
 
 
-def _shared(paths: list[tuple[str, ...]]) -> list[str]:
+def _common_bridges(paths: list[tuple[str, ...]]) -> list[str]:
     """Return the bridges between any two devices: those with several devices below, and the bridges under them.
 
     paths: the bridges above each device, from the host bridge down.

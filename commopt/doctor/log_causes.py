@@ -54,7 +54,7 @@ SUBNET = "export NCCL_SOCKET_IFNAME to the network that the nodes share (contain
 MEMLOCK = "ulimit -l unlimited (limits.conf; docker run --ulimit memlock=-1; services: LimitMEMLOCK=infinity)"
 IMEX = "nvidia-imex-ctl -N; ls /dev/nvidia-caps-imex-channels (one channel per container, one IMEX domain per job)"
 SLEEPING_FABRIC = "sudo systemctl enable --now nvidia-fabricmanager; nvidia-smi -q | grep -A3 Fabric"
-NVLS = "nvidia-smi -q | grep -A3 Fabric; reboot; to go on without: NCCL_NVLS_ENABLE=0; between nodes: "
+NVLS = "nvidia-smi -q | grep -A3 Fabric; reboot; to continue without: NCCL_NVLS_ENABLE=0; between nodes: "
 COMPLETION = r"Got completion .*?(?:status=|error )(?:IBV_WC_\w+\()?"
 """The text in front of InfiniBand's completion status."""
 ON_BOTH = "python -m commopt doctor on both nodes, during the job"

@@ -223,12 +223,12 @@ def _warning(log: Log, text: str, file: str = "") -> None:
 def _one_more(table: dict[str, NcclWarning], text: str, file: str) -> None:
     kind = normalized(text)
     first = table.get(kind, NcclWarning(text, 0, file))
-    _keep(table, kind, first._replace(times=first.times + 1))
+    _set_unless_full(table, kind, first._replace(times=first.times + 1))
 
 
 def _info(log: Log, text: str, host: str) -> None:
     for use, name, address in _interfaces(text):
-        _keep(log.interfaces, (use, name, address), log.interfaces.get((use, name, address), set()) | {host})
+        _set_unless_full(log.interfaces, (use, name, address), log.interfaces.get((use, name, address), set()) | {host})
     if result := _RESULT.match(text):
         _one_more(log.failed, text, result[1])
     elif _LOUD.search(text):
@@ -250,14 +250,14 @@ def _interfaces(text: str) -> Iterator[tuple[str, str, str]]:
             yield kind, found[1], found[2]
 
 
-def _keep(table: dict[_K, _T], key: _K, value: _T) -> None:
+def _set_unless_full(table: dict[_K, _T], key: _K, value: _T) -> None:
     """Set an entry, unless the table is full."""
     if key in table or len(table) < MOST:
         table[key] = value
 
 
 def _count(counter: Counter[_T], key: _T) -> None:
-    _keep(counter, key, counter[key] + 1)
+    _set_unless_full(counter, key, counter[key] + 1)
 
 
 def _channel(log: Log, found: re.Match[str]) -> None:
@@ -275,7 +275,7 @@ def _channel(log: Log, found: re.Match[str]) -> None:
 
 
 def _devices(log: Log, found: re.Match[str]) -> None:
-    _keep(log.devices, found[1], log.devices.get(found[1], {}))
+    _set_unless_full(log.devices, found[1], log.devices.get(found[1], {}))
     places = log.devices.get(found[1], {})
     for place, fused, single in _DEVICE.findall(found[2].split("; OOB")[0]):
         there = places.get(int(place), [])
@@ -283,7 +283,7 @@ def _devices(log: Log, found: re.Match[str]) -> None:
         log.merged |= set(parts[:MOST]) if len(parts) > 1 and len(log.merged) < MOST else set()
         new = [name for name in parts or [single] if name not in there]
         if new and len(there) < MOST:
-            _keep(places, int(place), there + new)
+            _set_unless_full(places, int(place), there + new)
 
 
 def _comm(log: Log, found: re.Match[str]) -> None:
@@ -336,8 +336,9 @@ _LINES: tuple[tuple[re.Pattern[str], Callable[[Log, re.Match[str]], None]], ...]
         (r"Using (?:internal )?[Nn]etwork ([\w.\-]+(?: [\w.\-]+)*)", lambda log, found: _count(log.networks, found[1])),
         (r"NET/(\S+?) ?: Using (?!interface )(.*)", _devices),
         (r"(NCCL_\w+) set (?:by environment )?to (\S+(?: Libfabric)?)",
-         lambda log, found: _keep(log.environment, found[1], found[2].rstrip(". "))),
-        (r"NET/\S+ .*\b(?:[Ss]etting|Adding) (NCCL_\w+)", lambda log, found: _keep(log.by_plugin, found[1], True)),
+         lambda log, found: _set_unless_full(log.environment, found[1], found[2].rstrip(". "))),
+        (r"NET/\S+ .*\b(?:[Ss]etting|Adding) (NCCL_\w+)",
+         lambda log, found: _set_unless_full(log.by_plugin, found[1], True)),
         (r"NET/Plugin.*?(version `[\w.]+' not found|undefined symbol: \w+)", _set("plugin_error")),
         (_NO_VERBS, _set("no_verbs", True)),
         ("NET/IB : No device found", _set("no_ib_device", True)),

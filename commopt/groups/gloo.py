@@ -92,7 +92,7 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup, scale: float = 1.0) -> 
 
 
 def all_equal(output: Tensor, source: Tensor, group: dist.ProcessGroup) -> None:
-    """Write 1 into `output` (int64 [1]) if all ranks gave the number in `source`, else 0, alike on every rank.
+    """Write 1 into `output` (int64 [1]) if all ranks gave the number in `source`, else 0, on every rank.
 
     After each of log2(P) rounds a rank has compared itself with twice as many others: 16 bytes per round.
     """

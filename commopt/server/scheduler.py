@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler: tells workers where the server is, and logs who joins and leaves. It holds no parameters."""
+"""The scheduler: tells workers the server's address, and logs joins and leaves. It holds no parameters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MOST_PRESENT = 4096
 
 
 class Scheduler:
-    """Tells workers where the server is, in threads of this process.
+    """Tells workers the server's address, in threads of this process.
 
     Raises ConfigurationError when it cannot listen at the address, or may not without a secret.
 
