@@ -121,15 +121,15 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     parser.description = "Hold the parameters of workers that train independently. Runs until it is stopped."
     parser.epilog = "The first worker that joins determines the settings and, without a checkpoint, the parameters."
     parser.add_argument("--scheduler", type=_address, required=True, metavar="HOST:PORT")
-    parser.add_argument("--workers", type=whole(1), default=1, help="number that starts the first round (default 1)")
+    workers = "number of workers that start the first round (default 1)"
+    parser.add_argument("--workers", type=whole(1), default=1, help=workers)
     _add_access(parser)
     parser.add_argument("--port", type=whole(0, 65535), default=0, help="port to listen on (default 0: any)")
     file = 'resume from FILE if it exists, and write it: torch.load gives "parameters", "momentum" and "round"; the '
     file += "checkpoint before is kept as FILE.previous"
     parser.add_argument("--checkpoint", type=output_file, metavar="FILE", help=file)
-    parser.add_argument(
-        "--every", type=whole(1), default=10, metavar="ROUNDS", help="between two checkpoints (default 10)"
-    )
+    every = "rounds between two checkpoints (default 10)"
+    parser.add_argument("--every", type=whole(1), default=10, metavar="ROUNDS", help=every)
 
 
 def _run_server(options: argparse.Namespace) -> int:
