@@ -25,7 +25,7 @@ from commopt.errors import (
     UnsupportedTensorError,
 )
 from commopt.feedback import BufferContext, Feedback, Layout
-from commopt.groups import NcclOptions, WireBytes
+from commopt.groups import WireBytes
 from commopt.hooks import (
     PRESETS,
     Checkpointed,
@@ -54,8 +54,6 @@ from commopt.hooks.presets import (
     onebit_local,
     powersgd,
     quantized,
-    sparse_loco,
-    streaming_diloco,
 )
 from commopt.lanes import failure_of
 from commopt.schedule import Plan
@@ -122,7 +120,6 @@ __all__ = [
     "Links",
     "LocalSGD",
     "MismatchError",
-    "NcclOptions",
     "OneBit",
     "Outer",
     "ParameterServer",
@@ -158,6 +155,4 @@ __all__ = [
     "onebit_local",
     "powersgd",
     "quantized",
-    "sparse_loco",
-    "streaming_diloco",
 ]

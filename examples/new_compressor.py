@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from commopt.compress.base import Compressor, Trials
+from commopt.compress.base import Candidates, Compressor
 from commopt.errors import ConfigurationError
 from commopt.kernels.codec import ErrorFeedback, RngKey
 
@@ -83,6 +83,6 @@ class TopOfBlock(Compressor):
 
     # 5. What `auto` may try, if it is allowed to: the weakest first.
     @classmethod
-    def trials(cls) -> Trials[Compressor]:
+    def candidates(cls) -> Candidates[Compressor]:
         """Return blocks of 16, 64 and 256."""
-        return Trials("top_of_block", tuple(cls(block) for block in (16, 64, 256)), usual=1)
+        return Candidates("top_of_block", tuple(cls(block) for block in (16, 64, 256)), usual=1)

@@ -36,7 +36,7 @@ SAME_PLAN = "the same plan everywhere"
 TORCHS_BITS = "FSDP2's modes leave torch's bits"
 EQUAL_WEIGHTS = "all ranks compute with equal weights, none of them stale"
 ADAMW = "without compression, `adam=` is torch's AdamW"
-FALLS_BEHIND = "a model that falls behind exact averages is told of, or `auto` leaves the strategy"
+FALLS_BEHIND = "`auto` leaves a strategy by which the model falls behind exact averages"
 NEVER_SLOWER = "never slower in silence"
 
 
@@ -258,10 +258,18 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a trial is measured in other buckets than its own",
         "commopt/schedule/search.py",
-        "self._round.end_trial(window if enough and window.plan is self._plan else None)",
-        "self._round.end_trial(window if enough else None)",
+        "self._comparison.end_trial(measured if enough and measured.plan is self._plan else None)",
+        "self._comparison.end_trial(measured if enough else None)",
         NEVER_SLOWER,
         ("test_search",),
+    ),
+    Fault(
+        "auto compares nothing with exact averages",
+        "commopt/hooks/buckets.py",
+        "self.guard = EVERY_STEPS if self.controller.watches else 0",
+        "self.guard = 0",
+        FALLS_BEHIND,
+        ("test_guard",),
     ),
     Fault(
         "with a loss scale the guard takes residuals for smaller than they are",

@@ -161,7 +161,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "dgc": ("test_adam.py::test_no_update_is_lost[largest-2x2-2]",),
     },
-    "a model that falls behind exact averages is told of, or `auto` leaves the strategy": {
+    "`auto` leaves a strategy by which the model falls behind exact averages": {
         "quantized": ("test_guard.py::test_the_guard_finds_what_the_model_was_not_told",),
         "auto": ("test_guard.py::test_an_injected_bad_strength_is_left_within_fifty_steps",),
     },
@@ -205,7 +205,7 @@ WITHOUT: dict[str, dict[str, str]] = {
         **dict.fromkeys(("cast", "quantized"), "compressed as with one bit"),
         "powersgd": "refuses adam=: directions are not of low rank",
     },
-    "a model that falls behind exact averages is told of, or `auto` leaves the strategy": {
+    "`auto` leaves a strategy by which the model falls behind exact averages": {
         **dict.fromkeys(("flat", "hierarchical"), "leaves nothing out"),
         **dict.fromkeys(("cast", "onebit", "dgc", "powersgd"), "sampled as the quantized"),
         "local_sgd": "refused: nodes are to differ",

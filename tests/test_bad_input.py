@@ -423,8 +423,6 @@ MISTAKES: dict[str, tuple[str, Any, tuple[str, ...]]] = {
     "timeout": ("timeout", "30", ("timeout '30'", "str", "seconds or a timedelta")),
     "timeout True": ("timeout", True, ("timeout True", "bool")),
     "ranks_per_node": ("ranks_per_node", "2", ("ranks_per_node '2'", "str", "whole number")),
-    "nccl": ("nccl", "max_ctas=4", ("nccl='max_ctas=4'", "NcclOptions(max_ctas=4)")),
-    "nccl of a level": ("nccl", {"inter": {"max_ctas": 4}}, ("nccl['inter']", "dict", "NcclOptions(max_ctas=4)")),
 }
 
 

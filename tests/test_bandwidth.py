@@ -24,9 +24,10 @@ from bench.demo import local_ranks
 from commopt.__main__ import main
 from commopt.bandwidth import cli
 from commopt.bandwidth.collectives import COLLECTIVES, PERIOD, Pattern, count_wrong, fill, known_aggregators
+from commopt.bandwidth.options import DTYPES, BandwidthOptions, options_of
 from commopt.bandwidth.report import (
     Measurement,
-    Row,
+    TableRow,
     Timing,
     footer,
     format_row,
@@ -34,7 +35,6 @@ from commopt.bandwidth.report import (
     short_heading,
     short_row,
 )
-from commopt.bandwidth.settings import DTYPES, Settings, settings_of
 from commopt.command_line import CommandParser
 from commopt.groups import Team
 from tests.ranks import RankError, run
@@ -45,9 +45,9 @@ CPU = torch.device("cpu")
 # ------------------------------------------------------------------------------ settings
 
 
-def parse_settings(arguments: list[str]) -> Settings:
+def parse(arguments: list[str]) -> BandwidthOptions:
     cli.add_arguments(parser := CommandParser())
-    return settings_of(parser.parse_args(arguments))
+    return options_of(parser.parse_args(arguments))
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def parse_settings(arguments: list[str]) -> Settings:
     ],
 )
 def test_steps(flags: str, steps: list[int]) -> None:
-    assert list(parse_settings(flags.split()).steps_nbytes()) == steps
+    assert list(parse(flags.split()).steps_nbytes()) == steps
 
 
 @pytest.mark.parametrize(
@@ -79,14 +79,14 @@ def test_steps(flags: str, steps: list[int]) -> None:
 )
 def test_settings_that_cannot_work(flags: str, message: str) -> None:
     with pytest.raises(commopt.ConfigurationError, match=message):
-        parse_settings(flags.split())
+        parse(flags.split())
 
 
 def test_every_preset_and_every_form_has_a_name() -> None:
     known = known_aggregators()
     assert {name: known[name] for name in commopt.PRESETS} == {n: p.build() for n, p in commopt.PRESETS.items()}
     assert known["hierarchical:leader"] == commopt.Hierarchical(form="leader")
-    assert parse_settings(["--aggregator", "quantized:bits=4"]).aggregators == ("quantized:bits=4",)
+    assert parse(["--aggregator", "quantized:bits=4"]).aggregators == ("quantized:bits=4",)
 
 
 # ------------------------------------------------------------------------------ arithmetic
@@ -104,7 +104,7 @@ def test_conventions_are_those_of_nccl_tests() -> None:
 
 
 def test_iterations_add_up_to_the_loop() -> None:
-    timing = cli.timing_of([10.0, 30.0, 35.0, 100.0])
+    timing = Timing.of([10.0, 30.0, 35.0, 100.0])
     assert timing == Timing(mean_us=25.0, p50_us=10.0, p99_us=65.0)  # iterations of 10, 20, 5 and 65
 
 
@@ -141,7 +141,7 @@ def test_wrong_elements_are_counted_where_they_are() -> None:
 # ------------------------------------------------------------------------------ table
 
 
-def _row(**changes: Any) -> Row:
+def _row(**changes: Any) -> TableRow:
     side = Measurement(Timing(12.345, 11.0, 13.0), 1.0, 1.5, 0)
     values: dict[str, Any] = {
         "collective": "all_reduce",
@@ -156,7 +156,7 @@ def _row(**changes: Any) -> Row:
         "out_of_place": side,
         "in_place": Measurement(Timing(123456.0, 123456.0, 1234.56), 2.0, 3.0, 7),
     }
-    return Row(**(values | changes))
+    return TableRow(**(values | changes))
 
 
 def test_heading_is_that_of_nccl_tests() -> None:
@@ -225,12 +225,12 @@ def wrong() -> commopt.Aggregator:
 def measure(rank: int, world_size: int, flags: str) -> tuple[int, str]:
     output = io.StringIO()
     with patch.dict(commopt.PRESETS, wrong=commopt.Preset(wrong)), redirect_stdout(output):
-        status = cli.measure(parse_settings(["--wide", *flags.split()]), CPU)
+        status = cli.measure(parse(["--wide", *flags.split()]), CPU)
     return status, output.getvalue()
 
 
 def measure_differently(rank: int, world_size: int) -> None:
-    cli.measure(parse_settings(["-b", "8", "-e", "8", "-n", str(1 + rank)]), CPU)
+    cli.measure(parse(["-b", "8", "-e", "8", "-n", str(1 + rank)]), CPU)
 
 
 def _rows(output: str) -> list[list[str]]:
@@ -251,9 +251,7 @@ def test_every_collective(name: str, nodes: Any) -> None:
     assert [output for _, output in results[1:]] == [""] * (world_size - 1)
     rows = _rows(results[0][1])
     sizes = {int(row[0]) for row in rows}
-    assert sizes == (
-        {4, 4100} if not collective.blocks else {collective.nbytes(1025 // world_size, torch.float, world_size)}
-    )
+    assert sizes == ({4, 4100} if not collective.blocks else {1025 // world_size * world_size * 4})
     assert ("bytes hold less than one float" in results[0][1]) == collective.blocks
     assert {row[13] for row in rows} == set(names.split(","))
     for row in rows:

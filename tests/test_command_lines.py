@@ -27,7 +27,7 @@ import topology.__main__
 from commopt.command_line import BAD_INPUT, CommandParser, number, parse_nbytes, whole
 from commopt.cost import Speeds, nominal_links
 from commopt.groups import TeamShape
-from commopt.schedule import Plan, Tried, Tuned
+from commopt.schedule import Outcome, Plan, Tuned
 from tests.doctor_machine import tcp_server
 from tests.machines import rail_machine
 from tests.matrices import all_pairs, matrix
@@ -124,6 +124,7 @@ COMMANDS = (
     Command("commopt", lambda arguments: commopt.__main__.main(arguments), (WORK["run"],)),
     *(Command(f"commopt {name}", of_commopt(name), (WORK[name],)) for name in commopt.__main__.COMMANDS),
     Command("bench.document", of_module("bench.document"), (("bench.document", "filled"),)),
+    Command("bench.evidence.check", of_module("bench.evidence.check"), (("bench.evidence.check", "report"),)),
     Command("bench.plot", of_module("bench.plot.__main__"), (("bench.plot.__main__", "draw_all"),)),
     *(Command(f"bench.{name}", of_module(f"bench.{name}")) for name in REPORTS),
     *(Command(f"bench.{name}", of_module(f"bench.{name}", "parse_options")) for name in OPTIONS_OF),
@@ -157,7 +158,7 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
 def documents() -> dict[str, str]:
     """Return one good file of every kind that a command reads."""
     plan = Plan((("a", "b"), ("c",)), "flat")
-    tried = Tried("flat", "flat", 0.0, 10.0, 10.0)
+    tried = Outcome("flat", "flat", 0.0, 10.0, 10.0)
     workload = {
         "format": 1,
         "name": "small",

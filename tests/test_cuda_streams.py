@@ -25,14 +25,14 @@ from torch.utils._pytree import tree_map
 
 import commopt
 from commopt import Aggregator, Compressed, Flat, Hierarchical, LaneError, PowerSGD, Quantize, lanes
-from commopt.attached.registration import Settings
+from commopt.attached.options import AttachOptions
 from commopt.feedback import Layout, ResidualStore, restore, save
 from commopt.feedback.checkpoint import MAX_MAGNITUDE
 from commopt.groups import Membership, Team, TeamShape
 from commopt.groups.store import limited
 from commopt.hooks.buckets import DDPRegistration
 from commopt.lanes import LaneClient, lane, registry, stream
-from commopt.schedule import BucketConfig, calibration
+from commopt.schedule import calibration
 from tests.fake_cuda import DEVICE, Gpu
 from topology import Cluster
 
@@ -133,8 +133,7 @@ class Training:
 
     def __init__(self, aggregator: Aggregator, scaler: Any = None) -> None:
         self.model = nn.ParameterDict({name: nn.Parameter(torch.zeros(96, 64)) for name in BUCKETS})
-        settings = Settings(None, None, BucketConfig(), record=False, nccl={})
-        self.registration = DDPRegistration(settings, aggregator, self.model, scaler)
+        self.registration = DDPRegistration(AttachOptions(scaler=scaler), aggregator, self.model)
         client = self.registration.joined = LaneClient(setup(), "test")
         self.registration._begin(aggregator, client)
         self.streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]

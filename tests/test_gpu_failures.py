@@ -27,12 +27,11 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
 from commopt import Aggregator, Communicator, Hierarchical
-from commopt.groups import team
+from commopt.groups import build, team
 from commopt.lanes import stream
 from tests.ranks import run
 from tests.speed import limit
 from tests.test_failures import Failing, Seen, assert_all_know, watch
-from tests.test_nccl_options import as_with_nccl
 
 MARKS = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -43,6 +42,11 @@ WITHIN_S = limit(15.0)
 def over_nccl(*case: object) -> Any:
     """Return a case that needs a GPU."""
     return pytest.param("cuda", *case, marks=MARKS)
+
+
+def as_with_nccl() -> Any:
+    """Let commopt take gloo's groups for NCCL's too."""
+    return patch.object(build, "_backends", lambda parent: {"cpu": "gloo", "cuda": "nccl"})
 
 
 def go_on(step: Callable[[], object], device: str) -> None:

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import pickle
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -92,6 +95,38 @@ def group_order(rank: int, world_size: int) -> tuple[int, ...]:
 
 def test_groups_are_ordered_by_node_whatever_the_launcher_did() -> None:
     assert run(group_order, 4, nodes=((0, 2), (1, 3))) == [(0, 2, 1, 3)] * 4
+
+
+def levels_groups(rank: int, world_size: int) -> None:
+    team = join(timeout_s=50).team
+    assert team.intra is not None
+    assert team.inter is not None
+    names = ("world", f"intra{rank // 2}", f"inter{rank % 2}")
+    for level, name in zip((team, team.intra, team.inter), names, strict=True):
+        group = level._live_group()
+        assert group is not None
+        assert group.group_desc.startswith("commopt/")
+        assert group.group_desc.endswith(f"/{name}")
+        backend: Any = group._get_backend(torch.device("cpu"))
+        assert backend.options._timeout.total_seconds() == 50
+
+
+def test_each_level_has_a_telling_name_and_the_timeout_that_was_asked_for() -> None:
+    run(levels_groups, 4, nodes=(2, 2))
+
+
+def share_memberships(rank: int, world_size: int) -> None:
+    plain, other = join(), join(timeout_s=50)
+    assert other is not plain
+    state = commopt.HookState(commopt.Flat(), timeout=50)
+    assert state.membership is other
+    assert pickle.loads(pickle.dumps(state)).membership is other
+    with pytest.raises(commopt.MismatchError, match=r"timeout in seconds: rank 1 .*41.*rank 0 .*40"):
+        commopt.Communicator(timeout=40 + rank)
+
+
+def test_equal_options_share_their_groups_and_ranks_must_agree() -> None:
+    run(share_memberships, 2)
 
 
 # ------------------------------------------------------------------ gloo: the same sums whatever the segments

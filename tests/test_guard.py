@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import sqrt
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -19,15 +19,15 @@ import commopt
 from commopt import DGC, Aggregator, Compressed, Flat, Hierarchical, OneBit, PowerSGD, Quantize
 from commopt.aggregate import Call
 from commopt.attached.reduction import sampled
-from commopt.compress import Trials
+from commopt.compress import Candidates
 from commopt.feedback import EVERY_STEPS, EXP_AVG, Layout, ResidualStore, Shadow, falls_behind, sample_numel
 from commopt.feedback.quality import MAX_SAMPLE_NUMEL, MOST_STEPS_BEHIND, sample_stride
 from commopt.feedback.store import Residual
 from commopt.groups import Team, WireBytes
 from commopt.lanes import Work
-from commopt.schedule import Plan, Tried, Tuned
+from commopt.schedule import Outcome, Plan, Tuned
 from tests.catalogue import run_on
-from tests.feedback_training import NUMELS, Records, Training
+from tests.feedback_training import NUMELS, Training
 from tests.hook_training import Tower, batch_of, loss_of, seeded
 from tests.overheard import overheard
 from tests.plan_changes import tower_names
@@ -245,20 +245,18 @@ def test_samples_are_counted_to_the_byte(layout: str) -> None:
 # ------------------------------------------------------------------------------- good strengths and bad ones
 
 
-def learn(rank: int, world_size: int, strategy: str, optimizer: str) -> tuple[float, list[str]]:
-    """Return how far the small GPT of the convergence benchmark is behind after 49 steps, and the warnings."""
+def learn(rank: int, world_size: int, strategy: str, optimizer: str) -> float:
+    """Return how far the small GPT of the convergence benchmark is behind after 49 steps."""
     from bench.evidence.convergence.plan import GPT, Entry  # which loads scikit-learn
 
-    warnings = Records()
-    logging.getLogger("commopt").addHandler(warnings)
-    try:
-        training = GPT.start(optimizer, 0, torch.device("cpu"), Entry(strategy))
-        state = commopt.attach(training.model, strategy, guard=EVERY_STEPS)
-        for _ in range(49):
-            training.step()
-        return state.stats()["steps_behind"], [each for each in warnings.messages if "behind" in each]
-    finally:
-        logging.getLogger("commopt").removeHandler(warnings)
+    training = GPT.start(optimizer, 0, torch.device("cpu"), Entry(strategy))
+    state = commopt.attach(training.model, strategy)
+    registration: Any = state._registration
+    registration.guard = EVERY_STEPS
+    for _ in range(49):
+        training.step()
+    found: float = state.stats()["steps_behind"]
+    return found
 
 
 @pytest.mark.slow
@@ -275,14 +273,10 @@ def learn(rank: int, world_size: int, strategy: str, optimizer: str) -> tuple[fl
     ],
 )
 def test_what_learns_stays_near_and_what_does_not_falls_behind(strategy: str, good: bool, optimizer: str) -> None:
-    behind, warnings = zip(*run(learn, 4, strategy, optimizer, nodes=(2, 2), timeout_s=300), strict=True)
+    behind = run(learn, 4, strategy, optimizer, nodes=(2, 2), timeout_s=300)
     print(f"{strategy}, {optimizer}: {behind[0]:.1f} steps behind")
     assert len(set(behind)) == 1
-    assert behind[0] < 0.6 * MOST_STEPS_BEHIND if good else behind[0] > MOST_STEPS_BEHIND
-    assert [len(each) for each in warnings] == [0 if good else 1, 0, 0, 0]
-    if not good:
-        assert strategy.partition(":")[2].partition("=")[0] in warnings[0][0]
-        assert "guard=" in warnings[0][0]
+    assert behind[0] < 0.6 * MOST_STEPS_BEHIND if good else falls_behind(behind[0])
 
 
 # -------------------------------------------------------------------------------------- it is left
@@ -292,14 +286,14 @@ BAD = Hierarchical(Compressed(DGC(0.0001)))
 
 @contextmanager
 def allowed_to_be_bad() -> Iterator[None]:
-    with patch.object(DGC, "trials", lambda: Trials("dgc", (DGC(0.0001),))):
+    with patch.object(DGC, "candidates", lambda: Candidates("dgc", (DGC(0.0001),))):
         yield
 
 
 def choose_badly(rank: int, world_size: int) -> tuple[int, list[str], str, bool]:
     """Return after how many steps the bad strength was left, the decisions, the explanation, and what is owed then."""
     with allowed_to_be_bad():
-        tried = Tried("bad", repr(BAD), 0.9, 1.0, 1.0)
+        tried = Outcome("bad", repr(BAD), 0.9, 1.0, 1.0)
         names = tower_names()
         tuned = Tuned("bad", ("lossless", "dgc"), (2, 2), 1, (tried,), Plan((tuple(names),), repr(BAD)), "injected")
         ddp = TorchDDP(seeded(Tower))
@@ -321,28 +315,3 @@ def test_an_injected_bad_strength_is_left_within_fifty_steps() -> None:
     assert "steps behind exact averages" in reasons[-1]
     assert reasons[-1] in text
     assert told, "what the bad strength held back was not delivered"
-
-
-# ---------------------------------------------------------------------------------- asked for wrongly
-
-
-def refuse(rank: int, world_size: int) -> list[str]:
-    found = []
-    for choice, options in (
-        ("hierarchical_quantized", {"guard": 0}),
-        ("hierarchical_quantized", {"guard": 8 + rank}),
-        ("hierarchical_onebit", {"guard": 8, "adam": commopt.Adam()}),
-        (commopt.LocalSGD(4), {"guard": 8}),
-    ):
-        with pytest.raises(commopt.CommoptError) as info:
-            commopt.attach(TorchDDP(seeded(Tower)), choice, **options)
-        found.append(str(info.value))
-    return found
-
-
-def test_what_cannot_be_compared_is_refused_on_every_rank() -> None:
-    for zero, other, adam, local in run(refuse, 2, nodes=(1, 1)):
-        assert "guard" in zero
-        assert "guard" in other
-        assert "directions" in adam
-        assert "parameters" in local

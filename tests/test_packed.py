@@ -214,5 +214,5 @@ def test_only_bfloat16_on_a_cpu() -> None:
         with pytest.raises(ConfigurationError, match=r"tensors are on cuda; use packed=False \(.*lossless=False\)"):
             aggregator.check(on_gpus)
     assert allowed_families(commopt.Auto("bf16_packed"), on_gpus) == ()
-    names = [family.name for family in allowed_families(commopt.Auto("bf16_packed"), TeamShape.of((2, 2)))]
+    names = [family.family for family in allowed_families(commopt.Auto("bf16_packed"), TeamShape.of((2, 2)))]
     assert names == ["bf16_packed", "hierarchical bf16_packed"]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 import pickle
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
 from commopt import DGC, PRESETS, Cast, Compressed, ConfigurationError, Hierarchical, OneBit, PowerSGD, Quantize
+from commopt.attached.options import OPTIONS
 from tests.hook_training import SMALL_BUCKET, Tower, batch_of, loss_of, seeded, train
 from tests.ranks import run
 
@@ -35,7 +37,7 @@ PARTS: dict[str, tuple[type[Any], ...]] = {
     "hierarchical_powersgd": (PowerSGD, Hierarchical),
     "auto": (commopt.Auto,),
 }
-LOCAL = ("diloco", "streaming_diloco", "onebit_local", "sparse_loco")
+LOCAL = ("diloco", "onebit_local")
 
 OWN = {"hierarchical_bf16": {"rounding", "lossless"}}  # options that a recipe says itself
 OF_OUTER: dict[type[Any], set[str]] = {Compressed: {"feedback", "dense", "adam"}, Hierarchical: set()}
@@ -110,6 +112,12 @@ def test_an_unknown_name_is_told_the_near_ones(ask: Any, words: str) -> None:
 def test_attach_takes_what_a_state_takes() -> None:
     of_attach = set(inspect.signature(commopt.attach).parameters) - {"model", "choice", "weights", "preset_options"}
     assert of_attach == set(inspect.signature(commopt.HookState).parameters) - {"aggregator", "module"}
+
+
+def test_the_signature_that_editors_show_has_every_option() -> None:
+    tree = ast.parse(inspect.getsource(sys.modules["commopt.hooks.ddp"]))
+    overloads = [each for each in tree.body if isinstance(each, ast.FunctionDef) and each.name == "attach"]
+    assert OPTIONS in [tuple(each.arg for each in overload.args.kwonlyargs) for overload in overloads]
 
 
 @pytest.mark.parametrize("name", [*PRESETS, *LOCAL])

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from commopt import Aggregator, Compressed, Flat, Hierarchical, Quantize
-from commopt.attached.registration import Settings
+from commopt.attached.options import AttachOptions
 from commopt.lanes import LaneClient
 from commopt.sharded import Weights
 from commopt.sharded import one_dimension as module
@@ -53,7 +53,7 @@ def faults(aggregator: Aggregator, weights: Weights | None = None) -> list[str]:
     with device() as gpu, patch.object(Setup, "agree", lambda *_, **__: None):
         groups: list[Any] = [Group(name) for name in NAMES]
         model = nn.ParameterDict({name: nn.Parameter(torch.zeros(SHAPE)) for name in NAMES})
-        made = module.OneDimension(Request(Settings(), aggregator, None, model, groups, weights))
+        made = module.OneDimension(Request(AttachOptions(weights=weights), aggregator, model, groups))
         made.joined = client = LaneClient(setup(), "test")
         made._sequel, order = Sequel(client), tuple(range(WORLD))
         made._scatter = ReduceScatter(aggregator, client.team, order)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from commopt import Aggregator, Compressed, Flat, PowerSGD, Quantize
-from commopt.attached.registration import Settings
+from commopt.attached.options import AttachOptions
 from commopt.lanes import LaneClient
 from commopt.sharded import registration as module
 from commopt.sharded.backwards import Request
@@ -58,7 +58,9 @@ def faults(aggregator: Aggregator, *, padded: bool = False, partial: bool = Fals
         groups: list[Any] = [Group(name, padded) for name in NAMES]
         model = nn.ParameterDict({name: nn.Parameter(torch.zeros(SHAPE)) for name in NAMES})
         scales: Any = SimpleNamespace(is_enabled=lambda: True, _scale=torch.full((), 4.0, device=DEVICE))
-        made = module.ShardedRegistration(Request(Settings(), aggregator, scales if scaler else None, model, []))
+        made = module.ShardedRegistration(
+            Request(AttachOptions(scaler=scales if scaler else None), aggregator, model, [])
+        )
         made.groups, client = groups, LaneClient(setup(), "test")
         made.replicas, made._clients, made.joined = {None: module.Replicas(client)}, [client], client
         made._drops_with, made._resolved, made.device = client if scaler else None, aggregator, DEVICE

@@ -44,7 +44,7 @@ def install(python: Path, architecture: str) -> None:
 
 
 def problem() -> str | None:
-    """Return what is wrong with the compiled kernels of this Python, None when all that have a source are there."""
+    """Return the fault of the compiled kernels of this Python, None when every kernel with a source is there."""
     try:
         names = import_module("commopt._C").names()
     except ImportError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a session on a GPU came to: its records, their file, and its tables: `python -m bench.gpu.report FILE`."""
+"""The outcome of a session on a GPU: its records, their file, and its tables: `python -m bench.gpu.report FILE`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One step. `why` says what went wrong, or why it was skipped; `facts` are what else is worth keeping."""
+    """One step. `why` says what went wrong, or why it was skipped; `facts` are other figures worth keeping."""
 
     name: str
     command: str

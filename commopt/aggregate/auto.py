@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from commopt.aggregate.base import Aggregator, Flat
 from commopt.aggregate.compressed import Compressed
-from commopt.compress import COMPRESSORS, Trials
+from commopt.compress import COMPRESSORS, Candidates
 from commopt.errors import ConfigurationError, did_you_mean
 from commopt.feedback import Feedback, checked_patterns
 from commopt.groups import TeamShape
@@ -18,19 +18,19 @@ LOSSLESS = "lossless"
 LOCAL = "local"
 
 
-def families() -> dict[str, Trials[Aggregator]]:
-    """Return what a tuner may try beside the exact averages, by family: all that is registered and declares trials."""
+def families() -> dict[str, Candidates[Aggregator]]:
+    """Return the candidates beside the exact averages, by family: all that is registered and declares any."""
     from commopt.aggregate import AGGREGATORS
 
-    found: dict[str, Trials[Aggregator]] = {}
+    found: dict[str, Candidates[Aggregator]] = {}
     for compressor in COMPRESSORS.values():
-        declared = compressor.trials()
+        declared = compressor.candidates()
         if declared is not None:
             feedback = Feedback() if declared.feedback else None
             strengths = tuple(Compressed(each, feedback) for each in declared.strengths)
-            found[declared.family] = Trials(declared.family, strengths, declared.usual, declared.feedback)
-    declared_trials = [aggregator.trials() for aggregator in AGGREGATORS.values()]
-    return found | {trials.family: trials for trials in declared_trials if trials is not None}
+            found[declared.family] = Candidates(declared.family, strengths, declared.usual, declared.feedback)
+    of_aggregators = [aggregator.candidates() for aggregator in AGGREGATORS.values()]
+    return found | {declared.family: declared for declared in of_aggregators if declared is not None}
 
 
 @dataclass(frozen=True, repr=False)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from commopt.compress import Passes, Trials
+from commopt.compress import Candidates, Passes
 from commopt.concise_repr import ConciseRepr
 from commopt.errors import ConfigurationError
 from commopt.feedback import BufferContext, Layout, ResidualStore, Spans
@@ -183,8 +183,8 @@ class Aggregator(ConciseRepr, ABC):
     # ------------------------------------------------------------- what the tuner and the simulator ask
 
     @classmethod
-    def trials(cls) -> Trials[Aggregator] | None:
-        """Return what a tuner may try, None for nothing."""
+    def candidates(cls) -> Candidates[Aggregator] | None:
+        """Return the strengths a tuner may try, None for none."""
         return None
 
     def squared_error(self, layout: Layout, buffer: Tensor) -> float:

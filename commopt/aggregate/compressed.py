@@ -22,7 +22,7 @@ from commopt.aggregate.adam import Adam
 from commopt.aggregate.base import Aggregator, Buffer, Step, WorkKind, mark_non_finite, work
 from commopt.aggregate.rows import Region, RowFormat, row_format, split
 from commopt.aggregate.untouched import RestingSigns
-from commopt.compress import Cast, Compressor, ErrorFeedback, Exact, Passes, RngKey, Trials
+from commopt.compress import Candidates, Cast, Compressor, ErrorFeedback, Exact, Passes, RngKey
 from commopt.errors import ConfigurationError
 from commopt.feedback import (
     EXP_AVG,
@@ -239,9 +239,9 @@ class Compressed(Aggregator):
         )
 
     @classmethod
-    def trials(cls) -> Trials[Aggregator]:
+    def candidates(cls) -> Candidates[Aggregator]:
         """Return packed bfloat16: what Cast() tries, in fewer bytes and with more work."""
-        return Trials("bf16_packed", (cls(Cast(torch.bfloat16), None, packed=True),), feedback=False)
+        return Candidates("bf16_packed", (cls(Cast(torch.bfloat16), None, packed=True),), feedback=False)
 
     @property
     def error_bound(self) -> float:

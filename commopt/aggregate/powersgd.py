@@ -18,7 +18,7 @@ from torch import Tensor
 from commopt.aggregate.base import Aggregator, Buffer, Step, WorkKind, mark_non_finite, work
 from commopt.aggregate.matrices import Rule, beyond_rank, divide, plan
 from commopt.aggregate.sums import add_up, calls_of_sum
-from commopt.compress import ErrorFeedback, Passes, Trials
+from commopt.compress import Candidates, ErrorFeedback, Passes
 from commopt.errors import ConfigurationError
 from commopt.feedback import (
     BufferContext,
@@ -154,9 +154,9 @@ class PowerSGD(Aggregator):
         return replace(self, dense=(*self.dense, *patterns))
 
     @classmethod
-    def trials(cls) -> Trials[Aggregator]:
+    def candidates(cls) -> Candidates[Aggregator]:
         """Return ranks 16 to 1; what rank 4 leaves out is the usual limit."""
-        return Trials("powersgd", tuple(cls(matrix_rank) for matrix_rank in (16, 8, 4, 2, 1)), usual=2)
+        return Candidates("powersgd", tuple(cls(matrix_rank) for matrix_rank in (16, 8, 4, 2, 1)), usual=2)
 
     def squared_error(self, layout: Layout, buffer: Tensor) -> float:
         """Return what is beyond the best matrix_rank directions, to which it comes near once factors are warm."""

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from commopt.aggregate import Aggregator
 from commopt.attached.steps import before_steps
 from commopt.errors import ConfigurationError, UnsupportedTensorError
 from commopt.version import NEWEST_TESTED_TORCH
@@ -157,14 +156,3 @@ def before_each_step(owner: Any, see: Callable[[Any, torch.optim.Optimizer], Non
             see(alive, optimizer)
 
     before_steps.show(owner, look)
-
-
-def require_comparable(aggregator: Aggregator) -> None:
-    """Raise ConfigurationError where `guard` would compare with exact averages what is no average of gradients."""
-    what = ""
-    if aggregator.adam is not None:
-        what = "sends directions of Adam's"
-    elif aggregator.node_local:
-        what = "averages parameters"
-    if what:
-        raise ConfigurationError(f"guard= compares averages of gradients, and {aggregator} {what}; leave guard= out")

@@ -15,6 +15,7 @@ from torch import Tensor
 from commopt.aggregate import Aggregator
 from commopt.attached import checkpoint
 from commopt.attached.checks import require_plain_groups
+from commopt.attached.options import require_scaler
 from commopt.attached.registration import Registration
 from commopt.errors import ConfigurationError
 from commopt.groups import Membership
@@ -255,12 +256,6 @@ class CommState:
         """Load what `read` returns; what it raises becomes a ConfigurationError on every rank. As load_state_dict."""
         self._registration.require_open("load_state_dict")
         checkpoint.load(read, self._registration)
-
-
-def require_scaler(scaler: Any) -> None:
-    """Raise ConfigurationError for what is neither a GradScaler nor None."""
-    if scaler is not None and not hasattr(scaler, "get_scale"):
-        raise ConfigurationError(f"scaler is a {type(scaler).__name__}; pass the torch.amp.GradScaler or None")
 
 
 # ------------------------------------------------------------------- checkpoints of others: of all ranks, of one

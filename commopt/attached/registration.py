@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,29 +15,13 @@ from commopt.aggregate import Aggregator, LocalSGD
 from commopt.attached.averages_used import Directions, StepsBetweenAverages
 from commopt.attached.checks import warn_of_untested_torch
 from commopt.attached.local_sgd import ParameterAverages
+from commopt.attached.options import AttachOptions
 from commopt.attached.reduction import Reduction, Step, Traffic
 from commopt.feedback import Layout, ResidualStore, Shadow, spread
 from commopt.feedback.checkpoint import required, whole
-from commopt.groups import Membership, NcclByLevel, WireBytes
+from commopt.groups import Membership, WireBytes
 from commopt.lanes import LaneClient, Work
 from commopt.recording import Recorder
-from commopt.schedule import BucketConfig
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a registration is asked for beside an aggregator, and begins with again after unpickling.
-
-    record: whether the times of all steps are kept rather than of those that planning measures. guard: how often lossy
-    averages are compared with exact ones; None for where something tunes.
-    """
-
-    ranks_per_node: int | None = None
-    timeout_s: float | None = None
-    config: BucketConfig = field(default_factory=BucketConfig)
-    record: bool = False
-    nccl: NcclByLevel | None = None
-    guard: int | None = None
 
 
 class Registration:
@@ -45,7 +29,7 @@ class Registration:
 
     kind: what users hold it by, for messages. parameters: those averaged here, by name; numels: of whole ones.
     joined: None before `join`. steps: how many are complete, with those before the checkpoint it goes on from;
-    reduced_steps: without. step: the one under way, or the last. device: of the first buffer.
+    reduced_steps: without. options: `checked` ones. step: the one under way, or the last. device: of the first buffer.
     keeps_residuals: whether what averages does. steps_between, directions: see to what becomes of averages, where
     residuals are kept and with adam=. averages: those of a LocalSGD, whose `store` it is then.
     logs: called after each step, by whom backward runs in.
@@ -56,15 +40,14 @@ class Registration:
 
     def __init__(
         self,
-        settings: Settings,
+        options: AttachOptions,
         aggregator: Aggregator | None,
-        scaler: Any,
         parameters: Mapping[str, Tensor],
         numels: Mapping[str, int],
     ) -> None:
-        self.settings = settings
+        self.options = options
         self.aggregator = aggregator
-        self.scaler = scaler
+        self.scaler = scaler = options.scaler
         self.parameters = parameters
         self.numels = numels
         self.device: torch.device | None = None
@@ -76,7 +59,7 @@ class Registration:
         self.directions: Directions | None = None
         self.store = ResidualStore(per_step=scaler is not None and scaler.is_enabled())
         self.step = Step(0, self.store, scaler)
-        self.recorder = Recorder(always=settings.record)
+        self.recorder = Recorder(always=options.record)
         self.logs: list[Callable[[], None]] = []
         self.traffic = Traffic()
         self.hook_ns = self.hook_calls = 0
@@ -88,22 +71,21 @@ class Registration:
 
         `problem` is why this rank cannot go on: it raises it, and the others a ConfigurationError that tells it.
         """
-        settings = self.settings
+        options = self.options
         client = LaneClient.join(
             self.kind,
             process_group,
-            settings.ranks_per_node,
-            settings.timeout_s,
-            settings.nccl,
+            options.ranks_per_node,
+            options.timeout,
             problem,
+            meets=True,
             aggregator=self.aggregator_name,
-            record=str(settings.record),
-            guard=str(settings.guard),
+            **options.compared(),
         )
         try:
             if client.team.rank == 0:
                 warn_of_untested_torch(torch.__version__)
-            self.settings = replace(settings, config=settings.config.settled(client.name, client.membership))
+            self.options = replace(options, plan=options.buckets.settled(client.name, client.membership).plan)
             if self.aggregator is not None:
                 self._begin(self.aggregator, client)
         except BaseException:

@@ -18,7 +18,7 @@ from commopt.collectives import movement
 from commopt.collectives.movement import Operand, readable, require_reducible, writable
 from commopt.errors import ConfigurationError, MismatchError, UnsupportedTensorError
 from commopt.feedback import BufferContext, Layout
-from commopt.groups import NcclByLevel, WireBytes
+from commopt.groups import WireBytes
 from commopt.groups.membership import require_equal
 from commopt.lanes import LaneClient
 from commopt.lanes import Work as LaneWork
@@ -71,9 +71,8 @@ class Communicator:
     stream: make it CuPy's with torch.cuda.ExternalStream where they differ.
 
     `ranks_per_node` declares blocks of ranks to be nodes; by default the hosts are asked. `timeout`, in seconds or a
-    timedelta, is for a collective or a rank that never arrives; by default that of `group`. `nccl` limits what NCCL
-    takes of the GPU on a level ("world", "intra", "inter"; levels that this cluster lacks are no error):
-    {"inter": NcclOptions(max_ctas=4)}. What cannot be raises ConfigurationError on every rank.
+    timedelta, is for a collective or a rank that never arrives; by default that of `group`. What cannot be raises
+    ConfigurationError on every rank.
     """
 
     def __init__(
@@ -81,9 +80,8 @@ class Communicator:
         group: Any = None,
         ranks_per_node: int | None = None,
         timeout: float | timedelta | None = None,
-        nccl: NcclByLevel | None = None,
     ) -> None:
-        self._use(LaneClient.join("Communicator", group, ranks_per_node, timeout, nccl))
+        self._use(LaneClient.join("Communicator", group, ranks_per_node, timeout))
 
     def _use(self, client: LaneClient) -> None:
         self._client = client
@@ -310,7 +308,7 @@ def all_reduce(
     The first call on a group sets up commopt's process groups: all its ranks must make it.
     """
     communicator = object.__new__(Communicator)
-    communicator._use(LaneClient.join("Communicator", group, None, None, None, meets=False))  # for one call
+    communicator._use(LaneClient.join("Communicator", group, None, None, meets=False))  # for one call
     try:
         return communicator.all_reduce(x, op=op, aggregator=aggregator, async_op=async_op)
     finally:

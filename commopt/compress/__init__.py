@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compressors, one file each; a new one is one file and one line in COMPRESSORS."""
 
-from commopt.compress.base import Compressor, Passes, Trials
+from commopt.compress.base import Candidates, Compressor, Passes
 from commopt.compress.dgc import DGC
 from commopt.compress.onebit import OneBit
 from commopt.compress.plain import Cast, Exact, Plain
@@ -14,6 +14,7 @@ __all__ = [
     "COMPRESSORS",
     "DGC",
     "Blockwise",
+    "Candidates",
     "Cast",
     "Compressor",
     "ErrorFeedback",
@@ -23,5 +24,4 @@ __all__ = [
     "Plain",
     "Quantize",
     "RngKey",
-    "Trials",
 ]

@@ -23,11 +23,13 @@ _RUN_NUMEL = 4096
 
 
 @dataclass(frozen=True)
-class Trials(Generic[T]):
-    """What a tuner may try of one kind of compression.
+class Candidates(Generic[T]):
+    """The strengths of one family of compression that a tuner may try.
 
-    family: its name in `auto(allow=...)`. strengths: the weakest first. usual: the place of the one whose error is the
-    limit where the user gives none. feedback: whether a compressor's residuals are kept.
+    family: its name in `auto(allow=...)`.
+    strengths: the weakest first.
+    usual: the place of the one to try if how well they learn was not measured.
+    feedback: whether a compressor's residuals are kept.
     """
 
     family: str
@@ -170,11 +172,11 @@ class Compressor(ConciseRepr, ABC):
     # ------------------------------------------------------------- what the tuner and the simulator ask
 
     @classmethod
-    def trials(cls) -> Trials[Compressor] | None:
-        """Return what a tuner may try; by default the defaults, under the lower-case name of the class."""
+    def candidates(cls) -> Candidates[Compressor] | None:
+        """Return the strengths a tuner may try; by default the class with its defaults, under its lower-case name."""
         made: Any = cls
         needed = [field for field in fields(made) if field.default is field.default_factory is MISSING]
-        return None if needed else Trials(cls.__name__.lower(), (made(),))
+        return None if needed else Candidates(cls.__name__.lower(), (made(),))
 
     def passes(self, ranks: int) -> dict[CodingWork, Passes]:
         """Return what its work takes, with residuals; one kernel each by default. ranks: rows of a sum."""

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from commopt.compress.base import CodingWork, Compressor, Passes, Trials
+from commopt.compress.base import Candidates, CodingWork, Compressor, Passes
 from commopt.compress.quantize import check_choice
 from commopt.errors import ConfigurationError
 from commopt.kernels import sparse
@@ -113,9 +113,9 @@ class DGC(Compressor):
     # ------------------------------------------------------------- what the tuner and the simulator ask
 
     @classmethod
-    def trials(cls) -> Trials[Compressor]:
+    def candidates(cls) -> Candidates[Compressor]:
         """Return 5, 1 and 0.1 % of the elements; what 1 % leaves out is the usual limit."""
-        return Trials("dgc", tuple(cls(density) for density in (0.05, 0.01, 0.001)), usual=1)
+        return Candidates("dgc", tuple(cls(density) for density in (0.05, 0.01, 0.001)), usual=1)
 
     def passes(self, ranks: int) -> dict[CodingWork, Passes]:
         """Return what its work takes: values and residual in, p out and read again; the selected few hardly count."""

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from commopt.compress.base import CodingWork, Compressor, Passes, Trials
+from commopt.compress.base import Candidates, CodingWork, Compressor, Passes
 from commopt.compress.quantize import check_choice
 from commopt.errors import ConfigurationError
 from commopt.kernels.codec import ErrorFeedback, RngKey
@@ -152,9 +152,9 @@ class Cast(Plain):
         return super().error_bound * (2 if self.stochastic else 1)
 
     @classmethod
-    def trials(cls) -> Trials[Compressor]:
+    def candidates(cls) -> Candidates[Compressor]:
         """Return bfloat16, which needs no residuals."""
-        return Trials("bf16", (cls(torch.bfloat16),), feedback=False)
+        return Candidates("bf16", (cls(torch.bfloat16),), feedback=False)
 
 
 @dataclass(frozen=True, repr=False)

@@ -10,7 +10,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from commopt.compress.base import Compressor, Trials
+from commopt.compress.base import Candidates, Compressor
 from commopt.errors import ConfigurationError, did_you_mean
 from commopt.kernels import quantize
 from commopt.kernels.codec import Codec, CodecName, ErrorFeedback, RngKey
@@ -159,6 +159,6 @@ class Quantize(Blockwise):
         return Codec(_NONUNIFORM[self.bits], self.bits, block)
 
     @classmethod
-    def trials(cls) -> Trials[Compressor]:
+    def candidates(cls) -> Candidates[Compressor]:
         """Return 8, 4 and 2 bits; what 4 bits leave out is the usual limit."""
-        return Trials("quantized", tuple(cls(bits) for bits in (8, 4, 2)), usual=1)
+        return Candidates("quantized", tuple(cls(bits) for bits in (8, 4, 2)), usual=1)

@@ -4,7 +4,6 @@
 from commopt.groups.build import join, read_arguments
 from commopt.groups.gloo import apply_scale
 from commopt.groups.membership import FAILURE_KEY, Membership, joined, memberships
-from commopt.groups.nccl import NcclByLevel, NcclOptions
 from commopt.groups.shape import TeamShape, WireBytes, WireModel
 from commopt.groups.store import LimitedStore, close_stores
 from commopt.groups.team import (
@@ -21,8 +20,6 @@ __all__ = [
     "FAILURE_KEY",
     "LimitedStore",
     "Membership",
-    "NcclByLevel",
-    "NcclOptions",
     "Team",
     "TeamShape",
     "WireBytes",

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -18,7 +18,6 @@ from torch.distributed import distributed_c10d as c10d
 
 from commopt.errors import ConfigurationError
 from commopt.groups.membership import Membership, checking, exchange_facts, failures_among, require_equal
-from commopt.groups.nccl import NcclByLevel, NcclOptions, copied_options, require_nccl_options
 from commopt.groups.shape import levels_of
 from commopt.groups.store import limited_store
 from commopt.groups.team import Team, is_alive
@@ -33,7 +32,7 @@ _log = logging.getLogger("commopt")
 
 
 _Ranks = tuple[int, ...]
-_Arguments = tuple[int | None, float | None, frozenset[tuple[str, NcclOptions]]]
+_Arguments = tuple[int | None, float | None]
 # Keyed weakly: a Membership must not keep a process group alive that its user destroyed.
 _memberships: WeakKeyDictionary[dist.ProcessGroup, dict[_Arguments, Membership]] = WeakKeyDictionary()
 
@@ -69,19 +68,17 @@ def join(
     group: Any = None,
     ranks_per_node: int | None = None,
     timeout_s: float | None = None,
-    nccl: NcclByLevel | None = None,
     problem: Exception | None = None,
 ) -> Membership:
     """Return the membership of `group`, and build it on the first call. Collective over the group's ranks.
 
     Calls with equal arguments share one set of process groups, as all of them use one lane in one order. Raises
-    ConfigurationError for an invalid shape or option, on every rank even if only one has it. Raises MismatchError when
+    ConfigurationError for an invalid shape or timeout, on every rank even if only one has it. Raises MismatchError when
     ranks disagree, TransportError when the rendezvous store does not answer.
 
     ranks_per_node: declares blocks of the group's ranks to be nodes, instead of asking the hosts. The variable
         COMMOPT_RANKS_PER_NODE does this with blocks of global ranks.
     timeout_s: None: the timeout of `group` itself, or 600 s if torch does not tell it.
-    nccl: options for the communicators of a level, which this cluster need not have.
     problem: reason why the caller cannot continue, raised here on every rank unless the groups exist already.
     """
     try:
@@ -89,15 +86,13 @@ def join(
     except ConfigurationError as error:
         raise problem or error from None  # no other rank can be told
     known = _memberships.setdefault(parent, {})
-    key = (ranks_per_node, timeout_s, frozenset((nccl or {}).items()))
+    key = (ranks_per_node, timeout_s)
     if key not in known or not known[key].alive:
-        known[key] = _build(parent, ranks_per_node, timeout_s, nccl or {}, problem)
+        known[key] = _build(parent, ranks_per_node, timeout_s, problem)
     return known[key]
 
 
-def read_arguments(
-    ranks_per_node: int | None, timeout: float | timedelta | None, nccl: NcclByLevel | None
-) -> tuple[int | None, float | None, dict[str, NcclOptions]]:
+def read_arguments(ranks_per_node: int | None, timeout: float | timedelta | None) -> tuple[int | None, float | None]:
     """Return these arguments of `join`, the timeout in seconds. Raises ConfigurationError for wrong types.
 
     Values of the right type are checked by all ranks together, in `join`.
@@ -112,7 +107,7 @@ def read_arguments(
             f"ranks_per_node {ranks_per_node!r} is a {type(ranks_per_node).__name__}; pass a whole number, as in "
             f"ranks_per_node=8"
         )
-    return ranks_per_node, timeout_s, copied_options(nccl)
+    return ranks_per_node, timeout_s
 
 
 def _timeout_of(parent: dist.ProcessGroup) -> float:
@@ -138,14 +133,12 @@ def _build(
     parent: dist.ProcessGroup,
     ranks_per_node: int | None,
     asked_for_s: float | None,
-    nccl: NcclByLevel,
     problem: Exception | None,
 ) -> Membership:
     timeout_s, host = min(_timeout_of(parent), _LONGEST_TIMEOUT_S), None
     try:  # an error of one rank is raised on all
         if asked_for_s is not None:
             timeout_s = require_timeout(asked_for_s)
-        require_nccl_options(nccl, _backends(parent))
         emulated = _ranks_per_node_from_environment() if ranks_per_node is None else None
         host = _host(emulated).as_dict()
     except ConfigurationError as error:
@@ -156,7 +149,6 @@ def _build(
         "ranks_per_node": ranks_per_node,
         ENVIRONMENT_VARIABLE: emulated,
         "timeout in seconds": asked_for_s,
-        "NCCL options": {str(level): str(nccl[level]) for level in sorted(nccl, key=str)},
         "COMMOPT_CHECK": checking(),
     }
     own = {"host": host, "token": secrets.token_hex(4), "timeout of the process group": timeout_s}
@@ -180,7 +172,7 @@ def _build(
     name = f"commopt/{parent.group_name}/{answers[0]['token']}"
     try:
         try:
-            team = _build_team(parent, cluster, name, timeout_s, nccl)
+            team = _build_team(parent, cluster, name, timeout_s)
         except Exception as error:  # any error must be raised on the other ranks too
             problem = error
         # A rank that continued and destroyed its groups would break connections that others are still making.
@@ -217,9 +209,7 @@ def _blocks(world_size: int, ranks_per_node: int) -> Cluster:
         raise ConfigurationError(str(error)) from None
 
 
-def _build_team(
-    parent: dist.ProcessGroup, cluster: Cluster, name: str, timeout_s: float, nccl: Mapping[str, NcclOptions]
-) -> Team:
+def _build_team(parent: dist.ProcessGroup, cluster: Cluster, name: str, timeout_s: float) -> Team:
     """Create the groups in a fixed order: world, intra, inter."""
     global_ranks = [dist.get_process_group_ranks(parent)[position] for position in cluster.order]
     node_of = [cluster.node_of(position) for position in cluster.order]
@@ -228,7 +218,7 @@ def _build_team(
     def created(level: str, members: Sequence[int], number: object = "") -> tuple[_Ranks, _Ranks, Any]:
         ranks = tuple(global_ranks[member] for member in members)
         nodes = tuple(node_of[member] for member in members)
-        return ranks, nodes, _new_group(parent, ranks, f"{name}/{level}{number}", timeout_s, nccl.get(level))
+        return ranks, nodes, _new_group(parent, ranks, f"{name}/{level}{number}", timeout_s)
 
     me = cluster.order.index(parent.rank())
     world = created("world", range(len(node_of)))
@@ -243,7 +233,7 @@ def _build_team(
 
 
 def _new_group(
-    parent: dist.ProcessGroup, ranks: tuple[int, ...], name: str, timeout_s: float, nccl: NcclOptions | None
+    parent: dist.ProcessGroup, ranks: tuple[int, ...], name: str, timeout_s: float
 ) -> dist.ProcessGroup | None:
     """Create a process group of exactly `ranks` in exactly this order. Only these ranks take part.
 
@@ -253,10 +243,6 @@ def _new_group(
     if len(ranks) == 1:
         return None
     create: Any = c10d._new_process_group_helper  # not public, hence typed differently from one torch to the next
-    timeout = timedelta(seconds=timeout_s)
-    options = None if nccl is None else nccl.for_torch()
-    if options is not None:
-        options._timeout = timeout  # otherwise torch warns that it will replace the default
     group: dist.ProcessGroup
     with _unbound():
         group, _ = create(
@@ -266,8 +252,8 @@ def _new_group(
             dist.Backend(_backend_config(parent)),
             c10d._get_default_store(),
             name,
-            options,
-            timeout=timeout,
+            None,
+            timeout=timedelta(seconds=timeout_s),
             group_desc=name,
         )
     c10d._world.pg_group_ranks[group] = {global_rank: position for position, global_rank in enumerate(ranks)}

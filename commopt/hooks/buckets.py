@@ -23,15 +23,15 @@ from commopt.attached.checks import (
     REDUCIBLE,
     kind_of,
     refuse_bucket,
-    require_comparable,
     warn_of_unknown_scaler,
     when_first_stepped,
 )
 from commopt.attached.local_sgd import ParameterAverages
+from commopt.attached.options import AttachOptions
 from commopt.attached.reduction import Step
-from commopt.attached.registration import Registration, Settings
+from commopt.attached.registration import Registration
 from commopt.errors import CommoptError, ConfigurationError
-from commopt.feedback import EVERY_STEPS, Layout, ResidualStore, Shadow, falls_behind, sample_numel
+from commopt.feedback import EVERY_STEPS, Layout, ResidualStore, Shadow, sample_numel
 from commopt.schedule import Controller, Layouts, Plan, Tuned
 from commopt.schedule.reducer import is_capturing
 
@@ -41,15 +41,13 @@ _log = logging.getLogger("commopt")
 class DDPRegistration(Registration):
     """Averages DDP's buckets: `reduce` is called with each, `before_forward` between steps.
 
-    decided_by: the name of the preset that was compared with the aggregator last. guard: how often lossy averages are
-    compared with exact ones, by `shadow`; 0 for never.
+    decided_by: the name of the preset that was compared with the aggregator last.
+    guard: in every so many steps `shadow` compares a lossy average with the exact one, for "auto"; 0 for never.
     """
 
-    def __init__(
-        self, settings: Settings, aggregator: Aggregator | None, module: nn.Module | None, scaler: Any
-    ) -> None:
+    def __init__(self, options: AttachOptions, aggregator: Aggregator | None, module: nn.Module | None) -> None:
         self.layouts = Layouts(module)
-        super().__init__(settings, aggregator, scaler, self.layouts.parameters, self.layouts.numels)
+        super().__init__(options, aggregator, self.layouts.parameters, self.layouts.numels)
         self.module = None if module is None else ref(module)
         self.decided_by: str | None = None
         self.guard = 0
@@ -66,7 +64,7 @@ class DDPRegistration(Registration):
         self._shadow_of = -1  # which plan, by its number, the samples of averages are of
         self._raising_task = -1
         self._latest: lanes.Work | None = None  # bucket's, until backward has looked at it
-        self._warned = self._told = False
+        self._told = False
         self._lately_ns: deque[int] = deque(maxlen=64)
 
     def _begin(self, aggregator: Aggregator, client: lanes.LaneClient) -> None:
@@ -77,12 +75,8 @@ class DDPRegistration(Registration):
             self.controller.optimizer = auto.optimizer or ""
             if auto.optimizer is None:
                 when_first_stepped(self, _note_optimizer)
-        self.controller.begin(client.team, aggregator, self.settings.config)
-        self.guard = self.settings.guard or 0
-        if self.guard:
-            require_comparable(aggregator)
-        elif self.controller.watches:
-            self.guard = EVERY_STEPS
+        self.controller.begin(client.team, aggregator, self.options.buckets)
+        self.guard = EVERY_STEPS if self.controller.watches else 0
         if self.averages is not None:
             self.averages.client = client
 
@@ -107,7 +101,7 @@ class DDPRegistration(Registration):
     def serve(self, ddp: TorchDDP) -> None:
         """Learn which model this is the registration of, so that its buckets can be made anew."""
         self._ddp = ref(ddp)
-        self.controller.serve(ddp)
+        self.controller.set_model(ddp)
 
     @property
     def title(self) -> str:
@@ -190,8 +184,6 @@ class DDPRegistration(Registration):
         if self.guard and self.controller.changes != self._shadow_of:
             self._shadow_of = self.controller.changes
             self.shadow = Shadow(self.guard, steps)  # a new plan is judged by its own samples
-        if self.guard and self.settings.guard and (steps + 1 - self.shadow.first_step) % self.guard == 0:
-            self._look_back()
 
     def _require_optimizer_step(self) -> None:
         """See whether a step was made by the last averages; DDP averages what has accumulated.
@@ -217,21 +209,6 @@ class DDPRegistration(Registration):
                 "two backwards in a row were averaged without an optimizer step between: accumulate gradients under "
                 "ddp.no_sync(), or error feedback counts them twice; what is averaged and then thrown away, it counts "
                 "as applied"
-            )
-
-    def _look_back(self) -> None:
-        """Warn, once, when the samples so far say that a strategy nobody will leave withholds too much."""
-        aggregator = self.controller.aggregator
-        if self._warned or self.controller.watches or self.client.team.rank != 0:
-            return
-        if behind := falls_behind(self.shadow.steps_behind()):
-            self._warned = True
-            _log.warning(
-                "%s averages, and after step %d %s: use more bits, rank or density, error feedback, or an exact "
-                "average; or leave out guard=, if the loss says otherwise",
-                aggregator,
-                self.steps - 1,
-                behind,
             )
 
     def _let_backward_raise(self, graph_task: int) -> None:
@@ -288,9 +265,9 @@ class DDPRegistration(Registration):
     def _end_step(self) -> None:
         assert self.device is not None  # of the first bucket
         usual_us = median(self._lately_ns) / 1000 if self.recorder.enabled and self._lately_ns else 0.0
-        meeting = self.controller.end_step(self.steps, self.device, usual_us, self.shadow if self.guard else None)
-        if meeting is not None:
-            self.controller.pending = self.client.run(meeting.hold, meeting.what)
+        point = self.controller.end_step(self.steps, self.device, usual_us, self.shadow if self.guard else None)
+        if point is not None:
+            self.controller.synchronise(self.client.run(point.decide, point.title))
         self.steps += 1
         self.reduced_steps += 1
         if self.averages is not None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
-from datetime import timedelta
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -16,15 +15,18 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from commopt.aggregate import Aggregator
 from commopt.attached.local_sgd import warn_of_broadcasts
+from commopt.attached.options import OPTIONS, AttachOptions, shows_options
 from commopt.errors import ConfigurationError
-from commopt.groups import NcclByLevel
-from commopt.hooks.presets import STATE_OPTIONS, Preset, build_preset, hook
+from commopt.hooks.presets import Preset, build_preset, hook
 from commopt.hooks.state import HookState
-from commopt.schedule import Plan, Tuned
 
 if TYPE_CHECKING:
+    from datetime import timedelta
+    from pathlib import Path
+
     from commopt.attached.comm_state import CommState
     from commopt.cost import Links
+    from commopt.schedule import Plan, Tuned
     from commopt.server import ParameterServer, Worker
 
 PLAN_VARIABLE = "COMMOPT_PLAN"
@@ -35,83 +37,61 @@ def attach(model: TorchDDP, choice: Aggregator | Preset | str, **options: Any) -
 
 
 @overload
-def attach(model: nn.Module, choice: Aggregator | Preset | str, **options: Any) -> CommState: ...
+def attach(
+    model: nn.Module,
+    choice: Aggregator | Preset | str,
+    *,
+    process_group: Any = ...,
+    ranks_per_node: int | None = ...,
+    scaler: Any = ...,
+    timeout: float | timedelta | None = ...,
+    plan: Plan | str | Path | None = ...,
+    links: Links | str | Path | None = ...,
+    record: bool = ...,
+    tuned: Tuned | str | Path | None = ...,
+    weights: Any = ...,
+    **preset_options: Any,
+) -> CommState: ...
 
 
 @overload
 def attach(model: nn.Module, choice: ParameterServer) -> Worker: ...
 
 
-def attach(
-    model: nn.Module,
-    choice: Aggregator | Preset | str | ParameterServer,
-    *,
-    process_group: Any = None,
-    ranks_per_node: int | None = None,
-    scaler: Any = None,
-    timeout: float | timedelta | None = None,
-    plan: Plan | str | Path | None = None,
-    links: Links | str | Path | None = None,
-    record: bool = False,
-    tuned: Tuned | str | Path | None = None,
-    nccl: NcclByLevel | None = None,
-    guard: int | None = None,
-    weights: Any = None,
-    **preset_options: Any,
-) -> CommState | Worker:
+@shows_options("ddp", "replicated", "sharded", rest="preset_options")
+def attach(model: nn.Module, choice: Aggregator | Preset | str | ParameterServer, **options: Any) -> CommState | Worker:
     """Average the gradients of a model with an aggregator, a preset or a preset's name; return the hook's state.
+
+    Collective over the model's ranks. Call it for a model of fully_shard or replicate before the first backward; its
+    gradients are reduced in float16, bfloat16, float32 or float64. Raises ConfigurationError when `model` is none of
+    these, has a hook already, or an option or a name is unknown, UnsupportedTensorError when a parameter's gradient
+    could not be averaged.
 
     model: a DistributedDataParallel one, or one of FSDP2's fully_shard or replicate, between whose replicas the average
         is then taken (docs/fsdp2.md). What torch.compile and Fabric wrap is found inside. Gradients are real and
         floating, of any shape.
     choice: a name may carry options of its own: "hierarchical_quantized:bits=4". With a ParameterServer, which takes no
         options here, the model may be a plain module too, and a Worker is returned.
-    timeout: in seconds, or a timedelta.
-    plan: by default what COMMOPT_PLAN says.
-    weights: of a model sharded over all ranks, how its weights travel: Weights(...). By default exactly.
     preset_options: those of a preset, as in attach(ddp, "hierarchical_quantized", bits=4).
-
-    The other options are HookState's; process_group is DDP's by default. Collective over the model's ranks. Raises
-    ConfigurationError when `model` is none of these, has a hook already, or an option or a name is unknown,
-    UnsupportedTensorError when a parameter's gradient could not be averaged.
-
-    A model of fully_shard or replicate takes scaler, timeout, record and nccl alone, over all ranks (a 1-D mesh) also
-    ranks_per_node and weights, a commopt.Weights. Its gradients are reduced in float16, bfloat16, float32 or float64.
-    Call it after fully_shard and before the first backward.
     """
+    given = AttachOptions(**{name: options.pop(name) for name in OPTIONS if name in options})
     ddp = _inside(model)
     if not isinstance(choice, (Aggregator, Preset, str)) and hasattr(choice, "attach"):  # nobody else loads its class
-        given = (process_group, ranks_per_node, scaler, timeout, plan, links, tuned, nccl, guard, weights)
-        if record or preset_options or any(each is not None for each in given) or _is_sharded(ddp):
+        if options or given != AttachOptions() or _is_sharded(ddp):
             what = "is for a plain module or a DDP model, and attach takes no options with it"
             raise ConfigurationError(f"{choice!r} {what}; pass them to ParameterServer(...)")
         return choice.attach(ddp)
     if (sharded := next((each for each in (ddp, model) if _is_sharded(each)), None)) is not None:
         from commopt.sharded import attach_sharded
 
-        aggregator = _aggregator_from(choice, preset_options)
-        for_ddp = {"process_group": process_group, "ranks_per_node": ranks_per_node, "links": links, "tuned": tuned}
-        for_ddp["guard"] = guard
-        options = {"scaler": scaler, "timeout": timeout, "record": record, "nccl": nccl, "weights": weights}
-        return attach_sharded(sharded, aggregator, **options, plan=plan, **for_ddp)
+        return attach_sharded(sharded, _aggregator_from(choice, options), given)
     _require_free(ddp)
-    aggregator = _aggregator_from(choice, preset_options)
-    if weights is not None:
-        raise ConfigurationError(f"attach(weights={weights!r}) is for models of fully_shard, and this is one of DDP")
-    state = HookState(
-        aggregator,
-        ddp.process_group if process_group is None else process_group,
-        ranks_per_node=ranks_per_node,
-        module=ddp.module,
-        scaler=scaler,
-        timeout=timeout,
-        plan=plan if plan is not None else os.environ.get(PLAN_VARIABLE) or None,
-        links=links,
-        record=record,
-        tuned=tuned,
-        nccl=nccl,
-        guard=guard,
-    )
+    aggregator = _aggregator_from(choice, options)
+    if given.process_group is None:
+        given = replace(given, process_group=ddp.process_group)
+    if given.plan is None:
+        given = replace(given, plan=os.environ.get(PLAN_VARIABLE) or None)
+    state = HookState(aggregator, module=ddp.module, **vars(given))
     try:
         _require_same_ranks(ddp, state)
         warn_of_broadcasts(aggregator, ddp)
@@ -162,28 +142,28 @@ class DistributedDataParallel(TorchDDP):
         pickled, self._comm_hooks = self._comm_hooks, []
         for registered, state in pickled:
             if isinstance(state, HookState):
-                state.know(self.module)
+                state.set_module(self.module)
             super().register_comm_hook(state, registered)
             if isinstance(state, HookState):
                 state._registration.serve(self)  # the forward hooks came with the pickle
 
 
-class BeforeForward:
-    """A forward pre-hook of the DDP model, which tells the state; pickled with it."""
+class ForwardPreHook:
+    """Tells the state that a forward of the DDP model begins; pickled with the model."""
 
     def __init__(self, state: HookState) -> None:
         self._state = state
 
     def __call__(self, ddp: TorchDDP, inputs: Any) -> None:
-        """Pass it on, if a backward may follow. Not while a compiler looks: the next hook call sees to the rest."""
+        """Tell it if a backward may follow, and no compiler traces: the next call of the hook makes up for that."""
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._state._registration.before_forward(sends=ddp.require_backward_grad_sync)
 
 
 def _connect(ddp: TorchDDP, state: HookState) -> None:
-    """Let the state know its model, and its forwards."""
+    """Connect a state to its model, and to the forwards of that."""
     state._registration.serve(ddp)
-    ddp.register_forward_pre_hook(BeforeForward(state))
+    ddp.register_forward_pre_hook(ForwardPreHook(state))
 
 
 # What wrappers call the model they hold: torch.compile, and Lightning's Fabric.
@@ -218,7 +198,7 @@ def _require_free(ddp: object) -> None:
 
 
 def _advice(model: object) -> str:
-    """Return what to do with something that attach does not take."""
+    """Return advice for a model that attach does not take."""
     kinds = {kind.__name__ for kind in type(model).__mro__}
     if "FullyShardedDataParallel" in kinds:
         return " or one of FSDP2; FSDP1 is not supported: use torch.distributed.fsdp.fully_shard on a mesh of replicas"
@@ -261,6 +241,6 @@ def _aggregator_from(choice: object, options: dict[str, Any]) -> Aggregator:
     if options:
         raise ConfigurationError(
             f"{choice} is complete already and takes no options, got {', '.join(options)}; attach takes "
-            f"{', '.join(sorted(STATE_OPTIONS))}"
+            f"{', '.join(sorted(OPTIONS))}"
         )
     return choice

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names users type: each is a hook that torch's DDP accepts as it is, and a recipe for an aggregator at once."""
+"""The names that users type. Each is a hook that torch's DDP accepts as it is, and a recipe for an aggregator."""
 
 # No `from __future__ import annotations` here: DDP compares a hook's annotations with the types themselves.
 
@@ -16,11 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commopt.aggregate import Aggregator, Auto, Compressed, Flat, Hierarchical, LocalSGD, Outer, PowerSGD
+from commopt.attached.options import OPTIONS
 from commopt.compress import COMPRESSORS, DGC, Cast, Compressor, OneBit, Quantize
 from commopt.errors import ConfigurationError, did_you_mean
 from commopt.hooks.state import HookState
-
-STATE_OPTIONS = frozenset(inspect.signature(HookState).parameters) - {"aggregator", "module"}
 
 Recipe = Callable[..., Aggregator]
 
@@ -72,17 +71,17 @@ class Preset:
         Raises ConfigurationError for an option it does not have.
         """
         for name, value in options.items():
-            if name in STATE_OPTIONS:
+            if name in OPTIONS:
                 raise ConfigurationError(
-                    f"{name}={value!r} is no option of the preset {self.name} but of attach and HookState: pass it "
-                    f"there, commopt.attach(ddp, {self!r}, {name}={value!r}), or to commopt run as "
+                    f"{name}={value!r} is no option of the preset {self.name} but of attach: pass it there, "
+                    f"commopt.attach(ddp, {self!r}, {name}={value!r}), or to commopt run as "
                     f"--option {name}={value}"
                 )
             if name not in self._options:
                 raise ConfigurationError(
                     f"preset {self.name} has no option {name}={value!r}"
-                    f"{did_you_mean(name, [*self._options, *STATE_OPTIONS]) or ';'} "
-                    f"it takes {self._takes()}, and attach takes {', '.join(sorted(STATE_OPTIONS))} too"
+                    f"{did_you_mean(name, [*self._options, *OPTIONS]) or ';'} "
+                    f"it takes {self._takes()}, and attach takes {', '.join(sorted(OPTIONS))} too"
                 )
         return self._recipe(**options)
 
@@ -162,7 +161,7 @@ def _object(text: str) -> Any:
 
 
 def _preset(name: str, about: str, build: Callable[..., Aggregator]) -> Preset:
-    """Make a preset of what builds its aggregator, and says by its signature which options there are."""
+    """Make a preset of the function that builds its aggregator, whose signature has the options."""
     build.__name__ = build.__qualname__ = name
     build.__module__ = __name__
     build.__doc__ = about
@@ -212,9 +211,13 @@ def _options_of(kind: type[Any]) -> list[Parameter]:
     ]
 
 
-flat = _preset("flat", "One all_reduce over all ranks, as stock DDP does, in node-contiguous order.", lambda: Flat())
+flat = _preset(
+    "flat",
+    "One all_reduce over all ranks, as in stock DDP; the ranks of a node are neighbours.",
+    lambda: Flat(),
+)
 hierarchical = _preset(
-    "hierarchical", "Exact average; only 2 (N-1)/N of the gradient crosses between N nodes.", lambda: Hierarchical()
+    "hierarchical", "Exact average; each of N nodes sends only 2 (N-1)/N of the gradient.", lambda: Hierarchical()
 )
 
 
@@ -232,9 +235,7 @@ hierarchical_bf16 = _preset(
 _BITS = "8, 4 or 2 bits per element {}, with error feedback."
 _SIGNS = "Signs and a scale per block {}, with error feedback; advised after a dense start."
 _FACTORS = "Low-rank factors of the gradients' matrices {}, with error feedback."
-_LARGEST = (
-    "The largest elements {}, with error feedback; what is left out adds up, so use a short first moment with AdamW."
-)
+_LARGEST = "The largest elements {}, with error feedback. The residual is a momentum: give AdamW a short first moment."
 # 4 KiB with bfloat16 values: on 10 Gb/s 3 us, less than a message takes that has nothing in it.
 _FREE_ELEMENTS = 1024
 
@@ -255,25 +256,11 @@ def _local(name: str, about: str, **defaults: Any) -> Preset:
     return preset
 
 
-_NESTEROV = Outer(lr=0.7, momentum=0.9, nesterov=True)
-
 diloco = _local(
     "diloco",
     "DiLoCo (Douillard et al., arXiv 2311.08105): float32 deltas every 500 steps, then Nesterov's, 0.9 at rate 0.7.",
     period=500,
-    outer=_NESTEROV,
-)
-streaming_diloco = _local(
-    "streaming_diloco",
-    "Streaming DiLoCo (arXiv 2501.18512): every 100 steps, in fragments that travel by 4 bits while a step is made; "
-    "half of the result is taken over. There the 4 bits are E3M0; here they have a scale per block and error feedback, "
-    "there are 8 fragments, of whole blocks of layers where there are as many, and the outer optimizer is DiLoCo's.",
-    period=100,
-    outer=_NESTEROV,
-    compressor=Quantize(bits=4),
-    fragments=8,
-    delay=1,
-    merge=0.5,
+    outer=Outer(lr=0.7, momentum=0.9, nesterov=True),
 )
 onebit_local = _local(
     "onebit_local",
@@ -282,13 +269,4 @@ onebit_local = _local(
     period=16,
     compressor=OneBit(),
 )
-sparse_loco = _local(
-    "sparse_loco",
-    "SparseLoCo (arXiv 2508.15706): the largest 1/64 of the deltas every 30 steps, error feedback that decays by 0.95, "
-    "no outer momentum. There 64 of every 4096 elements are taken, with 2 bits each; here they are bfloat16, and the "
-    "largest of a message. It needs hundreds of rounds.",
-    period=30,
-    compressor=DGC(density=1 / 64),
-    decay=0.95,
-)
-auto = _preset_of("auto", "Whatever pays here, of what is allowed: predicted, tried on live steps, and watched.", Auto)
+auto = _preset_of("auto", "The allowed strategy that pays most: predicted, tried on live steps, and watched.", Auto)

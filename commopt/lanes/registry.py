@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commopt.errors import CommoptError, ConfigurationError, LaneError, TransportError
-from commopt.groups import Membership, NcclByLevel, close_stores, join, keep_groups, memberships, read_arguments
+from commopt.groups import Membership, close_stores, join, keep_groups, memberships, read_arguments
 from commopt.groups.membership import PATIENCE_S
 from commopt.lanes.failure import publish_uncaught
 from commopt.lanes.lane import Lane, Operation, Work, WorkerLane
@@ -135,7 +135,6 @@ class LaneClient:
         group: Any,
         ranks_per_node: int | None,
         timeout: float | timedelta | None,
-        nccl: NcclByLevel | None,
         problem: Exception | None = None,
         *,
         meets: bool = True,
@@ -149,10 +148,10 @@ class LaneClient:
         require_healthy()
         _close_orphans()
         try:
-            ranks_per_node, timeout, nccl = read_arguments(ranks_per_node, timeout, nccl)
+            ranks_per_node, timeout = read_arguments(ranks_per_node, timeout)
         except ConfigurationError as error:  # of this rank alone, perhaps: then it is said where the others come to
-            problem, ranks_per_node, timeout, nccl = problem or error, None, None, None
-        membership = join(group, ranks_per_node, timeout, nccl, problem)
+            problem, ranks_per_node, timeout = problem or error, None, None
+        membership = join(group, ranks_per_node, timeout, problem)
         publish_uncaught()
         with _lock:
             _clients[membership] = _clients.get(membership, 0) + 1

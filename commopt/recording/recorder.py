@@ -177,8 +177,8 @@ class Recorder:
         self._forward_us: float | None = None
         self._clocks: dict[torch.device, Clock] = {}
         self._lock = threading.Lock()
-        self._ring: deque[_StepRecorder] = deque()
-        self._open: _StepRecorder | None = None
+        self._ring: deque[_StepMarks] = deque()
+        self._open: _StepMarks | None = None
 
     def record_always(self) -> None:
         """Record every step from now on."""
@@ -204,7 +204,7 @@ class Recorder:
                 if len(self._ring) > self._keep_steps:
                     self._ring.popleft().release()
             if not clock.is_capturing():
-                self._open = _StepRecorder(step, clock, forward_us)
+                self._open = _StepMarks(step, clock, forward_us)
 
     def bucket(self, number: int, label: str, nbytes: int) -> None:
         """Note that DDP's bucket `number` is ready."""
@@ -244,7 +244,7 @@ class Recorder:
             self._forward_us = None
 
 
-class _StepRecorder:
+class _StepMarks:
     """Marks of one step, until `record` replaces them."""
 
     __slots__ = ("buckets", "clock", "compute_end", "forward_us", "messages", "number", "record")
@@ -285,7 +285,7 @@ def _marks_in(record: StepRecord) -> list[Mark]:
     return [*others, end]
 
 
-def _make_records(clock: Clock, steps: Sequence[_StepRecorder]) -> None:
+def _make_records(clock: Clock, steps: Sequence[_StepMarks]) -> None:
     """Make the records of complete steps; their marks are no longer needed."""
     records = [step.marked() for step in steps]
     marks = [_marks_in(record) for record in records]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a command line asks for: the script, and what `attach` is to do; checked before anything starts."""
+"""The script and the options of `attach` that a command line names, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -10,22 +10,19 @@ import runpy
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from commopt.aggregate import Adam, Aggregator
+from commopt.attached.options import OPTIONS, PORTABLE_OPTIONS, AttachOptions
 from commopt.command_line import option_value
-from commopt.document import require_whole
 from commopt.errors import ConfigurationError
-from commopt.groups.build import read_arguments, require_timeout
 from commopt.hooks import CommState, attach, build_preset
-from commopt.schedule import BucketConfig
 
-STATE_OPTIONS = ("ranks_per_node", "timeout", "plan", "links", "record", "tuned", "guard")
-"""Options of HookState that can be written down."""
-SCRIPT_OPTIONS = ("aggregator", "module", "nccl", "process_group", "scaler")
-"""Options of HookState that are objects of the script."""
+_OF_SCRIPT = ("aggregator", "module", *(name for name in OPTIONS if name not in PORTABLE_OPTIONS))
+"""Options of attach and HookState that are objects of the script."""
 
 
 @dataclass(frozen=True)
@@ -35,28 +32,34 @@ class Choice:
     strategy: str
     options: Mapping[str, Any] = field(default_factory=dict)
 
+    @cached_property
+    def aggregator(self) -> Aggregator:
+        """The aggregator of the strategy, built once."""
+        return self._with_options()
+
     @property
     def adam(self) -> bool:
-        """Whether Adam's directions are what is sent, so that the script's optimizer has to change."""
-        return self._aggregator().adam is not None
+        """Whether Adam's directions are sent, so that the script's optimizer has to change."""
+        return self.aggregator.adam is not None
 
     def attach(self, model: Any, adam: Adam | None = None) -> CommState:
         """Attach to a model; collective. adam: the script's, whose betas and eps are taken where none are asked for."""
-        aggregator = self._aggregator()
-        asked = aggregator.adam
+        aggregator, asked = self.aggregator, self.aggregator.adam
         if adam is not None and asked is not None and (asked.betas, asked.eps) == (Adam().betas, Adam().eps):
-            aggregator = self._aggregator(replace(asked, betas=adam.betas, eps=adam.eps))
-        options = {name: value for name, value in self.options.items() if name in STATE_OPTIONS}
-        state: CommState = attach(model, aggregator, **options)
+            aggregator = self._with_options(adam=replace(asked, betas=adam.betas, eps=adam.eps))
+        state: CommState = attach(model, aggregator, **self._of_attach())
         return state
 
-    def _aggregator(self, adam: Adam | None = None) -> Aggregator:
-        """Return what averages, with another `adam` than it says where one is given."""
+    def _of_attach(self) -> dict[str, Any]:
+        """Return the options of `attach`; the others are the strategy's."""
+        return {name: value for name, value in self.options.items() if name in OPTIONS}
+
+    def _with_options(self, **instead: Any) -> Aggregator:
+        """Build the aggregator with the strategy's options, and with those given `instead`."""
         name, *settings = self.strategy.split(":")
-        options = {name: value for name, value in self.options.items() if name not in STATE_OPTIONS}
-        if adam is not None:
-            settings, options["adam"] = [each for each in settings if not each.startswith("adam=")], adam
-        return build_preset(":".join([name, *settings]), **options)
+        settings = [each for each in settings if each.partition("=")[0] not in instead]
+        options = {name: value for name, value in self.options.items() if name not in OPTIONS}
+        return build_preset(":".join([name, *settings]), **options | instead)
 
     @classmethod
     def read(cls, strategy: str, settings: Iterable[str] = (), tuned: Path | None = None) -> Choice:
@@ -64,7 +67,7 @@ class Choice:
 
         tuned: the file of --tuned, which need not be there yet.
 
-        Raises ConfigurationError for what `attach` would refuse on any model.
+        Raises ConfigurationError for options that `attach` would refuse on any model.
         """
         options: dict[str, Any] = {}
         for setting in settings:
@@ -72,24 +75,14 @@ class Choice:
             if not equals or not name:
                 raise ConfigurationError(f"--option {setting!r} is no OPTION=VALUE, for example --option plan=ddp")
             options[name] = option_value(text)
-        for name in SCRIPT_OPTIONS:
+        for name in _OF_SCRIPT:
             if name in options:
                 raise ConfigurationError(
                     f"--option {name}={options[name]} is no value that a command line can hold; call "
                     f"commopt.attach(ddp, {strategy!r}, {name}=...) in the script, which is then left alone"
                 )
-        given = options.get
-        ranks_per_node, timeout_s, _ = read_arguments(given("ranks_per_node"), given("timeout"), None)
-        if timeout_s is not None:
-            require_timeout(timeout_s)
-        if ranks_per_node is not None and ranks_per_node < 1:
-            raise ConfigurationError(f"--option ranks_per_node={ranks_per_node} is not 1 or more")
-        if not isinstance(given("record", False), bool):
-            raise ConfigurationError(f"--option record={given('record')} is neither True nor False")
-        if (guard := given("guard")) is not None:
-            require_whole(guard, 1, "--option guard")
         choice = cls(strategy, options)
-        tunes = choice._aggregator().tunes
+        tunes = choice.aggregator.tunes
         if tuned is not None:
             if "tuned" in options:
                 raise ConfigurationError(
@@ -99,7 +92,7 @@ class Choice:
                 raise ConfigurationError(f"--tuned {tuned} keeps what auto chooses, and {strategy} chooses nothing")
             if tuned.exists():
                 options["tuned"] = str(tuned)
-        BucketConfig.read(given("plan"), given("links"), given("tuned"))
+        AttachOptions(**choice._of_attach()).checked()
         return choice
 
 

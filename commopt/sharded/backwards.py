@@ -18,7 +18,8 @@ from torch import nn
 from commopt import lanes
 from commopt.aggregate import Aggregator
 from commopt.attached.checks import warn_of_unknown_scaler
-from commopt.attached.registration import Registration, Settings
+from commopt.attached.options import AttachOptions
+from commopt.attached.registration import Registration
 from commopt.errors import ConfigurationError, MismatchError, TransportError
 from commopt.feedback import Layout
 from commopt.groups import WireBytes
@@ -83,14 +84,12 @@ def _sharding_of(group: ParameterGroup) -> str:
 
 @dataclass(frozen=True)
 class Request:
-    """What `attach` was asked for; groups: those of `model` that are to be reduced."""
+    """What `attach` was asked for; options: `checked` ones. groups: those of `model` to reduce."""
 
-    settings: Settings
+    options: AttachOptions
     aggregator: Aggregator
-    scaler: Any
     model: nn.Module
     groups: Sequence[ParameterGroup]
-    weights: Any = None
 
 
 class Backwards(Registration):
@@ -103,7 +102,7 @@ class Backwards(Registration):
 
     def __init__(self, asked: Request) -> None:
         self.groups = asked.groups
-        self.weights = asked.weights
+        self.weights = asked.options.weights
         self.deferred = 0
         self._model = asked.model
         self._layouts = Layouts(asked.model)
@@ -112,7 +111,7 @@ class Backwards(Registration):
             for part in group.parts:
                 self._layouts.also_called(part.name, part.called(group.shard_rank, group.shard_count))
             numels |= numels_of(group.parts, group.shard_count)
-        super().__init__(asked.settings, asked.aggregator, asked.scaler, self._layouts.parameters, numels)
+        super().__init__(asked.options, asked.aggregator, self._layouts.parameters, numels)
         self.sharding = str(sorted({_sharding_of(group) for group in self.groups}))
         self.store.per_step &= bool(asked.aggregator.residual_paths)  # else there is nothing to commit
         self._drops_with: LaneClient | None = None  # who drops a step together, and does not see it by itself

@@ -58,12 +58,12 @@ class ShardedRegistration(Backwards):
 
     def join(self, process_group: Any = None, problem: Exception | None = None) -> LaneClient:
         """Find all that hold a part of the model, and among them this rank's replicas; collective, as Registration."""
-        aggregator, settings = self.aggregator, self.settings
+        aggregator = self.aggregator
         assert aggregator is not None
         try:
             names = sha256(repr(sorted(self.numels.items())).encode()).hexdigest()
             facts = {"aggregator": self.aggregator_name, "scaler": str(self.store.per_step), "parameters": names}
-            everyone = self._join(_all_ranks(self.groups), problem, **facts, record=str(settings.record))
+            everyone = self._join(_all_ranks(self.groups), problem, **facts, **self.options.compared())
             try:
                 for group in dict.fromkeys(group.replicas for group in self.groups):
                     self.replicas[group] = Replicas(self._join(group))
@@ -129,8 +129,7 @@ class ShardedRegistration(Backwards):
                 self.averages.optimizer_steps.backward_ended(shadowed=False)
 
     def _join(self, group: Any, problem: Exception | None = None, **facts: str) -> LaneClient:
-        timeout_s, nccl = self.settings.timeout_s, self.settings.nccl
-        client = LaneClient.join(self.kind, group, None, timeout_s, nccl, problem, meets=True, **facts)
+        client = LaneClient.join(self.kind, group, None, self.options.timeout, problem, meets=True, **facts)
         self._clients.append(client)
         return client
 

@@ -1,38 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ShardedState, what users hold of an attached model of fully_shard or replicate, and how it comes about."""
+"""ShardedState, the users' handle of an attached model of fully_shard or replicate, and its `attach_sharded`."""
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any, NoReturn
 
 from torch import nn
 
 from commopt.aggregate import Aggregator, Auto, LocalSGD
 from commopt.attached.checks import REDUCIBLE, require_supported_parameters
-from commopt.attached.comm_state import CommState, require_scaler
-from commopt.attached.registration import Settings
+from commopt.attached.comm_state import CommState
+from commopt.attached.options import AttachOptions
 from commopt.errors import ConfigurationError
-from commopt.groups import Membership, NcclByLevel
-from commopt.groups.build import read_arguments
+from commopt.groups import Membership
 from commopt.sharded.backwards import Request
 from commopt.sharded.one_dimension import OneDimension, require_attachable
 from commopt.sharded.registration import ShardedRegistration
 from commopt.sharded.seams import ParameterGroup, groups_of, require_seams, reshard_between_steps
 
-# What attach takes for a DDP model only, and what to do instead.
-_FOR_DDP = {
-    "plan": "FSDP's groups are those you gave to fully_shard, one message each",
-    "links": "it is for plans, and FSDP's groups are those you gave to fully_shard, one message each",
-    "tuned": "it is for plans, and FSDP's groups are those you gave to fully_shard, one message each",
-    "guard": "FSDP's messages are not compared with exact ones",
-    "process_group": "the mesh of fully_shard says which ranks are replicas",
-    "ranks_per_node": "ranks of one shard are not neighbours; set COMMOPT_RANKS_PER_NODE, which counts all ranks",
-}
-
 
 class ShardedState(CommState):
-    """What averages the replicas of a model of fully_shard (on a 2-D mesh) or replicate; `attach` makes it.
+    """Averages the replicas of a model of fully_shard (on a 2-D mesh) or replicate; `attach` makes it.
 
     The model stays FSDP's: its DTensors, clip_grad_norm_, its optimizers and its checkpoints are as without commopt.
     Residuals belong to parameters by name and to the ranges of them that a rank owns. A step is a backward in which
@@ -56,7 +44,7 @@ class ShardedState(CommState):
         return self._registration.everyone
 
     def stats(self) -> dict[str, Any]:
-        """Return what was done so far, as HookState.stats; buckets are FSDP's buffers.
+        """Return the figures so far, as HookState.stats; buckets are FSDP's buffers.
 
         buckets_overlapped: those that the hook did not wait for (on the CPU; on a GPU it never does).
         """
@@ -77,12 +65,12 @@ class ShardedState(CommState):
 
 
 class OneDimensionState(ShardedState):
-    """What averages the gradients, and carries the weights, of a model that fully_shard cut over all ranks."""
+    """Averages the gradients, and moves the weights, of a model that fully_shard cut over all ranks."""
 
     _registration: OneDimension  # type: ignore[assignment]
 
     def stats(self) -> dict[str, Any]:
-        """Return what was done so far; with weights also how often groups' went across, and second copies' bytes."""
+        """Return the figures so far; with weights also how often groups' went across, and second copies' bytes."""
         gathers = self._registration.gathers.values()
         copies = [gather.copy for gather in gathers if gather.copy is not None]
         of_weights = {
@@ -106,22 +94,11 @@ class OneDimensionState(ShardedState):
         self._registration.forget_copies(bases=True)
 
 
-def attach_sharded(
-    model: nn.Module,
-    aggregator: Aggregator,
-    *,
-    scaler: Any = None,
-    timeout: float | timedelta | None = None,
-    record: bool = False,
-    nccl: NcclByLevel | None = None,
-    weights: Any = None,
-    **for_ddp: Any,
-) -> ShardedState:
+def attach_sharded(model: nn.Module, aggregator: Aggregator, given: AttachOptions) -> ShardedState:
     """Average the replicas of a model of fully_shard or replicate with `aggregator`; collective over all its ranks.
 
     Where it has none, on a mesh of one dimension, the gradients go to their owners, and the weights to all, as
-    `aggregator` and `weights`, a commopt.Weights or None, say. timeout: seconds, or a timedelta. for_ddp: what `attach`
-    was given that is for DDP models; anything but the defaults is refused.
+    `aggregator` and the options `given` say.
     Raises ConfigurationError and UnsupportedTensorError on every rank when that cannot be done, and in a later backward
     ConfigurationError when FSDP's hook or collectives were replaced meanwhile.
     """
@@ -132,23 +109,17 @@ def attach_sharded(
         raise ConfigurationError("fully_shard left this model no parameters to reduce; attach the one that has some")
     replicated = [group for group in groups if group.replicas is not None]
     problem: Exception | None = None
-    settings = Settings()
-    try:  # a mistake of this rank alone is every rank's to hear of
-        ranks_per_node = None if replicated else for_ddp.pop("ranks_per_node", None)
-        _require_options(aggregator, scaler, for_ddp, replicated=bool(replicated))
+    options = AttachOptions()
+    try:  # a mistake of one rank is raised on all of them
+        _require_aggregator(aggregator, replicated=bool(replicated))
+        checked = given.checked("replicated" if replicated else "sharded")
         _require_reducible(model, replicated or groups)
         if not replicated:
-            require_attachable(groups, weights)
-        elif weights is not None:
-            raise ConfigurationError(
-                f"attach(weights={weights!r}) is for models that are sharded over all ranks; with replicas no weights "
-                f"are sent between nodes: leave weights out"
-            )
-        ranks_per_node, timeout_s, nccl = read_arguments(ranks_per_node, timeout, nccl)
-        settings = Settings(ranks_per_node, timeout_s, record=record, nccl=nccl)
+            require_attachable(groups, checked.weights)
+        options = checked
     except Exception as error:
-        problem, scaler, weights = error, None, None
-    asked = Request(settings, aggregator, scaler, model, replicated or groups, weights)
+        problem = error
+    asked = Request(options, aggregator, model, replicated or groups)
     if not replicated:
         over_all = OneDimension(asked)
         over_all.join(groups[0].shards, problem)
@@ -160,7 +131,7 @@ def attach_sharded(
     return ShardedState(registration)
 
 
-def _require_options(aggregator: Aggregator, scaler: Any, for_ddp: dict[str, Any], *, replicated: bool) -> None:
+def _require_aggregator(aggregator: Aggregator, *, replicated: bool) -> None:
     if isinstance(aggregator, Auto):
         raise ConfigurationError(
             f"{aggregator} is for DDP models only, as it makes plans of DDP's buckets; attach another to a model of "
@@ -175,13 +146,6 @@ def _require_options(aggregator: Aggregator, scaler: Any, for_ddp: dict[str, Any
         raise ConfigurationError(
             f"{aggregator}: clip_norm is for DDP models only, as no rank of FSDP2 sees the norm of all; leave it out"
         )
-    for name, value in for_ddp.items():
-        if value and (name, value) != ("plan", "ddp"):
-            raise ConfigurationError(
-                f"attach({name}={value!r}) is for DDP models only, and this one is of fully_shard: "
-                f"{_FOR_DDP.get(name, 'it has no such option')}; leave {name} out"
-            )
-    require_scaler(scaler)
 
 
 def _require_reducible(model: nn.Module, groups: list[ParameterGroup]) -> None:

@@ -75,11 +75,6 @@ def Weights() -> None:
     commopt.attach(model, "hierarchical_quantized", weights=weights)
 
 
-def NcclOptions() -> None:
-    limits = {"inter": commopt.NcclOptions(max_ctas=4)}  # commopt.attach(ddp, "hierarchical", nccl=limits)
-    print(limits)
-
-
 def Plan(ddp: DDP) -> None:
     names = tuple(name for name, _ in ddp.module.named_parameters())
     plan = commopt.Plan(groups=(names[::-1],), strategy=repr(commopt.Hierarchical()))  # one bucket for everything

@@ -58,17 +58,9 @@ def diloco(ddp: DDP) -> None:
     commopt.attach(ddp, commopt.diloco, period=100)
 
 
-def streaming_diloco(ddp: DDP) -> None:
-    commopt.attach(ddp, commopt.streaming_diloco, fragments=2, delay=5)
-
-
 def onebit_local(ddp: DDP) -> None:
     comm = commopt.attach(ddp, commopt.onebit_local, start_step=1000)
     comm.average_parameters()  # on every rank, before saving or evaluating
-
-
-def sparse_loco(ddp: DDP) -> None:
-    commopt.attach(ddp, commopt.sparse_loco, period=15)
 
 
 def powersgd(ddp: DDP) -> None:

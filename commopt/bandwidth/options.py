@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-from commopt.bandwidth.collectives import COLLECTIVES, COMMOPT, TORCH, Collective, find_aggregator, known_aggregators
+from commopt.bandwidth.collectives import COLLECTIVES, COMMOPT, TORCH, find_aggregator, known_aggregators
 from commopt.collectives.communicator import Op
 from commopt.command_line import parse_nbytes, whole
 from commopt.errors import ConfigurationError, did_you_mean
+from commopt.probe.collectives import Collective, sizes
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float": torch.float32,
@@ -56,8 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What to measure; all ranks must have the same."""
+class BandwidthOptions:
+    """The options of the command; all ranks must have the same."""
 
     min_nbytes: int
     max_nbytes: int
@@ -80,33 +81,30 @@ class Settings:
         return DTYPES[self.type_name]
 
     def steps_nbytes(self) -> Iterator[int]:
-        """Yield every size of the sweep, as nccl-tests steps: times `-f` when that is above 1, else plus `-i`."""
-        nbytes = self.min_nbytes
-        while nbytes <= self.max_nbytes:
-            yield nbytes
-            nbytes = nbytes * self.step_factor if self.step_factor > 1 else nbytes + self.step_nbytes
+        """Return every size of the sweep, as nccl-tests steps: times `-f` when that is above 1, else plus `-i`."""
+        return sizes(self.min_nbytes, self.max_nbytes, self.step_factor, self.step_nbytes)
 
 
-def settings_of(options: argparse.Namespace) -> Settings:
+def options_of(given: argparse.Namespace) -> BandwidthOptions:
     """Check the options of a command line; raises ConfigurationError."""
-    given = {name: value for name, value in vars(options).items() if name in Settings.__dataclass_fields__}
-    collective = COLLECTIVES[options.collective]
-    names = options.aggregator or ("hierarchical" if collective.aggregates else COMMOPT)
-    given |= {
+    values = {name: value for name, value in vars(given).items() if name in BandwidthOptions.__dataclass_fields__}
+    collective = COLLECTIVES[given.collective]
+    names = given.aggregator or ("hierarchical" if collective.aggregates else COMMOPT)
+    values |= {
         "collective": collective,
-        "check": bool(options.check),
+        "check": bool(given.check),
         "aggregators": tuple(dict.fromkeys(names.split(","))),
     }
-    settings = Settings(**given)
-    if settings.min_nbytes > settings.max_nbytes:
+    options = BandwidthOptions(**values)
+    if options.min_nbytes > options.max_nbytes:
         raise ConfigurationError(
-            f"-b {settings.min_nbytes} is more than -e {settings.max_nbytes} bytes; raise -e or lower -b"
+            f"-b {options.min_nbytes} is more than -e {options.max_nbytes} bytes; raise -e or lower -b"
         )
-    whole_numbers = not settings.dtype.is_floating_point
-    if collective.reduces and settings.op == "avg" and whole_numbers:
-        raise ConfigurationError(f"-o avg of -d {settings.type_name} is no integer; use -o sum")
+    whole_numbers = not options.dtype.is_floating_point
+    if collective.reduces and options.op == "avg" and whole_numbers:
+        raise ConfigurationError(f"-o avg of -d {options.type_name} is no integer; use -o sum")
     known = (TORCH, *sorted(known_aggregators())) if collective.aggregates else (TORCH, COMMOPT)
-    for name in settings.aggregators:
+    for name in options.aggregators:
         aggregator = find_aggregator(name) if collective.aggregates else None
         if aggregator is None and name not in known:
             meant = did_you_mean(name, known) or ";"
@@ -115,7 +113,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
             )
         if aggregator is not None and not aggregator.lossless and whole_numbers:
             raise ConfigurationError(
-                f"--aggregator {name} would round -d {settings.type_name}; use a floating-point type or a lossless "
+                f"--aggregator {name} would round -d {options.type_name}; use a floating-point type or a lossless "
                 f"aggregator such as flat"
             )
-    return settings
+    return options
