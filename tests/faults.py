@@ -85,8 +85,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a later piece of a row is rounded by the random bits of the first",
         "commopt/kernels/residual.py",
-        "sixteen_bits(place + begin, p.numel(), rng, p.device)",
-        "sixteen_bits(place, p.numel(), rng, p.device)",
+        "sixteen_bits(place + begin, p.numel(), rng_key, p.device)",
+        "sixteen_bits(place, p.numel(), rng_key, p.device)",
         "kernels: random bits are those of the element, wherever it is rounded",
         ("test_cast",),
     ),
@@ -117,7 +117,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "factors are committed only beside residuals",
-        "commopt/feedback/store.py",
+        "commopt/feedback/transaction.py",
         "            if self._staged or self._staged_factors:\n",
         "            if self._staged:\n",
         NOTHING_LOST,
@@ -125,7 +125,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a step is committed without the lock",
-        "commopt/feedback/store.py",
+        "commopt/feedback/transaction.py",
         "                with self.lock:\n                    self._commit()\n",
         "                self._commit()\n",
         NOTHING_LOST,
@@ -176,7 +176,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "after a resume the store counts steps from 0",
         "commopt/attached/registration.py",
-        "        store.steps = self.steps = steps\n",
+        "        store.transaction.steps = self.steps = steps\n",
         "        self.steps = steps\n",
         FOLLOWS,
         ("test_feedback_moves",),

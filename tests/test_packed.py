@@ -151,9 +151,9 @@ def averages(aggregator: Aggregator, team: Team, values: Tensor, layout: Layout)
     for step in range(2):
         buffer = values.clone()
         aggregator.all_reduce(buffer, team, 1 / team.size, context_for(aggregator, layout, team, store, step))
-        store.end_bucket(last=True)
+        store.transaction.end_bucket(last=True)
         ends.append(buffer.view(torch.uint8))
-    return ends + [slot.values.view(torch.uint8) for slot in store.slots()]
+    return ends + [slot.values.view(torch.uint8) for slot in store.residuals()]
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def reduce_many(rank: int, world: int, aggregator: Aggregator, dtype: torch.dtyp
     for step in range(STEPS):
         source = padded(gradients(rank, step)).to(dtype).view(-1)
         layout = scatter.layout(parts, dtype, step)
-        store.begin_step()
+        store.transaction.begin_step()
         context = context_for(aggregator, layout, team, store, step, 0, team.ranks[team.rank])
         output = torch.full((source.numel() // world,), torch.nan, dtype=dtype)
         now: list[Any] = []
@@ -104,15 +104,15 @@ def reduce_many(rank: int, world: int, aggregator: Aggregator, dtype: torch.dtyp
             asked, what, nbytes = now.pop(-2)
             assert getattr(asked.wire, what)(nbytes) == store.beside
         heard += [(team.level, what, nbytes) for team, what, nbytes in now]
-        store.end_bucket((), last=True)
+        store.transaction.end_bucket((), last=True)
         calls = [each for each in scatter.calls(parts, dtype, step) if isinstance(each, Call)]
         said += [(each.level, each.primitive, each.nbytes) for each in calls]
         outputs.append(real(output, rank).double())
     owed = {}
-    for slot in store.slots():
+    for slot in store.residuals():
         for piece, begin in zip(slot.layout.pieces, slot.layout.offsets, strict=True):
             owed[str(piece)] = slot.values[begin : begin + piece.numel].double()
-    return {"outputs": outputs, "owed": owed, "heard": heard, "said": said, "dropped": int(store.dropped)}
+    return {"outputs": outputs, "owed": owed, "heard": heard, "said": said, "dropped": int(store.transaction.dropped)}
 
 
 def check_reduction(aggregator: Aggregator, nodes: Any, dtype: torch.dtype = torch.float32) -> None:

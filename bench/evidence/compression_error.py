@@ -17,6 +17,7 @@ from bench.environment import machine
 from bench.kernels.cases import timed_compressors
 from commopt import Compressor
 from commopt.command_line import CommandParser, output_file, whole
+from commopt.compress import Encoding
 from examples.train_gpt import GPT, load_corpus, windows_at
 
 STEPS = (0, 5, 20, 50, 100, 200)
@@ -47,7 +48,7 @@ def relative_error(compressor: Compressor, values: torch.Tensor) -> float:
     chunk_numel = -(-values.numel() // compressor.granularity) * compressor.granularity
     payload = torch.empty(1, compressor.payload_nbytes(chunk_numel), dtype=torch.uint8)
     decoded = torch.empty_like(values)
-    compressor.compress(values, payload, chunk_numel, 1.0)
+    compressor.compress(values, payload, Encoding(chunk_numel))
     compressor.decompress(payload, decoded, chunk_numel)
     return float((values - decoded).norm() / values.norm())
 

@@ -23,7 +23,7 @@ from commopt.concise_repr import ConciseRepr
 from commopt.errors import ConfigurationError
 from commopt.feedback import EXP_AVG, EXP_AVG_SQ, SAMPLE_EVERY_STEPS, BufferContext, Layout, ResidualStore
 from commopt.groups import Team, TeamShape
-from commopt.kernels.residual import piece_numel
+from commopt.kernels.residual import cache_numel
 
 _LEAST_WEIGHT = 0.25  # of a new measurement of the agreement
 
@@ -106,7 +106,7 @@ class Adam(ConciseRepr):
         if self.clip_norm is not None:
             self._clip(found, _square(v, layout, 1 - b2**before), store)
 
-        step = piece_numel(device)  # a cache still holds what was just written
+        step = cache_numel(device)  # a cache still holds what was just written
         least = root * self.eps
         if isinstance(least, Tensor) and least.dim():
             least = _spread(least, layout, device)
@@ -181,7 +181,7 @@ class Adam(ConciseRepr):
         found = noise * (1 - apart) / (apart + noise * (1 - apart))
         known = self._agreement(context, direction.device)
         weight = max(_LEAST_WEIGHT, 1 / (1 + context.step // SAMPLE_EVERY_STEPS))
-        staged = context.store.stage_factors(known)
+        staged = context.store.transaction.stage_factors(known)
         staged.copy_(torch.where(squares > 0, torch.lerp(known[:, 0], found, weight), known[:, 0]).unsqueeze(1))
 
     def _factors(self, nodes: int, context: BufferContext, device: torch.device) -> Tensor:
@@ -229,8 +229,9 @@ def exchange_norm(store: ResidualStore, team: Team, device: torch.device) -> Non
 
 def committed_steps(store: ResidualStore) -> Any:
     """Return how many steps were complete and not dropped; where a GradScaler drops them, float64 on the device."""
-    dropped = store.dropped if store.per_step else 0
-    return store.steps - (dropped if isinstance(dropped, int) else dropped.double())
+    transaction = store.transaction
+    dropped = transaction.dropped if transaction.per_step else 0
+    return transaction.steps - (dropped if isinstance(dropped, int) else dropped.double())
 
 
 def _steps_before(context: BufferContext) -> tuple[Any, Tensor | None]:

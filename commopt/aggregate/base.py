@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from commopt.compress import Candidates, Passes
+from commopt.compress import Candidates, KernelCost
 from commopt.concise_repr import ConciseRepr
 from commopt.errors import ConfigurationError
 from commopt.feedback import BufferContext, Layout, ResidualStore, Spans
@@ -194,7 +194,7 @@ class Aggregator(ConciseRepr, ABC):
         """
         return float((min(self.error_bound, 1.0) * torch.linalg.vector_norm(buffer, dtype=torch.float64)) ** 2)
 
-    def passes(self, ranks: int) -> dict[tuple[WorkKind, str], Passes]:
+    def kernel_costs(self, ranks: int) -> dict[tuple[WorkKind, str], KernelCost]:
         """Return what its work takes on a GPU, by kind and `what`. ranks: how many messages a server adds up."""
         return {}
 
@@ -245,9 +245,9 @@ def context_for(
     A look-up, unless the buffer is new, what sends it is, or residuals have just been loaded or moved.
     """
     memory = store.buffers.get(layout)
-    if memory is None or memory.by is not aggregator or not memory.settled:
-        paths, settle = aggregator.residual_paths_on(team), step > aggregator.start_step
-        memory = store.migrate(layout, aggregator, paths, settle=settle)
+    if memory is None or memory.sender is not aggregator or not memory.complete:
+        paths, search = aggregator.residual_paths_on(team), step > aggregator.start_step
+        memory = store.migrate(layout, aggregator, paths, search=search)
     return BufferContext(layout, step, number, rank, store, loss_scale, memory=memory, scratch=store.scratch)
 
 

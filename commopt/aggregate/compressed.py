@@ -22,7 +22,7 @@ from commopt.aggregate.adam import Adam
 from commopt.aggregate.base import Aggregator, Buffer, Step, WorkKind, mark_non_finite, work
 from commopt.aggregate.rows import Region, RowFormat, row_format, split
 from commopt.aggregate.untouched import RestingSigns
-from commopt.compress import Candidates, Cast, Compressor, ErrorFeedback, Exact, Passes, RngKey
+from commopt.compress import Candidates, Cast, Compressor, Encoding, ErrorFeedback, Exact, KernelCost, RngKey
 from commopt.errors import ConfigurationError
 from commopt.feedback import (
     EXP_AVG,
@@ -30,8 +30,8 @@ from commopt.feedback import (
     SAMPLE_EVERY_STEPS,
     BufferContext,
     Feedback,
-    Kind,
     Layout,
+    ResidualKind,
     checked_patterns,
     require_feedback,
     require_repeatable,
@@ -117,7 +117,7 @@ class Compressed(Aggregator):
         dtype = context.result_dtype or buffer.dtype
         rows = self._rows(context.layout, dtype, 1, context.step)
         if team.size == 1:
-            kept = None if self.feedback is None else context.leftover(context.layout, buffer.device)
+            kept = None if self.feedback is None else context.flush(context.layout, buffer.device)
             scale_and_add(buffer, buffer, scale, kept)
             return rows, []
         if _exchanges(rows, context.layout, team):
@@ -129,8 +129,8 @@ class Compressed(Aggregator):
         self, rows: RowFormat, buffer: Tensor, team: Team, scale: float, context: BufferContext
     ) -> list[ErrorFeedback | None]:
         """Let every rank send one row to all others."""
-        if context.store is not None and not context.memory.settled:  # sums are not encoded any more
-            context.store.dissolve(context.path, context.layout, "server")
+        if context.store is not None and not context.memory.complete:  # sums are not encoded any more
+            context.store.release(context.path, context.layout, "server")
         received = rows.take(team.size, "received", context.scratch, buffer.device)
         mine = received[team.rank : team.rank + 1]
         carries, resting = self._encode(rows, buffer, mine, team, scale, context)
@@ -165,8 +165,9 @@ class Compressed(Aggregator):
             begin, end = region.chunk(team.rank)
             carry = _carry(self.feedback, region, "server", region.layout.cut(begin, end), context, device)
             carries.append(carry)
-            sources, target, rng = region.payload(received), region.payload(served), context.rng("server")
-            region.compressor.recompress(sources, target, region.chunk_numel, end - begin, carry, rng)
+            sources, target = region.payload(received), region.payload(served)
+            encoding = Encoding(region.chunk_numel, 1.0, carry, context.rng_key("server"))
+            region.compressor.recompress(sources, target, end - begin, encoding)
             if rest is not None:
                 rest.summed(sources, target, region.chunk_numel, begin, end, carry)
         rows.travel("all_gather", team, gathered, served, scratch)
@@ -197,10 +198,10 @@ class Compressed(Aggregator):
             values = region.read(buffer, context.scratch)
             carry = _carry(self.feedback, region, "worker", region.layout, context, buffer.device)
             carries.append(carry)
-            rng = context.rng("worker") if region.compressor.stochastic else RngKey()
+            key = context.rng_key("worker") if region.compressor.stochastic else RngKey()
             rest = RestingSigns.of(region, values, scale, carry, team, context)
             resting.append(rest)
-            region.compressor.compress(values, region.payload(payload), region.chunk_numel, scale, carry, rng)
+            region.compressor.compress(values, region.payload(payload), Encoding(region.chunk_numel, scale, carry, key))
             if rest is not None:
                 rest.encoded(region.payload(payload), region.chunk_numel, carry)
             if carry is not None and not region.dense and context.step % SAMPLE_EVERY_STEPS == 0:
@@ -295,10 +296,10 @@ class Compressed(Aggregator):
             for begin, end in layout.spans_of(Layout((piece,)))
         )
 
-    def passes(self, ranks: int) -> dict[tuple[WorkKind, str], Passes]:
+    def kernel_costs(self, ranks: int) -> dict[tuple[WorkKind, str], KernelCost]:
         """Return those of the compressor, and of what travels dense beside it."""
         encoders = (self.compressor, Exact())
-        return {(kind, repr(each)): passes for each in encoders for kind, passes in each.passes(ranks).items()}
+        return {(kind, repr(each)): passes for each in encoders for kind, passes in each.kernel_costs(ranks).items()}
 
 
 def _require_cpu_to_pack(aggregator: Compressed, device: torch.device) -> None:
@@ -310,13 +311,18 @@ def _require_cpu_to_pack(aggregator: Compressed, device: torch.device) -> None:
 
 
 def _carry(
-    feedback: Feedback | None, region: Region, kind: Kind, layout: Layout, context: BufferContext, device: torch.device
+    feedback: Feedback | None,
+    region: Region,
+    kind: ResidualKind,
+    layout: Layout,
+    context: BufferContext,
+    device: torch.device,
 ) -> ErrorFeedback | None:
     if region.compressor.exact:
-        if kind == "server" or feedback is None or context.memory.settled:
+        if kind == "server" or feedback is None or context.memory.complete:
             return None
-        return context.leftover(layout, device)
-    return context.carry(kind, layout, feedback, device, region.layout)
+        return context.flush(layout, device)
+    return context.error_feedback(kind, layout, feedback, device, region.layout)
 
 
 def _judge(rows: RowFormat, payloads: Tensor, buffer: Tensor, context: BufferContext) -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from zlib import crc32
 
 import torch
@@ -18,7 +17,7 @@ from commopt.feedback import SAMPLE_EVERY_STEPS, BufferContext, Feedback, Side, 
 from commopt.groups import Team
 from commopt.kernels import lowrank
 from commopt.kernels.loader import cpu_kernels
-from commopt.kernels.residual import piece_numel
+from commopt.kernels.residual import cache_numel
 
 _WORDS = 4  # uniform numbers that make one that is nearly normal
 
@@ -53,18 +52,18 @@ class Exchange:
             self._factor = float(factor) if self._device.type == "cpu" else factor  # a device waits for no host
         self._rounds = dtype.itemsize < torch.float32.itemsize
         self._all_kept = self._rounds or plan.splits
-        self._leftover: ErrorFeedback | None = None
+        self._flushed: ErrorFeedback | None = None
         self._carry: ErrorFeedback | None = None
         self._rest: RestingElements | None = None
         self._take_residual(feedback)
         if feedback is not None and not self._all_kept and plan.dense_spans:
-            self._leftover = context.leftover(plan.dense, self._device)
+            self._flushed = context.flush(plan.dense, self._device)
 
     def _take_residual(self, feedback: Feedback | None) -> None:
         """Get the residual, and memory for the matrices."""
         plan = self._plan
         kept = plan.everything if self._all_kept else plan.stacked
-        self._carry = self._context.carry("worker", kept, feedback, self._device)
+        self._carry = self._context.error_feedback("worker", kept, feedback, self._device)
         if self._carry is not None:
             self._kept = self._carry.new
         else:
@@ -100,18 +99,20 @@ class Exchange:
             self._keep_lost(left, lost.view_as(right))
         self._keep_resting()
         if context.store is not None:
-            self._orthogonalize("right", right, context.store.stage_factors(factors.rights), factors.initial["right"])
+            self._orthogonalize(
+                "right", right, context.store.transaction.stage_factors(factors.rights), factors.initial["right"]
+            )
         self._write(left, right, dense, team)
 
     def _project(self, rights: Tensor, left: Tensor) -> None:
         """Make the matrices M of gradients and residuals, and set `left` to M Q for each."""
-        for group in self._plan.parts(piece_numel(self._device)):  # a cache still holds what was just written
+        for group in self._plan.parts(cache_numel(self._device)):  # a cache still holds what was just written
             self._fill(group)
             lowrank.project(group.stack(self._kept), group.factors("right", rights), group.factors("left", left))
 
     def _refresh(self, left: Tensor, right: Tensor) -> None:
         """Set `right` to M^T P for each matrix M, and leave what that does not say."""
-        for group in self._plan.parts(piece_numel(self._device)):
+        for group in self._plan.parts(cache_numel(self._device)):
             lowrank.refresh(group.stack(self._kept), group.factors("left", left), group.factors("right", right))
         self._sample()
 
@@ -170,7 +171,7 @@ class Exchange:
 
     def _fill_dense(self, target: Tensor) -> None:
         """Put the dense elements into their part of a message, with what is kept for them from before."""
-        carry, first = self._leftover, 0
+        carry, first = self._flushed, 0
         if self._carry is not None and self._all_kept:
             carry, first = self._carry, self._plan.stacked.numel
             self._kept[first:].zero_()
@@ -201,9 +202,8 @@ class Exchange:
         if self._carry is None or not self._plan.groups or self._context.step % SAMPLE_EVERY_STEPS:
             return
         matrix = self._plan.matrices[0]
-        first = slice(0, matrix.rows * matrix.cols)
-        carry = replace(self._carry, old=self._carry.old[first], new=self._carry.new[first])
-        self._context.sample(self._buffer[matrix.begin : matrix.end], self._scale, carry)
+        first = self._carry.cut(0, matrix.rows * matrix.cols)
+        self._context.sample(self._buffer[matrix.begin : matrix.end], self._scale, first)
 
     # ----------------------------------------------------------------------------------- receiving
 

@@ -33,7 +33,7 @@ class InPlace(Exchange):
         if plan.splits or not plan.groups:
             return False
         staged = context.loss_scale is not None or context.share is not None  # a step's, or a node's shards with it
-        staged |= context.store is not None and context.store.per_step
+        staged |= context.store is not None and context.store.transaction.per_step
         return not staged and (feedback is None or feedback.dtype == torch.float32)
 
     def _take_residual(self, feedback: Feedback | None) -> None:

@@ -15,7 +15,7 @@ from commopt.aggregate.adam import Adam
 from commopt.aggregate.base import Aggregator, Buffer, Flat, Step, WorkKind, call, work
 from commopt.aggregate.shards import division, reshard
 from commopt.aggregate.sums import ByLeaders
-from commopt.compress import Passes
+from commopt.compress import KernelCost
 from commopt.errors import ConfigurationError, did_you_mean
 from commopt.feedback import BufferContext, Layout
 from commopt.groups import Team, TeamShape, apply_scale
@@ -101,7 +101,7 @@ class Hierarchical(Aggregator):
         Returns, as `_through_shards` does, elements of the result that are not finite if any is not.
         """
         leads = intra.rank == 0 and inter is not None  # an uneven node has one leader alone that has an inter level
-        if self.inter.residual_paths and not context.memory.settled:
+        if self.inter.residual_paths and not context.memory.complete:
             reshard(self.inter, "leader", context.layout if leads else None, intra, context, buffer.device)
         values = self._scaled(buffer, scale)
         intra.reduce(values, dst=0)
@@ -120,7 +120,7 @@ class Hierarchical(Aggregator):
         assert inter is not None  # check() refused unequal nodes
         divided = division(self.inter, context.layout, buffer.dtype, intra.size)
         mine = divided.layouts[intra.rank]  # the last ranks of a node may have nothing but padding, on every node
-        if self.inter.residual_paths and not context.memory.settled:
+        if self.inter.residual_paths and not context.memory.complete:
             reshard(self.inter, divided.name, mine, intra, context, buffer.device)
         values = self._scaled(buffer, scale)
         # The bucket cannot be padded; where it does not divide, a padded copy goes round instead.
@@ -220,9 +220,9 @@ class Hierarchical(Aggregator):
         """Return that of `inter`."""
         return self.inter.squared_error(layout, buffer)
 
-    def passes(self, ranks: int) -> dict[tuple[WorkKind, str], Passes]:
+    def kernel_costs(self, ranks: int) -> dict[tuple[WorkKind, str], KernelCost]:
         """Return those of `inter`."""
-        return self.inter.passes(ranks)
+        return self.inter.kernel_costs(ranks)
 
     def _form(self, team: TeamShape, nbytes: int, backend: str) -> str:
         inter = self.inter
@@ -253,7 +253,7 @@ def choose_form(backend: str, nbytes: int, *, uniform: bool, lossless: bool = Tr
 def _compress_first(inter: Aggregator, buffer: Tensor, team: Team, scale: float, context: BufferContext) -> None:
     """Let every rank compress what it has; the sums of that, which are small, go through the leaders."""
     assert team.intra is not None
-    if not context.memory.settled:  # what other forms kept is on any rank of the node: the first one sends it
+    if not context.memory.complete:  # what other forms kept is on any rank of the node: the first one sends it
         mine = context.layout if team.intra.rank == 0 else None
         reshard(inter, "whole", mine, team.intra, context, buffer.device)
     across = context.within("inter", context.layout, context.result_dtype)

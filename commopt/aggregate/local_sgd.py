@@ -16,7 +16,7 @@ from commopt.aggregate.compressed import Compressed
 from commopt.aggregate.hierarchical import Hierarchical
 from commopt.aggregate.outer import Deltas, Outer
 from commopt.aggregate.powersgd import PowerSGD
-from commopt.compress import Compressor, Passes
+from commopt.compress import Compressor, KernelCost
 from commopt.errors import ConfigurationError
 from commopt.feedback import BufferContext, Feedback
 from commopt.groups import Team, TeamShape, apply_scale
@@ -170,9 +170,9 @@ class LocalSGD(Aggregator):
         earliest = self.gradients.phase(step)
         return earliest if step < self.start_step else max(earliest, self.start_step)
 
-    def passes(self, ranks: int) -> dict[tuple[WorkKind, str], Passes]:
+    def kernel_costs(self, ranks: int) -> dict[tuple[WorkKind, str], KernelCost]:
         """Return those of gradients and of parameters."""
-        return self.gradients.passes(ranks) | self.parameters.passes(ranks)
+        return self.gradients.kernel_costs(ranks) | self.parameters.kernel_costs(ranks)
 
     def check_capture(self, step: int, team: TeamShape) -> None:
         """Refuse where there are several nodes."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from commopt.aggregate.base import Aggregator, Buffer, Step, WorkKind
-from commopt.compress import Passes
+from commopt.compress import KernelCost
 from commopt.concise_repr import ConciseRepr
 from commopt.errors import ConfigurationError
 from commopt.feedback import ANCHOR, MOMENTUM_BUFFER, BufferContext, Layout, Spans
@@ -109,9 +109,9 @@ class Deltas(Aggregator):
         """Tell `inner`."""
         return replace(self, inner=self.inner.with_dense(patterns))
 
-    def passes(self, ranks: int) -> dict[tuple[WorkKind, str], Passes]:
+    def kernel_costs(self, ranks: int) -> dict[tuple[WorkKind, str], KernelCost]:
         """Return those of `inner`."""
-        return self.inner.passes(ranks)
+        return self.inner.kernel_costs(ranks)
 
 
 def _is_number(value: object) -> bool:

@@ -4,7 +4,7 @@
 A gradient M [rows, cols] is multiplied by a factor Q [cols, r]. The sum of that over the ranks, made orthonormal, is P;
 the sum of M^T P is the new Q, and everybody takes P Q^T for the average. What that leaves out of a rank's own M stays
 there for the next step, and the next step starts from this Q, which is what makes it good: repeated, it is a power
-iteration.
+iteration. `powersgd_reference.py` has one step in plain torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from commopt.aggregate.base import Aggregator, Buffer, Step, WorkKind, mark_non_finite, work
 from commopt.aggregate.matrices import Rule, beyond_rank, divide, plan
 from commopt.aggregate.sums import add_up, calls_of_sum
-from commopt.compress import Candidates, ErrorFeedback, Passes
+from commopt.compress import Candidates, ErrorFeedback, KernelCost
 from commopt.errors import ConfigurationError
 from commopt.feedback import (
     BufferContext,
@@ -85,7 +85,7 @@ class PowerSGD(Aggregator):
             return
         dtype = context.result_dtype or buffer.dtype
         if team.size == 1:
-            kept = None if self.feedback is None else context.leftover(context.layout, buffer.device)
+            kept = None if self.feedback is None else context.flush(context.layout, buffer.device)
             scale_and_add(buffer, buffer, scale, kept)
         elif self._as_it_is(context.layout, dtype, context.step):
             self._reduce_as_it_is(buffer, dtype, team, scale, context)
@@ -114,11 +114,11 @@ class PowerSGD(Aggregator):
 
     def _leftover(self, dtype: torch.dtype, context: BufferContext, device: torch.device) -> ErrorFeedback | None:
         """Return what is kept of a buffer that is not compressed now: sent once, or rounded to `dtype` again."""
-        if self.feedback is None or not context.holds(context.layout):
+        if self.feedback is None or not context.has_residual(context.layout):
             return None
         if dtype.itemsize < torch.float32.itemsize:
-            return context.carry("worker", context.layout, self.feedback, device)
-        return context.leftover(context.layout, device)
+            return context.error_feedback("worker", context.layout, self.feedback, device)
+        return context.flush(context.layout, device)
 
     # -------------------------------------------------------------------------------------- facts
 
@@ -165,7 +165,7 @@ class PowerSGD(Aggregator):
             for matrix in plan(layout, self._rule).matrices
         )
 
-    def passes(self, ranks: int) -> dict[tuple[WorkKind, str], Passes]:
+    def kernel_costs(self, ranks: int) -> dict[tuple[WorkKind, str], KernelCost]:
         """Return what the matrices take; the factors themselves are small.
 
         They are filled with gradients and residuals (three passes), read for the product, what travels is subtracted
@@ -173,7 +173,7 @@ class PowerSGD(Aggregator):
         matrices once more, for another product and its orthonormal columns.
         """
         what = f"PowerSGD({self.matrix_rank})"
-        return {("factor", what): Passes(7 * _NBYTES, 10), ("refresh", what): Passes(_NBYTES, 5)}
+        return {("factor", what): KernelCost(7 * _NBYTES, 10), ("refresh", what): KernelCost(_NBYTES, 5)}
 
     @property
     def _rule(self) -> Rule:

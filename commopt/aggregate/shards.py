@@ -83,8 +83,8 @@ def reshard(
     store, path = context.store, context.within("inter", context.layout).path
     if store is None:
         return
-    before = {how for other, how in store.placed.get(path, {}).items() if other.shares_names(context.layout)}
-    if not store.place(path, context.layout, division_name) or before == {division_name} == {"whole"}:
+    before = {how for other, how in store.divisions.get(path, {}).items() if other.shares_names(context.layout)}
+    if not store.divides_anew(path, context.layout, division_name) or before == {division_name} == {"whole"}:
         return
     paths = [f"{path}.{part}".rstrip(".") for part in inter.residual_paths]
     kept = frozenset() if mine is None else mine.names
@@ -92,8 +92,8 @@ def reshard(
         kept = frozenset() if before else context.layout.names
     store.factors.forget(path, context.layout.names - kept)
     for each in paths:
-        store.dissolve(each, context.layout)
-    collected = [store.collect(each, context.layout, device) for each in paths]
+        store.release(each, context.layout)
+    collected = [store.pop(each, context.layout, device) for each in paths]
     averages = [number for number, each in enumerate(paths) if is_average(each)]
     collected += [(collected[number] != 0).float() for number in averages]
     moving = torch.cat(collected)
@@ -108,4 +108,4 @@ def reshard(
         spans = context.layout.spans_of(mine)
         for each, whole in zip(paths, parted, strict=False):  # behind them, how many held the averages
             parts = [whole[first:last] for first, last in spans]
-            store.deposit(each, mine, torch.cat(parts) if parts else whole[:0])
+            store.add(each, mine, torch.cat(parts) if parts else whole[:0])

@@ -135,7 +135,7 @@ class RestingSigns:
         known = store.untouched.get((context.path, region.layout))
         if known is None:
             known = Untouched(~_agree(what_is_to_be_sent(values, scale, carry) != 0, team, store))
-            store.rest(context.path, region.layout, known)
+            store.untouched[context.path, region.layout] = known
         if known.none:
             return None
         return cls(codec, known, what_is_to_be_sent(values, scale, carry, known.places))
@@ -264,7 +264,7 @@ class RestingElements:
         stacked = matrices()
         resting = _resting_elements(plan, stacked, team, context)
         known = _Masked(resting, not bool(resting.any()))
-        store.rest(context.path, plan.stacked, known)
+        store.untouched[context.path, plan.stacked] = known
         return None if known.none else cls(known, plan, stacked)
 
     def touched(self) -> Tensor:

@@ -19,7 +19,7 @@ from commopt.attached.optimizer_steps import OptimizerSteps
 from commopt.errors import ConfigurationError
 from commopt.feedback import BufferContext, Piece, ResidualStore
 from commopt.feedback.checkpoint import field, refuse, required
-from commopt.feedback.parcels import Named, Parcel, fragments_of, parcels_of
+from commopt.feedback.parameter_buckets import Named, ParameterBucket, fragments_of, parameter_buckets
 from commopt.groups import WireBytes
 from commopt.lanes import Agreement, LaneClient, Work
 from commopt.schedule import reducer
@@ -36,7 +36,7 @@ class _Flight:
     agreement: that all ranks have come to this round; None for what a checkpoint has brought.
     """
 
-    parcel: Parcel
+    parcel: ParameterBucket
     values: Tensor
     adds: bool
     agreement: Agreement | None = None
@@ -182,7 +182,7 @@ class ParameterAverages:
             self._land(fragment)
         flights = [
             self._send(client, parcel, self._average.exact, 0, agreement, adds=False)
-            for parcel in parcels_of({**self._read(), **self._buffers()}, self._pieces)
+            for parcel in parameter_buckets({**self._read(), **self._buffers()}, self._pieces)
         ]
         self._before_write()
         for flight in flights:
@@ -236,7 +236,7 @@ class ParameterAverages:
         average, alone, by = self._average, client.team.intra, self._average.parameters
         flights = []
         for fragment in range(average.fragments):
-            for parcel in parcels_of(self._tensors(fragment), self._pieces):
+            for parcel in parameter_buckets(self._tensors(fragment), self._pieces):
                 values = parcel.values(copy=True)
                 if alone is not None and alone.rank > 0:  # the sum over a node is to be what one rank holds, exactly
                     values.zero_()
@@ -249,7 +249,7 @@ class ParameterAverages:
     def _send(
         self,
         client: LaneClient,
-        parcel: Parcel,
+        parcel: ParameterBucket,
         by: Aggregator,
         number: int,
         agreement: Agreement,
@@ -274,11 +274,11 @@ class ParameterAverages:
                 return
             context = BufferContext.unremembered(values.numel())
             if by.residual_paths:
-                store.begin_step()
+                store.transaction.begin_step()
                 context = context_for(by, parcel.layout, team, store, number, rank=team.ranks[team.rank])
             by.all_reduce(values, team, scale, context)
             if by.residual_paths:
-                store.end_bucket([values], last=True)
+                store.transaction.end_bucket([values], last=True)
             if before is not None:
                 values.sub_(before)
 
@@ -301,14 +301,14 @@ class ParameterAverages:
                 flight.parcel.put(values)
         self.times += bool(flights)
 
-    def _parcels(self, fragment: int) -> list[tuple[Parcel, Aggregator]]:
+    def _parcels(self, fragment: int) -> list[tuple[ParameterBucket, Aggregator]]:
         """Return what travels in a round, and by what: buffers with the last fragment, always exactly."""
         average, tensors, pieces = self._average, self._tensors(fragment), self._pieces
         buffers = self._buffers() if fragment == average.fragments - 1 else {}
         if average.parameters is average.exact:
-            return [(parcel, average.exact) for parcel in parcels_of({**tensors, **buffers}, pieces)]
-        own = [(parcel, average.parameters) for parcel in parcels_of(tensors, pieces)]
-        return [*own, *((parcel, average.exact) for parcel in parcels_of(buffers, pieces))]
+            return [(parcel, average.exact) for parcel in parameter_buckets({**tensors, **buffers}, pieces)]
+        own = [(parcel, average.parameters) for parcel in parameter_buckets(tensors, pieces)]
+        return [*own, *((parcel, average.exact) for parcel in parameter_buckets(buffers, pieces))]
 
     def _tensors(self, fragment: int) -> Named:
         everything = self._read()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from commopt.aggregate import Aggregator, Flat, committed_steps, context_for, exchange_norm
-from commopt.feedback import Layout, ParameterSteps, ResidualStore, Shadow, is_average, sample_numel, sample_stride
+from commopt.feedback import ExactSample, Layout, ParameterSteps, ResidualStore, is_average, sample_numel, sample_stride
 from commopt.groups import Team, TeamShape, WireBytes
 from commopt.recording import MessageRecorder as Recorded
 from commopt.recording import running
@@ -52,7 +52,7 @@ class Reduction:
     step: Step
     aggregator: Aggregator
     team: Team
-    shadow: Shadow | None = None
+    shadow: ExactSample | None = None
     recorded: Recorded | None = None
     scale: float | None = None
 
@@ -74,8 +74,8 @@ class Reduction:
         store, team, flat = self.step.store, self.team, self.buffer.view(-1)
         with nullcontext() if self.recorded is None else running(self.recorded):
             if self.number == 0:
-                store.begin_step()
-                store.finite = None
+                store.transaction.begin_step()
+                store.transaction.finite = None
             scaler, loss_scale = self.step.scaler, None
             if scaler is not None:
                 loss_scale = loss_scale_of(scaler, self.buffer.device)
@@ -83,14 +83,14 @@ class Reduction:
             context = context_for(self.aggregator, self.layout, team, store, number, self.number, rank, loss_scale)
             if self.aggregator.adam is not None:
                 context = replace(context, steps=self._count_steps(flat))
-            scale = context.add_leftover(flat, 1.0 / team.size if self.scale is None else self.scale)
+            scale = context.flush_into(flat, 1.0 / team.size if self.scale is None else self.scale)
             exact = None if self.shadow is None else self._exact(self.shadow, flat, scale, loss_scale)
             self.aggregator.all_reduce(flat, team, scale, context)
             if self.shadow is not None and exact is not None:
                 self.shadow.add(exact, flat, number, self.layout, loss_scale)
             if self.exchanges_norm:
                 exchange_norm(store, team, flat.device)
-            store.end_bucket([flat], last=self.last)
+            store.transaction.end_bucket([flat], last=self.last)
 
     def _count_steps(self, flat: Tensor) -> ParameterSteps:
         """Return how many steps Adam has made of each parameter, and count this one if it is committed.
@@ -100,7 +100,7 @@ class Reduction:
         """
         store, layout = self.step.store, self.layout
         steps = store.counts.take(layout, flat.device, lambda: committed_steps(store))
-        staged = store.stage_factors(steps.before)
+        staged = store.transaction.stage_factors(steps.before)
         if not self.asks_who_is_used:
             torch.add(steps.before, 1, out=staged)
             return steps
@@ -111,7 +111,7 @@ class Reduction:
         torch.add(steps.before, (used > 0).double(), out=staged)
         return replace(steps, used=used > 0)
 
-    def _exact(self, shadow: Shadow, flat: Tensor, scale: float, loss_scale: Tensor | None) -> Tensor:
+    def _exact(self, shadow: ExactSample, flat: Tensor, scale: float, loss_scale: Tensor | None) -> Tensor:
         kept = sampled(self.step.store, self.layout, flat.device) if self.aggregator.residual_paths else None
         if kept is not None and loss_scale is not None:
             kept *= loss_scale
@@ -119,10 +119,10 @@ class Reduction:
 
 
 def sampled(store: ResidualStore, layout: Layout, device: torch.device) -> Tensor:
-    """Return what is kept for those elements of a buffer that a Shadow samples, over all levels; float32, unscaled."""
+    """Return what is kept for those elements of a buffer of an ExactSample, over all levels; float32, unscaled."""
     stride = sample_stride(layout.numel)
     total = torch.zeros(sample_numel(layout.numel), dtype=torch.float32, device=device)
-    for slot in store.slots():
+    for slot in store.residuals():
         if is_average(slot.path) or not slot.layout.shares_names(layout):
             continue
         for here, there, numel in layout.common(slot.layout):

@@ -17,7 +17,7 @@ from commopt.attached.checks import warn_of_untested_torch
 from commopt.attached.local_sgd import ParameterAverages
 from commopt.attached.options import AttachOptions
 from commopt.attached.reduction import Reduction, Step, Traffic
-from commopt.feedback import Layout, ResidualStore, Shadow, spread
+from commopt.feedback import ExactSample, Layout, ResidualStore, spread
 from commopt.feedback.checkpoint import required, whole
 from commopt.groups import Membership, WireBytes
 from commopt.lanes import LaneClient, Work
@@ -149,7 +149,7 @@ class Registration:
     def scale_by(self, scaler: Any) -> None:
         """Take note of another GradScaler."""
         self.scaler = scaler
-        self.store.per_step = scaler is not None and scaler.is_enabled()
+        self.store.transaction.per_step = scaler is not None and scaler.is_enabled()
 
     def send(
         self,
@@ -159,7 +159,7 @@ class Registration:
         aggregator: Aggregator,
         *,
         last: bool,
-        shadow: Shadow | None = None,
+        shadow: ExactSample | None = None,
         scale: float | None = None,
     ) -> Work:
         """Queue the average of a buffer, `index` of the model's and `last` of its step, as Reduction; count it."""
@@ -248,7 +248,7 @@ class Registration:
 
         buffers: in which it went, empty for other ones. extras: what `read_extras` returned, None in another world.
         """
-        store.steps = self.steps = steps
+        store.transaction.steps = self.steps = steps
         store.beside = self.store.beside
         self.store = store
         if self.averages is not None:

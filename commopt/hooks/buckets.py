@@ -31,7 +31,7 @@ from commopt.attached.options import AttachOptions
 from commopt.attached.reduction import Step
 from commopt.attached.registration import Registration
 from commopt.errors import CommoptError, ConfigurationError
-from commopt.feedback import EVERY_STEPS, Layout, ResidualStore, Shadow, sample_numel
+from commopt.feedback import EVERY_STEPS, ExactSample, Layout, ResidualStore, sample_numel
 from commopt.schedule import Controller, Layouts, Plan, Tuned
 from commopt.schedule.reducer import is_capturing
 
@@ -51,7 +51,7 @@ class DDPRegistration(Registration):
         self.module = None if module is None else ref(module)
         self.decided_by: str | None = None
         self.guard = 0
-        self.shadow = Shadow()
+        self.shadow = ExactSample()
         self.controller = Controller(self.recorder, self.layouts)
         if isinstance(aggregator, LocalSGD):
             parameters, found = dict(self.parameters), ref(self)
@@ -183,7 +183,7 @@ class DDPRegistration(Registration):
             self.guard = 0  # a CUDA graph would sample in every step, or in none
         if self.guard and self.controller.changes != self._shadow_of:
             self._shadow_of = self.controller.changes
-            self.shadow = Shadow(self.guard, steps)  # a new plan is judged by its own samples
+            self.shadow = ExactSample(self.guard, steps)  # a new plan is judged by its own samples
 
     def _require_optimizer_step(self) -> None:
         """See whether a step was made by the last averages; DDP averages what has accumulated.
@@ -194,7 +194,7 @@ class DDPRegistration(Registration):
         watch = self.steps_between
         if watch is None or torch._C._current_graph_task_id() == -1:
             return  # a rank without data, in DDP's join(), has neither backwards nor optimizer steps
-        if not watch.missed(self.scaler, self.store.finite):
+        if not watch.missed(self.scaler, self.store.transaction.finite):
             return
         if self.directions is not None:
             raise ConfigurationError(

@@ -11,7 +11,7 @@ from math import ceil, sqrt
 import torch
 from torch import Tensor
 
-from commopt.compress import COMPRESSORS, Cast, Compressor, ErrorFeedback, Exact, Quantize, RngKey
+from commopt.compress import COMPRESSORS, Cast, Compressor, Encoding, ErrorFeedback, Exact, Quantize, RngKey
 from commopt.cost import LinkKey, WorkKey
 from commopt.errors import ConfigurationError, did_you_mean
 from commopt.groups import Team
@@ -231,22 +231,25 @@ def _packed(numel: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def _encode(compressor: Compressor, numel: int, device: torch.device) -> Callable[[], None]:
     chunk_numel, payload = _rows(compressor, numel, 1, device)
-    values, carry = _normal(numel, device), _carry(numel, device)
-    return lambda: compressor.compress(values, payload, chunk_numel, 1 / _ROWS, carry, RngKey(seed=1))
+    values, encoding = (
+        _normal(numel, device),
+        Encoding(chunk_numel, 1 / _ROWS, _residual(numel, device), RngKey(seed=1)),
+    )
+    return lambda: compressor.compress(values, payload, encoding)
 
 
 def _decode(compressor: Compressor, numel: int, device: torch.device) -> Callable[[], None]:
     chunk_numel, payload = _rows(compressor, numel, 1, device)
-    compressor.compress(_normal(numel, device), payload, chunk_numel, 1.0)
+    compressor.compress(_normal(numel, device), payload, Encoding(chunk_numel))
     return partial(compressor.decompress, payload, _zeros(_ITEMSIZE * numel, device), chunk_numel)
 
 
 def _recode(compressor: Compressor, numel: int, device: torch.device) -> Callable[[], None]:
     chunk_numel, payloads = _rows(compressor, numel, _ROWS, device)
-    compressor.compress(_normal(numel, device), payloads, chunk_numel, 1.0)
+    compressor.compress(_normal(numel, device), payloads, Encoding(chunk_numel))
     sums, sent = min(chunk_numel, numel), torch.zeros_like(payloads[:1])
-    carry = _carry(sums, device)
-    return lambda: compressor.recompress(payloads, sent, chunk_numel, sums, carry, RngKey(seed=1))
+    encoding = Encoding(chunk_numel, 1.0, _residual(sums, device), RngKey(seed=1))
+    return lambda: compressor.recompress(payloads, sent, sums, encoding)
 
 
 def _factor(matrix_rank: int, numel: int, device: torch.device) -> Callable[[], None]:
@@ -293,5 +296,5 @@ def _normal(numel: int, device: torch.device) -> Tensor:
     return torch.randn(numel, generator=torch.Generator(device).manual_seed(0), dtype=torch.float32, device=device)
 
 
-def _carry(numel: int, device: torch.device) -> ErrorFeedback:
+def _residual(numel: int, device: torch.device) -> ErrorFeedback:
     return ErrorFeedback(_normal(numel, device) / 8, torch.zeros(numel, dtype=torch.float32, device=device))

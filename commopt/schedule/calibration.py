@@ -133,10 +133,10 @@ class _TimedMessage:
         _finish(device)
         begun_ns = perf_counter_ns()
         for _ in range(calls):
-            self._store.begin_step()
+            self._store.transaction.begin_step()
             context = context_for(self._aggregator, self._layout, team, self._store, next(self._steps))
             self._aggregator.all_reduce(self._buffer, team, 1.0 / team.size, context)
-            self._store.end_bucket(last=True)
+            self._store.transaction.end_bucket(last=True)
         _finish(device)
         own_us = torch.tensor([(perf_counter_ns() - begun_ns) / 1000 / calls], dtype=torch.float64, device=device)
         everyone = own_us.new_empty(team.size)

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from commopt.aggregate import Aggregator, Flat
 from commopt.errors import ConfigurationError
-from commopt.feedback import Layout, Shadow
+from commopt.feedback import ExactSample, Layout
 from commopt.groups import Team
 from commopt.lanes import Work
 from commopt.recording import Recorder
@@ -256,7 +256,7 @@ class Controller:
         step: int,
         device: torch.device,
         overhead_us: float,
-        shadow: Shadow | None = None,
+        shadow: ExactSample | None = None,
     ) -> SyncPoint | None:
         """Return the synchronisation point that is due after `step`, None if none is.
 
@@ -297,7 +297,7 @@ class Controller:
         )
         return self._point
 
-    def _is_time_to_look(self, step: int, shadow: Shadow | None) -> bool:
+    def _is_time_to_look(self, step: int, shadow: ExactSample | None) -> bool:
         """Return whether all ranks look after `step` at how far compressed averages are behind."""
         if shadow is None or self.aggregator.lossless:
             return False

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from commopt.aggregate import LocalSGD
-from commopt.feedback.parcels import PARCEL_NBYTES
+from commopt.feedback.parameter_buckets import BUCKET_NBYTES
 from commopt.schedule.measure import StepTable, Times
 from commopt.schedule.plan import Plan, Prediction, Unit
 from commopt.schedule.simulation import INSIDE, mean_step_us, members_of, simulate
@@ -100,7 +100,7 @@ class Measurement:
     exposed_us: the part of each step after its last gradient, on the slowest rank.
     message_nbytes: the length of each message.
     lane_us: for how long each kept the lane, from the moment it could have started until it was done.
-    steps_behind: how far compressed averages are behind exact ones, as Shadow has it; None where nobody compares.
+    steps_behind: how far compressed averages are behind exact ones, as ExactSample has it; None where nobody compares.
     movable: whether another plan may have other groups.
     earlier: another measurement of the same plan, which counts as much.
     """
@@ -179,7 +179,7 @@ class Measurement:
         groups = members_of(self.units, self.plan.groups)
         nbytes = [sum(unit.nbytes for unit in group) for group in groups]
         ready_us = [max(unit.ready_us for unit in group) for group in groups]
-        parcels = ceil(sum(nbytes) / average.fragments / PARCEL_NBYTES)
+        parcels = ceil(sum(nbytes) / average.fragments / BUCKET_NBYTES)
         parcel_us = costs.lane_us(sum(nbytes) // (average.fragments * parcels), repr(average.parameters))
         fragments_us = [parcels * parcel_us] * average.fragments
         lane_us = [costs.lane_us(each, repr(INSIDE)) for each in nbytes]

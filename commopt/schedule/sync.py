@@ -16,7 +16,7 @@ from torch import Tensor
 
 from commopt.aggregate import Aggregator, Flat, Hierarchical, auto_of
 from commopt.compress import Candidates
-from commopt.feedback import Layout, Shadow
+from commopt.feedback import ExactSample, Layout
 from commopt.groups import Team, broadcast_bytes
 from commopt.schedule.calibration import (
     LARGEST_NBYTES,
@@ -69,7 +69,7 @@ class SyncPoint:
     movable: bool
     overhead_us: float
     tuned: Tuned | None
-    shadow: Shadow | None = None
+    shadow: ExactSample | None = None
     looks: bool = False
     optimizer: str = ""
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from commopt import errors
 from commopt.errors import CommoptError, ConfigurationError, MismatchError, TransportError
-from commopt.feedback.parcels import Parcel
+from commopt.feedback.parameter_buckets import ParameterBucket
 from commopt.server.channel import (
     DATA,
     END,
@@ -48,7 +48,7 @@ _open: WeakSet[ServerConnection] = WeakSet()  # all of this process
 
 
 class ServerConnection:
-    """Joins the server with a model's parcels, and sends their values if the server has no parameters yet.
+    """Joins the server with a model's buckets, and sends their values if the server has no parameters yet.
 
     Raises TransportError when there is no scheduler or no server, MismatchError when the server refuses this worker,
     ConfigurationError when there is no address or the secrets differ.
@@ -58,7 +58,7 @@ class ServerConnection:
     abandoned: set by the owner when the model is gone; the connection then closes.
     """
 
-    def __init__(self, settings: ParameterServer, parcels: Sequence[Parcel]) -> None:
+    def __init__(self, settings: ParameterServer, buckets: Sequence[ParameterBucket]) -> None:
         self.abandoned: bool = False
         address = settings.address or os.environ.get(ADDRESS_VARIABLE)
         if not address:
@@ -79,16 +79,16 @@ class ServerConnection:
         self._thread = Thread(target=self._listen, name="commopt-worker", daemon=True)
         try:
             shapes = [
-                [(name, list(each.shape), str(each.dtype)) for name, each in parcel.tensors.items()]
-                for parcel in parcels
+                [(name, list(each.shape), str(each.dtype)) for name, each in bucket.tensors.items()]
+                for bucket in buckets
             ]
             self.ask("join", version=__version__, settings=settings.as_text(), parcels=shapes)
             self._thread.start()
             self._channel.start_heartbeat(self._leave_if_abandoned)
             answer = self.receive_answer()
             self.number = int(answer["number"])
-            for parcel in parcels if answer["sends"] else ():
-                self.send(parcel.values(copy=False).cpu())
+            for bucket in buckets if answer["sends"] else ():
+                self.send(bucket.values(copy=False).cpu())
         except BaseException:
             self.close("could not join")
             raise

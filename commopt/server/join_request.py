@@ -27,17 +27,17 @@ class JoinRequest:
 
     version: version of commopt.
     settings: the texts of `ParameterServer.as_text`.
-    parcels: (name, shape, dtype) of each parameter, by parcel.
+    buckets: (name, shape, dtype) of each parameter, by bucket.
     """
 
     version: str
     settings: Mapping[str, str]
-    parcels: tuple[tuple[tuple[str, tuple[int, ...], str], ...], ...]
+    buckets: tuple[tuple[tuple[str, tuple[int, ...], str], ...], ...]
 
     @classmethod
     def read(cls, message: Mapping[str, Any]) -> JoinRequest:
         """Return the request in a JSON message. Raises MismatchError for anything that no worker would send."""
-        version, settings, parcels = (message.get(name) for name in ("version", "settings", "parcels"))
+        version, settings, buckets = (message.get(name) for name in ("version", "settings", "parcels"))
         if message.get("kind") != "join" or not isinstance(version, str) or len(version) > _LONGEST_NAME:
             raise MismatchError(
                 f"a worker's first message must be a request to join with its version; this is {plain(message)}"
@@ -49,19 +49,19 @@ class JoinRequest:
         for name, value in settings.items():
             if not isinstance(value, str) or len(value) > _LONGEST_SETTING:
                 raise MismatchError(f"its option {name} is {plain(value)}, and must be text")
-        if not isinstance(parcels, list) or not all(isinstance(each, list) and each for each in parcels) or not parcels:
-            raise MismatchError("its parcels must be lists of parameters, none of them empty")
-        found = tuple(tuple(_parameter(each) for each in parcel) for parcel in parcels)
-        names = [name for parcel in found for name, *_ in parcel]
+        if not isinstance(buckets, list) or not all(isinstance(each, list) and each for each in buckets) or not buckets:
+            raise MismatchError("its buckets must be lists of parameters, none of them empty")
+        found = tuple(tuple(_parameter(each) for each in bucket) for bucket in buckets)
+        names = [name for bucket in found for name, *_ in bucket]
         if len(set(names)) != len(names):
             raise MismatchError("two of its parameters have the same name")
-        if sum(math.prod(shape) for parcel in found for _, shape, _ in parcel) > _MOST_NUMEL:
+        if sum(math.prod(shape) for bucket in found for _, shape, _ in bucket) > _MOST_NUMEL:
             raise MismatchError(f"its model has more than {_MOST_NUMEL} elements")
         return cls(version, settings, found)
 
     def layouts(self) -> list[Layout]:
-        """Return the layout of each parcel."""
-        return [Layout.of_parameters((name, shape) for name, shape, _ in parcel) for parcel in self.parcels]
+        """Return the layout of each bucket."""
+        return [Layout.of_parameters((name, shape) for name, shape, _ in bucket) for bucket in self.buckets]
 
     def require_equal(self, first: JoinRequest) -> None:
         """Raise MismatchError, naming field and both values, unless this request equals the first worker's."""
@@ -86,8 +86,8 @@ class JoinRequest:
     def _as_flat_dict(self) -> dict[str, str]:
         """Return the compared values by name."""
         found = {"commopt version": self.version, **self.settings}
-        for place, parcel in enumerate(self.parcels):
-            found |= {f"parameter {name!r}": f"{dtype} {list(shape)}, in part {place}" for name, shape, dtype in parcel}
+        for place, bucket in enumerate(self.buckets):
+            found |= {f"parameter {name!r}": f"{dtype} {list(shape)}, in part {place}" for name, shape, dtype in bucket}
         return found
 
 

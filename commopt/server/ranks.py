@@ -14,7 +14,7 @@ from torch import Tensor
 
 from commopt import errors
 from commopt.errors import CommoptError, TransportError
-from commopt.feedback.parcels import Parcel
+from commopt.feedback.parameter_buckets import ParameterBucket
 
 _WAIT_S = 0.5  # between two broadcasts of "not yet", which keep the group's timeout from passing
 _NOT_YET = {"done": False}
@@ -50,12 +50,12 @@ class WorkerRanks:
             raise _error_from_json(found["error"]) from (background.error if self.is_first else None)
         return found["result"]
 
-    def broadcast(self, parcel: Parcel) -> None:
+    def broadcast(self, bucket: ParameterBucket) -> None:
         """Copy the first rank's values to all ranks."""
         if self._group is not None:
-            values = parcel.values(copy=True)
+            values = bucket.values(copy=True)
             dist.broadcast(values, group=self._group, group_src=0)
-            parcel.put(values)
+            bucket.put(values)
 
     def _broadcast_json(self, message: dict[str, Any] | None) -> dict[str, Any]:
         """Return the first rank's message, for which the others pass None. Sent as tensors, so nothing is unpickled."""

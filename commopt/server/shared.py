@@ -28,7 +28,7 @@ class Delta:
 
     base: the round it was trained from.
     weight: the work done for it.
-    payloads: payload of each parcel.
+    payloads: payload of each bucket.
     """
 
     base: int
@@ -37,7 +37,7 @@ class Delta:
 
 
 class SharedParameters:
-    """The parameters (theta) by parcel, float32 on the CPU, and the outer momentum.
+    """The parameters (theta) by bucket, float32 on the CPU, and the outer momentum.
 
     Without a compressor workers send their parameters rather than the difference, so that a mean of parameters is
     rounded once only. Tensors are replaced and never changed, so a thread may send one while a round closes.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encoding of a parcel between a worker and the server: one row of payload in each direction."""
+"""Encoding of a bucket between a worker and the server: one row of payload in each direction."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from commopt.aggregate.rows import RowFormat, row_format
-from commopt.compress import Compressor, ErrorFeedback, Exact, RngKey
+from commopt.compress import Compressor, Encoding, ErrorFeedback, Exact, RngKey
 from commopt.feedback import Layout, Scratch
 
 
 @dataclass(frozen=True)
 class Wire:
-    """Encodes and decodes the float32 values of one parcel.
+    """Encodes and decodes the float32 values of one bucket.
 
-    layout: the parcel's pieces.
+    layout: the bucket's pieces.
     compressor: None sends the values without compression.
     """
 
@@ -43,7 +43,8 @@ class Wire:
         for region in rows.regions:
             part = region.read(values, Scratch())
             feedback = ErrorFeedback(region.read(residual, Scratch()), torch.empty_like(part), None, decay)
-            region.compressor.compress(part, region.payload(payload), region.chunk_numel, 1.0, feedback, rng_key)
+            encoding = Encoding(region.chunk_numel, 1.0, feedback, rng_key)
+            region.compressor.compress(part, region.payload(payload), encoding)
             region.write(new_residual, feedback.new)
         return payload.view(-1), new_residual
 

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from commopt.attached.steps import after_steps
 from commopt.compress import RngKey
 from commopt.errors import ConfigurationError, UnsupportedTensorError
-from commopt.feedback.parcels import Parcel, parcels_of
+from commopt.feedback.parameter_buckets import ParameterBucket, parameter_buckets
 from commopt.server.connection import ServerConnection
 from commopt.server.ranks import WorkerRanks
 from commopt.server.settings import ParameterServer
@@ -70,10 +70,10 @@ class Worker:
         self._new_residuals: list[Tensor] = []  # of these deltas
         self._connection: ServerConnection | None = None
         self._names = {name: _description_of(each) for name, each in _trainable(module).items()}
-        parcels = self._parcels()
-        self._wires = [Wire(parcel.layout, settings.compressor) for parcel in parcels]
-        self._ranks = WorkerRanks(None if ddp is None else ddp.process_group, parcels[0].device)
-        self._ranks.run_on_first(lambda: self._join(parcels))
+        buckets = self._buckets()
+        self._wires = [Wire(bucket.layout, settings.compressor) for bucket in buckets]
+        self._ranks = WorkerRanks(None if ddp is None else ddp.process_group, buckets[0].device)
+        self._ranks.run_on_first(lambda: self._join(buckets))
         try:
             self._take_parameters(attaching=True)
         except BaseException:
@@ -86,9 +86,9 @@ class Worker:
         # Not traced with a compiled step: each change of its counters would cause a recompilation.
         after_steps.show(self, torch.compiler.disable(Worker._after_step))
 
-    def _join(self, parcels: Sequence[Parcel]) -> None:
-        self._connection = ServerConnection(self._settings, parcels)
-        self._residuals = [torch.zeros(parcel.layout.numel, device=parcel.device) for parcel in parcels]
+    def _join(self, buckets: Sequence[ParameterBucket]) -> None:
+        self._connection = ServerConnection(self._settings, buckets)
+        self._residuals = [torch.zeros(bucket.layout.numel, device=bucket.device) for bucket in buckets]
 
     def did(self, amount: float) -> None:
         """Report the work done since the last call, for example in samples or tokens: the weight of the next delta.
@@ -133,8 +133,8 @@ class Worker:
     def _take_parameters(self, *, attaching: bool = False) -> None:
         self._require_same_parameters()
         self.round, self.staleness, self.refused = self._ranks.run_on_first(lambda: self._pull(attaching))
-        for parcel in self._parcels():
-            self._ranks.broadcast(parcel)
+        for bucket in self._buckets():
+            self._ranks.broadcast(bucket)
 
     def close(self) -> None:
         """Leave the parameter server. The others continue. Steps not pushed are lost to them.
@@ -150,7 +150,7 @@ class Worker:
 
     # ------------------------------------------------------------------------------------- exchanged parameters
 
-    def _parcels(self) -> list[Parcel]:
+    def _buckets(self) -> list[ParameterBucket]:
         """Return the parameters that were trainable at attach, with their present values. No others are exchanged."""
         module = self._required_module()
         named = dict(module.named_parameters())
@@ -158,7 +158,7 @@ class Worker:
             raise ConfigurationError(
                 f"{type(module).__name__} has no parameters to train, so there is nothing to exchange"
             )
-        return parcels_of({name: named[name] for name in self._names}, {})
+        return parameter_buckets({name: named[name] for name in self._names}, {})
 
     def _required_module(self) -> nn.Module:
         module = self._module()
@@ -192,12 +192,12 @@ class Worker:
             why = "no pull() followed the last push()" if self._pushed else "no step was made since the last pull()"
             raise ConfigurationError(f"push(): {why}; train, push() and pull() in turn")
         payloads, self._deltas, self._new_residuals = [], [], []
-        for place, parcel in enumerate(self._parcels()):
-            values = parcel.values(copy=True)
+        for place, bucket in enumerate(self._buckets()):
+            values = bucket.values(copy=True)
             full_delta = torch.sub(self._pulled[place], values).add_(self._residuals[place], alpha=decay)
             if not bool(full_delta.isfinite().all()):
-                odd = (name for name, each in parcel.tensors.items() if not bool(each.isfinite().all()))
-                name = next(odd, next(iter(parcel.tensors)))  # if only the difference overflows
+                odd = (name for name, each in bucket.tensors.items() if not bool(each.isfinite().all()))
+                name = next(odd, next(iter(bucket.tensors)))  # if only the difference overflows
                 raise UnsupportedTensorError(
                     f"parameter {name!r} is not finite after step {self._steps}; nothing was sent"
                 )
@@ -223,34 +223,34 @@ class Worker:
 
     def _pull(self, attaching: bool) -> tuple[int, int, int]:
         """Load the server's parameters; return round, staleness and number of refused deltas."""
-        server, parcels = self._connected(), self._parcels()
+        server, buckets = self._connected(), self._buckets()
         if not self._pull_requested:  # False also after an interrupted pull
             server.ask("pull", whole=not self._pulled)
             self._pull_requested = True
         answer = server.receive_answer(attaching=attaching)
         self._pull_requested = False
         with _leave_if_interrupted(server):
-            return self._receive_parameters(server, parcels, answer)
+            return self._receive_parameters(server, buckets, answer)
 
     def _receive_parameters(
-        self, server: ServerConnection, parcels: Sequence[Parcel], answer: Mapping[str, Any]
+        self, server: ServerConnection, buckets: Sequence[ParameterBucket], answer: Mapping[str, Any]
     ) -> tuple[int, int, int]:
         """Receive the parameters announced by an answer."""
         before, self._pulled = self._pulled, []
-        for place, (wire, parcel) in enumerate(zip(self._wires, parcels, strict=True)):
+        for place, (wire, bucket) in enumerate(zip(self._wires, buckets, strict=True)):
             nbytes = wire.rows(answer["round"] - 1).nbytes if answer["updates"] else 4 * wire.layout.numel
-            payload = server.receive(nbytes).to(parcel.device)
+            payload = server.receive(nbytes).to(bucket.device)
             values = payload.view(torch.float32)
             if answer["updates"]:
                 values = before[place] + wire.decode(payload, answer["round"] - 1)
             self._pulled.append(values)
             if self._steps_before == self._steps:
-                parcel.put(values)
+                bucket.put(values)
             else:
                 stood = before[place]
                 if self._pushed:
                     stood = stood - self._deltas[place] + self._residuals[place] * self._settings.decay
-                parcel.put(values + (parcel.values(copy=False) - stood))
+                bucket.put(values + (bucket.values(copy=False) - stood))
         refused = self._pushed and not answer["counted"]
         if refused:
             _log.warning(

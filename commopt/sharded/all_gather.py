@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from commopt.aggregate.base import Step, call, work
-from commopt.compress import Compressor, Quantize
+from commopt.compress import Compressor, Encoding, Quantize
 from commopt.concise_repr import ConciseRepr
 from commopt.errors import ConfigurationError
 from commopt.feedback import Scratch, checked_patterns
@@ -201,7 +201,7 @@ class AllGather:
                     values = chunk.read(source, scratch)
                     if difference and not kind.dense:
                         values = values.float() - chunk.read(copy[chunk.row], scratch, "chunk of the copy")
-                    kind.compressor.compress(values, chunk.payload(sent), chunk.chunk_numel, 1.0)
+                    kind.compressor.compress(values, chunk.payload(sent), Encoding(chunk.chunk_numel))
         received = rows.take(across.size, "received", scratch, source.device)
         across.all_gather(received.view(-1), sent.view(-1))
         for kind in rows.kinds:

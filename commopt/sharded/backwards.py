@@ -113,7 +113,7 @@ class Backwards(Registration):
             numels |= numels_of(group.parts, group.shard_count)
         super().__init__(asked.options, asked.aggregator, self._layouts.parameters, numels)
         self.sharding = str(sorted({_sharding_of(group) for group in self.groups}))
-        self.store.per_step &= bool(asked.aggregator.residual_paths)  # else there is nothing to commit
+        self.store.transaction.per_step &= bool(asked.aggregator.residual_paths)  # else there is nothing to commit
         self._drops_with: LaneClient | None = None  # who drops a step together, and does not see it by itself
         self._verdicts = 0  # exchanged with them
         self._number: int | None = None  # of the next reduction of the backward under way
@@ -137,7 +137,7 @@ class Backwards(Registration):
 
     def scale_by(self, scaler: Any) -> None:
         """Take note of another GradScaler. Raises ConfigurationError where there was none at attach, or is none now."""
-        if self.keeps_residuals and (scaler is not None and scaler.is_enabled()) != self.store.per_step:
+        if self.keeps_residuals and (scaler is not None and scaler.is_enabled()) != self.store.transaction.per_step:
             raise ConfigurationError(
                 "whether there is a GradScaler must be known when commopt.attach is called, since shards drop a step "
                 "together; pass it there: commopt.attach(model, ..., scaler=scaler)"
@@ -187,11 +187,12 @@ class Backwards(Registration):
                 sequel.follow(None)
         if self._drops_with is not None:
             fine = torch.ones(1, dtype=torch.bool, device=self.device)
-            broken = (~torch.stack([fine, *(flag.reshape(1) for flag in self.store.judge())]).all(0)).float()
+            flags = [flag.reshape(1) for flag in self.store.transaction.check_results()]
+            broken = (~torch.stack([fine, *flags]).all(0)).float()
             self._drops_with.team.all_reduce(broken)
             self._verdicts += 1
-            self.store.flags.append(broken[0] == 0)
-        self.store.end_bucket((), last=True)
+            self.store.transaction.flags.append(broken[0] == 0)
+        self.store.transaction.end_bucket((), last=True)
 
     def give_up(self) -> None:
         """Forget the backward under way, as FSDP does: what it has staged is dropped when the next begins."""
@@ -201,7 +202,7 @@ class Backwards(Registration):
     def _forget(self) -> None:
         for sequel in self._sequels:
             sequel.last = None
-        self.store.begin_step()
+        self.store.transaction.begin_step()
 
     @property
     def title(self) -> str:

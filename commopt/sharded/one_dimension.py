@@ -52,14 +52,14 @@ class OneDimension(Backwards):
     def _begin(self, aggregator: Aggregator, client: LaneClient) -> None:
         team, membership = client.team, client.membership
         names = sha256(repr([part.name for group in self.groups for part in group.parts]).encode()).hexdigest()
-        facts = {"weights": repr(self.weights), "scaler": str(self.store.per_step), "parameters": names}
+        facts = {"weights": repr(self.weights), "scaler": str(self.store.transaction.per_step), "parameters": names}
         membership.agree(f"attach of {client.name}", **facts)
         shards = self.groups[0].shards
         assert shards is not None
         order = tuple(dist.get_group_rank(shards, rank) for rank in membership.ranks)
         super()._begin(aggregator, client)
         self._sequel = Sequel(client)
-        self._drops_with = client if self.store.per_step else None
+        self._drops_with = client if self.store.transaction.per_step else None
         self._scatter = ReduceScatter(self._layouts.resolved(aggregator), team, order)
         if self.weights is not None and team.node_count > 1:
             weights = self._layouts.resolved(self.weights)
@@ -189,10 +189,10 @@ class OneDimension(Backwards):
         assert across is not None
         senders = 1 if scatter.compressed is None else across.size
         spread(whole, parts, parts[0]["parameters"], largest, senders)
-        for path in {slot.path for slot in whole.slots()}:
+        for path in {slot.path for slot in whole.residuals()}:
             for group in self.groups:
                 layout = scatter.layout(tuple(group.parts), torch.float32, None)
-                store.deposit(path, layout, whole.collect(path, layout))
+                store.add(path, layout, whole.pop(path, layout))
         store.warm = True
 
 
@@ -223,11 +223,11 @@ class _Reduction:
         scatter, store, team = self.registration._scatter, self.registration.store, self.registration.client.team
         self.registration._sequel.follow(_whole(self.parts))
         if self.number == 0:
-            store.begin_step()
+            store.transaction.begin_step()
         layout, rank = scatter.layout(self.parts, self.source.dtype, self.step), team.ranks[team.rank]
         context = context_for(scatter.aggregator, layout, team, store, self.step, self.number, rank, self._unit())
         scatter(self.output, self.source, self.parts, self.scale, context)
-        store.end_bucket((), last=False)
+        store.transaction.end_bucket((), last=False)
 
     def _unit(self) -> Tensor | None:
         """Return what `.grad` is multiplied by here, None for 1: residuals are in its units."""

@@ -8,7 +8,6 @@ node: nobody gathers the sum.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from commopt.aggregate import Aggregator, Compressed, Flat, Hierarchical
 from commopt.aggregate.base import Step, call, work
-from commopt.compress import ErrorFeedback, RngKey
+from commopt.compress import Encoding, ErrorFeedback, RngKey
 from commopt.errors import ConfigurationError
 from commopt.feedback import SAMPLE_EVERY_STEPS, BufferContext, Layout, Scratch, scale_and_add
 from commopt.groups import Team, TeamShape, apply_scale
@@ -158,7 +157,7 @@ class ReduceScatter:
     def _add_leftover(self, output: Tensor, parts: Parts, context: BufferContext) -> None:
         """Add what compression had left out of this shard before it came to be exact, as a checkpoint may bring it."""
         own = self._own(parts)
-        carry = context.leftover(own.layout, output.device)
+        carry = context.flush(own.layout, output.device)
         if carry is not None:
             spans = own.spans_of(own.layout)
             values = torch.cat([output[begin:end] for begin, end in spans])
@@ -195,16 +194,16 @@ class ReduceScatter:
         assert self.compressed is not None
         feedback, device = self.compressed.feedback, values.device
         if not kind.compressor.exact:
-            carry = context.carry("worker", kind.layout, feedback, device)
+            carry = context.error_feedback("worker", kind.layout, feedback, device)
         else:
-            carry = None if feedback is None or context.memory.settled else context.leftover(kind.layout, device)
+            carry = None if feedback is None or context.memory.complete else context.flush(kind.layout, device)
         samples = carry is not None and not kind.dense and context.step % SAMPLE_EVERY_STEPS == 0
         rest = RestingRows.of(kind, values, carry, across, context)
         for chunk in kind.chunks:
             taken, own = chunk.read(values[chunk.row], context.scratch), _slice(carry, chunk.begin, chunk.end)
             key = RngKey(context.rank, context.step, context.number * len(rows.shards) + chunk.row)
             payload = chunk.payload(sent[chunk.row : chunk.row + 1])
-            kind.compressor.compress(taken, payload, chunk.chunk_numel, 1.0, own, key)
+            kind.compressor.compress(taken, payload, Encoding(chunk.chunk_numel, 1.0, own, key))
             if rest is not None:
                 rest.encoded(payload, chunk, own)
             if samples and own is not None:
@@ -216,7 +215,7 @@ class ReduceScatter:
 
 
 def _slice(carry: ErrorFeedback | None, begin: int, end: int) -> ErrorFeedback | None:
-    return None if carry is None else replace(carry, old=carry.old[begin:end], new=carry.new[begin:end])
+    return None if carry is None else carry.cut(begin, end)
 
 
 def _add_up(

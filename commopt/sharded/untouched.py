@@ -56,7 +56,7 @@ class RestingRows:
         if known is None:
             touched = what_is_to_be_sent(joined, 1.0, carry) != 0
             known = _Known(Untouched(~touched), [Untouched(~each) for each in _exchanged(kind, touched, team, store)])
-            store.rest(context.path, kind.layout, known)
+            store.untouched[context.path, kind.layout] = known
         return cls(codec, kind, known, what_is_to_be_sent(joined, 1.0, carry, known.sent.places))
 
     def encoded(self, payload: Tensor, chunk: Chunk, carry: ErrorFeedback | None) -> None:

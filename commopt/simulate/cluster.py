@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from math import inf, isfinite
 
 from commopt.aggregate import Aggregator, WorkKind
-from commopt.compress import Passes
+from commopt.compress import KernelCost
 from commopt.cost import Curve, LineSegment, LinkKey, Links, Speeds, WorkKey, nominal_links, tree_us
 from commopt.document import require_whole
 from commopt.errors import ConfigurationError, did_you_mean
@@ -195,9 +195,9 @@ _VALUE = 4  # bytes; work is counted as float32
 
 def gpu_work(gpu: GpuSpec, aggregators: Iterable[Aggregator], rows: int) -> dict[WorkKey, Curve]:
     """Return curves for all work of these aggregators after warm-up. rows: how many messages are added up."""
-    passes: dict[tuple[WorkKind, str], Passes] = {("copy", ""): Passes(2 * _VALUE, 1)}
+    passes: dict[tuple[WorkKind, str], KernelCost] = {("copy", ""): KernelCost(2 * _VALUE, 1)}
     for aggregator in aggregators:
-        passes |= aggregator.passes(rows)
+        passes |= aggregator.kernel_costs(rows)
     us_per_byte = 1e-3 / (MEMORY_EFFICIENCY * gpu.memory_gb_per_s)
     return {
         WorkKey(*key): Curve.linear(each.kernels * LAUNCH_US, each.nbytes / _VALUE * us_per_byte)

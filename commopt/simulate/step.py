@@ -19,7 +19,7 @@ from commopt.cost import Cost, Links, Pricing
 from commopt.document import require_time
 from commopt.errors import ConfigurationError
 from commopt.feedback import Layout
-from commopt.feedback.parcels import fragments_of, parcels_of
+from commopt.feedback.parameter_buckets import fragments_of, parameter_buckets
 from commopt.groups import TeamShape
 from commopt.schedule import SPARE, Costs, PriceTable, Unit, best_plan
 from commopt.schedule.simulation import finish_times_us, largest_sum, mean_step_us
@@ -186,7 +186,7 @@ class Simulation:
         return [
             [
                 (pricing.cost(parcel.layout), pricing.inter_nbytes(parcel.layout))
-                for parcel in parcels_of({name: tensors[name] for name in names}, {})
+                for parcel in parameter_buckets({name: tensors[name] for name in names}, {})
                 for pricing in [self._pricing(str(parcel.dtype), average.parameters)]
             ]
             for names in fragments_of(tensors, average.fragments)

@@ -171,7 +171,7 @@ def Compressor() -> None:
     quantize: commopt.Compressor = commopt.Quantize(bits=4)  # examples/new_compressor.py writes one
     values, decoded = torch.randn(1024), torch.empty(1024)
     payload = torch.empty(1, quantize.payload_nbytes(1024), dtype=torch.uint8)
-    quantize.compress(values, payload, chunk_numel=1024, scale=1.0)
+    quantize.compress(values, payload, commopt.compress.Encoding(chunk_numel=1024))
     quantize.decompress(payload, decoded, chunk_numel=1024)
     print((decoded - values).norm() / values.norm())
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters that travel together: cut up alike on all ranks, laid one after the other, and put back."""
+"""Parameters in buckets, as LocalSGD and the parameter server send them: cut up alike on all ranks, and put back."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ from torch import Tensor
 from commopt.errors import ConfigurationError
 from commopt.feedback.layout import Layout, Piece
 
-PARCEL_NBYTES = 25 * 2**20  # what DDP gives its buckets
+BUCKET_NBYTES = 25 * 2**20  # the cap of DDP's buckets
 
 Named = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Parcel:
-    """Tensors of one device that travel together, as `dtype`. pieces: what those are that are not whole parameters."""
+class ParameterBucket:
+    """Tensors of one device that are sent in one buffer of `dtype`.
+
+    pieces: of which parameter a tensor is a piece, by name, where it is not a whole one.
+    """
 
     tensors: Named
     dtype: torch.dtype
@@ -31,7 +34,7 @@ class Parcel:
 
     @cached_property
     def layout(self) -> Layout:
-        """What lies where, once they are one buffer."""
+        """The layout of the buffer."""
         whole = (Piece(name, 0, tensor.numel(), tuple(tensor.shape)) for name, tensor in self.tensors.items())
         return Layout(tuple(self.pieces.get(each.name, each) for each in whole))
 
@@ -43,12 +46,12 @@ class Parcel:
         return torch.cat([each.reshape(-1).to(self.dtype) for each in tensors])
 
     def parts(self, values: Tensor) -> dict[str, Tensor]:
-        """Return what of a buffer is each tensor's, in its shape."""
+        """Return each tensor's part of a buffer, in its shape."""
         parted = values.split([tensor.numel() for tensor in self.tensors.values()])
         return {name: part.view(each.shape) for (name, each), part in zip(self.tensors.items(), parted, strict=True)}
 
     def put(self, values: Tensor) -> None:
-        """Make a buffer's the tensors' values."""
+        """Set the tensors to the values of a buffer."""
         for tensor, part in zip(self.tensors.values(), self.parts(values).values(), strict=True):
             tensor.detach().copy_(part)
 
@@ -58,12 +61,12 @@ class Parcel:
             tensor.detach().copy_(torch.add(tensor.detach(), part, alpha=share))
 
 
-def parcels_of(tensors: Named, pieces: Mapping[str, Piece]) -> list[Parcel]:
-    """Cut up what is to be averaged, alike on all ranks: one device and dtype each, no longer than a bucket.
+def parameter_buckets(tensors: Named, pieces: Mapping[str, Piece]) -> list[ParameterBucket]:
+    """Cut up tensors to be averaged, alike on all ranks: one device and dtype each, no longer than a bucket of DDP.
 
     16-bit tensors travel as float32, rounded once: gradients stand rounding in every sum better than weights do.
     """
-    parcels: list[Parcel] = []
+    buckets: list[ParameterBucket] = []
     kinds: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         kinds.setdefault((torch.promote_types(tensor.dtype, torch.float32), tensor.device), {})[name] = tensor
@@ -71,18 +74,18 @@ def parcels_of(tensors: Named, pieces: Mapping[str, Piece]) -> list[Parcel]:
         nbytes, part = 0, dict[str, Tensor]()
         for name, tensor in alike.items():
             nbytes += tensor.numel() * dtype.itemsize
-            if part and nbytes > PARCEL_NBYTES:
-                parcels.append(Parcel(part, dtype, device, pieces))
+            if part and nbytes > BUCKET_NBYTES:
+                buckets.append(ParameterBucket(part, dtype, device, pieces))
                 nbytes, part = tensor.numel() * dtype.itemsize, {}
             part[name] = tensor
-        parcels.append(Parcel(part, dtype, device, pieces))
-    return parcels
+        buckets.append(ParameterBucket(part, dtype, device, pieces))
+    return buckets
 
 
 def fragments_of(tensors: Named, count: int) -> Sequence[Sequence[str]]:
     """Cut tensors, in their order, into `count` fragments of about as many bytes, each of one at least; return names.
 
-    Blocks stay whole where there are as many: what is in the same entry of a list of modules ("layers.3.").
+    Blocks stay whole where there are as many: parameters in the same entry of a list of modules ("layers.3.").
     Raises ConfigurationError when there are fewer tensors.
     """
     if tensors and len(tensors) < count:
@@ -95,7 +98,7 @@ def fragments_of(tensors: Named, count: int) -> Sequence[Sequence[str]]:
     fragments: list[list[str]] = [[] for _ in range(count)]
     total, done, number = sum(sizes), 0, 0
     for left, unit, nbytes in zip(range(len(units), 0, -1), units, sizes, strict=True):
-        # The next fragment begins where its share does, or where each that is to come needs one of what is left.
+        # The next fragment begins where its share does, or where each later fragment needs one of the remaining units.
         ends = 2 * done + nbytes > 2 * total * (number + 1) // count or left < count - number
         if fragments[number] and number + 1 < count and ends:
             number += 1
