@@ -26,7 +26,7 @@ from commopt.bandwidth import cli
 from commopt.bandwidth.collectives import COLLECTIVES, PERIOD, Pattern, count_wrong, fill, known_aggregators
 from commopt.bandwidth.options import DTYPES, BandwidthOptions, options_of
 from commopt.bandwidth.report import (
-    Measurement,
+    BandwidthMeasurement,
     TableRow,
     Timing,
     footer,
@@ -35,7 +35,7 @@ from commopt.bandwidth.report import (
     short_heading,
     short_row,
 )
-from commopt.command_line import Parser
+from commopt.command_line import CommandParser
 from commopt.groups import Team
 from tests.ranks import RankError, run
 
@@ -46,7 +46,7 @@ CPU = torch.device("cpu")
 
 
 def parse(arguments: list[str]) -> BandwidthOptions:
-    cli.add_arguments(parser := Parser())
+    cli.add_arguments(parser := CommandParser())
     return options_of(parser.parse_args(arguments))
 
 
@@ -142,7 +142,7 @@ def test_wrong_elements_are_counted_where_they_are() -> None:
 
 
 def _row(**changes: Any) -> TableRow:
-    side = Measurement(Timing(12.345, 11.0, 13.0), 1.0, 1.5, 0)
+    side = BandwidthMeasurement(Timing(12.345, 11.0, 13.0), 1.0, 1.5, 0)
     values: dict[str, Any] = {
         "collective": "all_reduce",
         "nbytes": 1048576,
@@ -154,7 +154,7 @@ def _row(**changes: Any) -> TableRow:
         "wire_intra_bytes": 100,
         "wire_inter_bytes": 200,
         "out_of_place": side,
-        "in_place": Measurement(Timing(123456.0, 123456.0, 1234.56), 2.0, 3.0, 7),
+        "in_place": BandwidthMeasurement(Timing(123456.0, 123456.0, 1234.56), 2.0, 3.0, 7),
     }
     return TableRow(**(values | changes))
 
@@ -179,7 +179,7 @@ def test_row_is_aligned_with_the_heading() -> None:
 
 
 def test_row_without_in_place_formula_or_check() -> None:
-    unchecked = Measurement(Timing(1.0, 2.0, 3.0), 1.0, 1.0, None)
+    unchecked = BandwidthMeasurement(Timing(1.0, 2.0, 3.0), 1.0, 1.0, None)
     row = _row(in_place=None, wire_intra_bytes=None, wire_inter_bytes=None, out_of_place=unchecked)
     fields = format_row(row, 10).split()
     assert fields[5:] == ["1.00", "1.00", "1.00", *["N/A"] * 5, "flat", "n/a", "n/a", "2.00", "3.00"]
@@ -187,7 +187,7 @@ def test_row_without_in_place_formula_or_check() -> None:
 
 
 def test_the_short_table_fits_a_terminal_and_keeps_small_rates() -> None:
-    slow = Measurement(Timing(2_500_000.0, 1.0, 1.0), 0.000419, 0.000839, 0)
+    slow = BandwidthMeasurement(Timing(2_500_000.0, 1.0, 1.0), 0.000419, 0.000839, 0)
     for width, name in ((27, "hierarchical:reduce_scatter"), (4, "flat")):
         room = max(width, len("aggregator"))
         lines = [*short_heading(room).splitlines(), short_row(_row(in_place=slow, aggregator=name), room)]

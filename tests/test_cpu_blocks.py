@@ -14,7 +14,7 @@ from torch import Tensor
 
 from commopt.kernels import loader, quantize
 from commopt.kernels.codec import Codec, Encoding
-from commopt.kernels.cpu import DTYPES, Cpu
+from commopt.kernels.cpu import DTYPES, CpuKernels
 from commopt.kernels.sparse import SparseRow
 from tests import quantize_cases, sparse_cases
 from tests.payloads import ResidualUse
@@ -43,7 +43,7 @@ def target(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 @pytest.mark.parametrize("codec", codecs(64, 512, 576, 4096), ids=codec_id)
 def test_blocks_of_every_length(target: Any, codec: Codec) -> None:
-    check = quantize_cases.Check(Cpu(target), "cpu")
+    check = quantize_cases.Check(CpuKernels(target), "cpu")
     row_blocks = 4 if codec.block > 64 else 11
     full = 2 * row_blocks * codec.block
     for index, numel in enumerate((full, full - 3, full - row_blocks * codec.block - 36, 5, 0)):
@@ -59,7 +59,7 @@ def test_blocks_of_every_length(target: Any, codec: Codec) -> None:
 
 @pytest.mark.parametrize("codec", codecs(64, 512, 4096), ids=codec_id)
 def test_sums_of_rows(target: Any, codec: Codec) -> None:
-    check = quantize_cases.Check(Cpu(target), "cpu")
+    check = quantize_cases.Check(CpuKernels(target), "cpu")
     full = 3 * codec.block
     for peers in (1, 4, 9):
         check.accumulate(codec, peers, 3)
@@ -72,7 +72,7 @@ def test_sums_of_rows(target: Any, codec: Codec) -> None:
 @pytest.mark.parametrize("codec", codecs(128), ids=codec_id)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_bad_element_spoils_its_block(target: Any, codec: Codec, dtype: torch.dtype) -> None:
-    check = quantize_cases.Check(Cpu(target), "cpu")
+    check = quantize_cases.Check(CpuKernels(target), "cpu")
     for bad, where in itertools.product(BAD, (0, 77, -1)):
         check.not_finite(codec, dtype, bad, where)
 

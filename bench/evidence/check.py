@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.environment import Revision, headers, kind_in
-from commopt.command_line import Parser
+from commopt.command_line import CommandParser
 
 _AVERAGING = (
     *("commopt/aggregate", "commopt/compress", "commopt/feedback", "commopt/groups", "commopt/kernels"),
@@ -180,7 +180,7 @@ def report(root: Path) -> None:
 
 def main() -> int:
     """Report on this repository, or on the one of `--root`."""
-    parser = Parser(prog="python -m bench.evidence.check", description=(__doc__ or "").splitlines()[0])
+    parser = CommandParser(prog="python -m bench.evidence.check", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--root", type=Path, default=Path(__file__).parents[2], help="a clone (default: this one)")
     report(parser.parse_args().root)
     return 0

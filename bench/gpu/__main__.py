@@ -19,7 +19,7 @@ from bench.gpu.report import FILE, print_tables
 from bench.gpu.runner import Place
 from bench.gpu.session import Step, session
 from bench.gpu.steps import steps
-from commopt.command_line import Parser, number
+from commopt.command_line import CommandParser, number
 
 _UNUSABLE = 2
 _ONLY = "take these steps alone, in this order; others' outcomes stay"
@@ -27,7 +27,7 @@ _ONLY = "take these steps alone, in this order; others' outcomes stay"
 
 def main() -> int:
     """Take the chosen steps; return 1 when one of them fell through, 2 where there is no GPU."""
-    parser = Parser(prog="python -m bench.gpu", description=(bench.gpu.__doc__ or "").splitlines()[0])
+    parser = CommandParser(prog="python -m bench.gpu", description=(bench.gpu.__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("build/gpu"), metavar="FOLDER", help="default build/gpu")
     parser.add_argument("--only", metavar="STEP[,STEP...]", help=_ONLY)
     parser.add_argument("--limit-s", type=number(), metavar="S", help="of all steps together (default: none)")

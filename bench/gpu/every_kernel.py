@@ -20,7 +20,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from commopt.command_line import Parser
+from commopt.command_line import CommandParser
 from commopt.errors import ConfigurationError
 from commopt.kernels import lowrank, quantize, sources, sparse
 from commopt.kernels.codec import Codec, CodecName, Encoding, ErrorFeedback, RngKey
@@ -137,7 +137,7 @@ def launched(name: str, device: torch.device) -> set[str]:
 
 def main() -> int:
     """Launch everything with every loader; fail when one cannot be used or a kernel was left out."""
-    parser = Parser(prog="python -m bench.gpu.every_kernel", description=(__doc__ or "").splitlines()[0])
+    parser = CommandParser(prog="python -m bench.gpu.every_kernel", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="cuda", help="cuda or cpu (default cuda)")
     parser.add_argument("--loaders", nargs="+", choices=LOADERS, default=LOADERS, help="default: both")
     options = parser.parse_args()

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from bench.environment import machine
-from commopt.command_line import Parser, output_file, whole
+from commopt.command_line import CommandParser, output_file, whole
 
 _PACKAGES = ("triton", "cupy-cuda12x", "cupy-cuda13x", "nvidia-ml-py", "pybind11", "scikit-build-core", "transformers")
 _PROGRAMS = ("compute-sanitizer",)
@@ -109,7 +109,7 @@ def _of_module(*arguments: str, statuses: Sequence[int] = (0,)) -> Any:
 
 def main() -> int:
     """Ask all questions, write the answers, and fail when one is missing."""
-    parser = Parser(prog="python -m bench.gpu.machine", description=(__doc__ or "").splitlines()[0])
+    parser = CommandParser(prog="python -m bench.gpu.machine", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=output_file, metavar="FILE", required=True)
     parser.add_argument("--device", default="cuda", help="cuda or cpu (default cuda)")
     parser.add_argument("--copy-bytes", type=whole(1), default=2**31, help="of the copy that is timed (default 2 GiB)")

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import bench.plot
 from commopt import ConfigurationError
-from commopt.command_line import Parser
+from commopt.command_line import CommandParser
 
 _RESULTS, _IMAGES = Path("bench/results"), Path("docs/images")
 
 
 def main() -> None:
     """Draw one picture, or all."""
-    parser = Parser(prog="python -m bench.plot", description=(bench.plot.__doc__ or "").splitlines()[0])
+    parser = CommandParser(prog="python -m bench.plot", description=(bench.plot.__doc__ or "").splitlines()[0])
     parser.add_argument("json", type=Path, nargs="?", help=f"what to draw (default: what {_IMAGES} has pictures of)")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="PNG, SVG or PDF")
     options = parser.parse_args()

@@ -15,7 +15,7 @@ from textwrap import fill
 from bench.document import table
 from bench.environment import Header
 from bench.output import print_rows, read_lines, write_results, written_by
-from commopt.command_line import Parser, content_of
+from commopt.command_line import CommandParser, content_of
 
 
 def first_below(curve: Iterable[tuple[float, float]], level: float) -> float | None:
@@ -227,7 +227,7 @@ def _all_figures(environment: Environment, outcomes: Sequence[Outcome]) -> tuple
 
 def main() -> None:
     """Print."""
-    parser = Parser(prog="python -m bench.training.report", description="A table of a training file.")
+    parser = CommandParser(prog="python -m bench.training.report", description="A table of a training file.")
     parser.add_argument("file", type=content_of(read), help="what bench.training --json wrote")
     parser.add_argument("--strategies", default="", help="only these, separated by commas")
     parser.add_argument("--columns", default="", help="only these beside the strategy, separated by commas")

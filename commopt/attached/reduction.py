@@ -15,7 +15,7 @@ from torch import Tensor
 from commopt.aggregate import Aggregator, Flat, committed_steps, context_for, exchange_norm
 from commopt.feedback import ExactSample, Layout, ParameterSteps, ResidualStore, is_average, sample_numel, sample_stride
 from commopt.groups import Team, TeamShape, WireBytes
-from commopt.recording import Message as Recorded
+from commopt.recording import MessageRecorder as Recorded
 from commopt.recording import running
 
 _FLAT = Flat()

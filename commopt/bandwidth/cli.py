@@ -15,7 +15,7 @@ import torch.distributed as dist
 from commopt.bandwidth import report
 from commopt.bandwidth.collectives import TORCH, Implementation, Pattern, count_wrong, of_commopt, of_torch
 from commopt.bandwidth.options import BandwidthOptions, add_arguments, options_of
-from commopt.bandwidth.report import Measurement, TableRow, Timing
+from commopt.bandwidth.report import BandwidthMeasurement, TableRow, Timing
 from commopt.collectives import Communicator
 from commopt.command_line import refuse
 from commopt.errors import ConfigurationError, MismatchError, UnsupportedTensorError
@@ -82,7 +82,7 @@ class Bench:
         """Return the bytes of the larger side on one rank: the size in the table and in algbw."""
         return max(self.options.collective.numels(count, self.world_size)) * self.options.dtype.itemsize
 
-    def _measure_side(self, implementation: Implementation, count: int, in_place: bool) -> Measurement:
+    def _measure_side(self, implementation: Implementation, count: int, in_place: bool) -> BandwidthMeasurement:
         options, collective = self.options, self.options.collective
         send, recv = self._pattern.buffers(collective, self.rank, count, self.device, in_place)
         call = collective.bind(implementation.functions[collective.name], self.rank, send, recv)
@@ -95,7 +95,7 @@ class Bench:
             pairs = zip(recv.split(count), expected, strict=True)
             (wrong,) = _sum_over_ranks(sum(count_wrong(*pair, tolerance, lossless=not bound) for pair in pairs))
         timing = time_calls(call, Repeats(options.warm_up_iterations, options.iterations), self.device)
-        return Measurement.of(timing, self._nbytes(count), collective.bus_factor(self.world_size), wrong)
+        return BandwidthMeasurement.of(timing, self._nbytes(count), collective.bus_factor(self.world_size), wrong)
 
 
 def time_calls(call: Callable[[], object], repeats: Repeats, device: torch.device) -> Timing:

@@ -50,7 +50,7 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Measurement:
+class BandwidthMeasurement:
     """One side of a row; GB/s = 1e9 B/s. `wrong` counts elements over all ranks, None when nothing was checked."""
 
     timing: Timing
@@ -59,7 +59,7 @@ class Measurement:
     wrong: int | None
 
     @classmethod
-    def of(cls, timing: Timing, nbytes: int, bus_factor: float, wrong: int | None) -> Measurement:
+    def of(cls, timing: Timing, nbytes: int, bus_factor: float, wrong: int | None) -> BandwidthMeasurement:
         """Derive the bandwidths from the mean time; `nbytes` and `bus_factor` are the collective's."""
         algbw_gbps = nbytes / (timing.mean_us * 1e3)
         return cls(timing, algbw_gbps, algbw_gbps * bus_factor, wrong)
@@ -81,11 +81,11 @@ class TableRow:
     aggregator: str
     wire_intra_bytes: int | None
     wire_inter_bytes: int | None
-    out_of_place: Measurement
-    in_place: Measurement | None
+    out_of_place: BandwidthMeasurement
+    in_place: BandwidthMeasurement | None
 
     @property
-    def measurements(self) -> tuple[Measurement, ...]:
+    def measurements(self) -> tuple[BandwidthMeasurement, ...]:
         """Both sides, or the one there is."""
         return (self.out_of_place,) if self.in_place is None else (self.out_of_place, self.in_place)
 
@@ -172,7 +172,7 @@ def average_busbw_gbps(rows: Sequence[TableRow]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def _side(measurement: Measurement | None) -> str:
+def _side(measurement: BandwidthMeasurement | None) -> str:
     if measurement is None:
         time, algbw, busbw, wrong = ["N/A"] * 4
     else:

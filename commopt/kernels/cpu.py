@@ -20,7 +20,7 @@ _NUMBER["sign"] = _NUMBER["sign_mean"]  # decoded alike
 _NO_RNG = (0, 0, 0)
 
 
-class Cpu(Loader):
+class CpuKernels(Loader):
     """Calls compiled functions at once, in as many threads as torch uses."""
 
     fix = "install commopt where there is a C++ compiler"
@@ -43,7 +43,7 @@ class Cpu(Loader):
 def block_kernels(device: torch.device, dtype: torch.dtype = torch.float32) -> Loader | None:
     """Return what launches the kernels of block quantization for values of `dtype`, None where plain torch computes."""
     module = loader.cpu_kernels() if device.type == "cpu" and dtype in DTYPES else None
-    return loader.loader_for(device, dtype) if module is None else Cpu(module)
+    return loader.loader_for(device, dtype) if module is None else CpuKernels(module)
 
 
 def readable(values: Tensor) -> Tensor:

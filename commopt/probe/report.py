@@ -11,7 +11,7 @@ from math import inf
 from textwrap import wrap
 from typing import TextIO
 
-from commopt.cluster.network import RATE_VARIABLE, Link
+from commopt.cluster.network import RATE_VARIABLE, EmulatedLink
 from commopt.cost import Curve, LinkKey, Links
 from commopt.display import WIDTH, show_table, significant
 from commopt.groups import Membership, WireModel
@@ -92,7 +92,7 @@ def line_rate_gbps(membership: Membership, environ: Mapping[str, str] = os.envir
 def own_gbps(membership: Membership, environ: Mapping[str, str]) -> float | None:
     """Nodes that are blocks of ranks on one machine share a card, or have an emulated one."""
     if (rate := environ.get(RATE_VARIABLE)) is not None:
-        link = Link.parse(rate)
+        link = EmulatedLink.parse(rate)
         return min((bps / 1e9 for bps in (link.send_bps, link.receive_bps) if bps is not None), default=None)
     return None if membership.cluster.emulated else node_nic_gbps(discover(environ=environ))
 

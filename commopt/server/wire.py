@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the values of a parameter bucket travel between a worker and the server, one row of payload each way."""
+"""Encoding of a bucket between a worker and the server: one row of payload in each direction."""
 
 from __future__ import annotations
 
@@ -15,17 +15,20 @@ from commopt.feedback import Layout, Scratch
 
 @dataclass(frozen=True)
 class Wire:
-    """The encoding of a bucket of float32 values.
+    """Encodes and decodes the float32 values of one bucket.
 
-    layout: the pieces of the bucket.
-    compressor: None sends float32.
+    layout: the bucket's pieces.
+    compressor: None sends the values without compression.
     """
 
     layout: Layout
     compressor: Compressor | None
 
     def rows(self, number: int) -> RowFormat:
-        """Return the row format of a payload. number: of the round it began from, by which compressors warm up."""
+        """Return the format of a payload.
+
+        number: base round of the delta, by which compressors warm up.
+        """
         compressor = None if self.compressor is None else self.compressor.at(number)
         dense = () if compressor is not None else ("*",)
         return row_format(self.layout, 1, compressor or Exact(), dense, torch.float32)
@@ -46,7 +49,7 @@ class Wire:
         return payload.view(-1), next_residual
 
     def decode(self, payload: Tensor, number: int) -> Tensor:
-        """Return the values of a payload, float32 on its device."""
+        """Return the values of a payload (float32, on its device)."""
         values = torch.empty(self.layout.numel, dtype=torch.float32, device=payload.device)
         self.rows(number).decode(payload.view(1, -1), values, Scratch())
         return values

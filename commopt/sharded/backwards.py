@@ -24,7 +24,7 @@ from commopt.errors import ConfigurationError, MismatchError, TransportError
 from commopt.feedback import Layout
 from commopt.groups import WireBytes
 from commopt.lanes import LaneClient
-from commopt.recording import Message
+from commopt.recording import MessageRecorder
 from commopt.schedule import Layouts
 from commopt.sharded.layouts import numels_of
 from commopt.sharded.seams import ParameterGroup, watch_backwards
@@ -155,7 +155,7 @@ class Backwards(Registration):
         self.recorder.begin_step(self.steps, device)
         return True
 
-    def _next(self, layout: Layout, nbytes: int) -> tuple[int, Message | None]:
+    def _next(self, layout: Layout, nbytes: int) -> tuple[int, MessageRecorder | None]:
         """Return the number of a reduction, and where its times go if anybody asks for them."""
         assert self._number is not None
         number, recorded = self._number, None

@@ -23,7 +23,7 @@ from commopt.feedback.checkpoint import field, refuse
 from commopt.groups import WireBytes
 from commopt.groups.team import all_gather_single
 from commopt.lanes import LaneClient
-from commopt.recording import Message, running
+from commopt.recording import MessageRecorder, running
 from commopt.sharded import seams
 from commopt.sharded.all_gather import AllGather, Weights
 from commopt.sharded.backwards import Backwards, Request, Sequel, told_why_ranks_wait
@@ -205,7 +205,7 @@ class _Reduction:
     scale: float
     divided: float
     scaler: Any
-    recorded: Message | None
+    recorded: MessageRecorder | None
 
     def __str__(self) -> str:
         return f"gradients of {_title(self.parts)} by {self.registration.aggregator}"

@@ -20,7 +20,7 @@ from bench.document import table
 from bench.environment import machine
 from bench.evidence.scaling import published
 from bench.output import write_lines, written_by
-from commopt.command_line import Parser, content_of, output_file
+from commopt.command_line import CommandParser, content_of, output_file
 from commopt.simulate import (
     ClusterSpec,
     NetworkSpec,
@@ -167,7 +167,9 @@ def floors(given: Assumptions, nodes: int) -> Iterator[Floor]:
 
 def main() -> None:
     """Predict, print and write."""
-    parser = Parser(prog="python -m bench.evidence.scaling.predicted", description=(__doc__ or "").splitlines()[0])
+    parser = CommandParser(
+        prog="python -m bench.evidence.scaling.predicted", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument(
         "--json", type=output_file, metavar="FILE", help="write JSON lines: the assumptions, then predictions"
     )

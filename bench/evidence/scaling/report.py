@@ -13,7 +13,7 @@ from pathlib import Path
 from bench.document import table
 from bench.environment import Header
 from bench.output import read_lines, write_results, written_by
-from commopt.command_line import Parser, content_of
+from commopt.command_line import CommandParser, content_of
 
 KIND = "scaling"
 
@@ -83,7 +83,7 @@ def markdown(points: Sequence[Point], mode: str) -> str:
 
 def main() -> None:
     """Print."""
-    parser = Parser(prog="python -m bench.evidence.scaling.report", description="A table of a scaling file.")
+    parser = CommandParser(prog="python -m bench.evidence.scaling.report", description="A table of a scaling file.")
     parser.add_argument("file", type=content_of(read), help="what bench.evidence.scaling --json wrote")
     parser.add_argument("mode", choices=["weak", "strong"])
     options = parser.parse_args()
