@@ -9,14 +9,14 @@ take turns. Here every receive is posted before the first send: about three quar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from itertools import islice, pairwise
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_SEGMENT_NBYTES = 1024 * 1024
+_SEGMENT_NBYTES = 256 * 1024
 _LONG_PART_NBYTES = 2 * 1024 * 1024
 # Tags. Gloo ends the process when a message is longer than what waits for it, so a comparison, which perhaps not all
 # ranks have come to, is never taken for anything else.
@@ -47,19 +47,17 @@ def all_to_all(output: Tensor, source: Tensor, group: dist.ProcessGroup) -> None
     """Send block j of `source` to rank j; block i of `output` comes from rank i."""
     rank, world_size = group.rank(), group.size()
     targets, blocks = output.view(world_size, -1), source.view(world_size, -1)
-    peers = _peers(group)
-    works = [dist.irecv(targets[peer], group=group, group_src=peer) for peer in reversed(peers)]
-    works += [dist.isend(blocks[peer], group=group, group_dst=peer) for peer in peers]
+    for _ in _rotate(list(blocks), list(targets), group):
+        pass
     targets[rank].copy_(blocks[rank])
-    _wait(works)
 
 
 def reduce_scatter(output: Tensor, source: Tensor, group: dist.ProcessGroup) -> None:
     """Sum `source` over the ranks in rank order and keep this rank's block: half the bytes of gloo's own."""
-    blocks = source.view(group.size(), -1)
-    for arrivals, rows, segment in _exchange(list(blocks), group):
-        _wait(arrivals)
-        _sum_in_order(rows, output[segment])
+    blocks = list(source.view(group.size(), -1))
+    rows = _room_for(blocks[group.rank()], group)
+    for segment in _rotate(blocks, rows, group):
+        _sum_in_order([row[segment] for row in rows], output[segment])
 
 
 def all_reduce(tensor: Tensor, group: dist.ProcessGroup, scale: float = 1.0) -> None:
@@ -67,7 +65,7 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup, scale: float = 1.0) -> 
 
     Else every rank adds up one part, in rank order, and sends the sum to the others: as many bytes per rank, in two
     steps instead of 2 (P-1), to every peer. Each rank scales its own values first. 16-bit floats are added in float32
-    and rounded once. Long parts go in segments, so that the network is busy while others are scaled and added up.
+    and rounded once.
     """
     if _own_ring_will_do(tensor, group):
         dist.all_reduce(apply_scale(tensor, scale), group=group)
@@ -75,19 +73,12 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup, scale: float = 1.0) -> 
     rank, world_size = group.rank(), group.size()
     bounds = [place * tensor.numel() // world_size for place in range(world_size + 1)]
     parts = [tensor[begin:end] for begin, end in pairwise(bounds)]
-    peers = _peers(group)
+    rows = _room_for(parts[rank], group)
+    for segment in _rotate(parts, rows, group, scale):
+        _sum_in_order([row[segment] for row in rows], parts[rank][segment])
     # A peer sends a sum only when this rank's share has reached it, so the share is not overwritten too early.
-    works = [
-        dist.irecv(parts[peer][segment], group=group, group_src=peer, tag=2 * number + 1)
-        for peer in reversed(peers)
-        for number, segment in enumerate(_segments(parts[peer]))
-    ]
-    for number, (arrivals, rows, segment) in enumerate(_exchange(parts, group, scale)):
-        _wait(arrivals)
-        own = parts[rank][segment]
-        _sum_in_order(rows, own)
-        works += [dist.isend(own, group=group, group_dst=peer, tag=2 * number + 1) for peer in peers]
-    _wait(works)
+    for _ in _rotate([parts[rank]] * world_size, parts, group, tag=1):
+        pass
 
 
 def all_equal(output: Tensor, source: Tensor, group: dist.ProcessGroup) -> None:
@@ -128,41 +119,56 @@ def _own_ring_will_do(tensor: Tensor, group: dist.ProcessGroup) -> bool:
     return tensor.nbytes >= group.size() * _LONG_PART_NBYTES and tensor.dtype not in _ADDED_IN_FLOAT32
 
 
-_Arrival = tuple[list[dist.Work | None], list[Tensor], slice]
+def _room_for(part: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """Return a row for each rank's values of a part, in rank order; this rank's own are in their place."""
+    rank = group.rank()
+    received = part.new_empty(group.size() - 1, part.numel())
+    return [*received[:rank], part, *received[rank:]]
 
 
-def _exchange(parts: Sequence[Tensor], group: dist.ProcessGroup, scale: float = 1.0) -> list[_Arrival]:
-    """Send each rank its part of this rank's values; return what arrives of one's own part, segment by segment.
+def _rotate(
+    leaving: Sequence[Tensor], arriving: Sequence[Tensor], group: dist.ProcessGroup, scale: float = 1.0, tag: int = 0
+) -> Iterator[slice]:
+    """Send `leaving[i]` to rank i and fill `arriving[i]` from it; yield each segment once it is there from all ranks.
 
-    `scale` is applied in place, also to this rank's own part. Each segment comes with the works to wait for and all
-    ranks' values, in rank order, this rank's own in their place.
+    In round k a rank sends to the rank k after it and receives from the rank k before it. With more than two ranks it
+    sends the next segment when one has arrived. So one sender at a time fills the queue of a port; when all do, packets
+    are lost and TCP waits (docs/performance.md). What is sent is multiplied by `scale` first, in place, also this
+    rank's own. tag: 0 or 1, different for two exchanges of which the second may begin before the first has ended.
     """
-    rank, peers = group.rank(), _peers(group)
-    received = parts[rank].new_empty(group.size() - 1, parts[rank].numel())
-    rows = [*received[:rank], parts[rank], *received[rank:]]
-    arrivals: list[_Arrival] = []
-    for number, segment in enumerate(_segments(parts[rank])):
-        pieces = [row[segment] for row in rows]
-        works = [dist.irecv(pieces[peer], group=group, group_src=peer, tag=2 * number) for peer in reversed(peers)]
-        arrivals.append((works, pieces, segment))
-    for peer in peers:
-        for number, segment in enumerate(_segments(parts[peer])):
-            leaving = dist.isend(apply_scale(parts[peer][segment], scale), group=group, group_dst=peer, tag=2 * number)
-            arrivals[-1][0].append(leaving)
-    apply_scale(parts[rank], scale)
-    return arrivals
+    rank, world_size = group.rank(), group.size()
+    sources = [(rank - step) % world_size for step in range(1, world_size)]
+    arrivals: list[tuple[int, slice, dist.Work | None]] = []
+    for source in sources:
+        for number, segment in enumerate(_segments(arriving[source])):
+            work = dist.irecv(arriving[source][segment], group=group, group_src=source, tag=2 * number + tag)
+            arrivals.append((source, segment, work))
+    apply_scale(leaving[rank], scale)
+    awaited, works = iter(arrivals), []
+    for step in range(1, world_size):
+        target = (rank + step) % world_size
+        for number, segment in enumerate(_segments(leaving[target])):
+            values = apply_scale(leaving[target][segment], scale)
+            works.append(dist.isend(values, group=group, group_dst=target, tag=2 * number + tag))
+            if world_size > 2:
+                yield from _arrived(islice(awaited, 1), sources[-1])
+    yield from _arrived(awaited, sources[-1])
+    _wait(works)
+
+
+def _arrived(awaited: Iterator[tuple[int, slice, dist.Work | None]], last: int) -> Iterator[slice]:
+    """Wait for segments one by one; yield those of `last`, the rank from which they come last."""
+    for source, segment, work in awaited:
+        _wait([work])
+        if source == last:
+            yield segment
 
 
 def _segments(part: Tensor) -> list[slice]:
-    """Cut a part into pieces of a MiB or more; at least one, which may be empty."""
+    """Cut a part into pieces of 256 KiB or more; at least one, which may be empty."""
     count = max(1, part.numel() * part.element_size() // _SEGMENT_NBYTES)
     bounds = [place * part.numel() // count for place in range(count + 1)]
     return [slice(begin, end) for begin, end in pairwise(bounds)]
-
-
-def _peers(group: dist.ProcessGroup) -> list[int]:
-    """The other ranks, starting after this one, so that not all ranks serve the same peer first."""
-    return [(group.rank() + step) % group.size() for step in range(1, group.size())]
 
 
 def _sum_in_order(rows: Sequence[Tensor], output: Tensor) -> None:
