@@ -9,8 +9,8 @@ take turns. Here every receive is posted before the first send: about three quar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import islice, pairwise
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise, zip_longest
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from torch import Tensor
 
 _SEGMENT_NBYTES = 256 * 1024
 _LONG_PART_NBYTES = 2 * 1024 * 1024
+_PACED_FROM_NBYTES = 32 * 1024  # shorter parts of all ranks fit into the queue of a port
 # Tags. Gloo ends the process when a message is longer than what waits for it, so a comparison, which perhaps not all
 # ranks have come to, is never taken for anything else.
 _NEVER_SENT = 2**30
@@ -27,20 +28,11 @@ _ADDED_IN_FLOAT32 = (torch.float16, torch.bfloat16)
 
 def all_gather(output: Tensor, source: Tensor, group: dist.ProcessGroup) -> None:
     """Fill the blocks of `output` with every rank's `source`: a ring, so that each link carries each block once."""
-    rank, world_size = group.rank(), group.size()
-    blocks = output.view(world_size, -1)
-    before, after = (rank - 1) % world_size, (rank + 1) % world_size
-    arriving = [
-        dist.irecv(blocks[(rank - step - 1) % world_size], group=group, group_src=before, tag=step)
-        for step in range(world_size - 1)
-    ]
-    leaving = []
-    if blocks[rank].data_ptr() != source.data_ptr():
-        blocks[rank].copy_(source)
-    for step, arrival in enumerate(arriving):
-        leaving.append(dist.isend(blocks[(rank - step) % world_size], group=group, group_dst=after, tag=step))
-        _wait([arrival])
-    _wait(leaving)
+    blocks = list(output.view(group.size(), -1))
+    own = blocks[group.rank()]
+    if own.data_ptr() != source.data_ptr():
+        own.copy_(source)
+    _ring(blocks, group)
 
 
 def all_to_all(output: Tensor, source: Tensor, group: dist.ProcessGroup) -> None:
@@ -76,9 +68,8 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup, scale: float = 1.0) -> 
     rows = _room_for(parts[rank], group)
     for segment in _rotate(parts, rows, group, scale):
         _sum_in_order([row[segment] for row in rows], parts[rank][segment])
-    # A peer sends a sum only when this rank's share has reached it, so the share is not overwritten too early.
-    for _ in _rotate([parts[rank]] * world_size, parts, group, tag=1):
-        pass
+    # A sum arrives only when this rank's share has reached its owner, so no share is overwritten too early.
+    _ring(parts, group, tag=1)
 
 
 def all_equal(output: Tensor, source: Tensor, group: dist.ProcessGroup) -> None:
@@ -114,9 +105,11 @@ def lost_peers(group: dist.ProcessGroup) -> list[int]:
 def _own_ring_will_do(tensor: Tensor, group: dist.ProcessGroup) -> bool:
     """Return whether gloo's all_reduce is quicker: parts are long, and it need not add in float32.
 
-    Its ring has one connection each way, in C++: nothing waits for the slowest of many that share a link.
+    Its ring has one connection each way, in C++: nothing waits for the slowest of many that share a link. Two ranks
+    share none, and their sums take a step less.
     """
-    return tensor.nbytes >= group.size() * _LONG_PART_NBYTES and tensor.dtype not in _ADDED_IN_FLOAT32
+    long_part = _LONG_PART_NBYTES if group.size() == 2 else _PACED_FROM_NBYTES
+    return tensor.nbytes >= group.size() * long_part and tensor.dtype not in _ADDED_IN_FLOAT32
 
 
 def _room_for(part: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
@@ -127,41 +120,54 @@ def _room_for(part: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 
 def _rotate(
-    leaving: Sequence[Tensor], arriving: Sequence[Tensor], group: dist.ProcessGroup, scale: float = 1.0, tag: int = 0
+    leaving: Sequence[Tensor], arriving: Sequence[Tensor], group: dist.ProcessGroup, scale: float = 1.0
 ) -> Iterator[slice]:
     """Send `leaving[i]` to rank i and fill `arriving[i]` from it; yield each segment once it is there from all ranks.
 
-    In round k a rank sends to the rank k after it and receives from the rank k before it. With more than two ranks it
-    sends the next segment when one has arrived. So one sender at a time fills the queue of a port; when all do, packets
-    are lost and TCP waits (docs/performance.md). What is sent is multiplied by `scale` first, in place, also this
-    rank's own. tag: 0 or 1, different for two exchanges of which the second may begin before the first has ended.
+    In round k a rank sends to the rank k after it and receives from the rank k before it. Of long parts one segment is
+    on its way to each rank: the next is announced, and sent, when it has arrived. If all send to one at once, the queue
+    of its port overflows, and TCP backs off (docs/performance.md). What is sent is multiplied by `scale` first, in
+    place, also this rank's own.
     """
     rank, world_size = group.rank(), group.size()
     sources = [(rank - step) % world_size for step in range(1, world_size)]
-    arrivals: list[tuple[int, slice, dist.Work | None]] = []
-    for source in sources:
-        for number, segment in enumerate(_segments(arriving[source])):
-            work = dist.irecv(arriving[source][segment], group=group, group_src=source, tag=2 * number + tag)
-            arrivals.append((source, segment, work))
+    targets = [(rank + step) % world_size for step in range(1, world_size)]
+    incoming = [(peer, *segment) for peer in sources for segment in enumerate(_segments(arriving[peer]))]
+    outgoing = [(peer, *segment) for peer in targets for segment in enumerate(_segments(leaving[peer]))]
     apply_scale(leaving[rank], scale)
-    awaited, works = iter(arrivals), []
-    for step in range(1, world_size):
-        target = (rank + step) % world_size
-        for number, segment in enumerate(_segments(leaving[target])):
-            values = apply_scale(leaving[target][segment], scale)
-            works.append(dist.isend(values, group=group, group_dst=target, tag=2 * number + tag))
-            if world_size > 2:
-                yield from _arrived(islice(awaited, 1), sources[-1])
-    yield from _arrived(awaited, sources[-1])
+    arrivals: Iterable[dist.Work | None] = (
+        dist.irecv(arriving[peer][segment], group=group, group_src=peer, tag=2 * number)
+        for peer, number, segment in incoming
+    )
+    departures: Iterable[dist.Work | None] = (
+        dist.isend(apply_scale(leaving[peer][segment], scale), group=group, group_dst=peer, tag=2 * number)
+        for peer, number, segment in outgoing
+    )
+    if world_size == 2 or arriving[rank].nbytes < _PACED_FROM_NBYTES:
+        arrivals, departures = list(arrivals), list(departures)
+    works = []
+    for received, arrival, departure in zip_longest(incoming, arrivals, departures):
+        works.append(departure)
+        _wait([arrival])
+        if received is not None and received[0] == sources[-1]:
+            yield received[2]
     _wait(works)
 
 
-def _arrived(awaited: Iterator[tuple[int, slice, dist.Work | None]], last: int) -> Iterator[slice]:
-    """Wait for segments one by one; yield those of `last`, the rank from which they come last."""
-    for source, segment, work in awaited:
-        _wait([work])
-        if source == last:
-            yield segment
+def _ring(blocks: Sequence[Tensor], group: dist.ProcessGroup, tag: int = 0) -> None:
+    """Send every rank's own block around; tag: 0 or 1, other than that of what may still be under way."""
+    rank, world_size = group.rank(), group.size()
+    before, after = (rank - 1) % world_size, (rank + 1) % world_size
+    arrivals = [
+        dist.irecv(blocks[(rank - step - 1) % world_size], group=group, group_src=before, tag=2 * step + tag)
+        for step in range(world_size - 1)
+    ]
+    departures = []
+    for step, arrival in enumerate(arrivals):
+        block = blocks[(rank - step) % world_size]
+        departures.append(dist.isend(block, group=group, group_dst=after, tag=2 * step + tag))
+        _wait([arrival])
+    _wait(departures)
 
 
 def _segments(part: Tensor) -> list[slice]:
