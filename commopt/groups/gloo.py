@@ -3,21 +3,22 @@
 
 Gloo announces a receive with a small message on the connection that also carries the data. Its own all_gather and
 all_to_all post receives after they have begun to send, so the announcement waits behind megabytes and the two
-directions take turns. Here every receive is posted before the first send. This takes about three quarters of the time
-for 8 MiB each way (docs/performance.md).
+directions take turns. Here a receive is posted before the send beside it. Between two ranks this takes about three
+quarters of the time for 8 MiB each way (docs/performance.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise, zip_longest
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_SEGMENT_NBYTES = 1024 * 1024
+_SEGMENT_NBYTES = 256 * 1024
 _LONG_CHUNK_NBYTES = 2 * 1024 * 1024
+_PACED_FROM_NBYTES = 32 * 1024  # shorter chunks of all ranks fit into the queue of a port
 # Tags. Gloo ends the process when a message is longer than the posted receive, so a comparison, which some ranks may
 # not have reached, has a tag of its own.
 _NEVER_SENT = 2**30
@@ -27,48 +28,35 @@ _ADDED_IN_FLOAT32 = (torch.float16, torch.bfloat16)
 
 def all_gather(output: Tensor, source: Tensor, group: dist.ProcessGroup) -> None:
     """Fill the blocks of `output` with every rank's `source`: a ring, so that each link carries each block once."""
-    rank, world_size = group.rank(), group.size()
-    blocks = output.view(world_size, -1)
-    before, after = (rank - 1) % world_size, (rank + 1) % world_size
-    arriving = [
-        dist.irecv(blocks[(rank - step - 1) % world_size], group=group, group_src=before, tag=step)
-        for step in range(world_size - 1)
-    ]
-    leaving = []
-    if blocks[rank].data_ptr() != source.data_ptr():
-        blocks[rank].copy_(source)
-    for step, arrival in enumerate(arriving):
-        leaving.append(dist.isend(blocks[(rank - step) % world_size], group=group, group_dst=after, tag=step))
-        _wait([arrival])
-    _wait(leaving)
+    blocks = list(output.view(group.size(), -1))
+    own = blocks[group.rank()]
+    if own.data_ptr() != source.data_ptr():
+        own.copy_(source)
+    _ring(blocks, group)
 
 
 def all_to_all(output: Tensor, source: Tensor, group: dist.ProcessGroup) -> None:
     """Send block j of `source` to rank j; block i of `output` comes from rank i."""
     rank, world_size = group.rank(), group.size()
     targets, blocks = output.view(world_size, -1), source.view(world_size, -1)
-    peers = _peers(group)
-    works = [dist.irecv(targets[peer], group=group, group_src=peer) for peer in reversed(peers)]
-    works += [dist.isend(blocks[peer], group=group, group_dst=peer) for peer in peers]
+    for _ in _rotate(list(blocks), list(targets), group):
+        pass
     targets[rank].copy_(blocks[rank])
-    _wait(works)
 
 
 def reduce_scatter(output: Tensor, source: Tensor, group: dist.ProcessGroup) -> None:
-    """Sum `source` over the ranks in rank order and keep this rank's block. Sends half the bytes of gloo's own."""
-    blocks = source.view(group.size(), -1)
-    for arrivals, rows, segment in _exchange(list(blocks), group):
-        _wait(arrivals)
-        _sum_in_order(rows, output[segment])
+    """Sum `source` over the ranks in rank order and keep this rank's block: half the bytes of gloo's own."""
+    blocks = list(source.view(group.size(), -1))
+    rows = _room_for(blocks[group.rank()], group)
+    for segment in _rotate(blocks, rows, group):
+        _sum_in_order([row[segment] for row in rows], output[segment])
 
 
 def all_reduce(tensor: Tensor, group: dist.ProcessGroup, scale: float = 1.0) -> None:
     """Set `tensor` (1-D) to `scale * sum`, with the same bits on every rank.
 
-    Long chunks go through gloo's own ring. Otherwise every rank adds up one chunk, in rank order, and sends the sum to
-    the others: as many bytes per rank, to every peer, in two steps instead of 2 (P-1). Each rank scales its own values
-    first. 16-bit floats are added in float32 and rounded once. Long chunks are sent in segments, so that the network
-    is busy while other segments are scaled and added.
+    Long chunks go through gloo's own ring. Otherwise every rank adds up one chunk, in rank order, and the sums go round
+    a ring. Each rank scales its own values first. 16-bit floats are added in float32 and rounded once.
     """
     if _use_gloo_ring(tensor, group):
         dist.all_reduce(apply_scale(tensor, scale), group=group)
@@ -76,19 +64,11 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup, scale: float = 1.0) -> 
     rank, world_size = group.rank(), group.size()
     bounds = [place * tensor.numel() // world_size for place in range(world_size + 1)]
     chunks = [tensor[begin:end] for begin, end in pairwise(bounds)]
-    peers = _peers(group)
-    # A peer sends a sum only when this rank's values have reached it, so they are not overwritten too early.
-    works = [
-        dist.irecv(chunks[peer][segment], group=group, group_src=peer, tag=2 * number + 1)
-        for peer in reversed(peers)
-        for number, segment in enumerate(_segments(chunks[peer]))
-    ]
-    for number, (arrivals, rows, segment) in enumerate(_exchange(chunks, group, scale)):
-        _wait(arrivals)
-        own = chunks[rank][segment]
-        _sum_in_order(rows, own)
-        works += [dist.isend(own, group=group, group_dst=peer, tag=2 * number + 1) for peer in peers]
-    _wait(works)
+    rows = _room_for(chunks[rank], group)
+    for segment in _rotate(chunks, rows, group, scale):
+        _sum_in_order([row[segment] for row in rows], chunks[rank][segment])
+    # A sum arrives only when this rank's share has reached its owner, so no share is overwritten too early.
+    _ring(chunks, group, tag=1)
 
 
 def all_equal(output: Tensor, source: Tensor, group: dist.ProcessGroup) -> None:
@@ -124,48 +104,76 @@ def lost_peers(group: dist.ProcessGroup) -> list[int]:
 def _use_gloo_ring(tensor: Tensor, group: dist.ProcessGroup) -> bool:
     """Return whether gloo's own all_reduce is faster: for long chunks that need not be added in float32.
 
-    Its ring has one connection in each direction, in C++, so it never waits for the slowest of many that share a link.
+    Its ring has one connection each way, in C++: nothing waits for the slowest of many that share a link. Two ranks
+    share none, and their sums take a step less.
     """
-    return tensor.nbytes >= group.size() * _LONG_CHUNK_NBYTES and tensor.dtype not in _ADDED_IN_FLOAT32
+    long_chunk = _LONG_CHUNK_NBYTES if group.size() == 2 else _PACED_FROM_NBYTES
+    return tensor.nbytes >= group.size() * long_chunk and tensor.dtype not in _ADDED_IN_FLOAT32
 
 
-_Arrival = tuple[list[dist.Work | None], list[Tensor], slice]
+def _room_for(chunk: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """Return memory for every rank's values of a chunk, in rank order; this rank's own stay where they are."""
+    rank = group.rank()
+    received = chunk.new_empty(group.size() - 1, chunk.numel())
+    return [*received[:rank], chunk, *received[rank:]]
 
 
-def _exchange(chunks: Sequence[Tensor], group: dist.ProcessGroup, scale: float = 1.0) -> list[_Arrival]:
-    """Send each rank its chunk of this rank's values. Return the arrivals of this rank's own chunk, by segment.
+def _rotate(
+    leaving: Sequence[Tensor], arriving: Sequence[Tensor], group: dist.ProcessGroup, scale: float = 1.0
+) -> Iterator[slice]:
+    """Send `leaving[i]` to rank i and fill `arriving[i]` from it; yield each segment once it is there from all ranks.
 
-    Each arrival has the works to wait for, the values of all ranks in rank order, this rank's own included, and the
-    segment.
-
-    scale: factor applied in place to all chunks, this rank's own included.
+    In round k a rank sends to the rank k after it and receives from the rank k before it. Of long chunks one segment is
+    on its way to each rank: the next is announced, and sent, when it has arrived. If all send to one at once, the queue
+    of its port overflows, and TCP backs off (docs/performance.md). What is sent is multiplied by `scale` first, in
+    place, also this rank's own.
     """
-    rank, peers = group.rank(), _peers(group)
-    received = chunks[rank].new_empty(group.size() - 1, chunks[rank].numel())
-    rows = [*received[:rank], chunks[rank], *received[rank:]]
-    arrivals: list[_Arrival] = []
-    for number, segment in enumerate(_segments(chunks[rank])):
-        segments = [row[segment] for row in rows]
-        works = [dist.irecv(segments[peer], group=group, group_src=peer, tag=2 * number) for peer in reversed(peers)]
-        arrivals.append((works, segments, segment))
-    for peer in peers:
-        for number, segment in enumerate(_segments(chunks[peer])):
-            leaving = dist.isend(apply_scale(chunks[peer][segment], scale), group=group, group_dst=peer, tag=2 * number)
-            arrivals[-1][0].append(leaving)
-    apply_scale(chunks[rank], scale)
-    return arrivals
+    rank, world_size = group.rank(), group.size()
+    sources = [(rank - step) % world_size for step in range(1, world_size)]
+    targets = [(rank + step) % world_size for step in range(1, world_size)]
+    incoming = [(peer, *segment) for peer in sources for segment in enumerate(_segments(arriving[peer]))]
+    outgoing = [(peer, *segment) for peer in targets for segment in enumerate(_segments(leaving[peer]))]
+    apply_scale(leaving[rank], scale)
+    receives: Iterable[dist.Work | None] = (
+        dist.irecv(arriving[peer][segment], group=group, group_src=peer, tag=2 * number)
+        for peer, number, segment in incoming
+    )
+    sends: Iterable[dist.Work | None] = (
+        dist.isend(apply_scale(leaving[peer][segment], scale), group=group, group_dst=peer, tag=2 * number)
+        for peer, number, segment in outgoing
+    )
+    if world_size == 2 or arriving[rank].nbytes < _PACED_FROM_NBYTES:
+        receives, sends = list(receives), list(sends)
+    works = []
+    for segment, receive, send in zip_longest(incoming, receives, sends):
+        works.append(send)
+        _wait([receive])
+        if segment is not None and segment[0] == sources[-1]:
+            yield segment[2]
+    _wait(works)
+
+
+def _ring(blocks: Sequence[Tensor], group: dist.ProcessGroup, tag: int = 0) -> None:
+    """Send every rank's own block around the ring. tag: 0, or 1 while another may not have ended everywhere."""
+    rank, world_size = group.rank(), group.size()
+    before, after = (rank - 1) % world_size, (rank + 1) % world_size
+    arrivals = [
+        dist.irecv(blocks[(rank - step - 1) % world_size], group=group, group_src=before, tag=2 * step + tag)
+        for step in range(world_size - 1)
+    ]
+    sends = []
+    for step, arrival in enumerate(arrivals):
+        block = blocks[(rank - step) % world_size]
+        sends.append(dist.isend(block, group=group, group_dst=after, tag=2 * step + tag))
+        _wait([arrival])
+    _wait(sends)
 
 
 def _segments(chunk: Tensor) -> list[slice]:
-    """Return the segments of a chunk, of a MiB or more each; at least one, which may be empty."""
+    """Return the segments of a chunk, of 256 KiB or more each; at least one, which may be empty."""
     count = max(1, chunk.numel() * chunk.element_size() // _SEGMENT_NBYTES)
     bounds = [place * chunk.numel() // count for place in range(count + 1)]
     return [slice(begin, end) for begin, end in pairwise(bounds)]
-
-
-def _peers(group: dist.ProcessGroup) -> list[int]:
-    """Return the other ranks, starting after this one, so that not all ranks send to the same peer first."""
-    return [(group.rank() + step) % group.size() for step in range(1, group.size())]
 
 
 def _sum_in_order(rows: Sequence[Tensor], output: Tensor) -> None:
