@@ -39,6 +39,7 @@ MEASURES: Mapping[str, Sequence[str]] = {
     "gpu": ("commopt", "csrc", "bench/gpu", "tests"),
     "hook_overhead": (*_STEP, "bench/evidence/hook_overhead.py"),
     "kernels": ("commopt/kernels", "csrc", "bench/kernels"),
+    "line_rate": ("commopt/groups", "bench/evidence/line_rate.py"),
     "machine": ("bench/gpu/machine.py",),
     "mutants": ("commopt", "topology", "csrc", "tests"),
     "overlap": (*_STEP, "bench/evidence/overlap.py"),
