@@ -3,8 +3,7 @@
 
 Gloo announces a receive with a small message on the connection that also carries the data. Its own all_gather and
 all_to_all post receives after they have begun to send, so the announcement waits behind megabytes and the two
-directions take turns. Here a receive is posted before the send beside it. Between two ranks this takes about three
-quarters of the time for 8 MiB each way (docs/performance.md).
+directions take turns. Here a receive is posted before the send beside it. docs/performance.md has the rates.
 """
 
 from __future__ import annotations
