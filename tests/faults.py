@@ -200,7 +200,7 @@ FAULTS: tuple[Fault, ...] = (
     # ------------------------------------------------------------------------------------ nobody hangs
     Fault(
         "a seat of an earlier meeting counts",
-        "commopt/groups/membership.py",
+        "commopt/groups/agreement.py",
         '            if seat.get("meeting") == meeting:\n',
         '            if "meeting" in seat:\n',
         NOBODY_HANGS,

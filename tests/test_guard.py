@@ -24,7 +24,7 @@ from commopt.feedback import EVERY_STEPS, EXP_AVG, Layout, ResidualStore, Shadow
 from commopt.feedback.quality import MAX_SAMPLE_NUMEL, MOST_STEPS_BEHIND, sample_stride
 from commopt.feedback.store import Residual
 from commopt.groups import Team, WireBytes
-from commopt.lanes import Work
+from commopt.lanes import Pending
 from commopt.schedule import Plan, Tried, Tuned
 from tests.catalogue import run_on
 from tests.feedback_training import NUMELS, Training
@@ -220,7 +220,7 @@ def count_bytes(rank: int, world_size: int) -> tuple[WireBytes, WireBytes, int]:
     path, controller = registration, registration.controller
     send = path._send
 
-    def switched(layout: Layout, buffer: Tensor, index: int, *, last: bool) -> Work:
+    def switched(layout: Layout, buffer: Tensor, index: int, *, last: bool) -> Pending:
         controller.aggregator = strategies[index % 4]
         return send(layout, buffer, index, last=last)
 

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import commopt
 from commopt.errors import TransportError
 from commopt.groups import build, join
-from commopt.groups.membership import exchange_facts
+from commopt.groups.agreement import exchange_facts
 from commopt.groups.store import LimitedStore, _Connection, limited
 from tests.ranks import run
 from tests.speed import limit
@@ -151,7 +151,7 @@ def meet(store: LimitedStore, me: int, outcomes: dict[int, str], *arguments: Any
 
 @pytest.mark.parametrize("why", ["time is over", "interrupted"])
 def test_a_meeting_that_one_rank_left_fails_on_all(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("commopt.groups.membership._VERDICT_MARGIN_S", 1.0)
+    monkeypatch.setattr("commopt.groups.agreement._VERDICT_MARGIN_S", 1.0)
     server, outcomes = dist.HashStore(), dict[int, str]()
     store = limited(server, "keys", 30)
 

@@ -16,7 +16,7 @@ from commopt.attached.registration import Registration
 from commopt.command_line import require_writable
 from commopt.document import require_whole
 from commopt.errors import ConfigurationError
-from commopt.groups.membership import require_equal
+from commopt.groups.agreement import require_equal
 from commopt.schedule import Plan
 from commopt.schedule.reducer import is_capturing
 from commopt.timeline import Report, Timeline, gather

@@ -99,8 +99,8 @@ class OptimizerSteps:
         """Look at no optimizer any more."""
         self._closed = True
 
-    def start_anew(self, count: int) -> None:
-        """Go on after `count` steps."""
+    def resume(self, count: int) -> None:
+        """Resume after `count` steps."""
         self.count = count
         self._waiting = 0
 
@@ -118,8 +118,8 @@ class OptimizerSteps:
         if not self._usual and self._is_by_hand():
             self._end()
 
-    def settle(self) -> None:
-        """See, before a forward, whether what was accumulated is done with though no optimizer has stepped."""
+    def update(self) -> None:
+        """Find out, before a forward, whether a step has ended though no optimizer has stepped."""
         if self._is_in_step():  # of an optimizer that calls a closure
             return
         if self._waiting == 0:

@@ -28,10 +28,10 @@ from commopt.attached.checks import (
 )
 from commopt.attached.local_sgd import ParameterAverages
 from commopt.attached.options import AttachOptions
-from commopt.attached.reduction import Step
+from commopt.attached.reduction import Reduction, Step
 from commopt.attached.registration import Registration
 from commopt.errors import CommoptError, ConfigurationError
-from commopt.feedback import EVERY_STEPS, Layout, ResidualStore, Shadow, sample_numel
+from commopt.feedback import EVERY_STEPS, Layout, ResidualStore, Shadow
 from commopt.schedule import Controller, Layouts, Plan, Tuned
 from commopt.schedule.reducer import is_capturing
 
@@ -59,11 +59,11 @@ class DDPRegistration(Registration):
                 aggregator, module, lambda: parameters, self.store, parameters, lambda: getattr(found(), "scaler", None)
             )
         # The gradients of a LocalSGD leave nothing for later, and `store` is for its parameters.
-        self._remembers_nothing = None if self.averages is None else ResidualStore()
+        self._gradient_store = None if self.averages is None else ResidualStore()
         self._ddp: ref[TorchDDP] | None = None
         self._shadow_of = -1  # which plan, by its number, the samples of averages are of
         self._raising_task = -1
-        self._latest: lanes.Work | None = None  # bucket's, until backward has looked at it
+        self._latest: lanes.Pending | None = None  # bucket's, until backward has looked at it
         self._told = False
         self._lately_ns: deque[int] = deque(maxlen=64)
 
@@ -165,20 +165,19 @@ class DDPRegistration(Registration):
         if self.joined is None:
             self.join()
         steps = self.steps
-        self.controller.require_repeatable(steps)
+        self.controller.begin_step(steps)
         self._require_optimizer_step()
         if self.averages is not None:  # a rank without data, in DDP's join(), makes no forward before this
             self.averages.take_turn()
         if self.device is None:
             self.device = device
-        self.controller.begin_step(steps)
         if self.recorder.enabled:
             self.recorder.begin_step(steps, device)
         # Of a LocalSGD it says whether gradients cross between nodes, which begins and ends between optimizer steps.
         number = steps if self.averages is None else self.averages.steps
         ddp = self.model()
         skips = ddp is not None and ddp.find_unused_parameters and not ddp.static_graph
-        self.step = Step(number, self._remembers_nothing or self.store, self.scaler, skips=skips)
+        self.step = Step(number, self._gradient_store or self.store, self.scaler, skips=skips)
         if self.guard and is_capturing():
             self.guard = 0  # a CUDA graph would sample in every step, or in none
         if self.guard and self.controller.changes != self._shadow_of:
@@ -251,23 +250,27 @@ class DDPRegistration(Registration):
             self.steps_between.averaged(self.scaler)
         self.layouts.require_expected()
 
-    def _send(self, layout: Layout, buffer: Tensor, index: int, *, last: bool) -> lanes.Work:
+    def _send(self, layout: Layout, buffer: Tensor, index: int, *, last: bool) -> lanes.Pending:
         """Queue the average of bucket `index`, `last` of its step."""
-        step, aggregator = self.step, self.controller.aggregator
-        self.controller.add_bucket(layout, buffer)
-        shadow = None
+        client, step, aggregator, recorder = self.joined, self.step, self.controller.aggregator, self.recorder
+        assert client is not None  # since the step began
+        reduction = Reduction(buffer, layout, step, aggregator, client.team, number=len(step.buffers), last=last)
         if self.guard and not aggregator.lossless and self.shadow.takes(step.number):
-            shadow = self.shadow
-            numel = sample_numel(layout.numel) * (2 if aggregator.residual_paths else 1)
-            self.traffic.count_exact(numel, torch.float32, buffer.device, step.number)
-        return self.send(layout, buffer, index, aggregator, last=last, shadow=shadow)
+            reduction.shadow = self.shadow
+        if recorder.enabled:
+            reduction.recorded = recorder.message((index,), layout.title, buffer.nbytes)
+        step.buffers.append(layout)
+        step.gradients.append(buffer)
+        return reduction.submit(client, self.sent)
 
     def _end_step(self) -> None:
         assert self.device is not None  # of the first bucket
         usual_us = median(self._lately_ns) / 1000 if self.recorder.enabled and self._lately_ns else 0.0
-        meeting = self.controller.end_step(self.steps, self.device, usual_us, self.shadow if self.guard else None)
+        step, shadow = self.step, self.shadow if self.guard else None
+        meeting = self.controller.end_step(self.steps, self.device, step.buffers, step.gradients, usual_us, shadow)
         if meeting is not None:
             self.controller.pending = self.client.run(meeting.hold, meeting.what)
+        step.gradients.clear()
         self.steps += 1
         self.reduced_steps += 1
         if self.averages is not None:
@@ -296,12 +299,12 @@ class DDPRegistration(Registration):
         rounds, alike = super().read_extras(part)
         return (plan, tuned, rounds), (None if plan is None else plan.digest(), tuned, alike)
 
-    def go_on(
+    def resume(
         self, store: ResidualStore, steps: int, buffers: Sequence[Layout], numels: Mapping[str, int], extras: Any
     ) -> None:
-        """Go on from a checkpoint, as Registration.go_on; what could be taken over of its plan is the controller's."""
+        """Resume from a checkpoint, as Registration.resume; the controller takes over its plan if it can."""
         plan, tuned, rounds = extras or (None, None, None)
-        super().go_on(store, steps, buffers, numels, rounds)
+        super().resume(store, steps, buffers, numels, rounds)
         self.controller.restart(steps, plan, tuned, buffers)
         self._shadow_of = -1
         self.layouts.expect(numels)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lanes of this process, one for each device; who uses them; and how they end."""
+"""The lanes of this process, one for each device; their clients; and how they end."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from torch import Tensor
 
 from commopt.errors import CommoptError, ConfigurationError, LaneError, TransportError
 from commopt.groups import Membership, close_stores, join, keep_groups, memberships, read_arguments
-from commopt.groups.membership import PATIENCE_S
+from commopt.groups.agreement import PATIENCE_S
 from commopt.lanes.failure import publish_uncaught
-from commopt.lanes.lane import Lane, Operation, Work, WorkerLane
+from commopt.lanes.lane import Lane, Pending, Task, WorkerLane
 
 _T = TypeVar("_T")
 
@@ -113,7 +113,7 @@ _clients: dict[Membership, int] = {}
 
 
 class LaneClient:
-    """One user of the lanes, called `name` on all ranks: its operations run in one order, the same everywhere.
+    """One user of the lanes, called `name` on all ranks: its tasks run in one order, the same everywhere.
 
     team: all ranks.
     """
@@ -159,57 +159,62 @@ class LaneClient:
             name = membership.enroll(kind, problem, **facts) if meets else f"{kind} {next(membership.owners)}"
             return cls(membership, name)
         except BaseException:
-            _part(membership, close=False)
+            _leave_membership(membership, close=False)
             raise
 
     def submit(
         self,
-        what: object,
-        task: Callable[[], None],
+        title: object,
+        run: Callable[[], None],
         result: Tensor,
         inputs: Sequence[Tensor] = (),
         numel: int = 0,
-    ) -> Work:
-        """Queue `task`, of `numel` elements, on the lane of the device of `result`, as Lane.submit; all ranks must.
+    ) -> Pending:
+        """Queue a task of `numel` elements on the lane of the device of `result`, as Lane.submit; all ranks must.
 
-        what: its text names the task in errors.
+        title: its text names the task in errors. Raises ConfigurationError when the process group was destroyed.
         """
         if self.closed:
-            self.require_open(str(what))
+            self.require_open(str(title))
         device, membership = result.device, self.membership
-        # A lane lives as long as the world its process groups belong to.
-        if self._lane is None or device != self._device or not membership.alive:
+        if not membership.alive:
+            lane_for(device).require_healthy()  # a lane that fails closes all groups before it knows why
+            membership.require_alive()
+        if self._lane is None or device != self._device:
             self._device = device
             self._lane = lane_for(device)
             self._first_device = self._first_device or device
-        operation = Operation(membership, self.name, next(self._sequence), what, numel, device.type)
-        return self._lane.submit(operation, task, result, inputs)
+        task = Task(membership, self.name, next(self._sequence), run, title, numel, device.type)
+        return self._lane.submit(task, result, inputs)
 
-    def run(self, task: Callable[[], None], what: str, device: torch.device | None = None) -> Work:
+    def run(self, task: Callable[[], None], title: str, device: torch.device | None = None) -> Pending:
         """Queue a task of another kind on the lane of `device`, by default the first one used; all ranks must."""
         # Not the last one: parameters on another device than the gradients would take the meetings to another lane.
         device = device or self._first_device or self.team.default_device
-        return self.submit(what, task, torch.zeros(1, dtype=torch.float32, device=device))
+        return self.submit(title, task, torch.zeros(1, dtype=torch.float32, device=device))
 
     def agree(
-        self, what: str, problem: Exception | None = None, patience_s: float = PATIENCE_S, **facts: Any
+        self, call: str, problem: Exception | None = None, patience_s: float = PATIENCE_S, **facts: Any
     ) -> Agreement:
         """Let all ranks find out, on the lane, whether they have come to the same call; all ranks must.
 
-        what: the call, and between which steps it is. `facts` go to all ranks. `problem`, patience_s: as in
-        Membership.exchange. What is submitted behind it asks `refused` before it sends anything.
+        call: its name, and between which steps it is. `facts` go to all ranks. problem, patience_s: as in
+        Membership.exchange. Tasks submitted behind it that send anything run by Agreement.guard.
         """
-        return Agreement(self, f"{what} ({self.name})", problem, patience_s, facts)
+        title, membership = f"{call} ({self.name})", self.membership
+        agreement = Agreement(lambda: membership.exchange(title, problem, self.name, patience_s, **facts), problem)
+        agreement.pending = self.run(agreement.reach, title)
+        return agreement
 
-    def together(self, what: str, task: Callable[[], _T]) -> _T:
-        """Return what `task`, on the lane, returns, once all ranks have come to `what`; collective, as `agree`.
+    def together(self, call: str, task: Callable[[], _T]) -> _T:
+        """Return what `task`, on the lane, returns, once all ranks have come to `call`; collective, as `agree`.
 
         Raises MismatchError, before `task` has sent anything, when they have not.
         """
-        agreement, found = self.agree(what), list[_T]()
-        work = self.run(lambda: None if agreement.refused else found.append(task()), what)
+        agreement, found = self.agree(call), list[_T]()
+        pending = self.run(agreement.guard(lambda: found.append(task())), call)
         agreement.wait()
-        work.wait()
+        pending.wait()
         return found[0]
 
     def require_open(self, what: str) -> None:
@@ -226,53 +231,60 @@ class LaneClient:
         would wait for its own end.
         """
         if not self.closed:
-            _part(self.membership, close=groups)
+            _leave_membership(self.membership, close=groups)
             self.closed = True
 
 
 class Agreement:
-    """The answer to whether all ranks have come to the same call; LaneClient.agree asks.
+    """The answer to whether all ranks have come to the same call.
 
-    That they have not is no failure of the lane: all that came know it alike, and nothing was sent.
+    A disagreement is no failure of the lane: all ranks that came find the same, and nothing was sent.
+
+    ask: returns the facts of every rank, if they are needed; raises `problem` or a CommoptError on all of them.
+    pending: the task that runs `reach`, once it is submitted.
     """
 
-    def __init__(
-        self, client: LaneClient, purpose: str, problem: Exception | None, patience_s: float, facts: dict[str, Any]
-    ) -> None:
-        self._client = client
-        self._purpose = purpose
+    def __init__(self, ask: Callable[[], list[dict[str, Any]] | None], problem: Exception | None = None) -> None:
+        self.pending: Pending | None = None
+        self._ask = ask
         self._problem = problem
-        self._facts = facts
-        self._patience_s = patience_s
         self._answers: list[dict[str, Any]] = []
         self._error: Exception | None = None
-        self._work = client.run(self._ask, purpose)
 
-    def _ask(self) -> None:
-        membership = self._client.membership
+    def reach(self) -> None:
+        """Ask, on the lane."""
         try:
-            self._answers = membership.exchange(
-                self._purpose, self._problem, self._client.name, self._patience_s, **self._facts
-            )
+            self._answers = self._ask() or []
         except (LaneError, TransportError):
             raise
         except Exception as error:
+            if error is not self._problem and not isinstance(error, CommoptError):
+                raise
             self._error = error
 
-    @property
-    def refused(self) -> bool:
-        """Whether nothing may be sent; known to the lane's work behind it."""
-        return self._error is not None
+    def guard(self, task: Callable[[], None]) -> Callable[[], None]:
+        """Return a task that does what `task` does, unless ranks have disagreed before it."""
+
+        def run() -> None:
+            if self._error is None:
+                task()
+
+        return run
 
     def wait(self) -> list[dict[str, Any]]:
         """Return the facts of every rank, in their order. Raises as Membership.exchange."""
-        self._work.wait()
+        assert self.pending is not None
+        self.pending.wait()
+        return self.answers()
+
+    def answers(self) -> list[dict[str, Any]]:
+        """Return the facts of every rank when `reach` has ended. Raises as Membership.exchange."""
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)  # which would keep the frames of every waiter alive
         return self._answers
 
 
-def _part(membership: Membership, *, close: bool) -> None:
+def _leave_membership(membership: Membership, *, close: bool) -> None:
     if close and not finish():
         raise CommoptError("close() was called inside lane work and would wait for its own end; call it from outside")
     with _lock:

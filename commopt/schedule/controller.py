@@ -20,7 +20,7 @@ from commopt.aggregate import Aggregator, Flat
 from commopt.errors import ConfigurationError
 from commopt.feedback import Layout, Shadow
 from commopt.groups import Team
-from commopt.lanes import Work
+from commopt.lanes import Pending
 from commopt.recording import Recorder
 from commopt.schedule import reducer
 from commopt.schedule.candidates import available, local_messages
@@ -59,7 +59,7 @@ class Controller:
         self.frozen = False
         self.optimizer = ""
         self.aggregator: Aggregator = Flat()
-        self.pending: Work | None = None
+        self.pending: Pending | None = None
         self._layouts = layouts
         self._config = BucketConfig()
         self._team: Team | None = None
@@ -69,8 +69,6 @@ class Controller:
         self._warm_from = 0
         self._measuring = Measuring(recorder, layouts.parameters, self._first_calendar(0))
         self._buckets: list[Layout] = []  # DDP's, in the last whole step
-        self._shown: list[Layout] = []  # and in the one under way
-        self._gradients: list[Tensor] = []
         self._settled = False
         self._looked = False  # whether the last meeting was only to look at what the shadow knows
         self._of_ddp = reducer.Buckets(layouts.parameters)
@@ -200,33 +198,32 @@ class Controller:
             self._of_ddp.change(_names(*self._buckets))
 
     def begin_step(self, step: int) -> None:
-        """Adopt what was decided if there was no forward to do it, and record what will be measured."""
-        self._shown = []
-        self._gradients = []
+        """Adopt what was decided if there was no forward to do it, and record what will be measured.
+
+        Raises as `require_repeatable`.
+        """
+        self.require_repeatable(step)
         if self.pending is not None:
             self._adopt()
         if self._measures:
             self._measuring.begin_step(step)
 
-    def add_bucket(self, layout: Layout, buffer: Tensor) -> None:
-        """Take note of DDP's next bucket of the step under way."""
-        self._shown.append(layout)
-        if self._measures:
-            self._gradients.append(buffer)
-
     def end_step(
         self,
         step: int,
         device: torch.device,
+        buckets: list[Layout],
+        gradients: Sequence[Tensor],
         overhead_us: float,
         shadow: Shadow | None = None,
     ) -> Meeting | None:
         """Return the meeting that is due after `step`, to be put on the lane by every rank; None if none is.
 
+        buckets, gradients: those of the step, in order.
         overhead_us: what the hook costs the host for each bucket. shadow: see Meeting.
         """
-        self._settled = self._shown == self._buckets
-        self._buckets, gradients, self._gradients = self._shown, self._gradients, []
+        self._settled = buckets == self._buckets
+        self._buckets = buckets
         if self._of_ddp.wanted and self._of_ddp.say_why_not() and self._of_ddp.sees_forwards:
             self._of_ddp.wanted = ()  # a rank without data, in join(), has seen no forward yet
         if not self._measures:
