@@ -32,7 +32,7 @@ from commopt.feedback.checkpoint import MAX_MAGNITUDE
 from commopt.groups import Membership, Team, TeamShape
 from commopt.groups.store import limited
 from commopt.hooks.buckets import DDPRegistration
-from commopt.lanes import LaneClient, lane, registry, stream
+from commopt.lanes import LaneClient, client, lane, registry, stream
 from commopt.schedule import calibration
 from tests.fake_cuda import DEVICE, Gpu
 from topology import Cluster
@@ -340,7 +340,7 @@ def test_a_lane_with_a_fault_is_found_out(name: str, monkeypatch: pytest.MonkeyP
     assert source.count(line) == 1, f"{of} has another text now"
     scope = dict(vars(module))
     exec(compile("from __future__ import annotations\n" + source.replace(line, instead), name, "exec"), scope)
-    for user in (module, lanes, lane, stream, registry):
+    for user in (module, lanes, client, lane, stream, registry):
         if hasattr(user, of):
             monkeypatch.setattr(user, of, scope[of])
     try:
@@ -358,9 +358,9 @@ def test_tasks_without_a_device_stay_on_the_first_lane() -> None:
         taken.append(where.type)
         return Mock()
 
-    with device(), patch.object(registry, "lane_for", lane_of):
-        client = LaneClient(setup(), "test")
-        client.submit("bucket", lambda: None, torch.zeros(1, device="meta"))
-        client.submit("buffers", lambda: None, torch.zeros(1))
-        client.run(lambda: None, "meeting")
+    with device(), patch.object(client, "lane_for", lane_of):
+        one = LaneClient(setup(), "test")
+        one.submit("bucket", lambda: None, torch.zeros(1, device="meta"))
+        one.submit("buffers", lambda: None, torch.zeros(1))
+        one.run(lambda: None, "meeting")
     assert taken == ["meta", "cpu", "meta"]

@@ -6,10 +6,10 @@ from __future__ import annotations
 import gc
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -36,12 +36,9 @@ def require_supported_parameters(module: nn.Module) -> None:
             _require_dtype(parameter, f"parameter '{name}'")
 
 
-def refuse_bucket(bucket: dist.GradBucket, buffer: Tensor, module: ref[nn.Module] | None) -> None:
+def refuse_bucket(bucket: dist.GradBucket, buffer: Tensor, parameters: Mapping[str, Tensor]) -> None:
     """Raise UnsupportedTensorError for a bucket whose `buffer` is sparse or of a dtype that cannot be averaged."""
-    known = None if module is None else module()
-    names: dict[Tensor, str] = {}
-    if known is not None:
-        names = {parameter: name for name, parameter in known.named_parameters()}
+    names = {parameter: name for name, parameter in parameters.items()}
     label = ", ".join(f"'{names[p]}'" if p in names else f"of shape {tuple(p.shape)}" for p in bucket.parameters())
     if buffer.layout != torch.strided:
         raise _sparse(f"parameter {label}")

@@ -112,7 +112,7 @@ class ParameterAverages:
         if not self._anchored:
             _require_float32_holds(average, read())
         if module is not None:  # before FSDP's own, which gathers the parameters
-            hook = module.register_forward_pre_hook(_BeforeForward(self), prepend=True)
+            hook = module.register_forward_pre_hook(_TurnBeforeForward(self), prepend=True)
             self._forget_module = finalize(self, hook.remove)
             self._forget_module.atexit = False
 
@@ -399,7 +399,7 @@ def warn_of_broadcasts(aggregator: Aggregator, ddp: TorchDDP) -> None:
         )
 
 
-class _BeforeForward:
+class _TurnBeforeForward:
     """A forward pre-hook of the module DDP wraps; a copy of it, in a copied or saved model, does nothing.
 
     Unlike the DDP model's it is called under torch.compile, and in any form of registration.

@@ -173,8 +173,7 @@ class Reduction:
     def _without_padding(self, flat: Tensor) -> Tensor:
         """Return a copy of the elements in `spans`."""
         parts, store = [flat[begin:end] for begin, end in self.spans], self.step.store
-        if store is None:
-            return torch.cat(parts)
+        assert store is not None  # of a model of FSDP
         place = store.scratch.take("without padding", self.layout.numel, flat.dtype, flat.device)
         return torch.cat(parts, out=place)
 

@@ -80,7 +80,7 @@ class Registration:
     def join(self, process_group: Any = None, problem: Exception | None = None) -> LaneClient:
         """Find the other ranks of the group, None meaning the world, and agree with them; collective.
 
-        `problem` is why this rank cannot go on: it raises it, and the others a ConfigurationError that tells it.
+        problem: the error of this rank, which raises it; the others raise a ConfigurationError that names it.
         """
         options = self.options
         client = LaneClient.join(

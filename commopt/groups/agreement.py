@@ -88,7 +88,7 @@ def exchange_facts(
 
 
 class _Patience:
-    """Says for whom this rank waits in `purpose`: after `first_s`, and then each time that the wait has doubled."""
+    """Warns of ranks that are missing in `purpose`: after `first_s`, and then whenever the wait has doubled."""
 
     def __init__(self, ranks: Sequence[int], purpose: str, first_s: float) -> None:
         self._ranks = ranks
@@ -127,7 +127,7 @@ def _preside(
     interrupt: Callable[[], None],
     patience: _Patience,
 ) -> tuple[list[Facts], list[int]]:
-    """Rank 0's part: return the answers of all, or the places of those who gave none in time."""
+    """Rank 0's part: return the answers of all, or the places of the ranks that gave none in time."""
     meeting = secrets.token_hex(8)
     before = store.read("meeting")
     answers = {0: mine}
@@ -189,7 +189,7 @@ def _attend(
 def _verdict(
     store: LimitedStore, meeting: str, missing: list[int], answers: Sequence[Facts] = ()
 ) -> tuple[list[Facts], list[int]]:
-    """Write how a meeting ended unless it has; return the answers of all, and who was missing, as it stands then."""
+    """Write the verdict of a meeting unless there is one; return the answers and the missing ranks that it has."""
     mine = json.dumps({"missing": missing, "answers": answers})
     return _outcome(_parsed(store.compare_set(f"verdict/{meeting}", "", mine), "verdict"))
 

@@ -145,7 +145,7 @@ class DistributedDataParallel(TorchDDP):
                 state.know(self.module)
             super().register_comm_hook(state, registered)
             if isinstance(state, HookState):
-                state._registration.serve(self)  # the forward hooks came with the pickle
+                state._registration.set_model(self)  # the forward hooks came with the pickle
 
 
 class BeforeForward:
@@ -162,7 +162,7 @@ class BeforeForward:
 
 def _connect(ddp: TorchDDP, state: HookState) -> None:
     """Let the state know its model, and its forwards."""
-    state._registration.serve(ddp)
+    state._registration.set_model(ddp)
     ddp.register_forward_pre_hook(BeforeForward(state))
 
 

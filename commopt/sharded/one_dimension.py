@@ -196,8 +196,8 @@ class OneDimension(Backwards):
         store.warm = True
 
 
-class _Memory:
-    """Where FSDP lets a collective's memory come from."""
+class _Allocator:
+    """Allocates the memory of one of FSDP's collectives."""
 
     def __init__(self, registration: OneDimension, group: ParameterGroup) -> None:
         self._registration = registration
@@ -208,7 +208,7 @@ class _Memory:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class _Scatters(_Memory):
+class _Scatters(_Allocator):
     """Stands in FSDP's place of a reduce-scatter."""
 
     def __call__(
@@ -218,7 +218,7 @@ class _Scatters(_Memory):
         self._registration.reduce(self._group, output_tensor, input_tensor, op)
 
 
-class _Gathers(_Memory):
+class _Gathers(_Allocator):
     """Stands in FSDP's place of an all-gather."""
 
     def __call__(
