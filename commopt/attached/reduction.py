@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -237,17 +237,11 @@ def loss_scale_of(scaler: Any, device: torch.device) -> Tensor | None:
 # ----------------------------------------------------------------------------------------- sent bytes
 
 
-class _LengthOf(Protocol):
-    """Returns the payload of a message at a step, None being past all warm-up; averaged by `instead`, if given."""
-
-    def __call__(self, step: int | None, instead: Aggregator | None = None) -> WireBytes: ...
-
-
 @dataclass(eq=False)
 class _SentAlike:
     """Messages that are equally long in the same phase of training.
 
-    nbytes: the payload of one.
+    nbytes: the payload of one at a step, None being past all warm-up; by another aggregator, if one is given.
     phase: of a step.
     steps: those of the latest messages.
     before: the phases of all earlier ones.
@@ -255,7 +249,7 @@ class _SentAlike:
     times: how many were sent in it.
     """
 
-    nbytes: _LengthOf
+    nbytes: Callable[[int | None, Aggregator | None], WireBytes]
     phase: Callable[[int], int]
     steps: list[int] = field(default_factory=list)
     before: Counter[int] = field(default_factory=Counter)
@@ -298,7 +292,7 @@ class SentBytes:
         alike = self._known.get(key)
         if alike is None:
 
-            def nbytes(step: int | None, instead: Aggregator | None = None) -> WireBytes:
+            def nbytes(step: int | None, instead: Aggregator | None) -> WireBytes:
                 return sum((each.wire_bytes(team) for each in calls() if isinstance(each, Call)), WireBytes())
 
             alike = self._known[key] = _SentAlike(nbytes, lambda step: 0)
@@ -310,7 +304,7 @@ class SentBytes:
         for alike in list(self._known.values()):  # a copy: another thread may ask during a step
             phases = alike.before + Counter(map(alike.phase, tuple(alike.steps)))
             for phase, times in phases.items():
-                sent += alike.nbytes(phase) * times
+                sent += alike.nbytes(phase, None) * times
         return sent
 
     def usual(self, instead: Aggregator | None = None) -> WireBytes:
@@ -326,7 +320,7 @@ class SentBytes:
 def _of_buffer(
     aggregator: Aggregator, layout: Layout, dtype: torch.dtype, device: torch.device, team: TeamShape
 ) -> _SentAlike:
-    def nbytes(step: int | None, instead: Aggregator | None = None) -> WireBytes:
+    def nbytes(step: int | None, instead: Aggregator | None) -> WireBytes:
         by = aggregator if instead is None or aggregator is _FLAT else instead
         return by.wire_bytes(layout, dtype, team, device, step)
 
