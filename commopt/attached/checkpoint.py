@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint of a registration holds, and whether it fits the model and the world it is loaded into."""
+"""Checkpoints of a registration: their contents, and whether they fit the model and the world they are loaded into."""
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ def gather(
 ) -> dict[str, Any] | None:
     """Return all ranks' parts on the first rank of the group, None on the others; collective.
 
-    what: the call that every rank must make, for messages. patience_s: after which it is told who has not made it.
+    what: the call that every rank must make, for messages.
+    patience_s: after which a warning names the ranks that have not made it.
 
     One rank after the other sends its part to the first one, in messages of MESSAGE_NBYTES at most, over the backend of
     the CPU. Where there is none they go through the memory of the GPUs, which never hold more than one.

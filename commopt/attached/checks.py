@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is refused (gradients that nobody can average) and warned of (loops in which error feedback cannot work)."""
+"""Checks of models, gradients and optimizers: errors for gradients that cannot be averaged, warnings for loops."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def instances_of(base: type[_T]) -> list[_T]:
 
 
 def warn_of_unknown_scaler() -> None:
-    """Warn when a GradScaler is in use somewhere that no HookState was told of."""
+    """Warn when a GradScaler is in use that no HookState was given."""
     if any(scaler._scale is not None for scaler in enabled_scalers()):
         _log.warning(
             "a GradScaler is in use and HookState(scaler=None) does not know it: residuals would stay at the old "

@@ -35,7 +35,7 @@ SCALARS = tuple(f"comm/{name}" for name in (*_TIMES, "late_ms", "messages", "int
 
 @dataclass(frozen=True)
 class Logged:
-    """What is known after `step` steps. report: of the last of `timeline`'s, None where none was recorded."""
+    """The figures after `step` steps. report: of the last step in `timeline`, None where none was recorded."""
 
     step: int
     scalars: dict[str, float]

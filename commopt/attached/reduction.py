@@ -36,7 +36,7 @@ _NOTHING = nullcontext()
 
 @dataclass(frozen=True)
 class Step:
-    """What the messages of one step have in common.
+    """The common part of the messages of one step.
 
     number: of the step.
     store: keeps residuals; None where nothing is remembered.
@@ -98,19 +98,27 @@ class Reduction:
 
         agreement: nothing is sent unless ranks have reached it; None where the message itself is the next one for all.
         """
-        layout, step, team, buffer = self.layout, self.step.number, self.team, self.buffer
+        layout, buffer = self.layout, self.buffer
         if self.scatter is None:  # else its sender knows the calls
-            sent.count(self.aggregator, layout, buffer.dtype, buffer.device, step, team)
-        if self.exchanges_usage:
-            sent.count_sum(len(layout.pieces), torch.float32, buffer.device, step, team)
-        if self.exchanges_norm:
-            sent.count_sum(1, torch.float64, buffer.device, step, team)
-        if self.shadow is not None:
-            numel = sample_numel(layout.numel) * (2 if self.aggregator.residual_paths else 1)
-            sent.count_sum(numel, torch.float32, buffer.device, step, team)
-        inputs = [each for each in (self.source, self.base) if each is not None]
+            sent.count(self.aggregator, layout, buffer.dtype, buffer.device, self.step.number, self.team)
+        if self.last or self.step.skips or self.shadow is not None:
+            self._count_sums(sent)
         run = self if agreement is None else agreement.guard(self)
-        return client.submit(self, run, buffer, inputs, layout.numel if self.source is None else self.source.numel())
+        numel, also = layout.numel, self.base
+        if self.source is not None:
+            numel, also = self.source.numel(), self.source
+        return client.submit(self, run, buffer, () if also is None else (also,), numel)
+
+    def _count_sums(self, sent: SentBytes) -> None:
+        """Count the small sums that go with the message."""
+        device, step, team = self.buffer.device, self.step.number, self.team
+        if self.exchanges_usage:
+            sent.count_sum(len(self.layout.pieces), torch.float32, device, step, team)
+        if self.exchanges_norm:
+            sent.count_sum(1, torch.float64, device, step, team)
+        if self.shadow is not None:
+            numel = sample_numel(self.layout.numel) * (2 if self.aggregator.residual_paths else 1)
+            sent.count_sum(numel, torch.float32, device, step, team)
 
     @property
     def exchanges_norm(self) -> bool:

@@ -64,7 +64,7 @@ class Order:
 
 @dataclass(eq=False)
 class Membership:
-    """What `join` built over one process group.
+    """This rank's place in the groups that `join` built over one process group.
 
     name, store: its own, with equal names and keys on all its ranks.
     world: the default process group of its time.

@@ -90,7 +90,7 @@ def _sharding_of(group: ParameterGroup) -> str:
 
 @dataclass(frozen=True)
 class Request:
-    """What `attach` was asked for; options: `checked` ones. groups: those of `model` to reduce."""
+    """A call of `attach`. options: `checked` ones. groups: those of `model` to reduce."""
 
     options: AttachOptions
     aggregator: Aggregator
@@ -99,7 +99,7 @@ class Request:
 
 
 class Backwards(Registration):
-    """What registrations of FSDP2 have in common: reductions are numbered, and `end` ends every backward.
+    """The common part of FSDP2's registrations: reductions are numbered, and `end` ends every backward.
 
     `steps` are backwards in which anything was averaged. deferred: how many reductions backward did not wait for.
     """

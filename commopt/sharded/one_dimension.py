@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FSDP2 over all ranks, a 1-D mesh: what replaces its collectives, and what a checkpoint holds."""
+"""`OneDimension`: FSDP2 over all ranks, a 1-D mesh. It replaces FSDP's collectives, and has its checkpoints."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class OneDimension(Backwards):
         self.client.submit(f"weights of {_title(gather.parts)}", task, output, (source,), numel=output.numel()).wait()
 
     def forget_copies(self, *, bases: bool) -> None:
-        """Let second copies be made anew. bases: also those that a checkpoint has brought and nobody has used yet."""
+        """Drop second copies, to be made anew. bases: also those from a checkpoint that no gather has used yet."""
         for gather in self.gathers.values():
             gather.copy = None
             if bases:
@@ -214,7 +214,7 @@ class _Scatters(_Allocator):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """Do it; FSDP's stream waits for it."""
+        """Reduce and scatter; FSDP's stream waits for it."""
         self._registration.reduce(self._group, output_tensor, input_tensor, op)
 
 
@@ -224,7 +224,7 @@ class _Gathers(_Allocator):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Any:
-        """Do it, or pass on what torch alone can do: bytes, extensions, fewer ranks (reshard_after_forward=8)."""
+        """Gather, or let torch: bytes, extensions, or fewer ranks (reshard_after_forward=8)."""
         gather = self._registration.gathers[self._group]
         if group.size() == gather.team.size and gather.takes(output_tensor, input_tensor):
             self._registration.gather(self._group, output_tensor, input_tensor)
@@ -257,7 +257,7 @@ def _title(parts: Parts) -> str:
 
 
 def require_attachable(groups: Sequence[ParameterGroup], weights: object) -> None:
-    """Raise ConfigurationError for a model, or weights, that OneDimension cannot serve."""
+    """Raise ConfigurationError for a model, or weights, that OneDimension does not support."""
     seams.require_collectives(groups)
     meshes = [tuple(dist.get_process_group_ranks(group.shards)) for group in groups]
     if len(set(meshes)) > 1:

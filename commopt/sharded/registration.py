@@ -163,7 +163,7 @@ class ShardedRegistration(Backwards):
     # ------------------------------------------------------------------------------------- every backward
 
     def reduce(self, group: ParameterGroup, buffer: Tensor) -> None:
-        """Average one buffer over the replicas, in place: now, or where nobody can tell by the end of backward."""
+        """Average one buffer over the replicas, in place: now, or by the end of backward if FSDP does not notice."""
         entered_ns = perf_counter_ns()
         if (kept := group.take_partial(buffer)) is not None:
             buffer += kept
